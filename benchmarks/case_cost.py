@@ -16,21 +16,21 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from fsdp_testing.campaign.batch import LASTING, Watch, _group, run_batch, setup_on
-from fsdp_testing.campaign.case_queue import BATCH
-from fsdp_testing.campaign.lane import Lane
-from fsdp_testing.implementations import registry
-from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.adapters import registry
+from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices
+from fsdp_testing.cases.records import Case
 from fsdp_testing.judging import batch_judge, record_stream
 from fsdp_testing.judging.batch_judge import comparison_for, judge_batch
-from fsdp_testing.ledger import interception
-from fsdp_testing.pool import Pool
-from fsdp_testing.pool.world import current_world
-from fsdp_testing.programs.accounts import AccountedProgram, program_for
-from fsdp_testing.programs.execute import RankProgram
-from fsdp_testing.programs.fitting import fitted
-from fsdp_testing.records import Case
-from fsdp_testing.strategies import CaseDrawer, Scope, SeededChoices
+from fsdp_testing.oracle.accounts import AccountedProgram, program_for
+from fsdp_testing.oracle.execute import RankProgram
+from fsdp_testing.oracle.fitting import fitted
+from fsdp_testing.ranks.ledger import interception
+from fsdp_testing.ranks.pool import Pool
+from fsdp_testing.ranks.pool.world import current_world
+from fsdp_testing.search.campaign.batch import LASTING, Watch, _group, run_batch, setup_on
+from fsdp_testing.search.campaign.case_queue import BATCH
+from fsdp_testing.search.campaign.lane import Lane
 
 SIZE = 2
 RANK_PARTS = ("bare", "ledger and accounts", "late results, garbage", "snapshots", "leaks, files")

@@ -21,16 +21,16 @@ from typing import NamedTuple
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from fsdp_testing import strategies
-from fsdp_testing.findings.known import shipped_known
-from fsdp_testing.implementations import registry
+from fsdp_testing.adapters import registry
+from fsdp_testing.cases import drawing as strategies
+from fsdp_testing.cases.records import Case, Verdict
+from fsdp_testing.checks.findings.known import shipped_known
 from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.judging.signature import signature_of
 from fsdp_testing.museum.collection import PATHS, exhibits
 from fsdp_testing.museum.exhibit import Exhibit
 from fsdp_testing.museum.hunt import RANDOM_CASES, hunt
-from fsdp_testing.pool import Pool
-from fsdp_testing.records import Case, Verdict
+from fsdp_testing.ranks.pool import Pool
 
 
 class Hunted(NamedTuple):

@@ -27,12 +27,12 @@ from typing import Any
 import case_cost
 
 from fsdp_testing import run_ranks
-from fsdp_testing.campaign.campaign import Campaign, Plan
-from fsdp_testing.findings.discovery import Discovery
-from fsdp_testing.findings.known import shipped_known
-from fsdp_testing.implementations import registry
-from fsdp_testing.pool import Pool, default_pool
-from fsdp_testing.strategies import CaseDrawer, Scope, SeededChoices
+from fsdp_testing.adapters import registry
+from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices
+from fsdp_testing.checks.findings.discovery import Discovery
+from fsdp_testing.checks.findings.known import shipped_known
+from fsdp_testing.ranks.pool import Pool, default_pool
+from fsdp_testing.search.campaign.campaign import Campaign, Plan
 
 GOALS = {
     "torch-ddp": 120,

@@ -78,7 +78,7 @@ def ledger_cost(rounds: int, calls: int) -> dict[str, list[float]]:
     import torch
     import torch.distributed as dist
 
-    from fsdp_testing.ledger import interception
+    from fsdp_testing.ranks.ledger import interception
 
     value = torch.ones(4)
     seconds: dict[str, list[float]] = {"on": [], "off": []}
@@ -166,7 +166,7 @@ FATES = {
 
 def fates(ranks: int, rounds: int) -> dict[str, list[float]]:
     """Seconds until each fate is reported, on a world that is warm."""
-    from fsdp_testing.pool import default_pool
+    from fsdp_testing.ranks.pool import default_pool
 
     seconds: dict[str, list[float]] = {}
     for _ in range(rounds):
@@ -184,7 +184,7 @@ def fates(ranks: int, rounds: int) -> dict[str, list[float]]:
 
 def hygiene_cost(calls: int) -> list[float]:
     """Seconds of the comparison that follows a job which left nothing behind."""
-    from fsdp_testing.pool.hygiene import take_snapshot
+    from fsdp_testing.ranks.pool.hygiene import take_snapshot
 
     seconds = []
     for _ in range(calls):
@@ -273,7 +273,7 @@ def measure(chosen: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 def measure_here(report: dict[str, Any], *, quick: bool) -> None:
     """Figures that need no pytest: the ledger, and the fates."""
     from fsdp_testing import run_ranks
-    from fsdp_testing.pool import default_pool
+    from fsdp_testing.ranks.pool import default_pool
 
     for ranks in (2, 4):
         results = run_ranks(ledger_cost, 4 if quick else 10, 300, size=ranks, timeout=300)

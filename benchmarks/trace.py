@@ -23,13 +23,13 @@ import torch
 from torch import nn
 
 from fsdp_testing import run_ranks
-from fsdp_testing.implementations import registry
-from fsdp_testing.implementations.protocol import Setup
-from fsdp_testing.implementations.shared import naming
-from fsdp_testing.ledger import interception
-from fsdp_testing.pool.world import current_world
-from fsdp_testing.trace.recorder import TraceRecorder
-from fsdp_testing.trace.watching import watch_modules, watch_waits
+from fsdp_testing.adapters import registry
+from fsdp_testing.adapters.protocol import Setup
+from fsdp_testing.adapters.shared import naming
+from fsdp_testing.explain.trace.recorder import TraceRecorder
+from fsdp_testing.explain.trace.watching import watch_modules, watch_waits
+from fsdp_testing.ranks.ledger import interception
+from fsdp_testing.ranks.pool.world import current_world
 
 NAMES = ("torch-fsdp1", "torch-fsdp2", "fsdp_ref-wrapper", "fsdp_ref-composable")
 UNITS = 8

@@ -27,8 +27,8 @@ import time
 from pathlib import Path
 
 from fsdp_testing import current_world, run_ranks
-from fsdp_testing.script_check.launched import ScriptRun, run_here, run_script
-from fsdp_testing.training_check.launch import as_torchrun_starts
+from fsdp_testing.train.function.launch import as_torchrun_starts
+from fsdp_testing.train.script.launched import ScriptRun, run_here, run_script
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "training" / "char_gpt.py"
 Seconds = tuple[float, float]

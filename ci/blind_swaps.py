@@ -20,16 +20,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.checkers.quantities import Expected, ExpectedPoint, Quantity
-from fsdp_testing.checkers.tensors import difference
+from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case
+from fsdp_testing.checks.suites import CHECKS, Check
+from fsdp_testing.checks.suites.check import HYBRID, Place
 from fsdp_testing.judging.case_runner import ORDINARY
-from fsdp_testing.programs import models, oracle
-from fsdp_testing.programs.pending import LocalGradients
-from fsdp_testing.programs.replay import Replay, ReplayPoint
-from fsdp_testing.records import UNIT_ROUNDOFF, Case
-from fsdp_testing.suites import CHECKS, Check
-from fsdp_testing.suites.check import HYBRID, Place
+from fsdp_testing.oracle import models, oracle
+from fsdp_testing.oracle.comparison import Comparison
+from fsdp_testing.oracle.pending import LocalGradients
+from fsdp_testing.oracle.quantities import Expected, ExpectedPoint, Quantity
+from fsdp_testing.oracle.replay import Replay, ReplayPoint
+from fsdp_testing.oracle.tensors import difference
 
 PAGE = Path(__file__).parent.parent / "docs" / "swaps.md"
 ROUNDINGS = 16

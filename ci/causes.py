@@ -20,9 +20,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from fsdp_testing.conformance import run_conformance
-from fsdp_testing.explanation.inquiry import WRONG_NUMBERS
-from fsdp_testing.records import Explanation, Finding
+from fsdp_testing.cases.records import Explanation, Finding
+from fsdp_testing.checks.conformance import run_conformance
+from fsdp_testing.explain.inquiry import WRONG_NUMBERS
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "causes.md"

@@ -17,12 +17,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fsdp_testing.certificate.axes import WORLDS
-from fsdp_testing.certificate.causes import schedule_of
-from fsdp_testing.certificate.summary import FACES, STATUSES
-from fsdp_testing.certificate.verdicts import FAILS, HOLDS, UNKNOWN
-from fsdp_testing.records import Case
+from fsdp_testing.cases.records import Case
 from fsdp_testing.report.drawings.cube import cube_picture
+from fsdp_testing.search.certificate.axes import WORLDS
+from fsdp_testing.search.certificate.causes import schedule_of
+from fsdp_testing.search.certificate.summary import FACES, STATUSES
+from fsdp_testing.search.certificate.verdicts import FAILS, HOLDS, UNKNOWN
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "certificates"

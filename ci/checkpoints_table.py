@@ -16,9 +16,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp_testing.checkpoints.exchange import Result
-from fsdp_testing.checkpoints.summary import MARKS, SAVED, Summary, worst
-from fsdp_testing.records import Verdict
+from fsdp_testing.cases.records import Verdict
+from fsdp_testing.search.checkpoints.exchange import Result
+from fsdp_testing.search.checkpoints.summary import MARKS, SAVED, Summary, worst
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "checkpoints-table.md"

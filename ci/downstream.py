@@ -29,7 +29,7 @@ sys.path[:0] = system.get("backend-path", ())
 getattr(importlib.import_module(system["build-backend"]), sys.argv[1])(sys.argv[2])
 """
 WHERE = """
-import fsdp_testing.documentation as pages, fsdp_ref, tinyfsdp
+import fsdp_testing.base.documentation as pages, fsdp_ref, tinyfsdp
 print(pages.__file__, fsdp_ref.__file__, tinyfsdp.__file__, *map(pages.page, ("README.md", "docs/adapters.md")))
 """
 

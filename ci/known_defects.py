@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_testing.conformance import run_check
-from fsdp_testing.records import Verdict
+from fsdp_testing.cases.records import Verdict
+from fsdp_testing.checks.conformance import run_check
 
 FINDINGS = Path(__file__).parent.parent / "docs" / "findings"
 TABLE = FINDINGS / "known" / "defects.toml"
@@ -63,7 +63,7 @@ class Defect:
     @property
     def implementation(self) -> str:
         """What the check is run on, as the registry takes it."""
-        return f"fsdp_testing.suites.beyond_claims:{self.on}" if "+" in self.on else self.on
+        return f"fsdp_testing.checks.suites.beyond_claims:{self.on}" if "+" in self.on else self.on
 
     @property
     def sentence(self) -> str:

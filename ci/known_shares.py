@@ -10,11 +10,11 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from fsdp_testing.findings.known import Rule, shipped_known
-from fsdp_testing.implementations import registry
+from fsdp_testing.adapters import registry
+from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices
+from fsdp_testing.cases.records import Case, FailureKind
+from fsdp_testing.checks.findings.known import Rule, shipped_known
 from fsdp_testing.judging.signature import Signature, operation_kind
-from fsdp_testing.records import Case, FailureKind
-from fsdp_testing.strategies import CaseDrawer, Scope, SeededChoices
 
 CASES = 400
 NAMES = ("torch-ddp", "torch-fsdp1", "torch-fsdp1-flat", "torch-fsdp2")

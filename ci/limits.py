@@ -4,7 +4,7 @@
     python ci/limits.py NAME [CAPABILITY...] # probe one implementation, or these capabilities of it
     python ci/limits.py --page               # write the page of what was found so far
 
-Every row comes from probes (`fsdp_testing.suites.beyond_claims`): nothing on the page is written by hand. What was found
+Every row comes from probes (`fsdp_testing.checks.suites.beyond_claims`): nothing on the page is written by hand. What was found
 is kept in docs/findings/limits.json, so that one implementation can be probed anew without the others.
 """
 
@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from fsdp_testing.implementations import registry
+from fsdp_testing.adapters import registry
+from fsdp_testing.cases.records import CAPABILITIES
+from fsdp_testing.checks.suites.beyond_claims import Limit, Probed, probe
 from fsdp_testing.judging.case_runner import CaseRunner
-from fsdp_testing.records import CAPABILITIES
-from fsdp_testing.suites.beyond_claims import Limit, Probed, probe
 
 PAGE = Path(__file__).parent.parent / "docs" / "findings" / "limits.md"
 FOUND = PAGE.with_suffix(".json")

@@ -2,7 +2,7 @@
 
     python ci/loop_mistakes.py --state FILE [--runs 10] [--only PATTERN...]
 
-Right scripts are those of examples/training and, for frameworks that are installed, of tests/fsdp_testing/script_check. Each
+Right scripts are those of examples/training and, for frameworks that are installed, of tests/fsdp_testing/train/script. Each
 runs `--runs` times on 1 and 2 ranks. Mistakes are edits of such scripts, one at a time (ci/loop-mistakes.toml), and run once.
 A mistake counts as named if the verdict is FAIL and says the expected cause. What has run is kept in FILE, one JSON document
 a line, and not run again while the script and the code that judges it are the same. With `--only`, cases run whose name or
@@ -25,22 +25,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fsdp_testing.records import Verdict
-from fsdp_testing.script_check import examine
-from fsdp_testing.script_check.running import Launch
+from fsdp_testing.cases.records import Verdict
+from fsdp_testing.train.script import examine
+from fsdp_testing.train.script.running import Launch
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "is-my-training-right.md"
 BEGIN, END = "<!-- begin: made by ci/loop_mistakes.py -->\n", "<!-- end -->\n"
 STYLES = ROOT / "examples" / "training"
-FRAMEWORKS = ROOT / "tests" / "fsdp_testing" / "script_check"
+FRAMEWORKS = ROOT / "tests" / "fsdp_testing" / "train" / "script"
 PACKAGES = {
     "with_accelerate.py": "accelerate",
     "with_trainer.py": "transformers",
     "with_fabric.py": "lightning",
     "with_lightning.py": "lightning",
 }
-JUDGES = ("script_check", "training_check")
+JUDGES = ROOT / "fsdp_testing" / "train"
 STEPS = 4
 
 
@@ -66,7 +66,7 @@ class Case:
 
     def digest(self) -> str:
         """Return what changes when the script, or the code that judges it, does."""
-        sources = [p for folder in JUDGES for p in sorted((ROOT / "fsdp_testing" / folder).glob("*.py"))]
+        sources = sorted(JUDGES.rglob("*.py"))
         parts = [repr(asdict(self)), *(path.read_text(encoding="utf-8") for path in sources)]
         return hashlib.blake2b("".join(parts).encode(), digest_size=8).hexdigest()
 

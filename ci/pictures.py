@@ -20,7 +20,7 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from fsdp_testing import run_conformance
-from fsdp_testing.records import RunReport
+from fsdp_testing.cases.records import RunReport
 from fsdp_testing.report.terminal import closing_lines, in_short
 
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "silent-bug.svg"

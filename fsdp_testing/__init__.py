@@ -8,27 +8,29 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fsdp_testing import old_names
+
 if TYPE_CHECKING:
-    from fsdp_testing.conformance import run_conformance as run_conformance
-    from fsdp_testing.pool.world import World as World
-    from fsdp_testing.pool.world import current_world as current_world
-    from fsdp_testing.pytest_plugin.conformance_checks import parametrize_with_checks as parametrize_with_checks
-    from fsdp_testing.pytest_plugin.model_checks import parametrize_with_models as parametrize_with_models
-    from fsdp_testing.run import run_ranks as run_ranks
-    from fsdp_testing.script_check import batch as batch
-    from fsdp_testing.script_check import check_script as check_script
-    from fsdp_testing.training_check import check_training as check_training
+    from fsdp_testing.checks.conformance import run_conformance as run_conformance
+    from fsdp_testing.plugin.conformance_checks import parametrize_with_checks as parametrize_with_checks
+    from fsdp_testing.plugin.model_checks import parametrize_with_models as parametrize_with_models
+    from fsdp_testing.ranks.pool.world import World as World
+    from fsdp_testing.ranks.pool.world import current_world as current_world
+    from fsdp_testing.ranks.run import run_ranks as run_ranks
+    from fsdp_testing.train.function import check_training as check_training
+    from fsdp_testing.train.script import batch as batch
+    from fsdp_testing.train.script import check_script as check_script
 
 _HOMES = {
-    "World": "fsdp_testing.pool.world",
-    "current_world": "fsdp_testing.pool.world",
-    "batch": "fsdp_testing.script_check.feeding",
-    "check_script": "fsdp_testing.script_check",
-    "check_training": "fsdp_testing.training_check",
-    "parametrize_with_checks": "fsdp_testing.pytest_plugin.conformance_checks",
-    "parametrize_with_models": "fsdp_testing.pytest_plugin.model_checks",
-    "run_conformance": "fsdp_testing.conformance",
-    "run_ranks": "fsdp_testing.run",
+    "World": "fsdp_testing.ranks.pool.world",
+    "current_world": "fsdp_testing.ranks.pool.world",
+    "batch": "fsdp_testing.train.script.feeding",
+    "check_script": "fsdp_testing.train.script",
+    "check_training": "fsdp_testing.train.function",
+    "parametrize_with_checks": "fsdp_testing.plugin.conformance_checks",
+    "parametrize_with_models": "fsdp_testing.plugin.model_checks",
+    "run_conformance": "fsdp_testing.checks.conformance",
+    "run_ranks": "fsdp_testing.ranks.run",
 }
 
 __all__ = [
@@ -49,3 +51,6 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(home), name)
+
+
+old_names.install()

@@ -1,14 +1,14 @@
 """Import this, and torch's multi-process test classes run on the pool, under any test runner.
 
 `import fsdp_testing.dist_pool` in a test file or a conftest does what `pytest --dist-pool` does. What is replaced, and what is
-not, stands in `fsdp_testing.test_classes`.
+not, stands in `fsdp_testing.plugin.test_classes`.
 """
 
 from __future__ import annotations
 
-from fsdp_testing.pool.world import inside_rank
-from fsdp_testing.test_classes import torch_classes
-from fsdp_testing.test_classes.deepspeed_classes import take_over as take_over_deepspeed
+from fsdp_testing.plugin.test_classes import torch_classes
+from fsdp_testing.plugin.test_classes.deepspeed_classes import take_over as take_over_deepspeed
+from fsdp_testing.ranks.pool.world import inside_rank
 
 __all__ = ["take_over_deepspeed"]
 

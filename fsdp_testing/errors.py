@@ -1,6 +1,6 @@
 """What can go wrong in the harness itself: one tree, each class says what it means and what to do.
 
-A failing *test* is not in this tree; failures of ranks are reported through verdicts (`fsdp_testing.records`).
+A failing *test* is not in this tree; failures of ranks are reported through verdicts (`fsdp_testing.cases.records`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class BackendUnavailable(HarnessError):
 class WorldFailed(HarnessError):
     """A function run on a world did not return on every rank.
 
-    The message is the account of every rank; `outcome` is the same as data (`fsdp_testing.pool.WorldOutcome`).
+    The message is the account of every rank; `outcome` is the same as data (`fsdp_testing.ranks.pool.WorldOutcome`).
     """
 
     def __init__(self, message: str, outcome: object = None) -> None:

@@ -16,8 +16,8 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 
-from fsdp_testing.implementations.adapter import TorchStyle
-from fsdp_testing.implementations.shared import naming, pieces
+from fsdp_testing.adapters.adapter import TorchStyle
+from fsdp_testing.adapters.shared import naming, pieces
 
 ACCELERATOR = WeakKeyDictionary()
 SHARDS = WeakKeyDictionary()

@@ -20,7 +20,7 @@ import deepspeed
 from deepspeed.utils import safe_set_full_fp32_param
 from torch import nn
 
-from fsdp_testing.implementations.adapter import TorchStyle
+from fsdp_testing.adapters.adapter import TorchStyle
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 # Without its extension for shared memory, which it compiles for minutes and loads for seconds, DeepSpeed uses gloo.

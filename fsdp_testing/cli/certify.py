@@ -22,8 +22,8 @@ from fsdp_testing.cli.options import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fsdp_testing.certificate.certify import Certificate, Plan
-    from fsdp_testing.certificate.summary import Summary
+    from fsdp_testing.search.certificate.certify import Certificate, Plan
+    from fsdp_testing.search.certificate.summary import Summary
 
 DESCRIPTION = """\
 Run every small case: meshes of at most 4 ranks, accumulation of at most 3 micro-batches in every pattern of
@@ -61,10 +61,10 @@ def add(commands: Subparsers[Command]) -> Command:
 
 def execute(options: argparse.Namespace) -> int:
     """Run cells, explain what fails, print, write: 0 if all that ran hold, 1 if one fails, 3 if one is unknown."""
-    from fsdp_testing.certificate.certify import Certificate
-    from fsdp_testing.pool import default_pool
+    from fsdp_testing.ranks.pool import default_pool
     from fsdp_testing.report import check_writable
     from fsdp_testing.report.terminal import open_console
+    from fsdp_testing.search.certificate.certify import Certificate
 
     if options.html is not None:
         check_writable(options.html / "index.html", "--html")
@@ -82,10 +82,10 @@ def execute(options: argparse.Namespace) -> int:
 
 def present(summary: Summary, options: argparse.Namespace, console: Console) -> int:
     """Print a certificate, write what `--html` and `--json` ask for, and return the exit code."""
-    from fsdp_testing.certificate.axes import WORLDS
-    from fsdp_testing.certificate.summary import FACES
     from fsdp_testing.report.certificate_page import write_certificate_page
     from fsdp_testing.report.files import write_atomically
+    from fsdp_testing.search.certificate.axes import WORLDS
+    from fsdp_testing.search.certificate.summary import FACES
 
     _print(console, summary)
     if options.html is not None:
@@ -99,9 +99,9 @@ def present(summary: Summary, options: argparse.Namespace, console: Console) -> 
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    from fsdp_testing.certificate.axes import FLAT, ranks_of
-    from fsdp_testing.certificate.certify import Plan
-    from fsdp_testing.implementations import registry
+    from fsdp_testing.adapters import registry
+    from fsdp_testing.search.certificate.axes import FLAT, ranks_of
+    from fsdp_testing.search.certificate.certify import Plan
 
     folder = "".join(c if c.isalnum() or c in "-_." else "_" for c in options.name)
     folder += f"-sample-{options.sample}" if options.sample else ""
@@ -128,11 +128,11 @@ def _made(certificate: Certificate, console: Console, explain: float) -> Summary
         TimeRemainingColumn,
     )
 
-    from fsdp_testing.certificate.causes import CauseFinder
-    from fsdp_testing.certificate.summary import summary_of
-    from fsdp_testing.certificate.verdicts import FAILS, Verdicts
-    from fsdp_testing.conformance import environment
-    from fsdp_testing.findings.known import shipped_known
+    from fsdp_testing.checks.conformance import environment
+    from fsdp_testing.checks.findings.known import shipped_known
+    from fsdp_testing.search.certificate.causes import CauseFinder
+    from fsdp_testing.search.certificate.summary import summary_of
+    from fsdp_testing.search.certificate.verdicts import FAILS, Verdicts
 
     columns = (
         BarColumn(),
@@ -181,9 +181,9 @@ def _print_faces(console: Console, summary: Summary) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from fsdp_testing.certificate.axes import WORLDS
-    from fsdp_testing.certificate.summary import FACES
-    from fsdp_testing.certificate.verdicts import HOLDS
+    from fsdp_testing.search.certificate.axes import WORLDS
+    from fsdp_testing.search.certificate.summary import FACES
+    from fsdp_testing.search.certificate.verdicts import HOLDS
 
     strategies = [strategy for strategy in WORLDS if summary.at(strategy, "all")]
     rows = [(f"mesh: {mesh}", mesh, "all") for mesh in dict.fromkeys(m for s in strategies for m in WORLDS[s])]
@@ -207,6 +207,6 @@ def _print_faces(console: Console, summary: Summary) -> None:
 
 
 def _style(counts: dict[str, int]) -> str:
-    from fsdp_testing.certificate.verdicts import FAILS, UNKNOWN
+    from fsdp_testing.search.certificate.verdicts import FAILS, UNKNOWN
 
     return "bold red" if counts.get(FAILS) else "magenta" if counts.get(UNKNOWN) else ""

@@ -12,8 +12,8 @@ from fsdp_testing.cli.options import Command, Subparsers, add_timeout, declare, 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fsdp_testing.checkpoints.exchange import Plan
-    from fsdp_testing.checkpoints.summary import Summary
+    from fsdp_testing.search.checkpoints.exchange import Plan
+    from fsdp_testing.search.checkpoints.summary import Summary
 
 DESCRIPTION = """\
 Train two steps with each implementation at each layout (strategy, mesh, units), save model and optimizer, and load that into
@@ -66,10 +66,10 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    from fsdp_testing.checkpoints.axes import SUBJECTS, WAYS
-    from fsdp_testing.checkpoints.exchange import Plan
+    from fsdp_testing.adapters import registry
     from fsdp_testing.errors import InvalidArgument
-    from fsdp_testing.implementations import registry
+    from fsdp_testing.search.checkpoints.axes import SUBJECTS, WAYS
+    from fsdp_testing.search.checkpoints.exchange import Plan
 
     for option, given, known in (("--subject", options.subject, SUBJECTS), ("--way", options.way, WAYS)):
         wrong = [one for one in given or () if one not in known]
@@ -90,11 +90,11 @@ def _plan(options: argparse.Namespace) -> Plan:
 def _exchanged(plan: Plan, console: Console) -> Summary:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from fsdp_testing.checkpoints.exchange import Exchange, Result
-    from fsdp_testing.checkpoints.summary import Summary
-    from fsdp_testing.conformance import environment
-    from fsdp_testing.pool import default_pool
-    from fsdp_testing.records import Verdict
+    from fsdp_testing.cases.records import Verdict
+    from fsdp_testing.checks.conformance import environment
+    from fsdp_testing.ranks.pool import default_pool
+    from fsdp_testing.search.checkpoints.exchange import Exchange, Result
+    from fsdp_testing.search.checkpoints.summary import Summary
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     began, failing = time.monotonic(), 0
@@ -116,7 +116,7 @@ def _exchanged(plan: Plan, console: Console) -> Summary:
 def _print(console: Console, summary: Summary) -> None:
     from rich.text import Text
 
-    from fsdp_testing.checkpoints.summary import SAVED
+    from fsdp_testing.search.checkpoints.summary import SAVED
 
     style = {0: "bold green", 1: "bold red"}.get(summary.exit_code, "bold magenta")
     console.print(Text(summary.conclusion(), style=style))
@@ -144,8 +144,8 @@ def _print_table(
     from rich.table import Table
     from rich.text import Text
 
-    from fsdp_testing.checkpoints.summary import MARKS, worst
-    from fsdp_testing.records import Verdict
+    from fsdp_testing.cases.records import Verdict
+    from fsdp_testing.search.checkpoints.summary import MARKS, worst
 
     styles = {"=": "", "X": "bold red", "r": "yellow", "?": "magenta"}
     table = Table(box=None, pad_edge=False, padding=(0, 1 if short else 2, 0, 0))

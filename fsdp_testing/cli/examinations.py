@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from fsdp_testing import env
-from fsdp_testing.documentation import folder
+from fsdp_testing.base import env
+from fsdp_testing.base.documentation import folder
 from fsdp_testing.judging.concurrency import MEMORY_BYTES_PER_RANK, memory_available, usable_processors
-from fsdp_testing.pool.controller import missing_system_calls
-from fsdp_testing.pool.forkserver import COMMAND
+from fsdp_testing.ranks.pool.controller import missing_system_calls
+from fsdp_testing.ranks.pool.forkserver import COMMAND
 
 MIB = 1 << 20
 SUPPORTED_TORCH = ((2, 11), (2, 15))
@@ -118,7 +118,7 @@ def torch() -> Symptom:
 
 def backends() -> Symptom:
     """Return which communication backends can run two ranks here."""
-    from fsdp_testing.backends import backend_named, registered_backends
+    from fsdp_testing.base.backends import backend_named, registered_backends
 
     reasons = {name: backend_named(name).unavailable(2) for name in registered_backends()}
     said = "; ".join(f"{name}: {reason}" if reason else name for name, reason in reasons.items())

@@ -27,12 +27,12 @@ from fsdp_testing.cli.options import (
 from fsdp_testing.errors import HarnessError, InvalidArgument, PoolBroken
 
 if TYPE_CHECKING:
-    from fsdp_testing.campaign.campaign import Campaign, Plan
-    from fsdp_testing.campaign.state import StateDirectory
-    from fsdp_testing.campaign.tally import CampaignTally
-    from fsdp_testing.findings.discovery import Discovery
-    from fsdp_testing.implementations.adapter import Adapter
+    from fsdp_testing.adapters.adapter import Adapter
+    from fsdp_testing.checks.findings.discovery import Discovery
     from fsdp_testing.report.terminal import Output
+    from fsdp_testing.search.campaign.campaign import Campaign, Plan
+    from fsdp_testing.search.campaign.state import StateDirectory
+    from fsdp_testing.search.campaign.tally import CampaignTally
 
 DESCRIPTION = """\
 Run random cases (module tree, wrapping plan, strategy, program of training operations) on ranks and compare each with a
@@ -81,10 +81,10 @@ def execute(options: argparse.Namespace) -> int:
         return hunt_exhibits(options.exhibits, options.seed, seconds=options.seconds or 60.0, limit=limit)
     if options.name is None or options.exhibits is not None:
         raise InvalidArgument("fuzz: expected NAME alone. Say what is to be fuzzed; exhibits: `museum --exhibits N`.")
-    from fsdp_testing.campaign.campaign import Campaign
-    from fsdp_testing.implementations import registry
-    from fsdp_testing.pool import default_pool
+    from fsdp_testing.adapters import registry
+    from fsdp_testing.ranks.pool import default_pool
     from fsdp_testing.report.terminal import open_console
+    from fsdp_testing.search.campaign.campaign import Campaign
 
     adapter = registry.load(options.name)
     plan = _plan(options, adapter)
@@ -123,10 +123,10 @@ def batches_at_a_time(asked: int | None, largest: int) -> int:
 
 
 def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
-    from fsdp_testing.campaign.campaign import Plan
-    from fsdp_testing.findings.known import joined, read_known, shipped_known
-    from fsdp_testing.records.document import read_text
-    from fsdp_testing.strategies import Scope
+    from fsdp_testing.base.document import read_text
+    from fsdp_testing.cases.drawing import Scope
+    from fsdp_testing.checks.findings.known import joined, read_known, shipped_known
+    from fsdp_testing.search.campaign.campaign import Plan
 
     known = [] if options.no_known else [shipped_known(adapter.built_on)]
     for path in options.known:
@@ -185,7 +185,7 @@ class _Display:
         self._progress.update(self._task, description=text)
 
     def found(self, found: Discovery, state: StateDirectory) -> None:
-        from fsdp_testing.campaign.writing import write_discovery
+        from fsdp_testing.search.campaign.writing import write_discovery
 
         folder = write_discovery(found, state)
         self.folders.append(folder)
@@ -239,7 +239,7 @@ def _report_counts(console: Output, what: str, counts: Any) -> None:
 
 
 def _try_scripts(console: Output, folders: list[Path]) -> None:
-    from fsdp_testing.campaign.writing import SCRIPT, try_script
+    from fsdp_testing.search.campaign.writing import SCRIPT, try_script
 
     for folder in folders:
         try:

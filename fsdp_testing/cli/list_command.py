@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Iterator
 
+from fsdp_testing.cases.records import CAPABILITIES
 from fsdp_testing.cli.options import Command, Subparsers, declare
 from fsdp_testing.errors import HarnessError
-from fsdp_testing.records import CAPABILITIES
 
 KINDS = ("implementations", "checks", "capabilities", "models", "backends")
 
@@ -66,7 +66,7 @@ def _names(kind: str) -> Iterator[tuple[str, str]]:
 
 
 def _implementations() -> Iterator[tuple[str, str]]:
-    from fsdp_testing.implementations import registry
+    from fsdp_testing.adapters import registry
 
     for name, claims in sorted(registry.registrations().items()):
         if len(claims) > 1:
@@ -82,7 +82,7 @@ def _implementations() -> Iterator[tuple[str, str]]:
 
 
 def _checks() -> Iterator[tuple[str, str]]:
-    from fsdp_testing.suites import CHECKS
+    from fsdp_testing.checks.suites import CHECKS
 
     for check in CHECKS.values():
         needs = f"; needs {', '.join(sorted(check.needs))}" if check.needs else ""
@@ -91,13 +91,13 @@ def _checks() -> Iterator[tuple[str, str]]:
 
 
 def _models() -> Iterator[tuple[str, str]]:
-    from fsdp_testing.zoo import MODELS
+    from fsdp_testing.cases.models import MODELS
 
     yield from ((name, model.summary) for name, model in MODELS.items())
 
 
 def _backends() -> Iterator[tuple[str, str]]:
-    from fsdp_testing.backends import backend_named, registered_backends
+    from fsdp_testing.base.backends import backend_named, registered_backends
 
     for name in registered_backends():
         try:

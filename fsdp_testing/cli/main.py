@@ -15,7 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from fsdp_testing import env
+from fsdp_testing.base import env
+from fsdp_testing.base.printable import printable
 from fsdp_testing.cli import (
     certify,
     checkpoints,
@@ -32,7 +33,6 @@ from fsdp_testing.cli import (
     train,
 )
 from fsdp_testing.errors import HarnessError, InvalidArgument, PoolBroken
-from fsdp_testing.records.printable import printable
 
 PROGRAM = "fsdp-verify"
 COMMANDS: tuple[ModuleType, ...] = (
@@ -114,9 +114,9 @@ def _execute(options: argparse.Namespace) -> int:
             f"{options.command}: expected one process, got one of {launch.world_size} that {launch.launcher} started. "
             f"Start it without {launch.launcher}; {', '.join(_ON_RANKS)} use its processes."
         )
-    from fsdp_testing.pool import default_pool
-    from fsdp_testing.pool.hosts import gathered
-    from fsdp_testing.pool.serving import serve
+    from fsdp_testing.ranks.pool import default_pool
+    from fsdp_testing.ranks.pool.hosts import gathered
+    from fsdp_testing.ranks.pool.serving import serve
 
     if launch.rank:
         serve(launch, default_pool())

@@ -38,7 +38,7 @@ def add(commands: Subparsers[Command]) -> Command:
 
 def execute(options: argparse.Namespace) -> int:
     """Read, merge, print, write."""
-    from fsdp_testing.records import RunReport
+    from fsdp_testing.cases.records import RunReport
     from fsdp_testing.report import check_writable
     from fsdp_testing.report.merging import merged
     from fsdp_testing.report.terminal import open_console
@@ -65,16 +65,16 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _is_certificate(text: str, path: str) -> bool:
-    from fsdp_testing.records.document import load_json
+    from fsdp_testing.base.document import load_json
 
     data = load_json(text, path)
-    return isinstance(data, dict) and data.get("format") == "fsdp_testing/certificate"
+    return isinstance(data, dict) and data.get("format") == "fsdp_testing/search/certificate"
 
 
 def _certificates(texts: dict[str, str], options: argparse.Namespace) -> int:
-    from fsdp_testing.certificate.merging import merged, read_summary
     from fsdp_testing.cli import certify
     from fsdp_testing.report.terminal import open_console
+    from fsdp_testing.search.certificate.merging import merged, read_summary
 
     unwanted = [name for name, given in (("--junit", options.junit), ("--full", options.full)) if given]
     if unwanted:
@@ -83,7 +83,7 @@ def _certificates(texts: dict[str, str], options: argparse.Namespace) -> int:
 
 
 def _campaigns(options: argparse.Namespace, console: Output) -> int:
-    from fsdp_testing.campaign.merging import merge_campaigns
+    from fsdp_testing.search.campaign.merging import merge_campaigns
 
     unwanted = [*outputs(options), *(["--full"] if options.full else [])]
     if options.state is None or unwanted:

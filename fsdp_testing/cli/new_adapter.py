@@ -18,8 +18,8 @@ SKELETON = '''\
 
 import math
 
-from fsdp_testing.implementations.adapter import TorchStyle
-from fsdp_testing.implementations.protocol import Piece
+from fsdp_testing.adapters.adapter import TorchStyle
+from fsdp_testing.adapters.protocol import Piece
 
 
 def wrap(module, setup):

@@ -101,7 +101,7 @@ def add_jobs(group: argparse._ActionsContainer, what: str) -> argparse.Action:
 def capacity_here(largest: int) -> Capacity:
     """Return how many jobs have room, each with a world of `largest` ranks, on the hosts that ranks have."""
     from fsdp_testing.judging.concurrency import capacity
-    from fsdp_testing.pool import default_pool
+    from fsdp_testing.ranks.pool import default_pool
 
     hosts = default_pool().hosts
     return capacity(largest, hosts.processors if hosts is not None else None)

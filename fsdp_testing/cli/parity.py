@@ -15,7 +15,7 @@ from fsdp_testing.cli.options import Command, Subparsers, count, declare
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fsdp_testing.trace.order_parity import CaseParity
+    from fsdp_testing.explain.trace.order_parity import CaseParity
 
 DESCRIPTION = """\
 Run the same training programs on both implementations, record what their units and collectives do, and show side by
@@ -39,10 +39,10 @@ def add(commands: Subparsers[Command]) -> Command:
 
 def execute(options: argparse.Namespace) -> int:
     """Compare, print, and say what differs."""
+    from fsdp_testing.explain.trace.order_parity import compare_case, parity_cases
     from fsdp_testing.report import check_writable
     from fsdp_testing.report.parity_page import conclusion, write_parity_page
     from fsdp_testing.report.terminal import open_console
-    from fsdp_testing.trace.order_parity import compare_case, parity_cases
 
     if options.html is not None:
         check_writable(options.html / "index.html", "--html")

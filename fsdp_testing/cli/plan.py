@@ -132,8 +132,8 @@ def _model(name: str, dtype: str) -> tuple[Any, tuple[str, ...]]:
     """Return the module and the units it has by default."""
     import torch
 
+    from fsdp_testing.cases.models import MODELS
     from fsdp_testing.cli.known_models import DECODERS
-    from fsdp_testing.zoo import MODELS
 
     if name in DECODERS:
         return DECODERS[name].build(getattr(torch, dtype)), ("Block",)

@@ -25,7 +25,7 @@ from fsdp_testing.errors import BackendUnavailable, InvalidArgument
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fsdp_testing.records import RunReport
+    from fsdp_testing.cases.records import RunReport
     from fsdp_testing.report.terminal import Output
 
 INTERRUPTED = 130
@@ -94,7 +94,7 @@ def add_outputs(command: Command) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Judge, print, write."""
-    from fsdp_testing.pool import default_pool
+    from fsdp_testing.ranks.pool import default_pool
     from fsdp_testing.report import check_writable
     from fsdp_testing.report.terminal import open_console, print_report
 
@@ -103,8 +103,8 @@ def execute(options: argparse.Namespace) -> int:
     for option, path in outputs(options).items():
         check_writable(path, option)
     default_pool().start()  # torch is imported there and, with the registry, here: at the same time
-    from fsdp_testing.conformance import select_checks
-    from fsdp_testing.implementations import registry
+    from fsdp_testing.adapters import registry
+    from fsdp_testing.checks.conformance import select_checks
 
     select_checks(options.check)  # a name that is no check's ends the run before there are ranks
     check_backend(options.backend, max(options.world_size))
@@ -149,7 +149,7 @@ def check_backend(name: str, size: int) -> None:
         InvalidArgument: No such backend.
         BackendUnavailable: The one reason why it cannot run here.
     """
-    from fsdp_testing.backends import backend_named
+    from fsdp_testing.base.backends import backend_named
 
     reason = backend_named(name).unavailable(size)
     if reason:
@@ -166,7 +166,7 @@ def expectations(path: Path | None, names: tuple[str, ...], tensor_parallel: int
     Raises:
         InvalidArgument: The file cannot be read, or is not of the form that the help text shows.
     """
-    from fsdp_testing.suites import CHECKS
+    from fsdp_testing.checks.suites import CHECKS
 
     if path is None:
         return {}
@@ -209,7 +209,7 @@ def unknown_tables(path: Path | None, names: tuple[str, ...]) -> list[str]:
 
     An import string may be another run's.
     """
-    from fsdp_testing.implementations import registry
+    from fsdp_testing.adapters import registry
 
     document = tomllib.loads(path.read_text(encoding="utf-8")) if path is not None else {}
     return [name for name in document if name not in (*names, *registry.names()) and ":" not in name]
@@ -229,9 +229,9 @@ def judged(
     names: tuple[str, ...], expected: dict[str, dict[str, Any]], options: argparse.Namespace, console: Console
 ) -> tuple[RunReport, bool]:
     """Return the report, and whether the user interrupted the run before it was complete."""
-    from fsdp_testing.conformance import environment, run_conformance
+    from fsdp_testing.cases.records import RunReport
+    from fsdp_testing.checks.conformance import environment, run_conformance
     from fsdp_testing.judging.case_runner import CaseRunner
-    from fsdp_testing.records import RunReport
     from fsdp_testing.report.progress import ProgressListener
 
     with ProgressListener(console) as progress:

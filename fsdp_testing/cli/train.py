@@ -13,10 +13,10 @@ from fsdp_testing.cli.options import Command, Subparsers, add_timeout, count, de
 from fsdp_testing.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from fsdp_testing.pool import WorldOutcome
+    from fsdp_testing.ranks.pool import WorldOutcome
     from fsdp_testing.report.progress import StageProgress
     from fsdp_testing.report.terminal import Output
-    from fsdp_testing.script_check.report import ScriptReport
+    from fsdp_testing.train.script.report import ScriptReport
 
 DESCRIPTION = """\
 Run an unmodified training script as torchrun would start it, on each number of ranks, and compare it step by step with one
@@ -102,7 +102,7 @@ def execute(options: argparse.Namespace) -> int:
     from fsdp_testing.report import check_writable
     from fsdp_testing.report.progress import StageProgress
     from fsdp_testing.report.terminal import open_console
-    from fsdp_testing.script_check.check import Launch, examine
+    from fsdp_testing.train.script.check import Launch, examine
 
     if not options.script:
         raise InvalidArgument("train: expected a script, got none. Name the file that torchrun would start.")
@@ -154,7 +154,7 @@ class _Listener:
 def _write(report: ScriptReport, options: argparse.Namespace, console: Output, seconds: float) -> None:
     if options.html is None and options.json is None:
         return
-    from fsdp_testing.conformance import environment
+    from fsdp_testing.checks.conformance import environment
     from fsdp_testing.report import write_atomically
     from fsdp_testing.report.script_page import script_text
 

@@ -7,23 +7,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fsdp_testing.checkers import gathered_state
-from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.checkers.divergence import Compared
-from fsdp_testing.checkers.gathered_state import GatheredState
-from fsdp_testing.checkers.quantities import Expectation
-from fsdp_testing.implementations.adapter import Adapter
-from fsdp_testing.implementations.protocol import Division
+from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.adapters.protocol import Division
+from fsdp_testing.cases.records import (
+    LOSES_RANKS,
+    RAISES,
+    Case,
+    CaseRecord,
+    FailureKind,
+    Overrun,
+    RankObservation,
+    Verdict,
+)
 from fsdp_testing.judging import record_stream
+from fsdp_testing.judging.checkers.divergence import Compared
 from fsdp_testing.judging.fast_path import fast_path_agrees
 from fsdp_testing.judging.judge import Judgement, judge
 from fsdp_testing.judging.numbers import Numbers, compare_numbers
 from fsdp_testing.judging.signature import Signature, signature_of
-from fsdp_testing.programs import oracle
-from fsdp_testing.programs.fitting import fitted, lockstep_view, oracle_view
-from fsdp_testing.programs.replay import Replay
-from fsdp_testing.programs.setup import division_of
-from fsdp_testing.records import LOSES_RANKS, RAISES, Case, CaseRecord, FailureKind, Overrun, RankObservation, Verdict
+from fsdp_testing.oracle import gathered_state, oracle
+from fsdp_testing.oracle.comparison import Comparison
+from fsdp_testing.oracle.fitting import fitted, lockstep_view, oracle_view
+from fsdp_testing.oracle.gathered_state import GatheredState
+from fsdp_testing.oracle.quantities import Expectation
+from fsdp_testing.oracle.replay import Replay
+from fsdp_testing.oracle.setup import division_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,22 +13,9 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from fsdp_testing.checkers import gathered_state
-from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.checkers.divergence import Compared
-from fsdp_testing.checkers.quantities import Expectation
-from fsdp_testing.errors import PoolBroken
-from fsdp_testing.implementations import registry
-from fsdp_testing.implementations.adapter import Adapter
-from fsdp_testing.judging.concurrency import Shared, in_order
-from fsdp_testing.judging.judge import Judgement, Review, judge
-from fsdp_testing.judging.numbers import Numbers, compare_numbers
-from fsdp_testing.pool import Pool, WorldOutcome, default_pool
-from fsdp_testing.pool.preload import TRAINING
-from fsdp_testing.pool.world_on_loan import PooledWorld
-from fsdp_testing.programs import rank_jobs
-from fsdp_testing.programs.fitting import as_observed, fitted, oracle_view
-from fsdp_testing.records import (
+from fsdp_testing.adapters import registry
+from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.cases.records import (
     LOSES_RANKS,
     Case,
     CaseOutcome,
@@ -39,7 +26,19 @@ from fsdp_testing.records import (
     Verdict,
     WorldSpec,
 )
-from fsdp_testing.run import raise_unless_ok
+from fsdp_testing.errors import PoolBroken
+from fsdp_testing.judging.checkers.divergence import Compared
+from fsdp_testing.judging.concurrency import Shared, in_order
+from fsdp_testing.judging.judge import Judgement, Review, judge
+from fsdp_testing.judging.numbers import Numbers, compare_numbers
+from fsdp_testing.oracle import gathered_state, rank_jobs
+from fsdp_testing.oracle.comparison import Comparison
+from fsdp_testing.oracle.fitting import as_observed, fitted, oracle_view
+from fsdp_testing.oracle.quantities import Expectation
+from fsdp_testing.ranks.pool import Pool, WorldOutcome, default_pool
+from fsdp_testing.ranks.pool.preload import TRAINING
+from fsdp_testing.ranks.pool.world_on_loan import PooledWorld
+from fsdp_testing.ranks.run import raise_unless_ok
 
 _ORACLE_CACHE = 512
 _KEPT = 16

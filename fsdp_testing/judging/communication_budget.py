@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from fsdp_testing.checkers.overruns import CommunicationBudget
-from fsdp_testing.programs.models import most_uses
-from fsdp_testing.records import Case
-from fsdp_testing.strategies.normal_form import plans_of
-from fsdp_testing.zoo.tree_schema import ParameterSpec, every, parameters, walk
+from fsdp_testing.cases.drawing.normal_form import plans_of
+from fsdp_testing.cases.models.tree_schema import ParameterSpec, every, parameters, walk
+from fsdp_testing.cases.records import Case
+from fsdp_testing.judging.checkers.overruns import CommunicationBudget
+from fsdp_testing.oracle.models import most_uses
 
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _ALIGNMENT_BYTES = 16

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.pool.controller import MOST_PROCESSES
+from fsdp_testing.ranks.pool.controller import MOST_PROCESSES
 
 MEMORY_BYTES_PER_RANK = 400 << 20
 _TASKS_OF_A_RANK = 16

@@ -15,9 +15,8 @@ from dataclasses import fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.judging.signature import alike, as_pattern, signature_of
-from fsdp_testing.records import (
+from fsdp_testing.base.document import to_json
+from fsdp_testing.cases.records import (
     LOSES_RANKS,
     RAISES,
     CheckResult,
@@ -28,7 +27,8 @@ from fsdp_testing.records import (
     Verdict,
     merge,
 )
-from fsdp_testing.records.document import to_json
+from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.judging.signature import alike, as_pattern, signature_of
 
 CauseOf = Callable[[Finding], str]
 """What one process would have to do to give the wrong numbers of a finding, as a clause; empty if unknown."""

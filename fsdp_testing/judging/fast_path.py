@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp_testing.checkers import agreement
-from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoint
-from fsdp_testing.programs.models import dtype_name
-from fsdp_testing.programs.replay import Replay
-from fsdp_testing.records import UNIT_ROUNDOFF, RankObservation
+from fsdp_testing.cases.records import UNIT_ROUNDOFF, RankObservation
+from fsdp_testing.judging.checkers import agreement
+from fsdp_testing.oracle.comparison import Comparison
+from fsdp_testing.oracle.models import dtype_name
+from fsdp_testing.oracle.quantities import Expectation, Expected, ExpectedPoint
+from fsdp_testing.oracle.replay import Replay
 
 ROUNDINGS = 12
 """Fewer than `oracle.roundings_of` gives for any case: ranks, micro-batches, and at least one layer with its rows."""

@@ -9,15 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fsdp_testing.checkers import agreement, overruns
-from fsdp_testing.checkers.divergence import Compared
-from fsdp_testing.checkers.explain import explain, finding, finding_of, overrun_finding, raised_finding
-from fsdp_testing.checkers.quantities import Expectation
-from fsdp_testing.judging.communication_budget import budget_of
-from fsdp_testing.judging.numbers import Numbers
-from fsdp_testing.pool import Fate, WorldOutcome
-from fsdp_testing.pool.cause import Diverged, Stuck
-from fsdp_testing.records import (
+from fsdp_testing.cases.records import (
     Case,
     CaseRecord,
     FailureKind,
@@ -26,6 +18,14 @@ from fsdp_testing.records import (
     RankObservation,
     Verdict,
 )
+from fsdp_testing.judging.checkers import agreement, overruns
+from fsdp_testing.judging.checkers.divergence import Compared
+from fsdp_testing.judging.checkers.explain import explain, finding, finding_of, overrun_finding, raised_finding
+from fsdp_testing.judging.communication_budget import budget_of
+from fsdp_testing.judging.numbers import Numbers
+from fsdp_testing.oracle.quantities import Expectation
+from fsdp_testing.ranks.pool import Fate, WorldOutcome
+from fsdp_testing.ranks.pool.cause import Diverged, Stuck
 
 _RANKS_DISAGREE = (Stuck, Diverged)
 

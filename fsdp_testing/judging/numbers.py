@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fsdp_testing.checkers import agreement
-from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.checkers.divergence import Compared
-from fsdp_testing.checkers.quantities import Expectation
-from fsdp_testing.records import UNIT_ROUNDOFF, Case, RankObservation
-from fsdp_testing.zoo import MODELS
-from fsdp_testing.zoo.tree_schema import parameters
+from fsdp_testing.cases.models import MODELS
+from fsdp_testing.cases.models.tree_schema import parameters
+from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case, RankObservation
+from fsdp_testing.judging.checkers import agreement
+from fsdp_testing.judging.checkers.divergence import Compared
+from fsdp_testing.oracle.comparison import Comparison
+from fsdp_testing.oracle.quantities import Expectation
 
 _ROUNDINGS_OF_A_PART = 64
 """Roundings of a part in a narrower dtype: its inner products, several times over."""

@@ -17,8 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from fsdp_testing.pool.channel import loads, reduce_tensor
-from fsdp_testing.records import (
+from fsdp_testing.cases.records import (
     BufferObservation,
     CaseRecord,
     ObservedPiece,
@@ -29,6 +28,7 @@ from fsdp_testing.records import (
     RankObservation,
     Snapshot,
 )
+from fsdp_testing.ranks.pool.channel import loads, reduce_tensor
 
 _HEADER = struct.Struct("<Q")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from fsdp_testing.records import LOSES_RANKS, RAISES, Case, FailureKind, Finding, Mismatch
+from fsdp_testing.cases.records import LOSES_RANKS, RAISES, Case, FailureKind, Finding, Mismatch
 
 MESSAGE_LENGTH = 90
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_testing.adapters import registry
+from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.errors import HarnessError
-from fsdp_testing.implementations import registry
-from fsdp_testing.implementations.adapter import Adapter
 from fsdp_testing.museum import halls
 from fsdp_testing.museum.exhibit import Exhibit
 

@@ -9,18 +9,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fsdp_testing.campaign.batch import Watch
-from fsdp_testing.campaign.campaign import Campaign, Plan
-from fsdp_testing.campaign.lane import Lane
+from fsdp_testing.adapters import registry
+from fsdp_testing.cases.drawing import Scope
+from fsdp_testing.cases.records import Case
+from fsdp_testing.checks.findings.discovery import Discovery
+from fsdp_testing.checks.findings.known import KnownFailures, Rule, joined, shipped_known
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.findings.discovery import Discovery
-from fsdp_testing.findings.known import KnownFailures, Rule, joined, shipped_known
-from fsdp_testing.implementations import registry
 from fsdp_testing.museum.collection import PATHS, exhibits
 from fsdp_testing.museum.exhibit import Exhibit
-from fsdp_testing.pool import Pool, default_pool
-from fsdp_testing.records import Case
-from fsdp_testing.strategies import Scope
+from fsdp_testing.ranks.pool import Pool, default_pool
+from fsdp_testing.search.campaign.batch import Watch
+from fsdp_testing.search.campaign.campaign import Campaign, Plan
+from fsdp_testing.search.campaign.lane import Lane
 
 RANDOM_CASES = 500
 """Within so many random cases an exhibit must be met."""

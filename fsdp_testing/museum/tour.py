@@ -8,14 +8,14 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 
-from fsdp_testing.conformance import run_check, shared_runner
+from fsdp_testing.cases.records import CheckResult, Verdict
+from fsdp_testing.checks.conformance import run_check, shared_runner
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.judging.concurrency import Shared
 from fsdp_testing.museum.collection import PATHS, exhibits
 from fsdp_testing.museum.exhibit import Exhibit
 from fsdp_testing.museum.hunt import Hunt, hunt
-from fsdp_testing.records import CheckResult, Verdict
 
 Sound = Shared[CheckResult]
 """Results of the sound reference, by path, check and world sizes."""

@@ -1,8 +1,8 @@
-"""How do people and machines read what a run found? Everything here is drawn from `fsdp_testing.records` alone."""
+"""How do people and machines read what a run found? Everything here is drawn from `fsdp_testing.cases.records` alone."""
 
 from collections.abc import Callable, Mapping
 
-from fsdp_testing.records import RunReport
+from fsdp_testing.cases.records import RunReport
 from fsdp_testing.report.files import check_writable, write_atomically
 from fsdp_testing.report.html import html_text
 from fsdp_testing.report.junit import junit_text

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdp_testing.records import FailureKind, Finding, RunReport, Verdict
+from fsdp_testing.cases.records import FailureKind, Finding, RunReport, Verdict
 from fsdp_testing.report import summary
 from fsdp_testing.report.causes import Cause
 

@@ -1,6 +1,6 @@
 """What are the root causes of the failures in a report? Pure: findings grouped, one account for each group.
 
-Where causes were looked for (`fsdp_testing.explanation`), findings say which they belong to. Others are put together only
+Where causes were looked for (`fsdp_testing.explain`), findings say which they belong to. Others are put together only
 if they look the same in every respect (kind, quantity, name, first operation, model, strategy), or have the very same
 account and error, to the bit, whatever the strategy.
 """
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fsdp_testing.cases.records import CheckResult, Explanation, Finding, RunReport, Verdict
 from fsdp_testing.judging.signature import fine_signature_of
-from fsdp_testing.records import CheckResult, Explanation, Finding, RunReport, Verdict
 
 
 @dataclass(frozen=True, slots=True)

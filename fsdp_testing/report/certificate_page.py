@@ -13,7 +13,7 @@ from fsdp_testing.report.files import write_atomically
 from fsdp_testing.report.html import new_environment, resource
 
 if TYPE_CHECKING:
-    from fsdp_testing.certificate.summary import Summary
+    from fsdp_testing.search.certificate.summary import Summary
 
 
 def write_certificate_page(summary: Summary, rows: Sequence[str], worlds: Sequence[str], directory: Path) -> Path:

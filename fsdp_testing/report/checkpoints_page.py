@@ -13,7 +13,7 @@ from fsdp_testing.report.files import write_atomically
 from fsdp_testing.report.html import new_environment, resource
 
 if TYPE_CHECKING:
-    from fsdp_testing.checkpoints.summary import Cause, Summary
+    from fsdp_testing.search.checkpoints.summary import Cause, Summary
 
 
 _SHADES = {"X": "fails", "?": "unknown", "r": "refused", "=": "holds"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree as ET
 
-from fsdp_testing.records import CheckResult, RunReport, Verdict
+from fsdp_testing.cases.records import CheckResult, RunReport, Verdict
 from fsdp_testing.report.summary import (
     accounts,
     implementations,

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from fsdp_testing.cases.records import CheckResult, Request, RunReport, Verdict
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.records import CheckResult, Request, RunReport, Verdict
 
 # So many parts in a row are named one by one.
 _MISSING_BY_NAME = 3

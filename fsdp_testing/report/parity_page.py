@@ -15,7 +15,7 @@ from fsdp_testing.report.side_by_side import by_rows
 from fsdp_testing.report.summary import world_text
 
 if TYPE_CHECKING:
-    from fsdp_testing.trace.order_parity import CaseParity
+    from fsdp_testing.explain.trace.order_parity import CaseParity
 
 
 def write_parity_page(cases: Sequence[CaseParity], names: tuple[str, str], directory: Path, *, full: bool) -> Path:

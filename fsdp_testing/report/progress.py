@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from fsdp_testing.records import CheckResult, Verdict
+from fsdp_testing.cases.records import CheckResult, Verdict
 from fsdp_testing.report import summary
 from fsdp_testing.report.terminal import STYLES, plain
 

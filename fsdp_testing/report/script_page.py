@@ -10,7 +10,7 @@ from markupsafe import Markup
 from fsdp_testing.report.html import new_environment, resource
 
 if TYPE_CHECKING:
-    from fsdp_testing.script_check.report import ScriptReport
+    from fsdp_testing.train.script.report import ScriptReport
 
 
 def script_text(report: ScriptReport, facts: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_testing.checkers.event_order import OrderComparison, OrderRow
+from fsdp_testing.judging.checkers.event_order import OrderComparison, OrderRow
 
 CONTEXT_ROWS = 2
 LEFT_OUT = "..."

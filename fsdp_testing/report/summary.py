@@ -12,8 +12,8 @@ import shlex
 from collections import Counter
 from dataclasses import astuple, dataclass
 
-from fsdp_testing.documentation import page
-from fsdp_testing.records import Case, CheckResult, ExpectedFailure, Finding, RunReport, Verdict, merge
+from fsdp_testing.base.documentation import page
+from fsdp_testing.cases.records import Case, CheckResult, ExpectedFailure, Finding, RunReport, Verdict, merge
 
 # Order in which a reader wants them: what is wrong, what is unclear, what was foreseen.
 ATTENTION = (Verdict.FAIL, Verdict.UNKNOWN, Verdict.STALE, Verdict.EXPECTED_FAILURE)

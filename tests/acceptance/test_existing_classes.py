@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.pytest_plugin import dist_pool
-from fsdp_testing.test_classes.deepspeed_classes import take_over
+from fsdp_testing.plugin import dist_pool
+from fsdp_testing.plugin.test_classes.deepspeed_classes import take_over
 
 TORCH_CLASSES = '''
 import multiprocessing, os, pathlib, signal, sys, threading, unittest

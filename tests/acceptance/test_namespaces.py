@@ -15,10 +15,10 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from fsdp_testing.records import RunReport, Verdict
+from fsdp_testing.cases.records import RunReport, Verdict
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = (ROOT / "tests" / "fsdp_testing" / "campaign", ROOT / "tests" / "quality" / "broken")
+FOLDERS = (ROOT / "tests" / "fsdp_testing" / "search" / "campaign", ROOT / "tests" / "quality" / "broken")
 ADDRESSES = ("10.213.57.1", "10.213.57.2")
 LOST = "rank 1 was lost with process 1 of the launcher on host second"
 

@@ -318,7 +318,7 @@ def test_reruns_that_nobody_makes_are_warned_of(tmp_path: Path, run_folder: Runn
 
 STAND_INS = """
 import pytest
-from fsdp_testing.pool.world import inside_rank
+from fsdp_testing.ranks.pool.world import inside_rank
 
 class Rerunfailures:
     def get_reruns_count(self, item): return 0 if item.get_closest_marker("timeout") else item.config.option.reruns

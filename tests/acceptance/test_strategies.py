@@ -35,9 +35,9 @@ TESTS = """
 import pytest
 from hypothesis import Phase, given, settings
 
-from fsdp_testing import strategies
+from fsdp_testing.cases import drawing as strategies
 from fsdp_testing.judging.case_runner import CaseRunner
-from fsdp_testing.records import Verdict
+from fsdp_testing.cases.records import Verdict
 
 import our_sharding
 

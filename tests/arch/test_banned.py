@@ -41,10 +41,10 @@ def test_no_module_is_named_after_nothing() -> None:
     [
         ("no_type_check", "fsdp_ref/x.py", "import typing\n@typing.no_type_check\ndef f(): ..."),
         ("sleep", "tests/x.py", "import time\ntime.sleep(1)"),
-        ("environment", "fsdp_testing/pool/x.py", "import os\nos.environ['A'] = '1'"),
+        ("environment", "fsdp_testing/ranks/pool/x.py", "import os\nos.environ['A'] = '1'"),
         ("print", "fsdp_testing/report/x.py", "print('hello')"),
-        ("exit", "fsdp_testing/pool/x.py", "import sys\nsys.exit(1)"),
-        ("exit", "fsdp_testing/pool/x.py", "raise SystemExit(1)"),
+        ("exit", "fsdp_testing/ranks/pool/x.py", "import sys\nsys.exit(1)"),
+        ("exit", "fsdp_testing/ranks/pool/x.py", "raise SystemExit(1)"),
         ("hasattr", "fsdp_ref/x.py", "def f(self):\n    return hasattr(self, 'ready')"),
     ],
 )
@@ -55,7 +55,7 @@ def test_each_ban_can_be_broken(rule: str, path: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("fsdp_testing/env.py", "import os\nvalue = os.environ.get('A')"),
+        ("fsdp_testing/base/env.py", "import os\nvalue = os.environ.get('A')"),
         ("fsdp_testing/cli/main.py", "import sys\nprint('x')\nsys.exit(2)"),
         ("tests/x.py", "import time\ntime.sleep(600)"),
     ],

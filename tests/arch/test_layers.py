@@ -91,11 +91,11 @@ def test_a_cycle_is_found_and_named() -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("fsdp_testing/pool/x.py", "import pytest"),
-        ("fsdp_testing/pool/x.py", "def f():\n    from _pytest.nodes import Item"),
+        ("fsdp_testing/ranks/pool/x.py", "import pytest"),
+        ("fsdp_testing/ranks/pool/x.py", "def f():\n    from _pytest.nodes import Item"),
         ("fsdp_testing/report/x.py", "import torch"),
-        ("fsdp_testing/suites/x.py", "from fsdp_ref.layout import span"),
-        ("fsdp_testing/suites/x.py", "import fsdp_ref"),
+        ("fsdp_testing/checks/suites/x.py", "from fsdp_ref.layout import span"),
+        ("fsdp_testing/checks/suites/x.py", "import fsdp_ref"),
         ("fsdp_ref/runtime/x.py", "from torch.distributed import fsdp"),
         ("fsdp_ref/storage/x.py", "import torch.distributed as dist"),
     ],
@@ -107,10 +107,10 @@ def test_each_reserved_import_can_be_broken(path: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("fsdp_testing/pytest_plugin/x.py", "import pytest"),
-        ("fsdp_testing/implementations/ref/x.py", "import fsdp_ref"),
+        ("fsdp_testing/plugin/x.py", "import pytest"),
+        ("fsdp_testing/adapters/ref/x.py", "import fsdp_ref"),
         ("fsdp_ref/comm/x.py", "import torch.distributed as dist"),
-        ("fsdp_testing/implementations/x.py", "import torch.distributed.fsdp"),
+        ("fsdp_testing/adapters/x.py", "import torch.distributed.fsdp"),
     ],
 )
 def test_owners_of_reserved_modules_may_import_them(path: str, source: str) -> None:
@@ -122,8 +122,8 @@ def test_the_other_import_rules_can_be_broken() -> None:
     assert list(stdlib_only_offences("fsdp_ref/layout/x.py", "from fsdp_ref.storage import y", RULES["stdlib_only"]))
     assert not list(stdlib_only_offences("fsdp_ref/layout/x.py", "import math", RULES["stdlib_only"]))
     later = "def f():\n    import torch"
-    assert list(stdlib_only_offences("fsdp_testing/operations/x.py", "import torch", RULES["stdlib_only"]))
-    assert not list(stdlib_only_offences("fsdp_testing/operations/x.py", later, RULES["stdlib_only"]))
+    assert list(stdlib_only_offences("fsdp_testing/cases/operations/x.py", "import torch", RULES["stdlib_only"]))
+    assert not list(stdlib_only_offences("fsdp_testing/cases/operations/x.py", later, RULES["stdlib_only"]))
     assert list(stdlib_only_offences("fsdp_ref/layout/x.py", later, RULES["stdlib_only"]))
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from blind_swaps import KINDS, PAGE, REASONS, Swap, SwappedReplay, blind_of, halves_exchanged, is_computed, unnoticed
 
-from fsdp_testing.records import Batch, Case, ForwardBackward, ModelSpec, WorldSpec
-from fsdp_testing.suites import CHECKS
-from fsdp_testing.zoo.partial import Gated
+from fsdp_testing.cases.models.partial import Gated
+from fsdp_testing.cases.records import Batch, Case, ForwardBackward, ModelSpec, WorldSpec
+from fsdp_testing.checks.suites import CHECKS
 
 CASE = Case(ModelSpec("mlp"), WorldSpec(2), (ForwardBackward(Batch(0)), ForwardBackward(Batch(1))))
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import checkpoints_table
 from checkpoints_table import DOCS, PAGES, document
 
-from fsdp_testing.checkpoints.exchange import Result
-from fsdp_testing.checkpoints.summary import Summary
-from fsdp_testing.records import Verdict
+from fsdp_testing.cases.records import Verdict
+from fsdp_testing.search.checkpoints.exchange import Result
+from fsdp_testing.search.checkpoints.summary import Summary
 
 DDP, OURS = "torch-ddp no_shard/2/root", "fsdp_ref-wrapper full_shard/2/root"
 KNOWN = "loading: AssertionError: Expected device to be set"

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fsdp_testing.implementations.adapter import TorchStyle
-from fsdp_testing.implementations.defaults import OPTIONAL_WITHOUT_DEFAULT
+from fsdp_testing.adapters.adapter import TorchStyle
+from fsdp_testing.adapters.defaults import OPTIONAL_WITHOUT_DEFAULT
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "adapters.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"<!-- file=(\S+) -->\n```python\n(.*?)```", GUIDE, re.S))

@@ -45,7 +45,7 @@ def test_it_loads_with_claims_that_have_methods(adapter: str) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"needs {package} beside fsdp-testing; examples/adapters/README.md says which version")
     code = (
-        "from fsdp_testing.implementations import registry, validation\n"
+        "from fsdp_testing.adapters import registry, validation\n"
         f"for name in {names}: validation.check_claims(registry.load(f'{adapter}:{{name}}'))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=FOLDER, capture_output=True, text=True, check=False)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
+from fsdp_testing.adapters import registry
+from fsdp_testing.cases.records import ExpectedFailure
+from fsdp_testing.checks.suites import CHECKS
 from fsdp_testing.cli.run import tables
-from fsdp_testing.implementations import registry
 from fsdp_testing.judging.expected import expectations
-from fsdp_testing.records import ExpectedFailure
-from fsdp_testing.suites import CHECKS
 
 FINDINGS = Path(__file__).resolve().parents[2] / "docs/findings"
 TABLES = tables(tomllib.loads((FINDINGS / "expected-failures.toml").read_text(encoding="utf-8")))

@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from fsdp_testing.implementations import registry
-from fsdp_testing.suites import CHECKS
+from fsdp_testing.adapters import registry
+from fsdp_testing.checks.suites import CHECKS
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_LINES = 40

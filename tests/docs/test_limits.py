@@ -6,9 +6,9 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-from fsdp_testing.implementations import registry
-from fsdp_testing.records import CAPABILITIES
-from fsdp_testing.suites.beyond_claims import Limit, Probed
+from fsdp_testing.adapters import registry
+from fsdp_testing.cases.records import CAPABILITIES
+from fsdp_testing.checks.suites.beyond_claims import Limit, Probed
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 for folder in map(
     str,
     (
-        *(HERE / room for room in ("campaign", "certificate", "checkpoints", "operations")),
+        *(HERE / room for room in ("search/campaign", "search/certificate", "search/checkpoints", "cases/operations")),
         HERE.parent / "quality" / "broken",
     ),
 ):

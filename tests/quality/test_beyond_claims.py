@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from narrow import CAPABILITY
 
-from fsdp_testing.conformance import run_check
-from fsdp_testing.implementations import registry
+from fsdp_testing.adapters import registry
+from fsdp_testing.cases.records import Verdict
+from fsdp_testing.checks.conformance import run_check
+from fsdp_testing.checks.suites.beyond_claims import Limit, probe, probes, variant
 from fsdp_testing.judging.case_runner import CaseRunner
-from fsdp_testing.records import Verdict
-from fsdp_testing.suites.beyond_claims import Limit, probe, probes, variant
 
 CHECK = "accumulation.several_forwards"
 
@@ -27,7 +27,7 @@ def test_a_probe_tells_silence_from_refusal(name, limit, text):
 
 
 def test_a_variant_claims_one_capability_more_and_is_found_by_its_name():
-    adapter = registry.load(f"fsdp_testing.suites.beyond_claims:torch-fsdp1+{CAPABILITY}")
+    adapter = registry.load(f"fsdp_testing.checks.suites.beyond_claims:torch-fsdp1+{CAPABILITY}")
     assert adapter.capabilities - registry.load("torch-fsdp1").capabilities == {CAPABILITY}
     assert variant(f"torch-fsdp1+{CAPABILITY}").name == "torch-fsdp1"
 

@@ -14,9 +14,9 @@ from faults_options import CopiesAdapter, OptionsAdapter, PartsAdapter
 from toy_engine import EngineAdapter
 from toy_more import MoreAdapter
 
-from fsdp_testing.conformance import run_check, run_conformance
-from fsdp_testing.records import CheckResult, Verdict
-from fsdp_testing.suites import CHECKS
+from fsdp_testing.cases.records import CheckResult, Verdict
+from fsdp_testing.checks.conformance import run_check, run_conformance
+from fsdp_testing.checks.suites import CHECKS
 
 UNBROKEN = "toy:UNBROKEN"
 MORE = "toy_more:UNBROKEN"

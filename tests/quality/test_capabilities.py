@@ -8,14 +8,14 @@ from functools import cache
 import pytest
 from every_fault import FAULTS
 
+from fsdp_testing.cases.drawing.choices import SeededChoices
+from fsdp_testing.cases.drawing.drawing import CaseDrawer
+from fsdp_testing.cases.drawing.features import Scope
+from fsdp_testing.cases.drawing.normal_form import needs_of_case
+from fsdp_testing.cases.records import CAPABILITIES
+from fsdp_testing.checks.suites import CHECKS
+from fsdp_testing.checks.suites.check import needs_of
 from fsdp_testing.judging.case_runner import ORDINARY
-from fsdp_testing.records import CAPABILITIES
-from fsdp_testing.strategies.choices import SeededChoices
-from fsdp_testing.strategies.drawing import CaseDrawer
-from fsdp_testing.strategies.features import Scope
-from fsdp_testing.strategies.normal_form import needs_of_case
-from fsdp_testing.suites import CHECKS
-from fsdp_testing.suites.check import needs_of
 
 DRAWN = 1200
 """So many cases meet each feature many times: the rarest is on in one of twelve."""

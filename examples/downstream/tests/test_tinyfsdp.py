@@ -10,9 +10,9 @@ from tinyfsdp.testing import IMPLEMENTATION
 from torch import nn
 
 from fsdp_testing import parametrize_with_checks, run_conformance
-from fsdp_testing.conformance import run_case
-from fsdp_testing.records import Verdict
-from fsdp_testing.strategies import cases
+from fsdp_testing.cases.drawing import cases
+from fsdp_testing.cases.records import Verdict
+from fsdp_testing.checks.conformance import run_case
 
 
 @pytest.mark.world([2, 3])

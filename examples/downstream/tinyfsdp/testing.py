@@ -2,8 +2,8 @@
 
 import math
 
-from fsdp_testing.implementations.adapter import TorchStyle
-from fsdp_testing.implementations.protocol import Piece
+from fsdp_testing.adapters.adapter import TorchStyle
+from fsdp_testing.adapters.protocol import Piece
 from tinyfsdp import TinyFSDP
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_testing.backends import Backend, RankPlace
+from fsdp_testing.base.backends import Backend, RankPlace
 
 
 def unavailable(size: int) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from markupsafe import Markup
 
-from fsdp_testing.records import Portrait, UnitPortrait
+from fsdp_testing.cases.records import Portrait, UnitPortrait
 from fsdp_testing.report.drawings.svg import LEFT, WIDTH, Drawing, bytes_text
 
 BAR = 16

@@ -6,7 +6,7 @@ import math
 
 from markupsafe import Markup
 
-from fsdp_testing.records import Portrait, RankPortrait
+from fsdp_testing.cases.records import Portrait, RankPortrait
 from fsdp_testing.report.drawings.svg import LEFT, WIDTH, Drawing, bytes_text, clipped, ticks, time_axis
 from fsdp_testing.report.drawings.timeline import milliseconds, name_of
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 from markupsafe import Markup
 
-from fsdp_testing.checkers.event_order import OrderComparison
+from fsdp_testing.judging.checkers.event_order import OrderComparison
 from fsdp_testing.report.drawings.svg import WIDTH, Drawing, clipped
 from fsdp_testing.report.side_by_side import LEFT_OUT, shown_rows
 

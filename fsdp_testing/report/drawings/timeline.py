@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from markupsafe import Markup
 
-from fsdp_testing.records import Portrait, RankPortrait, Stretch
+from fsdp_testing.cases.records import Portrait, RankPortrait, Stretch
 from fsdp_testing.report.drawings.svg import LEFT, WIDTH, Drawing, time_axis
 
 LANE = 20

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_testing.adapters import single_process
+from fsdp_testing.adapters.protocol import Piece, Setup
+from fsdp_testing.adapters.shared import pieces
 from fsdp_testing.errors import HarnessError
-from fsdp_testing.implementations import single_process
-from fsdp_testing.implementations.protocol import Piece, Setup
-from fsdp_testing.implementations.shared import pieces
 
 ONCE = "CONTRACT_HANGS_ONCE"
 """Names a file: as long as it is there, a rank hangs, and removes it first."""

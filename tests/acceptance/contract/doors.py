@@ -15,13 +15,7 @@ import contract_faults
 import pytest
 
 from fsdp_testing import check_training
-from fsdp_testing.certificate import certify
-from fsdp_testing.certificate.axes import EVERY_RANK, Cell
-from fsdp_testing.cli import fuzz as fuzz_command
-from fsdp_testing.cli.main import main
-from fsdp_testing.errors import HarnessError, WorldFailed
-from fsdp_testing.model_check import ModelDiffers, ModelUndecided, check_model
-from fsdp_testing.records import (
+from fsdp_testing.cases.records import (
     Batch,
     Case,
     CheckResult,
@@ -33,7 +27,13 @@ from fsdp_testing.records import (
     Verdict,
     WorldSpec,
 )
-from fsdp_testing.training_check import TrainingDiffers, TrainingUndecided
+from fsdp_testing.cli import fuzz as fuzz_command
+from fsdp_testing.cli.main import main
+from fsdp_testing.errors import HarnessError, WorldFailed
+from fsdp_testing.search.certificate import certify
+from fsdp_testing.search.certificate.axes import EVERY_RANK, Cell
+from fsdp_testing.train.function import TrainingDiffers, TrainingUndecided
+from fsdp_testing.train.model import ModelDiffers, ModelUndecided, check_model
 
 HERE = Path(__file__).parent
 CELL = Cell("no_shard", "2", "root", "plain", "S", "S", EVERY_RANK, "to none", "float64")

@@ -20,7 +20,7 @@ import doors  # noqa: E402 - as above
 import pytest  # noqa: E402 - as above
 from doors import Ended, Given  # noqa: E402 - as above
 
-from fsdp_testing.records import Verdict  # noqa: E402 - as above
+from fsdp_testing.cases.records import Verdict  # noqa: E402 - as above
 
 PASS, FAIL, UNKNOWN = Ended("pass", 0), Ended("fail", 1), Ended("unknown", 3)
 EXPECTED, NOT_CLAIMED = Ended("expected", 0), Ended("not claimed", 3)

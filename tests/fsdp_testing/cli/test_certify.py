@@ -15,7 +15,7 @@ TESTS = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def _faults_are_importable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in (TESTS / "fsdp_testing" / "certificate", TESTS / "quality" / "broken"):
+    for folder in (TESTS / "fsdp_testing" / "search" / "certificate", TESTS / "quality" / "broken"):
         monkeypatch.syspath_prepend(str(folder))
 
 
@@ -31,7 +31,7 @@ def test_a_sound_implementation_ends_with_0_and_says_what_was_not_asked(tmp_path
     assert "are not claimed" in said
     assert "need shard_grad_op" in said
     found = json.loads((tmp_path / "all.json").read_text())
-    assert found["format"] == "fsdp_testing/certificate"
+    assert found["format"] == "fsdp_testing/search/certificate"
     assert found["statuses"] == {"holds": 30, "fails": 0, "unknown": 0}
     page = (tmp_path / "page" / "index.html").read_text()
     assert 'class="cell holds"' in page

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from fsdp_testing.campaign.state import FORMAT as CAMPAIGN
-from fsdp_testing.campaign.state import Progress
-from fsdp_testing.findings.discovery import Discovery
+from fsdp_testing.cases.records import Case, FailureKind, ModelSpec, RunReport, Step, WorldSpec
+from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.judging.signature import Signature
-from fsdp_testing.records import Case, FailureKind, ModelSpec, RunReport, Step, WorldSpec
+from fsdp_testing.search.campaign.state import FORMAT as CAMPAIGN
+from fsdp_testing.search.campaign.state import Progress
 
 Verify = Callable[..., Any]
 
@@ -130,10 +130,10 @@ def test_a_finding_whose_other_files_are_no_text(tmp_path: Path, verify: Verify)
 
 
 def test_a_damaged_finding_of_an_earlier_campaign_is_left_out(tmp_path: Path) -> None:
-    from fsdp_testing.campaign.campaign import Campaign, Plan
-    from fsdp_testing.implementations import registry
-    from fsdp_testing.pool import Pool
-    from fsdp_testing.strategies import Scope
+    from fsdp_testing.adapters import registry
+    from fsdp_testing.cases.drawing import Scope
+    from fsdp_testing.ranks.pool import Pool
+    from fsdp_testing.search.campaign.campaign import Campaign, Plan
 
     adapter = registry.load("fsdp_ref-composable")
     folder = with_finding(tmp_path / "whole", b"\xff\xfe")

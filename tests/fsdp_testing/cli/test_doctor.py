@@ -15,8 +15,8 @@ import pytest
 from fsdp_testing.cli import examinations
 from fsdp_testing.cli.examinations import Condition, Symptom
 from fsdp_testing.errors import PoolBroken, WorldFailed
-from fsdp_testing.pool import Pool
-from fsdp_testing.pool.forkserver import COMMAND
+from fsdp_testing.ranks.pool import Pool
+from fsdp_testing.ranks.pool.forkserver import COMMAND
 
 
 def test_it_answers_every_question(verify: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,16 +194,16 @@ def test_a_trial_world_that_fails_or_is_wrong_is_broken(monkeypatch: pytest.Monk
     def lost(*args: object, **options: object) -> list[float]:
         raise WorldFailed("rank 1 died by SIGKILL\n  more")
 
-    monkeypatch.setattr("fsdp_testing.run.run_ranks", lost)
+    monkeypatch.setattr("fsdp_testing.ranks.run.run_ranks", lost)
     ((_, symptom),) = examinations.examine()
     assert symptom.condition is Condition.BROKEN
     assert symptom.said == "WorldFailed: rank 1 died by SIGKILL"
-    monkeypatch.setattr("fsdp_testing.run.run_ranks", lambda *args, **options: [3.0, 2.0])
+    monkeypatch.setattr("fsdp_testing.ranks.run.run_ranks", lambda *args, **options: [3.0, 2.0])
     assert examinations.trial_world().condition is Condition.BROKEN
 
 
 def test_a_slow_trial_world_is_odd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp_testing.run.run_ranks", lambda *args, **options: [3.0, 3.0])
+    monkeypatch.setattr("fsdp_testing.ranks.run.run_ranks", lambda *args, **options: [3.0, 3.0])
     assert examinations.trial_world().condition is Condition.GOOD
     monkeypatch.setattr(examinations, "SLOW_SECONDS", -1.0)
     assert examinations.trial_world().condition is Condition.ODD

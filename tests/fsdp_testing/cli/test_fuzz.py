@@ -18,19 +18,19 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_testing.campaign import rerun
-from fsdp_testing.campaign.lane import CaseResult, Lane
-from fsdp_testing.campaign.tally import CampaignTally
+from fsdp_testing.adapters import registry
+from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices
+from fsdp_testing.cases.records import Case, FailureKind
+from fsdp_testing.checks.findings.known import shipped_known
 from fsdp_testing.cli import fuzz as fuzz_command
 from fsdp_testing.cli.main import main
-from fsdp_testing.findings.known import shipped_known
-from fsdp_testing.implementations import registry
 from fsdp_testing.judging.batch_judge import CaseNote
 from fsdp_testing.judging.signature import Signature
-from fsdp_testing.records import Case, FailureKind
-from fsdp_testing.strategies import CaseDrawer, Scope, SeededChoices
+from fsdp_testing.search.campaign import rerun
+from fsdp_testing.search.campaign.lane import CaseResult, Lane
+from fsdp_testing.search.campaign.tally import CampaignTally
 
-FAULTS = Path(__file__).parents[1] / "campaign"
+FAULTS = Path(__file__).parents[1] / "search" / "campaign"
 BROKEN = Path(__file__).parents[2] / "quality" / "broken"
 WRONG = "fuzz_faults:WRONG_IN_CLIP"
 

@@ -13,10 +13,10 @@ from xml.etree import ElementTree as ET
 import pytest
 import torch.distributed as dist
 
-from fsdp_testing import env
-from fsdp_testing.records import RunReport, Verdict
+from fsdp_testing.base import env
+from fsdp_testing.cases.records import RunReport, Verdict
 
-FOLDERS = (Path(__file__).parents[1] / "campaign", Path(__file__).parents[2] / "quality" / "broken")
+FOLDERS = (Path(__file__).parents[1] / "search" / "campaign", Path(__file__).parents[2] / "quality" / "broken")
 COMMAND = "import sys; from fsdp_testing.cli.main import main; sys.exit(main())"
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from fsdp_testing.adapters import registry
+from fsdp_testing.cases.models import MODELS
+from fsdp_testing.cases.records import CAPABILITIES
+from fsdp_testing.checks.suites import CHECKS
 from fsdp_testing.cli import list_command
 from fsdp_testing.errors import InvalidImplementation
-from fsdp_testing.implementations import registry
-from fsdp_testing.records import CAPABILITIES
-from fsdp_testing.suites import CHECKS
-from fsdp_testing.zoo import MODELS
 
 
 @pytest.mark.parametrize("arguments", [(), ("--all",)])

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from fsdp_testing.cases.records import CheckResult, Verdict
 from fsdp_testing.museum import hunt as hunting
 from fsdp_testing.museum import tour
 from fsdp_testing.museum.exhibit import Exhibit
 from fsdp_testing.museum.tour import Visit
-from fsdp_testing.records import CheckResult, Verdict
 
 
 def exhibit(name: str) -> Exhibit:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from fsdp_testing.cases.models import MODELS
 from fsdp_testing.cli.unit_layouts import unit_layouts
-from fsdp_testing.zoo import MODELS
 
 FACTORIES = """
 import torch

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-import fsdp_testing.conformance
+import fsdp_testing.checks.conformance
+from fsdp_testing.cases.records import CaseOutcome, CheckResult, RunReport, Verdict
 from fsdp_testing.errors import InvalidArgument, InvalidImplementation, PoolBroken
-from fsdp_testing.records import CaseOutcome, CheckResult, RunReport, Verdict
 
 
 def result(check: str, verdict: Verdict) -> CheckResult:
@@ -44,7 +44,7 @@ class Judge:
 def judge(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Judge]:
     def install(*verdicts: Verdict, error: BaseException | None = None) -> Judge:
         stand_in = Judge(*verdicts, error=error)
-        monkeypatch.setattr(fsdp_testing.conformance, "run_conformance", stand_in)
+        monkeypatch.setattr(fsdp_testing.checks.conformance, "run_conformance", stand_in)
         return stand_in
 
     return install

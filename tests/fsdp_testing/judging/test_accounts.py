@@ -8,14 +8,9 @@ from pathlib import Path
 import pytest
 from fuzz_cases import case, micro
 
-from fsdp_testing.campaign.campaign import Campaign, Plan
-from fsdp_testing.campaign.lane import Lane
-from fsdp_testing.findings.known import shipped_known
-from fsdp_testing.implementations import registry
-from fsdp_testing.judging.communication_budget import budget_of
-from fsdp_testing.pool import default_pool
-from fsdp_testing.programs.accounts import AccountedProgram, program_for
-from fsdp_testing.records import (
+from fsdp_testing.adapters import registry
+from fsdp_testing.cases.drawing import Scope
+from fsdp_testing.cases.records import (
     Batch,
     Case,
     Forward,
@@ -26,7 +21,12 @@ from fsdp_testing.records import (
     WorldSpec,
     WrappingPlan,
 )
-from fsdp_testing.strategies import Scope
+from fsdp_testing.checks.findings.known import shipped_known
+from fsdp_testing.judging.communication_budget import budget_of
+from fsdp_testing.oracle.accounts import AccountedProgram, program_for
+from fsdp_testing.ranks.pool import default_pool
+from fsdp_testing.search.campaign.campaign import Campaign, Plan
+from fsdp_testing.search.campaign.lane import Lane
 
 TWO = ({"kind": "linear", "name": "a", "out": 3}, {"kind": "linear", "name": "b", "out": 3})
 TRAINED = case(
@@ -149,7 +149,7 @@ class TestBudget:
     def test_nothing_is_said_of_recomputed_modules_and_models_of_the_zoo(self):
         from dataclasses import replace
 
-        from fsdp_testing.records import ModelSpec
+        from fsdp_testing.cases.records import ModelSpec
 
         assert budget_of(case(micro(1), wrapping=WrappingPlan(checkpointed=("a",)))) is None
         assert budget_of(replace(TRAINED, model=ModelSpec("mlp"))) is None

@@ -5,17 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.checkers.divergence import Compared
-from fsdp_testing.checkers.quantities import Expectation
-from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.implementations import registry
-from fsdp_testing.judging.case_runner import CaseRunner, RunMode
-from fsdp_testing.judging.judge import Judgement
-from fsdp_testing.pool import Pool
-from fsdp_testing.programs import rank_jobs
-from fsdp_testing.programs.execute import RankProgram
-from fsdp_testing.records import (
+from fsdp_testing.adapters import registry
+from fsdp_testing.cases.records import (
     Batch,
     Case,
     FailureKind,
@@ -28,6 +19,15 @@ from fsdp_testing.records import (
     WorldSpec,
     ZeroGrad,
 )
+from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.judging.case_runner import CaseRunner, RunMode
+from fsdp_testing.judging.checkers.divergence import Compared
+from fsdp_testing.judging.judge import Judgement
+from fsdp_testing.oracle import rank_jobs
+from fsdp_testing.oracle.comparison import Comparison
+from fsdp_testing.oracle.execute import RankProgram
+from fsdp_testing.oracle.quantities import Expectation
+from fsdp_testing.ranks.pool import Pool
 
 PROGRAM = (ForwardBackward(Batch(0)), Observe(), Step(), ZeroGrad(), ForwardBackward(Batch(1)))
 

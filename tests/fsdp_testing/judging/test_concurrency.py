@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from fsdp_testing import run_conformance
+from fsdp_testing.cases.records import Verdict
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.judging import concurrency
 from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.judging.concurrency import Capacity, Shared, capacity, in_order
-from fsdp_testing.pool import Pool
-from fsdp_testing.records import Verdict
+from fsdp_testing.ranks.pool import Pool
 
 WAIT = 60.0  # of a test that fails; none that passes waits
 

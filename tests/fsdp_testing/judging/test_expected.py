@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_testing.judging.expected import as_expected, entry_line, entry_literal, read_expectation
-from fsdp_testing.records import (
+from fsdp_testing.cases.records import (
     Batch,
     Case,
     CaseOutcome,
@@ -21,6 +20,7 @@ from fsdp_testing.records import (
     Verdict,
     WorldSpec,
 )
+from fsdp_testing.judging.expected import as_expected, entry_line, entry_literal, read_expectation
 
 CASE = Case(ModelSpec("mlp"), WorldSpec(2), (ForwardBackward(Batch(1, (2,))), Clip(1.0)))
 NORM = Finding(

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_testing.checkers import agreement
-from fsdp_testing.judging.fast_path import fast_path_agrees
-from fsdp_testing.programs import oracle
-from fsdp_testing.programs.replay import Replay, ReplayPoint
-from fsdp_testing.records import (
+from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices
+from fsdp_testing.cases.drawing.features import FEATURES
+from fsdp_testing.cases.records import (
     BufferObservation,
     Case,
     ObservedPiece,
@@ -24,8 +22,10 @@ from fsdp_testing.records import (
     RankObservation,
     Snapshot,
 )
-from fsdp_testing.strategies import CaseDrawer, Scope, SeededChoices
-from fsdp_testing.strategies.features import FEATURES
+from fsdp_testing.judging.checkers import agreement
+from fsdp_testing.judging.fast_path import fast_path_agrees
+from fsdp_testing.oracle import oracle
+from fsdp_testing.oracle.replay import Replay, ReplayPoint
 
 EXCLUDED = frozenset(
     name for name in FEATURES if name.startswith(("precision", "wrap.ignored", "offload", "model.zoo"))

@@ -9,20 +9,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_testing.checkers import agreement
-from fsdp_testing.checkers.divergence import Compared, Divergence
-from fsdp_testing.checkers.explain import finding
-from fsdp_testing.checkers.quantities import Expectation, ExpectedPoint, Quantity
-from fsdp_testing.implementations import registry
-from fsdp_testing.judging import batch_judge
-from fsdp_testing.judging.batch_judge import note_of
-from fsdp_testing.judging.judge import OUTLIVES, Judgement, judge
-from fsdp_testing.judging.numbers import Numbers, compare_numbers
-from fsdp_testing.ledger.reading import CollectiveRecord
-from fsdp_testing.pool import Fate, RankOutcome, WorldOutcome
-from fsdp_testing.pool.cause import Stuck
-from fsdp_testing.programs import oracle
-from fsdp_testing.records import (
+from fsdp_testing.adapters import registry
+from fsdp_testing.cases.records import (
     Batch,
     Case,
     CaseRecord,
@@ -36,6 +24,18 @@ from fsdp_testing.records import (
     Verdict,
     WorldSpec,
 )
+from fsdp_testing.judging import batch_judge
+from fsdp_testing.judging.batch_judge import note_of
+from fsdp_testing.judging.checkers import agreement
+from fsdp_testing.judging.checkers.divergence import Compared, Divergence
+from fsdp_testing.judging.checkers.explain import finding
+from fsdp_testing.judging.judge import OUTLIVES, Judgement, judge
+from fsdp_testing.judging.numbers import Numbers, compare_numbers
+from fsdp_testing.oracle import oracle
+from fsdp_testing.oracle.quantities import Expectation, ExpectedPoint, Quantity
+from fsdp_testing.ranks.ledger.reading import CollectiveRecord
+from fsdp_testing.ranks.pool import Fate, RankOutcome, WorldOutcome
+from fsdp_testing.ranks.pool.cause import Stuck
 
 TREE = {"width": 2, "nodes": [{"kind": "linear", "name": "a", "out": 2}]}
 CASE = Case(ModelSpec("tree", tree=TREE), WorldSpec(2), (ForwardBackward(Batch(0)),))

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_testing.checkers.comparison import Comparison
-from fsdp_testing.checkers.quantities import Expectation, Expected, ExpectedPoint, Quantity
-from fsdp_testing.judging.numbers import compare_numbers
-from fsdp_testing.records import (
+from fsdp_testing.cases.models import MODELS
+from fsdp_testing.cases.records import (
     Batch,
     Case,
     ForwardBackward,
@@ -17,7 +15,9 @@ from fsdp_testing.records import (
     RankObservation,
     WorldSpec,
 )
-from fsdp_testing.zoo import MODELS
+from fsdp_testing.judging.numbers import compare_numbers
+from fsdp_testing.oracle.comparison import Comparison
+from fsdp_testing.oracle.quantities import Expectation, Expected, ExpectedPoint, Quantity
 
 ALL_NARROW = {"width": 2, "nodes": [{"kind": "linear", "dtype": "float32", "name": "a"}]}
 MIXED = next(name for name, model in MODELS.items() if "mixed_dtypes" in model.traits)

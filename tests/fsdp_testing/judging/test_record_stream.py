@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_testing.judging import record_stream
-from fsdp_testing.records import (
+from fsdp_testing.cases.records import (
     BufferObservation,
     CaseRecord,
     ObservedPiece,
@@ -18,6 +17,7 @@ from fsdp_testing.records import (
     RankObservation,
     Snapshot,
 )
+from fsdp_testing.judging import record_stream
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64)
 

@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_testing.checkers.divergence import Divergence
-from fsdp_testing.checkers.explain import finding_of, raised_finding
-from fsdp_testing.checkers.quantities import Quantity
-from fsdp_testing.judging.signature import Signature, fine_signature_of, signature_of
-from fsdp_testing.records import (
+from fsdp_testing.cases.records import (
     Batch,
     Case,
     FailureKind,
@@ -24,6 +20,10 @@ from fsdp_testing.records import (
     WorldSpec,
     ZeroGrad,
 )
+from fsdp_testing.judging.checkers.divergence import Divergence
+from fsdp_testing.judging.checkers.explain import finding_of, raised_finding
+from fsdp_testing.judging.signature import Signature, fine_signature_of, signature_of
+from fsdp_testing.oracle.quantities import Quantity
 
 PROGRAM = (ForwardBackward(Batch(0), no_sync=True), ForwardBackward(Batch(1)), Step(), Forward(Batch(2), "eval"))
 CASE = Case(ModelSpec("mlp"), WorldSpec(2), PROGRAM)

@@ -6,16 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from fsdp_testing.campaign.campaign import Plan
+from fsdp_testing.cases.records import Batch, Case, Clip, ForwardBackward, ModelSpec, WorldSpec
+from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.findings.discovery import Discovery
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.museum import hunt as hunts
 from fsdp_testing.museum.collection import PATHS, exhibits
 from fsdp_testing.museum.exhibit import Exhibit
 from fsdp_testing.museum.hunt import RANDOM_CASES, drawn_exhibits, hunt, own_bugs
-from fsdp_testing.pool import default_pool
-from fsdp_testing.records import Batch, Case, Clip, ForwardBackward, ModelSpec, WorldSpec
+from fsdp_testing.ranks.pool import default_pool
+from fsdp_testing.search.campaign.campaign import Plan
 
 EVERYDAY = ("B147",)
 

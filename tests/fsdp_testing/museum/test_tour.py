@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from fsdp_testing.checks.suites import CHECKS
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.judging.concurrency import Shared
 from fsdp_testing.museum.collection import PATHS, exhibits
 from fsdp_testing.museum.tour import SOUND_KEPT, Sound, chosen, tour
-from fsdp_testing.suites import CHECKS
 
 SOUND: Sound = Shared(SOUND_KEPT)
 """The sound reference is judged once for each check, whichever exhibits it is the counterpart of."""

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fsdp_testing.records import (
+from fsdp_testing.cases.records import (
     Batch,
     Case,
     CaseOutcome,

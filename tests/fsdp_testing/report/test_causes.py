@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
-from fsdp_testing.records import Explanation, RunReport, Verdict
+from fsdp_testing.cases.records import Explanation, RunReport, Verdict
 from fsdp_testing.report.causes import causes, explanation_line
 
 

@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from fsdp_testing.records import (
+from fsdp_testing.cases.records import (
     HeldSpan,
     LiveBytes,
     Portrait,
@@ -104,7 +104,7 @@ def test_the_page_shows_portraits_and_remarks(good: RunReport, portrait: Portrai
 
 
 def test_the_page_shows_each_cause_once_with_its_drawing(portrait: Portrait, make: SimpleNamespace) -> None:
-    from fsdp_testing.records import Explanation
+    from fsdp_testing.cases.records import Explanation
 
     shortest = Explanation("It is stale.", ("0 step()",), make.case, 4, 9, 1.5, complete=False, portrait=portrait)
     findings = (make.diverged(cause="x", shortest=shortest), make.diverged(cause="x"))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_testing.cases.records import RunReport
 from fsdp_testing.errors import InvalidArgument, InvalidRecord
-from fsdp_testing.records import RunReport
 from fsdp_testing.report import TEXTS, check_writable, write_atomically
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fsdp_testing.records import Explanation, RunReport, Verdict
+from fsdp_testing.cases.records import Explanation, RunReport, Verdict
 from fsdp_testing.report import write_atomically
 from fsdp_testing.report.html import begun, html_text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
-from fsdp_testing.records import RunReport
+from fsdp_testing.cases.records import RunReport
 from fsdp_testing.report import write_atomically
 from fsdp_testing.report.junit import junit_text
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from fsdp_testing.cases.records import CheckResult, Request, RunReport, Verdict
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.records import CheckResult, Request, RunReport, Verdict
 from fsdp_testing.report import report_exit_code
 from fsdp_testing.report.merging import merged
 

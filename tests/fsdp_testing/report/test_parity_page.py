@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from xml.etree import ElementTree as ET
 
-from fsdp_testing.checkers.event_order import compare_steps
-from fsdp_testing.records import History
+from fsdp_testing.cases.records import History
+from fsdp_testing.explain.trace.order_parity import CaseParity
+from fsdp_testing.explain.trace.run import Trace
+from fsdp_testing.judging.checkers.event_order import compare_steps
 from fsdp_testing.report.drawings.order import account, order_picture
 from fsdp_testing.report.parity_page import parity_text
 from fsdp_testing.report.side_by_side import by_rows
-from fsdp_testing.trace.order_parity import CaseParity
-from fsdp_testing.trace.run import Trace
 
 LEFT = ("gather a", "free a", *("same",) * 9, "gather b", "x <b>")
 RIGHT = ("gather a", "gather a", *("same",) * 9, "gather b")

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from fsdp_testing.checkers.event_order import OrderComparison, compare_steps
+from fsdp_testing.judging.checkers.event_order import OrderComparison, compare_steps
 from fsdp_testing.report.side_by_side import by_difference, order_table, shown_rows
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fsdp_testing.records import ExpectedFailure, FailureKind, RunReport, Verdict
+from fsdp_testing.cases.records import ExpectedFailure, FailureKind, RunReport, Verdict
 from fsdp_testing.report import summary
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from fsdp_testing.records import CheckResult, RunReport, Verdict
+from fsdp_testing.cases.records import CheckResult, RunReport, Verdict
 from fsdp_testing.report.progress import ProgressListener
 from fsdp_testing.report.terminal import Output, open_console, print_report
 

@@ -14,9 +14,9 @@ from torch import nn
 from toy import Toy, ToyAdapter
 from toy_more import MoreAdapter, MoreToy
 
-from fsdp_testing.implementations.protocol import Piece, Setup
-from fsdp_testing.implementations.shared import pieces
-from fsdp_testing.zoo import tensors_in
+from fsdp_testing.adapters.protocol import Piece, Setup
+from fsdp_testing.adapters.shared import pieces
+from fsdp_testing.cases.models import tensors_in
 
 
 class MoreWrappingAdapter(MoreAdapter):

@@ -11,7 +11,7 @@ from faults_kinds import WrappingAdapter, kind
 from torch import nn
 from toy import Toy
 
-from fsdp_testing.implementations.protocol import Piece, Setup
+from fsdp_testing.adapters.protocol import Piece, Setup
 
 
 class StartingToy(Toy):

@@ -14,7 +14,7 @@ from fault import fault
 from torch import nn
 from toy import Toy
 
-from fsdp_testing.implementations.protocol import Setup
+from fsdp_testing.adapters.protocol import Setup
 
 
 @fault("training.gradients_are_means")

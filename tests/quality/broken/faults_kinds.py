@@ -11,7 +11,7 @@ from fault import FAULTS, Fault, fault
 from toy import Toy, ToyAdapter
 from toy_more import MoreToy
 
-from fsdp_testing.implementations.protocol import Setup
+from fsdp_testing.adapters.protocol import Setup
 
 Kind = Callable[[type[Toy]], ToyAdapter]
 

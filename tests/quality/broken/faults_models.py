@@ -10,7 +10,7 @@ from fault import fault
 from torch import nn
 from toy import Toy
 
-from fsdp_testing.implementations.protocol import Setup
+from fsdp_testing.adapters.protocol import Setup
 
 
 @fault("outputs.containers")

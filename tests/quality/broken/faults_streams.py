@@ -16,8 +16,8 @@ from torch.distributed.fsdp import _runtime_utils
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp2
 
 from fsdp_ref.comm.streams import DeviceStreams
-from fsdp_testing.implementations import registry
-from fsdp_testing.implementations.adapter import Adapter
+from fsdp_testing.adapters import registry
+from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.museum.planting import instead, planting
 
 

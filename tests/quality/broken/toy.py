@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_testing.implementations.protocol import Division, Piece, Setup
-from fsdp_testing.records import CAPABILITIES
-from fsdp_testing.records.capabilities import SETTINGS
-from fsdp_testing.zoo import tensors_in
+from fsdp_testing.adapters.protocol import Division, Piece, Setup
+from fsdp_testing.cases.models import tensors_in
+from fsdp_testing.cases.records import CAPABILITIES
+from fsdp_testing.cases.records.capabilities import SETTINGS
 
 NOT_CLAIMED = {
     "shard_grad_op", "hybrid", "nested_wrapping", "policy_wrapping", "ignored_parameters", "cpu_offload",

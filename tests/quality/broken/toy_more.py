@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from toy import Toy, ToyAdapter
 
-from fsdp_testing.implementations.protocol import Setup
-from fsdp_testing.implementations.shared.checkpointing import checkpoint_modules
+from fsdp_testing.adapters.protocol import Setup
+from fsdp_testing.adapters.shared.checkpointing import checkpoint_modules
 
 MORE = frozenset(
     {

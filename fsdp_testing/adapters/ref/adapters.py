@@ -1,0 +1,240 @@
+"""The reference as two implementations: `fsdp_ref-wrapper` and `fsdp_ref-composable`, one code path under both.
+
+They claim whatever the reference does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import fsdp_ref
+import fsdp_ref.wrap
+from fsdp_ref import StateDictType
+from fsdp_ref.build.wrap_policy import choose_by_function
+from fsdp_ref.comm.division import DivideFactors
+from fsdp_ref.handle.flat_handle import FlatHandle
+from fsdp_ref.runtime.events import UnitEvent, UnitEventKind, observe
+from fsdp_testing.adapters.adapter import TorchStyle
+from fsdp_testing.adapters.protocol import Division, Setup, WrapPolicy
+from fsdp_testing.adapters.ref import handle_pieces
+from fsdp_testing.adapters.shared import flat_pieces, naming
+from fsdp_testing.adapters.shared.fsdp_options import Apply, FsdpNames
+from fsdp_testing.cases.records.capabilities import CAPABILITIES, SETTINGS
+
+_NOT_CLAIMED = frozenset(
+    {
+        # One gather and one reduction per unit, as behind every FSDP of this kind.
+        "unused_parameters_differ",
+        # FSDP's API has no word for these.
+        "explicit_unshard",
+        "error_if_nonfinite",
+        "mixed_dtype_units",
+        # A module that has run once is no longer the root of what is around it.
+        "inner_forward",
+        "unit_alone",
+        # Units keep to the parameters that they flattened.
+        "modules_replaced",
+        *SETTINGS,
+    }
+)
+
+_NOT_BESIDE_TENSOR_PARALLEL = frozenset(
+    {
+        "meta_init",  # refused
+        "summon_writeback",  # shows DTensors, which this adapter's `full_parameters` does not put together
+    }
+)
+
+_FSDP = FsdpNames(fsdp_ref, fsdp_ref.wrap)
+
+
+@dataclass(frozen=True, slots=True)
+class _ByFunction:
+    """A callable policy as the object that the composable API expects."""
+
+    function: Callable[..., bool]
+
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
+    ) -> dict[nn.Module, dict[str, Any]]:
+        ignored = frozenset(p for module in ignored_modules for p in module.parameters())
+        return {
+            module: dict(root_kwargs)
+            for module in choose_by_function(root_module, self.function, frozenset(ignored_modules), ignored)
+        }
+
+
+def _shared_across_units(module: nn.Module, setup: Setup) -> bool:
+    """Whether a parameter is reached through several units, or a unit and what is outside: one call must own it."""
+    owners: dict[int, set[str]] = {}
+    for fqn, parameter in module.named_parameters(remove_duplicate=False):
+        inside = [name for name in setup.units if fqn.startswith(name + ".")]
+        owners.setdefault(id(parameter), set()).add(max(inside, key=len, default=""))
+    return any(len(names) > 1 for names in owners.values())
+
+
+def _wrap(apply: Apply, module: nn.Module, setup: Setup) -> nn.Module:
+    setup.refuse_settings("fsdp_ref")
+    if setup.units and setup.policy is None and _shared_across_units(module, setup):
+        setup = replace(setup, units=(), policy=WrapPolicy(names=setup.units))
+    return _FSDP.wrap(module, setup, apply)
+
+
+def _as_wrapper(
+    use_orig_params: bool, module: nn.Module, setup: Setup, name: str, options: dict[str, Any]
+) -> nn.Module:
+    options |= _FSDP.strategy(setup, name, "sharding_strategy")
+    return fsdp_ref.FullyShardedDataParallel(module, use_orig_params=use_orig_params, **options)
+
+
+def _as_composable(module: nn.Module, setup: Setup, name: str, options: dict[str, Any]) -> nn.Module:
+    policy = options.pop("auto_wrap_policy", None)
+    if policy is not None and not hasattr(policy, "_run_policy"):
+        policy = _ByFunction(policy)
+    options |= _FSDP.strategy(setup, name, "strategy") | ({} if policy is None else {"policy": policy})
+    return fsdp_ref.fully_shard(module, **options)
+
+
+@contextmanager
+def full_parameters(model: nn.Module, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
+    """`summon_full_params` (the same for both paths). Collectives: an all-gather per unit; every rank enters."""
+    with fsdp_ref.unshard_params(model, writeback=writeback):
+        yield {naming.original(fqn): parameter.data for fqn, parameter in model.named_parameters()}
+
+
+def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """Return the model's own `state_dict`. Collectives: an all-gather per unit; every rank calls."""
+    return dict(model.state_dict())
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Call the model's own `load_state_dict`. Collectives: an all-gather per unit; every rank calls."""
+    model.load_state_dict(dict(state))
+
+
+def state_in(form: StateDictType, model: nn.Module) -> Mapping[str, Any]:
+    """Return the model's state in another form. Collectives: none for local state, else an all-gather per unit."""
+    with fsdp_ref.state_dict_type(model, form):
+        return dict(model.state_dict())
+
+
+def load_in(form: StateDictType, model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load what `state_in` gave. Collectives: none for local state, else gathers per unit and parameter."""
+    with fsdp_ref.state_dict_type(model, form):
+        model.load_state_dict(dict(state))
+
+
+def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+    """Return `optim_state_dict` (the same for both paths). Collectives: gathers; every rank calls."""
+    return fsdp_ref.optim_state_dict(model, optimizer)
+
+
+def sharded_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+    """Return `optim_state_dict` as DTensors. Collectives: gathers; every rank calls."""
+    with fsdp_ref.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        return fsdp_ref.optim_state_dict(model, optimizer)
+
+
+def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Every rank gives the complete state and takes its part of it."""
+    fsdp_ref.optim_state_dict_to_load(model, optimizer, dict(state), load_directly=True)
+
+
+def division(setup: Setup) -> Division:
+    """Two factors near the square root of the number of ranks, around the sum."""
+    factors = DivideFactors.for_world(setup.world_size)
+    return Division(before=factors.before, after=factors.after)
+
+
+def units(model: nn.Module) -> list[tuple[str, tuple[str, ...]]]:
+    """Units with parameters in the order of the reference's own list, depth first."""
+    return [
+        (name, tuple(original.fqn for original in handle_pieces.originals(name, handle)))
+        for name, handle in handle_pieces.handles(model)
+    ]
+
+
+def trace_units(model: nn.Module, emit: Callable[[str, str, tuple[str, ...]], None]) -> AbstractContextManager[None]:
+    """Subscribe to the reference's own unit events."""
+    gathering = {name: handle.needs_buffer for name, handle in handle_pieces.handles(model)}
+
+    def report(event: UnitEvent) -> None:
+        if not event.fqns:
+            return
+        transition = _TRANSITIONS.get(event.kind)
+        # A unit whose shard is the whole parameter asks like the others, and fills no memory.
+        if transition is not None and (transition != "gather" or gathering.get(naming.original(event.unit), True)):
+            emit(naming.original(event.unit), transition, ())
+        if event.kind is UnitEventKind.RESHARD and event.freed:
+            emit(naming.original(event.unit), "free", ())
+
+    return observe(report)
+
+
+def gathered_bytes(model: nn.Module) -> dict[str, int]:
+    """Memory of the full buffers that units have, of every dtype they computed in."""
+    known = _HANDLES.get(model)
+    if known is None:
+        known = _HANDLES[model] = [(name, weakref.ref(handle)) for name, handle in handle_pieces.handles(model)]
+    found: dict[str, int] = {}
+    for name, reference in known:
+        handle = reference()
+        for buffer in handle._buffers.values() if handle is not None else ():
+            size = buffer.tensor.untyped_storage().size()
+            if size:
+                found[name] = found.get(name, 0) + size
+    return found
+
+
+_HANDLES: weakref.WeakKeyDictionary[nn.Module, list[tuple[str, weakref.ref[FlatHandle]]]] = weakref.WeakKeyDictionary()
+"""Found once for each model, which takes longer than asking all of them. Weakly: handles keep the model alive."""
+
+
+_TRANSITIONS = {UnitEventKind.UNSHARD: "unshard", UnitEventKind.GATHER: "gather", UnitEventKind.RESHARD: "reshard"}
+
+
+def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset()) -> TorchStyle:
+    return TorchStyle(
+        name=name,
+        wrap=partial(_wrap, apply),
+        capabilities=frozenset(CAPABILITIES) - _NOT_CLAIMED - without,
+        not_beside_tensor_parallel=_NOT_BESIDE_TENSOR_PARALLEL,
+        source="docs/design.md",
+        no_sync=fsdp_ref.no_sync,
+        clip_grad_norm=fsdp_ref.clip_grad_norm_,
+        full_parameters=full_parameters,
+        **flat_pieces.methods(handle_pieces.flat_units),
+        division=division,
+        register_comm_hook=fsdp_ref.register_comm_hook,
+        full_state_dict=full_state_dict,
+        load_full_state_dict=load_full_state_dict,
+        sharded_state_dict=partial(state_in, StateDictType.SHARDED_STATE_DICT),
+        load_sharded_state_dict=partial(load_in, StateDictType.SHARDED_STATE_DICT),
+        local_state_dict=partial(state_in, StateDictType.LOCAL_STATE_DICT),
+        load_local_state_dict=partial(load_in, StateDictType.LOCAL_STATE_DICT),
+        full_optimizer_state=full_optimizer_state,
+        load_full_optimizer_state=load_full_optimizer_state,
+        sharded_optimizer_state=sharded_optimizer_state,
+        units=units,
+        trace_units=trace_units,
+        gathered_bytes=gathered_bytes,
+    )
+
+
+WRAPPER = _implementation("fsdp_ref-wrapper", partial(_as_wrapper, True))
+FLAT = _implementation(
+    "fsdp_ref-flat",
+    partial(_as_wrapper, False),
+    # One flat parameter has one gradient and one flag, and the original ones are not there between iterations.
+    without=frozenset({"frozen_mixed_unit", "thawed_parameters", "unused_gradient_is_none", "data_assignment"})
+    | {"tensor_hooks", "accumulation_hooks"},
+)
+COMPOSABLE = _implementation("fsdp_ref-composable", _as_composable)

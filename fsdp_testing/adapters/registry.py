@@ -1,0 +1,183 @@
+"""Which implementation does a name mean?
+
+A name is built in, registered by an installed distribution under the entry-point group
+`fsdp_testing.adapters`, or an import string `package.module:attribute`. Nothing is imported until a name is
+loaded, so that one broken adapter breaks only those who ask for it.
+
+A name is loaded once, where it enters (`load`), and the adapter is passed on. To another process an adapter travels as
+its name: pickling writes `Adapter.reference`, and unpickling asks `adapter_of`, which loads each name once per process.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import difflib
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import Any
+
+from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.errors import InvalidArgument, InvalidImplementation, UnknownImplementation
+
+ENTRY_POINT_GROUP = "fsdp_testing.implementations"
+
+#: Name -> import string of what ships with fsdp_testing.
+BUILT_IN: Mapping[str, str] = {
+    "torch-ddp": "fsdp_testing.adapters.torch.ddp:IMPLEMENTATION",
+    "torch-fsdp1": "fsdp_testing.adapters.torch.fsdp1:IMPLEMENTATION",
+    "torch-fsdp1-flat": "fsdp_testing.adapters.torch.fsdp1:FLAT",
+    "torch-fsdp2": "fsdp_testing.adapters.torch.fsdp2:IMPLEMENTATION",
+    "fsdp_ref-wrapper": "fsdp_testing.adapters.ref.adapters:WRAPPER",
+    "fsdp_ref-composable": "fsdp_testing.adapters.ref.adapters:COMPOSABLE",
+    "fsdp_ref-flat": "fsdp_testing.adapters.ref.adapters:FLAT",
+    "single-process": "fsdp_testing.adapters.single_process:IMPLEMENTATION",
+}
+
+_BUILT_IN_ORIGIN = "fsdp-testing"
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """One way to reach an implementation.
+
+    Attributes:
+        name: What a user types.
+        target: Import string.
+        origin: Distribution that registered it.
+    """
+
+    name: str
+    target: str
+    origin: str
+
+
+def registrations() -> dict[str, tuple[Registration, ...]]:
+    """Every registered name with all that claim it (more than one is a conflict, reported when the name is loaded)."""
+    found = [Registration(name, target, _BUILT_IN_ORIGIN) for name, target in BUILT_IN.items()]
+    for point in metadata.entry_points(group=ENTRY_POINT_GROUP):
+        origin = point.dist.name if point.dist is not None else "unknown distribution"
+        found.append(Registration(point.name, point.value, origin))
+    result: dict[str, tuple[Registration, ...]] = {}
+    for registration in found:
+        known = result.get(registration.name, ())
+        # A distribution that is installed twice (editable and built) registers the same thing twice: no conflict.
+        if all((k.target, k.origin) != (registration.target, registration.origin) for k in known):
+            result[registration.name] = (*known, registration)
+    return result
+
+
+def names() -> tuple[str, ...]:
+    """Every registered name, sorted."""
+    return tuple(sorted(registrations()))
+
+
+def load(name: object) -> Adapter:
+    """Load the implementation of that name or import string, completed; it remembers the name as its `reference`.
+
+    Raises:
+        UnknownImplementation: No such name; near ones are listed.
+        InvalidImplementation: It cannot be imported, is registered by two distributions, or is no implementation.
+    """
+    if not isinstance(name, str) or not name.strip():
+        raise InvalidArgument(
+            f"implementation: expected a name or `package.module:attribute`, got {name!r}. Give a string."
+        )
+    registered = registrations().get(name, ())
+    if len(registered) > 1:
+        claimants = ", ".join(f"{r.origin} ({r.target})" for r in registered)
+        raise InvalidImplementation(
+            f"implementation {name!r}: expected one registration, got {len(registered)}: {claimants}. "
+            "Uninstall all but one, or give the import string of the one that is meant."
+        )
+    if registered:
+        where = f"implementation {name!r} of {registered[0].origin}"
+        return replace(_completed(registered[0].target, where, name), reference=name)
+    if ":" in name:
+        return replace(_completed(name, f"implementation {name!r}", None), reference=name)
+    known = names()
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else "Give one of these or an import string."
+    raise UnknownImplementation(
+        f"implementation: expected one of {', '.join(known)} or `package.module:attribute`, got {name!r}. {hint}"
+    )
+
+
+@functools.cache
+def _loaded(reference: str) -> Adapter:
+    return load(reference)
+
+
+def adapter_of(implementation: str | Adapter) -> Adapter:
+    """Return the adapter itself, or the one of that reference, which is loaded once in a process.
+
+    Raises:
+        UnknownImplementation: As `load`.
+        InvalidImplementation: As `load`.
+    """
+    return implementation if isinstance(implementation, Adapter) else _loaded(implementation)
+
+
+def module_of(reference: str) -> str:
+    """Return the module in which an implementation of that name or import string is; it was loaded before."""
+    known = registrations().get(reference)
+    return (known[0].target if known else reference).partition(":")[0]
+
+
+def _by_reference(adapter: Adapter) -> tuple[Callable[..., Adapter], tuple[str]]:
+    """How an adapter is pickled: its methods are closures, which another process finds by the name alone."""
+    if not adapter.reference:
+        raise InvalidImplementation(
+            f"implementation {adapter.name!r}: expected an adapter loaded by its name or import string, got one made from "
+            "an object, which a rank cannot find. Pass the name under which it is registered, or `package.module:attribute`."
+        )
+    return adapter_of, (adapter.reference,)
+
+
+copyreg.pickle(Adapter, _by_reference)
+
+
+def _completed(target: str, where: str, registered_name: str | None) -> Adapter:
+    found = _resolve(target, where, hops=3)
+    if not hasattr(found, "wrap") and callable(found):
+        try:
+            found = found()
+        except Exception as error:
+            raise InvalidImplementation(
+                f"{where}: expected {target} to return an implementation, got {_text_of(error)}. Correct the adapter."
+            ) from error
+    adapter = Adapter.of(found)
+    if registered_name is not None and adapter.name != registered_name:
+        raise InvalidImplementation(
+            f"{where}: expected an implementation named {registered_name!r}, got one named {adapter.name!r}. "
+            "Give the adapter the name under which it is registered."
+        )
+    return adapter
+
+
+def _resolve(target: str, where: str, hops: int) -> Any:
+    """Import `module:attribute`; the attribute may itself be an import string."""
+    module_name, separator, path = target.partition(":")
+    if not (separator and module_name and path):
+        raise InvalidImplementation(f"{where}: expected `package.module:attribute`, got {target!r}. Correct the entry.")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except Exception as error:
+        raise InvalidImplementation(
+            f"{where}: expected {target} to be importable, got {_text_of(error)}. "
+            "Correct the adapter or install what it needs."
+        ) from error
+    if isinstance(found, str):
+        if hops == 0:
+            raise InvalidImplementation(f"{where}: expected an adapter, got import strings that never end. Correct it.")
+        return _resolve(found, where, hops - 1)
+    return found
+
+
+def _text_of(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

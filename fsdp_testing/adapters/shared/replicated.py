@@ -1,0 +1,55 @@
+"""How is state saved and loaded where every rank has everything? As without data parallelism."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_testing.adapters.shared import naming
+
+
+def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """Return the unwrapped module's `state_dict`, by original names. Collectives: none."""
+    state = naming.unwrapped(model).state_dict()
+    return {naming.original(fqn): tensor.detach().clone() for fqn, tensor in state.items()}
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Call the unwrapped module's `load_state_dict`. Collectives: none."""
+    inside = naming.unwrapped(model)
+    inside.load_state_dict({fqn: state[naming.original(fqn)] for fqn in inside.state_dict()})
+
+
+def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+    """Return the optimizer's state by original name instead of by place. Collectives: none."""
+    named = dict(naming.named_parameters(model))
+    names = {parameter: fqn for fqn, parameter in named.items()}
+    state = {fqn: copy.deepcopy(optimizer.state[p]) for fqn, p in named.items() if p in optimizer.state}
+    groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
+    return {"state": state, "param_groups": groups}
+
+
+def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Put state and settings where the parameters of these names are. Collectives: none."""
+    named = dict(naming.named_parameters(model))
+    names = {parameter: fqn for fqn, parameter in named.items()}
+    for fqn, parameter in named.items():
+        if fqn in state["state"]:
+            optimizer.state[parameter] = copy.deepcopy(state["state"][fqn])
+    kept = {fqn: group for group in state["param_groups"] for fqn in group["params"]}
+    for group in optimizer.param_groups:
+        for parameter in group["params"][:1]:
+            group.update({**kept[names[parameter]], "params": group["params"]})
+
+
+METHODS: Mapping[str, Any] = {
+    "full_state_dict": full_state_dict,
+    "load_full_state_dict": load_full_state_dict,
+    "full_optimizer_state": full_optimizer_state,
+    "load_full_optimizer_state": load_full_optimizer_state,
+}
+"""These functions, as an adapter names them."""

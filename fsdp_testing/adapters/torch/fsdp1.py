@@ -1,0 +1,189 @@
+"""torch's FullyShardedDataParallel (FSDP1) on the CPU, with `use_orig_params` (`torch-fsdp1`) and without (`-flat`).
+
+Claims follow the class documentation and what its constructor accepts for `device_id=cpu`. Not claimed: CPU offload and
+`sync_module_states` (both need an accelerator), 0-dim parameters (refused), parameters shared across units
+(documented as unsupported), parts that only some ranks use, None for unused gradients (a flat parameter's gradient
+is one tensor).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+
+from fsdp_testing.adapters.adapter import TorchStyle
+from fsdp_testing.adapters.protocol import Division, Setup
+from fsdp_testing.adapters.shared import flat_pieces, naming
+from fsdp_testing.adapters.shared.claims import SHARDED
+from fsdp_testing.adapters.shared.fsdp_options import FsdpNames
+from fsdp_testing.adapters.torch import fsdp1_flat, saved_state, unit_trace
+
+_SHARED_CLAIMS = SHARDED | {
+    "no_shard",
+    "policy_wrapping",
+    "strided_parameters",
+    "buffer_dtype",
+    "summon_writeback",
+    "comm_hook",
+    "meta_init",
+    "backward_after_no_sync",
+    "default_device",
+    "default_groups",
+    "own_state",
+    "offloaded_state",
+}
+
+#: Only with original parameters: one unit may mix frozen and trainable ones, and flags may change.
+_ORIGINAL_CLAIMS = frozenset({"frozen_mixed_unit", "thawed_parameters"})
+
+#: Only with flat parameters: with original ones torch saves the local form and cannot load it again.
+_FLAT_CLAIMS = frozenset({"local_state_dict"})
+
+_FSDP = FsdpNames(fsdp, fsdp.wrap)
+
+_SETTINGS: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+"""What the case of each model asks for that access to its state has to know."""
+
+
+def wrap(module: nn.Module, setup: Setup, *, use_orig_params: bool) -> nn.Module:
+    """Put FSDP around every unit, children first, then around the root.
+
+    Collectives: those of group creation for a 2-D mesh, which `setup.mesh` has behind it.
+    """
+
+    def apply(unit: nn.Module, setup: Setup, name: str, options: dict[str, Any]) -> nn.Module:
+        options |= _FSDP.strategy(setup, name, "sharding_strategy") | (
+            {"use_orig_params": True} if use_orig_params else {}
+        )
+        for setting, option in (("default_device", "device_id"), ("default_groups", "device_mesh")):
+            if setting in setup.settings:
+                options.pop(option, None)
+        return FullyShardedDataParallel(unit, **options)
+
+    setup.refuse("torch-fsdp1", "tensor_mesh")  # what of a part a rank holds this adapter cannot say
+    setup.refuse_settings("torch-fsdp1", *_SHARED_CLAIMS)
+    model = _FSDP.wrap(module, setup, apply)
+    _SETTINGS[model] = setup.settings
+    return model
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """`no_sync` of the root, or of every unit that is a root of its own under a plain module."""
+    with ExitStack() as stack:
+        for unit in FullyShardedDataParallel.fsdp_modules(model, root_only=True):
+            stack.enter_context(unit.no_sync())
+        yield
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
+    """FSDP's own clipping. Collectives: one all-reduce over the shard group; every rank calls."""
+    assert isinstance(model, FullyShardedDataParallel)
+    return model.clip_grad_norm_(max_norm, norm_type)
+
+
+@contextmanager
+def full_parameters(model: nn.Module, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
+    """`summon_full_params`. Collectives: an all-gather per unit; every rank enters."""
+    asked = {"offload_to_cpu": True} if "offloaded_state" in _SETTINGS.get(model, ()) else {}
+    with FullyShardedDataParallel.summon_full_params(model, writeback=writeback, **asked):
+        yield {naming.original(fqn): parameter.data for fqn, parameter in model.named_parameters()}
+
+
+def register_comm_hook(model: nn.Module, state: object, hook: Callable[..., Any]) -> None:
+    """FSDP's own registration."""
+    assert isinstance(model, FullyShardedDataParallel)
+    model.register_comm_hook(state, hook)
+
+
+def local_state_dict(model: nn.Module) -> Mapping[str, Any]:
+    """Flat shards as they are. Collectives: none."""
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        return copy.deepcopy(model.state_dict())
+
+
+def load_local_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load what `local_state_dict` gave on this rank."""
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        model.load_state_dict(dict(state))
+
+
+def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """`state_dict` of FSDP itself, where the case asks for that. Collectives: gathers; every rank calls."""
+    settings = _SETTINGS.get(model, frozenset())
+    if "offloaded_state" in settings:
+        config = FullStateDictConfig(offload_to_cpu=True)
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+            return dict(model.state_dict())
+    return dict(model.state_dict()) if "own_state" in settings else saved_state.full_state_dict(model)
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """What loads that state; every rank gives the complete tensors."""
+    if "own_state" in _SETTINGS.get(model, ()):
+        model.load_state_dict(dict(state))
+    else:
+        saved_state.load_full_state_dict(model, state)
+
+
+def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+    """`optim_state_dict` of FSDP itself, where the case asks for that. Collectives: gathers; every rank calls."""
+    if "own_state" not in _SETTINGS.get(model, ()):
+        return saved_state.full_optimizer_state(model, optimizer)
+    return FullyShardedDataParallel.optim_state_dict(model, optimizer)
+
+
+def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """What loads that state; every rank gives the complete one."""
+    if "own_state" not in _SETTINGS.get(model, ()):
+        saved_state.load_full_optimizer_state(model, optimizer, state)
+        return
+    own = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, dict(state))
+    optimizer.load_state_dict(own)
+
+
+def division(setup: Setup) -> Division:
+    """Split the factor in two around the sum, in every dtype."""
+    return saved_state.split_division(setup.world_size)
+
+
+_STATE: Mapping[str, Any] = {
+    "full_state_dict": full_state_dict,
+    "load_full_state_dict": load_full_state_dict,
+    "full_optimizer_state": full_optimizer_state,
+    "load_full_optimizer_state": load_full_optimizer_state,
+}
+
+
+def _implementation(name: str, *, use_orig_params: bool) -> TorchStyle:
+    return TorchStyle(
+        name=name,
+        wrap=partial(wrap, use_orig_params=use_orig_params),
+        capabilities=_SHARED_CLAIMS | (_ORIGINAL_CLAIMS if use_orig_params else _FLAT_CLAIMS),
+        source="https://pytorch.org/docs/stable/fsdp.html",
+        no_sync=no_sync,
+        clip_grad_norm=clip_grad_norm,
+        full_parameters=full_parameters,
+        **flat_pieces.methods(fsdp1_flat.flat_units),
+        division=division,
+        units=unit_trace.fsdp1_units,
+        trace_units=unit_trace.fsdp1_trace,
+        gathered_bytes=unit_trace.fsdp1_gathered_bytes,
+        register_comm_hook=register_comm_hook,
+        local_state_dict=local_state_dict,
+        load_local_state_dict=load_local_state_dict,
+        **{**saved_state.METHODS, **_STATE},
+    )
+
+
+IMPLEMENTATION = _implementation("torch-fsdp1", use_orig_params=True)
+FLAT = _implementation("torch-fsdp1-flat", use_orig_params=False)

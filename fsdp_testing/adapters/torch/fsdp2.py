@@ -1,0 +1,227 @@
+"""torch's composable fully_shard (FSDP2): every parameter a DTensor, sharded on its first dimension.
+
+Claims follow the `fully_shard` documentation. Not claimed: `no_shard` (it has none), `buffer_dtype` (the policy has
+none), summoning (it has `unshard`, which this adapter offers), scalar parameters (refused at construction),
+parameters shared across units (refused), and parts that only some ranks use (the documentation expects every rank to
+run the same units).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from fsdp_testing.adapters.adapter import TorchStyle
+from fsdp_testing.adapters.protocol import Division, Piece, Precision, Setup, StateEntry
+from fsdp_testing.adapters.shared import naming, pieces
+from fsdp_testing.adapters.shared.checkpointing import checkpoint_modules
+from fsdp_testing.adapters.shared.claims import SHARDED
+from fsdp_testing.adapters.shared.sites import innermost_first, parameters_of
+from fsdp_testing.adapters.torch import saved_state, unit_trace
+from fsdp_testing.errors import InvalidImplementation
+
+CAPABILITIES = SHARDED | {
+    "several_forwards",
+    "frozen_mixed_unit",
+    "thawed_parameters",
+    "unused_gradient_is_none",
+    "cpu_offload",
+    "explicit_unshard",
+    "error_if_nonfinite",
+    "accumulation_hooks",
+    "backward_twice",
+    "backward_after_no_sync",
+    "inner_forward",
+    "divide_factor",
+    "sum_reduction",
+    "late_all_reduce",
+    "kept_after_backward",
+    "partial_reshard",
+    "last_dimension",
+    "tensor_parallel",
+}
+
+_NO_RESHARD = {"shard_grad_op", "hybrid_shard_zero2"}
+
+#: The sharded parameters of each model, as they were when it was sharded. `named_parameters` of a unit that is
+#: unsharded yields the gathered tensors, and reading it at any other time would not distinguish a stale shard from a fresh
+#: one.
+_SHARDED: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = WeakKeyDictionary()
+
+_SETTINGS: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+"""What the case of each model asks for that `no_sync` has to know."""
+
+
+def wrap(module: nn.Module, setup: Setup) -> nn.Module:
+    """`fully_shard` on every unit, children first, then on the root.
+
+    Collectives: none but those of mesh creation, which `setup.mesh` has behind it.
+    """
+    if setup.mesh is None or setup.strategy == "no_shard":
+        raise InvalidImplementation(
+            f"torch-fsdp2: expected a mesh and a sharding strategy, got {setup.mesh} and {setup.strategy!r}. "
+            "Run only what it claims."
+        )
+    setup.refuse("torch-fsdp2", "policy", "init_module", "sync_module_states")
+    setup.refuse_settings("torch-fsdp2", *CAPABILITIES)
+    if setup.precision.buffer_dtype is not None:
+        raise InvalidImplementation("torch-fsdp2: expected no buffer_dtype, for which it has no option. Ask for none.")
+    checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
+    ignored = parameters_of(module, setup.ignored)
+    for name, unit in innermost_first(module, setup.units):
+        fully_shard(unit, **_options(setup, name, ignored))
+    if setup.wrap_root:
+        fully_shard(module, **_options(setup, "", ignored))
+    _SHARDED[module] = dict(naming.named_parameters(module))
+    _SETTINGS[module] = setup.settings
+    _set(module, setup)
+    return module
+
+
+def _set(model: nn.Module, setup: Setup) -> None:
+    """Call the setters that the case asks for."""
+    units = [unit for _, unit in _units(model)]
+    for place, unit in enumerate(units):
+        if setup.forward_prefetch:
+            unit.set_modules_to_forward_prefetch(units[place + 1 : place + 3])
+        if setup.backward_prefetch == "none":
+            unit.set_modules_to_backward_prefetch([])
+        if setup.backward_prefetch == "post":
+            unit.set_modules_to_backward_prefetch(units[max(place - 2, 0) : place][::-1])
+        if "divide_factor" in setup.settings:
+            unit.set_gradient_divide_factor(2.0 * setup.world_size)
+        if "sum_reduction" in setup.settings:
+            unit.set_force_sum_reduction_for_comms(True)
+
+
+def _options(setup: Setup, name: str, ignored: set[nn.Parameter]) -> dict[str, Any]:
+    """Return the arguments that the case asks for; what it leaves open is left to the defaults."""
+    # The default mesh is made anew by each call, on the machine's accelerator.
+    options: dict[str, Any] = {"mesh": setup.mesh}
+    precision = setup.unit_precisions.get(name, setup.precision)
+    if precision != Precision():
+        options["mp_policy"] = _precision_policy(precision)
+    if setup.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if setup.unit_strategies.get(name, setup.strategy) in _NO_RESHARD:
+        options["reshard_after_forward"] = False
+    sharing = setup.shard_size or setup.world_size
+    if "partial_reshard" in setup.settings:
+        options["reshard_after_forward"] = max(sharing // 2, 1)
+    if "last_dimension" in setup.settings:
+        options["shard_placement_fn"] = partial(_last_dimension, sharing)
+    return options | ({"ignored_params": ignored} if ignored else {}) | dict(setup.extra)
+
+
+def _last_dimension(ranks: int, parameter: nn.Parameter) -> Shard | None:
+    """Cut along the last dimension, which torch allows where the ranks divide it."""
+    last = parameter.ndim - 1
+    return Shard(last) if last > 0 and parameter.shape[last] % ranks == 0 else None
+
+
+def _precision_policy(precision: Precision) -> MixedPrecisionPolicy:
+    """Return the policy with the dtypes that the case names, so that the meaning of those it leaves open is judged."""
+    asked = {"param_dtype": precision.param_dtype, "reduce_dtype": precision.reduce_dtype}
+    chosen: dict[str, Any] = {option: dtype for option, dtype in asked.items() if dtype is not None}
+    chosen |= {} if precision.cast_inputs else {"cast_forward_inputs": False}
+    return MixedPrecisionPolicy(**chosen)
+
+
+def _units(model: nn.Module) -> list[tuple[str, FSDPModule]]:
+    """`(original FQN, unit)` of every unit, outermost first."""
+    return [(naming.original(name), unit) for name, unit in model.named_modules() if isinstance(unit, FSDPModule)]
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Gradient reduction off in every unit, and on again at the end; with settings, in the way that they name."""
+    settings = _SETTINGS.get(model, frozenset())
+
+    def switch(flag: bool) -> None:
+        for root in _roots(model):
+            if "late_all_reduce" in settings:
+                root.set_requires_all_reduce(flag, recurse=True)
+            else:
+                root.set_requires_gradient_sync(flag, recurse=True)
+            if "kept_after_backward" in settings:
+                root.set_reshard_after_backward(flag, recurse=True)
+                root.set_is_last_backward(flag)
+
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)
+
+
+def _roots(model: nn.Module) -> list[FSDPModule]:
+    found: list[tuple[str, FSDPModule]] = []
+    for name, unit in _units(model):
+        if not any(outer == "" or name.startswith(outer + ".") for outer, _ in found):
+            found.append((name, unit))
+    return [unit for _, unit in found]
+
+
+def local_pieces(model: nn.Module) -> Mapping[str, tuple[Piece, ...]]:
+    """Return the shards themselves, whether a gathered copy is on the module or not."""
+    return pieces.of_parameters(_sharded(model).items())
+
+
+def optimizer_pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Mapping[str, StateEntry]]:
+    """State of the shards."""
+    return pieces.optimizer_state(_sharded(model), optimizer)
+
+
+def _sharded(model: nn.Module) -> dict[str, nn.Parameter]:
+    return _SHARDED.get(model) or dict(naming.named_parameters(model))
+
+
+def division(setup: Setup) -> Division:
+    """One AVG reduction in float32 and bfloat16; in other dtypes the factor is split in two around the sum."""
+    wire = setup.precision.on_the_wire
+    if wire in (torch.float32, torch.bfloat16):
+        return Division(before=1, after=setup.world_size, mean_by_backend=True)
+    return saved_state.split_division(setup.world_size)
+
+
+def unshard(model: nn.Module, unit: str) -> None:
+    """Gather one unit now. Collectives: an all-gather on its mesh; every rank calls."""
+    dict(_units(model))[unit].unshard()
+
+
+def unshard_async(model: nn.Module, unit: str) -> Callable[[], None] | None:
+    """Begin to gather one unit. Collectives: as `unshard`."""
+    handle = dict(_units(model))[unit].unshard(async_op=True)
+    return None if handle is None else handle.wait
+
+
+def reshard(model: nn.Module, unit: str) -> None:
+    """Free one unit's gathered parameters."""
+    dict(_units(model))[unit].reshard()
+
+
+IMPLEMENTATION = TorchStyle(
+    name="torch-fsdp2",
+    wrap=wrap,
+    capabilities=CAPABILITIES,
+    source="https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
+    no_sync=no_sync,
+    local_pieces=local_pieces,
+    optimizer_pieces=optimizer_pieces,
+    division=division,
+    units=unit_trace.fsdp2_units,
+    trace_units=unit_trace.fsdp2_trace,
+    gathered_bytes=unit_trace.fsdp2_gathered_bytes,
+    unshard=unshard,
+    unshard_async=unshard_async,
+    reshard=reshard,
+    **saved_state.METHODS,
+)

@@ -1,0 +1,26 @@
+"""Where on this machine can a user open a page of the documentation? In a checkout, or where the wheel has put it."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+
+def page(name: str) -> str:
+    """Return the path of a page such as `docs/adapters.md`; `name` itself in a checkout, or where there is no such page."""
+    place, here = folder(), Path.cwd()
+    in_checkout = (here / "fsdp_testing" / "documentation.py").is_file() and (here / name).is_file()
+    if place is None or in_checkout or not (place / name).is_file():
+        return name
+    return str(place / name)
+
+
+@functools.cache
+def folder() -> Path | None:
+    """Return what holds `README.md` and `docs/`; None where neither a checkout nor an installed wheel does.
+
+    Installers put a wheel's data below the prefix, which is a parent of the packages' folder.
+    """
+    parents = Path(__file__).resolve().parents
+    places = [parents[2], *(parent / "share" / "doc" / "fsdp-testing" for parent in parents)]
+    return next((place for place in places if (place / "docs" / "design.md").is_file()), None)

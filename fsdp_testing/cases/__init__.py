@@ -1,0 +1,1 @@
+"""Cases as values: operations, models, drawing and normal form, and the records that every room speaks in."""

@@ -1,0 +1,225 @@
+"""What may a drawn case contain, and which capabilities must an implementation claim for it?
+
+A feature is a name that the generator asks about before it draws something. Each case is drawn with a random subset of
+the features switched on (swarm testing: Groce et al., "Swarm Testing", ISSTA 2012), since two features that are always
+on hide each other's defects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from fsdp_testing.cases.drawing.choices import Choices
+from fsdp_testing.cases.operations import ALL
+from fsdp_testing.cases.records.capabilities import CAPABILITIES
+from fsdp_testing.errors import InvalidArgument
+
+_NEEDS: Mapping[str, tuple[str, ...]] = {
+    # strategy; full_shard or, where that is not claimed, the first that is, needs no feature
+    "strategy.shard_grad_op": ("shard_grad_op",),
+    "strategy.no_shard": ("no_shard",),
+    "strategy.hybrid": ("hybrid",),
+    # wrapping
+    "wrap.nested": ("nested_wrapping",),
+    "wrap.policy": ("policy_wrapping",),
+    "wrap.ignored": ("ignored_parameters", "frozen_parameters"),
+    "wrap.sync_module_states": ("sync_module_states",),
+    "wrap.meta_init": ("meta_init",),
+    # module trees
+    "tree.group": (),
+    "tree.residual": (),
+    "tree.norm": (),
+    "tree.conv": (),
+    "tree.embed": (),
+    "tree.offset": (),
+    "tree.dropout": (),
+    "tree.vector": (),
+    "tree.one": (),
+    "tree.large": (),
+    "tree.scalar": ("zero_dim_parameters",),
+    "tree.empty": ("empty_parameters",),
+    "tree.strided": ("strided_parameters",),
+    "tree.tied": ("shared_parameters",),
+    "tree.alias": ("shared_parameters", "reused_modules"),
+    "tree.calls": ("reused_modules",),
+    "tree.branch": ("unused_parameters",),
+    "tree.dropped": ("unused_parameters",),
+    "tree.container": ("container_outputs",),
+    "tree.opaque": ("container_outputs", "opaque_outputs"),
+    "tree.view": ("inplace_on_output",),
+    "tree.keeps": ("loss_bypasses_output",),
+    "tree.buffer": ("buffers",),
+    "tree.frozen": ("frozen_parameters",),
+    "tree.mixed_dtype": (),
+    "model.zoo": (),
+    # numbers
+    "dtype.float32": (),
+    "precision.param": ("mixed_precision",),
+    "precision.reduce": ("reduce_dtype",),
+    "precision.buffer": ("buffer_dtype",),
+    "optimizer.momentum": (),
+    "optimizer.adamw": (),
+    "optimizer.adam": (),
+    "offload": ("cpu_offload",),
+    # micro-batches
+    "batch.one_row": (),
+    "batch.uneven": ("uneven_batches",),
+    "batch.empty": ("uneven_batches",),
+    "batch.scale": (),
+    "batch.usage": ("unused_parameters",),
+    "batch.usage_differs": ("unused_parameters", "unused_parameters_differ"),
+    **{name: needs for operation in ALL for name, needs in operation.features.items()},
+}
+
+FEATURES: dict[str, frozenset[str]] = {name: frozenset(needs) for name, needs in _NEEDS.items()}
+"""Every feature with the capabilities that it needs."""
+
+# Without several units little of an implementation runs at all.
+_COMMON = ("wrap.nested", "tree.group", "op.step")
+
+# What a feature is nothing without; drawn together every second time.
+_TOGETHER: Mapping[str, tuple[str, ...]] = {
+    "batch.usage_differs": ("batch.usage", "tree.branch", "tree.group"),
+    "batch.usage": ("tree.branch", "tree.group"),
+    "tree.branch": ("batch.usage", "tree.group"),
+    "tree.opaque": ("tree.container", "tree.group"),
+    "tree.container": ("tree.group",),
+    "tree.calls": ("tree.group",),
+    "tree.view": ("tree.group",),
+    "tree.keeps": ("tree.group",),
+    "tree.dropped": ("tree.group",),
+    "op.reload_optimizer": ("op.reload",),
+    "op.reload_plan": ("op.reload",),
+    "op.reload_world": ("op.reload", "op.reload_optimizer"),
+    "precision.param": ("precision.reduce",),
+    "precision.reduce": ("precision.param",),
+    "precision.buffer": ("tree.buffer",),
+    "op.interrupt": ("op.no_sync", "op.edit"),
+}
+
+# What defects of the field have in common; every third case has all of one theme. A defect that needs five features at
+# once is met by independent draws about once in a thousand cases.
+_THEMES: tuple[tuple[str, ...], ...] = (
+    ("batch.usage", "tree.branch", "tree.group", "op.zero_grad", "op.step"),
+    ("batch.usage", "tree.branch", "tree.group", "op.no_sync", "wrap.nested"),
+    ("tree.calls", "tree.group", "wrap.nested", "op.several_forwards"),
+    ("tree.tied", "tree.alias", "tree.group", "wrap.nested", "op.edit", "op.reload"),
+    ("tree.container", "tree.view", "tree.keeps", "tree.dropped", "tree.group", "wrap.nested"),
+    ("op.freeze", "tree.frozen", "op.forward", "op.eval", "op.step"),
+    ("batch.empty", "batch.uneven", "op.no_sync", "op.zero_grad_zeros", "op.several_forwards"),
+    ("op.forward", "op.eval", "op.no_grad", "op.step", "op.clip", "strategy.shard_grad_op"),
+)
+_THEME_ONE_IN = 3
+
+# Features that make most of the others unreachable or slow, and that are therefore switched on less often.
+_RARE = frozenset(
+    {"model.zoo", "tree.large", "precision.param", "precision.reduce", "precision.buffer", "offload", "op.cast",
+     "wrap.sync_module_states", "wrap.meta_init"}
+)  # fmt: skip
+_RARELY = 12
+
+
+_WITHOUT_TENSOR_PARALLEL = frozenset(
+    {
+        "strategy.hybrid",  # would need a mesh of three axes
+        "model.zoo",  # layouts are drawn for trees
+        # Ranks of one model begin alike, and on the CPU.
+        *("wrap.sync_module_states", "wrap.meta_init"),
+        # Operation by operation nobody knows how far roundings carry in a tree that is cut; the suites judge low precision.
+        *("precision.param", "precision.reduce", "precision.buffer"),
+    }
+)
+"""Features that are not drawn where several ranks hold one model together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What a generator may draw.
+
+    Attributes:
+        capabilities: Claimed by the implementation; whatever needs another one is not drawn.
+        world_sizes: Numbers of ranks, the usual one first.
+        max_operations: Longest program.
+        excluded: Features that are switched off.
+        tensor_parallel: How many ranks hold one model together.
+    """
+
+    capabilities: frozenset[str] = frozenset(CAPABILITIES)
+    world_sizes: tuple[int, ...] = (2,)
+    max_operations: int = 12
+    excluded: frozenset[str] = frozenset()
+    tensor_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        unknown = sorted(self.excluded - set(FEATURES))
+        if unknown:
+            raise InvalidArgument(
+                f"Scope.excluded: expected features out of {', '.join(FEATURES)}, got {unknown}. Correct the names."
+            )
+        if not self.world_sizes or min(self.world_sizes) < 1 or self.max_operations < 1:
+            raise InvalidArgument(
+                f"Scope: expected world sizes of at least 1 and at least one operation, got {self.world_sizes} and "
+                f"{self.max_operations}. Give world_sizes=(2,)."
+            )
+        odd = [size for size in self.world_sizes if self.tensor_parallel < 1 or size % self.tensor_parallel]
+        if odd:
+            raise InvalidArgument(
+                f"tensor_parallel: expected a number that divides every world size, got {self.tensor_parallel} for {odd}. "
+                "Give a multiple of it as world size."
+            )
+        if self.tensor_parallel > 1 and "tensor_parallel" not in self.capabilities:
+            raise InvalidArgument(
+                "tensor_parallel: expected an implementation that claims `tensor_parallel`, got one that does not. "
+                "Leave the axis out."
+            )
+
+    def available(self) -> tuple[str, ...]:
+        """Return the features that may be switched on."""
+        off = self.excluded | (_WITHOUT_TENSOR_PARALLEL if self.tensor_parallel > 1 else frozenset())
+        return tuple(name for name, needs in FEATURES.items() if needs <= self.capabilities and name not in off)
+
+    def not_claimed(self) -> dict[str, frozenset[str]]:
+        """Return the features that cannot be drawn, each with the capabilities that are not claimed."""
+        return {name: needs - self.capabilities for name, needs in FEATURES.items() if not needs <= self.capabilities}
+
+
+@dataclass(frozen=True, slots=True)
+class Swarm:
+    """The features that are switched on for one case."""
+
+    on: frozenset[str]
+    scope: Scope = field(default_factory=Scope)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.on
+
+    def among(self, names: Iterable[str]) -> list[str]:
+        """Return those of `names` that are on."""
+        return [name for name in names if name in self.on]
+
+
+class SwarmDrawer:
+    """Draws swarms; what is available is worked out once."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        available = scope.available()
+        self._available = frozenset(available)
+        self._base = [name for name in available if name in _COMMON]
+        self._usual = [name for name in available if name not in _RARE and name not in _COMMON]
+        self._rare = [name for name in available if name in _RARE]
+        self._themes = [kept for theme in _THEMES if len(kept := [n for n in theme if n in self._available]) > 1]
+
+    def draw(self, choices: Choices) -> Swarm:
+        """Draw a subset: about a quarter or a half of the usual features, each rare one once in twelve times."""
+        mask = choices.subset(len(self._usual), sparse=not choices.chance(2))
+        on = [name for place, name in enumerate(self._usual) if mask >> place & 1]
+        on += [name for name in self._base if not choices.chance(4)]
+        on += [name for name in self._rare if choices.chance(_RARELY)]
+        if self._themes and choices.chance(_THEME_ONE_IN):
+            on += choices.pick(self._themes)
+        for name in [name for name in on if name in _TOGETHER]:
+            if choices.chance(2):
+                on += [other for other in _TOGETHER[name] if other in self._available]
+        return Swarm(frozenset(on), self.scope)

@@ -1,0 +1,102 @@
+"""Which layouts over the tensor-parallel axis may the modules of a drawn tree have, and how are they drawn?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fsdp_testing.cases.drawing.choices import Choices
+from fsdp_testing.cases.models.tree_schema import Node, ParameterSpec, every, get, parameters, walk
+
+Layouts = tuple[tuple[str, str], ...]
+
+OF_KIND: Mapping[str, tuple[str, ...]] = {
+    "linear": ("colwise", "rowwise", "colwise_cut", "rowwise_cut", "replicated"),
+    "embed": ("colwise", "rowwise", "replicated"),
+    "norm": ("sequence", "replicated"),
+    "scale": ("sequence", "replicated"),
+    "conv": ("replicated",),
+    "offset": ("replicated",),
+}
+"""What torch can make of each kind of node; nothing at all is a layout too."""
+_PALETTE = ("colwise", "rowwise", "colwise_cut", "sequence", "replicated")
+
+
+def draw_layouts(choices: Choices, tree: Mapping[str, Any], ranks: int) -> Layouts:
+    """Draw a layout for about two of three modules, out of about half of the layouts; the rest stays as it is."""
+    mask = choices.subset(len(_PALETTE), sparse=False)
+    wanted = {name for place, name in enumerate(_PALETTE) if mask >> place & 1}
+    found: dict[str, str] = {}
+    for one, other in _pairs(tree["nodes"], "", ranks):
+        if "colwise_cut" in wanted and one not in found and not choices.chance(3):
+            found |= {one: "colwise_cut", other: "rowwise_cut"}
+    for place in every(walk(tree)):
+        options = [name for name in OF_KIND.get(place.node["kind"], ()) if name in wanted - {"colwise_cut"}]
+        if place.fqn not in found and options and not choices.chance(3):
+            found[place.fqn] = choices.pick(options)
+    return tuple(found.items())
+
+
+def legal_layouts(layouts: Layouts, tree: Mapping[str, Any], ignored: Sequence[str], ranks: int) -> Layouts:
+    """Return the layouts that have a meaning in a legal tree.
+
+    Args:
+        layouts: `(FQN, layout)`.
+        tree: The legal tree.
+        ignored: Modules that every rank trains by itself: they stay whole.
+        ranks: How many hold one model together; with one alone nothing is cut.
+    """
+    if ranks == 1:
+        return ()
+    outside = tuple(f"{module}." for module in ignored) or (" ",)
+    places = {place.fqn: place.node for place in every(walk(tree)) if not f"{place.fqn}.".startswith(outside)}
+    asked = {fqn: name for fqn, name in layouts if fqn in places and name in OF_KIND.get(places[fqn]["kind"], ())}
+    asked = {fqn: name for fqn, name in asked.items() if name != "sequence" or _is_of_rows(places[fqn])}
+    shared = _shared_modules(parameters(tree))
+    for first, others in shared.items():
+        # One parameter has one layout, in whichever module it is.
+        name = asked.get(first, "").removesuffix("_cut")
+        asked |= dict.fromkeys(others, name)
+    together = {fqn for others in shared.values() for fqn in others}
+    paired: set[str] = set()
+    for pair in _pairs(tree["nodes"], "", ranks):
+        if tuple(map(asked.get, pair)) == ("colwise_cut", "rowwise_cut") and not together & set(pair):
+            paired |= set(pair)
+    legal = {fqn: name if fqn in paired else name.removesuffix("_cut") for fqn, name in asked.items()}
+    return tuple((fqn, legal[fqn]) for fqn in places if legal.get(fqn))
+
+
+def cut_dimension(layout: str, name: str, *, embeds: bool) -> int | None:
+    """Return the dimension of a parameter that a layout divides among the ranks of one model; None: all have it whole."""
+    kind = layout.removesuffix("_cut")
+    if kind not in ("colwise", "rowwise"):
+        return None
+    if name == "bias":  # it has a number for each output
+        return 0 if kind == "colwise" else None
+    return int((kind == "rowwise") != embeds)
+
+
+def _is_of_rows(node: Node) -> bool:
+    """Whether a module computes row by row, with parameters of which each row needs all."""
+    return node["kind"] == "norm" or (node["kind"] == "scale" and get(node, "shape") == "vector")
+
+
+def _shared_modules(specs: Sequence[ParameterSpec]) -> dict[str, list[str]]:
+    """Return the modules that share a parameter, by the first of them."""
+    found: dict[Any, list[str]] = {}
+    for spec in specs:
+        if spec.tie:
+            found.setdefault(spec.tie, []).append(spec.module)
+    return {modules[0]: modules for modules in found.values() if len(modules) > 1}
+
+
+def _pairs(nodes: Sequence[Node], prefix: str, ranks: int) -> Iterator[tuple[str, str]]:
+    """Yield neighbours of which the second takes the columns of the first as they are, where ranks divide these."""
+    also = {get(node, "of") for node in nodes if node["kind"] == "again"}
+    for node, following in zip(nodes, [*nodes[1:], None]):
+        if node["kind"] == "group":
+            yield from _pairs(get(node, "nodes"), f"{prefix}{node['name']}.", ranks)
+        if following is None or {node["kind"], following["kind"]} != {"linear"}:
+            continue
+        if get(node, "out") % ranks == 0 and not {node["name"], following["name"]} & also:
+            yield prefix + node["name"], prefix + following["name"]

@@ -1,0 +1,167 @@
+"""How does a drawn module tree, plain data, become a model of the zoo?"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_testing.cases.models.model import Inputs, ZooModel, features, tokens
+from fsdp_testing.cases.models.tree_modules import Tree
+from fsdp_testing.cases.models.tree_schema import (
+    SCHEMA,
+    ParameterSpec,
+    check_tree,
+    every,
+    get,
+    legal_tree,
+    parameters,
+    walk,
+)
+
+__all__ = ["check_tree", "legal_tree", "needs_of", "tree_model", "unit_names"]
+
+VOCABULARY = 64
+"""Token ids are drawn below this number; each embedding wraps them around its own rows."""
+
+
+_LATEST: dict[int, tuple[Any, ZooModel]] = {}
+
+
+def tree_model(tree: Any) -> ZooModel:
+    """Return the zoo's entry for a drawn tree.
+
+    Raises:
+        InvalidRecord: The data is no tree.
+    """
+    # Asked at every forward of a case with one and the same object: kept by identity, which needs no reading.
+    known = _LATEST.get(id(tree))
+    if known is not None and known[0] is tree:
+        return known[1]
+    model = _tree_model(json.dumps(tree, sort_keys=True))
+    _LATEST.clear()
+    _LATEST[id(tree)] = (tree, model)
+    return model
+
+
+@functools.lru_cache(maxsize=64)
+def _tree_model(text: str) -> ZooModel:
+    tree = json.loads(text)
+    check_tree(tree)
+    tree = legal_tree(tree)
+    specs = parameters(tree)
+    # Without `needs`: what a tree needs depends on the units that are wrapped: see `needs_of`.
+    return ZooModel(
+        name="tree",
+        summary="A module tree drawn by the fuzzer.",
+        construct=functools.partial(_construct, tree, specs),
+        make_input=functools.partial(_make_input, tree["width"]),
+        units=unit_names(tree),
+        finish=functools.partial(_finish, specs),
+        constructed=torch.float64,
+    )
+
+
+def _construct(tree: Mapping[str, Any], specs: Sequence[ParameterSpec]) -> nn.Module:
+    # In float64 and cast afterwards by `ZooModel.build`; dtypes of single nodes are set by `_finish`.
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        module = Tree(tree)
+    finally:
+        torch.set_default_dtype(before)
+    first: dict[tuple[Any, ...], nn.Parameter] = {}
+    for spec in specs:
+        holder = module.get_submodule(spec.module)
+        parameter = holder.get_parameter(spec.name)
+        if spec.frozen:
+            parameter.requires_grad_(False)
+        if spec.tie:
+            setattr(holder, spec.name, first.setdefault(spec.tie, parameter))
+    return module
+
+
+def _finish(specs: Sequence[ParameterSpec], module: nn.Module, dtype: torch.dtype) -> None:
+    for spec in specs:
+        if spec.dtype and getattr(torch, spec.dtype) != dtype:
+            parameter = module.get_submodule(spec.module).get_parameter(spec.name)
+            parameter.data = parameter.data.to(getattr(torch, spec.dtype))
+
+
+def _make_input(width: int, seed: int, rank: int, step: int, batch: int, dtype: torch.dtype, **options: Any) -> Inputs:
+    x = features(seed, rank, step, (batch, width), dtype)
+    ids = tokens(seed, rank, step, (batch,), VOCABULARY)
+    return Inputs((x,), {"ids": ids, "use": tuple(options.get("use", ()))})
+
+
+def unit_names(tree: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the FQN of every module of a legal tree that may be a unit, outermost first."""
+    return tuple(place.fqn for place in every(walk(tree)) if place.node["kind"] not in ("buffer", "dropout"))
+
+
+def unit_of(module: str, units: tuple[str, ...]) -> str:
+    """Return the innermost unit that holds `module`; the root is the empty string."""
+    return max((unit for unit in units if f"{module}.".startswith(f"{unit}.")), key=len, default="")
+
+
+_NEEDS_OF_GROUP = {
+    "calls": "reused_modules",
+    "dropped": "unused_parameters",
+    "view": "inplace_on_output",
+    "keeps": "loss_bypasses_output",
+    "returns": "container_outputs",
+}
+"""Capability that a group needs where a field has not its default."""
+
+
+def needs_of(tree: Mapping[str, Any], units: tuple[str, ...]) -> frozenset[str]:
+    """Return the capabilities that a legal tree needs when `units` are wrapped."""
+    tags = {"uneven_parameters"}
+    returned = [tree.get("output", "tensor")]
+    for place in every(walk(tree)):
+        node, kind = place.node, place.node["kind"]
+        tags |= {"buffers"} if kind == "buffer" else set()
+        if kind == "group":
+            tags |= {tag for name, tag in _NEEDS_OF_GROUP.items() if get(node, name) != SCHEMA[kind][name]}
+            returned.append(get(node, "returns"))
+    tags |= {"container_outputs"} if set(returned) != {"tensor"} else set()
+    tags |= {"opaque_outputs"} if "opaque" in returned else set()
+    tags |= {"reused_modules", "shared_parameters"} if has_alias(tree["nodes"]) else set()
+    return frozenset(tags | _needs_of_parameters(parameters(tree), units))
+
+
+def _needs_of_parameters(specs: Sequence[ParameterSpec], units: tuple[str, ...]) -> set[str]:
+    tags: set[str] = set()
+    tags |= {"frozen_parameters"} if any(spec.frozen for spec in specs) else set()
+    tags |= {"zero_dim_parameters"} if any(spec.shape == () for spec in specs) else set()
+    tags |= {"empty_parameters"} if any(not spec.numel for spec in specs) else set()
+    tags |= {"strided_parameters"} if any(spec.strided for spec in specs) else set()
+    places = [(unit_of(spec.module, units), spec) for spec in specs]
+    tied: dict[tuple[Any, ...], list[ParameterSpec]] = {}
+    for spec in specs:
+        if spec.tie:
+            tied.setdefault(spec.tie, []).append(spec)
+    for several in tied.values():
+        tags |= {"shared_parameters"} if len({spec.module for spec in several}) > 1 else set()
+        if len({unit_of(spec.module, units) for spec in several}) > 1:
+            tags.add("shared_across_units")
+            # Whose it is then, one of its units' or the lowest unit's around them, is the implementation's affair.
+            around = [u for u in units if all(f"{spec.module}.".startswith(f"{u}.") for spec in several)]
+            places.append((max(around, key=len, default=""), several[0]))
+    dtypes: dict[str, set[str]] = {}
+    flags: dict[str, set[bool]] = {}
+    for unit, spec in places:
+        dtypes.setdefault(unit, set()).add(spec.dtype)
+        flags.setdefault(unit, set()).add(spec.frozen)
+    tags |= {"mixed_dtype_units"} if any(len(found) > 1 for found in dtypes.values()) else set()
+    tags |= {"frozen_mixed_unit"} if any(len(found) > 1 for found in flags.values()) else set()
+    return tags
+
+
+def has_alias(nodes: list[dict[str, Any]]) -> bool:
+    """Return whether some module of a tree is registered twice."""
+    return any(node["kind"] == "again" or has_alias(node.get("nodes", [])) for node in nodes)

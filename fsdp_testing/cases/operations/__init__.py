@@ -1,0 +1,66 @@
+"""What may a training program consist of? One class for each operation, with all that is known of it.
+
+A new operation is a class in one of these files, an entry in `ALL`, and a test. Standard library at import: records and
+reports need no torch.
+"""
+
+from collections.abc import Iterable
+
+from fsdp_testing.cases.operations.batch import Batch
+from fsdp_testing.cases.operations.freezing import Freeze, Thaw
+from fsdp_testing.cases.operations.full_parameters import (
+    AssignData,
+    EditFullParameters,
+    ReplaceParameters,
+    UnshardFirst,
+)
+from fsdp_testing.cases.operations.interrupting import Interrupt
+from fsdp_testing.cases.operations.micro_batches import Forward, ForwardBackward, LocalMicroBatches, SeveralForwards
+from fsdp_testing.cases.operations.moving import Move
+from fsdp_testing.cases.operations.norm_clipping import Clip
+from fsdp_testing.cases.operations.observing import Observe
+from fsdp_testing.cases.operations.operation import Operation, missing_facets
+from fsdp_testing.cases.operations.optimizing import BuildOptimizer, SetLr, Step, ZeroGrad
+from fsdp_testing.cases.operations.reloading import Reload, Save, TrainElsewhere
+from fsdp_testing.cases.operations.unusual_backwards import UnusualBackward
+from fsdp_testing.errors import InvalidRecord
+
+ALL: tuple[type[Operation], ...] = (
+    ForwardBackward, Step, ZeroGrad, Forward, SetLr, Freeze, Thaw, Clip, EditFullParameters, Observe, BuildOptimizer,
+    Move, SeveralForwards, Reload, Interrupt, UnshardFirst, AssignData, ReplaceParameters,
+    LocalMicroBatches, Save, UnusualBackward, TrainElsewhere,
+)  # fmt: skip
+"""Every operation, the simplest first: a drawn program that shrinks moves towards the front."""
+
+
+def by_kind(operations: Iterable[type[Operation]]) -> dict[str, type[Operation]]:
+    """Return operations by their tag.
+
+    Raises:
+        InvalidRecord: Some leave a facet unsaid, or have the tag of another one; all are listed.
+    """
+    found: dict[str, type[Operation]] = {}
+    problems = []
+    for operation in operations:
+        name, missing = operation.__name__, missing_facets(operation)
+        if missing:
+            problems.append(f"{name} lacks {', '.join(missing)}")
+        if found.setdefault(operation.kind, operation) is not operation:
+            problems.append(f"{name} has the kind {operation.kind!r} of {found[operation.kind].__name__}")
+    if problems:
+        raise InvalidRecord(
+            f"operations: expected every facet of every operation under a kind of its own, got {'; '.join(problems)}. "
+            "Say in the class what Operation documents of it."
+        )
+    return found
+
+
+OPERATIONS = by_kind(ALL)
+"""Every kind of operation by its tag."""
+
+__all__ = [
+    "ALL", "OPERATIONS", "AssignData", "Batch", "BuildOptimizer", "Clip", "EditFullParameters", "Forward",
+    "ForwardBackward", "Freeze", "Interrupt", "LocalMicroBatches", "Move", "Observe", "Operation", "Reload",
+    "ReplaceParameters", "Save", "SetLr", "SeveralForwards", "Step",  "Thaw", "TrainElsewhere", "UnshardFirst",
+    "UnusualBackward", "ZeroGrad", "by_kind",
+]  # fmt: skip

@@ -1,0 +1,213 @@
+"""What a user does to parameters between micro-batches: gather, edit, replace, give new storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from fsdp_testing.cases.operations import user_code
+from fsdp_testing.cases.operations.batch import Batch
+from fsdp_testing.cases.operations.micro_batches import Forward, ForwardBackward, ForwardPass, TrainingPass
+from fsdp_testing.cases.operations.operation import OfPatterns, Operation, matching
+
+if TYPE_CHECKING:
+    from fsdp_testing.cases.drawing.normal_form import ProgramContext
+    from fsdp_testing.cases.drawing.operation_drawer import OperationDrawer
+    from fsdp_testing.oracle.execute import RankProgram, Values
+    from fsdp_testing.oracle.replay import Replay, Results
+
+_FACTORS = (0.5, -1.0, 1.25)
+
+
+@dataclass(frozen=True, slots=True)
+class EditFullParameters(OfPatterns):
+    """Gathers the full parameters, multiplies those matching a pattern in place, and releases them."""
+
+    kind: ClassVar[str] = "edit_full_parameters"
+    needs: ClassVar[frozenset[str]] = frozenset({"summon_writeback"})
+    passes: ClassVar[int | None] = 1
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.edit": ("summon_writeback",)}
+    writes_parameters: ClassVar[bool] = True
+    factor: float
+    writeback: bool = True
+
+    @classmethod
+    def draw(cls, drawer: OperationDrawer) -> EditFullParameters:
+        writeback = not drawer.choices.chance(4)
+        return cls(drawer.patterns(), drawer.choices.pick(_FACTORS), writeback)
+
+    def changes_ignored(self) -> tuple[str, ...]:
+        return () if self.writeback else self.patterns
+
+    def token(self) -> str:
+        return self.kind if self.writeback else f"{self.kind}[read_only]"
+
+    def script_lines(self, name: str) -> list[str] | None:
+        return [f"one.edit({self.patterns!r}, {self.factor!r}, {self.writeback})"]
+
+    def run(self, program: RankProgram) -> None:
+        with program.adapter.full_parameters(program.model, writeback=self.writeback) as full:
+            user_code.scale([parameter for _, parameter in matching(full.items(), self.patterns)], self.factor)
+
+    def replay(self, replay: Replay) -> None:
+        if self.writeback:
+            replay.scale(self.patterns, self.factor)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaceParameters(OfPatterns):
+    """Gathers the full parameters, puts other ones with values multiplied by a factor in their place, and releases them.
+
+    Shared parameters are left out: replaced in one of their places only they would be two.
+
+    Attributes:
+        patterns: Which parameters.
+        factor: What their values are multiplied by.
+        storage: The parameters stay, and are given new storage.
+    """
+
+    kind: ClassVar[str] = "replace_parameters"
+    needs: ClassVar[frozenset[str]] = frozenset({"summon_writeback"})
+    passes: ClassVar[int | None] = 1
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "op.replace": ("summon_writeback", "parameter_replacement"),
+        "op.replace_storage": ("summon_writeback", "storage_replacement"),
+    }
+    writes_parameters: ClassVar[bool] = True
+    factor: float
+    storage: bool = False
+
+    def required(self) -> frozenset[str]:
+        return ReplaceParameters.needs | {"storage_replacement" if self.storage else "parameter_replacement"}
+
+    @classmethod
+    def draw(cls, drawer: OperationDrawer) -> ReplaceParameters:
+        storage = drawer.pick_by_feature({"op.replace": False, "op.replace_storage": True})
+        return cls(drawer.patterns(), drawer.choices.pick(_FACTORS), storage)
+
+    def normalise(self, context: ProgramContext) -> Operation | None:
+        patterns = context.replaceable(self.patterns)
+        return replace(self, patterns=patterns) if patterns else None
+
+    def simpler(self) -> Iterator[Operation]:
+        yield EditFullParameters(self.patterns, self.factor)
+        for name in self.patterns if len(self.patterns) > 1 else ():
+            yield replace(self, patterns=(name,))
+
+    def run(self, program: RankProgram) -> None:
+        with program.adapter.full_parameters(program.model, writeback=True) as full:
+            chosen = dict(matching(full.items(), self.patterns))
+            user_code.replace_parameters(program.model, chosen, self.factor, storage=self.storage)
+
+    def replay(self, replay: Replay) -> None:
+        replay.scale(self.patterns, self.factor)
+
+
+@dataclass(frozen=True, slots=True)
+class UnshardFirst(TrainingPass):
+    """Gathers units by hand, then does a micro-batch.
+
+    Attributes:
+        batch: Inputs.
+        units: FQNs of the units; the root is the empty string.
+        reshard: They are released again before the micro-batch.
+        asynchronous: The gathers are only begun. Those of every second unit are waited for by hand, those of the others by
+            their forward; before units are released all are waited for.
+    """
+
+    kind: ClassVar[str] = "unshard_first"
+    needs: ClassVar[frozenset[str]] = frozenset({"explicit_unshard"})
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.unshard_first": ("explicit_unshard",)}
+    batch: Batch
+    units: tuple[str, ...] = ("",)
+    reshard: bool = False
+    asynchronous: bool = False
+
+    @classmethod
+    def draw(cls, drawer: OperationDrawer) -> UnshardFirst:
+        choices = drawer.choices
+        units = ("", *(unit for unit in drawer.units if choices.chance(3)))
+        units = units[1:] if choices.chance(3) else units
+        return cls(drawer.batch(), units, choices.chance(3), choices.chance(2))
+
+    def normalise(self, context: ProgramContext) -> Operation | None:
+        return replace(self, units=tuple(dict.fromkeys(unit for unit in self.units if unit in context.units)))
+
+    def simpler(self) -> Iterator[Operation]:
+        yield ForwardBackward(self.batch)
+        yield UnshardFirst(self.batch.plain())
+        yield replace(self, units=("",))
+        yield replace(self, reshard=False)
+        yield replace(self, asynchronous=False)
+
+    def most_passes(self, uses: int, *, frees_early: bool) -> int | None:
+        return 1 + uses * (1 + frees_early)
+
+    def may_stay_unsharded(self, before: frozenset[str], *, frees_early: bool, backward: bool) -> frozenset[str] | None:
+        if backward:
+            return frozenset()
+        return before | {"", *self.units} if frees_early else None
+
+    def run(self, program: RankProgram) -> Values:
+        begin = program.adapter.unshard_async if self.asynchronous else program.adapter.unshard
+        waits = [begin(program.model, unit) for unit in self.units]
+        for wait in waits[:: 1 if self.reshard else 2]:
+            if wait is not None:
+                wait()
+        for unit in self.units if self.reshard else ():
+            program.adapter.reshard(program.model, unit)
+        return ForwardBackward(self.batch).run(program)
+
+    def replay(self, replay: Replay) -> Results:
+        return ForwardBackward(self.batch).replay(replay)
+
+
+@dataclass(frozen=True, slots=True)
+class AssignData(ForwardPass):
+    """Gives parameters new storage (`p.data = ...`) with values multiplied by a factor; then a forward without gradient.
+
+    An implementation may notice the new storage only when it next uses the parameters, so a forward belongs to it.
+    """
+
+    kind: ClassVar[str] = "assign_data"
+    needs: ClassVar[frozenset[str]] = frozenset({"data_assignment", "forward_only"})
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.assign_data": ("data_assignment",)}
+    writes_parameters: ClassVar[bool] = True
+    patterns: tuple[str, ...]
+    factor: float
+    batch: Batch
+
+    @classmethod
+    def draw(cls, drawer: OperationDrawer) -> AssignData:
+        factor = drawer.choices.pick(_FACTORS)
+        return cls(drawer.patterns(), factor, drawer.batch())
+
+    def other_settings(self) -> Iterator[tuple[str, Operation]]:
+        yield "patterns", replace(self, patterns=())
+
+    def normalise(self, context: ProgramContext) -> Operation | None:
+        if context.tree is None:
+            return self
+        if context.low_precision:
+            return None  # gathered parameters may be shown rounded, and what is made of them is then as rough
+        patterns = context.used_patterns(self.patterns)
+        # Every unit runs, since one that does not may notice its new storage later.
+        return replace(self, patterns=patterns, batch=replace(self.batch, usage=())) if patterns else None
+
+    def simpler(self) -> Iterator[Operation]:
+        yield AssignData(("*",), self.factor, self.batch.plain())
+        yield replace(self, patterns=("*",))
+
+    def run(self, program: RankProgram) -> Values:
+        import torch
+
+        found = matching(program.adapter.named_parameters(program.model), self.patterns)
+        user_code.give_storage([parameter for _, parameter in found], self.factor)
+        with torch.no_grad():
+            return program.call(self.batch).values()
+
+    def replay(self, replay: Replay) -> Results:
+        replay.scale(self.patterns, self.factor)
+        # In training mode, as on the ranks; the graph that this builds is used by nobody.
+        return Forward(self.batch).replay(replay)

@@ -1,0 +1,278 @@
+"""What does an operation of a training program say of itself?
+
+An operation is data: what it does depends on its own fields and the case, never on its position, so that deleting any
+other operation leaves its inputs unchanged. All that is known of one stands in its class: the record, how it is drawn
+and made legal, what it needs and costs, what sentences and scripts call it, how it becomes simpler, what it does on a
+rank and in the oracle. `FACETS` names what every class must say; the rest has a default here.
+
+Whoever runs, draws or judges hands itself in: this package imports none of them, and torch only where numbers are made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+
+from fsdp_testing.cases.operations.batch import Batch
+
+if TYPE_CHECKING:
+    from fsdp_testing.cases.drawing.features import Swarm
+    from fsdp_testing.cases.drawing.normal_form import ProgramContext
+    from fsdp_testing.cases.drawing.operation_drawer import OperationDrawer
+    from fsdp_testing.oracle.execute import RankProgram, Values
+    from fsdp_testing.oracle.replay import Replay, Results
+
+T = TypeVar("T")
+
+GRADIENTS_ALIKE = (
+    '"assumes that [gradients] will be modified by the optimizer in all processes in the same way": '
+    "https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html"
+)
+"""Why nobody may step by gradients that no reduction has made alike, nor scale them by a norm of each rank's own."""
+
+FACETS = ("draw", "weight", "simpler", "passes", "run", "replay")
+"""What every operation says for itself: for these there is no answer that is right for an operation that is silent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Base of all operations.
+
+    Attributes:
+        kind: Its tag in documents and reports.
+        needs: Capabilities an implementation must claim for this operation, whatever its fields.
+        features: What must be on for it, or a variant of it, to be drawn, each with the capabilities that it needs.
+        drawn_with: Features of which one must be on for the operation to be drawn at all; empty for its own.
+        share: Its chances in one draw then.
+        passes: How often it gathers each unit, beside forwards and backwards; None if that is not known.
+        forbidden_while_pending: Which documentation forbids it while gradients of a `no_sync` micro-batch await reduction;
+            empty if none does.
+        needs_optimizer: It has no meaning before the optimizer is built.
+        builds_optimizer: It builds the optimizer, which is then not built right after wrapping.
+        steps: It lets the optimizer change the parameters.
+        writes_parameters: It changes numbers of parameters that the implementation shards.
+        runs_backward: It runs a backward over each of its micro-batches.
+        renews_model: The model and its optimizer are other objects afterwards.
+        observes: Every rank reports its pieces after it, in every run.
+    """
+
+    kind: ClassVar[str] = "operation"
+    needs: ClassVar[frozenset[str]] = frozenset()
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    drawn_with: ClassVar[tuple[str, ...]] = ()
+    share: ClassVar[int] = 1
+    passes: ClassVar[int | None] = None
+    forbidden_while_pending: ClassVar[str] = ""
+    needs_optimizer: ClassVar[bool] = False
+    builds_optimizer: ClassVar[bool] = False
+    steps: ClassVar[bool] = False
+    writes_parameters: ClassVar[bool] = False
+    runs_backward: ClassVar[bool] = False
+    renews_model: ClassVar[bool] = False
+    observes: ClassVar[bool] = False
+
+    # ------------------------------------------------------------------------------------------- what it is
+
+    def batches(self) -> tuple[Batch, ...]:
+        """Return the micro-batches that this operation runs: that of a field `batch`, if it has one."""
+        batch: Batch | None = getattr(self, "batch", None)
+        return () if batch is None else (batch,)
+
+    def without_rank(self, rank: int, size: int) -> Operation:
+        """Return the operation whose gradients, among `size` ranks, lack the inputs of `rank`."""
+        return self
+
+    def with_batches(self, change: Callable[[Batch], Batch]) -> Self:
+        """Return the operation with every batch in its fields changed."""
+
+        def changed(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(changed, value))
+            return change(value) if isinstance(value, Batch) else value
+
+        fields = {item.name: changed(getattr(self, item.name)) for item in dataclasses.fields(self)}
+        return dataclasses.replace(self, **fields)
+
+    def used_alike(self) -> Self:
+        """Return the operation with the branches of rank 0 on every rank."""
+        return self.with_batches(lambda batch: dataclasses.replace(batch, usage=batch.usage[:1]))
+
+    def required(self) -> frozenset[str]:
+        """Return the capabilities that this very operation needs."""
+        return self.needs.union(*(batch.required() for batch in self.batches()))
+
+    def pending_after(self, pending: bool) -> bool:
+        """Return whether gradients await reduction after it, given whether they did before."""
+        return pending
+
+    def requires_grad_change(self) -> tuple[tuple[str, ...], bool] | None:
+        """Return the patterns of parameters whose `requires_grad` it sets, and to what; None if it sets none."""
+        return None
+
+    def new_units(self) -> tuple[str, ...] | None:
+        """Return the inner units of the model that it leaves, if it wraps a new one by another plan."""
+        return None
+
+    def other_plans(self) -> tuple[tuple[str, ...], ...]:
+        """Return the inner units of every plan by which it wraps a model."""
+        units = self.new_units()
+        return () if units is None else (units,)
+
+    def groups(self, size: int) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks, of `size`, that it makes a process group of."""
+        return ()
+
+    def new_dtype(self) -> str | None:
+        """Return the dtype to which it casts the whole model, if it does."""
+        return None
+
+    # ------------------------------------------------------------------------------------------- drawn and made legal
+
+    @classmethod
+    def weight(cls, swarm: Swarm) -> int:
+        """Return how many of the chances of one draw fall to it."""
+        return cls.share if any(feature in swarm for feature in cls.drawn_with or cls.features) else 0
+
+    @classmethod
+    def draw(cls, drawer: OperationDrawer) -> Self:
+        """Draw one; an operation whose fields all have defaults is drawn with those."""
+        return cls()
+
+    def normalise(self, context: ProgramContext) -> Operation | None:
+        """Return the nearest operation that has a meaning here, or None if there is none; a legal one comes back equal."""
+        return self
+
+    def changes_ignored(self) -> tuple[str, ...]:
+        """Return patterns: of a parameter outside the implementation that matches one, no numbers can be expected."""
+        return ()
+
+    def simpler(self) -> Iterator[Operation]:
+        """Yield operations that are simpler by one part, the boldest first; some may be equal to this one."""
+        raise NotImplementedError
+
+    def other_settings(self) -> Iterator[tuple[str, Operation]]:
+        """Yield it with one setting changed, and that setting's name: what an implementation may have done instead."""
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, bool):
+                yield item.name, dataclasses.replace(self, **{item.name: not value})
+
+    # ------------------------------------------------------------------------------------------- memory and wire
+
+    def most_passes(self, uses: int, *, frees_early: bool) -> int | None:
+        """Return how often each unit may be gathered; None if nothing is known of its communication.
+
+        Args:
+            uses: How often one forward may run a part of the model.
+            frees_early: The strategy frees parameters after forward.
+        """
+        return self.passes
+
+    def most_reductions(self, uses: int) -> int:
+        """Return how often the gradients of each unit may be reduced, where `most_passes` gives a number."""
+        return 0
+
+    def may_stay_unsharded(self, before: frozenset[str], *, frees_early: bool, backward: bool) -> frozenset[str] | None:
+        """Return the units whose full parameters may be there when it is over; None for any.
+
+        Args:
+            before: The units whose full parameters were there when it began.
+            frees_early: The strategy frees parameters after forward.
+            backward: A backward ran in it.
+        """
+        return before
+
+    # ------------------------------------------------------------------------------------------- words and source
+
+    def token(self) -> str:
+        """Return the kind with the variant that matters, such as `forward[eval]`, for coverage and rules."""
+        return self.kind
+
+    def words(self) -> str:
+        """Return what a sentence calls it: eval-forward, forward-backward in no_sync, step."""
+        return self.kind
+
+    def shape(self) -> str:
+        """Return the kind, local micro-batches distinguished, as schedules are compared."""
+        return f"{self.kind}(no_sync)" if self.pending_after(False) else self.kind
+
+    def text(self, index: int) -> str:
+        """Return it in one line of a report, as operation `index` of its program."""
+        shown = []
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Batch):
+                shown.append(f"batch {value.seed}")
+            elif value != item.default:
+                shown.append(f"{item.name}={value!r}")
+        return f"operation {index} {self.kind}({', '.join(shown)})"
+
+    def script_lines(self, name: str) -> list[str] | None:
+        """Return what it is in a script with torch alone, as lines of a function over `one`.
+
+        Args:
+            name: What it is called in the script's report.
+
+        Returns:
+            Source without indentation; None, as here, if a plain script cannot do it. `one` has the methods of the script's own
+            `OneProcess` and `Ranks`; a line that gives numbers yields `(name, [tensors])`.
+        """
+        return None
+
+    # ------------------------------------------------------------------------------------------- what it does
+
+    def run(self, program: RankProgram) -> Values | None:
+        """Do it to the wrapped model of one rank, and return what it gives, by name.
+
+        Collectives: those of the implementation; every rank runs the same operation.
+        """
+        raise NotImplementedError
+
+    def replay(self, replay: Replay) -> Results | None:
+        """Do it to the oracle's one process, and return what every rank must give.
+
+        Where bounds of the quantities it writes are known they are noted by `replay.allow`.
+        """
+        raise NotImplementedError
+
+
+class Silent(Operation):
+    """An operation that communicates nothing, and that nothing could be left out of."""
+
+    __slots__ = ()
+    passes: ClassVar[int | None] = 0
+
+    def simpler(self) -> Iterator[Operation]:
+        return iter(())
+
+
+@dataclass(frozen=True, slots=True)
+class OfPatterns(Operation):
+    """An operation on the parameters whose name matches one of its patterns (fnmatch)."""
+
+    patterns: tuple[str, ...]
+
+    def normalise(self, context: ProgramContext) -> Operation | None:
+        patterns = context.used_patterns(self.patterns)
+        return dataclasses.replace(self, patterns=patterns) if patterns else None
+
+    def simpler(self) -> Iterator[Operation]:
+        yield dataclasses.replace(self, patterns=("*",))
+
+
+def missing_facets(operation: type[Operation]) -> list[str]:
+    """Return the facets that `operation` leaves unsaid."""
+    # What can be made without arguments is drawn so, and what has features of its own is drawn with those.
+    said = {"weight"} if operation.drawn_with or operation.features else set()
+    said |= set() if any(item.default is dataclasses.MISSING for item in dataclasses.fields(operation)) else {"draw"}
+    said |= {name for cls in operation.__mro__[: operation.__mro__.index(Operation)] for name in vars(cls)}
+    return [facet for facet in FACETS if facet not in said]
+
+
+def matching(named: Iterable[tuple[str, T]], patterns: Iterable[str]) -> list[tuple[str, T]]:
+    """Return the entries whose name matches one of the patterns (fnmatch)."""
+    wanted = tuple(patterns)
+    return [(name, item) for name, item in named if any(fnmatchcase(name, pattern) for pattern in wanted)]

@@ -1,0 +1,146 @@
+"""The optimizer and the gradients that it takes: clear, step, build, set the learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from fsdp_testing.cases.operations.operation import GRADIENTS_ALIKE, Operation, Silent
+
+if TYPE_CHECKING:
+    import torch
+
+    from fsdp_testing.cases.drawing.features import Swarm
+    from fsdp_testing.cases.drawing.operation_drawer import OperationDrawer
+    from fsdp_testing.oracle.execute import RankProgram
+    from fsdp_testing.oracle.replay import Replay
+
+_RATES = (0.02, 0.1, 0.003)
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroGrad(Silent):
+    """Clears the gradients, by None or by zeros."""
+
+    kind: ClassVar[str] = "zero_grad"
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.zero_grad": (), "op.zero_grad_zeros": ()}
+    share: ClassVar[int] = 2
+    set_to_none: bool = True
+
+    @classmethod
+    def draw(cls, drawer: OperationDrawer) -> ZeroGrad:
+        return cls(drawer.pick_by_feature({"op.zero_grad": True, "op.zero_grad_zeros": False}))
+
+    def pending_after(self, pending: bool) -> bool:
+        # Whether zeros in place of what awaits reduction are a gradient of zeros or none is each implementation's own.
+        return pending and not self.set_to_none
+
+    def token(self) -> str:
+        return self.kind if self.set_to_none else f"{self.kind}[zeros]"
+
+    def script_lines(self, name: str) -> list[str] | None:
+        return [f"(one.optimizer or one.model).zero_grad(set_to_none={self.set_to_none})"]
+
+    def run(self, program: RankProgram) -> None:
+        program.zero_grad(set_to_none=self.set_to_none)
+
+    def replay(self, replay: Replay) -> None:
+        if self.set_to_none:
+            replay.clear_gradients()
+            return
+        for gradient in (p.grad for p in replay.parameters.values() if p.grad is not None):
+            gradient.zero_()
+        for pending in replay.pending:
+            pending.scale(0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Silent):
+    """One optimizer step."""
+
+    kind: ClassVar[str] = "step"
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.step": ()}
+    forbidden_while_pending: ClassVar[str] = GRADIENTS_ALIKE
+    needs_optimizer: ClassVar[bool] = True
+    steps: ClassVar[bool] = True
+    writes_parameters: ClassVar[bool] = True
+
+    @classmethod
+    def weight(cls, swarm: Swarm) -> int:
+        return 4 if "op.step" in swarm else 1
+
+    def script_lines(self, name: str) -> list[str] | None:
+        return ["one.optimizer.step()"]
+
+    def run(self, program: RankProgram) -> None:
+        if program.optimizer is not None:
+            program.adapter.step(program.model, program.optimizer)
+
+    def replay(self, replay: Replay) -> None:
+        if replay.optimizer is None:
+            return
+        before = {fqn: parameter.detach().abs() for fqn, parameter in replay.parameters.items()}
+        replay.optimizer.step()
+        replay.disturbance.step(replay.parameters)
+        for fqn, parameter in replay.parameters.items():
+            unit = replay.unit_roundoff(parameter)
+            slack = (before[fqn] + parameter.detach().abs()) * (16 * unit)
+            replay.allow("value", fqn, slack, "16 roundings of the optimizer's formula x (|before| + |after|)")
+            for name, entry in replay.optimizer_state(parameter).items():
+                if getattr(entry, "shape", None) == parameter.shape:
+                    size = entry.detach().abs()
+                    if parameter.grad is not None:
+                        gradient = parameter.grad.detach().abs()
+                        size = size + gradient.maximum(gradient.square()) + before[fqn]
+                    replay.allow("optimizer", fqn, size * (8 * unit), "8 roundings of the state's formula", name)
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptimizer(Operation):
+    """Builds the case's optimizer here instead of right after wrapping; a second one starts from empty state."""
+
+    kind: ClassVar[str] = "build_optimizer"
+    needs: ClassVar[frozenset[str]] = frozenset({"late_optimizer"})
+    passes: ClassVar[int | None] = None
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.late_optimizer": ("late_optimizer",)}
+    builds_optimizer: ClassVar[bool] = True
+
+    def simpler(self) -> Iterator[Operation]:
+        return iter(())
+
+    def script_lines(self, name: str) -> list[str] | None:
+        return ["one.optimizer = one.make_optimizer()"]
+
+    def run(self, program: RankProgram) -> None:
+        program.build_optimizer()
+
+    def replay(self, replay: Replay) -> None:
+        replay.build_optimizer()
+
+
+@dataclass(frozen=True, slots=True)
+class SetLr(Silent):
+    """Sets the learning rate of every parameter group."""
+
+    kind: ClassVar[str] = "set_lr"
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.set_lr": ()}
+    needs_optimizer: ClassVar[bool] = True
+    lr: float
+
+    @classmethod
+    def draw(cls, drawer: OperationDrawer) -> SetLr:
+        return cls(drawer.choices.pick(_RATES))
+
+    def script_lines(self, name: str) -> list[str] | None:
+        return ["for group in one.optimizer.param_groups:", f"    group['lr'] = {self.lr!r}"]
+
+    def run(self, program: RankProgram) -> None:
+        self._set(program.optimizer)
+
+    def replay(self, replay: Replay) -> None:
+        self._set(replay.optimizer)
+
+    def _set(self, optimizer: torch.optim.Optimizer | None) -> None:
+        for group in optimizer.param_groups if optimizer is not None else ():
+            group["lr"] = self.lr

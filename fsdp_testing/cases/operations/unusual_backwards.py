@@ -1,0 +1,130 @@
+"""Micro-batches that do not run as one forward through the wrapper and one backward of its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from fsdp_testing.cases.operations.batch import Batch
+from fsdp_testing.cases.operations.micro_batches import ForwardBackward, TrainingPass
+from fsdp_testing.cases.operations.operation import Operation
+from fsdp_testing.cases.operations.optimizing import Step
+from fsdp_testing.cases.operations.user_code import expect_refusal
+from fsdp_testing.errors import InvalidRecord
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fsdp_testing.cases.drawing.normal_form import ProgramContext
+    from fsdp_testing.cases.drawing.operation_drawer import OperationDrawer
+    from fsdp_testing.oracle.execute import RankProgram, Values
+    from fsdp_testing.oracle.replay import Replay, Results
+
+FORMS: Mapping[str, str] = {
+    "twice": "backward_twice",
+    "penalty": "second_order",
+    "after_no_sync": "backward_after_no_sync",
+    "inner": "inner_forward",
+    "outdated": "outdated_backward",
+}
+"""Form of a backward -> the capability that it needs. Those with a feature are drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnusualBackward(TrainingPass):
+    """A micro-batch whose gradients are reduced.
+
+    Attributes:
+        batch: Inputs.
+        form: `twice`: two backwards through one graph, which is kept for the second. `penalty`: the squared gradient by
+            the inputs is part of the loss. `after_no_sync`: forward inside `no_sync`, backward outside of it. `inner`:
+            forward of the module inside the wrapper, where the wrapper is a module around it. `outdated`: between forward and
+            backward the optimizer steps by gradients from before, so that backward must be refused; then they are cleared.
+    """
+
+    kind: ClassVar[str] = "unusual_backward"
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "op.backward_twice": ("backward_twice", "accumulate_without_no_sync"),
+        "op.penalty": ("second_order",),
+        "op.after_no_sync": ("backward_after_no_sync", "no_sync"),
+        "op.inner": ("inner_forward",),
+    }
+    batch: Batch
+    form: str
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise InvalidRecord(f"UnusualBackward.form: expected one of {tuple(FORMS)}, got {self.form!r}. Choose one.")
+
+    def required(self) -> frozenset[str]:
+        return self.batch.required() | {FORMS[self.form]} | ({"no_sync"} if self.form == "after_no_sync" else set())
+
+    @classmethod
+    def draw(cls, drawer: OperationDrawer) -> UnusualBackward:
+        batch = drawer.batch()
+        return cls(batch, drawer.pick_by_feature(dict(zip(cls.features, FORMS))))
+
+    def normalise(self, context: ProgramContext) -> Operation | None:
+        # Second derivatives through casts are rounded where each implementation casts.
+        return ForwardBackward(self.batch) if self.form == "penalty" and context.low_precision else self
+
+    def simpler(self) -> Iterator[Operation]:
+        yield ForwardBackward(self.batch)
+        for batch in self.batch.simpler():
+            yield replace(self, batch=batch)
+
+    def most_passes(self, uses: int, *, frees_early: bool) -> int | None:
+        return None
+
+    def may_stay_unsharded(self, before: frozenset[str], *, frees_early: bool, backward: bool) -> frozenset[str] | None:
+        if self.form == "outdated":
+            return None  # what is under way when backward is refused is given back when the model next runs
+        return TrainingPass.may_stay_unsharded(self, before, frees_early=frees_early, backward=backward)
+
+    def token(self) -> str:
+        return f"{self.kind}[{self.form}]"
+
+    def words(self) -> str:
+        return f"forward-backward ({self.form})"
+
+    def run(self, program: RankProgram) -> Values:
+        if self.form == "after_no_sync":
+            with program.adapter.no_sync(program.model):
+                forwarded = program.call(self.batch)
+        else:
+            forwarded = program.call(self.batch, inner=self.form == "inner", penalised=self.form == "penalty")
+        values = forwarded.values()
+        if self.form == "outdated":
+            self._refused(program, forwarded.loss)
+            return values
+        if self.form == "twice" and forwarded.loss.requires_grad:
+            forwarded.loss.backward(retain_graph=True)
+        program.backward(forwarded.loss)
+        return values
+
+    def _refused(self, program: RankProgram, loss: Tensor) -> None:
+        Step().run(program)
+        expect_refusal(lambda: program.backward(loss))
+        program.zero_grad(set_to_none=True)
+
+    def replay(self, replay: Replay) -> Results:
+        replay.refresh()
+        values: Results = {}
+        ranks = []
+        if self.form == "outdated":
+            for rank in range(replay.size):
+                values |= replay.results(rank, replay.forward(rank, self.batch))
+            Step().replay(replay)
+            replay.clear_gradients()
+            return values
+        for rank in range(replay.size):
+            forwarded, gradients = replay.local_gradients(rank, self.batch, penalised=self.form == "penalty")
+            values |= replay.results(rank, forwarded)
+            ranks.append(gradients)
+        for _ in range(2 if self.form == "twice" else 1):
+            replay.begin_micro_batch()
+            for rank, gradients in enumerate(ranks):
+                replay.accumulate(rank, gradients)
+            replay.reduce_pending()
+        return values

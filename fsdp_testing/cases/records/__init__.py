@@ -1,0 +1,73 @@
+"""Values that everything else speaks in: cases, observations, verdicts, findings, reports. Standard library only."""
+
+from fsdp_testing.cases.operations import (
+    OPERATIONS,
+    AssignData,
+    Batch,
+    BuildOptimizer,
+    Clip,
+    EditFullParameters,
+    Forward,
+    ForwardBackward,
+    Freeze,
+    Interrupt,
+    Move,
+    Observe,
+    Operation,
+    Reload,
+    ReplaceParameters,
+    SetLr,
+    SeveralForwards,
+    Step,
+    Thaw,
+    UnshardFirst,
+    ZeroGrad,
+)
+from fsdp_testing.cases.records.account import OperationAccount
+from fsdp_testing.cases.records.capabilities import CAPABILITIES, STRATEGIES, check_capabilities
+from fsdp_testing.cases.records.case import (
+    Case,
+    MixedPrecisionSpec,
+    ModelSpec,
+    OptimizerSpec,
+    PolicySpec,
+    WorldSpec,
+    WrappingPlan,
+    check_case,
+)
+from fsdp_testing.cases.records.event import (
+    AutogradEvent,
+    CollectiveEvent,
+    Event,
+    History,
+    OperationEvent,
+    UnitEvent,
+    WaitEvent,
+)
+from fsdp_testing.cases.records.expected import Expectation, ExpectedFailure
+from fsdp_testing.cases.records.failure import ENDS_RANKS, LOSES_RANKS, RAISES, FailureKind, Mismatch
+from fsdp_testing.cases.records.finding import Explanation, Finding
+from fsdp_testing.cases.records.observation import (
+    BufferObservation,
+    CaseRecord,
+    ObservedPiece,
+    OperationResult,
+    OptimizerObservation,
+    ParameterObservation,
+    RaisedError,
+    RankObservation,
+    Snapshot,
+)
+from fsdp_testing.cases.records.outcome import CaseOutcome, CheckResult, Request, RunReport
+from fsdp_testing.cases.records.overrun import Measure, Overrun
+from fsdp_testing.cases.records.portrait import (
+    HeldSpan,
+    LiveBytes,
+    Portrait,
+    RankPortrait,
+    Stretch,
+    UnitPortrait,
+)
+from fsdp_testing.cases.records.schedule import PlannedOperation, plan, void_operations
+from fsdp_testing.cases.records.tolerance import EXACT, UNDERFLOW, UNIT_ROUNDOFF, Bound, rounding_bound
+from fsdp_testing.cases.records.verdict import Verdict, exit_code, merge

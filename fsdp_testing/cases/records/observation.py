@@ -1,0 +1,169 @@
+"""What does a rank report about its own state?
+
+Local pieces only: a rank names which elements of which original parameter it holds, as half-open spans of the flattened
+parameter, and their values. Reading them needs no communication and changes nothing, so that looking does not mend a
+stale state. Tensors are typed `Any`: records depend on the standard library alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from fsdp_testing.cases.records.account import OperationAccount
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedPiece:
+    """The elements [start, stop) of a flattened original tensor that this rank holds.
+
+    Attributes:
+        start: First element, inclusive.
+        stop: Last element, exclusive; a rank without elements reports no piece, or an empty one.
+        value: 1-D tensor of `stop - start` elements.
+    """
+
+    start: int
+    stop: int
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterObservation:
+    """One original parameter as one rank sees it.
+
+    Attributes:
+        fqn: Name in the unwrapped module (the first one, for a shared parameter).
+        shape: Shape of the whole parameter.
+        dtype: Dtype of the held values, such as `float32`.
+        requires_grad: Flag of the parameter that the optimizer sees.
+        pieces: Values held here.
+        grad_pieces: Gradient held here; None if the gradient is None.
+        grad_dtype: Dtype of the gradient; None without one.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+    pieces: tuple[ObservedPiece, ...]
+    grad_pieces: tuple[ObservedPiece, ...] | None
+    grad_dtype: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class BufferObservation:
+    """One buffer of one rank: never sharded, never reduced."""
+
+    fqn: str
+    dtype: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerObservation:
+    """Optimizer state of one original parameter on one rank.
+
+    Attributes:
+        fqn: Name of the parameter.
+        tensors: Per state name (`exp_avg`) the pieces held here.
+        scalars: Per state name (`step`) the value.
+    """
+
+    fqn: str
+    tensors: Mapping[str, tuple[ObservedPiece, ...]] = field(default_factory=dict)
+    scalars: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything one rank reports at one marked point.
+
+    Attributes:
+        index: Operation after which it was taken; `len(program)` at the end.
+        label: Label of the `observe` operation, or `end`.
+        parameters: By FQN.
+        buffers: By FQN.
+        optimizer: By FQN; None if the implementation does not show it.
+    """
+
+    index: int
+    label: str
+    parameters: Mapping[str, ParameterObservation]
+    buffers: Mapping[str, BufferObservation]
+    optimizer: Mapping[str, OptimizerObservation] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OperationResult:
+    """What one operation gave on one rank.
+
+    Attributes:
+        index: Position in the program.
+        values: Named results: `loss`, `output.0`, `total_norm`, as tensors.
+    """
+
+    index: int
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RaisedError:
+    """An exception that an operation raised on one rank.
+
+    Attributes:
+        index: Operation that raised; -1 while building or wrapping.
+        type_name: Qualified name of the exception's class.
+        message: Its text.
+        traceback: The formatted traceback.
+        not_implementation_fault: The harness or the adapter raised: nothing is known of the implementation.
+        not_supported: The implementation said so itself (NotImplementedError).
+    """
+
+    index: int
+    type_name: str
+    message: str
+    traceback: str
+    not_implementation_fault: bool = False
+    not_supported: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankObservation:
+    """All that one rank reports of one case."""
+
+    rank: int
+    results: tuple[OperationResult, ...] = ()
+    snapshots: tuple[Snapshot, ...] = ()
+    error: RaisedError | None = None
+    seconds: float = 0.0
+
+    def extended(self, kind: type[Extended], **more: Any) -> Extended:
+        """Return it as an observation of a class that has `more` to report."""
+        return kind(**{item.name: getattr(self, item.name) for item in fields(RankObservation)}, **more)
+
+
+Extended = TypeVar("Extended", bound=RankObservation)
+
+
+@dataclass(frozen=True, slots=True)
+class CaseRecord:
+    """All that a judge reads of one case on one rank, whoever ran it; what is None was not observed, and is not judged.
+
+    Attributes:
+        index: Place of the case in its batch.
+        observation: What the engine observed.
+        collectives: Per group key, number of collectives issued and a digest of what they were, up to the end of the
+            case, counted from the start of the batch.
+        groups: Per group key, the ranks of the world that are its members.
+        leaks: What the case left behind in the process.
+        accounts: What operations put on the wire and left in memory, where the implementation reports its units.
+    """
+
+    index: int
+    observation: RankObservation
+    collectives: Mapping[int, tuple[int, int]] | None = None
+    leaks: tuple[str, ...] = ()
+    accounts: tuple[OperationAccount, ...] | None = None
+    groups: Mapping[int, tuple[int, ...]] = field(default_factory=dict)

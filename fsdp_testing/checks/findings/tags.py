@@ -1,0 +1,157 @@
+"""What is in a case, in words? Tokens of its operations and tags of everything else, for rules and reports."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from fsdp_testing.cases.drawing.layouts import cut_dimension
+from fsdp_testing.cases.drawing.normal_form import needs_of_case
+from fsdp_testing.cases.models.tree import has_alias, unit_of
+from fsdp_testing.cases.models.tree_schema import SCHEMA, every, get, parameters, walk
+from fsdp_testing.cases.records import Case, Operation
+
+NEW_MODEL = "@new_model"
+NEW_OPTIMIZER = "@new_optimizer"
+
+
+def tokens(case: Case) -> tuple[str, ...]:
+    """Return the tokens of a program in order."""
+    return tuple(operation.token() for operation in case.program)
+
+
+def words_of(program: Sequence[Operation]) -> Iterator[frozenset[str]]:
+    """Yield the words of each operation of a program: those of its own, and `@trained` of a step on gradients.
+
+    A step without any gradient leaves an optimizer as new as it was.
+    """
+    gradients = False
+    for operation in program:
+        kept = gradients and operation.token() != "zero_grad" and not operation.renews_model
+        gradients = kept or operation.runs_backward
+        yield words(operation) | ({"@trained"} if gradients and operation.token() == "step" else set())
+
+
+def words(operation: Operation) -> frozenset[str]:
+    """Return the token of an operation, and what it does, which operations have in common.
+
+    `@backward` runs backwards; `@local` leaves gradients that await their reduction; `@reduced` runs backwards after which
+    none await it; `@new_model` leaves another model; `@optimizer_saved` saves the optimizer's state and loads it;
+    `@new_optimizer` leaves one that has none of its state.
+    """
+    local, backward = operation.pending_after(False), operation.runs_backward
+    reduced = backward and not local
+    done = {"@backward": backward, "@local": local, "@reduced": reduced, NEW_MODEL: operation.renews_model}
+    token = operation.token()
+    done["@optimizer_saved"] = token.startswith(("reload[optimizer", "train_elsewhere"))
+    renewed = operation.renews_model and not done["@optimizer_saved"]
+    done[NEW_OPTIMIZER] = renewed or token == "build_optimizer"
+    return frozenset({token, *(word for word, does in done.items() if does)})
+
+
+def tags(case: Case) -> frozenset[str]:
+    """Return everything about a legal case that the kinds of its operations do not say."""
+    return frozenset(_tags(case))
+
+
+def _tags(case: Case) -> Iterator[str]:
+    yield f"strategy:{case.strategy}"
+    yield f"world:{case.world.size}"
+    if case.world.mesh:
+        yield "mesh:" + "x".join(map(str, case.world.mesh))
+    yield from _axis_tags(case)
+    yield f"dtype:{case.model.dtype}"
+    momentum = "+momentum" if case.optimizer.arguments.get("momentum") else ""
+    yield f"optimizer:{case.optimizer.name}{momentum}"
+    if case.cpu_offload:
+        yield "offload"
+    if case.mixed_precision is not None:
+        for field in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+            if getattr(case.mixed_precision, field):
+                yield f"{field}:{getattr(case.mixed_precision, field)}"
+    if case.wrapping.policy is not None:
+        yield f"policy:{case.wrapping.policy.kind}"
+    if case.strategy == "no_shard" or case.world.mesh_shape[-1] == 1:
+        yield "whole_parameters"
+    if case.strategy in ("shard_grad_op", "hybrid_shard_zero2"):
+        yield "gathered_until_backward"
+    yield f"units:{min(len(case.wrapping.units), 3)}"
+    for need in needs_of_case(case):
+        yield f"needs:{need}"
+    yield from _batch_tags(case)
+    if case.model.tree is None:
+        yield f"zoo:{case.model.name}"
+        # What a model of the zoo consists of is not known without building it: it may be anything.
+        yield "empty_shard"
+        if {"shared_parameters", "reused_modules"} <= needs_of_case(case):
+            yield "alias"
+        return
+    yield from _tree_tags(case)
+
+
+def _axis_tags(case: Case) -> Iterator[str]:
+    """What is cut over tensor parallelism, and what FSDP2 cannot cut once more along the same dimension."""
+    ranks = case.world.tensor_parallel
+    if ranks == 1:
+        return
+    yield f"tensor_parallel:{ranks}"
+    layouts = dict(case.wrapping.layouts)
+    yield from (f"layout:{layout}" for layout in layouts.values())
+    if case.model.tree is None:
+        return
+    kinds = {place.fqn: place.node["kind"] for place in every(walk(case.model.tree))}
+    for spec in parameters(case.model.tree):
+        if spec.module not in layouts:
+            yield "layout:none"
+            continue
+        dimension = cut_dimension(layouts[spec.module], spec.name, embeds=kinds[spec.module] == "embed")
+        size = spec.shape[dimension] if dimension is not None else case.world.size
+        if dimension == 0 and size % case.world.size:
+            yield "cut:uneven_rows"
+        if -(-size // ranks) * (ranks - 1) >= size:
+            yield "cut:empty_part"
+
+
+def _batch_tags(case: Case) -> Iterator[str]:
+    for operation in case.program:
+        for batch in operation.batches():
+            if len(set(batch.rows)) > 1:
+                yield "batch:uneven"
+            if 0 in batch.rows:
+                yield "batch:empty"
+            if batch.rows == (1,):
+                yield "batch:one_row"
+            if batch.usage:
+                yield "batch:usage"
+
+
+def _tree_tags(case: Case) -> Iterator[str]:
+    shards = case.world.mesh_shape[-1]
+    rows = [spec.shape[0] for spec in parameters(case.model.tree) if spec.shape]
+    # Equal chunks of so many rows leave the last rank without any.
+    if any(-(-count // shards) * (shards - 1) >= count for count in rows):
+        yield "empty_shard"
+    if has_alias(case.model.tree["nodes"]):
+        yield "alias"
+    if 1 in _elements_of_units(case).values():
+        yield "one_element_unit"
+    for place in every(walk(case.model.tree)):
+        node = place.node
+        yield f"node:{node['kind']}"
+        if node["kind"] == "linear" and get(node, "dtype"):
+            yield f"dtype_of_part:{get(node, 'dtype')}"
+        if node["kind"] == "group":
+            for field in ("residual", "view", "keeps", "dropped", "calls", "branch"):
+                if get(node, field) != SCHEMA["group"][field]:
+                    yield f"group:{field}"
+            if get(node, "returns") != "tensor":
+                yield f"returns:{get(node, 'returns')}"
+
+
+def _elements_of_units(case: Case) -> Counter[str]:
+    """How many elements each unit has, by its FQN; which units a policy makes is not known."""
+    elements: Counter[str] = Counter()
+    for spec in parameters(case.model.tree) if case.wrapping.policy is None else ():
+        elements[unit_of(spec.fqn, case.wrapping.units)] += math.prod(spec.shape)
+    return elements

@@ -1,0 +1,123 @@
+"""What does an implementation do with what it does not claim? A loud error is an honest limit, a wrong number a finding.
+
+Every check that one missing capability keeps from an implementation is asked of a variant of its adapter that claims that
+capability too: `fsdp_testing.checks.suites.beyond_claims:torch-fsdp1+several_forwards`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fsdp_testing.adapters import registry
+from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.cases.records import STRATEGIES, CheckResult, FailureKind, Finding, Verdict
+from fsdp_testing.checks.suites import CHECKS
+from fsdp_testing.checks.suites.check import Check
+from fsdp_testing.checks.suites.run import Where, judge_check
+from fsdp_testing.errors import CollectiveMismatch
+from fsdp_testing.judging.case_runner import CaseRunner
+
+_SEPARATOR = "+"
+_SILENT = (FailureKind.DIVERGED, FailureKind.DISAGREED, FailureKind.MISSING)
+
+
+class Limit(enum.StrEnum):
+    """What became of a capability that is not claimed, the worst first."""
+
+    SILENT = "silent outside its claims"
+    """Wrong numbers and no word of it."""
+    HANGS = "hangs or dies"
+    """A rank did not come back, or the ranks' collectives did not match."""
+    REFUSES = "refuses"
+    """An error says so."""
+    OPEN = "not decided"
+    """The probes decide nothing: the adapter has no method for it, or the numbers do not say."""
+    WORKS = "works"
+    """Every probe gave the right numbers."""
+    NOT_ASKED = "no probe"
+    """No check can be asked: each needs other capabilities that are not claimed, too."""
+
+
+_ORDER = list(Limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """One capability that an implementation does not claim.
+
+    Attributes:
+        capability: Its tag.
+        limit: The worst that any probe showed.
+        check: The probe that showed it, if there is one.
+        text: What it said: the error, or the wrong number.
+    """
+
+    capability: str
+    limit: Limit
+    check: str = ""
+    text: str = ""
+
+
+def variant(name: str) -> Adapter:
+    """Return the adapter called `implementation+capability`: it claims that capability, and is otherwise the same."""
+    implementation, _, capability = name.partition(_SEPARATOR)
+    adapter = registry.adapter_of(implementation)
+    return replace(adapter, capabilities=adapter.capabilities | {capability})
+
+
+def __getattr__(name: str) -> Adapter:
+    if _SEPARATOR not in name:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return variant(name)
+
+
+def probes(adapter: Adapter, capability: str) -> tuple[Check, ...]:
+    """Return the checks that `capability` alone keeps from `adapter`; of a strategy the plain training checks."""
+    claimed = adapter.capabilities | {capability}
+    if capability == "tensor_parallel":  # a matter of the run, which no check asks for
+        return tuple(c for c in CHECKS.values() if c.name.startswith("training.gradients") and c.needs <= claimed)
+    strategies = tuple(name for name, tag in STRATEGIES.items() if tag == capability)
+    if strategies:
+        plain = [check for check in CHECKS.values() if check.name.startswith(("training.gradients", "hybrid."))]
+        return tuple(
+            replace(check, strategies=tuple(name for name in strategies if name in check.strategies))
+            for check in plain
+            if check.needs <= claimed and set(strategies) & set(check.strategies)
+        )
+    return tuple(check for check in CHECKS.values() if capability in check.needs and check.needs <= claimed)
+
+
+def probe(runner: CaseRunner, adapter: Adapter, capability: str) -> Probed:
+    """Ask the checks that `capability` alone keeps from `adapter`, strategy by strategy, up to the first wrong number."""
+    asked = registry.load(f"{__name__}:{adapter.reference}{_SEPARATOR}{capability}")
+    worst = Probed(capability, Limit.NOT_ASKED)
+    for check in probes(adapter, capability):
+        # An error under one strategy hides no wrong number under another one.
+        for strategy in (name for name in check.strategies if STRATEGIES[name] in asked.capabilities):
+            where = Where((4,)) if check.meshes else Where()
+            where = Where((4,), tensor_parallel=2) if capability == "tensor_parallel" else where
+            one = replace(check, strategies=(strategy,))
+            found = _probed(capability, judge_check(runner, asked, one, where, stop_at_first=True))
+            worst = min(worst, found, key=lambda probed: _ORDER.index(probed.limit))
+            if found.limit is Limit.SILENT:
+                return worst  # nothing is worse
+    return worst
+
+
+def _probed(capability: str, result: CheckResult) -> Probed:
+    if result.verdict is Verdict.FAIL:
+        first = _worst(result.findings)
+        # Ranks that part are stopped by the ledger, which says so; without it they would wait for one another.
+        parted = first.quantity.endswith(CollectiveMismatch.__name__)
+        limit = Limit.SILENT if first.kind in _SILENT else Limit.REFUSES
+        if parted or first.kind in (FailureKind.DIED, FailureKind.HUNG, FailureKind.UNCOORDINATED):
+            limit = Limit.HANGS
+        return Probed(capability, limit, result.check, first.statement or first.explanation)
+    known = {Verdict.PASS: Limit.WORKS, Verdict.NOT_CLAIMED: Limit.NOT_ASKED}
+    return Probed(capability, known.get(result.verdict, Limit.OPEN), result.check, result.explanation)
+
+
+def _worst(findings: Sequence[Finding]) -> Finding:
+    return next((one for one in findings if one.kind in _SILENT), findings[0])

@@ -1,0 +1,162 @@
+"""How is state carried from one number of ranks to another, and what must training give on the way?
+
+Several worlds one after the other, such as of N, N+1 and N ranks: each loads what the one before it saved and runs the case's
+program on the inputs of its own ranks. The oracle does the same with one model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.cases.records import Batch, Case, RankObservation
+from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase, RunMode
+from fsdp_testing.oracle import oracle, rank_jobs
+from fsdp_testing.oracle.comparison import Comparison
+from fsdp_testing.oracle.disturbance import Disturbance
+from fsdp_testing.oracle.execute import RankProgram
+from fsdp_testing.oracle.one_process import Saved
+from fsdp_testing.oracle.quantities import Expectation
+from fsdp_testing.oracle.replay import Replay
+from fsdp_testing.ranks.pool import Failed
+from fsdp_testing.ranks.pool.world import current_world
+
+
+@dataclass(frozen=True, slots=True)
+class SavingObservation(RankObservation):
+    """What a rank reports that also saved; only rank 0 sends what it saved, which all ranks have."""
+
+    saved: Saved | None = None
+
+
+def judge_moved(
+    runner: CaseRunner, adapter: Adapter, case: Case, comparison: Comparison, *, optimizer: bool = True
+) -> JudgedCase:
+    """Judge the case on N ranks, then on N+1 from what those saved, then on N from what these saved.
+
+    With T ranks for each model: on N, then on T, then on N/T without tensor parallelism, on one rank, and on N again.
+    """
+    world, parts = case.world, case.world.tensor_parallel
+    sizes = [(world.size, 1), (world.size + 1, 1), (world.size, 1)]
+    if parts > 1:
+        sizes = [(world.size, parts), (parts, parts), (world.replicas, 1), (1, 1), (world.size, parts)]
+    cases: list[Case] = []
+    saved: Saved | None = None
+    judgements: list[JudgedCase] = []
+    for place, (ranks, each) in enumerate(sizes):
+        # Other inputs in each world: a state that was not loaded must not give the same numbers.
+        world = replace(case.world, size=ranks, tensor_parallel=each)
+        moved = [operation.with_batches(partial(_reseeded, 10 * place)) for operation in case.program]
+        cases.append(replace(case, world=world, program=tuple(moved)))
+        mode = RunMode(run_and_save, (saved, optimizer), expect_moved, (tuple(cases[:-1]), optimizer))
+        judgements.append(runner.judge(adapter, cases[-1], comparison, mode=mode))
+        observed = judgements[-1].ranks
+        saved = next((rank.saved for rank in observed if isinstance(rank, SavingObservation) and rank.saved), None)
+        if judgements[-1].finding is not None or saved is None:
+            break
+    return _merged(judgements)
+
+
+def _reseeded(offset: int, batch: Batch) -> Batch:
+    return replace(batch, seed=batch.seed + offset)
+
+
+def _merged(judgements: Sequence[JudgedCase]) -> JudgedCase:
+    """Return the last world's verdict, with the comparisons of all of them; a world that saved nothing has said so itself."""
+    last = judgements[-1]
+    outcome = replace(
+        last.outcome,
+        comparisons=sum(one.outcome.comparisons for one in judgements),
+        worst_ratio=max(one.outcome.worst_ratio for one in judgements),
+        seconds=sum(one.outcome.seconds for one in judgements),
+    )
+    return replace(last, outcome=outcome)
+
+
+# ----------------------------------------------------------------------------------------------- on the ranks
+
+
+class MovingProgram(RankProgram):
+    """A program that begins with loading, if there is something to load, and ends with saving."""
+
+    saved: Saved | None = None
+    saves_optimizer = True
+
+    def run(self, *, observe_all: bool = False) -> RankObservation:
+        """Save the model and, if asked, the optimizer, when all went well; only rank 0 sends what all ranks have."""
+        seen = super().run(observe_all=observe_all)
+        if seen.error is not None:
+            return seen
+        kept = self._save(self.optimizer if self.saves_optimizer else None)
+        return seen.extended(SavingObservation, saved=kept if self.rank == 0 else None)
+
+    def _save(self, optimizer: torch.optim.Optimizer | None) -> Saved:
+        state = self.adapter.full_state_dict(self.model)
+        kept = self.adapter.full_optimizer_state(self.model, optimizer) if optimizer is not None else None
+        # Copied: what was returned may be the model's own memory.
+        return Saved(copy.deepcopy(dict(state)), copy.deepcopy(kept))
+
+    def build_optimizer(self) -> None:
+        """Load the model first: an optimizer may look at what it is given."""
+        if self.saved is not None:
+            with self._inside():
+                self.adapter.load_full_state_dict(self.model, self.saved.model)
+        super().build_optimizer()
+        if self.saved is not None and self.saved.optimizer is not None and self.optimizer is not None:
+            with self._inside():
+                self.adapter.load_full_optimizer_state(self.model, self.optimizer, self.saved.optimizer)
+
+
+def run_and_save(
+    adapter: Adapter, case: Case, observe_all: bool, saved: Saved | None, optimizer: bool
+) -> RankObservation | Failed:
+    """Load what was saved, run the case, save the model and, if asked, the optimizer.
+
+    Collectives: those of the implementation; every rank of the world runs the same call.
+    """
+    program = MovingProgram(case, adapter, current_world().rank)
+    program.saved, program.saves_optimizer = saved, optimizer
+    return rank_jobs.run_program(program, observe_all)
+
+
+# ----------------------------------------------------------------------------------------------- in the oracle
+
+
+class _Continued(Replay):
+    """A replay that takes over parameters and optimizer from the one before it."""
+
+    before: Replay | None = None
+    with_optimizer = True
+
+    def build_optimizer(self) -> None:
+        if self.before is not None:
+            for fqn, parameter in self.parameters.items():
+                parameter.data.copy_(self.before.parameters[fqn].data)
+        super().build_optimizer()
+        if not self.with_optimizer or self.before is None:
+            return
+        if self.optimizer is not None and self.before.optimizer is not None:
+            self.optimizer.load_state_dict(copy.deepcopy(self.before.optimizer.state_dict()))
+
+
+def expect_moved(case: Case, observe_all: bool, earlier: tuple[Case, ...], optimizer: bool) -> Expectation:
+    """Replay the earlier cases and then `case`, each from where the one before it ended."""
+
+    def continued(disturbance: Disturbance) -> Replay:
+        before: Replay | None = None
+        for one in earlier:
+            replay = _Continued(one, disturbance=disturbance)
+            replay.before, replay.with_optimizer = before, optimizer
+            replay.run()
+            before = replay
+        last = _Continued(case, disturbance=disturbance)
+        last.before, last.with_optimizer = before, optimizer
+        return last
+
+    with rank_jobs.no_warnings():
+        return oracle.expect_free(case, observe_all=observe_all, make=continued)

@@ -1,0 +1,366 @@
+"""What would one process have to do to give these wrong numbers?
+
+The oracle runs the program again with one operation left out, or done with another setting. Where the implementation's
+numbers are, within the bound, what the oracle gives then, that is what happened, such as a step that the weights in use
+do not show. The same for units that kept their weights over a step while others did not, and for ranks that began with
+values of their own. A wrong gradient is taken apart into the terms that it is the sum of (`contributions`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+
+from fsdp_testing.cases.records import (
+    UNIT_ROUNDOFF,
+    Case,
+    FailureKind,
+    Freeze,
+    Mismatch,
+    Observe,
+    Operation,
+    RankObservation,
+)
+from fsdp_testing.errors import HarnessError
+from fsdp_testing.explain.contributions import Contributions, contributions
+from fsdp_testing.explain.held import Held, held
+from fsdp_testing.explain.norms import Norm, norm_of_what
+from fsdp_testing.explain.patterns import Pattern, pattern_of
+from fsdp_testing.judging.checkers import agreement
+from fsdp_testing.judging.checkers.divergence import DECISIVE
+from fsdp_testing.judging.checkers.explain import listed
+from fsdp_testing.oracle.comparison import Comparison
+from fsdp_testing.oracle.gradient_terms import GradientTerm
+from fsdp_testing.oracle.quantities import Expectation, Expected, ExpectedPoint
+
+Oracle = Callable[[Case], Expectation]
+"""Runs a case in one process, freely, and looks after every operation."""
+
+UnshardedUnits = Callable[[int], Mapping[str, Sequence[str]]]
+"""Units that are gathered when an operation begins, with the names of their parameters."""
+
+GRADIENT_IS_NONE = "unused_gradient_is_none"
+_PRESUMED = {("zero_grad", "set_to_none"): frozenset({GRADIENT_IS_NONE})}
+"""What is presumed, besides what an operation needs, by a sentence that it works as if another setting had been asked for."""
+
+_SUMS = (Mismatch.NUMBERS, Mismatch.NONE, Mismatch.NOT_NONE)
+"""In what a gradient differs that is another sum; of no terms at all, where it is None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What one process can be asked.
+
+    Attributes:
+        oracle: Runs a case.
+        terms: What each backward added to gradients up to an operation.
+        starts: What each rank's model begins with, by name; given whether it is the new one of an operation that renews it.
+        besides: What the check does besides the program, in words, and the oracle of the program alone; None if nothing.
+        claimed: What the implementation claims; no cause is named that presumes more. None where that is not known.
+    """
+
+    oracle: Oracle
+    terms: Callable[[Case, int], Sequence[GradientTerm]]
+    starts: Callable[[Case, bool], Sequence[Mapping[str, torch.Tensor]]] = lambda _case, _new: ()
+    besides: tuple[str, Oracle] | None = None
+    claimed: frozenset[str] | None = None
+
+    def claims(self, *tags: str) -> bool:
+        """Whether all of these are claimed, as far as is known."""
+        return self.claimed is None or self.claimed.issuperset(tags)
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """What the wrong numbers are equal to.
+
+    Attributes:
+        left_out: Index of the operation without which one process gives the same; -1 if it is something else.
+        kinds: Sorts of the quantities that are alike (`result`, `state` for a saved one, `gradient`, `value`, ...).
+        units: Units for which alone the step `left_out` had no effect; empty if for all.
+        contributions: What wrong gradients are the sum of.
+        pattern: What they are like, element by element.
+        ranks: The ranks on which alone it is so; empty for all.
+        happened: What else was done, as a clause.
+        confirmed: What confirms it: the wrong quantity, as the sentence goes on, "is ...".
+    """
+
+    left_out: int
+    kinds: frozenset[str]
+    units: tuple[str, ...] = ()
+    contributions: Contributions | None = None
+    pattern: Pattern | None = None
+    ranks: tuple[int, ...] = ()
+    happened: str = ""
+    confirmed: str = "is what one process gives with that"
+
+
+_KINDS = {
+    "gradient": "gradients",
+    "value": "parameters",
+    "buffer": "buffers",
+    "optimizer": "the optimizer's state",
+    "result": "results",
+    "state": "the saved state",
+}
+
+
+def kinds_text(kinds: Iterable[str]) -> str:
+    """Return sorts of quantities in words."""
+    return listed(sorted(_KINDS[kind] for kind in kinds))
+
+
+def contradict(one: Hypothesis | None, other: Hypothesis | None) -> bool:
+    """Return whether both are known and cannot be the same defect, on schedules of the same shape."""
+    if one is None or other is None:
+        return False
+    mine, theirs = (
+        (
+            *(like.left_out, like.kinds, like.happened),
+            *(like.contributions and like.contributions.shape, like.pattern and like.pattern.kind),
+        )
+        for like in (one, other)
+    )
+    return mine != theirs
+
+
+class WrongNumbers:
+    """The numbers of the first divergence of a case, and what they are compared with.
+
+    Args:
+        case: A case that diverges.
+        ranks: What each rank reported, with a snapshot after every operation.
+        comparison: How the check compares.
+        sources: What one process can be asked.
+    """
+
+    def __init__(self, case: Case, ranks: Sequence[RankObservation], comparison: Comparison, sources: Sources) -> None:
+        self._case = case
+        self._ranks = ranks
+        self._comparison = comparison
+        self._sources = sources
+        truth = sources.oracle(case)
+        self._shapes = truth.shapes
+        self._points = truth.points
+        self._divergences = agreement.compare(truth, ranks, comparison).divergences
+        wanted = dict.fromkeys(one.quantity for one in self._divergences)
+        wanted = {q if q.kind != "optimizer" else q._replace(rank=-1): None for q in wanted}
+        self._index = self._divergences[0].index if wanted else -1
+        places = (p for p in truth.points if p.index == self._index and set(wanted) <= set(p.quantities))
+        self._point = next(places, None) if wanted else None
+        self._pieces = [] if self._point is None else held(ranks, self._point, wanted)
+        self._wrong = [one for one in self._pieces if one.wrong]
+        self._kinds = frozenset("state" if q.name.startswith("state.") else q.kind for q in wanted)
+
+    def hypothesis(self, unsharded: UnshardedUnits) -> Hypothesis | None:
+        """Return what the numbers are equal to, or None if to nothing that is tried.
+
+        In lockstep no operation is left out: each begins with the state that the implementation was in.
+
+        Args:
+            unsharded: Which units were gathered when an operation began.
+        """
+        point, free = self._point, not self._comparison.lockstep
+        wrong = {one.quantity for one in self._wrong}
+        if point is None or not self._wrong or {one.quantity for one in self._pieces} != wrong:
+            return None  # something else than numbers differs as well
+        found = self._besides(point) or self._contributions(point) or self._begun()
+        if found is None and free:
+            found = self._other_program(point) or self._stale_units(point, unsharded)
+        return found or self._needless(point) or (self._norm(point) if free else None) or self._pattern(point)
+
+    # ------------------------------------------------------------------------------------------- gradients
+
+    def _contributions(self, point: ExpectedPoint) -> Hypothesis | None:
+        if any(one.quantity.kind != "gradient" or one.mismatch not in _SUMS for one in self._divergences):
+            return None
+        names = {one.quantity for one in self._divergences if one.kind is not FailureKind.MISSING}
+        bound = max(float(torch.as_tensor(one.bound).max()) for one in point.quantities.values())
+        due = {
+            quantity.name: Expected(torch.zeros(self._shapes[quantity.name]), bound) if one.value is None else one
+            for quantity, one in point.quantities.items()
+            if quantity in names
+        }
+        terms = self._sources.terms(self._case, self._index) if due else ()
+        found = contributions(self._index, due, self._ranks, terms, self._unit_roundoff()) if due else None
+        return None if found is None else Hypothesis(-1, self._kinds, contributions=found)
+
+    def _needless(self, point: ExpectedPoint) -> Hypothesis | None:
+        """Gradients where one process has none: of what is frozen, or not used, or of no backward at all."""
+        if any(one.quantity.kind != "gradient" or one.due is not None or one.got is None for one in self._wrong):
+            return None
+        names = {one.quantity.name for one in self._wrong}
+        zeros = " of zeros" if not any(bool(one.got.any()) for one in self._wrong if one.got is not None) else ""
+        if zeros and (self._comparison.none_is_zero or not self._sources.claims(GRADIENT_IS_NONE)):
+            return None  # zeros are as good as none then, and explain nothing
+        operation = self._case.program[point.index] if point.index < len(self._case.program) else None
+        if operation is not None and not operation.runs_backward:
+            what = f"{_name(self._case, point.index)}, gives parameters gradients{zeros} that no backward computed"
+        elif not any(point.requires_grad.get(name, True) for name in names):
+            what = f"parameters that are frozen are given gradients{zeros}"
+        elif any(names & set(term.uses) for term in self._sources.terms(self._case, self._index)):
+            return None
+        else:
+            what = f"parameters that no rank used are given gradients{zeros}"
+        return Hypothesis(-1, self._kinds, happened=what, ranks=self._affected())
+
+    def _unit_roundoff(self) -> float:
+        """That of the narrowest dtype of a reduction; 0 where bounds allow for any order of the same sum."""
+        if not self._comparison.lockstep:
+            return 0.0
+        asked, stored = self._case.mixed_precision, self._case.model.dtype
+        wire = stored if asked is None else asked.reduce_dtype or asked.param_dtype or stored
+        return max(UNIT_ROUNDOFF[stored], UNIT_ROUNDOFF[wire])
+
+    # ------------------------------------------------------------------------------------------- other programs
+
+    def _other_program(self, point: ExpectedPoint) -> Hypothesis | None:
+        """Whether one process gives the same without an operation (it only observes then), or with another setting of one.
+
+        The last operations first: what those before them left was right when it was observed.
+        """
+        for index in range(min(self._index, len(self._case.program) - 1), -1, -1):
+            operation, name = self._case.program[index], _name(self._case, index)
+            # An operation that is left out gives no result.
+            left_out = index != point.index or point.snapshot
+            if left_out and self._is_like(self._replaced(index, Observe()), point):
+                # State that was right when that operation was over has lost it since.
+                lost = index < point.index and point.snapshot
+                what = f"what {name}, did to {kinds_text(self._kinds)} is lost" if lost else ""
+                return Hypothesis(index, self._kinds, ranks=self._affected(), happened=what)
+            for setting, other in operation.other_settings():
+                presumed = (
+                    operation.required() | other.required() | _PRESUMED.get((operation.kind, setting), frozenset())
+                )
+                if self._sources.claims(*presumed) and self._is_like(self._replaced(index, other), point):
+                    done, asked = (f"{getattr(one, setting)!r}" for one in (other, operation))
+                    what = f"{name}, works as if {setting}={done} were asked for, not {asked}"
+                    return Hypothesis(-1, self._kinds, happened=what, ranks=self._affected())
+        return None
+
+    def _replaced(self, index: int, other: Operation) -> Case:
+        program = self._case.program
+        return replace(self._case, program=(*program[:index], other, *program[index + 1 :]))
+
+    def _stale_units(self, point: ExpectedPoint, unsharded: UnshardedUnits) -> Hypothesis | None:
+        """Whether some units alone took no part in a step: those that were gathered when it was made.
+
+        One process is made to do that by freezing their parameters before the gradients of this step come into being.
+        """
+        steps = [i for i, operation in enumerate(self._case.program[: self._index]) if operation.steps]
+        for number, step in reversed(list(enumerate(steps))):
+            units = unsharded(step)
+            fqns = tuple(fqn for names in units.values() for fqn in names)
+            if not fqns or self._kinds != {"result"}:
+                continue
+            begin = steps[number - 1] + 1 if number else 0
+            program = (*self._case.program[:begin], Freeze(fqns), *self._case.program[begin:])
+            if self._is_like(replace(self._case, program=program), point, later=1):
+                return Hypothesis(step, self._kinds, tuple(units))
+        return None
+
+    def _besides(self, point: ExpectedPoint) -> Hypothesis | None:
+        """Whether what the check does besides the program changed nothing."""
+        if self._sources.besides is None:
+            return None
+        what, oracle = self._sources.besides
+        if not self._is_like(self._case, point, oracle=oracle):
+            return None
+        return Hypothesis(-1, self._kinds, happened=f"{what} has no effect", ranks=self._affected())
+
+    def _is_like(self, other: Case, point: ExpectedPoint, *, later: int = 0, oracle: Oracle | None = None) -> bool:
+        """Whether another run of the oracle gives what is wrong here, at the same place."""
+        with suppress(HarnessError):  # an oracle that cannot run it says nothing of it
+            there = (oracle or self._sources.oracle)(other).points
+            places = [p for p in there if p.snapshot == point.snapshot and p.index == point.index + later]
+            return bool(places) and all(_decided(one, places[-1].quantities.get(one.quantity)) for one in self._wrong)
+        return False
+
+    # ------------------------------------------------------------------------------------------- other numbers
+
+    def _begun(self) -> Hypothesis | None:
+        """Whether these are values with which models begin: the rank's own, another rank's, or those of a new model."""
+        if not self._kinds <= {"value", "buffer"} or sum(one.span[1] - one.span[0] for one in self._wrong) < 2:
+            return None
+        program = self._case.program[: self._index + 1]
+        renewed = max((i for i, operation in enumerate(program) if operation.renews_model), default=-1)
+        starts = self._sources.starts(self._case, renewed >= 0)
+        for rank in (None, *range(1, len(starts))) if starts else ():
+            if all(self._began(one, starts[one.rank if rank is None else rank]) for one in self._wrong):
+                what = f"what rank {rank} began with is given to all ranks, not what rank 0 began with"
+                if renewed >= 0:
+                    what = f"{_name(self._case, renewed)}, does not load what is wrong: the new model's own values stay"
+                elif rank is None:
+                    what = "what ranks began with is kept, and not replaced by what rank 0 began with"
+                return Hypothesis(-1, self._kinds, happened=what, ranks=self._affected())
+        return None
+
+    def _began(self, one: Held, start: Mapping[str, torch.Tensor]) -> bool:
+        value = start.get(one.quantity.name)
+        return value is not None and one.is_like(Expected(value))
+
+    def _norm(self, point: ExpectedPoint) -> Hypothesis | None:
+        """Of which gradients a total norm is; the same on every rank where it is wrong."""
+        if {one.quantity.name for one in self._wrong} != {"total_norm"}:
+            return None
+        before = next((p for p in self._points if p.snapshot and p.index == point.index - 1), None)
+        norm_type = getattr(self._case.program[point.index], "norm_type", None)
+        if norm_type is None or (before is not None and before.pending):
+            return None
+        names = [q for q, one in before.quantities.items() if q.kind == "gradient"] if before is not None else []
+        parts = held(self._ranks, before, names) if before is not None else []
+        gradients = {q.name: before.quantities[q].value for q in names} if before is not None else {}
+        measured = {fqn: value for fqn, value in gradients.items() if value is not None and value.numel()}
+        earlier = {
+            p.index: float(one.value)
+            for p in self._points
+            for q, one in p.quantities.items()
+            if q.name == "total_norm" and p.index < point.index and one.value is not None
+        }
+        found = set()
+        lacking = {rank.rank for rank in self._ranks if self._lacks_elements(rank)}
+        lacking = lacking if lacking == {one.rank for one in self._wrong} and len(lacking) < len(self._ranks) else set()
+        for one in self._wrong:
+            if one.got is None or one.due is None:
+                return None
+            mine = [part.got for part in parts if part.rank == one.rank and part.got is not None]
+            bound = float(torch.as_tensor(one.bound).max())
+            norm = Norm(float(one.got), float(one.due), bound, norm_type, str(one.due.dtype).removeprefix("torch."))
+            found.add(norm_of_what(norm, measured, mine, earlier, lacks_elements=one.rank in lacking))
+        if len(found) != 1 or not any(found):
+            return None
+        return Hypothesis(-1, self._kinds, pattern=Pattern("norm", found.pop()), ranks=self._affected())
+
+    def _lacks_elements(self, rank: RankObservation) -> bool:
+        """Whether a rank has no element of some parameter that others have elements of."""
+        seen = rank.snapshots[-1].parameters if rank.snapshots else {}
+        return any(math.prod(one.shape) and not any(p.stop > p.start for p in one.pieces) for one in seen.values())
+
+    def _pattern(self, point: ExpectedPoint) -> Hypothesis | None:
+        """What everything that is wrong is like, if all is like the same."""
+        found = pattern_of(self._pieces, point.quantities)
+        return None if found is None else Hypothesis(-1, self._kinds, pattern=found, ranks=self._affected())
+
+    def _affected(self) -> tuple[int, ...]:
+        """The ranks on which something is wrong, where others have the same quantities right; else empty."""
+        wrong = {one.rank for one in self._wrong}
+        return () if wrong == {one.rank for one in self._pieces} else tuple(sorted(wrong))
+
+
+def _decided(one: Held, other: Expected | None) -> bool:
+    """Whether numbers are those of another run, and that run's bound leaves no doubt."""
+    if other is None or not one.is_like(other):
+        return False
+    if other.value is None or not other.value.numel() or one.got is None or not other.value.is_floating_point():
+        return True
+    apart = (one.got.double() - one.part_of(other.value).double()).abs()
+    largest = float(other.value[other.value.isfinite()].abs().max()) if bool(other.value.isfinite().any()) else 0.0
+    return float(apart.nan_to_num(0.0).max()) <= DECISIVE * largest
+
+
+def _name(case: Case, index: int) -> str:
+    return f"operation {index}, {case.program[index].words()}"

@@ -1,0 +1,221 @@
+"""What is asked about one failure? The runner is asked to run it again, watched or traced, and one process to repeat it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from fsdp_testing.adapters import registry
+from fsdp_testing.cases.records import RAISES, UNIT_ROUNDOFF, Case, FailureKind, Finding, RankObservation, Verdict
+from fsdp_testing.errors import HarnessError
+from fsdp_testing.explain.casts import other_cast
+from fsdp_testing.explain.hypotheses import Hypothesis, Sources, WrongNumbers
+from fsdp_testing.explain.modules import first_wrong_module
+from fsdp_testing.explain.shortest import RUNS_OF_A_HANG
+from fsdp_testing.explain.trace.run import Trace, trace
+from fsdp_testing.judging.case_runner import ORDINARY, CaseRunner, JudgedCase, RunMode
+from fsdp_testing.judging.checkers.lifecycle import unsharded_before
+from fsdp_testing.judging.numbers import compare_numbers
+from fsdp_testing.judging.signature import signature_of
+from fsdp_testing.oracle import gathered_state, rank_jobs
+from fsdp_testing.oracle.comparison import Comparison
+from fsdp_testing.oracle.fitting import as_observed
+from fsdp_testing.oracle.gathered_state import GatheredState
+from fsdp_testing.oracle.gradient_terms import GradientTerm
+from fsdp_testing.oracle.module_values import WatchedObservation
+from fsdp_testing.oracle.quantities import Expectation
+from fsdp_testing.oracle.setup import division_of
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How the cases of a check are judged.
+
+    Attributes:
+        comparison: How observations are compared with the oracle.
+        mode: How cases are run, where they are not run as they are.
+    """
+
+    comparison: Comparison
+    mode: RunMode = ORDINARY
+
+
+WRONG_NUMBERS = (FailureKind.DIVERGED, FailureKind.DISAGREED)
+
+
+@dataclass(slots=True)
+class Inquiry:
+    """Asks about the failures of one implementation.
+
+    Args:
+        runner: Runs programs.
+        name: The implementation.
+        draw: Traces are to be drawn.
+        count: Told how many runs were made.
+    """
+
+    _runner: CaseRunner
+    _name: str
+    _draw: bool = False
+    _count: Callable[[int], None] = lambda _: None
+    _expectations: dict[str, Expectation] = field(default_factory=dict)
+
+    def judge(self, case: Case, how: How) -> JudgedCase:
+        """Run a case as its check does, with a snapshot after every operation."""
+        judged = self._runner.judge(self._name, case, how.comparison, closely=True, mode=how.mode)
+        hung = judged.finding is not None and judged.finding.kind == FailureKind.HUNG
+        self._count(RUNS_OF_A_HANG if hung else 1)
+        return judged
+
+    def _on_ranks(self, function: Callable[..., Any], *args: Any, size: int) -> list[Any]:
+        self._count(1)
+        return self._runner.on_ranks(function, *args, size=size)
+
+    def hypothesis(self, finding: Finding, how: How, traced: Trace | None) -> Hypothesis | None:
+        """What the wrong numbers are equal to; which units were unsharded is known from the trace."""
+        if finding.kind not in WRONG_NUMBERS:
+            return None
+
+        def unsharded(operation: int) -> dict[str, tuple[str, ...]]:
+            if traced is None:
+                return {}
+            names = dict(traced.units[0])
+            return {unit: names.get(unit, ()) for unit in unsharded_before(traced.history, operation)}
+
+        with suppress(HarnessError):  # an oracle that cannot run a variant leaves the failure without a hypothesis
+            ranks = self._ranks(finding.case, how)
+            comparison = as_observed(how.comparison, registry.adapter_of(self._name))
+            adopted = gathered_state.states(ranks) if comparison.lockstep else None
+            plain = self._oracle if adopted is None else partial(self._lockstep, adopted=adopted)
+            sources = Sources(
+                oracle=partial(self._expected, mode=how.mode, plain=plain),
+                terms=partial(self._terms, adopted=adopted),
+                starts=self._starts,
+                besides=(how.mode.besides, plain) if how.mode.besides else None,
+                claimed=registry.adapter_of(self._name).claimed(finding.case.world.tensor_parallel),
+            )
+            return WrongNumbers(how.mode.seen_as(finding.case), ranks, comparison, sources).hypothesis(unsharded)
+        return None
+
+    def cause(self, finding: Finding, how: How, like: Hypothesis | None) -> tuple[Hypothesis | None, str]:
+        """Return what wrong numbers are equal to, and the cast that gives them in words, of all that is tried.
+
+        Args:
+            finding: The failure.
+            how: How its check judges.
+            like: What `hypothesis` found.
+        """
+        # A cast that gives the very numbers says more than what they are like.
+        cast = self._cast(finding, how) if like is None or like.pattern is not None else ""
+        return (self._luck(finding, how) if like is None and not cast else like), cast
+
+    def _luck(self, finding: Finding, how: How) -> Hypothesis | None:
+        """Whether the failure is gone where results arrive at once, or where fresh memory holds what it may."""
+        if finding.kind not in WRONG_NUMBERS or how.mode != ORDINARY:
+            return None
+        for late, garbage, what in (
+            (False, True, "the result of a collective is read before it was waited for"),
+            (True, False, "memory is read that nobody has written to"),
+        ):
+            lucky = self.judge(finding.case, replace(how, mode=RunMode(rank_jobs.run_luckily, (late, garbage))))
+            if lucky.outcome.verdict is not Verdict.PASS:
+                continue
+            again = self.judge(finding.case, how).finding
+            if again is not None and signature_of(again) == signature_of(finding):
+                return Hypothesis(-1, frozenset(), happened=what, confirmed="is right where chance helps")
+        return None
+
+    def _ranks(self, case: Case, how: How) -> Sequence[RankObservation]:
+        """What ranks report of a case as the check runs it, with a snapshot after every operation."""
+        ranks = self.judge(case, how).ranks
+        if len(ranks) < case.world.size:
+            raise HarnessError("some ranks reported nothing")
+        return ranks
+
+    def _expected(self, case: Case, mode: RunMode, plain: Callable[[Case], Expectation]) -> Expectation:
+        if mode.expect is None:
+            return plain(case)
+        expected: Expectation = self._on_ranks(mode.expect, case, True, *mode.expect_arguments, size=1)[0]
+        return expected
+
+    def _cast(self, finding: Finding, how: How) -> str:
+        """In which dtype, or where, it was done instead, where the casts of wrong numbers are known one by one."""
+        seen = how.mode.seen_as(finding.case)
+        known = how.comparison.lockstep or (seen.mixed_precision is None and seen.model.dtype != "float64")
+        if finding.kind not in WRONG_NUMBERS or how.mode.expect is not None or not known:
+            return ""
+        with suppress(HarnessError):  # an oracle that cannot run a variant leaves the failure without a cause
+            ranks, adapter = self._ranks(finding.case, how), registry.adapter_of(self._name)
+
+            def reduced_in() -> set[str]:
+                found = self._on_ranks(
+                    rank_jobs.reducing_dtypes, self._name, finding.case, size=finding.case.world.size
+                )
+                return set().union(*found)
+
+            return other_cast(
+                seen,
+                ranks,
+                replace(as_observed(how.comparison, adapter), lockstep=True),
+                partial(self._lockstep, adopted=gathered_state.states(ranks)),
+                reduced_in=reduced_in if how.mode.seen_as(finding.case) == finding.case else lambda: set(UNIT_ROUNDOFF),
+                division=division_of(seen, adapter),
+            )
+        return ""
+
+    def module(self, finding: Finding, how: How) -> str:
+        """Which module is the first whose numbers are wrong; empty if that is not seen, or not with modules watched."""
+        if finding.kind not in WRONG_NUMBERS or how.mode != ORDINARY:
+            return ""
+        with suppress(HarnessError):  # what cannot be watched is explained without it
+            case, watched = finding.case, RunMode(job=rank_jobs.run_watched)
+            seen = self.judge(case, replace(how, mode=watched))
+            ranks = [one for one in seen.ranks if isinstance(one, WatchedObservation)]
+            same = seen.finding is not None and signature_of(seen.finding) == signature_of(finding)
+            if not same or len(ranks) < case.world.size:
+                return ""
+            adopted = gathered_state.states(ranks) if how.comparison.lockstep else None
+            expected = self._on_ranks(rank_jobs.expect_modules, case, self._name, adopted, size=1)[0]
+            truth = self._oracle(case) if adopted is None else self._lockstep(case, adopted=adopted)
+            comparison = as_observed(how.comparison, registry.adapter_of(self._name))
+            wrong = compare_numbers(case, truth, ranks, comparison).tally.divergences
+            return first_wrong_module(case, finding.operation, expected, [one.modules or {} for one in ranks], wrong)
+        return ""
+
+    def _lockstep(
+        self, case: Case, otherwise: rank_jobs.Otherwise | None = None, *, adopted: Mapping[int, GatheredState]
+    ) -> Expectation:
+        asked = (case, self._name, adopted, otherwise)
+        expected: Expectation = self._on_ranks(rank_jobs.expect_lockstep, *asked, size=1)[0]
+        return expected
+
+    def traced(self, finding: Finding) -> Trace | None:
+        """What each rank did in the case of a finding; None where that cannot be traced."""
+        claimed = "unit_trace" in registry.adapter_of(self._name).capabilities
+        if not claimed or finding.kind in RAISES or finding.case.world.backend != "gloo":
+            return None
+        with suppress(HarnessError):  # what cannot be traced is explained without it
+            traced = trace(self._name, finding.case, self._on_ranks)
+            # The first run of a schedule connects and allocates; nobody wants that drawn.
+            return trace(self._name, finding.case, self._on_ranks) if self._draw else traced
+        return None
+
+    def _oracle(self, case: Case) -> Expectation:
+        if case.identity not in self._expectations:
+            self._expectations[case.identity] = self._on_ranks(rank_jobs.expect_free, case, True, size=1)[0]
+        return self._expectations[case.identity]
+
+    def _starts(self, case: Case, new: bool) -> Sequence[Mapping[str, torch.Tensor]]:
+        if not (new or case.wrapping.sync_module_states):
+            return ()
+        found: Sequence[Mapping[str, torch.Tensor]] = self._on_ranks(rank_jobs.first_values, case, new, size=1)[0]
+        return found
+
+    def _terms(self, case: Case, last: int, adopted: Mapping[int, GatheredState] | None) -> Sequence[GradientTerm]:
+        terms: Sequence[GradientTerm] = self._on_ranks(rank_jobs.gradient_terms, case, last, adopted, size=1)[0]
+        return terms

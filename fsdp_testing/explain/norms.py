@@ -1,0 +1,129 @@
+"""Of what is a wrong total norm? Of some of the gradients, of one rank's own, by another power, or more than a norm.
+
+A p-norm is a sum of powers: what is there beyond the right sum, or lacks, is compared with what each parameter, module and
+dtype adds to it. Said only if one alone accounts for it, within the bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fsdp_testing.cases.records import UNIT_ROUNDOFF
+
+_POWERS = (1.0, 2.0, 3.0, math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm that is wrong.
+
+    Attributes:
+        got: What a rank has.
+        due: What it should be.
+        bound: How far off it may be.
+        p: Which norm.
+        dtype: In which dtype one process has it.
+    """
+
+    got: float
+    due: float
+    bound: float
+    p: float
+    dtype: str = "float64"
+
+    def near(self, value: float) -> bool:
+        """Whether it is another number, within the bound and a few roundings."""
+        return abs(self.got - value) <= self.bound + 8 * UNIT_ROUNDOFF.get(self.dtype, 0.0) * abs(value)
+
+
+def norm_of_what(
+    norm: Norm,
+    gradients: Mapping[str, torch.Tensor],
+    mine: Sequence[torch.Tensor] | None = None,
+    earlier: Mapping[int, float] | None = None,
+    *,
+    lacks_elements: bool = False,
+) -> str:
+    """Return what a wrong norm is, after "is"; empty if that is not certain.
+
+    Args:
+        norm: The norm.
+        gradients: Those that are measured, by FQN, in one process.
+        mine: What the rank has of them; None if that is not known.
+        earlier: Norms that were asked for before, by operation.
+        lacks_elements: The ranks with a wrong norm are just those that have no element of some parameter.
+    """
+    if norm.got == 0.0:
+        return "zero, as if there were no gradient"
+    if math.isnan(norm.got) and lacks_elements:
+        return "no number, just where ranks have no element of some parameter"
+    if math.isinf(norm.p) and norm.got == 1.0 != norm.due:
+        return "1, as any number to the power of 1/p is for an infinite p"
+    if not norm.due or not math.isfinite(norm.due) or not math.isfinite(norm.got) or not gradients:
+        return ""
+    found = [
+        *_other_norms(norm, gradients, mine, earlier or {}),
+        *(_parts(norm, gradients) if norm.p != math.inf else ()),
+    ]
+    return found[0] if len(found) == 1 else ""
+
+
+def _other_norms(
+    norm: Norm, gradients: Mapping[str, torch.Tensor], mine: Sequence[torch.Tensor] | None, earlier: Mapping[int, float]
+) -> Iterator[str]:
+    whole = _power_norm(list(gradients.values()), norm.p)
+    if abs(whole - norm.due) > norm.bound + 8 * UNIT_ROUNDOFF.get(norm.dtype, 0.0) * norm.due:
+        return
+    if mine is not None and norm.near(_power_norm(mine, norm.p)):
+        yield "that of the rank's own part of the gradients"
+    for p in _POWERS:
+        if p != norm.p and norm.near(_power_norm(list(gradients.values()), p)):
+            yield f"the {'largest element' if math.isinf(p) else f'{p:g}-norm'}"
+    for index, value in earlier.items():
+        if value and norm.near(norm.due + value):
+            yield f"the right norm and that of operation {index} added up"
+    narrow = float(torch.tensor(norm.got, dtype=torch.float64).float())
+    if (
+        norm.dtype == "float64"
+        and narrow == norm.got
+        and abs(norm.got - norm.due) <= UNIT_ROUNDOFF["float32"] * norm.due
+    ):
+        yield "what is due, rounded to float32"
+
+
+def _power_norm(tensors: Sequence[torch.Tensor], p: float) -> float:
+    filled = [tensor.double().reshape(-1) for tensor in tensors if tensor.numel()]
+    return float(torch.linalg.vector_norm(torch.cat(filled), p)) if filled else 0.0
+
+
+def _parts(norm: Norm, gradients: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    powers = {fqn: float((gradient.double().abs() ** norm.p).sum()) for fqn, gradient in gradients.items()}
+    whole = sum(powers.values())
+    # How far the power of a norm may be off that is itself off by the bound.
+    room = norm.p * max(norm.got, norm.due) ** (norm.p - 1) * norm.bound
+    if abs(whole - norm.due**norm.p) > room:
+        return
+    for words, power in _candidates(whole, powers, gradients).items():
+        if abs(power - norm.got**norm.p) <= room:
+            yield words
+
+
+def _candidates(whole: float, powers: Mapping[str, float], gradients: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Sums of powers by what they would be the norm of."""
+    tried = {f"that of all gradients, each counted {often} times": whole * often for often in range(2, 9)}
+    groups: dict[str, set[str]] = {}
+    for fqn, gradient in gradients.items():
+        parents = [".".join(fqn.split(".")[:depth]) for depth in range(1, fqn.count(".") + 1)]
+        for group in (fqn, *parents, str(gradient.dtype).removeprefix("torch.")):
+            groups.setdefault(group, set()).add(fqn)
+    for members in dict.fromkeys(frozenset(members) for members in groups.values() if len(members) < len(powers)):
+        name = next(group for group, inside in groups.items() if inside == members)
+        part = sum(powers[fqn] for fqn in members)
+        if part:
+            tried[f"that of all gradients but {name}"] = whole - part
+            tried[f"that of all gradients, with {name} twice"] = whole + part
+    return tried

@@ -1,0 +1,186 @@
+"""In which ways can a case become simpler by one part? Every way as a step; the boldest first, so that few attempts go far."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+from fsdp_testing.cases.models.tree_schema import SCHEMA, get
+from fsdp_testing.cases.records import Case, OptimizerSpec, WorldSpec, WrappingPlan
+from fsdp_testing.cases.records.case import STARTS
+from fsdp_testing.explain.shrinking.ddmin import Reduction
+
+Node = dict[str, Any]
+
+PLAIN_OPTIMIZER = OptimizerSpec("sgd", {"lr": 0.1})
+"""The simplest one."""
+
+
+def deletions(case: Case) -> Iterator[Reduction]:
+    """Yield the case without one of its operations, the last one first."""
+    for place in reversed(range(len(case.program))):
+        yield Reduction((place,), case.without_operation(place))
+
+
+_FEW = 6
+
+
+def pairs(case: Case) -> Iterator[Reduction]:
+    """Yield the case without two of its operations: some are needed, or not, together only."""
+    length = len(case.program)
+    for one in range(length if length > 2 else 0):
+        for other in range(one + 1, length if length <= _FEW else min(one + 2, length)):
+            yield Reduction((one, other), case.without_operation(other).without_operation(one))
+
+
+def settings(case: Case) -> Iterator[Reduction]:
+    """Yield the case with one of its settings at its simplest."""
+    mixed = case.mixed_precision
+    if mixed is not None:
+        yield Reduction(("precision",), replace(case, mixed_precision=None, model=replace(case.model, dtype="float64")))
+        for item in fields(mixed):
+            if getattr(mixed, item.name) is not None:
+                simpler = replace(mixed, **{item.name: None})
+                yield Reduction(("precision", item.name), replace(case, mixed_precision=simpler))
+    elif case.model.dtype != "float64":
+        yield Reduction(("dtype",), replace(case, model=replace(case.model, dtype="float64")))
+    yield from _plans(case)
+    if case.world.tensor_parallel > 1:
+        one_axis = WorldSpec(case.world.replicas, case.world.backend)
+        yield Reduction(("tensor_parallel",), replace(case, world=one_axis))
+    elif case.world.size > 2:
+        yield Reduction(("world",), replace(case, world=WorldSpec(2, case.world.backend)))
+    if case.strategy != "full_shard":
+        nearer = "hybrid_shard" if case.strategy == "hybrid_shard_zero2" else "full_shard"
+        yield Reduction(("strategy",), replace(case, strategy="full_shard", world=replace(case.world, mesh=())))
+        yield Reduction(("strategy", "nearer"), replace(case, strategy=nearer))
+    if case.cpu_offload:
+        yield Reduction(("offload",), replace(case, cpu_offload=False))
+    if case.optimizer != PLAIN_OPTIMIZER:
+        yield Reduction(("optimizer",), replace(case, optimizer=PLAIN_OPTIMIZER))
+    if case.model.freeze:
+        yield Reduction(("freeze",), replace(case, model=replace(case.model, freeze=())))
+    if case.seed:
+        yield Reduction(("seed",), replace(case, seed=0))
+
+
+def _plans(case: Case) -> Iterator[Reduction]:
+    plan = case.wrapping
+    if plan != WrappingPlan():
+        yield Reduction(("wrapping",), replace(case, wrapping=WrappingPlan()))
+        for name in plan.units:
+            units = tuple(unit for unit in plan.units if unit != name)
+            yield Reduction(("wrapping", name), replace(case, wrapping=replace(plan, units=units)))
+        if plan.ignored:
+            yield Reduction(("wrapping", ".ignored"), replace(case, wrapping=replace(plan, ignored=())))
+        for fqn, layout in plan.layouts:
+            # Paired ones, whose partner would have no meaning alone, become whole on their own first.
+            others = {**dict(plan.layouts), fqn: layout.removesuffix("_cut")}
+            simpler = [others] if others != dict(plan.layouts) else []
+            simpler += [{**others, fqn: "replicated"}] if layout != "replicated" else []
+            simpler.append({name: one for name, one in others.items() if name != fqn})
+            for number, layouts in enumerate(simpler):
+                changed = replace(plan, layouts=tuple(layouts.items()))
+                yield Reduction(("wrapping", ".layouts", fqn, number), replace(case, wrapping=changed))
+        for name in STARTS:
+            off: dict[str, Any] = {name: False}
+            if getattr(plan, name):
+                yield Reduction(("wrapping", f".{name}"), replace(case, wrapping=replace(plan, **off)))
+
+
+def operations(case: Case) -> Iterator[Reduction]:
+    """Yield the case with one operation simplified."""
+    for place, operation in enumerate(case.program):
+        for number, simpler in enumerate(operation.simpler()):
+            if simpler != operation:
+                program = (*case.program[:place], simpler, *case.program[place + 1 :])
+                yield Reduction((place, number), replace(case, program=program))
+
+
+def cuts(case: Case) -> Iterator[Reduction]:
+    """Yield the case with one part of its module tree left out."""
+    tree = case.model.tree
+    for path in _paths(tree["nodes"]) if tree is not None else ():
+        yield Reduction(path, replace(case, model=replace(case.model, tree=_with_nodes(tree, path, []))))
+
+
+def trees(case: Case) -> Iterator[Reduction]:
+    """Yield the case with one part of its module tree simplified."""
+    tree = case.model.tree
+    for key, smaller in _smaller_trees(tree) if tree is not None else ():
+        yield Reduction(key, replace(case, model=replace(case.model, tree=smaller)))
+
+
+_Smaller = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _smaller_trees(tree: dict[str, Any]) -> Iterator[_Smaller]:
+    if tree.get("output", "tensor") != "tensor":
+        yield ((), "output"), {**tree, "output": "tensor"}
+    for path in _paths(tree["nodes"]):
+        for what, smaller in _simpler_nodes(tree, path):
+            yield (path, what), smaller
+    widths = {tree["width"], *(n["out"] for n in _all(tree["nodes"]) if "out" in n)}
+    if widths != {2}:
+        yield ((), "width 2"), with_width(tree, 2)
+        yield ((), "width 3"), with_width(tree, 3)
+        yield ((), "width of the input"), {**tree, "width": 2}
+
+
+def _simpler_nodes(tree: dict[str, Any], path: tuple[int, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+    siblings: list[Node] = tree["nodes"]
+    for place in path[:-1]:
+        siblings = siblings[place]["nodes"]
+    node = siblings[path[-1]]
+    if node["kind"] == "group":
+        yield "inline", _with_nodes(tree, path, _renamed(siblings, path[-1]))
+    elif node["kind"] != "linear":
+        yield "linear", _with_nodes(tree, path, [{"kind": "linear", "name": node["name"]}])
+    for name, default in SCHEMA[node["kind"]].items():
+        if name in node and name != "nodes" and node[name] != default:
+            yield name, _with_nodes(tree, path, [{key: value for key, value in node.items() if key != name}])
+
+
+def _renamed(nodes: list[Node], place: int) -> list[Node]:
+    """The nodes of a group under names that are free outside it."""
+    taken = {node["name"] for index, node in enumerate(nodes) if index != place}
+    inner = []
+    for node in get(nodes[place], "nodes"):
+        name = node["name"]
+        while name in taken:
+            name += "x"
+        taken.add(name)
+        inner.append({**node, "name": name})
+    return inner
+
+
+def with_width(tree: dict[str, Any], width: int) -> dict[str, Any]:
+    """Return the tree with `width` wherever a width is written down."""
+    smaller = copy.deepcopy(tree)
+    smaller["width"] = width
+    for node in _all(smaller["nodes"]):
+        if node["kind"] == "linear":
+            node["out"] = width
+    return smaller
+
+
+def _all(nodes: list[Node]) -> Iterator[Node]:
+    for node in nodes:
+        yield node
+        yield from _all(node.get("nodes", []))
+
+
+def _paths(nodes: list[Node], prefix: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
+    for place, node in enumerate(nodes):
+        yield (*prefix, place)
+        yield from _paths(node.get("nodes", []), (*prefix, place))
+
+
+def _with_nodes(tree: dict[str, Any], path: tuple[int, ...], others: list[Node]) -> dict[str, Any]:
+    """The tree with other nodes in the place of one of its own."""
+    place, *rest = path
+    nodes = tree["nodes"]
+    made = [_with_nodes(nodes[place], tuple(rest), others)] if rest else others
+    return {**tree, "nodes": [*nodes[:place], *made, *nodes[place + 1 :]]}

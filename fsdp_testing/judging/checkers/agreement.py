@@ -1,0 +1,119 @@
+"""Does a run on N ranks give what one process gives, and do the ranks agree with one another?
+
+Compares point by point in the order of the program and stops after the first point at which anything diverges: what
+follows is a consequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fsdp_testing.cases.records import Case, FailureKind, Finding, RankObservation
+from fsdp_testing.errors import HarnessError
+from fsdp_testing.judging.checkers.divergence import Compared, Divergence
+from fsdp_testing.judging.checkers.explain import finding_of
+from fsdp_testing.judging.checkers.results import check_results
+from fsdp_testing.judging.checkers.snapshots import StateCheck
+from fsdp_testing.oracle.comparison import Comparison
+from fsdp_testing.oracle.quantities import Expectation, ExpectedPoint, Quantity
+
+
+def compare(expectation: Expectation, ranks: Sequence[RankObservation], comparison: Comparison) -> Compared:
+    """Compare all ranks' observations with what the oracle expects.
+
+    Returns:
+        The divergences of the first point that has any, and how much was compared on the way. An exception on a rank
+        is not a divergence here: comparison ends before the operation that raised.
+    """
+    tally = Compared()
+    last = min((rank.error.index for rank in ranks if rank.error is not None), default=None)
+    for point in expectation.points:
+        if last is not None and point.index >= last:
+            break
+        _check_point(tally, point, expectation, ranks, comparison)
+        if tally.divergences:
+            break
+    return tally
+
+
+def _check_point(
+    tally: Compared, point: ExpectedPoint, expectation: Expectation, ranks: Sequence[RankObservation], asked: Comparison
+) -> None:
+    index = point.index
+    if not point.snapshot:
+        if asked.outputs:
+            results = [next((one for one in rank.results if one.index == index), None) for rank in ranks]
+            check_results(tally, point, results)
+        return
+    snapshots = [next((one for one in rank.snapshots if one.index == index), None) for rank in ranks]
+    absent = tuple(rank.rank for rank, snapshot in zip(ranks, snapshots) if snapshot is None)
+    if absent:
+        state = Quantity("result", "state")
+        tally.add(Divergence(FailureKind.MISSING, state, index, absent, "was not reported"))
+        return
+    present = [snapshot for snapshot in snapshots if snapshot is not None]
+    StateCheck(tally, point, expectation.shapes, present, asked).run()
+
+
+def review(
+    case: Case, expectation: Expectation, ranks: Sequence[RankObservation], asked: Comparison, about: str
+) -> tuple[Finding | None, Compared]:
+    """Compare what ranks report of something besides the case itself.
+
+    Args:
+        case: The case.
+        expectation: What that is to be.
+        ranks: What it is.
+        asked: What is compared.
+        about: What it is, in words, with which the sentence of a finding begins.
+
+    Returns:
+        The finding that leads, if anything diverges, and what was compared.
+
+    Raises:
+        HarnessError: Something passes that nothing follows from.
+    """
+    tally = compare(expectation, ranks, asked)
+    if not tally.divergences:
+        require_decided(tally)
+        return None, tally
+    found = finding_of(case, first(tally.divergences), tally.divergences)
+    return replace(found, explanation=f"{about}: {found.explanation}"), tally
+
+
+def wrong_numbers(
+    expectation: Expectation, ranks: Sequence[RankObservation], asked: Comparison
+) -> tuple[int, list[Quantity]]:
+    """Return the operation after which numbers diverge first, and which ones; none where a difference has no size."""
+    divergences = compare(expectation, ranks, asked).divergences
+    sized = bool(divergences) and all(divergence.max_error is not None for divergence in divergences)
+    return (divergences[0].index, [divergence.quantity for divergence in divergences]) if sized else (-1, [])
+
+
+def agrees(expectation: Expectation, ranks: Sequence[RankObservation], asked: Comparison) -> bool:
+    """Return whether something is compared, and all of it agrees for certain."""
+    tally = compare(expectation, ranks, asked)
+    return tally.comparisons > 0 and not tally.divergences and not tally.undecided
+
+
+def require_decided(tally: Compared) -> None:
+    """Demand that what passed was decided.
+
+    Raises:
+        HarnessError: Numbers are within their bound only because it admits nearly everything.
+    """
+    if tally.undecided:
+        one = tally.undecided[0]
+        raise HarnessError(f"{one.quantity}: {one.sentence}. Take fewer steps, or a smaller learning rate.")
+
+
+def first(divergences: Sequence[Divergence]) -> Divergence:
+    """Return the divergence to lead with: a contradiction between ranks explains the rest, then the largest excess."""
+
+    def weight(item: Divergence) -> tuple[int, float]:
+        order = {FailureKind.MISSING: 0, FailureKind.DISAGREED: 1}.get(item.kind, 2)
+        excess = (item.max_error or 0.0) / (item.bound or 1e-300) if item.max_error is not None else float("inf")
+        return order, -excess
+
+    return min(divergences, key=weight)

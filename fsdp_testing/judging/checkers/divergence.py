@@ -1,0 +1,112 @@
+"""What does a checker say when it finds something? One divergence, with its size, its place and its ranks.
+
+A difference within its bound passes, unless it is nearly as large as the numbers compared: a program that amplifies
+roundings so much has a bound that would admit a sum for a mean, and a pass would claim what nobody saw.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from fsdp_testing.cases.records import FailureKind, Mismatch
+from fsdp_testing.oracle.quantities import Expected, ExpectedPoint, Quantity
+from fsdp_testing.oracle.tensors import Difference
+
+DECISIVE = 1 / 16
+"""Part of the largest number of its kind that an admitted difference may be; a correct run stays far below it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """One quantity at one point that is not as it must be.
+
+    Attributes:
+        kind: `diverged` (from the oracle), `disagreed` (ranks among themselves), `missing` (not reported, or on no rank).
+        quantity: What.
+        index: Operation after which it was seen.
+        ranks: Whose it is.
+        sentence: What is wrong with it, without subject: "is off by 0.5".
+        mismatch: In what it differs.
+        max_error: Largest absolute difference, where one exists.
+        bound: The admissible difference there.
+        derivation: How the bound came about.
+    """
+
+    kind: FailureKind
+    quantity: Quantity
+    index: int
+    ranks: tuple[int, ...]
+    sentence: str
+    mismatch: Mismatch = Mismatch.NUMBERS
+    max_error: float | None = None
+    bound: float | None = None
+    derivation: str = ""
+
+    @classmethod
+    def sized(
+        cls,
+        quantity: Quantity,
+        index: int,
+        ranks: tuple[int, ...],
+        sentence: str,
+        found: Difference,
+        derivation: str = "",
+    ) -> Divergence:
+        """Return the divergence of numbers that are off by `found`."""
+        kind, error, bound = FailureKind.DIVERGED, found.error, found.bound
+        return cls(kind, quantity, index, ranks, sentence, Mismatch.NUMBERS, error, bound, derivation)
+
+
+@dataclass(slots=True)
+class Compared:
+    """What a comparison has seen so far.
+
+    Attributes:
+        divergences: Found, in order.
+        comparisons: Number of tensors compared.
+        worst_ratio: Largest error in units of its bound, over what passed with a bound above zero.
+        undecided: What is within its bound, and yet too different for anybody to call it equal.
+    """
+
+    divergences: list[Divergence] = field(default_factory=list)
+    comparisons: int = 0
+    worst_ratio: float = 0.0
+    undecided: list[Divergence] = field(default_factory=list)
+
+    def add(self, divergence: Divergence) -> None:
+        """Note a divergence."""
+        self.divergences.append(divergence)
+
+    def count(self) -> None:
+        """Count one more tensor compared."""
+        self.comparisons += 1
+
+    def number(
+        self, point: ExpectedPoint, quantity: Quantity, ranks: tuple[int, ...], found: Difference, expected: Expected
+    ) -> None:
+        """Note a comparison of numbers, which may be beyond their bound."""
+        if not found.exceeded:
+            self.within(point, quantity, ranks, found)
+            return
+        several = expected.value is not None and expected.value.numel() > 1
+        where = f", element {found.position}" if several else ""
+        sentence = f"is off by {found.error:.3g} (bound {found.bound:.3g}){where}: {found.text}"
+        self.add(Divergence.sized(quantity, point.index, ranks, sentence, found, expected.derivation))
+
+    def within(self, point: ExpectedPoint, quantity: Quantity, ranks: tuple[int, ...], found: Difference) -> None:
+        """Note a comparison within its bound: how close it came to it, and whether that decides anything."""
+        self.worst_ratio = max(self.worst_ratio, found.ratio)
+        if found.error == 0.0 and not found.blank:
+            return
+        largest = point.largest(quantity)
+        if found.blank:
+            sentence = "holds NaN, as expected, which looks alike whatever it came from, so nothing follows from it"
+        elif found.error > DECISIVE * largest or not math.isfinite(largest):
+            sentence = (
+                f"is off by {found.error:.3g} where no number is larger than {largest:.3g}; "
+                f"roundings alone may do that here (bound {found.bound:.3g}), so nothing follows from it"
+            )
+        else:
+            return
+        self.undecided.append(Divergence.sized(quantity, point.index, ranks, sentence, found))

@@ -1,0 +1,100 @@
+"""Does each operation take no more memory and communication than the strategy promises? Pure, over the ranks' accounts.
+
+Right numbers do not show a gathered parameter that is never freed, nor a collective too many. The rules hold for any
+program: they say what may be unsharded after each operation, given what was before it, and what the operations whose
+cost is known from the strategy alone may put on the wire.
+
+Source: Rajbhandari et al., "ZeRO", section 7 (one gather for forward, one for backward, one reduction); Zhao et al.,
+"PyTorch FSDP", section 3.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from fsdp_testing.cases.records import Case, Measure, Operation, OperationAccount, Overrun
+
+FLAG_BYTES = 16
+"""A collective of no more than this is a flag or a norm, and moves no parameter or gradient."""
+
+_FREES_AFTER_FORWARD = ("full_shard", "hybrid_shard")
+_KEEPS = {"kept_after_backward", "partial_reshard"}
+"""Settings with which parameters, or a part of them, stay where the strategy would free them."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicationBudget:
+    """What one pass over the parameters takes at most.
+
+    Attributes:
+        uses: How often a forward may run one part of the model.
+        padded_bytes: All parameters, with the padding that sharding may need.
+        reductions: Collectives that reduce the gradients of all units once.
+        casts: Whole copies may be filled where nothing is sharded, because they are cast; that moves nothing.
+    """
+
+    uses: int
+    padded_bytes: int
+    reductions: int
+    casts: bool = True
+
+
+def first_overrun(
+    case: Case,
+    ranks: Sequence[Sequence[OperationAccount]],
+    budget: CommunicationBudget | None,
+    measures: Collection[Measure] = tuple(Measure),
+) -> Overrun | None:
+    """Return the first operation that takes more than it may.
+
+    Args:
+        case: A legal case that ran to its end on every rank.
+        ranks: By rank, the accounts in order; an operation without one issued nothing and changed nothing.
+        budget: For the rules of communication; None leaves them out.
+        measures: Which rules are asked.
+    """
+    found = [one for rank, accounts in enumerate(ranks) for one in _of_rank(case, rank, accounts, budget)]
+    return min((one for one in found if one.measure in measures), key=lambda one: one.operation, default=None)
+
+
+def _of_rank(
+    case: Case, rank: int, accounts: Sequence[OperationAccount], budget: CommunicationBudget | None
+) -> Iterator[Overrun]:
+    before: frozenset[str] = frozenset()
+    for account in accounts:
+        operation = case.program[account.index] if 0 <= account.index < len(case.program) else None
+        unsharded = dict(account.held)
+        early = case.strategy in _FREES_AFTER_FORWARD and not _KEEPS & set(case.wrapping.settings)
+        # Without an operation it is a new model, of which nothing has run.
+        allowed: frozenset[str] | None = frozenset()
+        if operation is not None:
+            allowed = operation.may_stay_unsharded(before, frees_early=early, backward=account.backward)
+        kept = () if allowed is None else tuple(item for item in sorted(unsharded.items()) if item[0] not in allowed)
+        if kept:
+            stays = sum(size for _, size in kept)
+            yield Overrun(Measure.KEPT_PARAMETERS, account.index, rank, stays, 0, kept)
+        if budget is not None and operation is not None:
+            yield from _excess(case.strategy, rank, operation, account, budget)
+        before = frozenset(unsharded)
+
+
+def _excess(
+    strategy: str, rank: int, operation: Operation, account: OperationAccount, budget: CommunicationBudget
+) -> Iterator[Overrun]:
+    passes = operation.most_passes(budget.uses, frees_early=strategy in _FREES_AFTER_FORWARD)
+    if passes is None:
+        return
+    reductions = operation.most_reductions(budget.uses) * budget.reductions
+    for unit, times in Counter(account.gathered).items():
+        most = 0 if strategy == "no_shard" else passes
+        if times > most and not (strategy == "no_shard" and budget.casts):
+            yield Overrun(Measure.UNIT_GATHERS, account.index, rank, times, most, ((unit, 0),))
+    wire = sum(size for size in account.gather_bytes if size > FLAG_BYTES)
+    limit = 0 if strategy == "no_shard" else passes * budget.padded_bytes
+    if wire > limit:
+        yield Overrun(Measure.GATHERED_BYTES, account.index, rank, wire, limit)
+    issued = sum(size > FLAG_BYTES for size in account.reduction_bytes)
+    if issued > reductions:
+        yield Overrun(Measure.REDUCTIONS, account.index, rank, issued, reductions)

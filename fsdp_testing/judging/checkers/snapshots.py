@@ -1,0 +1,171 @@
+"""Do the ranks' pieces of parameters, gradients, optimizer state and buffers make up the oracle's?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+import torch
+
+from fsdp_testing.cases.records import FailureKind, Mismatch, ObservedPiece, ParameterObservation, Snapshot
+from fsdp_testing.judging.checkers.divergence import Compared, Divergence
+from fsdp_testing.judging.checkers.results import compare_tensor
+from fsdp_testing.oracle.assemble import assemble
+from fsdp_testing.oracle.quantities import Expected, ExpectedPoint, Quantity
+from fsdp_testing.oracle.tensors import difference
+
+if TYPE_CHECKING:
+    from fsdp_testing.oracle.comparison import Comparison
+
+RankPieces = list[tuple[int, Sequence[ObservedPiece]]]
+
+
+@dataclass(frozen=True, slots=True)
+class StateCheck:
+    """One point of the program on all ranks, being compared.
+
+    Attributes:
+        tally: Takes what is found.
+        point: What the oracle says.
+        shapes: Shape of every parameter.
+        snapshots: What each rank reports, by rank.
+        asked: Which kinds to compare.
+    """
+
+    tally: Compared
+    point: ExpectedPoint
+    shapes: Mapping[str, tuple[int, ...]]
+    snapshots: Sequence[Snapshot]
+    asked: Comparison
+
+    def run(self) -> None:
+        """Compare every quantity that is asked for, in the oracle's order."""
+        checks = {"value": self._value}
+        checks |= {"gradient": self._gradient} if self.asked.gradients and not self.point.pending else {}
+        checks |= {"optimizer": self._optimizer} if self.asked.optimizer else {}
+        checks |= {"buffer": self._buffer} if self.asked.buffers else {}
+        for quantity, expected in self.point.quantities.items():
+            ignored = any(fnmatchcase(quantity.name, pattern) for pattern in self.asked.ignore)
+            if quantity.kind in checks and not ignored:
+                checks[quantity.kind](quantity, expected)
+
+    def _observed(self, fqn: str) -> list[tuple[int, ParameterObservation]]:
+        seen = [(rank, snapshot.parameters.get(fqn)) for rank, snapshot in enumerate(self.snapshots)]
+        return [(rank, parameter) for rank, parameter in seen if parameter is not None]
+
+    def _value(self, quantity: Quantity, expected: Expected) -> None:
+        by_rank: RankPieces = []
+        for rank, seen in self._observed(quantity.name):
+            by_rank.append((rank, seen.pieces))
+            wanted = self.point.dtypes.get(quantity.name, seen.dtype)
+            if seen.dtype and seen.dtype != wanted:
+                self._differs(Mismatch.DTYPE, quantity, (rank,), f"has dtype {seen.dtype}, expected {wanted}")
+            flag = self.point.requires_grad.get(quantity.name, seen.requires_grad)
+            if seen.requires_grad != flag:
+                sentence = f"has requires_grad={seen.requires_grad}, expected {flag}"
+                self._differs(Mismatch.REQUIRES_GRAD, quantity, (rank,), sentence)
+        self._pieces(quantity, by_rank, expected)
+
+    def _gradient(self, quantity: Quantity, expected: Expected) -> None:
+        by_rank: RankPieces = []
+        without: list[int] = []
+        for rank, seen in self._observed(quantity.name):
+            if seen.grad_pieces is not None:
+                by_rank.append((rank, seen.grad_pieces))
+                if seen.dtype and seen.grad_dtype != seen.dtype:
+                    sentence = f"has dtype {seen.grad_dtype}, expected {seen.dtype}"
+                    self._differs(Mismatch.DTYPE, quantity, (rank,), sentence)
+            elif any(piece.stop > piece.start for piece in seen.pieces):
+                without.append(rank)
+        if expected.value is None:
+            self._none(quantity, by_rank)
+            return
+        size = float(expected.value.abs().max()) if expected.value.numel() else 0.0
+        if without and (size != 0.0 or not self.asked.none_is_zero):
+            self.tally.count()
+            self._differs(Mismatch.NONE, quantity, tuple(without), f"is None, expected numbers (up to {size:.3g})")
+        elif without and not by_rank:
+            self.tally.count()
+        else:
+            # Where one rank has none, the others' numbers are those that stand beside its zeros.
+            zeros = [(rank, seen.pieces) for rank, seen in self._observed(quantity.name) if rank in without]
+            by_rank += [(rank, [replace(p, value=torch.zeros_like(p.value)) for p in pieces]) for rank, pieces in zeros]
+            self._pieces(quantity, sorted(by_rank, key=lambda one: one[0]), expected)
+
+    def _none(self, quantity: Quantity, by_rank: RankPieces) -> None:
+        """One process has no gradient."""
+        self.tally.count()
+        for rank, pieces in by_rank:
+            filled = [piece for piece in pieces if piece.stop > piece.start]
+            size = max((float(piece.value.abs().max()) for piece in filled), default=0.0)
+            if filled and not (self.asked.none_is_zero and size == 0.0):
+                self._differs(Mismatch.NOT_NONE, quantity, (rank,), f"holds numbers (up to {size:.3g}), expected None")
+
+    def _optimizer(self, quantity: Quantity, expected: Expected) -> None:
+        without = [rank for rank, snapshot in enumerate(self.snapshots) if snapshot.optimizer is None]
+        if len(without) == len(self.snapshots) or expected.value is None:
+            return
+        filled = {rank for rank, seen in self._observed(quantity.name) if any(p.stop > p.start for p in seen.pieces)}
+        if filled & set(without):
+            ranks = tuple(sorted(filled & set(without)))
+            self._report(FailureKind.MISSING, quantity, ranks, "is not there, although other ranks have one")
+            return
+        by_rank: RankPieces = []
+        scalars: list[tuple[int, float]] = []
+        for rank, snapshot in enumerate(self.snapshots):
+            state = (snapshot.optimizer or {}).get(quantity.name)
+            if state is not None and quantity.part in state.tensors:
+                by_rank.append((rank, state.tensors[quantity.part]))
+            elif state is not None and quantity.part in state.scalars:
+                scalars.append((rank, state.scalars[quantity.part]))
+        if not scalars or expected.value.numel() != 1:
+            self._pieces(quantity, by_rank, expected)
+            return
+        for rank, number in scalars:
+            actual = torch.tensor(number, dtype=expected.value.dtype).reshape(expected.value.shape)
+            compare_tensor(self.tally, self.point, quantity._replace(rank=rank), actual, expected)
+
+    def _buffer(self, quantity: Quantity, expected: Expected) -> None:
+        seen = self.snapshots[quantity.rank].buffers.get(quantity.name)
+        if seen is None:
+            self._report(FailureKind.MISSING, quantity, (quantity.rank,), "is gone")
+        else:
+            compare_tensor(self.tally, self.point, quantity, seen.value, expected)
+
+    def _pieces(self, quantity: Quantity, by_rank: RankPieces, expected: Expected) -> None:
+        """Compare a tensor that the ranks hold together: nothing missing, replicas equal, numbers within the bound."""
+        if expected.value is None or not expected.value.numel():
+            return
+        self.tally.count()
+        whole = assemble(by_rank, self.shapes[quantity.name])
+        if whole is None or not whole.complete:
+            where = "" if whole is None else f" from element {whole.first_hole()} on"
+            self._report(FailureKind.MISSING, quantity, (), f"is held by no rank{where}")
+            return
+        for one, other, position in whole.contradictions[:1]:
+            sentence = f"differs between ranks {one} and {other}, first in element {position}"
+            self._report(FailureKind.DISAGREED, quantity, (one, other), sentence)
+        found = difference(whole.flat, expected.value, expected.bound)
+        ranks = tuple(rank for rank, pieces in by_rank if not found.exceeded or _diverges(pieces, expected))
+        self.tally.number(self.point, quantity, ranks, found, expected)
+
+    def _report(self, kind: FailureKind, quantity: Quantity, ranks: tuple[int, ...], sentence: str) -> None:
+        self.tally.add(Divergence(kind, quantity, self.point.index, ranks, sentence))
+
+    def _differs(self, mismatch: Mismatch, quantity: Quantity, ranks: tuple[int, ...], sentence: str) -> None:
+        self.tally.add(Divergence(FailureKind.DIVERGED, quantity, self.point.index, ranks, sentence, mismatch))
+
+
+def _diverges(pieces: Sequence[ObservedPiece], expected: Expected) -> bool:
+    """Whether this rank's own pieces are beyond the bound."""
+    if expected.value is None:
+        return False
+    flat, bound = expected.value.reshape(-1), expected.bound
+    for piece in pieces:
+        span = slice(piece.start, piece.stop)
+        limit = bound.reshape(-1)[span] if isinstance(bound, torch.Tensor) and bound.numel() > 1 else bound
+        if piece.stop > piece.start and difference(piece.value, flat[span], limit).exceeded:
+            return True
+    return False

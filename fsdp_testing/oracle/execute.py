@@ -1,0 +1,274 @@
+"""How does one rank run a case through an implementation?
+
+It builds the model, wraps it, runs the program operation by operation, and reports what it sees: results of operations,
+and its own local pieces at marked points and at the end. An exception is recorded at the operation that raised it; the
+rank then stops and says so at once, so that the pool does not wait for ranks that wait for this one.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp_testing
+from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.adapters.protocol import Setup
+from fsdp_testing.cases.operations import Batch, user_code
+from fsdp_testing.cases.operations.operation import matching
+from fsdp_testing.cases.records import Case, OperationResult, RaisedError, RankObservation, Snapshot, plan
+from fsdp_testing.cases.records.schedule import builds_late
+from fsdp_testing.errors import CollectiveMismatch, HarnessError, InvalidImplementation
+from fsdp_testing.oracle import models, one_process
+from fsdp_testing.oracle.fresh_memory import filled_with_garbage
+from fsdp_testing.oracle.observe import snapshot_of
+from fsdp_testing.oracle.setup import setup_among, setup_in_world
+from fsdp_testing.oracle.starting import module_to_wrap
+from fsdp_testing.oracle.ways import Carrier, DirectoryRefused, InMemory, carried_in_directory
+from fsdp_testing.ranks.ledger.late_delivery import deliver_late
+
+_HOME = Path(fsdp_testing.__file__).parent
+_HANDS_ON = {_HOME / "ranks" / "ledger" / name for name in ("interception.py", "late_delivery.py")}
+"""Files through which calls of torch's C++ and results of collectives only pass."""
+
+Values = dict[str, torch.Tensor]
+SetupMaker = Callable[[Case, nn.Module], Setup]
+
+
+class RankProgram:
+    """One case on one rank, in the making."""
+
+    late, garbage = True, True
+    """Whether results of collectives arrive as late as they may, and fresh memory holds garbage."""
+
+    def __init__(self, case: Case, adapter: Adapter, rank: int, make_setup: SetupMaker = setup_in_world) -> None:
+        self.case = case
+        self.adapter = adapter
+        self.rank = rank
+        self.make_setup = make_setup
+        self.make_group: Callable[[tuple[int, ...]], Any] = dist.new_group
+        self.files = Path(tempfile.gettempdir())
+        self.model: nn.Module = nn.Module()
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.results: list[OperationResult] = []
+        self.snapshots: list[Snapshot] = []
+        self.index = -1
+        self.in_implementation = False
+
+    def run(self, *, observe_all: bool = False) -> RankObservation:
+        """Run the whole case; never raise for what the case or the implementation does.
+
+        Args:
+            observe_all: Take a snapshot after every operation instead of at marked points only.
+
+        Collectives: those of the implementation; every rank runs the same case.
+        """
+        start = time.perf_counter()
+        error: RaisedError | None = None
+        try:
+            # Luck is to help nobody: neither a quick network nor memory that holds zeros or yesterday's weights.
+            with (
+                deliver_late() if self.late else nullcontext(),
+                filled_with_garbage() if self.garbage else nullcontext(),
+            ):
+                self._run(observe_all=observe_all)
+        except Exception as raised:  # noqa: BLE001 - whatever a foreign implementation raises is a finding
+            error = self.record(raised)
+        return RankObservation(
+            rank=self.rank,
+            results=tuple(self.results),
+            snapshots=tuple(self.snapshots),
+            error=error,
+            seconds=time.perf_counter() - start,
+        )
+
+    def _run(self, *, observe_all: bool) -> None:
+        self.model = self._model_of(self.case, {})
+        if not builds_late(self.case):
+            self.build_optimizer()
+        self.run_operations(observe_all=observe_all)
+
+    def run_operations(self, *, observe_all: bool = False) -> None:
+        """Run the case's operations on the model as it is, and take a snapshot at the end."""
+        for planned in plan(self.case):
+            self.index = planned.index
+            if planned.void:
+                continue
+            values = planned.operation.run(self)
+            if values:
+                self.results.append(OperationResult(planned.index, values))
+            if observe_all or planned.operation.observes:
+                self.observe(getattr(planned.operation, "label", ""))
+        self.index = len(self.case.program)
+        self.observe("end")
+
+    def observe(self, label: str) -> None:
+        """Take a snapshot. Collectives: none, if the adapter observes locally."""
+        self.snapshots.append(snapshot_of(self.adapter, self.model, self.optimizer, self.index, label))
+
+    def build_optimizer(self) -> None:
+        """Build the case's optimizer over the parameters that the implementation shows."""
+        # Of torch's own optimizer over what the adapter shows, a failure before the program says nothing.
+        with self._inside() if "build_optimizer" not in self.adapter.missing else nullcontext():
+            self.optimizer = self.adapter.build_optimizer(self.model, partial(models.build_optimizer, self.case))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run backward as the implementation does; a loss that nothing trainable went into has none."""
+        if loss.requires_grad:
+            self.adapter.backward(self.model, loss)
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Clear gradients as the implementation does."""
+        self.adapter.zero_grad(self.model, self.optimizer, set_to_none)
+
+    def call(self, batch: Any, *, inner: bool = False, penalised: bool = False) -> models.Forwarded:
+        """Run the wrapped model forward on this rank's inputs.
+
+        Args:
+            batch: Which inputs.
+            inner: The module inside the wrapper is called, where the wrapper is one around it.
+            penalised: The loss has the squared gradient by the inputs as a part.
+        """
+        inputs = models.make_inputs(self.case, batch, self.rank)
+        model = getattr(self.model, "module", self.model) if inner else self.model
+        with self._inside():
+            if penalised:
+                return models.penalised(model, self.case, batch, self.rank, inputs)
+            return models.forward(model, self.case, batch, self.rank, inputs)
+
+    def plain_part(self, name: str) -> nn.Module:
+        """Return a part of the model as it was before wrapping, built anew."""
+        return models.build_model(self.case).get_submodule(name)
+
+    def set_requires_grad(self, patterns: tuple[str, ...], flag: bool) -> None:
+        """Set the flag on the parameters that match."""
+        found = matching(self.adapter.named_parameters(self.model), patterns)
+        if not found:
+            raise InvalidImplementation(
+                f"{self.adapter.name}.named_parameters: expected a parameter that matches {patterns}, got none. "
+                "Name parameters as the unwrapped module does, or do not claim `thawed_parameters`."
+            )
+        user_code.set_requires_grad([parameter for _, parameter in found], flag)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of parameters and inputs."""
+        return models.dtype_of(self.case.model.dtype)
+
+    def rebuild(self, flags: Mapping[str, bool]) -> None:
+        """Build and wrap the model anew, from other values.
+
+        Args:
+            flags: `requires_grad` by name, where it is not that of a new model.
+        """
+        self.model = self._model_of(replace(self.case, seed=self.case.seed + 1), flags)
+
+    def _model_of(self, case: Case, flags: Mapping[str, bool]) -> nn.Module:
+        module, init_module = module_to_wrap(case, self.rank, flags)
+        setup = replace(self.make_setup(case, module), init_module=init_module)
+        with self._inside():
+            return self.adapter.wrap(module, setup)
+
+    def train_in_one_process(self, batch: Batch, state: Any, saved: Any, flags: Mapping[str, bool]) -> tuple[Any, Any]:
+        """Return what one process makes of a saved state of model and optimizer (None: not saved) in one step.
+
+        Args:
+            batch: Inputs; those of rank 0 are taken.
+            state: Complete state of the model.
+            saved: Complete state of the optimizer.
+            flags: `requires_grad` by name.
+        """
+        steps = self.optimizer is not None
+        carried = one_process.train_on(self.case, batch, one_process.Saved(state, saved), flags, steps=steps)
+        return carried.model, carried.optimizer
+
+    def saved_as(self, directory: bool) -> AbstractContextManager[Carrier]:
+        """Return what carries a saved state, while it is needed. Collectives: for a directory, a broadcast and a barrier."""
+        return carried_in_directory(self.files) if directory else nullcontext(InMemory())
+
+    def train_among(
+        self, ranks: tuple[int, ...], case: Case, batch: Batch, saved: Carrier, flags: Mapping[str, bool]
+    ) -> None:
+        """Let some of the ranks load a saved state into new ones of the implementation, train a step, and save that in its place.
+
+        Args:
+            ranks: Who trains.
+            case: Says how they wrap.
+            batch: Inputs; these ranks have those of the first ranks.
+            saved: The state.
+            flags: `requires_grad` by name.
+
+        Collectives: a group is made, and the new state is sent by the first of `ranks`; every rank of the world calls.
+        """
+        group = self.make_group(ranks)
+        if self.rank in ranks:
+            place, adapter = ranks.index(self.rank), self.adapter
+            module, init_module = module_to_wrap(replace(case, seed=case.seed + 2), place, flags)
+            setup = replace(setup_among(case, module, ranks, group), init_module=init_module)
+            with self._inside():
+                model, optimizer = adapter.wrap(module, setup), None
+                saved.load_model(adapter, model, group)
+                if self.optimizer is not None:
+                    optimizer = adapter.build_optimizer(model, partial(models.build_optimizer, case))
+                    saved.load_optimizer(adapter, model, optimizer, group)
+                loss = models.forward(model, case, batch, place, models.make_inputs(case, batch, place)).loss
+                if loss.requires_grad:
+                    adapter.backward(model, loss)
+                if optimizer is not None:
+                    adapter.step(model, optimizer)
+                saved.save(adapter, model, optimizer, group)
+                adapter.finish(model)
+        saved.send(ranks[0])
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Mark that foreign code runs; the mark stays if it raises, so that the exception is put to its account."""
+        self.in_implementation = True
+        yield
+        self.in_implementation = False
+
+    def record(self, raised: Exception) -> RaisedError:
+        """Return what was raised in the present operation, and whether it is the implementation's fault."""
+        # Collectives that do not match are the implementation's; the ledger only says so first. So is a directory that is
+        # refused: users meet that error too; this harness only wraps it, since torch's own is no Exception.
+        if isinstance(raised, DirectoryRefused):
+            ours = False
+        elif isinstance(raised, HarnessError):
+            ours = not isinstance(raised, CollectiveMismatch)
+        else:
+            ours = _raised_by_harness(raised) or (self.index < 0 and not self.in_implementation)
+        return RaisedError(
+            index=self.index,
+            type_name=f"{type(raised).__module__}.{type(raised).__qualname__}".removeprefix("builtins."),
+            message=str(raised),
+            traceback="".join(traceback.format_exception(raised)),
+            not_implementation_fault=ours,
+            not_supported=isinstance(raised, NotImplementedError),
+        )
+
+
+def _raised_by_harness(raised: Exception) -> bool:
+    """Whether the innermost frame is the harness's own: its ledger or an adapter of ours.
+
+    Models of the zoo and what a training loop does to parameters are user code, and what the museum plants is the
+    implementation's. So is what torch's C++ raises in a call that the ledger only hands on.
+    """
+    frames = traceback.extract_tb(raised.__traceback__)
+    while frames and Path(frames[-1].filename) in _HANDS_ON:
+        frames.pop()
+    if not frames:
+        return False
+    innermost = Path(frames[-1].filename)
+    user_code_files = {_HOME / "cases" / "operations" / "user_code.py", _HOME / "oracle" / "one_process.py"}
+    foreign = {_HOME / "zoo", _HOME / "museum", *user_code_files}
+    return _HOME in innermost.parents and not foreign & {innermost, *innermost.parents}

@@ -1,0 +1,214 @@
+"""How do a case's model, inputs and loss come to be? The same way in the engine and in the oracle."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_testing.cases.models import MODELS, Inputs, ZooModel, loss_of, tensors_in
+from fsdp_testing.cases.models.tree import tree_model
+from fsdp_testing.cases.models.tree_schema import get
+from fsdp_testing.cases.operations.operation import matching
+from fsdp_testing.cases.records import Batch, Case
+from fsdp_testing.errors import InvalidRecord
+from fsdp_testing.oracle.adam_in_float32 import AdamInFloat32
+from fsdp_testing.oracle.replicas import replica_of
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """A finished forward: the loss and every floating-point tensor of the output, in order."""
+
+    loss: torch.Tensor
+    outputs: tuple[torch.Tensor, ...]
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return detached copies by name, for reports."""
+        shown = {f"output.{place}": tensor.detach().clone() for place, tensor in enumerate(self.outputs)}
+        return {**shown, "loss": self.loss.detach().clone()}
+
+
+def derive(*parts: int | str) -> int:
+    """Return a seed (63 bits) that is a function of `parts` alone, on every machine: the case's seed, and what it is for."""
+    text = "/".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the torch dtype called `name`."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidRecord(f"dtype: expected the name of a torch dtype, got {name!r}. Mend the case.")
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return `float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def zoo_model(case: Case) -> ZooModel:
+    """Return the zoo's entry for the case's model.
+
+    Raises:
+        InvalidRecord: No such model.
+    """
+    if case.model.name == "tree":
+        return tree_model(case.model.tree)
+    model = MODELS.get(case.model.name)
+    if model is None:
+        raise InvalidRecord(
+            f"case.model.name: expected one of {', '.join(sorted(MODELS))} or tree, got {case.model.name!r}. Mend the case."
+        )
+    return model
+
+
+def build_model(case: Case) -> nn.Module:
+    """Build the case's unwrapped model: equal values wherever it is built."""
+    model = zoo_model(case)
+    if case.model.tree is None:
+        return _built(model, case)
+    key = (id(model), case.seed, case.model.dtype, case.model.freeze)
+    asked_before = key in _FIRST
+    _, first = _FIRST.pop(key) if asked_before else (model, None)
+    if first is None:
+        first = _built(model, case)
+    _FIRST[key] = (model, first if asked_before else None)
+    if len(_FIRST) > _FIRST_KEPT:
+        del _FIRST[next(iter(_FIRST))]
+    if not asked_before:
+        return first
+    return replica_of(first, {id(p): nn.Parameter(p.detach().clone(), p.requires_grad) for p in first.parameters()})
+
+
+_FIRST: dict[tuple[int, int, str, tuple[str, ...]], tuple[ZooModel, nn.Module | None]] = {}
+"""The last drawn models that were asked for, each with what keeps its identity its own. Of one that is asked for again a
+module is kept that nobody gets: a copy is made in a quarter of the time. Most are asked for once, and need no copy."""
+_FIRST_KEPT = 8
+
+
+def _built(model: ZooModel, case: Case) -> nn.Module:
+    module = model.build(derive(case.seed, "model"), dtype_of(case.model.dtype), **case.model.arguments)
+    for _, parameter in matching(module.named_parameters(), case.model.freeze):
+        parameter.requires_grad_(False)
+    return module.train()
+
+
+def most_uses(case: Case) -> int:
+    """Return how often a forward pass may use one part: by repeated calls and under several names."""
+    if case.model.tree is None:
+        return 2 if zoo_model(case).needs & {"reused_modules", "shared_parameters"} else 1
+    return _most_uses(case.model.tree["nodes"])
+
+
+def _most_uses(nodes: Iterable[Mapping[str, Any]]) -> int:
+    uses: dict[str, int] = {}
+    for node in nodes:
+        if node["kind"] == "again":
+            uses[get(node, "of")] = 2 * uses.get(get(node, "of"), 1)
+        else:
+            uses[node["name"]] = get(node, "calls") * _most_uses(get(node, "nodes")) if node["kind"] == "group" else 1
+    return max(uses.values(), default=1)
+
+
+def uses_of(case: Case, fqn: str) -> int:
+    """Return how often a forward pass may use one parameter; for a model of the zoo, any of its parameters."""
+    if case.model.tree is None:
+        return most_uses(case)
+    return _uses_of(case.model.tree["nodes"], fqn.split("."))
+
+
+def _uses_of(nodes: Iterable[Mapping[str, Any]], path: list[str]) -> int:
+    uses = 1
+    for node in nodes:
+        if node["kind"] == "again":
+            uses *= 2 if get(node, "of") == path[0] else 1
+        elif node["kind"] == "group" and node["name"] == path[0]:
+            uses *= get(node, "calls") * _uses_of(get(node, "nodes"), path[1:])
+    return uses
+
+
+def make_inputs(case: Case, batch: Batch, rank: int, dtype: torch.dtype | None = None) -> Inputs:
+    """Make the inputs of `rank`, in the model's own dtype unless another one is given."""
+    rank = _with_inputs_of(case, batch, rank)
+    usage = batch.usage_of(rank)
+    options = {} if usage is None else {"use": usage}
+    wanted = dtype or dtype_of(case.model.dtype)
+    made = zoo_model(case).make_input(
+        derive(case.seed, "inputs") % 2**31, rank, batch.seed, batch.rows_of(rank), wanted, **options
+    )
+    if batch.scale == 1.0:
+        return made
+    scaled = map_tensors(lambda t: t * batch.scale if t.is_floating_point() else t, (made.args, dict(made.kwargs)))
+    return Inputs(*scaled)
+
+
+def _with_inputs_of(case: Case, batch: Batch, rank: int) -> int:
+    """Return which of the different inputs `rank` has: ranks that hold one model together share theirs."""
+    return 0 if batch.alike else rank // case.world.tensor_parallel
+
+
+def forward(model: Callable[..., Any], case: Case, batch: Batch, rank: int, inputs: Inputs) -> Forwarded:
+    """Call the model. The global generator is seeded first, so that dropout is a function of case, batch and rank."""
+    _seed(derive(case.seed, "forward", batch.seed, _with_inputs_of(case, batch, rank)))
+    output = model(*inputs.args, **inputs.kwargs)
+    return Forwarded(loss_of(output), tuple(tensors_in(output)))
+
+
+def penalised(model: Callable[..., Any], case: Case, batch: Batch, rank: int, inputs: Inputs) -> Forwarded:
+    """Call the model as `forward` does; the squared gradient by the floating-point inputs is a part of the loss."""
+    leaves: list[torch.Tensor] = []
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point():
+            tensor = tensor.detach().requires_grad_()
+            leaves.append(tensor)
+        return tensor
+
+    forwarded = forward(model, case, batch, rank, Inputs(*map_tensors(leaf, (inputs.args, dict(inputs.kwargs)))))
+    if not leaves or not forwarded.loss.requires_grad:
+        return forwarded
+    slopes = torch.autograd.grad(forwarded.loss, leaves, create_graph=True, allow_unused=True)
+    squares = [slope.square().sum() for slope in slopes if slope is not None]
+    return Forwarded(sum(squares, forwarded.loss), forwarded.outputs)
+
+
+def _seed(seed: int) -> None:
+    """Seed torch's global generators; `torch.manual_seed` on a machine without CUDA notes a traceback at every call."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Apply `function` to every tensor in tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(function, item) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(function, item) for item in value)
+    return value
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Cast every floating-point tensor in tuples, lists and dicts."""
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+
+
+def build_optimizer(case: Case, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Build the case's optimizer over `parameters`."""
+    makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "sgd": torch.optim.SGD,
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+        "adam_in_float32": AdamInFloat32,
+    }
+    return makers[case.optimizer.name](list(parameters), **case.optimizer.arguments)

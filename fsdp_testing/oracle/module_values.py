@@ -1,0 +1,226 @@
+"""What does every call of every module compute with and give, on a rank and in one process, in the order in which it arises?
+
+Forward hooks on the very modules that are wrapped, so that names are those of the unwrapped model whatever an
+implementation makes of it. Only the program's own forwards are recorded: what is recomputed in backward is not another
+call. Observation may change how an implementation runs; whoever uses this asks whether the failure is still there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.adapters.protocol import Division, Setup
+from fsdp_testing.cases.models import tensors_in
+from fsdp_testing.cases.operations import Batch
+from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case, RankObservation
+from fsdp_testing.oracle import models, oracle
+from fsdp_testing.oracle.disturbance import NO_DISTURBANCE, Disturbance
+from fsdp_testing.oracle.execute import RankProgram
+from fsdp_testing.oracle.gathered_state import GatheredState
+from fsdp_testing.oracle.quantities import Expected
+from fsdp_testing.oracle.replay import Replay
+from fsdp_testing.oracle.setup import setup_in_world
+
+INPUT, PARAMETER, OUTPUT, GRADIENT = "input", "parameter", "output", "gradient"
+
+
+class Seen(NamedTuple):
+    """One tensor of one call of a module.
+
+    Attributes:
+        operation: Index of the operation in whose forward the call was.
+        forward: Which forward of the operation: its batch, and how many with the same batch were before it.
+        rank: Whose inputs.
+        module: Name in the unwrapped model; empty for the model itself.
+        call: Which call of the module in that forward.
+        what: `input`, `parameter` (with which it computes), `output`, or `gradient` (of an output).
+        part: Name of the parameter in the module, or place among the tensors of inputs or outputs.
+    """
+
+    operation: int
+    forward: tuple[Batch, int]
+    rank: int
+    module: str
+    call: int
+    what: str
+    part: str
+
+
+Values = dict[Seen, torch.Tensor]
+
+
+Modules = tuple[tuple[str, nn.Module, tuple[str, ...]], ...]
+
+
+def modules_of(model: nn.Module) -> Modules:
+    """Return the modules of an unwrapped model: name, module, and names of its own parameters."""
+    return tuple(
+        (name, inner, tuple(key for key, _ in inner.named_parameters(recurse=False)))
+        for name, inner in model.named_modules()
+    )
+
+
+class ModuleWatch:
+    """Records the calls of modules during forwards.
+
+    Attributes:
+        values: What was seen, in the order in which it arose.
+    """
+
+    def __init__(self) -> None:
+        self.values: Values = {}
+        self._forwards: Counter[tuple[int, int, Batch]] = Counter()
+        self._calls: Counter[str] = Counter()
+        self._now: tuple[int, tuple[Batch, int], int] | None = None
+
+    def __deepcopy__(self, memo: Any) -> ModuleWatch:
+        # Copies of a model have its hooks, and report to the same place.
+        return self
+
+    def attach(self, modules: Modules) -> None:
+        """Watch modules."""
+        for name, inner, own in modules:
+            inner.register_forward_pre_hook(partial(self._enter, name, own), with_kwargs=True)
+            inner.register_forward_hook(partial(self._leave, name))
+
+    @contextmanager
+    def forward(self, operation: int, batch: Batch, rank: int) -> Iterator[None]:
+        """Record the calls inside, as those of one forward."""
+        key = operation, rank, batch
+        self._now = operation, (batch, self._forwards[key]), rank
+        self._forwards[key] += 1
+        self._calls.clear()
+        try:
+            yield
+        finally:
+            self._now = None
+
+    def _enter(self, name: str, own: tuple[str, ...], module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._now is None:
+            return
+        self._calls[name] += 1
+        call = Seen(*self._now, name, self._calls[name] - 1, INPUT, "")
+        for place, tensor in enumerate(tensors_in((args, kwargs))):
+            self._note(call._replace(part=str(place)), tensor)
+        for key in own:
+            self._note(call._replace(what=PARAMETER, part=key), getattr(module, key, None))
+
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self._now is None:
+            return
+        for place, tensor in enumerate(tensors_in(output)):
+            seen = Seen(*self._now, name, self._calls[name] - 1, OUTPUT, str(place))
+            self._note(seen, tensor)
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(partial(self._note, seen._replace(what=GRADIENT)))
+
+    def _note(self, seen: Seen, tensor: Any) -> None:
+        # A piece of a parameter is not what the module computes with; of two backwards the first is kept.
+        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
+            self.values.setdefault(seen, tensor.detach().clone())
+
+
+# ------------------------------------------------------------------------------------------------------- on ranks
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedObservation(RankObservation):
+    """What a rank reports whose modules were watched."""
+
+    modules: Mapping[Seen, Any] | None = None
+
+
+class WatchedProgram(RankProgram):
+    """A program on one rank whose modules are watched."""
+
+    def __init__(self, case: Case, adapter: Adapter, rank: int) -> None:
+        super().__init__(case, adapter, rank, self._watched_setup)
+        self.watch = ModuleWatch()
+        self._unwatched: Modules = ()
+
+    def _watched_setup(self, case: Case, module: nn.Module) -> Setup:
+        # Names of parameters as they are before wrapping, which may take them away.
+        self._unwatched = modules_of(module)
+        return setup_in_world(case, module)
+
+    def call(self, batch: Any, *, inner: bool = False, penalised: bool = False) -> models.Forwarded:
+        """Run the wrapped model forward, recording what its modules compute."""
+        # Not before it is wrapped: hooks of the implementation come first, which show whole parameters and change outputs.
+        self.watch.attach(self._unwatched)
+        self._unwatched = ()
+        with self.watch.forward(self.index, batch, self.rank):
+            return super().call(batch, inner=inner, penalised=penalised)
+
+
+# ---------------------------------------------------------------------------------------------------- in one process
+
+
+class WatchedReplay(Replay):
+    """The oracle's run of a program, with what its modules compute."""
+
+    def __init__(
+        self,
+        case: Case,
+        division: Division | None = None,
+        disturbance: Disturbance = NO_DISTURBANCE,
+        adopted: Mapping[int, GatheredState] | None = None,
+    ) -> None:
+        self.watch = ModuleWatch()
+        super().__init__(case, division, disturbance, adopted)
+
+    def _replica(self) -> nn.Module:
+        replica = super()._replica()
+        self.watch.attach(modules_of(replica))
+        return replica
+
+    def forward(self, rank: int, batch: Any, *, penalised: bool = False) -> models.Forwarded:
+        """Run the replica of `rank`, recording what its modules compute."""
+        with self.watch.forward(self.index, batch, rank):
+            return super().forward(rank, batch, penalised=penalised)
+
+
+def expect_modules(
+    case: Case, division: Division | None, adopted: Mapping[int, GatheredState] | None
+) -> dict[Seen, Expected]:
+    """Return what every call of every module gives in one process, in order, with its bound.
+
+    Bounds are those of the oracle: what a replay with displaced operands is apart, and where the oracle runs freely also
+    its disturbance by the largest roundings, and the roundings of one element.
+
+    Args:
+        case: The case.
+        division: How the implementation divides, if it tells.
+        adopted: Its state after every operation, for a replay in lockstep; None for a free one.
+    """
+    roundings = 0 if adopted is not None else oracle.roundings_of(case)
+    plain, other = (
+        WatchedReplay(case, division, disturbance, adopted)
+        for disturbance in (NO_DISTURBANCE, Disturbance(case.seed, roundings, displaced=True))
+    )
+    for replay in (plain, other):
+        replay.run(observe_all=True)
+    units = [UNIT_ROUNDOFF[models.dtype_name(parameter.dtype)] for parameter in plain.parameters.values()]
+    largest: dict[str, float] = {}
+    for seen, value in plain.watch.values.items():
+        largest[seen.what] = max(largest.get(seen.what, 0.0), _largest(value))
+    expected = {}
+    for seen, value in plain.watch.values.items():
+        moved = other.watch.values.get(seen)
+        apart = 0.0 if moved is None or moved.shape != value.shape else _largest(moved.double() - value.double())
+        unit = max([UNIT_ROUNDOFF.get(models.dtype_name(value.dtype), 0.0), *units])
+        expected[seen] = Expected(value, oracle.DIRECTIONS * apart + roundings * unit * largest[seen.what])
+    return expected
+
+
+def _largest(value: torch.Tensor) -> float:
+    return float(value.abs().max()) if value.numel() and value.is_floating_point() else 0.0

@@ -1,0 +1,180 @@
+"""What do rank processes run for the harness? Functions that are named, not sent: one case per call."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+
+import torch
+
+from fsdp_testing.adapters import registry
+from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.adapters.protocol import Division
+from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case, RankObservation
+from fsdp_testing.oracle import oracle
+from fsdp_testing.oracle.accounts import AccountedObservation, AccountedProgram, program_for
+from fsdp_testing.oracle.execute import RankProgram
+from fsdp_testing.oracle.gathered_state import GatheredState
+from fsdp_testing.oracle.gradient_terms import GradientTerm
+from fsdp_testing.oracle.gradient_terms import gradient_terms as terms_of
+from fsdp_testing.oracle.models import dtype_of
+from fsdp_testing.oracle.module_values import Seen, WatchedObservation, WatchedProgram
+from fsdp_testing.oracle.module_values import expect_modules as modules_of
+from fsdp_testing.oracle.quantities import Expectation, Expected
+from fsdp_testing.oracle.setup import division_of
+from fsdp_testing.oracle.starting import module_to_wrap
+from fsdp_testing.ranks.ledger.interception import listen
+from fsdp_testing.ranks.ledger.records import Call
+from fsdp_testing.ranks.pool import Failed
+from fsdp_testing.ranks.pool.world import current_world
+
+
+@dataclass(frozen=True, slots=True)
+class Otherwise:
+    """What an implementation may do in another way than it says, in the oracle's lockstep.
+
+    Attributes:
+        sums: Dtype in which local micro-batches add up; None for that of the reduction.
+        division: How the mean is formed; None for what the adapter says.
+    """
+
+    sums: str | None = None
+    division: Division | None = None
+
+
+def run_case(implementation: Adapter | str, case: Case, observe_all: bool) -> RankObservation | Failed:
+    """Run `case` through an implementation on this rank of the current world, with accounts where it reports its units.
+
+    Collectives: those of the implementation; every rank of the world runs the same call.
+    """
+    program = program_for(case, registry.adapter_of(implementation), current_world().rank)
+    if not isinstance(program, AccountedProgram):
+        return run_program(program, observe_all)
+    with listen(lambda group, call, _site: program.collective(group, call)):
+        seen = run_program(program, observe_all)
+    return seen if isinstance(seen, Failed) else seen.extended(AccountedObservation, accounts=tuple(program.accounts))
+
+
+def run_program(program: RankProgram, observe_all: bool) -> RankObservation | Failed:
+    """Run a program to its end on this rank, and let its adapter finish.
+
+    Collectives: those of the implementation; every rank of the world runs the same call.
+    """
+    with no_warnings():
+        observation = program.run(observe_all=observe_all)
+        if observation.error is None:
+            program.adapter.finish(program.model)
+            return observation
+        # The world is replaced after an exception; what the adapter cannot finish now goes with it.
+        with suppress(Exception):
+            program.adapter.finish(program.model)
+    return Failed(observation)
+
+
+@contextmanager
+def no_warnings() -> Iterator[None]:
+    """Let warnings decide nothing: ranks may have inherited filters of a test session that make errors of them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def expect_free(case: Case, observe_all: bool) -> Expectation:
+    """Run the oracle freely, in this process alone."""
+    with no_warnings():
+        return oracle.expect_free(case, observe_all=observe_all)
+
+
+def run_luckily(
+    implementation: Adapter | str, case: Case, observe_all: bool, late: bool, garbage: bool
+) -> RankObservation | Failed:
+    """Run `case` through an implementation, without one of what takes its luck from it.
+
+    Args:
+        implementation: Which.
+        case: The case.
+        observe_all: Observe after every operation.
+        late: Results of collectives arrive as late as they may.
+        garbage: Fresh memory holds garbage.
+
+    Collectives: those of the implementation; every rank of the world runs the same call.
+    """
+    program = RankProgram(case, registry.adapter_of(implementation), current_world().rank)
+    program.late, program.garbage = late, garbage
+    return run_program(program, observe_all)
+
+
+def run_watched(implementation: Adapter | str, case: Case, observe_all: bool) -> RankObservation | Failed:
+    """Run `case` through an implementation, with what every call of every module computes.
+
+    Collectives: those of the implementation; every rank of the world runs the same call.
+    """
+    program = WatchedProgram(case, registry.adapter_of(implementation), current_world().rank)
+    seen = run_program(program, observe_all)
+    return seen if isinstance(seen, Failed) else seen.extended(WatchedObservation, modules=program.watch.values)
+
+
+def expect_modules(
+    case: Case, implementation: Adapter | str, adopted: Mapping[int, GatheredState] | None
+) -> dict[Seen, Expected]:
+    """Return what every call of every module gives in one process, in this process alone."""
+    with no_warnings():
+        return modules_of(case, division_of(case, registry.adapter_of(implementation)), adopted)
+
+
+def expect_lockstep(
+    case: Case, implementation: Adapter | str, adopted: Mapping[int, GatheredState], otherwise: Otherwise | None = None
+) -> Expectation:
+    """Run the oracle in lockstep with what an implementation did, in this process alone.
+
+    Args:
+        case: The case.
+        implementation: Which implementation.
+        adopted: Its state after every operation.
+        otherwise: What is done in another way than the implementation says; None for nothing.
+    """
+    other = otherwise or Otherwise()
+    sums = None if other.sums is None else dtype_of(other.sums)
+    with no_warnings():
+        division = other.division or division_of(case, registry.adapter_of(implementation))
+        return oracle.expect_lockstep(case, division, adopted, sums=sums)
+
+
+def first_values(case: Case, new: bool) -> list[dict[str, torch.Tensor]]:
+    """Return the parameters and buffers with which each rank's model begins, in this process alone.
+
+    Args:
+        case: The case.
+        new: Those of the model that takes another one's place.
+    """
+    case = replace(case, seed=case.seed + new, wrapping=replace(case.wrapping, meta_init=False))
+    modules = [module_to_wrap(case, rank, {})[0] for rank in range(case.world.size)]
+    return [{name: t.detach() for name, t in (*m.named_parameters(), *m.named_buffers())} for m in modules]
+
+
+def reducing_dtypes(implementation: Adapter | str, case: Case) -> set[str]:
+    """Run `case` through an implementation, and return the dtypes of what this rank gave to sums over ranks.
+
+    Collectives: those of the implementation; every rank of the world runs the same call.
+    """
+    found: set[str] = set()
+
+    def note(_group: object, call: Call, _site: object) -> None:
+        operation, *details = call.what
+        if "reduce" in operation:
+            found.update(set(details) & set(UNIT_ROUNDOFF))
+
+    program = RankProgram(case, registry.adapter_of(implementation), current_world().rank)
+    with listen(note):
+        run_program(program, observe_all=False)
+    return found
+
+
+def gradient_terms(
+    case: Case, last: int, adopted: Mapping[int, GatheredState] | None = None
+) -> tuple[GradientTerm, ...]:
+    """Return what each backward added to gradients, up to operation `last`, in this process alone."""
+    with no_warnings():
+        return terms_of(case, last, adopted)

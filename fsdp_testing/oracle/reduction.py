@@ -1,0 +1,100 @@
+"""What is the mean of the ranks' gradients, cast by cast, and how far may a correct implementation be from it?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fsdp_testing.adapters.protocol import Division
+from fsdp_testing.cases.records import UNDERFLOW, UNIT_ROUNDOFF
+from fsdp_testing.errors import HarnessError
+from fsdp_testing.oracle.models import dtype_name
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """A mean over ranks.
+
+    Attributes:
+        mean: In the dtype of the stored parameter.
+        magnitude: Per element, sum over ranks of the absolute contributions divided by the world size.
+        error: Per element, how far another order of the same roundings may be off; 0 where the bits are determined.
+        derivation: How `error` came about.
+    """
+
+    mean: torch.Tensor
+    magnitude: torch.Tensor
+    error: torch.Tensor
+    derivation: str
+
+
+def reduce(
+    contributions: Sequence[torch.Tensor], wire: torch.dtype, stored: torch.dtype, division: Division | None
+) -> Reduced:
+    """Cast each rank's gradient to `wire`, divide, add in rank order, divide, cast to `stored`.
+
+    Args:
+        contributions: One gradient per rank, in the dtype in which it was computed.
+        wire: Dtype of the reduction.
+        stored: Dtype of the parameter that gets the gradient.
+        division: How the implementation divides; None if it does not say.
+    """
+    size = len(contributions)
+    before, after = (1.0, float(size)) if division is None else (division.before, division.after)
+    parts = [contribution.to(wire) for contribution in contributions]
+    if before != 1.0:
+        parts = [part / before for part in parts]
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total = total + part
+    if after != 1.0:
+        total = total / after
+    magnitude = sum((c.abs().to(stored) for c in contributions), torch.zeros_like(total, dtype=stored)) / size
+    roundings, why = _roundings(size, division)
+    unit = UNIT_ROUNDOFF[dtype_name(wire)]
+    # Dividing by a power of two is exact but for numbers that have no half, where it matters who divides when.
+    halved = (magnitude != 0) & (magnitude < 2 * size * torch.finfo(wire).tiny)
+    smallest = 2 * UNDERFLOW[dtype_name(wire)] * halved if division is None and size > 1 else 0.0
+    return Reduced(
+        mean=total.to(stored),
+        magnitude=magnitude,
+        error=magnitude * (roundings * unit) + smallest,
+        derivation=f"{roundings} x u({dtype_name(wire)}) x sum|g_r|/N ({why})" if roundings else why,
+    )
+
+
+def _roundings(size: int, division: Division | None) -> tuple[int, str]:
+    """Return how many roundings may fall otherwise: additions in another order, and divisions that are not exact."""
+    additions = size - 1 if size > 2 else 0
+    exact = math.log2(size).is_integer()
+    divisions = 0 if division is not None or exact else 2
+    if not additions and not divisions:
+        return 0, "bitwise: two summands commute and the division is exact"
+    # A sum that is in doubt makes the roundings of the division after it fall otherwise as well.
+    divisions = divisions or (0 if exact else 1)
+    # Both sides round: one may be off upwards where the other is off downwards.
+    return 2 * (additions + divisions), f"twice {additions} additions in any order and {divisions} divisions"
+
+
+def roundings(count: int, dtypes: Sequence[torch.dtype], size: torch.Tensor) -> torch.Tensor:
+    """Return what `count` roundings of numbers up to `size` may do, each in the coarsest of `dtypes`.
+
+    Each is off by a share of the number, and by half the smallest number that there is where that is more: a sum of small
+    numbers is exact, but their cast is not, nor is half of one.
+    """
+    names = [dtype_name(dtype) for dtype in dtypes]
+    return (size * max(UNIT_ROUNDOFF[n] for n in names) + max(UNDERFLOW[n] for n in names)) * count
+
+
+def require_backward(*, unreduced: bool) -> None:
+    """Demand that there is a backward in which gradients of `no_sync` can be reduced.
+
+    Raises:
+        HarnessError: They are left from earlier micro-batches, and no rank's loss trains anything now: no implementation
+            is called, and each goes on with what its ranks hold.
+    """
+    if unreduced:
+        raise HarnessError("oracle: expected a backward after no_sync, got losses that train nothing. Thaw parameters.")

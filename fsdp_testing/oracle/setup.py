@@ -1,0 +1,129 @@
+"""What does an implementation get to know about a case? The case, translated into the implementations' own vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.adapters.protocol import Division, Precision, Setup, WrapPolicy
+from fsdp_testing.cases.drawing.normal_form import leaves_unused
+from fsdp_testing.cases.records import Case, MixedPrecisionSpec, PolicySpec, WorldSpec, WrappingPlan
+from fsdp_testing.errors import InvalidRecord
+from fsdp_testing.oracle.models import dtype_of
+from fsdp_testing.ranks.pool.world import current_world
+
+
+def setup_of(
+    case: Case, module: nn.Module, rank: int, device: torch.device, group: ProcessGroup | None, mesh: DeviceMesh | None
+) -> Setup:
+    """Translate `case` for one rank.
+
+    Args:
+        case: The case.
+        module: The module that is to be wrapped.
+        rank: In `group`.
+        device: Its device.
+        group: The ranks; None for an implementation that runs without one.
+        mesh: Of the group, or `mesh_of_two_axes` of the case, which is made if it is needed and not given.
+
+    Collectives: making a mesh of two axes creates subgroups; every rank must call.
+    """
+    shape, parts, tensor_mesh = case.world.mesh_shape, case.world.tensor_parallel, None
+    if group is not None and (mesh is None or mesh.ndim == 1):
+        mesh = mesh_of_two_axes(case.world, device) or mesh
+    if parts > 1 and group is not None and mesh is not None:
+        mesh, tensor_mesh = mesh["data"], mesh["tensor"]
+        group = mesh.get_group()
+    return Setup(
+        rank=rank // parts,
+        world_size=case.world.replicas,
+        device=device,
+        group=group,
+        mesh=mesh,
+        tensor_mesh=tensor_mesh,
+        layouts=case.wrapping.layouts if parts > 1 else (),
+        units=case.wrapping.units,
+        policy=policy_of(case.wrapping.policy, module),
+        strategy=case.strategy,
+        shard_size=shape[-1] if len(shape) == 2 else None,
+        precision=precision_of(case.mixed_precision),
+        cpu_offload=case.cpu_offload,
+        ignored=case.wrapping.ignored,
+        checkpointed=case.wrapping.checkpointed,
+        checkpoint_reentrant=case.wrapping.checkpoint_reentrant,
+        checkpoint_outside=case.wrapping.checkpoint_outside,
+        forward_prefetch=case.wrapping.forward_prefetch,
+        backward_prefetch=case.wrapping.backward_prefetch,
+        sync_module_states=case.wrapping.sync_module_states,
+        leaves_unused=leaves_unused(case),
+        settings=frozenset(case.wrapping.settings),
+    )
+
+
+def mesh_of_two_axes(world: WorldSpec, device: torch.device) -> DeviceMesh | None:
+    """Return the mesh of a hybrid or tensor-parallel world, None for others. Collectives: it makes groups; every rank calls."""
+    if world.tensor_parallel > 1:
+        return init_device_mesh(device.type, (world.replicas, world.tensor_parallel), mesh_dim_names=("data", "tensor"))
+    if len(world.mesh_shape) == 2:
+        return init_device_mesh(device.type, world.mesh_shape, mesh_dim_names=("replicate", "shard"))
+    return None
+
+
+def setup_among(case: Case, module: nn.Module, ranks: Sequence[int], group: ProcessGroup) -> Setup:
+    """Translate `case` for this rank in a group of some ranks of the current world. Collectives: none."""
+    world = current_world()
+    flat = replace(case, world=WorldSpec(len(ranks), case.world.backend))  # each holds whole modules
+    mesh = DeviceMesh.from_group(group, world.device.type)
+    return setup_of(flat, module, ranks.index(world.rank), world.device, group, mesh)
+
+
+def setup_in_world(case: Case, module: nn.Module) -> Setup:
+    """Translate `case` for this rank of the current world; collectives as `setup_of`."""
+    world = current_world()
+    return setup_of(case, module, world.rank, world.device, world.group, world.mesh)
+
+
+def division_of(case: Case, adapter: Adapter) -> Division | None:
+    """Return how an implementation divides in this case, asked without wrapping anything.
+
+    Which modules are units has no part in it.
+    """
+    unwrapped = replace(case, wrapping=WrappingPlan())
+    return adapter.division(setup_of(unwrapped, nn.Module(), 0, torch.device("cpu"), None, None))
+
+
+def precision_of(spec: MixedPrecisionSpec | None) -> Precision:
+    """Translate a case's mixed precision."""
+    if spec is None:
+        return Precision()
+    names = (spec.param_dtype, spec.reduce_dtype, spec.buffer_dtype)
+    param, reduce, buffer = (None if name is None else dtype_of(name) for name in names)
+    return Precision(param_dtype=param, reduce_dtype=reduce, buffer_dtype=buffer)
+
+
+def policy_of(spec: PolicySpec | None, module: nn.Module) -> WrapPolicy | None:
+    """Translate a case's wrapping policy; class names are those of the model's own modules.
+
+    Raises:
+        InvalidRecord: No module of the model has such a class.
+    """
+    if spec is None:
+        return None
+    if spec.kind == "size":
+        return WrapPolicy(min_numel=spec.min_numel)
+    if spec.kind == "always":
+        return WrapPolicy(min_numel=1)
+    found = {type(inner).__name__: type(inner) for inner in module.modules()}
+    unknown = sorted(set(spec.classes) - set(found))
+    if unknown:
+        raise InvalidRecord(
+            f"case.wrapping.policy.classes: expected classes of the model ({', '.join(sorted(found))}), "
+            f"got {unknown}. Mend the case."
+        )
+    return WrapPolicy(classes=tuple(found[name] for name in spec.classes))

@@ -1,0 +1,314 @@
+"""How does a state leave one run and enter another? As objects, as a file, or as a directory of shards.
+
+Each way is what users do: nothing is renamed, cast or completed on the way. What an adapter saves and how it loads is the
+adapter's; what lies in between is torch's own.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.ranks.pool.channel import dumps, loads
+from fsdp_testing.ranks.pool.world import current_world
+
+_OBJECTS, _FILE, _DIRECTORY = "objects.pickle", "state.pt", "shards"
+_DIRECTORIES = ("dcp", "async")
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a rank saves.
+
+    Attributes:
+        model: As the implementation wrapped it.
+        optimizer: None: the model alone.
+        beside: Entries of which no implementation knows, by key; what ranks have under one key is put together.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    beside: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def save(way: str, adapter: Adapter, trained: Trained, folder: Path, group: Any = None) -> None:
+    """Save what is trained below `folder`.
+
+    Collectives: those of the adapter, and of `torch.distributed.checkpoint.save`; every rank calls, of `group` if one is given
+    (for "dcp" alone). For a full state with entries beside it one more, of the world.
+    """
+    model, optimizer = trained.model, trained.optimizer
+    if way in _DIRECTORIES:
+        state: dict[str, Any] = {"model": _shards(adapter, model)[0], **trained.beside}
+        state |= {} if optimizer is None else {"optimizer": _optimizer_shards(adapter, model, optimizer)}
+        with _refusals_as_errors():
+            if way == "dcp":
+                dcp.save(state, checkpoint_id=folder / _DIRECTORY, process_group=group)
+            else:
+                saving: Any = dcp.async_save(state, checkpoint_id=folder / _DIRECTORY)
+                with _other_numbers(model, optimizer):
+                    saving.result()
+        return
+    full: dict[str, Any] = {"model": dict(adapter.full_state_dict(model))}
+    full |= {} if optimizer is None else {"optimizer": adapter.full_optimizer_state(model, optimizer)}
+    full |= _of_all_ranks(trained.beside) if trained.beside else {}
+    rank, last = current_world().rank, current_world().size - 1
+    # Every rank has the complete state: one way takes the first rank's, the other the last one's.
+    if way == "file" and rank == 0:
+        torch.save(full, folder / _FILE)
+    elif way == "memory" and rank == last:
+        (folder / _OBJECTS).write_bytes(dumps(full))
+
+
+def _of_all_ranks(beside: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    everyone: list[Any] = [None] * current_world().size
+    dist.all_gather_object(everyone, beside)
+    return {key: {name: value for one in everyone for name, value in one[key].items()} for key in beside}
+
+
+@contextmanager
+def _other_numbers(model: nn.Module, optimizer: Any) -> Iterator[None]:
+    """Change what this rank trains on, as the next steps do while files are written, and put it back."""
+    states = optimizer.state.values() if optimizer is not None else ()
+    held: list[Any] = [*model.parameters(), *model.buffers(), *(entry for state in states for entry in state.values())]
+    local: list[torch.Tensor] = [_own_part(t).detach() for t in held if isinstance(t, torch.Tensor)]
+    before = [tensor.clone() for tensor in local]
+    for tensor in local:
+        tensor.add_(1)
+    try:
+        yield
+    finally:
+        for tensor, value in zip(local, before):
+            tensor.copy_(value)
+
+
+def _own_part(tensor: Any) -> Any:
+    """Return what this rank has of a DTensor; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def read(way: str, folder: Path) -> dict[str, Any]:
+    """Return what lies below `folder` as complete tensors, without any implementation's help. Collectives: none."""
+    if way == "memory":
+        objects: dict[str, Any] = loads((folder / _OBJECTS).read_bytes())
+        return objects
+    if way == "file":
+        state: dict[str, Any] = torch.load(folder / _FILE, weights_only=True)
+        return state
+    blank = _blank(folder, "")
+    with _refusals_as_errors():
+        dcp.load(blank, checkpoint_id=folder / _DIRECTORY, no_dist=True)
+    return blank
+
+
+class DirectoryRefused(RuntimeError):
+    """torch.distributed.checkpoint could not save or load: its own exception is none that `except Exception` catches."""
+
+
+@contextmanager
+def _refusals_as_errors() -> Iterator[None]:
+    try:
+        yield
+    except CheckpointException as refused:
+        reasons = [f"rank {rank}: {type(error).__name__}: {error}" for rank, (error, _) in refused.failures.items()]
+        raise DirectoryRefused("; ".join(reasons)) from refused
+
+
+class Source:
+    """A state that lies below a folder, as a loading rank sees it.
+
+    Args:
+        way: How it was saved.
+        folder: Where.
+        group: Who loads; None for the world.
+    """
+
+    def __init__(self, way: str, folder: Path, group: Any = None) -> None:
+        self._folder = folder
+        self._group = group
+        self._full = None if way in _DIRECTORIES else read(way, folder)
+
+    def load_model(self, adapter: Adapter, model: nn.Module) -> None:
+        """Load the model. Collectives: those of the adapter, and of `torch.distributed.checkpoint.load`."""
+        if self._full is not None:
+            adapter.load_full_state_dict(model, self._full["model"])
+            return
+        state, sharded = _shards(adapter, model)
+        with _refusals_as_errors():
+            dcp.load({"model": state}, checkpoint_id=self._folder / _DIRECTORY, process_group=self._group)
+        load: Any = adapter.load_sharded_state_dict if sharded else adapter.load_full_state_dict
+        load(model, state)
+
+    def load_optimizer(self, adapter: Adapter, model: nn.Module, optimizer: Any) -> None:
+        """Load the optimizer. Collectives: as for the model."""
+        if self._full is not None:
+            adapter.load_full_optimizer_state(model, optimizer, self._full["optimizer"])
+            return
+        # Shards are filled in place, so that an optimizer that never stepped has to have them already.
+        sharded = "load_sharded_optimizer_state" not in adapter.missing
+        state: dict[str, Any]
+        if sharded:
+            state = {"optimizer": _optimizer_shards(adapter, model, optimizer)}
+        else:
+            state = _blank(self._folder, "optimizer")
+            state["optimizer"].setdefault("state", {})  # a directory does not keep what is empty
+        with _refusals_as_errors():
+            dcp.load(state, checkpoint_id=self._folder / _DIRECTORY, process_group=self._group)
+        load: Any = adapter.load_sharded_optimizer_state if sharded else adapter.load_full_optimizer_state
+        load(model, optimizer, state["optimizer"])
+
+    def beside(self, key: str) -> dict[str, Any]:
+        """Return the entries that lie under a key, of all ranks. Collectives: of `torch.distributed.checkpoint.load`."""
+        if self._full is not None:
+            return dict(self._full[key])
+        state = _blank(self._folder, key)
+        with _refusals_as_errors():
+            dcp.load(state, checkpoint_id=self._folder / _DIRECTORY, process_group=self._group)
+        return dict(state[key])
+
+
+class Carrier(Protocol):
+    """A state on its way from some ranks to others; the last one that was saved is loaded."""
+
+    def save(self, adapter: Adapter, model: nn.Module, optimizer: Any, group: Any) -> None:
+        """Save model and optimizer (None: the model alone). Collectives: every rank of `group` (None: the world) calls."""
+
+    def send(self, source: int) -> None:
+        """Let every rank of the world have what the rank `source` saved. Collectives: every rank of the world calls."""
+
+    def load_model(self, adapter: Adapter, model: nn.Module, group: Any) -> None:
+        """Load the model. Collectives: every rank of `group` calls."""
+
+    def load_optimizer(self, adapter: Adapter, model: nn.Module, optimizer: Any, group: Any) -> None:
+        """Load the optimizer. Collectives: every rank of `group` calls."""
+
+
+class InMemory:
+    """The full state, as objects."""
+
+    def __init__(self) -> None:
+        self._full: tuple[Any, Any] = ({}, None)
+
+    def save(self, adapter: Adapter, model: nn.Module, optimizer: Any, group: Any) -> None:
+        """Keep what the adapter gives."""
+        state = None if optimizer is None else adapter.full_optimizer_state(model, optimizer)
+        self._full = (adapter.full_state_dict(model), state)
+
+    def send(self, source: int) -> None:
+        """Collectives: one broadcast."""
+        box = [self._full]
+        dist.broadcast_object_list(box, src=source)
+        self._full = box[0]
+
+    def load_model(self, adapter: Adapter, model: nn.Module, group: Any) -> None:
+        """Hand the model's over."""
+        adapter.load_full_state_dict(model, self._full[0])
+
+    def load_optimizer(self, adapter: Adapter, model: nn.Module, optimizer: Any, group: Any) -> None:
+        """Hand the optimizer's over."""
+        adapter.load_full_optimizer_state(model, optimizer, self._full[1])
+
+
+class InDirectory:
+    """A directory of `torch.distributed.checkpoint` for each save, with shards where the adapter gives shards."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._saves = 0
+
+    def save(self, adapter: Adapter, model: nn.Module, optimizer: Any, group: Any) -> None:
+        """Save into a new one."""
+        self._saves += 1
+        save("dcp", adapter, Trained(model, optimizer), self._folder / str(self._saves), group)
+
+    def send(self, source: int) -> None:
+        """Collectives: one broadcast, of the directory's number."""
+        box = [self._saves]
+        dist.broadcast_object_list(box, src=source)
+        (self._saves,) = box
+
+    def load_model(self, adapter: Adapter, model: nn.Module, group: Any) -> None:
+        """Load from the last one."""
+        Source("dcp", self._folder / str(self._saves), group).load_model(adapter, model)
+
+    def load_optimizer(self, adapter: Adapter, model: nn.Module, optimizer: Any, group: Any) -> None:
+        """Load from the last one."""
+        Source("dcp", self._folder / str(self._saves), group).load_optimizer(adapter, model, optimizer)
+
+
+@contextmanager
+def carried_in_directory(parent: Path) -> Iterator[InDirectory]:
+    """Make a directory below `parent` on rank 0, and remove it when every rank has left.
+
+    Collectives: a broadcast on entry, a barrier on exit; after an exception none.
+    """
+    rank = dist.get_rank()
+    box = [tempfile.mkdtemp(prefix="state-", dir=parent) if rank == 0 else ""]
+    dist.broadcast_object_list(box, src=0)
+    try:
+        yield InDirectory(Path(box[0]))
+        dist.barrier()
+    finally:
+        if rank == 0:
+            shutil.rmtree(box[0], ignore_errors=True)
+
+
+def _shards(adapter: Adapter, model: nn.Module) -> tuple[dict[str, Any], bool]:
+    """Return the model's state for a directory, and whether it is in shards.
+
+    What an implementation calls sharded is its own form; only tensors that say what they are a part of can be put together.
+    """
+    if "sharded_state_dict" in adapter.capabilities:
+        state = dict(adapter.sharded_state_dict(model))
+        if any(isinstance(t, torch.Tensor) and type(t) not in (torch.Tensor, nn.Parameter) for t in state.values()):
+            return state, True
+    return dict(adapter.full_state_dict(model)), False
+
+
+def _optimizer_shards(adapter: Adapter, model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    if "sharded_optimizer_state" in adapter.missing:
+        return dict(adapter.full_optimizer_state(model, optimizer))
+    return dict(adapter.sharded_optimizer_state(model, optimizer))
+
+
+def _blank(folder: Path, part: str) -> dict[str, Any]:
+    """Return room for what a directory holds, as complete tensors.
+
+    Args:
+        folder: As for `read`.
+        part: Only what is saved under this key; all of it if empty.
+    """
+    metadata = FileSystemReader(folder / _DIRECTORY).read_metadata()
+    paths: Mapping[str, tuple[Any, ...]] = metadata.planner_data
+    room: dict[str, Any] = {part: {}} if part else {}
+    entries: Mapping[str, Any] = metadata.state_dict_metadata
+    for key, entry in entries.items():
+        path = paths[key]
+        if part in ("", path[0]):
+            held = room
+            for name in path[:-1]:
+                held = held.setdefault(name, {})
+            whole = isinstance(entry, TensorStorageMetadata)
+            held[path[-1]] = torch.zeros(entry.size, dtype=entry.properties.dtype) if whole else None
+    return {name: _with_lists(held) for name, held in room.items()}
+
+
+def _with_lists(held: Any) -> Any:
+    """Return it with a list wherever a directory numbers what it holds."""
+    if not isinstance(held, dict):
+        return held
+    inner = {name: _with_lists(value) for name, value in held.items()}
+    return [inner[place] for place in sorted(inner)] if inner and all(type(n) is int for n in inner) else inner

@@ -1,0 +1,168 @@
+"""Which world runs a test, what does it know already, which fixtures live in it? The controller's book of worlds."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytest
+
+from fsdp_testing.errors import HarnessError
+from fsdp_testing.plugin import pytest_compat
+from fsdp_testing.plugin.marker import WorldRequest
+from fsdp_testing.plugin.rank_template import encode
+from fsdp_testing.plugin.records import RankResult
+from fsdp_testing.plugin.selection import shared_length
+from fsdp_testing.plugin.session_spec import session_spec
+from fsdp_testing.ranks.pool import Pool, PooledWorld, WorldOutcome, default_pool
+
+IN_RANK = "fsdp_testing.plugin.in_rank"
+_TEMPLATE = "fsdp_testing.plugin.rank_template"
+_END_SECONDS = 10.0
+
+
+class Leases:
+    """Lends worlds to tests and remembers what lives in them."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._spec: bytes | None = None
+        self._pool: Pool | None = None
+        # Weak: the pool may end a world without our knowing, and another one may get its id.
+        self._informed: WeakKeyDictionary[PooledWorld, str] = WeakKeyDictionary()
+        self._kept: dict[PooledWorld, list[Any]] = {}
+        self._problems: list[str] = []
+
+    def start(self) -> Pool:
+        """Begin to start the fork server, without waiting: collection goes on meanwhile."""
+        if self._pool is None:
+            self._pool = default_pool()
+            self._pool.coverage = coverage_settings()
+            self._pool.add_preload(IN_RANK)
+            self._pool.add_preparation(f"{_TEMPLATE}:prepare", encode(self._description()))
+            self._pool.start()
+        return self._pool
+
+    def lend(self, request: WorldRequest) -> PooledWorld:
+        """Return a world for one test, to be given back."""
+        world = self.start().world(request.size, request.backend, request.isolation)
+        if request.rank is not None:
+            world.at(request.rank)
+        return world
+
+    def introduction(self, world: PooledWorld) -> tuple[bytes | None, str]:
+        """Return what a world needs with a job: the session's description the first time, and its directory."""
+        known = self._informed.get(world)
+        if known is not None:
+            return None, known
+        directory = self._informed[world] = str(pytest_compat.new_directory(self._config, f"world{world.key.size}-"))
+        if world.kept:
+            world.before_leaving.append(self._end_session)
+        return self._description(), directory
+
+    def _description(self) -> bytes:
+        if self._spec is None:
+            self._spec = pickle.dumps(
+                session_spec(self._config, str(pytest_compat.new_directory(self._config, "empty-")))
+            )
+        return self._spec
+
+    def note(self, world: PooledWorld, chain: list[Any], outcome: WorldOutcome) -> None:
+        """Remember which nodes of `chain` have fixtures that live in `world` after a job."""
+        kept = chain[: max((value.kept for value in outcome.values if isinstance(value, RankResult)), default=0)]
+        if kept and world.trusted:
+            self._kept[world] = kept
+        else:
+            self._kept.pop(world, None)
+
+    def leave_what_is_not_shared(self, nextitem: pytest.Item | None) -> None:
+        """End fixtures that live in ranks and that the next item does not share."""
+        if not self._kept:
+            return
+        wanted = nextitem.listchain() if nextitem is not None else []
+        for world, chain in list(self._kept.items()):
+            keep = shared_length(chain, wanted)
+            if not world.trusted:
+                self._kept.pop(world)
+            elif keep < len(chain):
+                self._tear_down(world, chain, keep)
+
+    def _tear_down(self, world: PooledWorld, chain: list[Any], keep: int) -> None:
+        world.lend()
+        try:
+            outcome = world.execute(f"{IN_RANK}:tear_down", (keep,), lasting=None, timeout=_END_SECONDS)
+        except HarnessError as error:
+            self._problems.append(str(error))
+            world.distrust()
+        else:
+            self._problems.extend(_problems(outcome))
+            if any(rank.value.dirt for rank in outcome.ranks if isinstance(rank.value, RankResult)):
+                world.distrust()
+            self.note(world, chain, outcome)
+        finally:
+            world.release()
+
+    def take_problems(self) -> list[str]:
+        """Return what went wrong, since the last call, while fixtures or sessions ended in ranks."""
+        taken, self._problems = self._problems, []
+        return taken
+
+    def give_back(self, world: PooledWorld) -> None:
+        """Give a world back after a job, and forget it if that was its last."""
+        world.release()
+        if not world.trusted or not world.kept:
+            self._forget(world)
+
+    def _forget(self, world: PooledWorld) -> None:
+        self._informed.pop(world, None)
+        self._kept.pop(world, None)
+
+    def _end_session(self, world: PooledWorld) -> None:
+        # A world that is not to be lent again may still be whole (its test failed on every rank): its fixtures end too.
+        with contextlib.suppress(HarnessError):
+            outcome = world.execute(f"{IN_RANK}:finish", lasting=None, timeout=_END_SECONDS)
+            # Ranks that no longer answer were reported by the test that left them so.
+            ended = ((rank.rank, rank.value) for rank in outcome.ranks)
+            self._problems.extend(f"rank {rank}: {text}" for rank, text in ended if isinstance(text, str) and text)
+        self._forget(world)
+
+    def close(self) -> None:
+        """End every rank; coverage of ranks is on disk afterwards."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+def _problems(outcome: WorldOutcome) -> list[str]:
+    if not outcome.ok and any(not isinstance(value, RankResult) for value in outcome.values):
+        return [outcome.describe()]
+    found: list[str] = []
+    for rank in outcome.ranks:
+        found.extend([f"rank {rank.rank}: {rank.value.problem}"] if rank.value.problem else [])
+        found.extend(f"rank {rank.rank}: {dirt}" for dirt in rank.value.dirt)
+    return found
+
+
+def coverage_settings() -> dict[str, Any] | None:
+    """How ranks measure coverage: like this process, when it is measured."""
+    import sys
+
+    if "coverage" not in sys.modules:
+        return None
+    from coverage import Coverage
+
+    running = Coverage.current()
+    if running is None:
+        return None
+    data_file = running.get_option("run:data_file") or ".coverage"
+    return {
+        "config_file": running.config.config_file or False,
+        "data_file": str(Path(str(data_file)).absolute()),
+        "branch": running.get_option("run:branch"),
+        "source": running.get_option("run:source"),
+        "include": running.get_option("run:include"),
+        "omit": running.get_option("run:omit"),
+    }

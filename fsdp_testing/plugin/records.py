@@ -1,0 +1,132 @@
+"""What do the controlling pytest and the pytest inside a rank send each other? Plain data, no pytest objects.
+
+What is sent for every test is a named tuple or says itself what to send: see `ranks/pool/jobs.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from fsdp_testing.ranks.pool.dirt import Dirt
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSpec:
+    """What a rank needs to start the same pytest session as the controller's.
+
+    Attributes:
+        root: Root directory.
+        inifile: Configuration file, or None.
+        directory: Where pytest was invoked.
+        paths: Collection arguments: they decide which conftest files are loaded first.
+        options: Every option by destination, as far as its value is plain data; the ones that would make a rank write
+            reports or read the terminal are neutralised.
+        plugins: (name, module) of the plugins to register.
+        blocked: Names of plugins that must not be loaded.
+        markers: Registered markers, those of plugins that ranks do not load included.
+        empty: An empty directory, for parsing before anything of the user's is loaded.
+    """
+
+    root: str
+    inifile: str | None
+    directory: str
+    paths: tuple[str, ...]
+    options: dict[str, Any]
+    plugins: tuple[tuple[str, str], ...]
+    blocked: tuple[str, ...]
+    markers: tuple[str, ...]
+    empty: str
+
+
+@dataclass(frozen=True, slots=True)
+class Debugging:
+    """Which rank gets the terminal, where that is, and the file that appears when it is done."""
+
+    rank: int
+    terminal: str
+    done: str
+
+
+class ItemTask(NamedTuple):
+    """One test item to run in a rank.
+
+    Attributes:
+        nodeid: The item's id as collected.
+        path: File that defines it.
+        keep: How many of the item's leading collectors the next item of the session shares: their fixtures live on.
+        last: Whether the session ends with this item (fresh processes).
+        debugging: Set under `--rank-pdb`.
+        location: The item's place as pytest reports it; None: to be found.
+    """
+
+    nodeid: str
+    path: str
+    keep: int
+    last: bool = False
+    debugging: Debugging | None = None
+    location: tuple[str, int | None, str] | None = None
+
+
+@dataclass(slots=True)
+class Phase:
+    """One report: setup, call, teardown, or a subtest of the call; of one rank, or what ranks' reports are merged into.
+
+    `longrepr` is the serialised form that `pytest_report_to_serializable` makes.
+    """
+
+    when: str
+    outcome: str
+    duration: float
+    longrepr: Any = None
+    sections: list[tuple[str, str]] = field(default_factory=list)
+    wasxfail: str | None = None
+
+    def __reduce__(self) -> tuple[type[Phase], tuple[Any, ...]]:
+        """Be sent without what is nearly always left out."""
+        facts = self.when, self.outcome, self.duration, self.longrepr, self.sections, self.wasxfail
+        return Phase, facts[:3] if facts[3:] == (None, [], None) else facts
+
+    def fail(self, longrepr: dict[str, Any]) -> None:
+        self.outcome, self.longrepr = "failed", longrepr
+
+
+@dataclass(frozen=True, slots=True)
+class WarningRecord:
+    """A warning that pytest recorded in a rank."""
+
+    module: str
+    category: str
+    message: str
+    filename: str
+    lineno: int
+    when: str
+
+
+class RankResult(NamedTuple):
+    """What one rank's pytest made of an item.
+
+    Attributes:
+        phases: Its reports in order.
+        user_properties: From `record_property`.
+        warnings: Those recorded meanwhile.
+        dirt: What the item, or a fixture that ended with it, left behind.
+        kept: How many leading collectors still have fixtures set up.
+        groups: How many process groups this rank has ever made; ranks must agree about it.
+        stop: Why the test asked to stop the session; empty when it did not.
+        problem: Why the item could not be run at all (collection failed in the rank); empty normally.
+    """
+
+    phases: tuple[Phase, ...] = ()
+    user_properties: tuple[tuple[str, Any], ...] = ()
+    warnings: tuple[WarningRecord, ...] = ()
+    dirt: tuple[Dirt, ...] = ()
+    kept: int = 0
+    groups: int = 0
+    stop: str = ""
+    problem: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """True when the item did not run or a report is a failure."""
+        return bool(self.problem) or any(phase.outcome == "failed" for phase in self.phases)

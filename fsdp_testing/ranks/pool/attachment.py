@@ -1,0 +1,103 @@
+"""What is a world under torchrun? The processes that torchrun made: none is started here, and its exit status judges.
+
+Every process runs the call once; results go to all of them. A process in which it raises leaves with that error, and
+torchrun's agent ends the others, which may wait for it in a collective.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from typing import Any
+
+from fsdp_testing.base.backends import RankPlace, backend_named
+from fsdp_testing.base.env import Launch
+from fsdp_testing.errors import BackendUnavailable, InvalidArgument
+from fsdp_testing.ranks.pool import world as world_place
+from fsdp_testing.ranks.pool.targets import resolve, target_of
+
+
+def run_attached(
+    launch: Launch,
+    function: Callable[..., Any] | str,
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+    size: int,
+    backend: str,
+) -> list[Any]:
+    """Call `function` in this process as one rank of torchrun's world.
+
+    Args:
+        launch: How torchrun started this process.
+        function: As in `run_ranks`; it need not be importable, since it is not sent anywhere.
+        call: Its arguments.
+        size: Must be the number of torchrun's processes.
+        backend: A backend whose ranks are processes.
+
+    Returns:
+        Results by rank, on every rank.
+
+    Collectives: one all_gather_object on the default group; every process must come here.
+
+    Raises:
+        InvalidArgument: For another size, or a backend of one process.
+        BackendUnavailable: With the reason.
+        Exception: Whatever the function raises in this process.
+    """
+    if size != launch.world_size:
+        raise InvalidArgument(
+            f"run_ranks: expected size={launch.world_size}, the number of torchrun's processes, got {size}. "
+            "Under torchrun its processes are the world; pass their number, or run without torchrun."
+        )
+    world = join(launch, backend)
+    args, kwargs = call
+    value = (resolve(target_of(function)) if isinstance(function, str) else function)(*args, **kwargs)
+    return world.all_gather_object(value)
+
+
+def join(launch: Launch, backend: str) -> world_place.World:
+    """This process's view of torchrun's world; the first call makes the group, and every process must come here.
+
+    Raises:
+        InvalidArgument: For a backend of one process, or another one than the first call named.
+        BackendUnavailable: With the reason.
+    """
+    if not world_place.inside_rank():
+        world_place.enter(_joined(launch, backend))
+    world = world_place.current_world()
+    if world.backend != backend:
+        raise InvalidArgument(
+            f"world: expected backend {world.backend!r}, with which torchrun's processes have joined, got {backend!r}. "
+            "Run the tests of each backend under a torchrun of their own."
+        )
+    return world
+
+
+def _joined(launch: Launch, name: str) -> world_place.World:
+    import torch.distributed as dist
+
+    backend = backend_named(name)
+    if backend.single_process:
+        raise InvalidArgument(f"run_ranks: expected a backend of processes under torchrun, got {name!r}.")
+    reason = backend.unavailable(launch.local_world_size)
+    if reason is not None:
+        raise BackendUnavailable(f"backend {name!r} cannot run a world of {launch.world_size} here: {reason}.")
+    devices = backend.device_count() if backend.device_count is not None else 0
+    # torchrun gives every local rank a number of its own; where there are fewer devices, local ranks share them in turn.
+    index = launch.local_rank % devices if devices else launch.local_rank
+    if backend.prepare is not None:
+        backend.prepare(RankPlace(launch.rank, launch.world_size, index))
+    if not dist.is_initialized():
+        # The agent's own store, as torchrun means it to be used.
+        dist.init_process_group(backend.torch_backend, init_method="env://")
+        # A gloo thread that is alive when the interpreter ends can abort the process (pytorch #179291, #190489), and torchrun
+        # would call that a failure. Only of a group made here: what the user made is the user's to end.
+        atexit.register(_leave)
+    device = backend.device_type if backend.device_type == "cpu" else f"{backend.device_type}:{index}"
+    return world_place.World(launch.rank, launch.world_size, name, device)
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,98 @@
+"""What one rank issued, in the order in which the host issued it: the input of `races`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from fsdp_testing.ranks.streams.regions import Region
+
+HOST = -1
+"""Stands for the host where a stream is named: the host waits, and what it issues later comes after."""
+
+Site: TypeAlias = tuple[str, ...]
+"""Places in the code as `file:line in function`, the innermost first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One tensor that a piece of work reads or writes."""
+
+    block: int
+    region: Region
+    writes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """An operator or a collective, issued on a stream."""
+
+    stream: int
+    name: str
+    accesses: tuple[Access, ...]
+    site: Site
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """A block of memory begins: the allocator takes it from the pool of `stream`."""
+
+    block: int
+    stream: int
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """The host gives a block back: from now on the stream that it came from may use its memory for something else."""
+
+    block: int
+    site: Site
+
+
+@dataclass(frozen=True, slots=True)
+class UseRecorded:
+    """`record_stream`: when the block is freed, the allocator waits for what `stream` was given until then."""
+
+    block: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class EventRecorded:
+    """The event stands for all work of `stream` so far."""
+
+    event: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class EventWaited:
+    """What `stream` (or `HOST`) does from now on comes after the event."""
+
+    event: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamWaited:
+    """What `stream` (or `HOST`) does from now on comes after all work of `awaited` so far."""
+
+    stream: int
+    awaited: int
+
+
+Entry: TypeAlias = Work | Allocated | Freed | UseRecorded | EventRecorded | EventWaited | StreamWaited
+
+
+@dataclass(slots=True)
+class History:
+    """The entries of one rank, and the names of its streams.
+
+    Attributes:
+        entries: In the order in which the host made them.
+        streams: A name for each stream that occurs; stream 0 is the default stream.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    streams: dict[int, str] = field(default_factory=lambda: {0: "the default stream"})

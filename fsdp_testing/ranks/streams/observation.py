@@ -1,0 +1,138 @@
+"""Observe what a rank on the CPU issues on which stream, as if the CPU were a device with streams.
+
+`torch.cpu` gets recorded streams and events. A dispatch mode sees each operator with the tensors that it reads and writes.
+A collective runs on a stream of its group, as NCCL's do, from the current stream's state until somebody waits for it; one
+that does not return before it is over runs on the current stream. What C++ code issues and waits for by itself (DDP's
+reducer) is taken to be waited for at once: its waits cannot be seen.
+
+The numbers are those of an unobserved run. Do not observe inside `deliver_late`, whose copies nobody sees.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_testing.base.compat import operators_run_by, storage_key
+from fsdp_testing.ranks.ledger.readers import METHODS
+from fsdp_testing.ranks.streams.history import History, UseRecorded
+from fsdp_testing.ranks.streams.recorder import Recorder, run_noted
+from fsdp_testing.ranks.streams.simulated import Event, Stream, StreamContext
+
+
+@contextmanager
+def observe() -> Iterator[History]:
+    """Record what this thread, and the autograd engine for it, issues on which stream while the context lasts.
+
+    Make the model, or at least run its first step, inside: streams that were made before are not recorded ones.
+
+    Yields:
+        The history, complete when the context has ended.
+    """
+    with operators_run_by(partial(run_noted, Recorder(History()))):
+        torch.empty(0)  # the first operator under a mode makes torch import its compiler, which is not to be observed
+    history = History()
+    recorder = Recorder(history)
+    with ExitStack() as stack:
+        for change in _replacements(recorder):
+            stack.enter_context(change)
+        stack.enter_context(operators_run_by(partial(run_noted, recorder)))
+        try:
+            yield history
+        finally:
+            recorder.close()
+
+
+def _replacements(recorder: Recorder) -> Iterator[Any]:
+    """Yield what stands in torch's place while a rank is observed, as context managers."""
+
+    def current_stream(device: Any = None) -> Stream:
+        return recorder.current
+
+    def stream_context(stream: Stream | None) -> StreamContext:
+        return StreamContext(recorder, stream)
+
+    def make_stream(*args: Any, **kwargs: Any) -> Stream:
+        return Stream(recorder)
+
+    def make_event(*args: Any, **kwargs: Any) -> Event:
+        return Event(recorder)
+
+    def synchronize(device: Any = None) -> None:
+        recorder.synchronize()
+
+    def record_stream(tensor: Tensor, stream: Stream) -> None:
+        recorder.note(UseRecorded(recorder.block(tensor).number, stream.number))
+
+    for name, value in {
+        "Stream": make_stream,
+        "Event": make_event,
+        "current_stream": current_stream,
+        "stream": stream_context,
+        "StreamContext": stream_context,
+        "synchronize": synchronize,
+    }.items():
+        yield patch.object(torch.cpu, name, value)
+    yield patch.object(Tensor, "record_stream", record_stream)
+    # FSDP1 calls record_stream on devices that it knows only; its own functions hold this one under their name for it.
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith(
+            "torch.distributed.fsdp."
+        ) and "_no_dispatch_record_stream" in vars(module):
+            yield patch.object(module, "_no_dispatch_record_stream", record_stream)
+    yield patch.object(torch.UntypedStorage, "resize_", _resizing(recorder, torch.UntypedStorage.resize_))
+    yield patch.object(dist.Work, "wait", _waiting(recorder, dist.Work.wait))
+    for name in METHODS:
+        if (method := vars(dist.ProcessGroup).get(name)) is not None:
+            yield patch.object(dist.ProcessGroup, name, _issuing(recorder, method))
+
+
+def _resizing(recorder: Recorder, method: Callable[..., Any]) -> Callable[..., Any]:
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        if size != storage.nbytes():
+            recorder.sweep()
+            recorder.freed(storage_key(storage))
+        result = method(storage, size)
+        if size:
+            recorder.block(torch.empty(0, dtype=torch.uint8).set_(storage), made=True)
+        return result
+
+    return resize
+
+
+def _waiting(recorder: Recorder, method: Callable[..., Any]) -> Callable[..., Any]:
+    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        # gloo copies a result to its place when it is waited for; a device has it there.
+        before, recorder.silent = recorder.silent, True
+        try:
+            result = method(work, *args, **kwargs)
+        finally:
+            recorder.silent = before
+        recorder.waited(work)
+        return result
+
+    return wait
+
+
+def _issuing(recorder: Recorder, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Tie the work object that a group's method returns to the collective that it issued."""
+
+    def issue(group: Any, *args: Any, **kwargs: Any) -> Any:
+        before, recorder.caller, recorder.issued = recorder.caller, group, None
+        try:
+            result = method(group, *args, **kwargs)
+        finally:
+            recorder.caller = before
+        if recorder.issued is not None and isinstance(result, dist.Work):
+            recorder.pend(result, recorder.issued)
+        return result
+
+    return issue

@@ -1,0 +1,233 @@
+"""Accesses to memory that nothing orders: vector clocks over a recorded history.
+
+Each stream counts its work. A clock says, for each stream, up to which piece of work everything is known to be done. A wait
+takes over the clock of what is waited for. An access is ordered after an earlier one if the clock of its stream knows the
+earlier one to be done (Lamport 1978; torch's CUDA sanitizer, pytorch PR 83984, decides alike).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from fsdp_testing.ranks.streams.history import (
+    HOST,
+    Access,
+    Allocated,
+    EventRecorded,
+    EventWaited,
+    Freed,
+    History,
+    Site,
+    StreamWaited,
+    UseRecorded,
+    Work,
+)
+
+Clock = dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One access as it is reported: what did it, on which stream, called where."""
+
+    name: str
+    stream: str
+    writes: bool
+    site: Site
+
+    def __str__(self) -> str:
+        """Return it with its place in the code."""
+        verb = "writes" if self.writes else "reads"
+        return f"{self.name} {verb} on {self.stream}" + "".join(f"\n      {place}" for place in self.site)
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """Two uses of the same memory that nothing orders.
+
+    Attributes:
+        block: The memory: shape and dtype of the tensor that it was made for.
+        earlier: The use that may not be over.
+        later: The use that may come too early.
+        reused: What the memory was made for the second time, where it was freed in between; else empty.
+        freed: Where it was freed.
+    """
+
+    block: str
+    earlier: Use
+    later: Use
+    reused: str = ""
+    freed: Site = ()
+
+    @property
+    def summary(self) -> str:
+        """The race in one sentence."""
+        first, then = f"{self.earlier.name} on {self.earlier.stream}", f"{self.later.name} on {self.later.stream}"
+        if self.reused:
+            return f"memory of {self.block} is freed and given to {self.reused} although nothing orders {then} after {first}"
+        return f"nothing orders {then} after {first}, in {self.block}"
+
+    def __str__(self) -> str:
+        """Return the sentence and the places in the code."""
+        lines = [f"{self.summary[0].upper()}{self.summary[1:]}.", f"    first  {self.earlier}"]
+        advice = f"Make {self.later.stream} wait for {self.earlier.stream} in between (wait_stream, or an event)"
+        if self.reused:
+            lines.append("    freed" + "".join(f"\n      {place}" for place in self.freed))
+            advice += ", or call record_stream before the last reference goes"
+        return "\n".join([*lines, f"    then   {self.later}", f"  {advice}."])
+
+
+@dataclass(slots=True)
+class _Done:
+    """An access that a later one has to be ordered after."""
+
+    tick: int
+    stream: int
+    access: Access
+    work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class _Former:
+    """A use of memory that was freed since."""
+
+    done: _Done
+    label: str
+    freed: Site
+
+
+@dataclass(slots=True)
+class _Block:
+    """One block of memory.
+
+    Attributes:
+        label: What it was made for.
+        owner: The stream whose pool it comes from, and goes back to.
+        accesses: Uses that a later one may have to be ordered after.
+        recorded: Streams given to `record_stream`.
+        former: Uses of freed memory that it may lie in, until its first use was compared with them.
+    """
+
+    label: str
+    owner: int
+    accesses: list[_Done] = field(default_factory=list)
+    recorded: set[int] = field(default_factory=set)
+    former: list[_Former] = field(default_factory=list)
+
+
+def races(history: History) -> list[Race]:
+    """Return every pair of conflicting uses that nothing orders, each pair of places once, in the order of the history."""
+    return _Judge(history).run()
+
+
+class _Judge:
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._clocks: dict[int, Clock] = {}
+        self._events: dict[int, Clock] = {}
+        self._blocks: dict[int, _Block] = {}
+        self._former: dict[int, list[_Former]] = {}
+        self._races: dict[Race, None] = {}
+
+    def run(self) -> list[Race]:
+        for entry in self._history.entries:
+            match entry:
+                case Work():
+                    self._work(entry)
+                case Allocated(block, stream, label):
+                    self._allocate(block, stream, label)
+                case Freed(block, site):
+                    self._free(block, site)
+                case UseRecorded(block, stream):
+                    self._block(block).recorded.add(stream)
+                case EventRecorded(event, stream):
+                    self._events[event] = dict(self._clock(stream))
+                case EventWaited(event, stream):
+                    # An event that was never recorded counts as done, as on CUDA.
+                    self._join(stream, self._events.get(event, {}))
+                case StreamWaited(stream, awaited):
+                    self._join(stream, self._clock(awaited))
+        return list(self._races)
+
+    def _clock(self, stream: int) -> Clock:
+        return self._clocks.setdefault(stream, {})
+
+    def _join(self, stream: int, known: Clock) -> None:
+        clock = self._clock(stream)
+        for other, tick in known.items():
+            if clock.get(other, 0) < tick:
+                clock[other] = tick
+
+    def _block(self, block: int) -> _Block:
+        return self._blocks.setdefault(block, _Block(f"block {block}", 0))
+
+    def _work(self, work: Work) -> None:
+        # What the host has waited for is done before anything that it issues now.
+        self._join(work.stream, self._clock(HOST))
+        clock = self._clock(work.stream)
+        clock[work.stream] = tick = clock.get(work.stream, 0) + 1
+        for access in work.accesses:
+            self._access(_Done(tick, work.stream, access, work), clock)
+
+    def _access(self, now: _Done, clock: Clock) -> None:
+        block, kept = self._block(now.access.block), []
+        for former in block.former:
+            if clock.get(former.done.stream, 0) < former.done.tick:
+                self._race(Race(former.label, self._use(former.done), self._use(now), block.label, former.freed))
+        block.former = []
+        for before in block.accesses:
+            ordered = clock.get(before.stream, 0) >= before.tick
+            if not ordered and _conflict(before.access, now.access):
+                self._race(Race(block.label, self._use(before), self._use(now)))
+            if not (ordered and _supersedes(now, before)):
+                kept.append(before)
+        kept.append(now)
+        block.accesses = kept
+
+    def _allocate(self, number: int, stream: int, label: str) -> None:
+        """Take memory from a stream's pool: any that was freed there may be given out again, at once."""
+        clock, host = self._clock(stream), self._clock(HOST)
+        waiting = [
+            former
+            for former in self._former.get(stream, ())
+            if max(clock.get(former.done.stream, 0), host.get(former.done.stream, 0)) < former.done.tick
+        ]
+        self._former[stream] = waiting
+        self._blocks[number] = _Block(label, stream, former=list(waiting))
+
+    def _free(self, number: int, site: Site) -> None:
+        block = self._blocks.pop(number, None)
+        if block is None:
+            return
+        # The allocator itself waits for what recorded streams have done by now, and for what that came after.
+        clocks = [self._clock(stream) for stream in sorted(block.recorded)]
+        self._former.setdefault(block.owner, []).extend(
+            _Former(before, block.label, site)
+            for before in block.accesses
+            if before.stream not in (block.owner, *block.recorded)
+            and not any(clock.get(before.stream, 0) >= before.tick for clock in clocks)
+        )
+
+    def _race(self, race: Race) -> None:
+        self._races[race] = None
+
+    def _use(self, done: _Done) -> Use:
+        return Use(done.work.name, self._name(done.stream), done.access.writes, done.work.site)
+
+    def _name(self, stream: int) -> str:
+        return self._history.streams.get(stream, f"stream {stream}")
+
+
+def _conflict(before: Access, now: Access) -> bool:
+    return (before.writes or now.writes) and before.region.overlaps(now.region)
+
+
+def _supersedes(now: _Done, before: _Done) -> bool:
+    """Whether everything that is ordered after `now` is ordered after `before`, and conflicts with `now` if with `before`."""
+    return before.access.region == now.access.region and (now.access.writes or not before.access.writes)
+
+
+def tell(found: Iterable[Race]) -> str:
+    """Return races as text, numbered."""
+    return "\n".join(f"  {number}. {race}" for number, race in enumerate(found, start=1))

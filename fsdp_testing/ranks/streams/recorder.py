@@ -1,0 +1,299 @@
+"""What a rank issues, noted: each operator and collective with the memory that it reads and writes, and memory that is freed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_testing.base import compat
+from fsdp_testing.base.compat import Operator, storage_key, storage_reference
+from fsdp_testing.ranks.ledger import interception
+from fsdp_testing.ranks.streams.history import (
+    Access,
+    Allocated,
+    Entry,
+    EventRecorded,
+    EventWaited,
+    Freed,
+    History,
+    Site,
+    StreamWaited,
+    Work,
+)
+from fsdp_testing.ranks.streams.regions import Region
+from fsdp_testing.ranks.streams.simulated import Device, Event, Stream
+
+_FRAMES = 6
+_FULL_SWEEP = 1000
+_HERE = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+# Code that hands calls on; a place in it says nothing about who issued the work.
+_PASSED_OVER = (
+    _HERE,
+    str(Path(interception.__file__).parent),
+    compat.__file__,
+    "<",
+    *(
+        f"{_TORCH}/{part}"
+        for part in (
+            "_ops.py",
+            "utils/",
+            "autograd/",
+            "nn/modules/module.py",
+            "_tensor.py",
+            "nn/functional.py",
+            "_dynamo/",
+            "_compile.py",
+            "_library/",
+            "distributed/c10d_logger.py",
+            "distributed/distributed_c10d.py",
+        )
+    ),
+)
+# Operators that make memory without writing it.
+_EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
+# Operators that look at no element although their schema does not say so.
+_LOOKS_AT_NOTHING = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh", "record_stream"})
+# Operators whose result the host reads: it waits for the current stream.
+_HOST_READS = frozenset({"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select"})
+# Which arguments of a collective are written and which are read; where one is both, it stands in both.
+_COLLECTIVES: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "allreduce_": ((0,), (0,)),
+    "allreduce_coalesced_": ((0,), (0,)),
+    "broadcast_": ((0,), (0,)),
+    "reduce_": ((0,), (0,)),
+    "allgather_": ((0,), (1,)),
+    "_allgather_base_": ((0,), (1,)),
+    "allgather_coalesced_": ((0,), (1,)),
+    "allgather_into_tensor_coalesced_": ((0,), (1,)),
+    "reduce_scatter_": ((0,), (1,)),
+    "_reduce_scatter_base_": ((0,), (1,)),
+    "reduce_scatter_tensor_coalesced_": ((0,), (1,)),
+    "gather_": ((0,), (1,)),
+    "scatter_": ((0,), (1,)),
+    "alltoall_": ((0,), (1,)),
+    "alltoall_base_": ((0,), (1,)),
+    "send": ((), (0,)),
+    "recv_": ((0,), ()),
+    "recv_any_source_": ((0,), ()),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Memory that is in use: what identifies it, whether it still is, its number in the history and whose pool it is of."""
+
+    key: int
+    reference: Any
+    number: int
+    owner: int
+
+
+class Recorder(Device):
+    """The device of an observed rank: also knows blocks of memory, and collectives that nobody has waited for."""
+
+    def __init__(self, history: History) -> None:
+        self._blocks: dict[int, _Block] = {}
+        self._shared: set[int] = set()
+        self._until_full_sweep = _FULL_SWEEP
+        self._made = 0
+        self._pending: dict[int, tuple[Any, Event]] = {}
+        self._results: dict[int, Event] = {}
+        self._groups: dict[str, Stream] = {}
+        self.caller: Any = None
+        self.silent = False
+        self.issued: Event | None = None
+        super().__init__(history)
+
+    def note(self, entry: Entry) -> None:
+        """Add an entry, after the release of what was freed before it."""
+        self.sweep()
+        super().note(entry)
+
+    def sweep(self) -> None:
+        """Note which blocks nobody refers to any more.
+
+        When a block that one stream alone has used is freed is no matter; such blocks are looked at now and then.
+        """
+        self._until_full_sweep -= 1
+        keys: Iterable[int] = self._shared
+        if self._until_full_sweep <= 0:
+            keys, self._until_full_sweep = self._blocks, _FULL_SWEEP
+        for key in [key for key in keys if self._blocks[key].reference.expired()]:
+            self.freed(key)
+
+    def freed(self, key: int) -> None:
+        """Note that a block was given back."""
+        block = self._blocks.pop(key, None)
+        self._shared.discard(key)
+        if block is not None:
+            self.history.entries.append(Freed(block.number, _site()))
+
+    def close(self) -> None:
+        """Forget what is still held; what is freed afterwards is nobody's concern."""
+        self._until_full_sweep = 0
+        self.sweep()
+        self._pending.clear()
+        self._blocks.clear()
+
+    def block(self, tensor: Tensor, made: bool = False) -> _Block:
+        """Return the block that a tensor lies in; a new one begins on the current stream if it was `made` just now."""
+        storage = tensor.untyped_storage()
+        key = storage_key(storage)
+        block = self._blocks.get(key)
+        if block is None:
+            owner = self.current.number if made else self.default.number
+            self._made += 1
+            block = self._blocks[key] = _Block(key, storage_reference(storage), self._made, owner)
+            shape = "x".join(map(str, tensor.shape)) or "one"
+            label = f"a tensor of {shape} {str(tensor.dtype).removeprefix('torch.')}"
+            self.history.entries.append(Allocated(block.number, owner, label))
+        return block
+
+    def work(self, name: str, stream: Stream, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Note a piece of work."""
+        accesses: list[Access] = []
+        for tensor, writing in [(each, False) for each in reads] + [(each, True) for each in writes]:
+            # A tensor without elements, or without memory, is used by nobody.
+            if tensor.numel() == 0 or tensor.device.type == "meta":
+                continue
+            block, size = self.block(tensor), tensor.element_size()
+            if block.owner != stream.number:
+                self._shared.add(block.key)
+            strides = tuple(stride * size for stride in tensor.stride())
+            region = Region(int(tensor.storage_offset()) * size, tuple(tensor.shape), strides, size)
+            accesses.append(Access(block.number, region, writing))
+        if accesses:
+            self.history.entries.append(Work(stream.number, name, tuple(accesses), _site()))
+
+    def collective(self, name: str, group: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Event:
+        """Note an asynchronous collective and return the event that its waiters wait for."""
+        stream = self._groups.get(group)
+        if stream is None:
+            stream = self._groups[group] = Stream(self, f"the stream of process group {group}")
+        self.note(StreamWaited(stream.number, self.current.number))
+        self.work(name, stream, reads, writes)
+        event = Event(self)
+        self.note(EventRecorded(event.number, stream.number))
+        return event
+
+    def pend(self, work: Any, event: Event) -> None:
+        """Remember that waiting for `work` means waiting for `event`; the work holds its tensors until then."""
+        self._pending[id(work)] = (work, event)
+
+    def waited(self, work: Any) -> None:
+        """Make the current stream wait for a collective."""
+        pending = self._pending.pop(id(work), None)
+        if pending is not None:
+            self.note(EventWaited(pending[1].number, self.current.number))
+
+    def functional(self, name: str, group: str, reads: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """Note a functional collective; `wait_tensor` of a result waits for it."""
+        event = self.collective(name, group, reads, results)
+        for result in results:
+            self._results[self.block(result).number] = event
+
+    def wait_tensor(self, tensor: Tensor) -> None:
+        """Make the current stream wait for the functional collective that a tensor comes from."""
+        event = self._results.pop(self.block(tensor).number, None)
+        if event is not None:
+            self.note(EventWaited(event.number, self.current.number))
+
+
+def run_noted(recorder: Recorder, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator, and note what it reads and writes."""
+    if recorder.silent:
+        return operator.call(*args, **kwargs)
+    recorder.sweep()
+    if operator.namespace == "c10d":
+        result = operator.call(*args, **kwargs)
+        _note_collective(recorder, operator, args, kwargs)
+        return result
+    if operator.namespace == "_c10d_functional":
+        return _functional(recorder, operator, args, kwargs)
+    # Inputs first: what the operator is the last to refer to is noted before it may be freed.
+    reads, writes = _touched(operator, args, kwargs)
+    known = {_key(tensor) for tensor in _tensors((args, kwargs))}
+    for tensor in (*reads, *writes):
+        recorder.block(tensor)
+    result = operator.call(*args, **kwargs)
+    if operator.name == "lift_fresh":
+        recorder.block(result, made=True)  # of `torch.tensor`, which makes it out of sight, just now
+    made = [each for each in _tensors(result) if each.numel() and _key(each) not in known]
+    for tensor in made:
+        recorder.block(tensor, made=True)
+    idle = operator.is_view and not made and not writes
+    if not idle and operator.name not in _EMPTY and operator.name not in _LOOKS_AT_NOTHING:
+        recorder.work(operator.name, recorder.current, reads, [*writes, *made])
+    if operator.name in _HOST_READS:
+        recorder.current.synchronize()
+    return result
+
+
+def _note_collective(recorder: Recorder, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if operator.name not in _COLLECTIVES:
+        return
+    written, read = _COLLECTIVES[operator.name]
+    names = [name for name, _, _ in operator.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    writes = [tensor for place in written for tensor in _tensors(given.get(names[place]))]
+    reads = [tensor for place in read for tensor in _tensors(given.get(names[place]))]
+    if recorder.caller is None or not given.get("async_op", given.get("asyncOp", True)):
+        recorder.work(operator.name, recorder.current, reads, writes)
+    else:
+        recorder.issued = recorder.collective(operator.name, recorder.caller.group_name, reads, writes)
+
+
+def _functional(recorder: Recorder, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    reads = _tensors((args, kwargs))
+    result = operator.call(*args, **kwargs)
+    if operator.name == "wait_tensor":
+        recorder.wait_tensor(reads[0])
+    elif not operator.name.startswith("_"):
+        recorder.functional(operator.name, args[-1], reads, _tensors(result))
+    return result
+
+
+def _touched(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return which tensors among the arguments an operator reads and which it writes."""
+    reads: list[Tensor] = []
+    writes: list[Tensor] = []
+    for place, (name, written, shared) in enumerate(operator.arguments):
+        tensors = _tensors(args[place] if place < len(args) else kwargs.get(name))
+        if written:
+            writes += tensors
+        elif not shared:  # an argument that is only shared is looked at by nobody: the operator is a view
+            reads += tensors
+    return reads, writes
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value] if value.layout is torch.strided else []
+    if isinstance(value, (list, tuple)):
+        return [tensor for each in value for tensor in _tensors(each)]
+    if isinstance(value, dict):
+        return _tensors(list(value.values()))
+    return []
+
+
+def _key(tensor: Tensor) -> int:
+    return storage_key(tensor.untyped_storage())
+
+
+def _site() -> Site:
+    places: list[str] = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and len(places) < _FRAMES:
+        name = frame.f_code.co_filename
+        if not name.startswith(_PASSED_OVER):
+            places.append(f"{name}:{frame.f_lineno} in {frame.f_code.co_qualname}")
+        frame = frame.f_back
+    return tuple(places)

@@ -1,0 +1,1 @@
+"""Sources of cases: random ones, every small one, every saved state with every loader; and one loop over them."""

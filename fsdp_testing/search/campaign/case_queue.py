@@ -1,0 +1,139 @@
+"""Which cases run next? Drawn ones, each exactly once; those that may cost the ranks come rarely, and none is left out."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from fsdp_testing.cases.records import Case
+from fsdp_testing.checks.findings.known import KnownFailures, Rule
+
+BATCH = 24
+COSTLY_ONE_IN = 20
+"""At most so many cases that may cost the ranks are run while there are others."""
+_COSTLY_AT_ONCE = 2
+_VARIANTS_OF_ONE = 2
+
+
+class Asked(NamedTuple):
+    """A case that is to be run.
+
+    Attributes:
+        case: It.
+        number: From which it was drawn; None for a variant.
+        depth: 0 as drawn; 1 for a variant of a case in which a known failure was met, 2 for a variant of that.
+    """
+
+    case: Case
+    number: int | None = None
+    depth: int = 0
+
+
+class CaseQueue:
+    """Hands out batches of cases for one world size each.
+
+    Args:
+        draw: Gives the case of a number.
+        first: Number of the first case to draw.
+        limit: How many to draw; None for no limit.
+        unfinished: Numbers of cases that an earlier campaign drew and did not run; they come first.
+        over: Whether the time is up; asked before each case.
+    """
+
+    def __init__(
+        self,
+        draw: Callable[[int], Case],
+        first: int,
+        limit: int | None,
+        unfinished: Iterable[int],
+        over: Callable[[], bool],
+    ) -> None:
+        self._draw = draw
+        self._first = first
+        self._limit = limit
+        self._over = over
+        self._resumed = deque(unfinished)
+        self._unfinished = dict.fromkeys(self._resumed)
+        self._postponed: deque[int] = deque()
+        self._waiting: dict[int, list[Asked]] = {}
+        self._costly: dict[int, list[Asked]] = {}
+        self._others = 0
+        self._in_a_row = 0
+        self.drawn = first
+        self.postponed: Counter[str] = Counter()
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        """Return the numbers of the cases that were drawn and did not run to their end, whatever the reason."""
+        return tuple(self._unfinished)
+
+    def finish(self, asked: Asked) -> None:
+        """Note that a case has run."""
+        if asked.number is not None:
+            self._unfinished.pop(asked.number, None)
+
+    def add_variant(self, of: Asked, rule: Rule, shape: Callable[[Case], Case], fair: Callable[[Case], bool]) -> bool:
+        """Queue the case without what brought a known failure about; return whether there is such a case."""
+        variant = rule.variant(of.case) if of.depth < _VARIANTS_OF_ONE else None
+        shaped = shape(variant) if variant is not None else None
+        if shaped is None or not shaped.program or not fair(shaped):
+            return False
+        self._waiting.setdefault(shaped.world.size, []).append(Asked(shaped, None, of.depth + 1))
+        return True
+
+    def next_batch(self, known: KnownFailures) -> list[Asked]:
+        """Return the next batch, the cases that may cost the ranks last; empty when the time or the cases are over."""
+        while not self._over():
+            full = [size for size, cases in self._waiting.items() if len(cases) >= BATCH]
+            full += [size for size, cases in self._costly.items() if len(cases) >= _COSTLY_AT_ONCE]
+            if full:
+                return self._take(full[0])
+            if not self._fill(known):
+                sizes = [*self._waiting, *self._costly]
+                return self._take(sizes[0]) if sizes else []
+        return []
+
+    def _take(self, size: int) -> list[Asked]:
+        waiting = self._waiting.pop(size, [])
+        if waiting[BATCH:]:
+            self._waiting[size] = waiting[BATCH:]
+        # What comes after a case that costs the ranks runs again on new ones: such cases come last.
+        return waiting[:BATCH] + self._costly.pop(size, [])
+
+    def _fill(self, known: KnownFailures) -> bool:
+        """Queue one more case; return whether there was one."""
+        number = self._next_number()
+        if number is None:
+            return self._take_postponed()
+        case = self._draw(number)
+        rule = known.may_end_ranks(case)
+        if rule is None:
+            self._waiting.setdefault(case.world.size, []).append(Asked(case, number))
+            self._others += 1
+            self._in_a_row = 0
+        else:
+            self.postponed[rule.name] += 1
+            self._postponed.append(number)
+            self._in_a_row += 1
+        if self._postponed and max(self._others, self._in_a_row) >= COSTLY_ONE_IN:
+            self._take_postponed()
+        return True
+
+    def _next_number(self) -> int | None:
+        if self._resumed:
+            return self._resumed.popleft()
+        if self._limit is not None and self.drawn - self._first >= self._limit:
+            return None
+        self.drawn += 1
+        self._unfinished[self.drawn - 1] = None
+        return self.drawn - 1
+
+    def _take_postponed(self) -> bool:
+        self._others = self._in_a_row = 0
+        if not self._postponed:
+            return False
+        number = self._postponed.popleft()
+        case = self._draw(number)
+        self._costly.setdefault(case.world.size, []).append(Asked(case, number))
+        return True

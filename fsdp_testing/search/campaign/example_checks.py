@@ -1,0 +1,96 @@
+"""Do the known failures still show? Their examples run again before anything else does, within a share of the campaign."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from fsdp_testing.cases.records import ENDS_RANKS, Case, FailureKind
+from fsdp_testing.checks.findings.known import KnownFailures, Rule
+from fsdp_testing.search.campaign.batch import Watch
+from fsdp_testing.search.campaign.lane import CaseResult, Lane
+
+SHARE = 0.2
+"""Part of the time, or of the cases, of a campaign that examples may take."""
+_AT_ONCE = 8
+_DEADLINE = 5.0
+
+
+@dataclass(slots=True)
+class Checked:
+    """What the examples gave.
+
+    Attributes:
+        ran: Rules whose example ran.
+        still: Rules whose example fails as they say.
+        gone: Rules whose example passes.
+        changed: Examples that fail in a way that their rule does not know.
+        left: How many examples did not run.
+    """
+
+    ran: list[str] = field(default_factory=list)
+    still: list[str] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)
+    changed: list[CaseResult] = field(default_factory=list)
+    left: int = 0
+
+
+def check_examples(
+    lane: Lane,
+    known: KnownFailures,
+    turns: Mapping[str, int],
+    fair: Callable[[Case], bool],
+    allowed: Callable[[int], bool],
+) -> Checked:
+    """Run examples, those first that have waited for the most campaigns.
+
+    Args:
+        lane: Runs them.
+        known: Whose examples.
+        turns: Number of the campaign in which the example of each rule ran last.
+        fair: Whether the implementation may be asked a case.
+        allowed: Whether there is time for more, after so many examples.
+    """
+    due = [(rule, case) for rule, case in known.examples() if fair(case)]
+    due.sort(key=lambda pair: turns.get(pair[0].name, -1))
+    checked = Checked()
+    for chunk in _alike(due):
+        if not allowed(len(checked.ran) + len(chunk)):
+            break
+        watch = Watch(operations=True, models=_leaks(chunk[0][0]))
+        results = lane.run([case for _, case in chunk], watch, deadline=_DEADLINE)
+        for (rule, _), result in zip(chunk, results):
+            _sort_in(checked, rule, result)
+    checked.left = len(due) - len(checked.ran)
+    return checked
+
+
+def _sort_in(checked: Checked, rule: Rule, result: CaseResult) -> None:
+    checked.ran.append(rule.name)
+    signature = result.note.signature
+    still = (
+        signature is not None and KnownFailures((rule,)).recognize(signature, result.case, result.note.at) is not None
+    )
+    if still:
+        checked.still.append(rule.name)
+        return
+    if result.note.status in ("passed", "leaked"):
+        checked.gone.append(rule.name)
+    elif signature is not None and signature.kind not in ENDS_RANKS:
+        # Ranks that are late on a crowded machine say nothing about a rule; another wrong number does.
+        checked.changed.append(result)
+
+
+def _alike(due: list[tuple[Rule, Case]]) -> list[list[tuple[Rule, Case]]]:
+    """The examples in chunks that one batch can run, those first that are due first."""
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for place, (rule, case) in enumerate(due):
+        # A failure that costs the ranks makes all after it in its batch run again.
+        alone = rule.name if rule.ends_ranks or _leaks(rule) else ""
+        alike.setdefault((case.world.size, alone), []).append(place)
+    chunks = [places[at : at + _AT_ONCE] for places in alike.values() for at in range(0, len(places), _AT_ONCE)]
+    return [[due[place] for place in chunk] for chunk in sorted(chunks)]
+
+
+def _leaks(rule: Rule) -> bool:
+    return any(FailureKind(signature[0]) is FailureKind.LEAKED for signature in rule.signatures)

@@ -1,0 +1,127 @@
+"""Does a case give the same again? Read from any file that holds one, run on new processes, compared by its bits."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.base.document import load_json
+from fsdp_testing.cases.drawing import legal_case, needs_of_case
+from fsdp_testing.cases.records import Case, RankObservation, RunReport, outcome
+from fsdp_testing.checks.findings import discovery
+from fsdp_testing.errors import InvalidArgument, InvalidRecord
+from fsdp_testing.judging import record_stream
+from fsdp_testing.ranks.pool import Pool
+from fsdp_testing.search.campaign.batch import Watch
+from fsdp_testing.search.campaign.lane import CaseResult, Lane
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A case from a file, and the implementation on which it was met, if the file says so."""
+
+    case: Case
+    implementation: str = ""
+
+
+def read_recorded(path: Path) -> list[Recorded]:
+    """Return every case in a file: a case, a finding of a campaign, or the failures of a report.
+
+    Raises:
+        InvalidRecord: The file is damaged, newer than this version, or has no legal case.
+        InvalidArgument: It cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"{path}: expected a readable text file, got {error}. Give a case or finding.") from error
+    data = load_json(text, str(path))
+    if data.get("format") == discovery.FORMAT.name:
+        found = discovery.Discovery.from_json(text, str(path))
+        return [Recorded(_checked(found.case, path), found.implementation)]
+    if data.get("format") == outcome.FORMAT.name:
+        report = RunReport.from_json(text, str(path))
+        cases = [
+            Recorded(finding.case, result.implementation) for result in report.results for finding in result.findings
+        ]
+        if not cases:
+            raise InvalidRecord(
+                f"{path}: expected a report with failures, got one without. There is nothing to replay."
+            )
+        return cases
+    return [Recorded(_checked(Case.from_json(data, str(path)), path))]
+
+
+def _checked(case: Case, path: Path) -> Case:
+    """Return a case that is run as it is written; refuse one of which parts would be dropped."""
+    legal = legal_case(case)
+    if legal != case:
+        where = "model.tree" if legal.model != case.model else "wrapping, program or world"
+        raise InvalidRecord(
+            f"{path}.{where}: expected a legal case, got parts that have no meaning where they stand. "
+            f"The nearest legal case is {legal.to_json()}"
+        )
+    return case
+
+
+def check_claims(case: Case, adapter: Adapter) -> None:
+    """Raise InvalidArgument if the implementation does not claim what the case asks for; every tag is named."""
+    missing = sorted(needs_of_case(case) - adapter.capabilities - {"nested_wrapping"})
+    if missing:
+        raise InvalidArgument(
+            f"{adapter.name}: expected claims of everything that the case needs, got none of {', '.join(missing)}. "
+            "What is not claimed is not judged; name another implementation."
+        )
+
+
+def replay(pool: Pool, adapter: Adapter, case: Case, deadline: float = 30.0) -> tuple[CaseResult, str]:
+    """Run one case on a pool of its own and judge it.
+
+    Returns:
+        What it gave, and a digest of every bit that every rank reported; empty if a rank was lost.
+    """
+    digests: list[str] = []
+    lane = Lane(pool, adapter, deadline, on_records=lambda place: digests.append(_digest(place, case.world.size)))
+    (result,) = lane.run([case], Watch(operations=True, models=True))
+    return result, digests[-1]
+
+
+def _digest(directory: str, size: int) -> str:
+    total = hashlib.sha256()
+    for rank in range(size):
+        records = record_stream.read(directory, rank)
+        if not records:
+            return ""
+        for part in _parts(records[0].observation):
+            total.update(part)
+    return total.hexdigest()[:16]
+
+
+def _parts(observation: RankObservation) -> Iterator[bytes]:
+    for result in observation.results:
+        yield repr((result.index, sorted(result.values))).encode()
+        yield from (_bits(result.values[name]) for name in sorted(result.values))
+    for snapshot in observation.snapshots:
+        for fqn, seen in sorted(snapshot.parameters.items()):
+            yield repr((fqn, seen.shape, seen.dtype, seen.requires_grad, seen.grad_dtype)).encode()
+            for piece in (*seen.pieces, *(seen.grad_pieces or ())):
+                yield repr((piece.start, piece.stop)).encode()
+                yield _bits(piece.value)
+        for fqn, buffer in sorted(snapshot.buffers.items()):
+            yield fqn.encode() + _bits(buffer.value)
+        for fqn, state in sorted((snapshot.optimizer or {}).items()):
+            yield repr((fqn, sorted(state.scalars.items()))).encode()
+            yield from (_bits(p.value) for name in sorted(state.tensors) for p in state.tensors[name])
+    error = observation.error
+    if error is not None:
+        yield repr((error.index, error.type_name)).encode()
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else b""

@@ -1,0 +1,64 @@
+"""How is a finding written down? The case, a script that needs nothing of ours, and a sentence; in a folder of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from fsdp_testing.checks.findings.discovery import Discovery
+from fsdp_testing.checks.findings.script import script_for
+from fsdp_testing.checks.findings.tags import tokens
+from fsdp_testing.report.files import write_atomically
+from fsdp_testing.search.campaign.state import StateDirectory
+
+SCRIPT = "reproduce.py"
+_SCRIPT_SECONDS = 180
+
+
+def write_discovery(found: Discovery, state: StateDirectory) -> Path:
+    """Write the folder of one finding and return it; `try_script` finds out whether its script reproduces."""
+    script = script_for(found)
+    files = [("finding.json", found.to_json()), ("case.json", found.case.to_json(indent=1))]
+    files += [(SCRIPT, script)] if script is not None else []
+    files.append(("README.md", _readme(found, script is not None)))
+    return state.write_files(f"found/{found.name}", files)
+
+
+def _readme(found: Discovery, has_script: bool) -> str:
+    lines = [f"# {found.signature}", "", found.sentence(), ""]
+    lines += [f"Cause: {found.cause}.", ""] if found.cause else []
+    lines += [f"Program: {', '.join(tokens(found.case))}.", ""]
+    if not found.confirmed:
+        lines += ["It was met once, after other cases in the same processes, and not again alone.", ""]
+    lines += ["Run it again: `fsdp-verify replay finding.json`."]
+    if has_script:
+        lines += [f"Without fsdp-testing: `python {SCRIPT}`; it exits with 1 where the defect shows."]
+    else:
+        lines += [
+            "There is no script without fsdp-testing: the model, the plan or an operation cannot be written that way."
+        ]
+    if found.account:
+        lines += ["", "```", found.account.strip(), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def try_script(folder: Path) -> bool | None:
+    """Run the script of a finding in a process of its own, write down its output, and return whether it reproduces.
+
+    None where there is no script.
+    """
+    path = folder / SCRIPT
+    if not path.is_file():
+        return None
+    command = [sys.executable, str(path)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SCRIPT_SECONDS, check=False)
+        output, reproduces = (done.stdout + done.stderr).strip(), done.returncode == 1
+        # A script that fails for a reason of its own ends with 1 as well; only what it prints itself counts.
+        reproduces = reproduces and bool(done.stdout.strip())
+    except subprocess.TimeoutExpired:
+        output, reproduces = f"no end after {_SCRIPT_SECONDS} s", False
+    verdict = "reproduces" if reproduces else "does not reproduce"
+    write_atomically(folder / "script_output.txt", f"{verdict}\n{output}\n", option="--state")
+    return reproduces

@@ -1,0 +1,145 @@
+"""Which small cases are there? One table for each axis, the simplest value first; a cell is one value of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fsdp_testing.cases.records import MixedPrecisionSpec, Operation, OptimizerSpec, ZeroGrad
+
+FLAT = ("1", "2", "3", "4")
+GRIDS = ("1x1", "1x2", "2x1", "1x3", "3x1", "1x4", "2x2", "4x1")
+
+WORLDS: Mapping[str, tuple[str, ...]] = {
+    "full_shard": FLAT,
+    "shard_grad_op": FLAT,
+    "no_shard": FLAT,
+    "hybrid_shard": GRIDS,
+    "hybrid_shard_zero2": GRIDS,
+}
+"""Strategy -> its meshes of at most four ranks: that many in a row, or replicas x shards. Every column but the first, and
+every row but the first, is a group without rank 0."""
+
+UNITS: Mapping[str, tuple[str, ...]] = {
+    "root": (),
+    "root and outer": ("outer",),
+    "root and two beside": ("first", "outer"),
+    "root and two nested": ("outer", "outer.inner"),
+}
+"""Which of `first`, `outer` and `outer.inner` are units; the root always is one."""
+
+TRAITS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "plain": {},
+    "frozen part": {"inner.w": {"frozen": "all"}},
+    "frozen bias": {"outer.w": {"frozen": "bias"}},
+    "shared weight": {"outer.w": {"tie": "t"}, "inner.w": {"tie": "t"}},
+    "called twice": {"inner": {"calls": 2}},
+    "output dropped": {"inner": {"dropped": True}},
+    "under two names": {"alias": {"kind": "again", "name": "alias", "of": "first"}},
+}
+"""What one part of the model has besides: part -> fields of its node (`cases/models/tree_schema.py`). Parts that are not used by
+some micro-batches are an affair of the schedule."""
+
+DTYPES: Mapping[str, tuple[str, MixedPrecisionSpec | None]] = {
+    "float64": ("float64", None),
+    "float32": ("float32", None),
+    "bfloat16, reduced in float32": ("float32", MixedPrecisionSpec("bfloat16", "float32")),
+}
+"""Dtype of parameters, and the dtypes of computation and reduction."""
+
+CLEARING: Mapping[str, tuple[Operation, ...]] = {
+    "to none": (ZeroGrad(),),
+    "to zeros": (ZeroGrad(set_to_none=False),),
+    "not at all": (),
+}
+"""What happens to the gradients between the two steps."""
+
+LETTERS = "SNsn"
+"""One micro-batch: S synchronises, N stays local (`no_sync`); a small letter does not use `outer.inner`."""
+
+MOST_MICRO_BATCHES = 3
+EVERY_RANK = -1
+OPTIMIZER = OptimizerSpec("sgd", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01})
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Cell:
+    """One small case.
+
+    Attributes:
+        strategy: Of `WORLDS`.
+        mesh: Of the strategy's.
+        units: Of `UNITS`.
+        trait: Of `TRAITS`.
+        first: Micro-batches of the first step, in `LETTERS`; the last one synchronises.
+        second: Those of the second step.
+        skipping: The rank that does not use the part in micro-batches of a small letter, or `EVERY_RANK`.
+        clearing: Of `CLEARING`.
+        dtype: Of `DTYPES`.
+    """
+
+    strategy: str
+    mesh: str
+    units: str
+    trait: str
+    first: str
+    second: str
+    skipping: int
+    clearing: str
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        """Return all values, as states and reports name the cell."""
+        return "/".join(str(getattr(self, item.name)) for item in fields(self))
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return ranks_of(self.mesh)
+
+    @property
+    def schedule(self) -> str:
+        """Return the micro-batches of both steps."""
+        return f"{self.first} {self.second}"
+
+
+def ranks_of(mesh: str) -> int:
+    """Return the number of ranks of a mesh."""
+    rows, _, columns = mesh.partition("x")
+    return int(rows) * int(columns or 1)
+
+
+def schedules() -> Iterator[str]:
+    """Yield the micro-batches of one step in every pattern, short ones first; the last one synchronises."""
+    longest = [""]
+    for _ in range(MOST_MICRO_BATCHES):
+        for begun in longest:
+            yield from (begun + last for last in "Ss")
+        longest = [begun + letter for begun in longest for letter in LETTERS]
+
+
+def skips(schedule: str) -> bool:
+    """Return whether a micro-batch leaves a part of the model unused."""
+    return not schedule.isupper()
+
+
+def second_steps(first: str) -> tuple[str, ...]:
+    """Return what the second step may be: one plain micro-batch, or the first step again.
+
+    A step of which a micro-batch leaves something unused is only repeated, but for the shortest one.
+    """
+    return ("S",) if first == "S" else ("S", first) if first == "s" or not skips(first) else (first,)
+
+
+def in_cube(cell: Cell) -> bool:
+    """Return whether there is such a cell: one thing at a time is unused, frozen, shared, dropped or called twice."""
+    uses_all = not skips(cell.first + cell.second)
+    ranks = (EVERY_RANK,) if uses_all else (EVERY_RANK, *(range(cell.size) if cell.size > 1 else ()))
+    return (
+        cell.mesh in WORLDS[cell.strategy]
+        and cell.second in second_steps(cell.first)
+        and cell.skipping in ranks
+        and (uses_all or cell.trait == "plain")
+    )

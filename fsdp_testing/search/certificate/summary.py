@@ -1,0 +1,173 @@
+"""What does a certificate say, in numbers? Computed once; terminal, page and JSON show the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fsdp_testing.base.document import ADDED_LATER, Format
+from fsdp_testing.search.certificate.axes import CLEARING, DTYPES, EVERY_RANK, TRAITS, UNITS, Cell, schedules, skips
+from fsdp_testing.search.certificate.cases import needs_of
+from fsdp_testing.search.certificate.causes import CauseFinder, CellCause
+from fsdp_testing.search.certificate.certify import CONFIRMED_ALONE, Certificate
+from fsdp_testing.search.certificate.cube import blocks
+from fsdp_testing.search.certificate.verdicts import FAILS, HOLDS, UNKNOWN, Verdicts
+
+FORMAT = Format("fsdp_testing/search/certificate", 2)
+STATUSES = (HOLDS, FAILS, UNKNOWN)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A certificate.
+
+    Attributes:
+        implementation: Its name.
+        environment: Versions.
+        source: Digest of the implementation and of the harness.
+        cube: Cells in all.
+        not_claimed: Capabilities that cells need and the implementation does not claim -> how many cells.
+        asked: Cells of this sample or shard.
+        earlier: How many of those that ran did so in earlier runs.
+        statuses: How many of the cells that ran hold, fail, or are unknown.
+        faces: Strategy and mesh -> face -> the same of the cells there.
+        reasons: Why cells are unknown -> how many.
+        causes: Why cells fail.
+        unconfirmed: Cells that fail, and were not run again alone since others that look alike failed again alone.
+        unexplained: Cells that fail and were not followed to a cause, for want of time.
+        failing: Names of the cells that fail.
+        seconds: Time spent, over all runs.
+        sample: How many cells were to be taken from the cube; 0 for all.
+        shard: `(i, n)`: it is the i-th of n parts; empty for the whole.
+    """
+
+    implementation: str
+    environment: Mapping[str, str]
+    source: str
+    cube: int
+    not_claimed: Mapping[str, int]
+    asked: int
+    earlier: int
+    statuses: Mapping[str, int]
+    faces: Mapping[str, Mapping[str, Mapping[str, int]]]
+    reasons: Mapping[str, int]
+    causes: tuple[CellCause, ...]
+    unconfirmed: int
+    unexplained: int
+    failing: tuple[str, ...]
+    seconds: float
+    sample: int = field(default=0, metadata=ADDED_LATER)
+    shard: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+
+    @property
+    def ran(self) -> int:
+        """Return how many cells ran."""
+        return sum(self.statuses.values())
+
+    @property
+    def exit_code(self) -> int:
+        """Return 1 if a cell fails, 3 if one is unknown or none holds, else 0."""
+        if self.statuses[FAILS]:
+            return 1
+        return 3 if self.statuses[UNKNOWN] or not self.statuses[HOLDS] else 0
+
+    def at(self, world: str, face: str) -> Counter[str]:
+        """Return how many cells of each status lie on a face, in the worlds whose name begins so."""
+        found: Counter[str] = Counter()
+        for name, faces in self.faces.items():
+            if f"{name} ".startswith(f"{world} "):
+                found.update(faces.get(face, {}))
+        return found
+
+    def conclusion(self) -> str:
+        """Return what was found, in a sentence."""
+        others = [(FAILS, "fail"), (UNKNOWN, "are unknown")]
+        text = f"{self.statuses[HOLDS]:,} of {self.ran:,} cells hold"
+        text += "".join(f"; {self.statuses[status]:,} {verb}" for status, verb in others if self.statuses[status])
+        left = self.asked - self.ran
+        return text + (f"; {left:,} of {self.asked:,} have not run yet" if left else "")
+
+    def notes(self) -> list[str]:
+        """Return what else there is to know, a sentence each."""
+        missing = sum(self.not_claimed.values())
+        found = [f"The cube has {self.cube:,} cells."]
+        found += [f"{missing:,} of them are not claimed, and were not asked."] if missing else []
+        found += [f"{self.earlier:,} cells ran in earlier runs, and not again."] if self.earlier else []
+        if self.unconfirmed:
+            alone = f"{CONFIRMED_ALONE} that look like each of them failed again alone"
+            found.append(
+                f"{self.unconfirmed:,} of the cells that fail did so among others and were not run alone; {alone}."
+            )
+        if self.unexplained:
+            found.append(f"{self.unexplained:,} cells that fail were not followed to a cause: --explain ended that.")
+        return found
+
+    def to_json(self) -> str:
+        """Return it as a JSON document; each cause with its case."""
+        return FORMAT.write(self, indent=1)
+
+
+def summary_of(certificate: Certificate, finder: CauseFinder, environment: Mapping[str, str]) -> Summary:
+    """Return what a certificate says; looks for causes now."""
+    plan, verdicts = certificate.plan, certificate.verdicts
+    adapter = plan.implementation
+    cells = [cell for block in blocks() for cell in block.cells()]
+    missing = Counter(", ".join(sorted(needs_of(cell) - adapter.capabilities)) for cell in cells)
+    del missing[""]
+    counts = verdicts.counts()
+    return Summary(
+        implementation=adapter.name,
+        environment=environment,
+        source=certificate.source,
+        cube=len(cells),
+        not_claimed=dict(missing.most_common()),
+        asked=sum(map(len, verdicts.jobs)),
+        earlier=verdicts.earlier,
+        statuses={status: counts[status] for status in STATUSES},
+        faces=_faces(verdicts),
+        reasons=dict(Counter(mark.reason for mark in verdicts.marks.values() if mark.status == UNKNOWN).most_common()),
+        causes=tuple(finder.find()),
+        unconfirmed=sum(mark.status == FAILS and not mark.confirmed for mark in verdicts.marks.values()),
+        unexplained=finder.unexplained,
+        failing=tuple(cell.name for cell in verdicts.failing()),
+        seconds=verdicts.seconds,
+        sample=plan.sample or 0,
+        shard=plan.shard if plan.shard != (1, 1) else (),
+    )
+
+
+def _faces(verdicts: Verdicts) -> dict[str, dict[str, dict[str, int]]]:
+    counts = Counter(
+        (f"{cell.strategy} {cell.mesh}", face, verdicts.status(cell))
+        for cell in verdicts.ran
+        for face in faces_of(cell)
+    )
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    for (world, face, status), count in sorted(counts.items()):
+        found.setdefault(world, {}).setdefault(face, {})[status] = count
+    return found
+
+
+def faces_of(cell: Cell) -> list[str]:
+    """Return the faces on which a cell lies besides its strategy and mesh, as `axis: value`."""
+    second = "the first again" if cell.second == cell.first else "S alone"
+    skipping = "nobody" if not skips(cell.first) else "every rank" if cell.skipping == EVERY_RANK else "one rank"
+    values = {**{axis: getattr(cell, axis) for axis in VALUES}, "second": second, "skipping": skipping}
+    return ["all", *(f"{axis}: {value}" for axis, value in values.items())]
+
+
+VALUES: Mapping[str, tuple[str, ...]] = {
+    "units": tuple(UNITS),
+    "trait": tuple(TRAITS),
+    "clearing": tuple(CLEARING),
+    "dtype": tuple(DTYPES),
+    "first": tuple(schedules()),
+}
+FACES = (
+    "all",
+    *(f"{axis}: {value}" for axis, values in VALUES.items() for value in values),
+    *(f"second: {value}" for value in ("S alone", "the first again")),
+    *(f"skipping: {value}" for value in ("nobody", "every rank", "one rank")),
+)
+"""Every face besides strategies and meshes, in the order in which it is shown."""

@@ -1,0 +1,188 @@
+"""What is in a state, entry by entry, and which entry of two states is the first that differs?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fsdp_testing.base.documentation import page
+from fsdp_testing.cases.records import ObservedPiece, Snapshot
+from fsdp_testing.errors import InvalidImplementation
+from fsdp_testing.oracle.assemble import assemble
+from fsdp_testing.oracle.tensors import bits, same_bits
+from fsdp_testing.search.checkpoints.on_ranks import Settings, StateObservation
+
+LATER = -1
+"""The last of a rank's snapshots: after the further step."""
+
+
+class Entry(NamedTuple):
+    """The name of one entry.
+
+    Attributes:
+        kind: `parameter`, `buffer`, `state` (of the optimizer), `setting` (of a group), `schedule` (of learning rates) or
+            `random numbers` (of a rank).
+        name: Parameter, buffer or rank.
+        part: Name of the state (`exp_avg`), of the setting (`lr`) or of the schedule's (`last_epoch`).
+    """
+
+    kind: str
+    name: str
+    part: str = ""
+
+    def __str__(self) -> str:
+        """Return it as reports name it."""
+        return f"{self.kind} {self.name}" if not self.part else f"{self.part} of {self.name}"
+
+
+Entries = dict[Entry, Any]
+"""Tensors, numbers and settings."""
+
+
+class Contradiction(Exception):
+    """The ranks hold no one state; the text names the first entry about which they differ."""
+
+
+def of_ranks(ranks: Sequence[StateObservation], point: int = 0) -> Entries:
+    """Return what all ranks hold together.
+
+    Args:
+        ranks: What each reports, by rank.
+        point: Which of their snapshots. After the further step (`LATER`) buffers and random numbers are each rank's own, and
+            left out.
+
+    Raises:
+        Contradiction: Two ranks hold different bits of one entry, or nobody holds some element.
+    """
+    later = point == LATER
+    snapshots = [rank.snapshots[point] for rank in ranks]
+    shapes = {fqn: seen.shape for snapshot in snapshots for fqn, seen in snapshot.parameters.items()}
+    found: Entries = {}
+    for fqn, shape in shapes.items():
+        held = [(r, s.parameters[fqn].pieces) for r, s in enumerate(snapshots) if fqn in s.parameters]
+        found[Entry("parameter", fqn)] = _whole(Entry("parameter", fqn), held, shape)
+    for fqn in dict.fromkeys(fqn for s in snapshots for fqn in s.buffers if not later):
+        entry = Entry("buffer", fqn)
+        found[entry] = _one(entry, [(r, s.buffers[fqn].value) for r, s in enumerate(snapshots) if fqn in s.buffers])
+    found |= dict(_state(snapshots, shapes))
+    for rank, seen in enumerate(ranks):
+        beside = seen.beside[point]
+        for entry, value in (*of_settings(beside.settings), *_of_schedule(beside.schedule or {})):
+            if found.setdefault(entry, value) != value:
+                raise Contradiction(f"{entry} is {found[entry]!r} on rank 0 and {value!r} on rank {rank}")
+        if beside.random is not None and not later:
+            found[random_numbers(rank)] = beside.random
+    return found
+
+
+def random_numbers(rank: int) -> Entry:
+    """Return the name of the entry of a rank's random numbers."""
+    return Entry("random numbers", f"of rank {rank}")
+
+
+def _state(snapshots: Sequence[Snapshot], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[Entry, Any]]:
+    for fqn, shape in shapes.items():
+        states = [(r, s.optimizer[fqn]) for r, s in enumerate(snapshots) if s.optimizer and fqn in s.optimizer]
+        for part in dict.fromkeys(part for _, state in states for part in (*state.tensors, *state.scalars)):
+            entry = Entry("state", fqn, part)
+            pieces = [(r, state.tensors[part]) for r, state in states if part in state.tensors]
+            numbers = [(r, state.scalars[part]) for r, state in states if part in state.scalars]
+            yield entry, _one(entry, numbers) if numbers else _whole(entry, pieces, shape)
+
+
+def _whole(entry: Entry, held: Sequence[tuple[int, Sequence[ObservedPiece]]], shape: Sequence[int]) -> torch.Tensor:
+    whole = assemble(held, shape)
+    if whole is None or not whole.complete:
+        raise Contradiction(f"{entry}: no rank holds element {0 if whole is None else whole.first_hole()}")
+    for one, other, element in whole.contradictions[:1]:
+        raise Contradiction(f"{entry}, element {element}: ranks {one} and {other} hold different numbers")
+    return whole.flat.reshape(tuple(shape))
+
+
+def _one(entry: Entry, held: Sequence[tuple[int, Any]]) -> Any:
+    first, value = held[0]
+    for rank, other in held[1:]:
+        if _differ(value, other):
+            raise Contradiction(f"{entry}: ranks {first} and {rank} hold different numbers")
+    return value
+
+
+def of_settings(settings: Settings) -> Iterator[tuple[Entry, Any]]:
+    """Yield one entry for each setting of each parameter."""
+    for fqn, group in settings.items():
+        yield from ((Entry("setting", fqn, name), value) for name, value in group.items())
+
+
+def of_state(state: Mapping[str, Any]) -> Entries:
+    """Return what a full state holds."""
+    # Which of these are buffers is not written down in a state.
+    found: Entries = {Entry(kind, fqn): t for kind in ("parameter", "buffer") for fqn, t in state["model"].items()}
+    optimizer = state.get("optimizer") or {"state": {}, "param_groups": ()}
+    for fqn, parts in (optimizer.get("state") or {}).items():
+        found |= {Entry("state", fqn, part): value for part, value in parts.items()}
+    for group in optimizer["param_groups"]:
+        if "params" not in group:
+            raise InvalidImplementation(
+                "full_optimizer_state: expected groups with the names of their parameters (`params`), got "
+                f"{sorted(group)}. Correct the adapter ({page('docs/adapters.md')})."
+            )
+        settings = {name: value for name, value in group.items() if name != "params"}
+        found |= dict(of_settings(dict.fromkeys(group["params"], settings)))
+    found |= dict(_of_schedule(state.get("schedule", {})))
+    return found | {Entry("random numbers", f"of {rank}"): value for rank, value in state.get("random", {}).items()}
+
+
+def _of_schedule(schedule: Mapping[str, Any]) -> Iterator[tuple[Entry, Any]]:
+    yield from ((Entry("schedule", "the schedule", name), value) for name, value in schedule.items())
+
+
+def first_difference(expected: Entries, actual: Entries) -> str:
+    """Return the first entry that is not equal to the bit, with both numbers; empty if all are."""
+    return next(_differences(expected.items(), actual), "")
+
+
+def _differences(expected: Iterable[tuple[Entry, Any]], actual: Entries) -> Iterator[str]:
+    for entry, wanted in expected:
+        if entry not in actual:
+            yield f"{entry} is missing"
+            continue
+        got = actual[entry]
+        if entry.kind in ("state", "setting", "schedule") and not _both_tensors(got, wanted):
+            got, wanted = _number(got), _number(wanted)
+        if _differ(got, wanted):
+            yield f"{entry}{_shown(got, wanted)}"
+
+
+def _both_tensors(one: Any, other: Any) -> bool:
+    return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+
+
+def _number(value: Any) -> Any:
+    """Return what an entry says: counters are numbers for some and tensors without dimensions for others."""
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 else value
+    # A list where there was a tuple says the same.
+    return tuple(value) if isinstance(value, (list, tuple)) else value
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if _both_tensors(one, other):
+        return not same_bits(one, other)
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return True
+    return bool(one != other)
+
+
+def _shown(got: Any, wanted: Any) -> str:
+    if not _both_tensors(got, wanted):
+        return f": got {got!r:.60}, expected {wanted!r:.60}"
+    if got.shape != wanted.shape:
+        return f": got shape {tuple(got.shape)}, expected {tuple(wanted.shape)}"
+    if got.dtype != wanted.dtype:
+        return f": got {got.dtype}, expected {wanted.dtype}"
+    element = int((bits(got.reshape(-1)) != bits(wanted.reshape(-1))).nonzero()[0])
+    return (
+        f", element {element}: got {got.reshape(-1)[element].item()!r}, expected {wanted.reshape(-1)[element].item()!r}"
+    )

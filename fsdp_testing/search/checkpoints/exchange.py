@@ -1,0 +1,264 @@
+"""How is every state saved once and loaded everywhere? On worlds of the pool, many items one after the other on each.
+
+An item that dies or hangs costs its own cell only: what ranks reported before it counts, what comes after it runs on
+another world.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.cases.records import Verdict
+from fsdp_testing.errors import InvalidArgument, PoolBroken
+from fsdp_testing.ranks.pool import Fate, Pool, WorldOutcome
+from fsdp_testing.search.campaign.batch import LASTING
+from fsdp_testing.search.checkpoints.axes import LAYOUTS, SUBJECTS, WAYS, Layout, missing
+from fsdp_testing.search.checkpoints.on_ranks import Item, run_items
+from fsdp_testing.search.checkpoints.verdicts import Judged, judge_items
+
+ITEMS_AT_ONCE = 24
+SECONDS_PER_ITEM = 1.0
+_REASON_LENGTH = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One implementation at one layout."""
+
+    adapter: Adapter
+    layout: Layout
+
+    @property
+    def name(self) -> str:
+        """Return implementation and layout, as reports name them."""
+        return f"{self.adapter.name} {self.layout.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one state gave.
+
+    Attributes:
+        saver: Implementation and layout that saved it.
+        loader: Those that loaded it; empty where this is about saving.
+        subject: Of `SUBJECTS`.
+        way: Of `WAYS`.
+        verdict: `PASS`, `FAIL` or `UNKNOWN`.
+        reason: The first entry that differs, or what was raised.
+        loud: It fails by an error that every rank raised while it saved or loaded.
+    """
+
+    saver: str
+    loader: str
+    subject: str
+    way: str
+    verdict: Verdict
+    reason: str = ""
+    loud: bool = False
+
+    @property
+    def mark(self) -> str:
+        """Return what reports show: `=` holds, `X` fails, `r` is refused with an error on every rank, `?` unknown."""
+        if self.verdict is Verdict.FAIL:
+            return "r" if self.loud else "X"
+        return "=" if self.verdict is Verdict.PASS else "?"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is exchanged.
+
+    Attributes:
+        adapters: Implementations; each saves, and each loads.
+        sizes: Numbers of ranks.
+        subjects: Of `SUBJECTS`.
+        ways: Of `WAYS`.
+        deadline: Seconds that one item may take before it counts as hung.
+    """
+
+    adapters: tuple[Adapter, ...]
+    sizes: tuple[int, ...] = (2, 3, 4)
+    subjects: tuple[str, ...] = tuple(SUBJECTS)
+    ways: tuple[str, ...] = WAYS
+    deadline: float = 60.0
+
+    def places(self) -> list[Place]:
+        """Return every layout that an implementation can be asked anything at.
+
+        Raises:
+            InvalidArgument: An implementation has none; all such are named.
+        """
+        found = [Place(a, layout) for a in self.adapters for layout in LAYOUTS if layout.size in self.sizes]
+        asked = [place for place in found if any(self.asks(place, subject) for subject in self.subjects)]
+        idle = [a.name for a in self.adapters if all(place.adapter is not a for place in asked)]
+        if idle:
+            raise InvalidArgument(
+                f"checkpoints: expected implementations that claim `full_state_dict` and a strategy on {self.sizes} "
+                f"ranks, got {', '.join(idle)}. Leave them out, or give other world sizes."
+            )
+        return asked
+
+    def asks(self, place: Place, subject: str) -> bool:
+        """Return whether what a subject needs is claimed."""
+        return not missing(SUBJECTS[subject], place.layout, place.adapter)
+
+
+class Exchange:
+    """One run: saves everything, then loads everything everywhere.
+
+    Args:
+        plan: What to do.
+        pool: Where worlds come from.
+        on_result: Called with every result.
+    """
+
+    def __init__(self, plan: Plan, pool: Pool, on_result: Callable[[Result], None] = lambda _: None) -> None:
+        self.plan = plan
+        self.places = plan.places()
+        self._pool = pool
+        self._on_result = on_result
+        self._scratch = ""
+
+    @property
+    def total(self) -> int:
+        """Return how many results there will be."""
+        asked = {(p, s) for p in self.places for s in self.plan.subjects if self.plan.asks(p, s)}
+        by_subject = [sum(subject == one for _, one in asked) for subject in self.plan.subjects]
+        return len(self.plan.ways) * sum(count + count * count for count in by_subject)
+
+    def run(self) -> list[Result]:
+        """Return every result: of each state that was saved, and of each loader of each.
+
+        What ranks write lies in memory where the machine has a file system there, and is gone at the end, however that comes.
+        """
+        memory = Path("/dev/shm")
+        usable = memory.is_dir() and os.access(memory, os.W_OK)
+        self._scratch = self._pool.shared_directory("fsdp-checkpoints-", str(memory) if usable else None)
+        try:
+            results = [result for place in self.places for result in self._saved_by(place)]
+            saved = list(results)
+            for place in self.places:
+                results += self._loaded_by(place, saved)
+            return results
+        finally:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    # ------------------------------------------------------------------------------------------- who does what
+
+    def _saved_by(self, place: Place) -> Iterator[Result]:
+        subjects = [subject for subject in self.plan.subjects if self.plan.asks(place, subject)]
+        items = []
+        for subject, way in product(subjects, self.plan.ways):
+            items.append(
+                Item(subject, way, self._folder(place.name, subject, way), False, _has_optimizer(place.adapter))
+            )
+            Path(items[-1].folder).mkdir(parents=True)
+        for item, judged in self._run(place, items):
+            yield self._told(_result(place.name, "", item, judged))
+
+    def _loaded_by(self, place: Place, saved: Sequence[Result]) -> list[Result]:
+        """Load what was saved; what was saved wrong is reported as that, and loaded by nobody."""
+        found, items, savers = [], [], []
+        carries = {p.name: _has_optimizer(p.adapter) and _has_optimizer(place.adapter) for p in self.places}
+        for one in saved:
+            if not self.plan.asks(place, one.subject):
+                continue
+            if one.verdict is Verdict.PASS:
+                folder = self._folder(one.saver, one.subject, one.way)
+                items.append(Item(one.subject, one.way, folder, True, carries[one.saver]))
+                savers.append(one.saver)
+            else:
+                found.append(self._told(replace(one, loader=place.name)))
+        for saver, (item, judged) in zip(savers, self._run(place, items)):
+            found.append(self._told(_result(saver, place.name, item, judged)))
+        return found
+
+    def _folder(self, saver: str, subject: str, way: str) -> str:
+        plain = "".join(c if c.isalnum() or c in "-." else "_" for c in f"{saver}+{subject}+{way}")
+        return str(Path(self._scratch) / plain)
+
+    def _told(self, result: Result) -> Result:
+        self._on_result(result)
+        return result
+
+    # ------------------------------------------------------------------------------------------- worlds
+
+    def _run(self, place: Place, items: Sequence[Item]) -> Iterator[tuple[Item, Judged]]:
+        for start in range(0, len(items), ITEMS_AT_ONCE):
+            some = items[start : start + ITEMS_AT_ONCE]
+            done, lost = 0, ""
+            while done < len(some):
+                verdicts, cause = self._attempt(place, some[done:])
+                if lost and verdicts[0].verdict is Verdict.PASS:
+                    # In this item ranks were lost, or by what an earlier one left behind.
+                    verdicts[0] = _twice(lost, "it held")
+                yield from zip(some[done:], verdicts)
+                done, lost = done + len(verdicts), cause
+
+    def _attempt(self, place: Place, items: Sequence[Item]) -> tuple[list[Judged], str]:
+        """Run items, and return the verdicts of those that came to an end, at least of one, and what ended the next one."""
+        outcome, judged = self._once(place, items)
+        ended = judged.index(None) if None in judged else len(judged)
+        verdicts = [verdict for verdict in judged[:ended] if verdict is not None]
+        if not outcome.ok and ended == len(judged) and all(one.verdict is Verdict.PASS for one in verdicts):
+            # Something went wrong that no item reported: after the last one, since the others had a next one.
+            return [*verdicts[:-1], Judged(Verdict.FAIL, _cause(outcome))], ""
+        if verdicts:
+            return verdicts, _cause(outcome) if ended < len(judged) and _lost(outcome) else ""
+        # The machine may have been slow: what dies or hangs has to do it alone too.
+        again, judged = self._once(place, items[:1])
+        if judged[0] is not None:
+            held = judged[0].verdict is Verdict.PASS and _lost(outcome)
+            return [_twice(_cause(outcome), "it held") if held else judged[0]], ""
+        # How the other ranks end depends on who notices first; a death is a death, and a hang a hang.
+        died, died_again = (any(rank.fate is Fate.DIED for rank in one.ranks) for one in (outcome, again))
+        if died != died_again:
+            return [_twice(_cause(outcome), _cause(again))], ""
+        return [Judged(Verdict.FAIL, _cause(again)[:_REASON_LENGTH])], ""
+
+    def _once(self, place: Place, items: Sequence[Item]) -> tuple[WorldOutcome, list[Judged | None]]:
+        with tempfile.TemporaryDirectory(dir=self._scratch) as directory:
+            timeout = self.plan.deadline + SECONDS_PER_ITEM * len(items)
+            world = self._pool.world(place.layout.size)
+            try:
+                arguments = (place.adapter, place.layout, items, directory)
+                outcome = world.execute(run_items, arguments, timeout=timeout, name=place.name, lasting=LASTING)
+            finally:
+                world.release()
+            judge = self._pool.world(1)
+            try:
+                answer = judge.execute(judge_items, arguments, timeout=300.0, name="judge")
+            finally:
+                judge.release()
+        if not answer.ok:
+            raise PoolBroken(f"the judge of {place.name} was lost. {answer.describe()}")
+        verdicts: list[Judged | None] = answer.ranks[0].value
+        # What survivors of a death raise is its echo.
+        return outcome, [None if one is not None and one.alone and _lost(outcome) else one for one in verdicts]
+
+
+def _result(saver: str, loader: str, item: Item, judged: Judged) -> Result:
+    return Result(saver, loader, item.subject, item.way, judged.verdict, judged.reason, judged.loud)
+
+
+def _has_optimizer(adapter: Adapter) -> bool:
+    return "optim_state" in adapter.capabilities and "optimizer_pieces" in adapter.capabilities
+
+
+def _lost(outcome: WorldOutcome) -> bool:
+    return any(rank.fate in (Fate.DIED, Fate.HUNG) for rank in outcome.ranks)
+
+
+def _twice(first: str, then: str) -> Judged:
+    return Judged(Verdict.UNKNOWN, f"different results: first {first}; then, alone, {then}"[:_REASON_LENGTH])
+
+
+def _cause(outcome: WorldOutcome) -> str:
+    return outcome.cause.splitlines()[0] if outcome.cause else "every rank returned"

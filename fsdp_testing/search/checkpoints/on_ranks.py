@@ -1,0 +1,240 @@
+"""What do ranks do for one cell? Train and save, or load into a model and an optimizer of other values; then one step more."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.cases.records import Case, CaseRecord, OptimizerSpec, RankObservation
+from fsdp_testing.judging import record_stream
+from fsdp_testing.judging.judge import OUTLIVES
+from fsdp_testing.oracle import models
+from fsdp_testing.oracle.execute import RankProgram
+from fsdp_testing.oracle.ways import Source, Trained, save
+from fsdp_testing.ranks.pool import Failed
+from fsdp_testing.ranks.pool.world import World, current_world
+from fsdp_testing.search.campaign.batch import everyone_raised, setup_on, survivors
+from fsdp_testing.search.checkpoints.axes import SUBJECTS, Layout, Subject, case_of, further, schedule_of
+
+Settings = Mapping[str, Mapping[str, Any]]
+"""By parameter, the settings of its group: learning rate and the like."""
+
+
+class Stage(StrEnum):
+    """How far a rank came."""
+
+    TRAINING = "training"
+    SAVING = "saving"
+    LOADING = "loading"
+    FURTHER_STEP = "further step"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One state to be saved, or one to be loaded.
+
+    Attributes:
+        subject: Of `SUBJECTS`.
+        way: Of `WAYS`.
+        folder: Where the state lies, or is to lie.
+        loads: Load it; else train and save it.
+        optimizer: The optimizer's state goes with it.
+    """
+
+    subject: str
+    way: str
+    folder: str
+    loads: bool
+    optimizer: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What a rank has beside model and optimizer's state.
+
+    Attributes:
+        settings: Of the groups.
+        schedule: Of the learning rate; None if the subject has none.
+        random: State of torch's generator on the CPU; None likewise.
+    """
+
+    settings: Settings
+    schedule: Mapping[str, Any] | None = None
+    random: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class StateObservation(RankObservation):
+    """What a rank also reports.
+
+    Attributes:
+        beside: One for each snapshot. Of a saver: right before saving, right after it, and after the further step; of a
+            loader: right after loading, and after the further step.
+        stage: Where an error was raised.
+    """
+
+    beside: tuple[Beside, ...] = ()
+    stage: str = ""
+
+
+def run_items(adapter: Adapter, layout: Layout, items: Sequence[Item], directory: str) -> int | Failed:
+    """Save or load one state after the other, up to the first one that leaves the ranks in different places.
+
+    Args:
+        adapter: The implementation.
+        layout: Its layout.
+        items: What to save or load.
+        directory: Where the observations go.
+
+    Returns:
+        How many items were begun; a `Failed` if the ranks cannot go on together after the last one.
+
+    Collectives: those of the implementation; every rank of the world runs the same call.
+    """
+    world = current_world()
+    models: list[tuple[int, weakref.ref[nn.Module]]] = []
+    with record_stream.path_of(directory, world.rank).open("ab") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as for every program that is judged: whatever filters the caller has
+        for index, item in enumerate(items):
+            program = CheckpointProgram(item, layout, adapter, world)
+            observation = program.run()
+            record_stream.append(file, CaseRecord(index, observation))
+            error = observation.error
+            if error is None:
+                adapter.finish(program.model)
+            elif not everyone_raised(directory, world, index, error):
+                return Failed(index + 1)
+            else:
+                with suppress(Exception):  # after an exception there may be nothing to finish
+                    adapter.finish(program.model)
+            models.append((index, weakref.ref(program.model)))
+            del program
+        for index in survivors(models):
+            record_stream.append(file, CaseRecord(index, StateObservation(world.rank), leaks=(OUTLIVES,)))
+    return len(items)
+
+
+class CheckpointProgram(RankProgram):
+    """One item on one rank."""
+
+    def __init__(self, item: Item, layout: Layout, adapter: Adapter, world: World) -> None:
+        self.item = item
+        self.subject = SUBJECTS[item.subject]
+        self.stage = Stage.LOADING if item.loads else Stage.TRAINING
+        self.beside: list[Beside] = []
+        self.schedule: Any = None
+        super().__init__(case_of(self.subject, layout, adapter), adapter, world.rank, partial(setup_on, world))
+
+    def run(self, *, observe_all: bool = False) -> StateObservation:
+        """Run the item; report stage and what is beside the state too. Collectives: as for `RankProgram.run`."""
+        seen = super().run(observe_all=observe_all)
+        return seen.extended(StateObservation, beside=tuple(self.beside), stage=str(self.stage))
+
+    def _run(self, *, observe_all: bool) -> None:
+        if self.item.loads:
+            self._load()
+        else:
+            super()._run(observe_all=observe_all)
+            if self.schedule is not None:
+                self.schedule.step()
+                torch.rand(1 + self.rank)  # so that no two ranks draw the same numbers from now on
+            self.results, self.snapshots, self.index = [], [], -1
+            self._report("before saving")
+            self._save()
+        self.index = -1
+        self._report("state")
+        self.stage, self.case = Stage.FURTHER_STEP, further(self.subject, self.case)
+        self.run_operations()
+        if self.schedule is not None:
+            self.schedule.step()
+        self.beside.append(self._beside())
+
+    def _report(self, label: str) -> None:
+        self.beside.append(self._beside())
+        self.observe(label)
+
+    def _beside(self) -> Beside:
+        settings = settings_of(self.adapter, self.model, self.optimizer)
+        if self.schedule is None:
+            return Beside(settings)
+        return Beside(settings, copy.deepcopy(self.schedule.state_dict()), torch.get_rng_state())
+
+    def _save(self) -> None:
+        self.stage = Stage.SAVING
+        trained = Trained(self.model, self.optimizer if self.item.optimizer else None)
+        if self.schedule is not None:
+            random = {f"rank {self.rank}": torch.get_rng_state()}
+            trained = replace(trained, beside={"schedule": self.schedule.state_dict(), "random": random})
+        with self._inside():
+            save(self.item.way, self.adapter, trained, Path(self.item.folder))
+
+    def _load(self) -> None:
+        """Load as a user does: into what was built from another seed and with other settings."""
+        source = Source(self.item.way, Path(self.item.folder))
+        self.case = replace(self.case, optimizer=self.subject.fresh)
+        self.rebuild({})
+        if self.subject.built_first:
+            self.build_optimizer()
+        with self._inside():
+            source.load_model(self.adapter, self.model)
+        if not self.subject.built_first:
+            self.build_optimizer()
+        if self.item.optimizer:
+            with self._inside():
+                source.load_optimizer(self.adapter, self.model, self.optimizer)
+        if self.schedule is not None:
+            self.schedule.load_state_dict(source.beside("schedule"))
+            random = source.beside("random")
+            torch.set_rng_state(random[f"rank {self.rank % len(random)}"])  # as many as there were, again and again
+
+    def build_optimizer(self) -> None:
+        """Build the optimizer, with a group of its own for the parameters that the subject says."""
+        first = dict(self.subject.first)
+        if self.item.loads and first:
+            first = dict.fromkeys(first, 0.3)  # what is not loaded shows
+        with self._inside():
+            names = {id(parameter): name for name, parameter in self.adapter.named_parameters(self.model)}
+            make = partial(grouped, self.case, names, first)
+            self.optimizer = self.adapter.build_optimizer(self.model, make)
+        self.schedule = schedule_of(self.subject, self.optimizer)
+
+
+def grouped(case: Case, names: Mapping[int, str], first: Mapping[str, Any], parameters: Any) -> Any:
+    """Build the case's optimizer; the parameters of `first` are in a group of their own if that has settings."""
+    parameters = list(parameters)
+    if not first:
+        return models.build_optimizer(case, parameters)
+    inside = [p for p in parameters if names[id(p)].startswith("first.")]
+    others = [p for p in parameters if not names[id(p)].startswith("first.")]
+    groups: Any = [{"params": inside, **first}, {"params": others}]
+    return models.build_optimizer(case, groups)
+
+
+def settings_of(adapter: Adapter, model: nn.Module, optimizer: Any) -> dict[str, dict[str, Any]]:
+    """Return the settings of every parameter's group, by the parameter's name."""
+    names = {id(parameter): name for name, parameter in adapter.named_parameters(model)}
+    return {
+        names.get(id(parameter), ""): {
+            key: value for key, value in group.items() if key not in ("params", "param_names")
+        }
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+def fresh_case(subject: Subject, case: Case, *, loaded: bool) -> Case:
+    """Return the case of the further step with the optimizer that makes it."""
+    spec: OptimizerSpec = subject.optimizer if loaded else subject.fresh
+    return replace(further(subject, case), optimizer=spec)

@@ -1,0 +1,113 @@
+"""Drawn cases are legal, ask for what is claimed only, and come from either source."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, Phase, find, given, settings
+
+from fsdp_testing.adapters import registry
+from fsdp_testing.cases.drawing import FEATURES, CaseDrawer, Scope, SeededChoices, cases, legal_case, needs_of_case
+from fsdp_testing.cases.operations import OPERATIONS
+from fsdp_testing.cases.records import Case, Clip, Freeze, Thaw
+from fsdp_testing.errors import InvalidArgument, InvalidImplementation
+
+BUILT_IN = ("torch-ddp", "torch-fsdp1", "torch-fsdp1-flat", "torch-fsdp2", "single-process")
+
+
+def drawn(count: int, scope: Scope = Scope()) -> list[Case]:
+    drawer = CaseDrawer(scope)
+    return [drawer.draw(SeededChoices(seed)) for seed in range(count)]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_case_asks_for_claimed_capabilities_only_and_is_legal(name: str):
+    claimed = registry.load(name).capabilities
+    for case in drawn(400, Scope(claimed)):
+        assert needs_of_case(case) <= claimed
+        assert legal_case(case, claimed) == case
+        assert case.program
+
+
+def test_a_case_survives_its_document():
+    for case in drawn(200):
+        assert Case.from_json(case.to_json()) == case
+
+
+def test_the_same_seed_gives_the_same_case_and_another_one_another():
+    first, again = drawn(50), drawn(50)
+    assert first == again
+    assert len({case.identity for case in first}) > 45
+
+
+def test_deleting_any_operation_or_unit_leaves_a_legal_case():
+    for case in drawn(120):
+        for index in range(len(case.program)):
+            smaller = legal_case(case.without_operation(index))
+            assert legal_case(smaller) == smaller
+
+
+def test_every_kind_of_operation_and_every_feature_is_drawn():
+    found = drawn(1500)
+    kinds = {operation.kind for case in found for operation in case.program}
+    assert kinds == set(OPERATIONS)
+    needs = {need for case in found for need in needs_of_case(case)}
+    asked = {need for tags in FEATURES.values() for need in tags}
+    assert asked <= needs | {"buffer_dtype", "cpu_offload"}
+
+
+def test_an_excluded_feature_is_not_drawn():
+    for case in drawn(300, Scope(excluded=frozenset({"op.clip", "op.freeze"}))):
+        assert not any(isinstance(operation, (Clip, Freeze, Thaw)) for operation in case.program)
+
+
+def test_world_sizes_are_those_of_the_scope_the_first_one_most():
+    sizes = [case.world.size for case in drawn(300, Scope(world_sizes=(2, 3, 4)))]
+    assert set(sizes) == {2, 3, 4}
+    assert sizes.count(2) > 150
+
+
+def test_without_claiming_none_for_unused_an_unused_parameter_meets_plain_sgd_only():
+    claimed = registry.load("torch-fsdp1").capabilities
+    assert "unused_gradient_is_none" not in claimed
+    for case in drawn(600, Scope(claimed)):
+        unused = any(
+            need.startswith("unused_parameters") for operation in case.program for need in operation.required()
+        )
+        if unused:
+            assert (case.optimizer.name, set(case.optimizer.arguments)) == ("sgd", {"lr"})
+
+
+def test_bad_scopes_are_refused():
+    with pytest.raises(InvalidArgument, match="tree.what"):
+        Scope(excluded=frozenset({"tree.what"}))
+    with pytest.raises(InvalidArgument, match="world sizes of at least 1"):
+        Scope(world_sizes=())
+    with pytest.raises(InvalidImplementation, match="flying"):
+        cases(capabilities={"flying"})
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(case=cases(world_sizes=(2, 3)))
+def test_hypothesis_draws_legal_cases(case: Case):
+    assert legal_case(case) == case
+    assert case.world.size in (2, 3)
+
+
+def test_hypothesis_shrinks_to_what_a_failure_needs():
+    """Where it begins decides where a shrinker ends now and then, and Hypothesis draws by what is imported, too."""
+    asked = settings(max_examples=2000, deadline=None, database=None, phases=(Phase.generate, Phase.shrink))
+    ends = []
+    for seed in range(3):
+        smallest = find(
+            cases(),
+            lambda case: any(isinstance(operation, Clip) for operation in case.program),
+            random=random.Random(seed),
+            settings=asked,
+        )
+        nodes = len(smallest.model.tree["nodes"]) if smallest.model.tree is not None else 0
+        ends.append((len(smallest.program) <= 2, smallest.strategy, nodes))
+        if ends[-1] == (True, "full_shard", 1):
+            return
+    pytest.fail(f"none of three beginnings led to the smallest case: {ends}")

@@ -1,0 +1,85 @@
+"""A state that some ranks train in between: in the oracle, on every path of the reference, and the check can fail."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fuzz_cases import case, micro
+
+from fsdp_testing.cases.drawing.normal_form import legal_case
+from fsdp_testing.cases.operations import Batch, Observe, Reload, Step, TrainElsewhere
+from fsdp_testing.cases.records import UNIT_ROUNDOFF, OptimizerSpec, WorldSpec
+from fsdp_testing.checks.suites.check import ADAMW
+from fsdp_testing.oracle.replay import Replay
+from fsdp_testing.ranks.pool import default_pool
+from fsdp_testing.search.campaign.batch import Watch
+from fsdp_testing.search.campaign.lane import Lane
+
+LAYERS = tuple({"kind": "linear", "name": name, "out": out} for name, out in (("a", 5), ("b", 3)))
+THREE = {"world": WorldSpec(3), "nodes": LAYERS, "optimizer": ADAMW, "strategy": "full_shard"}
+
+
+def program(*elsewhere):
+    return micro(1), Step(), *elsewhere, Observe(), micro(2), Step()
+
+
+def here_and_there(*, strategies=("full_shard",), units=((),)):
+    return [
+        case(*program(TrainElsewhere(Batch(7), ranks, last, plan, strategy)), **THREE)
+        for ranks in (1, 2)
+        for last in (False, True)
+        for strategy, plan in zip(strategies, units)
+    ]
+
+
+def test_one_rank_is_one_process():
+    elsewhere, through = Batch(7, (3,)), Reload(through=Batch(7, (3,)))
+    one, other = (
+        Replay(case(*program(operation), nodes=LAYERS, optimizer=ADAMW)).run()[-1].values
+        for operation in (TrainElsewhere(elsewhere), through)
+    )
+    assert all(torch.equal(value, other[quantity]) for quantity, value in one.items() if value is not None)
+
+
+def test_the_mean_of_the_ranks_that_train():
+    def first_values(ranks):
+        plain = case(
+            TrainElsewhere(Batch(7), ranks), Observe(), nodes=LAYERS, optimizer=OptimizerSpec("sgd", {"lr": 1.0})
+        )
+        return Replay(plain).run()[0].values
+
+    before = {fqn: p.detach() for fqn, p in Replay(case(nodes=LAYERS)).parameters.items()}
+    alone = Replay(case(nodes=LAYERS))
+    gradients = [alone.local_gradients(rank, Batch(7))[1].values for rank in range(2)]
+    for quantity, value in first_values(2).items():
+        if quantity.kind == "value":
+            mean = sum(g[quantity.fqn] for g in gradients) / 2
+            # Sum, division, product with the learning rate and difference round once each, here and there.
+            largest = max(
+                float(each.abs().max()) for each in (before[quantity.fqn], *(g[quantity.fqn] for g in gradients))
+            )
+            due = before[quantity.fqn] - mean
+            torch.testing.assert_close(value, due, rtol=0, atol=2 * 4 * UNIT_ROUNDOFF["float64"] * largest)
+
+
+def test_there_are_other_ranks_and_a_legal_plan():
+    wide = TrainElsewhere(Batch(7), 3, units=("a", "nowhere"))
+    (legal,) = legal_case(case(wide, nodes=LAYERS)).program
+    assert legal == TrainElsewhere(Batch(7), 1, units=("a",))
+    assert legal_case(case(wide, nodes=LAYERS, world=WorldSpec(1))).program == ()
+
+
+@pytest.mark.parametrize("name", ["fsdp_ref-wrapper", "fsdp_ref-composable"])
+def test_the_reference_passes(name):
+    through = case(*program(TrainElsewhere(Batch(7), 2, True, ("a",), "shard_grad_op", directory=True)), **THREE)
+    plans = {"strategies": ("full_shard", "shard_grad_op", "no_shard"), "units": (None, ("a",), ("a", "b"))}
+    found = Lane(default_pool(), name).run([through, *here_and_there(**plans)], Watch(models=True))
+    assert [result.note.status for result in found] == ["passed"] * 13, [result.note.reason for result in found]
+
+
+@pytest.mark.parametrize("fault", ["LastShardLost", "MomentsByPlace"])
+def test_what_is_lost_on_the_way_is_seen(fault):
+    lane = Lane(default_pool(), f"faults_saving:{fault}")
+    cases = [case(*program(Reload()), **THREE), *here_and_there(units=(None,))]
+    found = lane.run(cases, Watch())
+    assert [result.note.status for result in found] == ["passed", *["suspect"] * 4], [r.note.reason for r in found]

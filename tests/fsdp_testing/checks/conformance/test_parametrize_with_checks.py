@@ -1,0 +1,130 @@
+"""Conformance under pytest: one test per check, with the outcomes that pytest users expect."""
+
+from __future__ import annotations
+
+import pytest
+
+MODULE = """
+    import fsdp_testing
+
+    @fsdp_testing.parametrize_with_checks(
+        "toy:UNBROKEN", "faults_gradients:SumForMean",
+        checks=("training.gradients_are_means", "offload.trained"),
+        expected_failures={expected},
+    )
+    def test_conformance(check):
+        check()
+"""
+
+
+# Judges without ranks: by the environment, and only where two go on at a time.
+STAND_IN = """
+    import os, threading
+    from fsdp_testing.plugin import conformance_checks
+    from fsdp_testing.cases.records import CheckResult, Verdict
+
+    meet = threading.Barrier(2)
+
+    def run_check(name, check, **_):
+        if check.endswith("norm_1"):
+            raise OSError("of this test alone")
+        if "X" not in os.environ and not check.endswith("norm_2"):
+            meet.wait(60)
+        fits = os.environ.get("X", check) == check
+        return CheckResult(name, check, "meaning", (), Verdict.PASS if fits else Verdict.FAIL)
+
+    conformance_checks.run_check = run_check
+"""
+STOOD_IN = """
+    import fsdp_testing, pytest
+    some = fsdp_testing.parametrize_with_checks("torch-ddp", checks=("clipping.norm_*",))
+
+    @some
+    def test_meets(check):
+        if check.name.endswith("norm_2"):
+            pytest.skip("does not call it")
+        check()
+
+    @some
+    def test_sets_a_variable(check, monkeypatch):
+        monkeypatch.setenv("X", check.name)
+        check()
+        check()
+"""
+
+
+def test_those_of_one_function_go_on_side_by_side(pytester, monkeypatch):
+    """Each of `test_meets` waits for another one; what was judged with another environment is judged again."""
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # its workers keep the processors busy already
+    pytester.makeconftest(STAND_IN)
+    pytester.makepyfile(STOOD_IN)
+    result = pytester.runpytest_subprocess("--check-jobs", "2", "-v")
+    result.assert_outcomes(passed=5, failed=2, skipped=1)
+    result.stdout.fnmatch_lines(["*test_meets[[]torch-ddp-clipping.norm_1[]] FAILED*", "*OSError: of this test alone*"])
+    result = pytester.runpytest_subprocess("--check-jobs", "1000")
+    assert result.ret == 4
+    result.stderr.fnmatch_lines(["ERROR: --check-jobs: expected at most * here (*), got 1000. Give fewer."])
+
+
+def run(pytester, expected, *options):
+    from pathlib import Path
+
+    broken = Path(__file__).parents[3] / "quality" / "broken"
+    pytester.makepyfile(MODULE.format(expected=expected))
+    pytester.makeini(f"[pytest]\npythonpath = {broken}\n")
+    return pytester.runpytest_subprocess("-rs", "-v", *options)
+
+
+@pytest.mark.parametrize("jobs", ["1", "3"])
+def test_each_check_is_one_test(pytester, jobs):
+    result = run(pytester, {}, "--check-jobs", jobs)
+    result.assert_outcomes(passed=1, failed=1, skipped=2)
+    result.stdout.fnmatch_lines(
+        [
+            "*test_conformance[[]toy:UNBROKEN-training.gradients_are_means[]] PASSED*",
+            "*test_conformance[[]faults_gradients:SumForMean-training.gradients_are_means[]] FAILED*",
+            "*CheckFailed: faults_gradients:SumForMean training.gradients_are_means: after operation 0 *",
+            "*run it again: fsdp-verify run faults_gradients:SumForMean --check training.gradients_are_means --world-size 2",
+            "*case, for `fsdp-verify replay FILE --implementation NAME`:*",
+            "*not claimed: * does not claim cpu_offload*",
+        ]
+    )
+
+
+ENTRY = {"reason": "known", "kind": "diverged", "quantity": "gradient", "operation": "forward_backward"}
+
+
+def test_an_expected_failure_is_a_strict_xfail(pytester):
+    result = run(pytester, {"training.gradients_are_means": ENTRY})
+    # The unbroken one passes although a failure was expected: stale, and reported as a failure.
+    result.assert_outcomes(xfailed=1, failed=1, skipped=2)
+    result.stdout.fnmatch_lines(["*XPASS(strict)*known*"])
+
+
+@pytest.mark.parametrize("entry", ["known", {**ENTRY, "quantity": "output", "cause": "half of * is lost"}])
+def test_what_fails_in_another_way_than_expected_fails(pytester, entry):
+    """A reason alone says no way at all."""
+    result = run(pytester, {"training.gradients_are_means": entry}, "-k", "SumForMean")
+    result.assert_outcomes(failed=1, skipped=1, deselected=2)
+    result.stdout.fnmatch_lines(["*CheckFailed: faults_gradients:SumForMean *", "*listed as known *"])
+
+
+def test_a_check_is_asked_where_the_decorator_says(monkeypatch):
+    from fsdp_testing import parametrize_with_checks
+    from fsdp_testing.cases.records import CheckResult, Verdict
+    from fsdp_testing.plugin import conformance_checks
+
+    asked = []
+
+    def run_check(name, check, **where):
+        asked.append((name, check, where))
+        return CheckResult(name, check, "", (), Verdict.PASS)
+
+    monkeypatch.setattr(conformance_checks, "run_check", run_check)
+    mark = parametrize_with_checks(
+        "torch-fsdp2", world_sizes=(4,), tensor_parallel=2, checks=("training.gradients_are_means",)
+    )
+    (parameter,) = mark.args[1]
+    parameter.values[0]()
+    where = {"world_sizes": (4,), "tensor_parallel": 2, "backend": "gloo", "expected": None}
+    assert asked == [("torch-fsdp2", "training.gradients_are_means", where)]

@@ -1,0 +1,135 @@
+"""Every check is well made: named, sourced, legal wherever it runs, and asks for what its cases need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fsdp_testing.adapters.adapter import Adapter, TorchStyle
+from fsdp_testing.cases.models import MODELS
+from fsdp_testing.cases.records import (
+    CAPABILITIES,
+    STRATEGIES,
+    Case,
+    ForwardBackward,
+    Step,
+    ZeroGrad,
+    check_case,
+    void_operations,
+)
+from fsdp_testing.checks.suites import CHECKS
+from fsdp_testing.checks.suites.check import FLAT, Check, Place, Suite, adapt, needs_of
+from fsdp_testing.checks.suites.schedules import accumulated, micro_batch
+
+EVERYTHING = frozenset(CAPABILITIES)
+
+
+def claiming(capabilities: frozenset[str]) -> Adapter:
+    return Adapter.of(TorchStyle(name="x", wrap=lambda module, setup: module, capabilities=capabilities))
+
+
+def cases_of(check: Check) -> list[tuple[Place, Case]]:
+    places = check.places(EVERYTHING, (2, 3, 4), "gloo")
+    assert places, "a check that runs nowhere"
+    return [(place, case) for place in places for case in check.build(place)]
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=lambda check: check.name)
+class TestEveryCheck:
+    def test_it_is_described(self, check):
+        suite, _, name = check.name.partition(".")
+        assert suite.isidentifier()
+        assert name.isidentifier()
+        assert check.meaning.endswith(".")
+        assert check.source
+        assert check.needs <= EVERYTHING
+        assert check.profile in ("default", "extended")
+
+    def test_its_cases_are_legal_and_nothing_in_them_is_void(self, check):
+        for _, case in cases_of(check):
+            check_case(case)
+            assert not void_operations(case), case
+            assert Case.from_json(case.to_json()) == case
+            assert set(case.wrapping.units) <= {name for name, _ in MODELS[case.model.name].build(0).named_modules()}
+
+    def test_it_asks_for_what_its_cases_need(self, check):
+        strategies = set(STRATEGIES.values())
+        for _, case in cases_of(check):
+            missing = needs_of(case) - check.needs - strategies
+            assert not missing, f"{case.model.name} needs {sorted(missing)}"
+
+    def test_its_cases_run_where_they_were_asked_to(self, check):
+        for place, case in cases_of(check):
+            assert case.world.size == place.world_size
+            assert case.strategy == place.strategy
+            assert case.world.backend == place.backend
+
+
+def test_needs_are_those_of_the_cases_and_what_is_said_besides():
+    suite = Suite(needs={"comm_hook"}, source="nowhere", strategies=("full_shard",))
+
+    @suite.check("some.name", needs={"uneven_parameters"})
+    def build(place):
+        """Buffers are updated."""
+        yield place.case("buffers", *accumulated(0, 1))
+
+    (check,) = suite.checks
+    assert check.needs == {"buffers", "no_sync", "comm_hook", "uneven_parameters"}
+    assert (check.meaning, check.source, check.strategies) == ("Buffers are updated.", "nowhere", ("full_shard",))
+    assert check.build is build
+
+
+def test_names_are_unique_and_told_by_suite():
+    names = list(CHECKS)
+    assert len(names) >= 80
+    suites = [name.partition(".")[0] for name in names]
+    assert len(set(suites)) >= 15
+
+
+def test_every_model_of_the_zoo_is_used():
+    used = {case.model.name for check in CHECKS.values() for _, case in cases_of(check)}
+    assert used == set(MODELS)
+
+
+def test_data_differ_between_ranks_and_micro_batches():
+    for check in CHECKS.values():
+        if check.name == "training.same_batch_twice":
+            continue
+        for _, case in cases_of(check):
+            seeds = [operation.batch.seed for operation in case.program if isinstance(operation, ForwardBackward)]
+            assert len(set(seeds)) == len(seeds), f"{check.name} trains twice on one batch"
+
+
+def test_a_place_for_each_claimed_strategy_only():
+    check = next(iter(CHECKS.values()))
+    assert check.strategies == FLAT
+    assert [p.strategy for p in check.places(frozenset({"no_shard"}), (2, 3), "gloo")] == ["no_shard", "no_shard"]
+    assert check.places(frozenset(), (2,), "gloo") == []
+
+
+def test_an_implementation_without_units_is_given_none():
+    case = Place(2, "full_shard").case("mlp")
+    assert adapt(case, claiming(EVERYTHING)) == case
+    assert adapt(case, claiming(frozenset())).wrapping.units == ()
+
+
+def test_an_engine_that_owns_its_step_is_asked_in_its_own_words():
+    """Gradients are cleared after each step, for the oracle too, and nothing is asked in a dtype it does not train in."""
+    place = Place(2, "full_shard")
+    asked = place.case("mlp", micro_batch(0), Step(), micro_batch(1), Step())
+    engine = replace(claiming(EVERYTHING), step_clears_gradients=True, widest_dtype="float32")
+    got = adapt(asked, engine)
+    assert got.program == (micro_batch(0), Step(), ZeroGrad(), micro_batch(1), Step(), ZeroGrad())
+    assert got.model.dtype == "float32"
+    assert adapt(got, engine) == got
+    low = place.case("mlp", micro_batch(0), dtype="bfloat16")
+    assert adapt(low, engine).model.dtype == "bfloat16"
+
+
+def test_patterns_name_checks_and_suites():
+    check = CHECKS["training.sgd_momentum"]
+    assert check.matches(("training",))
+    assert check.matches(("*.sgd*",))
+    assert check.matches(("nothing", "training.sgd_momentum"))
+    assert not check.matches(("train", "sgd_momentum"))

@@ -1,0 +1,85 @@
+"""A cause is named only where the implementation claims what its sentence presumes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fsdp_testing.cases.records import (
+    Batch,
+    Case,
+    Forward,
+    ForwardBackward,
+    ModelSpec,
+    ObservedPiece,
+    Operation,
+    OperationResult,
+    ParameterObservation,
+    RankObservation,
+    Snapshot,
+    Step,
+    WorldSpec,
+    ZeroGrad,
+)
+from fsdp_testing.explain.hypotheses import GRADIENT_IS_NONE, Hypothesis, Sources, WrongNumbers
+from fsdp_testing.oracle.comparison import Comparison
+from fsdp_testing.oracle.quantities import Expectation, Expected, ExpectedPoint, Quantity
+
+
+def output_of(*program: Operation, like: Operation, claimed: frozenset[str] | None) -> Hypothesis | None:
+    """What a wrong output is equal to, where one process gives it with `like` in its program and else another."""
+    case = Case(ModelSpec("mlp"), WorldSpec(1), program)
+    index, quantity = len(program) - 1, Quantity("result", "loss", rank=0)
+
+    def oracle(other: Case) -> Expectation:
+        value = torch.tensor([3.5, 7.25] if like in other.program else [1.0, 2.0], dtype=torch.float64)
+        return Expectation((ExpectedPoint(index, {quantity: Expected(value, 1e-9)}),), {})
+
+    wrong = OperationResult(index, {"loss": torch.tensor([3.5, 7.25], dtype=torch.float64)})
+    sources = Sources(oracle, terms=lambda _case, _last: (), claimed=claimed)
+    return WrongNumbers(case, [RankObservation(0, (wrong,))], Comparison(), sources).hypothesis(lambda _: {})
+
+
+@pytest.mark.parametrize(
+    ("claimed", "named"),
+    [(None, True), (frozenset({GRADIENT_IS_NONE, "forward_only"}), True), (frozenset({"forward_only"}), False)],
+)
+def test_stale_weights_are_not_taken_for_gradients_of_zeros_where_these_are_as_good_as_none(
+    claimed: frozenset[str] | None, named: bool
+) -> None:
+    zeros = ZeroGrad(set_to_none=False)
+    found = output_of(ZeroGrad(), Step(), Forward(Batch(0)), like=zeros, claimed=claimed)
+    assert (found is not None and "set_to_none=False" in found.happened) is named
+
+
+@pytest.mark.parametrize(("claimed", "named"), [(frozenset({"no_sync"}), True), (frozenset(), False)])
+def test_no_sync_is_no_cause_where_nobody_claims_it(claimed: frozenset[str], named: bool) -> None:
+    local = ForwardBackward(Batch(0), no_sync=True)
+    found = output_of(ForwardBackward(Batch(0)), Step(), Forward(Batch(1)), like=local, claimed=claimed)
+    assert (found is not None and "no_sync=True" in found.happened) is named
+
+
+@pytest.mark.parametrize(
+    ("claimed", "lenient", "named"),
+    [
+        (None, False, True),
+        (frozenset({GRADIENT_IS_NONE}), False, True),
+        (frozenset({GRADIENT_IS_NONE}), True, False),
+        (frozenset(), False, False),
+    ],
+)
+def test_zeros_for_none_explain_only_where_they_differ(
+    claimed: frozenset[str] | None, lenient: bool, named: bool
+) -> None:
+    quantity, other = Quantity("gradient", "w"), Quantity("value", "w")
+    case = Case(ModelSpec("mlp"), WorldSpec(1), (Step(),))
+    value = Expected(torch.ones(2, dtype=torch.float64))
+    point = ExpectedPoint(0, {quantity: Expected(None), other: value}, {"w": True}, {"w": "float64"}, snapshot=True)
+    # A number beside zeros shows that a gradient of zeros alone is not what is looked at by the lenient comparison.
+    pieces = (ObservedPiece(0, 2, torch.ones(2, dtype=torch.float64)),)
+    zeros = (ObservedPiece(0, 2, torch.zeros(2, dtype=torch.float64)),)
+    seen = ParameterObservation("w", (2,), "float64", True, pieces, zeros, "float64")
+    ranks = [RankObservation(0, (OperationResult(0, {}),), (Snapshot(0, "", {"w": seen}, {}),))]
+    sources = Sources(lambda _: Expectation((point,), {"w": (2,)}), terms=lambda _case, _last: (), claimed=claimed)
+    found = WrongNumbers(case, ranks, Comparison(none_is_zero=lenient), sources).hypothesis(lambda _: {})
+    assert (found is not None and "gradients of zeros" in found.happened) is named

@@ -1,0 +1,368 @@
+"""Each kind of dirt a job can leave is named, put back where that can be done, and a clean job is silent."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import faulthandler
+import gc
+import hashlib
+import logging
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch._inductor.config  # imported here, as importing it sets a variable and a filter
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from fsdp_testing.base import compat
+from fsdp_testing.ranks.pool import hygiene, hygiene_names, hygiene_process
+from fsdp_testing.ranks.pool.hygiene import PROBES, Snapshot, seed_generators, take_snapshot
+
+
+@pytest.fixture(autouse=True)
+def _private_temporary_directory(tmp_path: Path) -> Iterator[None]:
+    before = hygiene_process.TEMPORARY.path, tempfile.tempdir
+    (tmp_path / "own").mkdir()
+    hygiene_process.TEMPORARY.use(tmp_path / "own")
+    yield
+    hygiene_process.TEMPORARY.path, tempfile.tempdir = before
+
+
+class _Mode(TorchFunctionMode):
+    pass
+
+
+def _other_relu(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _filter() -> None:
+    warnings.simplefilter("ignore", UserWarning)
+
+
+def _path() -> None:
+    sys.path.insert(0, "/nowhere")
+
+
+def _relu() -> None:
+    torch.nn.functional.relu = _other_relu  # type: ignore[assignment]  # the dirt under test
+
+
+def _linear() -> None:
+    torch.nn.Linear.forward = _other_relu  # type: ignore[assignment,method-assign]  # the dirt under test
+
+
+def _stdout() -> None:
+    sys.stdout = sys.stderr
+
+
+def _printer() -> None:
+    builtins.print = lambda *values: None  # type: ignore[assignment]  # the dirt under test
+
+
+# name: (job, kind, part of the text); all of these are put back.
+RESTORED: dict[str, tuple[Callable[[], object], str, str]] = {
+    "default dtype": (lambda: torch.set_default_dtype(torch.float64), "torch default", "default dtype"),
+    "default device": (lambda: torch.set_default_device("meta"), "torch default", "default device"),
+    "grad mode": (lambda: torch.set_grad_enabled(False), "torch default", "grad mode"),
+    "autocast": (lambda: torch.set_autocast_enabled("cpu", True), "torch default", "autocast of cpu"),
+    "autocast dtype": (
+        lambda: torch.set_autocast_dtype("cpu", torch.float16),
+        "torch default",
+        "autocast dtype of cpu",
+    ),
+    "threads": (lambda: torch.set_num_threads(torch.get_num_threads() + 1), "torch default", "intra-op threads"),
+    "determinism": (lambda: torch.use_deterministic_algorithms(True), "torch default", "deterministic algorithms"),
+    "matmul precision": (lambda: torch.set_float32_matmul_precision("medium"), "torch default", "matmul precision"),
+    "anomaly": (lambda: torch.autograd.set_detect_anomaly(True), "torch default", "anomaly mode"),
+    "cudnn": (lambda: setattr(torch.backends.cudnn, "deterministic", True), "torch default", "cudnn.deterministic"),
+    "denormals": (lambda: torch.set_flush_denormal(True), "torch default", "flush denormals"),
+    "environment added": (lambda: os.environ.update(LEFT="1"), "environment", "LEFT='1'"),
+    "environment removed": (lambda: os.environ.pop("HOME"), "environment", "HOME was removed"),
+    "directory": (lambda: os.chdir("/"), "interpreter", "working directory"),
+    "filters": (_filter, "warnings filters", "UserWarning"),
+    "signal": (lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN), "signal handler", "SIGTERM"),
+    "timer": (lambda: signal.setitimer(signal.ITIMER_REAL, 1000), "interpreter", "timer armed"),
+    "blocked signal": (
+        lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2]),
+        "interpreter",
+        "blocked signals",
+    ),
+    "sys.path": (_path, "import path", "/nowhere"),
+    "sys.argv": (lambda: sys.argv.append("--x"), "import path", "--x"),
+    "stdout": (_stdout, "interpreter", "sys.stdout"),
+    "excepthook": (lambda: setattr(sys, "excepthook", print), "interpreter", "sys.excepthook"),
+    "thread excepthook": (
+        lambda: setattr(threading, "excepthook", print),
+        "interpreter",
+        "threading.excepthook",
+    ),
+    "print": (_printer, "interpreter", "builtins.print"),
+    "recursion": (lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 7), "interpreter", "recursion limit"),
+    "gc": (gc.disable, "interpreter", "gc enabled"),
+    "faulthandler": (
+        lambda: faulthandler.disable() if faulthandler.is_enabled() else faulthandler.enable(file=2),
+        "interpreter",
+        "faulthandler",
+    ),
+    "umask": (lambda: os.umask(0o037), "interpreter", "umask"),
+    "log level": (lambda: logging.getLogger().setLevel(5), "logging", "level of the root logger"),
+    "log handler": (lambda: logging.getLogger().addHandler(logging.NullHandler()), "logging", "handlers"),
+    "log disable": (lambda: logging.disable(logging.CRITICAL), "logging", "logging.disable"),
+    "function": (_relu, "patched function", "torch.nn.functional.relu"),
+    "method": (_linear, "patched function", "Linear.forward"),
+    "module hook": (
+        lambda: torch.nn.modules.module.register_module_forward_hook(lambda *a: None),
+        "module hook",
+        "on every module was added",
+    ),
+    "child": (lambda: subprocess.Popen(["sleep", "1000"]), "child process", "sleep 1000"),
+    "file": (lambda: Path(tempfile.mkstemp()[1]), "temporary file", "/own/tmp"),
+    "folder": (tempfile.mkdtemp, "temporary file", "/own/tmp"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("name", RESTORED)
+def test_what_can_be_put_back_is_named_and_put_back(name: str) -> None:
+    job, kind, text = RESTORED[name]
+    untouched = Snapshot()
+    snapshot = take_snapshot()
+    made = job()
+    dirt = [entry for entry in snapshot.restore() if entry.kind != "open file"]
+    if name == "file":
+        _close_all_on("own")
+    assert [entry.kind for entry in dirt] == [kind]
+    assert text in dirt[0].what
+    assert dirt[0].restored
+    assert untouched.restore() == ()
+    del made
+
+
+def _close_all_on(part: str) -> None:
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if part in str(Path(f"/proc/self/fd/{entry}").readlink()):
+                os.close(int(entry))
+
+
+def test_a_thread_left_running_is_named_and_not_put_back() -> None:
+    snapshot = take_snapshot()
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, name="straggler", daemon=True)
+    thread.start()
+    (dirt,) = snapshot.restore()
+    stop.set()
+    thread.join()
+    assert (dirt.kind, dirt.restored) == ("thread", False)
+    assert "'straggler' (daemon) still runs Event.wait" in dirt.what
+
+
+class _EndsWhenWaitedFor(threading.Thread):
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def run(self) -> None:
+        self.go.wait()
+
+    def join(self, timeout: float | None = None) -> None:
+        self.go.set()
+        super().join(None if timeout is None else 60.0)
+
+
+def test_a_thread_that_ends_when_it_is_waited_for_is_no_leak() -> None:
+    snapshot = take_snapshot()
+    _EndsWhenWaitedFor().start()
+    assert snapshot.restore() == ()
+
+
+def test_a_thread_that_has_only_to_get_its_turn_is_no_leak() -> None:
+    """It computes without Python's lock, as one does that a busy machine gives no turn for longer than the grace."""
+    snapshot = take_snapshot()
+    threading.Thread(target=hashlib.pbkdf2_hmac, args=("sha512", b"", b"", 800_000)).start()
+    assert snapshot.restore() == ()
+
+
+def test_an_open_file_is_named_and_not_put_back(tmp_path: Path) -> None:
+    snapshot = take_snapshot()
+    stream = (tmp_path / "log").open("w")
+    left, right = socket.socketpair()
+    dirt = snapshot.restore()
+    for opened in (stream, left, right):
+        opened.close()
+    assert [(entry.kind, entry.restored) for entry in dirt] == [("open file", False)] * 3
+    assert any("/log" in entry.what for entry in dirt)
+    assert any("socket:" in entry.what for entry in dirt)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_file_that_only_awaits_collection_is_no_leak(tmp_path: Path) -> None:
+    snapshot = take_snapshot()
+    cycle: list[object] = [(tmp_path / "log").open("w")]
+    cycle.append(cycle)
+    del cycle
+    assert snapshot.restore() == ()
+
+
+def test_modes_left_on_the_stack_are_named_and_not_put_back() -> None:
+    snapshot = take_snapshot()
+    with _Mode():
+        dirt = snapshot.restore()
+    # This one answers no call at all, so that torch's own getters fail under it: that too is reported, not raised.
+    assert [(entry.kind, entry.restored) for entry in dirt] == [("torch default", False), ("torch mode", False)]
+    assert "can no longer be read (NotImplementedError)" in dirt[0].what
+
+
+def test_inference_mode_left_on_is_named_and_not_put_back() -> None:
+    snapshot = take_snapshot()
+    with torch.inference_mode():
+        dirt = snapshot.restore()
+    assert [entry for entry in dirt if "inference mode" in entry.what and not entry.restored]
+
+
+@pytest.fixture
+def single_rank_group() -> Iterator[None]:
+    store = dist.HashStore()  # type: ignore[attr-defined]  # exported at run time
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("single_rank_group")
+def test_a_process_group_left_behind_is_named() -> None:
+    snapshot = take_snapshot()
+    group = dist.new_group([0], group_desc="mine")
+    dirt = snapshot.restore()
+    assert [(entry.kind, entry.restored) for entry in dirt] == [("process group", False)]
+    assert "'mine' of ranks [0]" in dirt[0].what
+    # Destroyed, it is no dirt any more, although `group` still holds its connections.
+    dist.destroy_process_group(group)
+    assert snapshot.restore() == ()
+
+
+@pytest.mark.usefixtures("single_rank_group")
+def test_a_destroyed_default_group_is_named() -> None:
+    snapshot = take_snapshot()
+    dist.destroy_process_group()
+    assert [entry.what for entry in snapshot.restore()] == ["the default process group was destroyed"]
+
+
+def test_every_job_starts_from_the_same_random_numbers() -> None:
+    def draw() -> tuple[float, float, float]:
+        drawn = np.random.random()  # noqa: NPY002 - the global generator is what is seeded
+        return random.random(), drawn, float(torch.rand(()))
+
+    take_snapshot(seed=5)
+    first = draw()
+    take_snapshot(seed=5)
+    assert draw() == first
+    seed_generators(6)
+    assert draw() != first
+
+
+def test_what_the_compiler_replaces_for_good_is_no_dirt() -> None:
+    namespace: dict[str, object] = {}
+    code = compile("def zero_grad(self):\n    pass", "/x/torch/_dynamo/eval_frame.py", "exec")
+    exec(code, namespace)
+    original = torch.optim.Optimizer.zero_grad
+    snapshot = take_snapshot()
+    torch.optim.Optimizer.zero_grad = namespace["zero_grad"]  # type: ignore[assignment,method-assign]  # as dynamo does
+    try:
+        assert snapshot.restore() == ()
+        assert torch.optim.Optimizer.zero_grad is namespace["zero_grad"]
+    finally:
+        torch.optim.Optimizer.zero_grad = original  # type: ignore[method-assign]  # put back by hand
+
+
+def test_a_failing_repair_counts_as_not_restored(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    home = Path.cwd()
+    os.chdir(gone)
+    try:
+        snapshot = take_snapshot()
+        os.chdir(home)
+        gone.rmdir()
+        (dirt,) = snapshot.restore()
+    finally:
+        os.chdir(home)
+    assert not dirt.restored
+    assert "putting it back failed" in dirt.what
+
+
+def test_what_is_accepted_stays_and_the_rest_is_put_back() -> None:
+    outer = Snapshot()
+    inner = take_snapshot()
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    before = Snapshot()
+    sys.setrecursionlimit(sys.getrecursionlimit() + 3)
+    inner.accept(before, Snapshot())
+    assert [entry.kind for entry in inner.restore()] == ["torch default"]
+    assert [entry.kind for entry in outer.restore()] == ["interpreter"]
+
+
+def test_every_probe_reads_equal_when_nothing_happened() -> None:
+    for probe in PROBES:
+        assert probe.read() == probe.read(), probe.kind
+    assert take_snapshot().restore() == ()
+
+
+def test_a_clean_job_costs_one_reading_of_each_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What the reading takes is measured by benchmarks/pool.py; a collection alone would take a hundred times as long.
+    collected: list[str] = []
+    monkeypatch.setattr(gc, "collect", lambda *_: collected.append("all"))
+    readings: list[str] = []
+    counted = [partial(_counted, probe.kind, probe.read, readings) for probe in PROBES]
+    monkeypatch.setattr(hygiene, "_READERS", counted)
+    snapshot = take_snapshot()
+    readings.clear()
+    assert snapshot.restore() == ()
+    assert readings == [probe.kind for probe in PROBES]
+    assert collected == []
+
+
+def _counted(kind: str, read: Callable[[], Any], readings: list[str]) -> Any:
+    readings.append(kind)
+    return read()
+
+
+@pytest.mark.parametrize("versions", [True, False], ids=["dictionaries have versions", "they have none"])
+def test_a_namespace_is_read_again_only_when_it_was_changed(versions: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "_dictionaries_have_versions", lambda: versions)
+    module = types.ModuleType("made")
+    module.first, module.tensor = print, torch.ones(2)  # type: ignore[attr-defined]  # made here
+    namespace = hygiene_names._Namespace(module, vars(module))
+    read = namespace.read()
+    assert read["first"] is print
+    assert read["tensor"] is None, "no tensor is kept alive"
+    assert namespace.read() is read
+    module.first = len  # type: ignore[attr-defined]  # as above
+    again = namespace.read()
+    assert again["first"] is len
+    assert read["first"] is print
+    assert namespace.read() is again
+    del module.first  # type: ignore[attr-defined]  # as above
+    assert "first" not in namespace.read()
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="dictionaries have no versions from Python 3.14 on")
+def test_dictionaries_have_versions_here() -> None:
+    assert compat._dictionaries_have_versions()

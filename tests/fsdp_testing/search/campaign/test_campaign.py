@@ -1,0 +1,129 @@
+"""Campaigns find planted faults, nearly all within 500 cases, find nothing where nothing is, and tell each defect once."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import faults_gradients  # noqa: F401 - registers its faults
+import faults_state  # noqa: F401 - registers its faults
+import pytest
+from fault import FAULTS
+from fuzz_cases import case, micro
+
+from fsdp_testing.adapters import registry
+from fsdp_testing.cases.drawing import Scope
+from fsdp_testing.cases.records import FailureKind
+from fsdp_testing.checks.findings.discovery import Discovery
+from fsdp_testing.checks.findings.known import KnownFailures
+from fsdp_testing.checks.findings.tags import tokens
+from fsdp_testing.judging.batch_judge import CaseNote
+from fsdp_testing.judging.signature import Signature
+from fsdp_testing.ranks.pool import default_pool
+from fsdp_testing.search.campaign import investigation
+from fsdp_testing.search.campaign.campaign import Campaign, Plan
+from fsdp_testing.search.campaign.lane import CaseResult
+from fsdp_testing.search.campaign.tally import CampaignTally
+
+SOME = {
+    "faults_gradients:SumForMean": "as if the sum over ranks were divided by 1 instead of 2",
+    "faults_gradients:LastLocalLost": "lacks micro-batch 1 of operation 0",
+    "faults_gradients:OneUlp": "",
+}
+"""Planted faults with what one process names; one unit in the last place has a place alone."""
+RARE = {"faults_gradients:NewStorageDropsGradients": 1500}
+"""Planted faults that take more: new storage between a local micro-batch and a reduced one is met in case 1,344."""
+
+
+def campaign(
+    name: str, state: Path, examples: int, known: KnownFailures = KnownFailures(), **plan: bool
+) -> CampaignTally:
+    def ignore(_found: Discovery, _state: object) -> None:
+        pass
+
+    adapter = registry.load(name)
+    scope = Scope(adapter.capabilities)
+    asked = Plan(adapter, scope, state, seconds=None, examples=examples, lanes=1, known=known, **plan)  # type: ignore[arg-type]  # flags only
+    return Campaign(asked, default_pool(), lambda _: None, ignore).run()
+
+
+@pytest.mark.parametrize("name", [*SOME, *(pytest.param(n, marks=pytest.mark.slow) for n in FAULTS if n not in SOME)])
+def test_a_planted_fault_is_found(name: str, tmp_path: Path):
+    tally = campaign(name, tmp_path, RARE.get(name, 500), stop_at_first=True)
+    found = [discovery for discovery in tally.discovered if discovery.confirmed]
+    assert found, FAULTS[name].story
+    assert len(found[0].case.program) <= 4, found[0].case.program
+    if name in SOME:
+        assert SOME[name] in found[0].cause
+        cause, _, place = found[0].cause.rpartition("; ")
+        assert bool(SOME[name]) == bool(cause)
+        assert re.search(r"the gradient of its \w+ is wrong", place)
+
+
+def test_a_finding_that_cannot_be_explained_is_kept_without_a_cause(monkeypatch: pytest.MonkeyPatch):
+    def fails(*_: object) -> str:
+        raise ZeroDivisionError("in the explanation")
+
+    monkeypatch.setattr(investigation, "cause_of", fails)
+    asker = investigation.Investigator("torch-ddp", lambda case: case, lambda case: True, 1.0)
+    with pytest.warns(RuntimeWarning, match="torch-ddp: a finding is not explained: ZeroDivisionError: in the expl"):
+        assert asker._cause(SimpleNamespace(pool=default_pool()), None) == ""  # type: ignore[arg-type]
+
+
+def test_nothing_is_found_where_nothing_is(tmp_path: Path):
+    tally = campaign("toy:UNBROKEN", tmp_path, 150)
+    assert not tally.discovered, tally.discovered[0].sentence()
+    assert tally.run == sum(tally.statuses.values()) == tally.drawn == 150
+    assert set(tally.statuses) == {"passed"}, tally.unjudged
+
+
+def test_a_defect_is_reported_once_and_then_counted(tmp_path: Path):
+    tally = campaign("fuzz_faults:WRONG_IN_CLIP", tmp_path, 300)
+    confirmed = [discovery for discovery in tally.discovered if discovery.confirmed]
+    assert 1 <= len(confirmed) <= 3
+    assert tokens(confirmed[0].case) == ("forward_backward", "clip")
+    assert tally.known[confirmed[0].name]
+    assert tally.discarded == 0
+
+
+def test_a_finding_as_plain_as_one_micro_batch_discards_no_case(tmp_path: Path):
+    """Nearly every case has it; each is run and judged all the same, also in a later campaign and after it is mended."""
+    plain = campaign("fuzz_faults:WRONG_MEAN", tmp_path, 120)
+    assert ("forward_backward",) in [tokens(found.case) for found in plain.discovered]
+    assert (plain.drawn, plain.run - plain.variants, plain.discarded) == (120, 120, 0)
+    assert plain.statuses["known"] > 60
+    later = campaign("fuzz_faults:WRONG_MEAN", tmp_path, 48)
+    assert (later.run - later.variants, later.discarded) == (48, 0)
+    assert not later.gone
+    finding = next(found for found in plain.discovered if tokens(found.case) == ("forward_backward",))
+    mended = campaign("toy:UNBROKEN", tmp_path / "mended", 24, KnownFailures((finding.rule(),)))
+    assert mended.gone == [finding.name]
+    assert mended.statuses == {"passed": 24}
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_known"),
+    [("the gradient of b is 2 times what is due; `b` is wrong", True), ("it is of another rank", False), ("", False)],
+)
+def test_a_failure_that_looks_known_is_known_by_its_cause(monkeypatch: pytest.MonkeyPatch, cause: str, is_known: bool):
+    monkeypatch.setattr(investigation, "cause_of", lambda *_: cause)
+    asker = investigation.Investigator("torch-ddp", lambda case: case, lambda case: True, 1.0)
+    looks = Signature(FailureKind.DIVERGED, "gradient", "forward_backward")
+    met = case(micro(1))
+    caused = Discovery("it", looks, met, met, "off", cause="the gradient of a (and of 3 more) is 2 times what is due")
+    alone = CaseResult(met, CaseNote(0, "suspect", "off", signature=looks, at=0))
+    lane = SimpleNamespace(pool=default_pool())
+    known = asker._recognized(lane, alone, KnownFailures((caused.rule(),)))  # type: ignore[arg-type]
+    assert (known is not None) is is_known
+
+
+def test_a_known_failure_is_counted_and_one_whose_example_passes_is_dropped(tmp_path: Path):
+    first = campaign("fuzz_faults:WRONG_IN_CLIP", tmp_path / "a", 300, stop_at_first=True).discovered[0]
+    known = KnownFailures((first.rule(),))
+    counting = campaign("fuzz_faults:WRONG_IN_CLIP", tmp_path / "b", 60, known)
+    assert not counting.gone
+    assert counting.known[first.name]
+    assert first.name not in [found.name for found in counting.discovered]
+    healthy = campaign("toy:UNBROKEN", tmp_path / "c", 20, known)
+    assert healthy.gone == [first.name]
