@@ -11,7 +11,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_ref.fence.own_state import guard
 from torch import nn
 
 from fsdp_ref import (
@@ -22,6 +21,7 @@ from fsdp_ref import (
     optim_state_dict_to_load,
     set_state_dict_type,
 )
+from fsdp_ref.fence.own_state import guard
 from fsdp_ref.storage.views import mark_flattened
 from fsdp_ref.wrap import ModuleWrapPolicy
 
