@@ -288,9 +288,11 @@ class Supervision:
 
     def _outcome(self, watch: _Watch, ledger: RankLedger, *, hung: bool) -> RankOutcome:
         process = watch.process
+        output = watch.output or {name: process.take_output(name) for name in ("stdout", "stderr")}
         return RankOutcome(
             rank=self.job.place.rank if self.job.place is not None else process.rank,
-            **(watch.output or {name: process.take_output(name) for name in ("stdout", "stderr")}),
+            stdout=output["stdout"],
+            stderr=output["stderr"],
             stack=watch.stack,
             collectives=ledger.entries,
             issued=ledger.issued,

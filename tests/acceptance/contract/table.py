@@ -181,7 +181,7 @@ _SCRIPT = (
     "died after its last report", "hung once, passes alone", "hung always", "undecidable", "nothing was asked",
 )  # fmt: skip
 _NO_CLAIMS = "a script, a loop or an item claims nothing, so that nothing is refused or left out"
-_ONCE = "pytest runs an item once: a hang is a failure, also where it would pass alone (pytest-rerunfailures asks for more)"
+_ONCE = "pytest runs an item once: a hang fails, also where it would pass alone (pytest-rerunfailures asks for more)"
 TRAIN = Door(
     "train",
     {name: _once_there(lambda given, name=name: doors.train(given, name)) for name in _SCRIPT},
