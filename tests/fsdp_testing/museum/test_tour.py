@@ -14,6 +14,7 @@ SOUND: Sound = Shared(SOUND_KEPT)
 """The sound reference is judged once for each check, whichever exhibits it is the counterpart of."""
 
 
+@pytest.mark.slow  # `test_a_mutation_that_does_nothing_escapes` visits two; the planted faults of tests/quality prove each check
 @pytest.mark.parametrize("name", list(exhibits()))
 def test_exhibit_is_caught(name):
     (visit,) = tour(chosen([name]), sound=SOUND)
