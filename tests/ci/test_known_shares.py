@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from known_shares import LOOKS, NAMES, shares
 
+pytestmark = pytest.mark.slow  # about a script that people start by hand, not about the packages
+
 # In per cent of the drawn cases, rounded up: by its looks alone, without a cause that is asked for.
 MOST_UNASKED = {"torch-ddp": 0, "torch-fsdp1": 18, "torch-fsdp1-flat": 27, "torch-fsdp2": 14}
 MOST_BLIND = {"torch-ddp": 0, "torch-fsdp1": 0, "torch-fsdp1-flat": 2, "torch-fsdp2": 0}
