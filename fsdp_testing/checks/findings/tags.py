@@ -44,8 +44,8 @@ def words(operation: Operation) -> frozenset[str]:
     reduced = backward and not local
     done = {"@backward": backward, "@local": local, "@reduced": reduced, NEW_MODEL: operation.renews_model}
     token = operation.token()
-    done["@optimizer_saved"] = token.startswith(("reload[optimizer", "train_elsewhere"))
-    renewed = operation.renews_model and not done["@optimizer_saved"]
+    done["@optimizer_saved"] = operation.saves_optimizer
+    renewed = operation.renews_model and not operation.saves_optimizer
     done[NEW_OPTIMIZER] = renewed or token == "build_optimizer"
     return frozenset({token, *(word for word, does in done.items() if does)})
 
