@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from known_shares import LOOKS, NAMES, shares
 
+pytestmark = pytest.mark.slow  # about a script that people start by hand, not about the packages
+
 # In per cent of the drawn cases, rounded up: by its looks alone, without a cause that is asked for.
 MOST_UNASKED = {"torch-ddp": 0, "torch-fsdp1": 7, "torch-fsdp1-flat": 12, "torch-fsdp2": 1}
 MOST_UNASKED_OUTPUTS = {"torch-ddp": 0, "torch-fsdp1": 4, "torch-fsdp1-flat": 0.5, "torch-fsdp2": 1}
