@@ -34,7 +34,7 @@ def fsdp2() -> nn.Module:
 def first_gradient(wrapped: nn.Module, rank: int, *, named: int | None) -> torch.Tensor | None:
     """This rank's gradient of the first parameter: plainly, or after a backward that names so many of them."""
     loss = wrapped(torch.full((2, 4), rank + 1.0)).sum()
-    first = [p for p in wrapped.parameters() if p.numel()][0]
+    first = next(p for p in wrapped.parameters() if p.numel())
     loss.backward(**({} if named is None else {"inputs": list(wrapped.parameters())[:named]}))
     gradient = first.grad
     return gradient.to_local() if hasattr(gradient, "to_local") else gradient
