@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_ref.annotations import set_unit, units_under
-from fsdp_ref.build.ignored import Ignored
+from fsdp_ref.annotations import set_unit, unit_of, walk
+from fsdp_ref.build.ignored import Ignored, has_its_own
 from fsdp_ref.build.materialize import broadcast_states, materialize_units, move_states
 from fsdp_ref.build.plan import PlannedUnit, check_frozen, make_plan
 from fsdp_ref.build.resolve import ResolvedUnit, resolve_units
@@ -61,7 +61,9 @@ def attach(
 def _attach(
     module: nn.Module, options: Mapping[str, Any], connect: Connect, policy: Any, ignored: Ignored, *, composable: bool
 ) -> list[Unit]:
-    ignored = ignored.union(unit.ignored for _, _, unit in units_under(module))
+    # A unit knows what those below it ignore, so the nearest ones suffice.
+    nearest = [unit_of(below) for _, below in walk(module, has_its_own)]
+    ignored = ignored.union(unit.ignored for unit in nearest if unit is not None)
     targets = choose_targets(module, policy, options, ignored, may_hold_units=composable)
     plan = make_plan(module, targets, options, ignored)
     if targets.by_object:
