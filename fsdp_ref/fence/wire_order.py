@@ -286,12 +286,16 @@ class RankComparison(Guard):
 
     Args:
         root: the tree.
+
+    Attributes:
+        wire_order: what this rank sent since ranks were last compared.
+        reads_late: the host learns at the next forward only whether ranks did the same.
     """
 
     def __init__(self, root: Root) -> None:
         super().__init__(root)
         self.wire_order = WireOrder(root.units)
-        self._reads_late = root.unit.config.device.type != "cpu" and not root.offloads
+        self.reads_late = root.unit.config.device.type != "cpu" and not root.offloads
 
     def sends(self, unit: Unit, traffic: Traffic) -> None:
         """Note it."""
@@ -330,7 +334,7 @@ class RankComparison(Guard):
             ExecutionOrderError, ParametersChangedError: See :meth:`tree_used`.
         """
         problem = self.wire_order.settle(self.root.streams)
-        if not self._reads_late:
+        if not self.reads_late:
             self.tree_used()
         elif problem is not None:
             for unit in self.root.in_pass:

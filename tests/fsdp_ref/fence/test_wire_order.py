@@ -37,6 +37,10 @@ class Experts(nn.Module):
 EXPERTS = {"model": Experts, "policy": ModuleWrapPolicy({nn.Linear})}
 
 
+def comparison(root) -> RankComparison:
+    return next(guard for guard in root.guards.members if isinstance(guard, RankComparison))
+
+
 def run(world, model, orders, x=None):
     x = torch.ones(2, 6, dtype=torch.float64) if x is None else x
     return model(x, orders[min(world.rank, len(orders) - 1)]).square().mean()
@@ -120,7 +124,7 @@ def test_after_a_mismatch_no_rank_keeps_a_gradient(world, trial, strategy):
 def test_where_the_host_reads_later_no_step_goes_unnoticed(world, trial, strategy, look):
     """As on an accelerator: gradients of such a pass are NaN at once, the error comes with the next forward or summon."""
     t = trial("orig", strategy, **EXPERTS)
-    lazy_init(unit_of(t.model)).reads_late = True
+    comparison(lazy_init(unit_of(t.model))).reads_late = True
     run(world, t.model, ((0, 1), (0, 2))).backward()
     grads = [p.grad for p in t.model.parameters() if p.grad is not None and p.grad.numel()]
     assert grads
@@ -153,8 +157,7 @@ def test_evaluations_take_no_memory(world, trial):
     for _ in range(3):
         with torch.no_grad():
             t.loss(t.inputs(0))
-    guards = t.model._unit.root.guards.members
-    notes = next(guard for guard in guards if isinstance(guard, RankComparison)).wire_order.notes
+    notes = comparison(t.model._unit.root).wire_order.notes
     assert len(notes) == 12
     assert notes.maxlen == _KEPT
 
