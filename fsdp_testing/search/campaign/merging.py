@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_testing.base.document import read_text
+from fsdp_testing.cases.records import Verdict
 from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.errors import InvalidArgument, InvalidRecord
 from fsdp_testing.report.merging import Part, refuse_parts
 from fsdp_testing.search.campaign.state import Progress, StateDirectory, read_progress
+from fsdp_testing.search.campaign.tally import decided
 
 _WHOLE = "Remove the folder, or copy it whole."
 # Parts draw about as fast as one another. What a slower one has still to draw becomes a list.
@@ -35,8 +37,8 @@ class MergedCampaign:
         """Return what `fuzz` would return for all cases of all parts."""
         if self.progress.not_investigated or any(discovery.confirmed for discovery in self.found):
             return 1
-        judged = any(self.progress.statuses.get(name) for name in ("passed", "known"))
-        return 3 if self.found or self.progress.statuses.get("unjudged") or not judged else 0
+        statuses = self.progress.statuses
+        return 3 if self.found or statuses.get(Verdict.UNKNOWN.value) or not decided(statuses) else 0
 
 
 def merge_campaigns(parts: Iterable[Path], into: Path) -> MergedCampaign:
@@ -63,7 +65,7 @@ def merge_campaigns(parts: Iterable[Path], into: Path) -> MergedCampaign:
         )
     in_order = sorted(states, key=lambda path: states[path].shard)
     target = StateDirectory(into, states[in_order[0]].implementation)
-    found: dict[object, Discovery] = {}
+    discoveries: dict[object, Discovery] = {}
     repeated = 0
     # All is read before anything is written.
     copies: list[tuple[str, list[tuple[str, str]]]] = []
@@ -72,17 +74,17 @@ def merge_campaigns(parts: Iterable[Path], into: Path) -> MergedCampaign:
             file = folder / "finding.json"
             discovery = Discovery.from_json(read_text(file, "a finding", _WHOLE), str(file))
             key = discovery.key if discovery.confirmed else ("unconfirmed", discovery.signature)
-            if key in found:
+            if key in discoveries:
                 repeated += 1
                 continue
-            found[key] = discovery
+            discoveries[key] = discovery
             copies.append((f"found/{folder.name}", _texts(folder)))
         copies.append(("unjudged", _texts(path / "unjudged")))
     progress = joined_progress([states[path] for path in in_order])
     for folder_name, files in copies:
         target.write_files(folder_name, files)
     target.save(progress)
-    return MergedCampaign(progress, tuple(found.values()), repeated)
+    return MergedCampaign(progress, tuple(discoveries.values()), repeated)
 
 
 def joined_progress(states: list[Progress]) -> Progress:

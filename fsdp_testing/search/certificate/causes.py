@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 from fsdp_testing.cases.drawing import legal_case, needs_of_case
 from fsdp_testing.cases.records import RAISES, Case, FailureKind, Mismatch, Operation
 from fsdp_testing.checks.findings.known import KnownFailures
-from fsdp_testing.judging.batch_judge import CaseNote
-from fsdp_testing.search.campaign.investigation import Investigated, Investigator
-from fsdp_testing.search.campaign.lane import CaseResult, Lane, drive
+from fsdp_testing.search.campaign.investigation import Investigated, Investigator, Suspect
 from fsdp_testing.search.certificate.axes import Cell
 from fsdp_testing.search.certificate.cases import case_of
 from fsdp_testing.search.certificate.certify import Certificate, Marked
@@ -82,7 +80,6 @@ class CauseFinder:
         self._verdicts = certificate.verdicts
         self._known = known
         self._until = time.monotonic() + seconds
-        self._lanes = [certificate.lane() for _ in range(certificate.plan.lanes)]
         self._besides: dict[Cell, Mark] = {}
         self._simpler: dict[Cell, Cell] = {}
         self.unexplained = 0
@@ -142,14 +139,14 @@ class CauseFinder:
         certificate = self._certificate
         batches = packed([[cell] for cell in sorted(cells)])
 
-        def next_job() -> Callable[[Lane], Marked] | None:
+        def next_job() -> Callable[[], Marked] | None:
             job = next(batches, None) if time.monotonic() < self._until else None
-            return None if job is None else lambda lane: certificate.runner.run(lane, job)
+            return None if job is None else lambda: certificate.runner.run(job)
 
         def take(found: Marked) -> None:
             self._besides.update(found)
 
-        drive(certificate.pool, self._lanes, next_job, take)
+        certificate.runner.cases.worlds.drive(next_job, take, certificate.plan.lanes)
 
     def _mark(self, cell: Cell) -> Mark | None:
         return self._verdicts.marks.get(cell) or self._besides.get(cell)
@@ -170,8 +167,8 @@ class CauseFinder:
             lambda case: needs_of_case(case) <= capabilities,
             min(left, _SHRINK_SECONDS),
         )
-        suspect = CaseResult(plain.case, CaseNote(0, "suspect", mark.reason, signature=mark.signature))
-        return _told(plain, investigator.investigate(self._lanes[0], suspect, self._known))
+        suspect = Suspect(plain.case, mark.signature, mark.reason)
+        return _told(plain, investigator.investigate(self._certificate.runner.cases, suspect, self._known))
 
 
 def _told(plain: CellCause, found: Investigated | None) -> tuple[Hashable, CellCause]:

@@ -60,27 +60,27 @@ def _alike(part: Summary) -> dict[str, object]:
 
 
 def _sum(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for one in counts:
-        found.update(one)
-    return found
+    total: Counter[str] = Counter()
+    for each in counts:
+        total.update(each)
+    return total
 
 
 def _faces(parts: Iterable[Summary]) -> dict[str, dict[str, dict[str, int]]]:
-    found: dict[str, dict[str, dict[str, int]]] = {}
+    faces_of: dict[str, dict[str, dict[str, int]]] = {}
     for part in parts:
         for world, faces in part.faces.items():
             for face, counts in faces.items():
-                known = found.setdefault(world, {}).setdefault(face, {})
+                there = faces_of.setdefault(world, {}).setdefault(face, {})
                 for status, count in counts.items():
-                    known[status] = known.get(status, 0) + count
-    return {world: found[world] for world in sorted(found)}
+                    there[status] = there.get(status, 0) + count
+    return {world: faces_of[world] for world in sorted(faces_of)}
 
 
-def _causes(found: Iterable[CellCause]) -> tuple[CellCause, ...]:
+def _causes(given: Iterable[CellCause]) -> tuple[CellCause, ...]:
     """Return each cause once: the same known failure, or what looks alike in the same simplest cell."""
     causes: dict[tuple[str, ...], CellCause] = {}
-    for cause in found:
+    for cause in given:
         key = (cause.known or cause.cell.name, cause.signature)
         known = causes.get(key)
         simpler = cause if known is None else min(known, cause, key=lambda one: (not one.shortened, one.cell))
