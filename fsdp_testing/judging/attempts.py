@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_testing.cases.records import Case, FailureKind, Finding, Judgement, Verdict
+from fsdp_testing.cases.records import Case, FailureKind, Judgement, Verdict
 from fsdp_testing.judging.judge import lost_ranks
 from fsdp_testing.judging.signature import Signature, signature_of
 from fsdp_testing.ranks.pool import Fate, WorldOutcome
@@ -35,6 +35,8 @@ class _Part:
     judgements: list[Judgement]
     unexplained: WorldOutcome | None = None
 
+
+_ONE_AND_ALL = (FailureKind.ONE_RAISED, FailureKind.RAISED)
 
 Run = Callable[[int, int], Attempt]
 """Runs the cases from one place up to another on one world."""
@@ -69,6 +71,22 @@ def settle(cases: Sequence[Case], run: Run, *, repeats: bool = True, until: Sign
         if fails:
             return settled[: fails[0] + 1]
     return settled
+
+
+def confirmed(first: Judgement, alone: Judgement) -> Judgement:
+    """Return what is known of a case that failed among others and ran again alone: unknown if it holds or fails otherwise then.
+
+    What one rank raised among others and alone every rank is a failure, as seen alone: the others had been stopped before
+    they came to it.
+    """
+    looks, again = _looks(first), _looks(alone)
+    if looks is not None and again is not None and looks.kind == again.kind:
+        return first
+    if looks is not None and again is not None and (looks.kind, again.kind) == _ONE_AND_ALL:
+        types = [one.quantity.partition(":")[0] for one in (looks, again)]
+        if types[0] == types[1] and looks.operation == again.operation:
+            return alone
+    return _different(f"{looks}", alone, first.account)
 
 
 def _read(cases: Sequence[Case], attempt: Attempt) -> _Part:
@@ -128,13 +146,9 @@ def _each_alone(
 
 def _different(first: str, second: Judgement, account: str) -> Judgement:
     """Return that nothing is known of a case that lost ranks once, and then not."""
-    then = _told(second.finding) or second.reason or "it held"
+    then = second.finding.explanation if second.finding is not None else second.reason or "it held"
     reason = f"this case gives different results: first {first}; then, on other ranks, {then}. Run it again on an idle machine."
     return Judgement(Verdict.UNKNOWN, reason=reason, detail=account, tally=second.tally, account=account)
-
-
-def _told(finding: Finding | None) -> str:
-    return finding.explanation if finding is not None else ""
 
 
 def _looks(judgement: Judgement) -> Signature | None:

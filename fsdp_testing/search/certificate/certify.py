@@ -13,11 +13,12 @@ import torch
 
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.adapters.source import source_digest
-from fsdp_testing.cases.records import LOSES_RANKS, FailureKind, Judgement, Verdict
+from fsdp_testing.cases.records import Judgement, Verdict
 from fsdp_testing.errors import PoolBroken
+from fsdp_testing.judging.attempts import confirmed
 from fsdp_testing.judging.batch import Watch
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
-from fsdp_testing.judging.signature import Signature
+from fsdp_testing.judging.signature import signature_of
 from fsdp_testing.ranks.pool import Pool
 from fsdp_testing.search.certificate.axes import Cell
 from fsdp_testing.search.certificate.cases import case_of, needs_of
@@ -141,21 +142,18 @@ class CellRunner:
         signature = judged.signature
         if signature is None:
             return Mark(UNKNOWN, judged.judgement.reason[:_REASON_LENGTH])
-        if signature.kind in LOSES_RANKS:
-            return _fails(judged.judgement, signature, confirmed=True)  # it has shown twice
-        confirmed = self._is_to_confirm(signature)
-        if confirmed:
-            try:
-                (again,) = self.cases.judge_batch(self._implementation, [judged.case], _WATCH)
-            except PoolBroken as broken:
-                return Mark(UNKNOWN, str(broken)[:_REASON_LENGTH])
-            if signature.kind == FailureKind.ONE_RAISED and _is_raised_by_every_rank(again.signature, signature):
-                # In the batch the others were stopped before they came to it, on a busy machine.
-                return _fails(again.judgement, again.signature, confirmed)
-            if again.signature is None or again.signature.kind != signature.kind:
-                reason = f"different results: first {signature}, then, alone, {again.judgement.why or 'it held'}"
-                return Mark(UNKNOWN, reason[:_REASON_LENGTH])
-        return _fails(judged.judgement, signature, confirmed)
+        if judged.judgement.loses_ranks:
+            return _fails(judged.judgement, confirmed=True)  # it has shown twice
+        if not self._is_to_confirm(signature):
+            return _fails(judged.judgement, confirmed=False)
+        try:
+            (alone,) = self.cases.judge_batch(self._implementation, [judged.case], _WATCH)
+        except PoolBroken as broken:
+            return Mark(UNKNOWN, str(broken)[:_REASON_LENGTH])
+        judgement = confirmed(judged.judgement, alone.judgement)
+        if judgement.finding is None:
+            return Mark(UNKNOWN, judgement.reason[:_REASON_LENGTH])
+        return _fails(judgement, confirmed=True)
 
     def _is_to_confirm(self, looks: object) -> bool:
         with self._lock:
@@ -163,13 +161,7 @@ class CellRunner:
             return self._confirmed[looks] <= CONFIRMED_ALONE
 
 
-def _fails(judgement: Judgement, signature: Signature | None, confirmed: bool) -> Mark:
-    return Mark(FAILS, judgement.why[:_REASON_LENGTH], tuple(map(str, signature or ())), confirmed)
-
-
-def _is_raised_by_every_rank(alone: Signature | None, first: Signature) -> bool:
-    """Return whether every rank raised, alone, what one raised in its batch: the same type in the same operation."""
-    if alone is None or alone.kind != FailureKind.RAISED:
-        return False
-    looks = [(one.quantity.partition(":")[0], one.operation) for one in (alone, first)]
-    return looks[0] == looks[1]
+def _fails(judgement: Judgement, *, confirmed: bool) -> Mark:
+    assert judgement.finding is not None
+    looks = tuple(map(str, signature_of(judgement.finding)))
+    return Mark(FAILS, judgement.why[:_REASON_LENGTH], looks, confirmed)

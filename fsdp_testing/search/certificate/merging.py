@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from fsdp_testing.base.document import decode
-from fsdp_testing.report.merging import Part, refuse_parts, versions_of
+from fsdp_testing.report.merging import Part, added, in_order, versions_of
 from fsdp_testing.search.certificate.causes import CellCause
 from fsdp_testing.search.certificate.summary import FORMAT, STATUSES, Summary
 
@@ -32,12 +31,9 @@ def merged(parts: Mapping[str, Summary]) -> Summary:
     Raises:
         InvalidArgument: A part is missing or there twice, or parts are not of one certificate; every offender is listed.
     """
-    refuse_parts(
-        {path: Part(part.shard, _alike(part)) for path, part in parts.items()},
-        "Give the JSON documents of `fsdp-verify certify ... --shard 1/N` to `N/N`, all else alike.",
-    )
-    ordered = sorted(parts.values(), key=lambda part: part.shard)
-    counts = _sum(part.statuses for part in ordered)
+    advice = "Give the JSON documents of `fsdp-verify certify ... --shard 1/N` to `N/N`, all else alike."
+    ordered = list(in_order(parts, lambda part: Part(part.shard, _alike(part)), advice).values())
+    counts = added(part.statuses for part in ordered)
     return replace(
         ordered[0],
         shard=(),
@@ -45,7 +41,7 @@ def merged(parts: Mapping[str, Summary]) -> Summary:
         earlier=sum(part.earlier for part in ordered),
         statuses={status: counts[status] for status in STATUSES},
         faces=_faces(ordered),
-        reasons=dict(_sum(part.reasons for part in ordered).most_common()),
+        reasons=dict(added(part.reasons for part in ordered).most_common()),
         causes=_causes(cause for part in ordered for cause in part.causes),
         unconfirmed=sum(part.unconfirmed for part in ordered),
         unexplained=sum(part.unexplained for part in ordered),
@@ -57,13 +53,6 @@ def merged(parts: Mapping[str, Summary]) -> Summary:
 def _alike(part: Summary) -> dict[str, object]:
     whole = {"implementation": part.implementation, "cells": part.cube, "not claimed": dict(part.not_claimed)}
     return {**whole, "sample": part.sample, "source": part.source, **versions_of(part.environment)}
-
-
-def _sum(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for each in counts:
-        total.update(each)
-    return total
 
 
 def _faces(parts: Iterable[Summary]) -> dict[str, dict[str, dict[str, int]]]:

@@ -18,7 +18,7 @@ from fsdp_testing.cases.records import (
     Verdict,
     WorldSpec,
 )
-from fsdp_testing.judging.attempts import Attempt, settle
+from fsdp_testing.judging.attempts import Attempt, confirmed, settle
 from fsdp_testing.judging.checkers.explain import finding
 from fsdp_testing.judging.signature import signature_of
 from fsdp_testing.ranks.pool import Fate, RankOutcome, WorldOutcome
@@ -101,3 +101,31 @@ def test_nothing_runs_on_new_ranks_once_a_case_has_failed_as_wanted():
     assert WRONG.finding is not None
     until = signature_of(WRONG.finding)
     assert settled(4, (DEAD, [RIGHT, WRONG, UNREPORTED, UNREPORTED]), until=until) == (["pass", "diverged"], [(0, 4)])
+
+
+def failing(kind: FailureKind, type_name: str = "ValueError", at: int = 0, message: str = "odd") -> Judgement:
+    return Judgement(Verdict.FAIL, finding(CASE, kind, type_name, at, "why", ranks=(0,), message=message))
+
+
+@pytest.mark.parametrize(
+    ("alone", "verdict"),
+    [
+        (failing(FailureKind.RAISED, message="of another rank"), Verdict.FAIL),
+        (failing(FailureKind.RAISED, "TypeError"), Verdict.UNKNOWN),
+        (failing(FailureKind.RAISED, at=1), Verdict.UNKNOWN),
+        (failing(FailureKind.DIVERGED), Verdict.UNKNOWN),
+        (RIGHT, Verdict.UNKNOWN),
+    ],
+)
+def test_what_one_rank_raised_among_others_and_every_rank_alone_is_a_failure(alone: Judgement, verdict: Verdict):
+    """Among others the other ranks had been stopped before they came to it."""
+    said = confirmed(failing(FailureKind.ONE_RAISED), alone)
+    assert said.verdict is verdict
+    assert said.finding is (alone.finding if verdict is Verdict.FAIL else None)
+
+
+def test_what_fails_among_others_and_holds_alone_is_unknown():
+    assert confirmed(WRONG, WRONG) is WRONG
+    assert confirmed(WRONG, RIGHT).reason.startswith(
+        "this case gives different results: first diverged output in forward; then, on other ranks, it held."
+    )

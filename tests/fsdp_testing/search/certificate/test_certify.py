@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
 from fsdp_testing.adapters import registry
-from fsdp_testing.cases.records import CAPABILITIES, Case, FailureKind, Verdict
+from fsdp_testing.cases.records import CAPABILITIES
 from fsdp_testing.checks.findings.known import KnownFailures
 from fsdp_testing.errors import PoolBroken
 from fsdp_testing.judging.case_runner import CaseRunner
-from fsdp_testing.judging.signature import Signature
 from fsdp_testing.oracle.models import uses_of
 from fsdp_testing.ranks.pool import default_pool
 from fsdp_testing.search.certificate.axes import CLEARING, EVERY_RANK, WORLDS, Cell, in_cube
@@ -113,19 +110,6 @@ def test_a_death_that_does_not_repeat_is_no_failure(tmp_path: Path, monkeypatch:
     assert "then, on other ranks, it held" in next(mark.reason for mark in found if mark != HELD)
 
 
-def given(*signatures: Signature | None) -> CaseRunner:
-    """A runner that runs nothing: what is known of the next case looks so."""
-    left = iter(signatures)
-
-    def judge_batch(_name: object, cases: Sequence[Case], _watch: object) -> list[SimpleNamespace]:
-        looks = next(left)
-        verdict = Verdict.UNKNOWN if looks is None else Verdict.FAIL
-        judgement = SimpleNamespace(why="why", reason="why")
-        return [SimpleNamespace(case=case, verdict=verdict, signature=looks, judgement=judgement) for case in cases]
-
-    return cast("CaseRunner", SimpleNamespace(judge_batch=judge_batch))
-
-
 @pytest.mark.parametrize(
     ("name", "looks"),
     [
@@ -145,25 +129,6 @@ def test_of_cells_that_look_alike_the_first_are_run_again_alone_and_the_others_s
     found = [mark for _, mark in marked("small_faults:ZEROS", cells)]
     assert [mark.status for mark in found] == [FAILS] * len(cells)
     assert [mark.confirmed for mark in found] == [True] * 3 + [False] * (len(cells) - 3)
-
-
-@pytest.mark.parametrize(
-    ("alone", "status"),
-    [
-        (Signature(FailureKind.RAISED, "ValueError: of another rank", "step"), FAILS),
-        (Signature(FailureKind.RAISED, "TypeError: odd", "step"), UNKNOWN),
-        (Signature(FailureKind.RAISED, "ValueError: odd", "clip"), UNKNOWN),
-        (Signature(FailureKind.DIVERGED, "ValueError: odd", "step"), UNKNOWN),
-        (None, UNKNOWN),
-    ],
-)
-def test_what_one_rank_raised_and_alone_every_rank_is_a_failure(alone: Signature | None, status: str):
-    """In its batch the others were stopped before they came to it."""
-    first = Signature(FailureKind.ONE_RAISED, "ValueError: odd", "step")
-    [(_, mark)] = CellRunner(registry.load("torch-ddp"), given(first, alone)).run((face(first=("S",))[0],))
-    assert mark.status == status
-    if status == FAILS:
-        assert mark.signature == alone
 
 
 def test_a_lost_judge_leaves_the_cells_unknown_that_lose_it(monkeypatch: pytest.MonkeyPatch):
@@ -219,6 +184,7 @@ def test_one_cause_is_told_once_with_its_simplest_cell_and_shortest_schedule(tmp
     (cause,) = CauseFinder(made, KnownFailures(), 600.0).find()
     assert cause.cells == len(failed)
     assert CauseFinder(made, KnownFailures(), 1e-9).find() == []
-    assert (cause.cell.strategy, cause.cell.mesh, cause.cell.first) == ("hybrid_shard", "1x1", "NS")
+    assert len(cause.cell.schedule) == min(len(cell.schedule) for cell in failed)
+    assert (cause.case.strategy, cause.case.world.mesh[1]) == ("hybrid_shard", 1)
     assert [line.partition("(")[0] for line in cause.schedule] == ["0 forward_backward", "1 forward_backward"]
     assert cause.shortened
