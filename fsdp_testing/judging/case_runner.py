@@ -29,7 +29,7 @@ from fsdp_testing.cases.records import (
 from fsdp_testing.errors import PoolBroken
 from fsdp_testing.judging.attempts import Attempt, settle
 from fsdp_testing.judging.batch import Watch
-from fsdp_testing.judging.batch_judge import attempt_batch
+from fsdp_testing.judging.batch_judge import attempt_batch, units_of
 from fsdp_testing.judging.concurrency import Shared
 from fsdp_testing.judging.judge import Review, judge
 from fsdp_testing.judging.numbers import Numbers, compare_numbers
@@ -116,6 +116,11 @@ class JudgedCase:
     def signature(self) -> Signature | None:
         """Return what the failure looks like; None where nothing refutes."""
         return signature_of(self.judgement.finding) if self.judgement.finding is not None else None
+
+    @property
+    def units(self) -> tuple[str, ...] | None:
+        """Return the units in which it fails; None where that is not known."""
+        return units_of(self.judgement.finding) if self.judgement.finding is not None else None
 
     @property
     def outcome(self) -> CaseOutcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
@@ -27,16 +28,26 @@ def test_rows_that_are_left_out_of_a_product_are_not_asked_for(covering):
     assert chosen <= set(range(len(rows)))
 
 
-def test_what_is_not_chosen_runs_nightly(request):
-    items = [item for item in request.session.items if item.originalname == "test_three_axes"]
-    everyday = [item for item in items if item.get_closest_marker("slow") is None]
-    assert len(everyday) == 4
-    assert {item.callspec.params["a"] for item in everyday} == {0, 1}
+PRODUCT = """
+    import pytest
+
+    @pytest.mark.parametrize("a", [0, 1])
+    @pytest.mark.parametrize("b", [0, 1])
+    @pytest.mark.parametrize("c", [0, 1])
+    def test_of_three_axes(a, b, c):
+        pass
+
+    @pytest.mark.parametrize(("a", "b", "c"), [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 1, 1)])
+    @pytest.mark.parametrize("d", [0, 1])
+    def test_of_a_table(a, b, c, d):
+        pass
+"""
 
 
-@pytest.mark.parametrize("a", [0, 1])
-@pytest.mark.parametrize("b", [0, 1])
-@pytest.mark.parametrize("c", [0, 1])
-def test_three_axes(a, b, c):
-    """Is here for the test above."""
-    assert {a, b, c} <= {0, 1}
+def test_what_is_not_chosen_runs_nightly_and_the_rows_of_a_table_are_one_axis(pytester):
+    pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text(encoding="utf-8"))
+    pytester.makeini("[pytest]\nmarkers = slow: nightly\n")
+    pytester.makepyfile(PRODUCT)
+    everyday = pytester.runpytest_inprocess("-m", "not slow")
+    everyday.assert_outcomes(passed=4 + 10, deselected=4)
+    pytester.runpytest_inprocess("-m", "slow").assert_outcomes(passed=4, deselected=4 + 10)

@@ -254,7 +254,7 @@ class Campaign:
         signature, judgement = judged.signature, judged.judgement
         if signature is None:
             return None
-        rule = self._known.recognize(signature, queued.case, judgement.operation, judgement.cause)
+        rule = self._known.recognize(signature, queued.case, judgement.operation, judgement.cause, judged.units)
         if rule is None:
             rule = self._known.fitting(self._also.get(signature, ()), queued.case, judgement.operation)
             if rule is None or (self.tally.known[rule.name] + 1) % _INVESTIGATED_LATER_ONE_IN == 0:
@@ -265,7 +265,7 @@ class Campaign:
         """Run the case without what brings about each known failure that it may be, for what that may have hidden."""
         signature, judgement = judged.signature, judged.judgement
         assert signature is not None
-        others = self._known.recognizing(signature, queued.case, judgement.operation, judgement.cause)
+        others = self._known.recognizing(signature, queued.case, judgement.operation, judgement.cause, judged.units)
         for each in {each.name: each for each in (rule, *others)}.values():
             self._queue.add_variant(queued, each, self._drawer.shape, self._fair)
 

@@ -129,17 +129,19 @@ class Investigator:
         )
         # While it shrank it may have turned into what is known already.
         cause = kept.judgement.cause if kept.judgement.cause is not None else discovery.cause
-        again = known.recognize(signature, kept.case, kept.judgement.operation, cause) if confirmed else None
+        again = (
+            known.recognize(signature, kept.case, kept.judgement.operation, cause, kept.units) if confirmed else None
+        )
         return Investigated(met_as, discovery, again)
 
     def _recognized(self, runner: CaseRunner, alone: JudgedCase, known: KnownFailures) -> Rule | None:
         """The rule that knows a failure, by its cause where the rule names one."""
         signature, judgement = alone.signature, alone.judgement
         assert signature is not None
-        rule = known.recognize(signature, alone.case, judgement.operation, judgement.cause)
+        rule = known.recognize(signature, alone.case, judgement.operation, judgement.cause, alone.units)
         if rule is None or judgement.cause is not None or not rule.asks_cause(signature):
             return rule
-        return known.recognize(signature, alone.case, judgement.operation, self._cause(runner, alone.case))
+        return known.recognize(signature, alone.case, judgement.operation, self._cause(runner, alone.case), alone.units)
 
     def _cause(self, runner: CaseRunner, case: Case) -> str:
         """What the wrong numbers are equal to; a world that is lost on the way leaves it unknown."""
