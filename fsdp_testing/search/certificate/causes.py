@@ -183,7 +183,7 @@ def _told(plain: CellCause, found: Investigated | None) -> tuple[Hashable, CellC
         plain = replace(plain, signature=str(one.signature), reason=one.reason, case=one.case, shortened=one.confirmed)
     key: Hashable = found.discovery.key if found.discovery is not None else plain.cell
     if found.known is not None:
-        key, plain = found.known.name, replace(plain, known=found.known.name, link=found.known.link)
+        key, plain = found.known.name, replace(plain, known=found.known.name, link=found.known.places)
     return key, plain
 
 
