@@ -15,6 +15,7 @@ import json
 import math
 import os
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -27,10 +28,12 @@ from fsdp_testing.cases.records import Case, Verdict
 from fsdp_testing.checks.findings.known import shipped_known
 from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.judging.signature import signature_of
-from fsdp_testing.museum.collection import PATHS, exhibits
-from fsdp_testing.museum.exhibit import Exhibit
-from fsdp_testing.museum.hunt import RANDOM_CASES, hunt
 from fsdp_testing.ranks.pool import Pool
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "quality" / "broken"))
+
+from hunting import RANDOM_CASES, hunt
+from proving import BUGS, FAULTS, unbroken
 
 
 class Hunted(NamedTuple):
@@ -44,24 +47,24 @@ class _Met(Exception):
     """The bug was met: Hypothesis stops at an exception."""
 
 
-def by_fuzzer(exhibit: Exhibit, number: int, limit: int, pool: Pool) -> float:
+def by_fuzzer(name: str, number: int, limit: int, pool: Pool) -> float:
     """Return the cases until a campaign with this seed meets the bug."""
-    met = hunt(exhibit, number, limit=limit, pool=pool).cases
+    met = hunt(name, number, limit=limit, pool=pool).cases
     return math.inf if met is None else met
 
 
-def by_hypothesis(exhibit: Exhibit, number: int, limit: int, pool: Pool) -> float:
+def by_hypothesis(name: str, number: int, limit: int, pool: Pool) -> float:
     """Return the cases until Hypothesis with this seed meets the bug."""
-    planted, runner = registry.adapter_of(exhibit.target), CaseRunner(pool)
+    planted, runner = registry.adapter_of(name), CaseRunner(pool)
     known = shipped_known(planted.built_on)
-    sizes = tuple(dict.fromkeys((*exhibit.world_sizes, 2)))
+    sizes = tuple(dict.fromkeys((*FAULTS[name].world_sizes, 2)))
     run, met = 0, None
 
     def is_met(case: Case) -> bool:
         judged = runner.judge(planted, case)
         if judged.finding is None or known.recognize(signature_of(judged.finding), case) is not None:
             return False
-        return runner.judge(PATHS[exhibit.path], case).outcome.verdict is Verdict.PASS
+        return runner.judge(unbroken(FAULTS[name]), case).outcome.verdict is Verdict.PASS
 
     @seed(number)
     @settings(
@@ -89,14 +92,14 @@ def by_hypothesis(exhibit: Exhibit, number: int, limit: int, pool: Pool) -> floa
     return math.inf
 
 
-WAYS: dict[str, Callable[[Exhibit, int, int, Pool], float]] = {"fuzzer": by_fuzzer, "Hypothesis": by_hypothesis}
+WAYS: dict[str, Callable[[str, int, int, Pool], float]] = {"fuzzer": by_fuzzer, "Hypothesis": by_hypothesis}
 
 
-def measured(way: str, exhibit: Exhibit, number: int, limit: int) -> Hunted:
+def measured(way: str, name: str, number: int, limit: int) -> Hunted:
     """Hunt with ranks of its own, which have ended when the time is read."""
     before, pool = _cpu(), Pool()
     try:
-        cases = WAYS[way](exhibit, number, limit, pool)
+        cases = WAYS[way](name, number, limit, pool)
     finally:
         pool.close()
     return Hunted(cases, _cpu() - before)
@@ -115,16 +118,13 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=RANDOM_CASES, help="cases of one hunt at most")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    every = exhibits()
-    names = options.exhibits.split(",") if options.exhibits else [n for n, one in every.items() if one.fuzzed]
-    unknown = sorted(set(names) - set(every))
+    names = options.exhibits.split(",") if options.exhibits else [n for n, name in BUGS.items() if FAULTS[name].fuzzed]
+    unknown = sorted(set(names) - set(BUGS))
     if unknown:
         parser.error(f"--exhibits: expected ids of the museum, got {', '.join(unknown)}. See `fsdp-verify museum`.")
     table: dict[str, dict[str, list[Hunted]]] = {}
     for name in names:
-        table[name] = {
-            way: [measured(way, every[name], n, options.limit) for n in range(options.seeds)] for way in WAYS
-        }
+        table[name] = {way: [measured(way, BUGS[name], n, options.limit) for n in range(options.seeds)] for way in WAYS}
         print(f"{name}: " + "; ".join(f"{way} {_line(found)}" for way, found in table[name].items()), flush=True)
     for way in WAYS:
         print(f"all, {way}: {_line([hunted for rows in table.values() for hunted in rows[way]])}")

@@ -53,8 +53,8 @@ def cause_of(explanation: Explanation) -> str:
 
 def ask(name: str, fault: Any) -> str:
     """Return the row of a fault; empty if its findings are not of wrong numbers."""
-    sizes = (4,) if fault.caught_by.startswith("hybrid.") else (2,)
-    report = run_conformance(name, checks=(fault.caught_by,), world_sizes=sizes, explain=SECONDS)
+    (check,) = fault.checks
+    report = run_conformance(name, checks=(check,), world_sizes=fault.sizes(check), explain=SECONDS)
     findings = report.results[0].findings
     explained = [finding.shortest for finding in findings if finding.shortest is not None]
     if not explained or not any(map(_of_numbers, findings)):
@@ -98,7 +98,8 @@ def main(arguments: list[str]) -> None:
         sys.path.insert(0, str(BROKEN))
         faults: dict[str, Any] = import_module("every_fault").FAULTS
         for name, fault in faults.items():
-            if any(fnmatchcase(name, pattern) for pattern in arguments or ["*"]):
+            # Bugs of the field break several checks, some of them by no number; their stories tell the cause.
+            if not fault.bug and any(fnmatchcase(name, pattern) for pattern in arguments or ["*"]):
                 row = ask(name, fault)
                 rows |= {name.partition(":")[2]: row} if row else {}
                 print(row or f"{name}: not of numbers", flush=True)

@@ -1,7 +1,7 @@
 """How much would the known failures of the fuzzer excuse? `python ci/known_shares.py [NAME...]` prints a table.
 
-Cases are drawn as a campaign draws them. In each, a failure is supposed at every operation at which it can show, and the rules
-are asked whether they know it. Nothing runs.
+Cases are drawn as a campaign draws them. In each, a failure is supposed at every operation at which it can show, in every unit,
+and the rules are asked whether they know it. Nothing runs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from fsdp_testing.adapters import registry
 from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices
 from fsdp_testing.cases.records import Case, FailureKind
 from fsdp_testing.checks.findings.known import Rule, shipped_known
+from fsdp_testing.checks.findings.tags import units_of_tree
 from fsdp_testing.judging.signature import Signature, operation_kind
 
 CASES = 400
@@ -36,6 +37,8 @@ LOOKS = tuple(
     )
 )
 """Failures that random cases can show."""
+_WITHOUT_UNIT = {"output", "total_norm", "gathers"}
+"""Quantities that are of no unit; whatever else fails is supposed in each of the units, and counts by their share."""
 
 
 class Share(NamedTuple):
@@ -61,16 +64,23 @@ def shares(name: str, cases: int = CASES) -> Iterator[Share]:
     drawer = CaseDrawer(Scope(registry.load(name).claimed(1)))
     drawn = [drawer.draw(SeededChoices((7 << 40) + number)) for number in range(cases)]
     known = shipped_known(name)
+    asked_of_units = any(rule.units for rule in known.rules)
     for look in LOOKS:
-        counted: dict[str, int] = {}
-        unasked = blind = 0
+        counted: dict[str, float] = {}
+        unasked = blind = 0.0
         for case in drawn:
-            knowing = [rules for at in _places(case, look) if (rules := known.recognizing(look, case, at))]
-            first = [rules[0] for rules in knowing]
-            for rule in first[:1]:
-                counted[rule.name] = counted.get(rule.name, 0) + 1
-            unasked += any(not rule.asks_cause(look) for rule in first)
-            blind += any(not rule.asks_cause(look) and not _runs_again(rule, case) for rule in first)
+            units = sorted(units_of_tree(case)) if asked_of_units and look.quantity not in _WITHOUT_UNIT else []
+            for unit in units or [None]:
+                share = 1 / max(len(units), 1)
+                where = None if unit is None else (unit,)
+                knowing = [
+                    rules for at in _places(case, look) if (rules := known.recognizing(look, case, at, None, where))
+                ]
+                first = [rules[0] for rules in knowing]
+                for rule in first[:1]:
+                    counted[rule.name] = counted.get(rule.name, 0) + share
+                unasked += share * any(not rule.asks_cause(look) for rule in first)
+                blind += share * any(not rule.asks_cause(look) and not _runs_again(rule, case) for rule in first)
         total = sum(counted.values())
         yield Share(
             look, total / cases, unasked / cases, blind / cases, max(counted, key=counted.__getitem__, default="")

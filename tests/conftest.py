@@ -13,8 +13,6 @@ import pytest
 
 pytest_plugins = ["pytester"]
 
-SHOWN = 50
-
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
@@ -26,10 +24,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def slowest(reports: list[pytest.TestReport]) -> str:
     """A table of the slowest tests, setup and teardown included."""
+    from slowest import table
+
     seconds: Counter[str] = Counter()
     for report in reports:
         seconds[report.nodeid] += report.duration  # type: ignore[assignment]  # a Counter of seconds
-    rows = [f"| {spent:.1f} | `{name}` |" for name, spent in seconds.most_common(SHOWN)]
-    return "\n".join(
-        [f"### The {len(rows)} slowest of {len(seconds)} tests", "", "| s | test |", "| --: | --- |", *rows, ""]
-    )
+    return "\n".join([*table(seconds), ""])

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO on CPUs, stage 1 to 3 by --stage; the engine owns backward and step."""
+"""DeepSpeed's ZeRO on CPUs, stage 0 to 3 by --stage, in bfloat16 by --bf16; the engine owns backward and step."""
 
 import argparse
 import logging

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from fsdp_testing.errors import InvalidArgument
 
@@ -60,6 +61,9 @@ _LAUNCHERS = (
 )
 _OF_A_LAUNCH = {"MASTER_ADDR", "MASTER_PORT"}.union(*(names[1:] for names in _LAUNCHERS)) - {""}
 _OF_TORCHRUN = ("TORCHELASTIC_", "ROLE_", "GROUP_")
+# Where `set_in_place` has its values: C reads them there, so they are never released.
+_PLACES: dict[str, Any] = {}
+_ROOM = 4096
 
 
 def torchrun() -> Launch | None:
@@ -173,6 +177,24 @@ def update(values: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def set_in_place(name: str, value: str | None) -> None:
+    """Set a variable that gets ever new values, each over the last one; `None` removes it.
+
+    `setenv` of the GNU C library keeps a copy of each value that it is given, for as long as the process lives.
+    """
+    stored = getattr(os.environ, "_data", None)
+    text = os.fsencode(f"{name}={value}")
+    if value is None or not isinstance(stored, dict) or len(text) >= _ROOM:
+        update({name: value})
+        return
+    import ctypes
+
+    place = _PLACES.setdefault(name, ctypes.create_string_buffer(_ROOM))
+    place.value = text
+    ctypes.CDLL(None).putenv(place)
+    stored[os.fsencode(name)] = os.fsencode(value)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_testing.cli.museum import hunt_exhibits
+from fsdp_testing.cli.museum import planted_bugs
 from fsdp_testing.cli.options import (
     Command,
     Subparsers,
@@ -77,8 +77,9 @@ def execute(options: argparse.Namespace) -> int:
     """Run a campaign: 0 if all that ran passed or failed as is known, 1 if something else failed, 3 if a case is unknown."""
     if options.exhibits is not None and options.name is None:
         warn_old_spelling("fuzz --exhibits", "museum --exhibits")
-        limit = options.examples
-        return hunt_exhibits(options.exhibits, options.seed, seconds=options.seconds or 60.0, limit=limit)
+        limit = ["--cases", str(options.examples)] if options.examples else []
+        hunted = ["--exhibits", str(options.exhibits), "--seed", str(options.seed), *limit]
+        return planted_bugs([*hunted, "--seconds", str(options.seconds or 60.0)])
     if options.name is None or options.exhibits is not None:
         raise InvalidArgument("fuzz: expected NAME alone. Say what is to be fuzzed; exhibits: `museum --exhibits N`.")
     from fsdp_testing.adapters import registry

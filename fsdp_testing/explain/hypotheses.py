@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fsdp_testing.cases.models.tree import unit_of
+from fsdp_testing.cases.operations.optimizing import IdleStep
 from fsdp_testing.cases.records import (
     UNIT_ROUNDOFF,
     Case,
@@ -240,7 +242,14 @@ class WrongNumbers:
                     done, asked = (f"{getattr(one, setting)!r}" for one in (other, operation))
                     what = f"{name}, works as if {setting}={done} were asked for, not {asked}"
                     return Hypothesis(-1, self._kinds, happened=what, ranks=self._affected())
+            if operation.saves_optimizer and self._is_like(self._after(IdleStep(), index), point, later=1):
+                what = f"{name}, saves the optimizer's state as if a step on zeros had been made"
+                return Hypothesis(-1, self._kinds, happened=what, ranks=self._affected())
         return None
+
+    def _after(self, first: Operation, index: int) -> Case:
+        program = self._case.program
+        return replace(self._case, program=(*program[:index], first, *program[index:]))
 
     def _replaced(self, index: int, other: Operation) -> Case:
         program = self._case.program
@@ -322,6 +331,9 @@ class WrongNumbers:
             if q.name == "total_norm" and p.index < point.index and one.value is not None
         }
         found = set()
+        # A policy makes units that a case does not name.
+        named = self._case.wrapping.units if self._case.wrapping.policy is None else None
+        units = {} if named is None else {fqn: unit_of(fqn, named) for fqn in measured}
         lacking = {rank.rank for rank in self._ranks if self._lacks_elements(rank)}
         lacking = lacking if lacking == {one.rank for one in self._wrong} and len(lacking) < len(self._ranks) else set()
         for one in self._wrong:
@@ -330,7 +342,7 @@ class WrongNumbers:
             mine = [part.got for part in parts if part.rank == one.rank and part.got is not None]
             bound = float(torch.as_tensor(one.bound).max())
             norm = Norm(float(one.got), float(one.due), bound, norm_type, str(one.due.dtype).removeprefix("torch."))
-            found.add(norm_of_what(norm, measured, mine, earlier, lacks_elements=one.rank in lacking))
+            found.add(norm_of_what(norm, measured, mine, earlier, lacks_elements=one.rank in lacking, units=units))
         if len(found) != 1 or not any(found):
             return None
         return Hypothesis(-1, self._kinds, pattern=Pattern("norm", found.pop()), ranks=self._affected())

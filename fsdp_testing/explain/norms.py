@@ -47,6 +47,7 @@ def norm_of_what(
     earlier: Mapping[int, float] | None = None,
     *,
     lacks_elements: bool = False,
+    units: Mapping[str, str] | None = None,
 ) -> str:
     """Return what a wrong norm is, after "is"; empty if that is not certain.
 
@@ -56,6 +57,7 @@ def norm_of_what(
         mine: What the rank has of them; None if that is not known.
         earlier: Norms that were asked for before, by operation.
         lacks_elements: The ranks with a wrong norm are just those that have no element of some parameter.
+        units: The unit that each of the gradients is in, where that is known.
     """
     if norm.got == 0.0:
         return "zero, as if there were no gradient"
@@ -65,11 +67,29 @@ def norm_of_what(
         return "1, as any number to the power of 1/p is for an infinite p"
     if not norm.due or not math.isfinite(norm.due) or not math.isfinite(norm.got) or not gradients:
         return ""
+    # One element may be in two norms, and look like a gradient that counts twice.
+    kept = list(_with_an_earlier_one(norm, earlier or {}))
+    if len(kept) == 1:
+        return kept[0]
     found = [
         *_other_norms(norm, gradients, mine, earlier or {}),
-        *(_parts(norm, gradients) if norm.p != math.inf else ()),
+        *(_parts(norm, gradients, units or {}) if norm.p != math.inf else ()),
     ]
     return found[0] if len(found) == 1 else ""
+
+
+def _with_an_earlier_one(norm: Norm, earlier: Mapping[int, float]) -> Iterator[str]:
+    for index, value in earlier.items():
+        larger = value > norm.due and math.isfinite(value)
+        both = (
+            value
+            if math.isinf(norm.p) and larger
+            else 0.0
+            if math.isinf(norm.p)
+            else (norm.due**norm.p + value**norm.p) ** (1 / norm.p)
+        )
+        if value and both and norm.near(both):
+            yield f"that of the gradients and of the norm of operation {index}"
 
 
 def _other_norms(
@@ -100,25 +120,28 @@ def _power_norm(tensors: Sequence[torch.Tensor], p: float) -> float:
     return float(torch.linalg.vector_norm(torch.cat(filled), p)) if filled else 0.0
 
 
-def _parts(norm: Norm, gradients: Mapping[str, torch.Tensor]) -> Iterator[str]:
+def _parts(norm: Norm, gradients: Mapping[str, torch.Tensor], units: Mapping[str, str]) -> Iterator[str]:
     powers = {fqn: float((gradient.double().abs() ** norm.p).sum()) for fqn, gradient in gradients.items()}
     whole = sum(powers.values())
     # How far the power of a norm may be off that is itself off by the bound.
     room = norm.p * max(norm.got, norm.due) ** (norm.p - 1) * norm.bound
     if abs(whole - norm.due**norm.p) > room:
         return
-    for words, power in _candidates(whole, powers, gradients).items():
+    for words, power in _candidates(whole, powers, gradients, units).items():
         if abs(power - norm.got**norm.p) <= room:
             yield words
 
 
-def _candidates(whole: float, powers: Mapping[str, float], gradients: Mapping[str, torch.Tensor]) -> dict[str, float]:
+def _candidates(
+    whole: float, powers: Mapping[str, float], gradients: Mapping[str, torch.Tensor], units: Mapping[str, str]
+) -> dict[str, float]:
     """Sums of powers by what they would be the norm of."""
     tried = {f"that of all gradients, each counted {often} times": whole * often for often in range(2, 9)}
     groups: dict[str, set[str]] = {}
     for fqn, gradient in gradients.items():
         parents = [".".join(fqn.split(".")[:depth]) for depth in range(1, fqn.count(".") + 1)]
-        for group in (fqn, *parents, str(gradient.dtype).removeprefix("torch.")):
+        unit = [f"those of {units[fqn] or 'the root'}"] if fqn in units else []
+        for group in (fqn, *parents, str(gradient.dtype).removeprefix("torch."), *unit):
             groups.setdefault(group, set()).add(fqn)
     for members in dict.fromkeys(frozenset(members) for members in groups.values() if len(members) < len(powers)):
         name = next(group for group, inside in groups.items() if inside == members)

@@ -9,12 +9,14 @@ from pathlib import Path
 
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.adapters.protocol import Division
+from fsdp_testing.cases.models.tree import unit_of
 from fsdp_testing.cases.records import (
     LOSES_RANKS,
     RAISES,
     Case,
     CaseRecord,
     FailureKind,
+    Finding,
     Overrun,
     RankObservation,
     Verdict,
@@ -49,6 +51,7 @@ class CaseNote:
         signature: What the failure looks like.
         overrun: The facts of a failure of kind `kept` or `excess`.
         at: Operation in or after which it fails; None if that is not known.
+        units: Units in which it fails; None if that is not known.
     """
 
     index: int
@@ -59,6 +62,7 @@ class CaseNote:
     signature: Signature | None = None
     overrun: Overrun | None = None
     at: int | None = None
+    units: tuple[str, ...] | None = None
 
     @property
     def cause(self) -> str | None:
@@ -103,7 +107,16 @@ def note_of(judgement: Judgement) -> CaseNote:
         signature=signature_of(found),
         overrun=found.overrun,
         at=found.operation if found.kind not in LOSES_RANKS else None,
+        units=units_of(found),
     )
+
+
+def units_of(finding: Finding) -> tuple[str, ...] | None:
+    """Return the units in which it fails; None where that is not known."""
+    if finding.overrun is not None:
+        return tuple(unit for unit, _ in finding.overrun.units) or None
+    named = finding.case.wrapping.units if finding.case.wrapping.policy is None else None
+    return (unit_of(finding.fqn, named),) if finding.fqn and named is not None else None
 
 
 def comparison_for(case: Case, adapter: Adapter) -> Comparison:

@@ -277,17 +277,16 @@ class CaseRunner:
         return expectation
 
     def _execute(self, spec: WorldSpec, job: Callable[..., Any], arguments: tuple[Any, ...], name: str) -> WorldOutcome:
-        world = self._pool.world(spec.size, backend=spec.backend)
-        try:
-            with self._lock:
-                if self._interrupted:
-                    raise PoolBroken("the run was interrupted")
-                self._busy.add(world)
-            return world.execute(job, arguments, timeout=self._timeout, name=name)
-        finally:
-            with self._lock:
-                self._busy.discard(world)
-            world.release()
+        with self._pool.lend(spec.size, backend=spec.backend) as world:
+            try:
+                with self._lock:
+                    if self._interrupted:
+                        raise PoolBroken("the run was interrupted")
+                    self._busy.add(world)
+                return world.execute(job, arguments, timeout=self._timeout, name=name)
+            finally:
+                with self._lock:
+                    self._busy.discard(world)
 
     def side_by_side(self, tasks: Sequence[Callable[[], A]], jobs: int) -> Generator[A]:
         """Yield what the tasks return, in their order, with up to `jobs` under way, each on worlds of its own.

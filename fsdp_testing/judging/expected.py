@@ -28,7 +28,7 @@ from fsdp_testing.cases.records import (
     merge,
 )
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.judging.signature import alike, as_pattern, signature_of
+from fsdp_testing.judging.signature import as_pattern, has_cause, looks_like, signature_of
 
 CauseOf = Callable[[Finding], str]
 """What one process would have to do to give the wrong numbers of a finding, as a clause; empty if unknown."""
@@ -172,20 +172,15 @@ def _recognised(finding: Finding, entries: Iterable[ExpectedFailure], cause_of: 
     cause = ""
     for _ in range(2):  # a world that is lost on the way leaves the cause unknown, which must not look like another one
         cause = cause_of(finding) or cause
-        known = next((entry for entry in fitting if fnmatchcase(cause, f"*{entry.cause}*")), None)
+        known = next((entry for entry in fitting if has_cause(cause, entry.cause)), None)
         if known is not None:
             break
     return replace(finding, expected=known, happened=cause)
 
 
 def _looks_like(entry: ExpectedFailure, finding: Finding) -> bool:
-    look = signature_of(finding)
-    return (
-        entry.kind == look.kind
-        and alike(entry.quantity, look)
-        and entry.operation in ("", look.operation)
-        and fnmatchcase(finding.fqn, entry.parameter or "*")
-    )
+    alike = looks_like(signature_of(finding), entry.kind, entry.quantity, entry.operation)
+    return alike and fnmatchcase(finding.fqn, entry.parameter or "*")
 
 
 def _unexpected(result: CheckResult, expectation: Expectation, new: Sequence[Finding], known: Sequence[Finding]) -> str:

@@ -7,6 +7,7 @@ while a case becomes smaller although the defect stays. It is built from the fie
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from fsdp_testing.cases.records import LOSES_RANKS, RAISES, Case, FailureKind, Finding, Mismatch
@@ -81,6 +82,17 @@ def alike(quantity: str, found: Signature) -> bool:
     """
     begins = found.kind in RAISES and not quantity.rstrip().endswith(":") and found.quantity.startswith(quantity)
     return begins or found.quantity.strip() == quantity.strip()
+
+
+def looks_like(found: Signature, kind: FailureKind, quantity: str = "", operation: str = "") -> bool:
+    """Return whether a failure is of a kind, in a quantity and after an operation; empty ones may be any."""
+    same = not quantity or alike(quantity, found)
+    return found.kind == kind and same and operation in ("", found.operation)
+
+
+def has_cause(cause: str, pattern: str) -> bool:
+    """Return whether a cause, as it was found, has a part that is like the pattern (fnmatch)."""
+    return fnmatchcase(cause, f"*{pattern}*")
 
 
 def as_pattern(cause: str) -> str:

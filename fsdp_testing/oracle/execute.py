@@ -260,8 +260,8 @@ class RankProgram:
 def _raised_by_harness(raised: Exception) -> bool:
     """Whether the innermost frame is the harness's own: its ledger or an adapter of ours.
 
-    Models of the zoo and what a training loop does to parameters are user code, and what the museum plants is the
-    implementation's. So is what torch's C++ raises in a call that the ledger only hands on.
+    Built-in models and what a training loop does to parameters are user code. What torch's C++ raises in a call that
+    the ledger only hands on is the implementation's.
     """
     frames = traceback.extract_tb(raised.__traceback__)
     while frames and Path(frames[-1].filename) in _HANDS_ON:
@@ -270,5 +270,5 @@ def _raised_by_harness(raised: Exception) -> bool:
         return False
     innermost = Path(frames[-1].filename)
     user_code_files = {_HOME / "cases" / "operations" / "user_code.py", _HOME / "oracle" / "one_process.py"}
-    foreign = {_HOME / "zoo", _HOME / "museum", *user_code_files}
+    foreign = {_HOME / "cases" / "models", *user_code_files}
     return _HOME in innermost.parents and not foreign & {innermost, *innermost.parents}

@@ -97,11 +97,9 @@ class RankSession:
             # An earlier test kept fixtures for a next one that then was another (a rerun, another order).
             self.tear_down(shared)
         self.plugin.begin(item)
-        if task.location is not None:
-            pytest_compat.know_location(item, task.location)
         nextitem = self._stand_in(chain[: min(task.keep, len(chain) - 1)])
         self._last, self._chain = item, chain[:-1]
-        with pytest_compat.own_notes(item):
+        with pytest_compat.own_notes(item, task.location):
             self.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
 
     def _stand_in(self, nodes: Sequence[Any]) -> _Kept | None:

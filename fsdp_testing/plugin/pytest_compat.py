@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 
 import pytest
 
+from fsdp_testing.base import env
+
 
 def parsed_config(options: Mapping[str, Any], args: Sequence[str]) -> pytest.Config:
     """Return a configuration of `options` and command-line `args`, not yet configured."""
@@ -154,23 +156,34 @@ def end_fixtures(item: pytest.Item, nextitem: pytest.Item | None) -> None:
 
 
 @contextmanager
-def own_notes(item: pytest.Item) -> Iterator[None]:
-    """Have an item keep no notes of the run inside: it lives as long as the session, and so would they, of every test."""
+def own_notes(item: pytest.Item, location: tuple[str, int | None, str] | None) -> Iterator[None]:
+    """Have an item keep nothing of the run inside: it lives as long as the session, and so would that, of every test.
+
+    For the run it is given its `location`, which it would read off code objects and files: the controller has done so.
+    Assigned, not put into the item's dictionary: Python makes one of some hundred bytes as soon as somebody asks for it.
+    """
     storage = item.stash._storage
     before = dict(storage)
+    if location is not None:
+        item.location = location
     try:
         yield
     finally:
         storage.clear()
         storage.update(before)
+        if location is not None:
+            del item.location
 
 
-def know_location(item: pytest.Item, location: tuple[str, int | None, str]) -> None:
-    """Give an item its `location`, which it would read off code objects and files: the controller has done so.
+def name_current_test_in_place(config: pytest.Config) -> None:
+    """In this process, for good, let pytest say in `PYTEST_CURRENT_TEST` which test runs without a copy left of each text."""
+    module: Any = config.pluginmanager.get_plugin("runner")
 
-    A cached property, made once for each item, and each item runs once: some hundredths of what a small test costs.
-    """
-    vars(item).setdefault("location", location)
+    def update(item: pytest.Item, when: str | None) -> None:
+        text = None if when is None else f"{item.nodeid} ({when})".replace("\x00", "(null)")
+        env.set_in_place("PYTEST_CURRENT_TEST", text)
+
+    module._update_current_test_var = update
 
 
 def new_directory(config: pytest.Config, prefix: str) -> Path:

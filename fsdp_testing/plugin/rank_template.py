@@ -32,6 +32,7 @@ class Started:
         with warnings.catch_warnings():
             self.config = _configured(spec)
             pytest_compat.attach_log_handlers_once(self.config)
+            pytest_compat.name_current_test_in_place(self.config)
             self.session = pytest_compat.configured_session(self.config)
             self.config.hook.pytest_sessionstart(session=self.session)
             self._filters = list(warnings.filters)

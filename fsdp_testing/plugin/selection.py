@@ -69,7 +69,8 @@ def location_of(item: pytest.Item) -> tuple[str, int]:
 
 def collected_id(item: pytest.Item) -> str:
     """Return the id that every process gives an item when it collects it, whatever plugins append to it later."""
-    return f"{item.parent.nodeid}::{item.name}" if item.parent is not None else item.nodeid
+    own, collected = item.nodeid, f"{item.parent.nodeid}::{item.name}" if item.parent is not None else item.nodeid
+    return own if own == collected else collected  # the item's own text, which a rank keeps anyway, rather than another
 
 
 def world_request(item: pytest.Item) -> WorldRequest:

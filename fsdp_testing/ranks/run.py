@@ -51,11 +51,8 @@ def run_ranks(
     if launch is not None and not (inside_rank() and current_world().pooled):
         return run_attached(launch, function, (args, kwargs), size, backend)
     pool = default_pool()
-    world = pool.world(size, backend, isolation)
-    try:
+    with pool.lend(size, backend, isolation) as world:
         outcome = world.execute(function, args, kwargs, timeout=timeout)
-    finally:
-        world.release()
     raise_unless_ok(outcome)
     return outcome.values
 

@@ -6,7 +6,7 @@ These put whole tensors together from all ranks: every rank of the engine has to
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,20 @@ def is_engine(model: nn.Module) -> bool:
     """Whether a model is an engine of DeepSpeed, of any stage of ZeRO."""
     deepspeed = sys.modules.get("deepspeed")
     return deepspeed is not None and isinstance(model, deepspeed.DeepSpeedEngine)
+
+
+def unread(engine: Any, stepped: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors of those that are stepped which no accessor reads: masters of stage 0 in low precision.
+
+    Args:
+        engine: Of any stage.
+        stepped: What its optimizer steps.
+    """
+    parameters = [*engine.module.parameters()]
+    if any(hasattr(parameter, mark) for parameter in parameters for mark in ("ds_id", "_hp_mapping")):
+        return []
+    known = {*map(id, parameters)}
+    return [tensor for tensor in stepped if id(tensor) not in known]
 
 
 def held(engine: Any, *, gradients: bool) -> dict[str, tuple[Piece, ...]]:

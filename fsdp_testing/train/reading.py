@@ -19,7 +19,7 @@ from torch import nn
 from fsdp_testing.adapters.protocol import Piece
 from fsdp_testing.adapters.shared import pieces
 from fsdp_testing.cases.records.tolerance import UNIT_ROUNDOFF
-from fsdp_testing.train.deepspeed_engine import is_engine
+from fsdp_testing.train.deepspeed_engine import is_engine, unread
 from fsdp_testing.train.held import (
     Held,
     Spans,
@@ -96,7 +96,9 @@ class Reader:
 
     def counts(self, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
         """Return how many tensors the optimizer steps that are neither parameters nor copies of some, and how many in all."""
-        return len(self._strange(optimizer)) if self.models else 0, len(_stepped(optimizer))
+        stepped = _stepped(optimizer)
+        masters = sum(len(unread(model, stepped)) for model in self.models if is_engine(model))
+        return masters + len(self._strange(optimizer)) if self.models else 0, len(stepped)
 
     def stepped(self, optimizer: torch.optim.Optimizer, names: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return those of `names` that this optimizer steps; all of them where it steps anything else too."""

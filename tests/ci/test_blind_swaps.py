@@ -10,6 +10,8 @@ from fsdp_testing.cases.models.partial import Gated
 from fsdp_testing.cases.records import Batch, Case, ForwardBackward, ModelSpec, WorldSpec
 from fsdp_testing.checks.suites import CHECKS
 
+pytestmark = pytest.mark.slow  # about a script that people start by hand, not about the packages
+
 CASE = Case(ModelSpec("mlp"), WorldSpec(2), (ForwardBackward(Batch(0)), ForwardBackward(Batch(1))))
 
 CHEAP = (
@@ -24,7 +26,7 @@ CHEAP = (
 )
 
 
-@pytest.mark.parametrize("name", [*CHEAP, pytest.param("*", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [*CHEAP, "*"])
 def test_a_check_notices_every_swap_or_says_why_not(name: str) -> None:
     checks = [check for check in CHECKS.values() if name in (check.name, "*") and is_computed(check)]
     assert checks

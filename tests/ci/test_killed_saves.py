@@ -17,6 +17,8 @@ from killed_saves import Lost, Rank, Way
 
 from fsdp_testing import run_ranks
 
+pytestmark = pytest.mark.slow  # about a script that people start by hand, not about the packages
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

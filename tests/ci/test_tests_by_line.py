@@ -6,6 +6,8 @@ import pytest
 import tests_by_line
 from tests_by_line import TESTS, TestsByLine, node_id, statement_lines
 
+pytestmark = pytest.mark.slow  # about a script that people start by hand, not about the packages
+
 SOURCE = """\
 def first(a, b=1):
     if a and (

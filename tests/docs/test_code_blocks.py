@@ -10,6 +10,8 @@ A block is fenced with its language; an HTML comment on the line above may say m
 - `<!-- shown -->` is only parsed (Python must compile): commands that install things, long runs, output of other tools.
 
 A block without one of these, in a language that can run, is a failure: nothing is silently unchecked.
+
+The pages of `EVERY_TIME` run with every push, and those where nothing runs; the others run nightly (`slow`).
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+EVERY_TIME = ("README.md", "docs/plugin.md", "docs/training-check.md")
 FENCE = re.compile(r"(?:<!--\s*(?P<note>[^>]*?)\s*-->\n)?^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.M | re.S)
 INERT = {"", "text", "toml", "yaml", "ini", "json", "diff", "html"}
 
@@ -95,7 +99,19 @@ def _run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def _runs(document: Path) -> bool:
+    blocks = blocks_of(document.read_text(encoding="utf-8"))
+    return any(block.note.startswith("run") or (block.language == "python" and not block.note) for block in blocks)
+
+
+def _of_tier(document: Path) -> Any:
+    name = str(document.relative_to(ROOT))
+    return pytest.param(
+        document, id=name, marks=[pytest.mark.slow] if _runs(document) and name not in EVERY_TIME else []
+    )
+
+
+@pytest.mark.parametrize("document", [_of_tier(document) for document in DOCUMENTS])
 def test_code_blocks(document: Path, tmp_path: Path) -> None:
     for block in blocks_of(document.read_text(encoding="utf-8")):
         run_block(block, tmp_path)

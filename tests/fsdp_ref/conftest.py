@@ -1,11 +1,18 @@
-"""Fixtures of the training tests: both APIs on one side, one process with all ranks' data on the other."""
+"""Fixtures of the training tests: both APIs on one side, one process with all ranks' data on the other.
+
+Tests over three axes or more (strategy, API, schedule, number of ranks, ...) run with every pair of values in `tox -e cpu`;
+the rest of their product is `slow`, and runs nightly.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import warnings
+from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -23,10 +30,56 @@ from fsdp_ref.composable import no_sync
 from fsdp_ref.wrap import ModuleWrapPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 APIS = ["flat", "orig", "composable"]
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    products: defaultdict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and _FOLDER in item.path.parents:
+            products[item.nodeid.partition("[")[0]].append(item)
+    for product in products.values():
+        rows = [_values(item) for item in product]
+        if len(rows[0]) >= _AXES:
+            chosen = _covering(rows)
+            for number, item in enumerate(product):
+                if number not in chosen:
+                    item.add_marker(pytest.mark.slow)
+
+
+_FOLDER = Path(__file__).parent
+_AXES = 3
+
+
+def _values(item: pytest.Function) -> tuple[Any, ...]:
+    """Return the value on each axis, by identity: each item has those of the lists that the product is made from."""
+    params = dict(item.callspec.params)
+    # What one `parametrize` gives several names is one axis.
+    tables = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    rows = [[name.strip() for name in (table.split(",") if isinstance(table, str) else table)] for table in tables]
+    together = [tuple(id(params.pop(name)) for name in row if name in params) for row in rows]
+    return (*together, *map(id, params.values()))
+
+
+def _covering(rows: Sequence[tuple[Any, ...]]) -> set[int]:
+    """Return the numbers of some rows in which every pair of values occurs that occurs in a row."""
+    pairs = [set(itertools.combinations(enumerate(row), 2)) for row in rows]
+    due, chosen = set().union(*pairs), set()
+    while due:
+        best = max(range(len(rows)), key=lambda number: len(pairs[number] & due))
+        chosen.add(best)
+        due -= pairs[best]
+    return chosen
+
+
+@pytest.fixture
+def covering() -> Callable[[Sequence[tuple[Any, ...]]], set[int]]:
+    """Return the function that chooses from a product."""
+    return _covering
 
 
 class Block(nn.Module):

@@ -3,65 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from dataclasses import replace
 
+import proving
 import pytest
 from every_fault import FAULTS
-from faults_access import IgnoringAdapter, MoreWrappingAdapter, PrefetchAdapter, ReplacingAdapter
-from faults_claims import StartingAdapter
-from faults_kinds import HybridAdapter, WrappingAdapter
-from faults_options import CopiesAdapter, OptionsAdapter, PartsAdapter
-from toy_engine import EngineAdapter
-from toy_more import MoreAdapter
+from fault import Fault
+from proving import BUGS, UNBROKEN, judged, proofs
 
-from fsdp_testing.cases.records import CheckResult, Verdict
+from fsdp_testing.adapters import registry
+from fsdp_testing.cases.records import Verdict
 from fsdp_testing.checks.conformance import run_check, run_conformance
 from fsdp_testing.checks.suites import CHECKS
-
-UNBROKEN = "toy:UNBROKEN"
-MORE = "toy_more:UNBROKEN"
-"""What the faults of the later suites are faults of."""
+from fsdp_testing.errors import InvalidArgument
 
 
-KINDS = {
-    IgnoringAdapter: "faults_access:IGNORING",
-    PrefetchAdapter: "faults_access:PREFETCH",
-    ReplacingAdapter: "faults_access:REPLACING",
-    MoreWrappingAdapter: "faults_access:MORE_WRAPPING",
-    StartingAdapter: "faults_claims:STARTING",
-    EngineAdapter: "toy_engine:UNBROKEN",
-    OptionsAdapter: "faults_options:OPTIONS",
-    CopiesAdapter: "faults_options:COPIES",
-    PartsAdapter: "faults_options:PARTS",
-    MoreAdapter: MORE,
-    WrappingAdapter: "faults_kinds:WRAPPING",
-    HybridAdapter: "faults_kinds:HYBRID",
-}
-
-
-def unbroken_of(check: str) -> set[str]:
-    """The adapters without a fault that the faults caught by `check` were made from."""
-    faults = [fault for fault in FAULTS.values() if fault.caught_by == check]
-    return {fault.unbroken or _toy_of(fault.adapter) for fault in faults}
-
-
-def _toy_of(adapter: Any) -> str:
-    return next((name for kind, name in KINDS.items() if isinstance(adapter, kind)), UNBROKEN)
-
-
-WITHOUT = [(check, name) for check in sorted({f.caught_by for f in FAULTS.values()}) for name in unbroken_of(check)]
-
-
-def judged(name: str, check: str, *, stop_at_first: bool = False) -> CheckResult:
-    """The check's result on two ranks, or on four where groups of ranks are the matter."""
-    sizes = (4,) if check.startswith("hybrid.") or check == "streams.hybrid" else (2,)
-    return run_check(name, check, world_sizes=sizes, stop_at_first=stop_at_first)
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_caught_by_its_check(name):
+@pytest.mark.parametrize(("name", "check"), [(name, check) for name, f in FAULTS.items() for check in f.checks])
+def test_a_planted_fault_is_caught_by_its_check(name, check):
     fault = FAULTS[name]
-    result = judged(name, fault.caught_by, stop_at_first=True)
+    result = judged(name, check, fault.sizes(check), stop_at_first=True)
     assert result.verdict is Verdict.FAIL, f"{fault.story} {result.explanation}"
     assert result.findings
     for finding in result.findings:
@@ -72,9 +32,9 @@ def test_a_planted_fault_is_caught_by_its_check(name):
             assert finding.max_error > finding.bound
 
 
-@pytest.mark.parametrize(("check", "name"), sorted(WITHOUT))
-def test_the_same_check_passes_without_the_fault(check, name):
-    result = judged(name, check)
+@pytest.mark.parametrize(("name", "check", "sizes"), proofs(FAULTS.values()))
+def test_the_same_check_passes_without_the_fault(name, check, sizes):
+    result = judged(name, check, sizes)
     assert result.verdict is Verdict.PASS, result.explanation
     assert all(case.comparisons for case in result.cases)
 
@@ -84,17 +44,37 @@ NO_FAULT: dict[str, str] = {}
 
 
 def test_every_check_has_a_fault_of_its_own():
-    caught = {fault.caught_by for fault in FAULTS.values()}
+    caught = {check for fault in FAULTS.values() for check in fault.checks}
     assert caught <= set(CHECKS)
     assert set(CHECKS) - caught == set(NO_FAULT)
     assert all(NO_FAULT.values())
 
 
 def test_faults_are_planted_for_every_suite():
-    suites = Counter(fault.caught_by.partition(".")[0] for fault in FAULTS.values())
-    assert len(FAULTS) >= 190
+    suites = Counter(check.partition(".")[0] for fault in FAULTS.values() for check in fault.checks)
+    assert len(FAULTS) >= 225
     for suite in {name.partition(".")[0] for name in CHECKS}:
         assert suites[suite] >= 3, f"{suite} has {suites[suite]} faults"
+
+
+def test_a_fault_that_is_none_escapes_however_many_are_judged_at_a_time(monkeypatch):
+    """Proving itself can fail: what plants nothing is missed, and what fails anyhow proves nothing."""
+    sound = "fsdp_ref-wrapper"
+    nothing = Fault(registry.adapter_of(sound), ("clipping.norm_2",), "", sound)
+    anyhow = replace(FAULTS[BUGS["B147"]], checks=("clipping.norm_2",), unbroken=BUGS["B147"])
+    caught = replace(FAULTS[BUGS["B036"]], checks=FAULTS[BUGS["B036"]].checks[:1])
+    names = {sound: nothing, BUGS["B147"]: anyhow, BUGS["B036"]: caught}
+    monkeypatch.setattr(proving, "FAULTS", names)
+    for jobs in (1, 3):
+        fates = [(proof.missed, proof.false_alarms, proof.caught) for proof in proving.prove(names, jobs=jobs)]
+        assert fates == [(("clipping.norm_2",), (), False), ((), ("clipping.norm_2",), False), ((), (), True)]
+
+
+def test_a_fault_is_named_by_its_number_or_its_name():
+    assert proving.chosen(["B147", "faults_gradients:SumForMean"]) == [BUGS["B147"], "faults_gradients:SumForMean"]
+    assert proving.chosen([]) == list(BUGS.values())
+    with pytest.raises(InvalidArgument, match="B9999"):
+        proving.chosen(["B9999", "B024"])
 
 
 def test_units_gathered_one_by_one_keep_the_order():

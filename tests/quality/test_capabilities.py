@@ -68,8 +68,9 @@ def proofs() -> dict[str, set[str]]:
     asked, _ = asked_by_checks()
     found: dict[str, set[str]] = defaultdict(set)
     for fault in FAULTS.values():
-        for tag in fault.adapter.capabilities & asked[fault.caught_by]:
-            found[tag].add(fault.caught_by)
+        for check in fault.checks:
+            for tag in fault.adapter.capabilities & asked[check]:
+                found[tag].add(check)
     return found
 
 

@@ -153,6 +153,11 @@ class Operation:
         """Yield operations that are simpler by one part, the boldest first; some may be equal to this one."""
         raise NotImplementedError
 
+    @property
+    def saves_optimizer(self) -> bool:
+        """Whether the optimizer's state is saved and loaded."""
+        return False
+
     def other_settings(self) -> Iterator[tuple[str, Operation]]:
         """Yield it with one setting changed, and that setting's name: what an implementation may have done instead."""
         for item in dataclasses.fields(self):

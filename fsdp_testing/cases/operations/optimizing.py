@@ -97,6 +97,35 @@ class Step(Silent):
 
 
 @dataclass(frozen=True, slots=True)
+class IdleStep(Silent):
+    """Makes the state of an optimizer that has none by a step on gradients of zeros with learning rate 0.
+
+    No case asks for it: one process does it where somebody wants to know whether an implementation has done it.
+    """
+
+    needs_optimizer: ClassVar[bool] = True
+
+    def run(self, program: RankProgram) -> None:
+        """Do nothing: it is never asked of ranks."""
+
+    def replay(self, replay: Replay) -> None:
+        optimizer = replay.optimizer
+        if optimizer is None or optimizer.state:
+            return
+        gradients = [(parameter, parameter.grad) for parameter in replay.parameters.values()]
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for parameter, _ in gradients:
+            parameter.grad = parameter.new_zeros(parameter.shape) if parameter.requires_grad else None
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        optimizer.step()
+        for group, rate in zip(optimizer.param_groups, rates):
+            group["lr"] = rate
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+@dataclass(frozen=True, slots=True)
 class BuildOptimizer(Operation):
     """Builds the case's optimizer here instead of right after wrapping; a second one starts from empty state."""
 

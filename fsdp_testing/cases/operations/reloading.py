@@ -108,6 +108,10 @@ class Reload(Operation):
                 f"Reload.through: expected None with the {self.form} form, got inputs. Save the full state."
             )
 
+    @property
+    def saves_optimizer(self) -> bool:
+        return self.optimizer
+
     def batches(self) -> tuple[Batch, ...]:
         return () if self.through is None else (self.through,)
 
@@ -235,6 +239,10 @@ class TrainElsewhere(Operation):
             raise InvalidRecord(
                 f"TrainElsewhere: expected ranks >= 1 and a strategy of {ELSEWHERE}, got {self.ranks} and {self.strategy!r}."
             )
+
+    @property
+    def saves_optimizer(self) -> bool:
+        return True
 
     @classmethod
     def draw(cls, drawer: OperationDrawer) -> TrainElsewhere:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from fsdp_testing.base.document import ADDED_LATER
 from fsdp_testing.cases.records.failure import FailureKind
 
 
@@ -41,6 +42,7 @@ class Overrun:
         limit: How much there may be, in the same unit.
         units: Units concerned (FQN, the root's is empty), each with its bytes (0: not known); empty where the whole
             model is meant.
+        before: All of `units` were gathered when the operation began, and it gathered none of them itself.
     """
 
     measure: Measure
@@ -49,6 +51,7 @@ class Overrun:
     measured: int
     limit: int
     units: tuple[tuple[str, int], ...] = ()
+    before: bool = field(default=False, metadata=ADDED_LATER)
 
     @property
     def kind(self) -> FailureKind:
@@ -78,8 +81,10 @@ class Overrun:
     def more(self) -> str:
         """By how much, whatever the unit and the rank; empty for memory."""
         times = self.measured - self.limit
+        stays = "what was gathered before the operation stays" if self.before else "what the operation gathers stays"
         return {
+            Measure.KEPT_PARAMETERS: stays,
             Measure.UNIT_GATHERS: f"a unit is gathered {times} times more than would do",
             Measure.GATHERED_BYTES: f"{times} bytes more are gathered than would do",
             Measure.REDUCTIONS: f"gradients are reduced {times} times more than would do",
-        }.get(self.measure, "")
+        }[self.measure]

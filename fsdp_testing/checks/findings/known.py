@@ -8,18 +8,17 @@ again: a rule whose example passes is dropped.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fsdp_testing.base.document import Format, decode, encode, load_json, to_json
 from fsdp_testing.cases.records import ENDS_RANKS, Case, FailureKind, ModelSpec, WorldSpec
-from fsdp_testing.checks.findings.tags import NEW_MODEL, NEW_OPTIMIZER, tags, words, words_of
+from fsdp_testing.checks.findings.tags import NEW_MODEL, NEW_OPTIMIZER, UNITS, tags, units_with, words, words_of
 from fsdp_testing.errors import InvalidRecord
-from fsdp_testing.judging.signature import Signature, alike
+from fsdp_testing.judging.signature import Signature, has_cause, looks_like
 
 FORMAT = Format("fsdp_testing/known_failures", 2)
 SHIPPED = Path(__file__).parent / "known_failures"
@@ -31,10 +30,12 @@ class CaseFeatures:
     Args:
         case: The case.
         at: Operation in or after which it fails: what comes later did not bring the failure about. None if that is not known.
+        units: Units in which it fails; None if that is not known.
     """
 
-    def __init__(self, case: Case, at: int | None = None) -> None:
+    def __init__(self, case: Case, at: int | None = None, units: Collection[str] | None = None) -> None:
         self._case = case
+        self._units = units
         places = (frozenset({"begin", NEW_MODEL, NEW_OPTIMIZER}), *words_of(case.program))
         self.places = places if at is None else places[: at + 2]
 
@@ -42,6 +43,11 @@ class CaseFeatures:
     def tags(self) -> frozenset[str]:
         """Return what `tags` says of it."""
         return tags(self._case)
+
+    def fails_in(self, word: str) -> bool:
+        """Return whether it fails in units that a word of `UNITS` names alone, as far as is known."""
+        named = units_with(self._case, word) if word and self._units is not None else None
+        return named is None or named.issuperset(self._units or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,7 @@ class Rule:
             the first operation.
         unless: Tokens that may not lie between them.
         tags: Tags that the case has, all of them; a tag may end in `*`.
+        units: Word of `tags.UNITS` for the units in which it fails, all of them; empty for any.
         without: Token of the operations without which it does not show; a case in which it was met is run once more
             without them, for what it may have hidden. Empty where no such operation is known.
         instead: What of the case is other in that run, by field, where no operation brings the failure about:
@@ -77,6 +84,7 @@ class Rule:
     operations: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
+    units: str = ""
     without: str = ""
     instead: Mapping[str, Any] = field(default_factory=dict)
     example: Any = None
@@ -94,7 +102,8 @@ class Rule:
 
     def knows(self, signature: Signature, features: CaseFeatures) -> bool:
         """Return whether a failure with this signature, met in such a case, is this one."""
-        return any(_looks_like(known, signature) for known in self.signatures) and self.fits(features)
+        looks = any(_looks_like(known, signature) for known in self.signatures)
+        return looks and self.fits(features) and features.fails_in(self.units)
 
     def asks_cause(self, signature: Signature) -> bool:
         """Return whether a failure that looks so is this one only by its cause."""
@@ -103,7 +112,7 @@ class Rule:
 
     def is_by_cause(self, signature: Signature, cause: str | None) -> bool:
         """Return whether the cause of a failure, where it was looked for, is that of this one."""
-        return cause is None or any(fnmatchcase(cause, f"*{known}*") for known in self._causes(signature))
+        return cause is None or any(has_cause(cause, known) for known in self._causes(signature))
 
     def _causes(self, signature: Signature) -> list[str]:
         return [(*known, "", "", "")[3] for known in self.signatures if _looks_like(known, signature)]
@@ -119,12 +128,16 @@ class Rule:
         return variant if variant != case and variant.program else None
 
     def check(self, where: str) -> None:
-        """Check that `instead` names fields of a case.
+        """Check that `instead` names fields of a case, and `units` some of its units.
 
         Raises:
             InvalidRecord: One is unknown, or cannot have this value.
         """
         self._changed(Case(ModelSpec("tree"), WorldSpec(1), ()), f"{where}: {self.name}.instead")
+        if self.units and self.units not in UNITS:
+            raise InvalidRecord(
+                f"{where}: {self.name}.units: expected one of {', '.join(UNITS)}, got {self.units!r}. Choose one, or none."
+            )
 
     def _changed(self, case: Case, where: str) -> Case:
         return decode(Case, _merged(encode(case), self.instead), where) if self.instead else case
@@ -138,12 +151,7 @@ def _merged(data: Any, change: Any) -> Any:
 
 
 def _looks_like(known: Sequence[str], signature: Signature) -> bool:
-    kind, quantity, operation = (*known, "", "")[:3]
-    return (
-        signature.kind == FailureKind(kind)
-        and (not quantity or alike(quantity, signature))
-        and (not operation or signature.operation == operation)
-    )
+    return looks_like(signature, FailureKind(known[0]), *known[1:3])
 
 
 def _matches(pattern: str, text: str) -> bool:
@@ -186,7 +194,12 @@ class KnownFailures:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def recognize(
-        self, signature: Signature, case: Case, at: int | None = None, cause: str | None = None
+        self,
+        signature: Signature,
+        case: Case,
+        at: int | None = None,
+        cause: str | None = None,
+        units: Collection[str] | None = None,
     ) -> Rule | None:
         """Return the first rule that knows a failure.
 
@@ -195,14 +208,20 @@ class KnownFailures:
             case: In which it was met.
             at: In or after which operation; None if that is not known.
             cause: Its cause as it was found; None if nobody looked for it.
+            units: In which units; None if that is not known.
         """
-        return next(iter(self.recognizing(signature, case, at, cause)), None)
+        return next(iter(self.recognizing(signature, case, at, cause, units)), None)
 
     def recognizing(
-        self, signature: Signature, case: Case, at: int | None = None, cause: str | None = None
+        self,
+        signature: Signature,
+        case: Case,
+        at: int | None = None,
+        cause: str | None = None,
+        units: Collection[str] | None = None,
     ) -> list[Rule]:
         """Return every rule that knows a failure, as `recognize`."""
-        features = CaseFeatures(case, at)
+        features = CaseFeatures(case, at, units)
         knowing = [rule for rule in self.rules if rule.knows(signature, features)]
         return [rule for rule in knowing if rule.is_by_cause(signature, cause)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fsdp_testing.cases.drawing.layouts import cut_dimension
 from fsdp_testing.cases.drawing.normal_form import needs_of_case
@@ -44,8 +44,8 @@ def words(operation: Operation) -> frozenset[str]:
     reduced = backward and not local
     done = {"@backward": backward, "@local": local, "@reduced": reduced, NEW_MODEL: operation.renews_model}
     token = operation.token()
-    done["@optimizer_saved"] = token.startswith(("reload[optimizer", "train_elsewhere"))
-    renewed = operation.renews_model and not done["@optimizer_saved"]
+    done["@optimizer_saved"] = operation.saves_optimizer
+    renewed = operation.renews_model and not operation.saves_optimizer
     done[NEW_OPTIMIZER] = renewed or token == "build_optimizer"
     return frozenset({token, *(word for word, does in done.items() if does)})
 
@@ -147,6 +147,30 @@ def _tree_tags(case: Case) -> Iterator[str]:
                     yield f"group:{field}"
             if get(node, "returns") != "tensor":
                 yield f"returns:{get(node, 'returns')}"
+
+
+def _optional_units(case: Case) -> frozenset[str]:
+    groups = [place for place in every(walk(case.model.tree)) if place.node["kind"] == "group"]
+    optional = [f"{g.fqn}." for g in groups if get(g.node, "branch") >= 0 or get(g.node, "dropped")]
+    used = [spec.fqn for spec in parameters(case.model.tree) if not spec.fqn.startswith(tuple(optional))]
+    return units_of_tree(case) - {unit_of(fqn, case.wrapping.units) for fqn in used}
+
+
+def units_of_tree(case: Case) -> frozenset[str]:
+    """Return the units of a tree that have parameters, by FQN; none where a policy makes them, or of another model."""
+    return frozenset(() if case.model.tree is None else _elements_of_units(case))
+
+
+UNITS: Mapping[str, Callable[[Case], frozenset[str]]] = {
+    "optional": _optional_units,
+    "one_element": lambda case: frozenset(unit for unit, size in _elements_of_units(case).items() if size == 1),
+}
+"""Units of a tree by what they have in common: inside a part that some micro-batches leave out, or of one element."""
+
+
+def units_with(case: Case, word: str) -> frozenset[str] | None:
+    """Return the units that a word of `UNITS` names; None where a case does not name its units."""
+    return UNITS[word](case) if case.model.tree is not None and case.wrapping.policy is None else None
 
 
 def _elements_of_units(case: Case) -> Counter[str]:

@@ -74,7 +74,8 @@ def _of_rank(
         kept = () if allowed is None else tuple(item for item in sorted(unsharded.items()) if item[0] not in allowed)
         if kept:
             stays = sum(size for _, size in kept)
-            yield Overrun(Measure.KEPT_PARAMETERS, account.index, rank, stays, 0, kept)
+            earlier = all(unit in before and unit not in account.gathered for unit, _ in kept)
+            yield Overrun(Measure.KEPT_PARAMETERS, account.index, rank, stays, 0, kept, earlier)
         if budget is not None and operation is not None:
             yield from _excess(case.strategy, rank, operation, account, budget)
         before = frozenset(unsharded)

@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,8 +100,17 @@ class Pool:
                 self._server.expect(self._expected)
             return self._server
 
+    @contextlib.contextmanager
+    def lend(self, size: int, backend: str = "gloo", isolation: str = "warm") -> Iterator[PooledWorld]:
+        """Lend a world of `size` ranks until the block ends, however it ends; arguments and errors are those of `world`."""
+        world = self.world(size, backend, isolation)
+        try:
+            yield world
+        finally:
+            world.release()
+
     def world(self, size: int, backend: str = "gloo", isolation: str = "warm") -> PooledWorld:
-        """Lend a world of `size` ranks; give it back with `release`.
+        """Lend a world of `size` ranks across calls; give it back with `release`. Within one block `lend` does that.
 
         Args:
             size: Number of ranks, at least 1.

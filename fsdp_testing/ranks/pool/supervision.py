@@ -48,6 +48,7 @@ class _Watch:
     joined: bool = False
     join_problem: ErrorRecord | None = None
     stack: str = ""
+    output: dict[str, str] = field(default_factory=dict)
     computed_at: float = 0.0
 
     @property
@@ -263,6 +264,9 @@ class Supervision:
 
     def _take_stacks(self, watches: list[_Watch]) -> None:
         for watch in watches:
+            # Read before: Python walks the frames of other threads while these run, which may end the process. What it says
+            # then ("Segmentation fault") is no output of the job.
+            watch.output = {name: watch.process.take_output(name) for name in ("stdout", "stderr")}
             watch.process.request_stacks()
         limit = time.monotonic() + _STACK_SECONDS
         waiting = list(watches)
@@ -273,15 +277,22 @@ class Supervision:
                 text = watch.process.take_output("stacks")
                 watch.stack += text
                 quiet[watch.process.rank] = 0 if text else quiet.get(watch.process.rank, 0) + bool(watch.stack)
-                if quiet[watch.process.rank] >= _QUIET_LOOKS or _OUTERMOST.search(watch.stack[-80:]):
+                left = watch.process.read_exit()
+                if left is not None:
+                    watch.stack += (
+                        f"[the process ended ({left.signal_name or left.code}) while its stacks were taken]\n"
+                    )
+                    waiting.remove(watch)
+                elif quiet[watch.process.rank] >= _QUIET_LOOKS or _OUTERMOST.search(watch.stack[-80:]):
                     waiting.remove(watch)
 
     def _outcome(self, watch: _Watch, ledger: RankLedger, *, hung: bool) -> RankOutcome:
         process = watch.process
+        output = watch.output or {name: process.take_output(name) for name in ("stdout", "stderr")}
         return RankOutcome(
             rank=self.job.place.rank if self.job.place is not None else process.rank,
-            stdout=process.take_output("stdout"),
-            stderr=process.take_output("stderr"),
+            stdout=output["stdout"],
+            stderr=output["stderr"],
             stack=watch.stack,
             collectives=ledger.entries,
             issued=ledger.issued,

@@ -263,7 +263,7 @@ class Campaign:
         """The rule that knows a failure, as far as its looks say."""
         if note.signature is None:
             return None
-        rule = self._known.recognize(note.signature, asked.case, note.at, note.cause)
+        rule = self._known.recognize(note.signature, asked.case, note.at, note.cause, note.units)
         if rule is None:
             rule = self._known.fitting(self._also.get(note.signature, ()), asked.case, note.at)
             if rule is None or (self.tally.known[rule.name] + 1) % _INVESTIGATED_LATER_ONE_IN == 0:
@@ -273,7 +273,7 @@ class Campaign:
     def _queue_variants(self, asked: Asked, note: CaseNote, rule: Rule) -> None:
         """Run the case without what brings about each known failure that it may be, for what that may have hidden."""
         assert note.signature is not None
-        others = self._known.recognizing(note.signature, asked.case, note.at, note.cause)
+        others = self._known.recognizing(note.signature, asked.case, note.at, note.cause, note.units)
         for one in {one.name: one for one in (rule, *others)}.values():
             self._queue.add_variant(asked, one, self._drawer.shape, self._fair)
 

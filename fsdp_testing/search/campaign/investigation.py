@@ -107,17 +107,17 @@ class Investigator:
         )
         # While it shrank it may have turned into what is known already.
         cause = kept.note.cause if kept.note.cause is not None else found.cause
-        again = known.recognize(signature, kept.case, kept.note.at, cause) if confirmed else None
+        again = known.recognize(signature, kept.case, kept.note.at, cause, kept.note.units) if confirmed else None
         return Investigated(met_as, found, again)
 
     def _recognized(self, lane: Lane, alone: CaseResult, known: KnownFailures) -> Rule | None:
         """The rule that knows a failure, by its cause where the rule names one."""
-        signature, at = alone.note.signature, alone.note.at
+        signature, at, units = alone.note.signature, alone.note.at, alone.note.units
         assert signature is not None
-        rule = known.recognize(signature, alone.case, at, alone.note.cause)
+        rule = known.recognize(signature, alone.case, at, alone.note.cause, units)
         if rule is None or alone.note.cause is not None or not rule.asks_cause(signature):
             return rule
-        return known.recognize(signature, alone.case, at, self._cause(lane, alone.case))
+        return known.recognize(signature, alone.case, at, self._cause(lane, alone.case), units)
 
     def _cause(self, lane: Lane, case: Case) -> str:
         """What the wrong numbers are equal to; a world that is lost on the way leaves it unknown."""

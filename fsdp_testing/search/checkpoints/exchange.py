@@ -226,17 +226,11 @@ class Exchange:
     def _once(self, place: Place, items: Sequence[Item]) -> tuple[WorldOutcome, list[Judged | None]]:
         with tempfile.TemporaryDirectory(dir=self._scratch) as directory:
             timeout = self.plan.deadline + SECONDS_PER_ITEM * len(items)
-            world = self._pool.world(place.layout.size)
-            try:
-                arguments = (place.adapter, place.layout, items, directory)
+            arguments = (place.adapter, place.layout, items, directory)
+            with self._pool.lend(place.layout.size) as world:
                 outcome = world.execute(run_items, arguments, timeout=timeout, name=place.name, lasting=LASTING)
-            finally:
-                world.release()
-            judge = self._pool.world(1)
-            try:
+            with self._pool.lend(1) as judge:
                 answer = judge.execute(judge_items, arguments, timeout=300.0, name="judge")
-            finally:
-                judge.release()
         if not answer.ok:
             raise PoolBroken(f"the judge of {place.name} was lost. {answer.describe()}")
         verdicts: list[Judged | None] = answer.ranks[0].value

@@ -181,7 +181,7 @@ _SCRIPT = (
     "died after its last report", "hung once, passes alone", "hung always", "undecidable", "nothing was asked",
 )  # fmt: skip
 _NO_CLAIMS = "a script, a loop or an item claims nothing, so that nothing is refused or left out"
-_ONCE = "nothing is run a second time here, so that a hang is a failure"
+_ONCE = "pytest runs an item once: a hang fails, also where it would pass alone (pytest-rerunfailures asks for more)"
 TRAIN = Door(
     "train",
     {name: _once_there(lambda given, name=name: doors.train(given, name)) for name in _SCRIPT},
@@ -269,6 +269,7 @@ _ITEMS = {
     "raised on all": "test_raised_on_all_ranks",
     "a rank died early": "test_died_early",
     "died after its last report": "test_died_late",
+    "hung once, passes alone": "test_hung_once",
     "hung always": "test_hung",
     "known failure": "test_known",
     "known failure beside a new one": "test_known_beside_a_new_one",
@@ -301,10 +302,10 @@ ITEM = Door(
     {**{situation: _item(name) for situation, name in _ITEMS.items()}, "nothing was asked": _no_item},
     {
         "not claimed": (Ended("not claimed", 0), "a skip is the user's own word, and pytest counts it apart"),
+        "hung once, passes alone": (FAIL, _ONCE),
         "nothing was asked": (Ended("nothing", 5), "pytest's own exit code for a run that collects no test"),
     },
     {
-        "hung once, passes alone": _ONCE,
         "leaked": "what an item leaves is restored or makes its world be replaced, and is named as a warning",
         "undecidable": "an item asserts something or does not: pytest knows no third word",
     },

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+
 import pytest
 
 from fsdp_testing.base import env
@@ -119,3 +122,16 @@ def test_a_launcher_that_does_not_say_where_to_meet_is_refused(bare: pytest.Monk
         bare.setenv(name, value)
     with pytest.raises(InvalidArgument, match="srun: expected MASTER_ADDR and MASTER_PORT"):
         env.launched()
+
+
+def test_a_variable_that_is_set_in_place_is_seen_in_python_in_c_and_in_child_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MINE", "before")
+    for value in ("first, the longest", "second", "", "w\u00e4hrend", "x" * 5000, "last"):
+        env.set_in_place("MINE", value)
+        show = subprocess.run(["/bin/sh", "-c", 'printf %s "$MINE"'], check=True, capture_output=True)
+        assert (env.get("MINE"), env.snapshot()["MINE"], os.fsdecode(show.stdout)) == (value, value, value)
+    env.set_in_place("MINE", None)
+    show = subprocess.run(["/bin/sh", "-c", 'printf %s "${MINE-none}"'], check=True, capture_output=True)
+    assert (env.get("MINE"), show.stdout) == (None, b"none")

@@ -25,14 +25,14 @@ def certify(*arguments: str) -> int:
 
 def test_a_sound_implementation_ends_with_0_and_says_what_was_not_asked(tmp_path: Path, capsys):
     name = "small_faults:UNBROKEN"
-    assert certify(name, "--sample", "30", "--html", "page", "--json", "all.json") == 0
+    assert certify(name, "--sample", "12", "--html", "page", "--json", "all.json") == 0
     said = capsys.readouterr().out
-    assert "30 of 30 cells hold" in said
+    assert "12 of 12 cells hold" in said
     assert "are not claimed" in said
     assert "need shard_grad_op" in said
     found = json.loads((tmp_path / "all.json").read_text())
     assert found["format"] == "fsdp_testing/search/certificate"
-    assert found["statuses"] == {"holds": 30, "fails": 0, "unknown": 0}
+    assert found["statuses"] == {"holds": 12, "fails": 0, "unknown": 0}
     page = (tmp_path / "page" / "index.html").read_text()
     assert 'class="cell holds"' in page
     assert 'class="cell fails' not in page
@@ -40,11 +40,11 @@ def test_a_sound_implementation_ends_with_0_and_says_what_was_not_asked(tmp_path
 
 def test_a_fault_ends_with_1_and_is_drawn_told_and_replayed(tmp_path: Path, capsys):
     assert (
-        certify("small_faults:ZEROS", "--sample", "30", "--explain", "600", "--html", "page", "--json", "all.json") == 1
+        certify("small_faults:ZEROS", "--sample", "12", "--explain", "600", "--html", "page", "--json", "all.json") == 1
     )
     said = " ".join(capsys.readouterr().out.split())
     found = json.loads((tmp_path / "all.json").read_text())
-    assert f"{found['statuses']['holds']} of 30 cells hold; {found['statuses']['fails']} fail" in said
+    assert f"{found['statuses']['holds']} of 12 cells hold; {found['statuses']['fails']} fail" in said
     assert all("/to zeros/" in name for name in found["failing"])
     (cause,) = found["causes"]
     assert cause["cell"]["mesh"] == "1"
@@ -59,28 +59,28 @@ def test_a_fault_ends_with_1_and_is_drawn_told_and_replayed(tmp_path: Path, caps
 
 def test_limits_and_parts(tmp_path: Path, capsys):
     name = "small_faults:UNBROKEN"
-    assert certify(name, "--sample", "30", "--cells", "1", "--state", "s") == 0
+    assert certify(name, "--sample", "12", "--cells", "1", "--state", "s") == 0
     assert "have not run yet" in capsys.readouterr().out
-    assert certify(name, "--sample", "30", "--state", "s") == 0
+    assert certify(name, "--sample", "12", "--state", "s") == 0
     said = capsys.readouterr().out
-    assert "30 of 30 cells hold" in said
+    assert "12 of 12 cells hold" in said
     assert "cells ran in earlier runs" in said
-    assert certify(name, "--sample", "30", "--shard", "2/3") == 0
-    assert "10 of 10 cells hold" in capsys.readouterr().out
-    assert (tmp_path / ".fsdp-certificate" / "small_faults_UNBROKEN-sample-30-shard-2-of-3").is_dir()
-    assert certify(name, "--sample", "31", "--state", "s") == 2
+    assert certify(name, "--sample", "12", "--shard", "2/3") == 0
+    assert "4 of 4 cells hold" in capsys.readouterr().out
+    assert (tmp_path / ".fsdp-certificate" / "small_faults_UNBROKEN-sample-12-shard-2-of-3").is_dir()
+    assert certify(name, "--sample", "13", "--state", "s") == 2
     assert "Give another --state directory" in capsys.readouterr().err
 
 
 def test_parts_are_put_together_as_if_they_had_been_one(tmp_path: Path, capsys):
     name = "small_faults:ZEROS"
-    given = ("--sample", "30", "--explain", "600")
+    given = ("--sample", "12", "--explain", "600")
     assert certify(name, *given, "--json", "whole.json") == 1
     for part in ("1", "2"):
         assert certify(name, *given, "--shard", f"{part}/2", "--json", f"{part}.json") in (0, 1)
     capsys.readouterr()
     assert main(["merge", "1.json", "2.json", "--json", "both.json", "--html", "page"]) == 1
-    assert "of 30 cells hold" in capsys.readouterr().out
+    assert "of 12 cells hold" in capsys.readouterr().out
     assert (tmp_path / "page" / "index.html").exists()
     whole, both = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("whole", "both"))
     assert sorted(both["failing"]) == sorted(whole["failing"])
@@ -90,6 +90,25 @@ def test_parts_are_put_together_as_if_they_had_been_one(tmp_path: Path, capsys):
     assert both["unconfirmed"] <= whole["unconfirmed"]
     (cause,), (other,) = whole["causes"], both["causes"]
     assert (cause["cells"], cause["cell"], cause["signature"]) == (other["cells"], other["cell"], other["signature"])
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two parts of a certificate, the whole, and parts of others: made once, since no test changes them."""
+    folder = tmp_path_factory.mktemp("parts")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(str(TESTS / "fsdp_testing" / "search" / "certificate"))
+        for file, more in {
+            "1": ("--sample", "4", "--shard", "1/2"),
+            "2": ("--sample", "4", "--shard", "2/2"),
+            "whole": ("--sample", "4"),
+            "other": ("--sample", "6", "--shard", "2/2"),
+        }.items():
+            assert certify("small_faults:UNBROKEN", *more, "--json", f"{file}.json") == 0
+    renamed = json.loads((folder / "2.json").read_text()) | {"implementation": "small_faults:ZEROS"}
+    (folder / "renamed.json").write_text(json.dumps(renamed))
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -103,21 +122,13 @@ def test_parts_are_put_together_as_if_they_had_been_one(tmp_path: Path, capsys):
         (("1.json", "2.json", "--junit", "x.xml"), "--junit"),
     ],
 )
-def test_parts_that_are_not_those_of_one_certificate_are_refused(given, said: str, tmp_path: Path, capsys):
-    name = "small_faults:UNBROKEN"
-    for file, more in {
-        "1": ("--sample", "4", "--shard", "1/2"),
-        "2": ("--sample", "4", "--shard", "2/2"),
-        "whole": ("--sample", "4"),
-        "other": ("--sample", "6", "--shard", "2/2"),
-    }.items():
-        assert certify(name, *more, "--json", f"{file}.json") == 0
-    renamed = json.loads((tmp_path / "2.json").read_text()) | {"implementation": "small_faults:ZEROS"}
-    (tmp_path / "renamed.json").write_text(json.dumps(renamed))
-    capsys.readouterr()
+def test_parts_that_are_not_those_of_one_certificate_are_refused(
+    given, said: str, parts: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    monkeypatch.chdir(parts)
     assert main(["merge", *given]) == 2
     assert said in capsys.readouterr().err
-    assert not (tmp_path / "x.xml").exists()
+    assert not (parts / "x.xml").exists()
 
 
 @pytest.mark.parametrize("part", ["0/2", "3/2", "1", "a/b"])

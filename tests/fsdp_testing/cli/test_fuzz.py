@@ -209,29 +209,6 @@ def test_bad_usage_ends_with_2(arguments: list[str], message: str, capsys: pytes
     assert message in capsys.readouterr().err
 
 
-def test_exhibits_are_hunted_and_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    from fsdp_testing.museum import hunt as hunting
-    from fsdp_testing.museum.exhibit import Exhibit
-    from fsdp_testing.museum.hunt import Hunt
-
-    asked: list[tuple[str, int, float | None]] = []
-
-    def pretended(exhibit: Exhibit, seed: int, *, limit: int, seconds: float | None) -> Hunt:
-        asked.append((exhibit.id, seed, seconds))
-        return Hunt(None if len(asked) == 2 else 24, 48, 1.5, "the first fact")
-
-    monkeypatch.setattr(hunting, "hunt", pretended)
-    assert fuzz("--exhibits", "3", "--seed", "7", "--seconds", "9") == 1
-    message, warned = capsys.readouterr()
-    assert "fuzz --exhibits is called museum --exhibits now" in warned
-    assert [name for name, _, _ in asked] == [exhibit.id for exhibit in hunting.drawn_exhibits(3, 7)]
-    assert {(seed, seconds) for _, seed, seconds in asked} == {(7, 9.0)}
-    assert "2 of 3 exhibits were met" in message
-    assert f"NOT MET {asked[1][0]}" in message
-    asked.clear()
-    assert fuzz("--exhibits", "1", "--seed", "7") == 0
-
-
 def test_a_state_of_another_implementation_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "s").mkdir()
     document = {"format": "fsdp_testing/fuzz_state", "version": 1, "implementation": "other"}

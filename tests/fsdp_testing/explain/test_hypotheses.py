@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fsdp_testing.cases.operations.optimizing import IdleStep
+from fsdp_testing.cases.operations.reloading import Reload, TrainElsewhere
 from fsdp_testing.cases.records import (
     Batch,
     Case,
@@ -33,6 +35,7 @@ def output_of(*program: Operation, like: Operation, claimed: frozenset[str] | No
 
     def oracle(other: Case) -> Expectation:
         value = torch.tensor([3.5, 7.25] if like in other.program else [1.0, 2.0], dtype=torch.float64)
+        index = len(other.program) - 1
         return Expectation((ExpectedPoint(index, {quantity: Expected(value, 1e-9)}),), {})
 
     wrong = OperationResult(index, {"loss": torch.tensor([3.5, 7.25], dtype=torch.float64)})
@@ -50,6 +53,16 @@ def test_stale_weights_are_not_taken_for_gradients_of_zeros_where_these_are_as_g
     zeros = ZeroGrad(set_to_none=False)
     found = output_of(ZeroGrad(), Step(), Forward(Batch(0)), like=zeros, claimed=claimed)
     assert (found is not None and "set_to_none=False" in found.happened) is named
+
+
+@pytest.mark.parametrize(
+    ("saving", "named"), [(Reload(), True), (Reload(optimizer=False), False), (TrainElsewhere(Batch(1)), True)]
+)
+def test_a_state_saved_as_if_a_step_had_been_made_is_named_where_a_state_is_saved(
+    saving: Operation, named: bool
+) -> None:
+    found = output_of(ForwardBackward(Batch(0)), saving, Forward(Batch(1)), like=IdleStep(), claimed=None)
+    assert (found is not None and found.happened.endswith("as if a step on zeros had been made")) is named
 
 
 @pytest.mark.parametrize(("claimed", "named"), [(frozenset({"no_sync"}), True), (frozenset(), False)])

@@ -40,6 +40,23 @@ def test_the_one_account_that_fits_is_told(p: float) -> None:
     )
 
 
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0])
+def test_a_norm_that_lacks_a_unit_or_holds_an_earlier_norm_is_told(p: float) -> None:
+    units = {"a.weight": "", "a.bias": "a", "b.weight": ""}
+
+    def expected(got: float, **known: object) -> str:
+        return norm_of_what(Norm(got, norm(p), 1e-12, p), GRADIENTS, **known)
+
+    lacking = norm(p, a_weight=0, b_weight=0)
+    assert expected(lacking, units=units) == "that of all gradients but those of the root"
+    assert expected(lacking) == ""
+    both = (norm(p) ** p + 1.5**p) ** (1 / p)
+    assert expected(both, earlier={3: 1.5}) == "that of the gradients and of the norm of operation 3"
+    assert expected(both, earlier={3: 1.5, 4: 1.5}) == ""
+    larger = Norm(9.0, 2.0, 1e-12, math.inf)
+    assert norm_of_what(larger, GRADIENTS, earlier={1: 9.0}) == "that of the gradients and of the norm of operation 1"
+
+
 def test_nothing_is_told_where_several_accounts_fit_or_the_right_norm_is_another() -> None:
     alike = {"a.weight": GRADIENTS["a.weight"], "b.weight": GRADIENTS["a.weight"].clone(), "c.weight": torch.ones(2)}
     powers = [float(gradient.double().square().sum()) for gradient in alike.values()]

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import bugs_accumulation  # noqa: F401 - registers its faults
+import bugs_clipping  # noqa: F401 - registers its faults
+import bugs_gradients  # noqa: F401 - registers its faults
+import bugs_parameters  # noqa: F401 - registers its faults
+import bugs_passes  # noqa: F401 - registers its faults
+import bugs_precision  # noqa: F401 - registers its faults
+import bugs_recomputation  # noqa: F401 - registers its faults
+import bugs_unsharded_state  # noqa: F401 - registers its faults
 import faults_access  # noqa: F401 - registers its faults
 import faults_around  # noqa: F401 - registers its faults
 import faults_claims  # noqa: F401 - registers its faults

@@ -1,4 +1,7 @@
-"""What is a broken adapter? The toy with one method replaced, and the check that must catch it by name."""
+"""What is a planted fault? An implementation that is wrong in one way, and the checks each of which must catch it.
+
+The toy with a method replaced, or a real implementation with functions replaced while a model is in use: `planting`.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,31 @@ class Fault:
 
     Attributes:
         adapter: Implementation that has it.
-        caught_by: Name of the check that must fail.
+        checks: Names of the checks each of which must fail on it; at least one.
         story: What is wrong, in a few words.
         unbroken: The implementation without the fault, where it is not a toy.
+        bug: "B036": number of the bug of the field that it is; "" for a fault that is ours.
+        title: Of such a bug: the defect in one line.
+        source: Of such a bug: public references, issues and pull requests.
+        world_sizes: World sizes on which it shows; () for those of its checks.
+        silent: Whether it gives wrong numbers without an error.
+        fuzzed: Whether random cases can show it; False for what no operation of theirs does.
     """
 
     adapter: Any
-    caught_by: str
+    checks: tuple[str, ...]
     story: str
     unbroken: str = ""
+    bug: str = ""
+    title: str = ""
+    source: str = ""
+    world_sizes: tuple[int, ...] = ()
+    silent: bool = True
+    fuzzed: bool = True
+
+    def sizes(self, check: str) -> tuple[int, ...]:
+        """World sizes on which `check` judges it: two ranks, or four where groups of ranks are the matter."""
+        return self.world_sizes or ((4,) if check.startswith("hybrid.") or check == "streams.hybrid" else (2,))
 
 
 FAULTS: dict[str, Fault] = {}
@@ -37,7 +56,7 @@ def fault(caught_by: str) -> Callable[[type[Toy]], ToyAdapter]:
     def register(toy: type[Toy]) -> ToyAdapter:
         kind = MoreAdapter if issubclass(toy, MoreToy) else ToyAdapter
         adapter = kind(toy, toy.__name__)
-        FAULTS[f"{toy.__module__}:{toy.__name__}"] = Fault(adapter, caught_by, (toy.__doc__ or "").strip())
+        FAULTS[f"{toy.__module__}:{toy.__name__}"] = Fault(adapter, (caught_by,), (toy.__doc__ or "").strip())
         return adapter
 
     return register

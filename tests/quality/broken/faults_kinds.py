@@ -37,7 +37,7 @@ def kind(adapter: type[ToyAdapter], caught_by: str) -> Kind:
 
     def register(toy: type[Toy]) -> ToyAdapter:
         made = adapter(toy, toy.__name__)
-        FAULTS[f"{toy.__module__}:{toy.__name__}"] = Fault(made, caught_by, (toy.__doc__ or "").strip())
+        FAULTS[f"{toy.__module__}:{toy.__name__}"] = Fault(made, (caught_by,), (toy.__doc__ or "").strip())
         return made
 
     return register

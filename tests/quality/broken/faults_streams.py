@@ -5,47 +5,19 @@ Numbers stay right on the CPU. The faults are planted in the real implementation
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
-from fault import FAULTS, Fault
-from torch import nn
+from planting import planted
 from torch.distributed.fsdp import _runtime_utils
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp2
 
 from fsdp_ref.comm.streams import DeviceStreams
-from fsdp_testing.adapters import registry
 from fsdp_testing.adapters.adapter import Adapter
-from fsdp_testing.museum.planting import instead, planting
-
-
-def race(unbroken: str, owner: Any, name: str, caught_by: str) -> Callable[[Callable[..., Any]], Adapter]:
-    """Plant the decorated function, which gets the original as its first argument, while a model is in use."""
-
-    def register(mutation: Callable[..., Any]) -> Adapter:
-        sound, plant, planted = registry.adapter_of(unbroken), planting((owner, name, instead(mutation))), ExitStack()
-
-        def wrap(module: nn.Module, setup: Any) -> nn.Module:
-            planted.close()
-            planted.enter_context(plant())
-            return sound.wrap(module, setup)
-
-        def finish(model: nn.Module) -> None:
-            planted.close()
-            sound.finish(model)
-
-        target = f"{__name__}:{mutation.__name__}"
-        adapter = dataclasses.replace(sound, name=mutation.__name__, reference=target, wrap=wrap, finish=finish)
-        FAULTS[target] = Fault(adapter, caught_by, (mutation.__doc__ or "").strip(), unbroken)
-        return adapter
-
-    return register
 
 
 def reference(method: str, caught_by: str) -> Callable[[Callable[..., Any]], Adapter]:
-    return race("fsdp_ref-wrapper", DeviceStreams, method, caught_by)
+    return planted("fsdp_ref-wrapper", DeviceStreams, method, caught_by)
 
 
 @reference("compute_after_gather", "streams.mixed_precision")
@@ -88,12 +60,12 @@ def clips_before_reduced(_original: Any, _streams: DeviceStreams) -> None:
     """Clipping and the step do not wait for reductions."""
 
 
-@race("torch-fsdp2", fsdp2.FSDPParamGroup, "_wait_all_gather_streams_on_event", "streams.prefetch")
+@planted("torch-fsdp2", fsdp2.FSDPParamGroup, "_wait_all_gather_streams_on_event", "streams.prefetch")
 def copies_in_too_early(_original: Any, _group: Any, _event: Any) -> None:
     """The next gather does not wait until the last one was copied out."""
 
 
-@race("torch-fsdp2", fsdp2, "foreach_all_gather", "streams.unshard")
+@planted("torch-fsdp2", fsdp2, "foreach_all_gather", "streams.unshard")
 def records_the_event_too_early(original: Any, params: Any, group: Any, async_op: bool, *rest: Any) -> Any:
     """The event of a gather is recorded before the gather is issued."""
     event = rest[1].record_event()
@@ -101,20 +73,20 @@ def records_the_event_too_early(original: Any, params: Any, group: Any, async_op
     return None if result is None else result._replace(all_gather_event=event)
 
 
-@race("torch-fsdp2", fsdp2, "foreach_reduce", "streams.training")
+@planted("torch-fsdp2", fsdp2, "foreach_reduce", "streams.training")
 def reuses_a_buffer_that_is_read(original: Any, *arguments: Any) -> Any:
     """The reduce-scatter's input is not held until it has been read (pytorch PR 177319)."""
     first, *others = original(*arguments)
     return (first[:0].clone(), *others)
 
 
-@race("torch-fsdp2", fsdp2, "foreach_reduce", "streams.hybrid")
+@planted("torch-fsdp2", fsdp2, "foreach_reduce", "streams.hybrid")
 def frees_before_the_second_reduction(original: Any, *arguments: Any) -> Any:
     """The input of the reduction over replicas is not held (pytorch PR 140044, 180900)."""
     *others, all_reduce_input, event, partial = original(*arguments)
     return (*others, None if all_reduce_input is None else all_reduce_input[:0].clone(), event, partial)
 
 
-@race("torch-fsdp1", _runtime_utils, "_wait_for_computation_stream", "streams.state")
+@planted("torch-fsdp1", _runtime_utils, "_wait_for_computation_stream", "streams.state")
 def unshards_before_the_step(_original: Any, *_arguments: Any) -> None:
     """Gathers do not wait for the step, nor for a loaded state."""

@@ -137,5 +137,5 @@ class GathersBackwards(PerLayer):
 PER_LAYER = PerLayerAdapter(PerLayer, "PER_LAYER")
 HOLDS_EVERYTHING = PerLayerAdapter(HoldsEverything, "HOLDS_EVERYTHING")
 GATHERS_BACKWARDS = PerLayerAdapter(GathersBackwards, "GATHERS_BACKWARDS")
-FAULTS["faults_trace:HOLDS_EVERYTHING"] = Fault(HOLDS_EVERYTHING, "trace.memory_bound", str(HoldsEverything.__doc__))
-FAULTS["faults_trace:GATHERS_BACKWARDS"] = Fault(GATHERS_BACKWARDS, "trace.order", str(GathersBackwards.__doc__))
+FAULTS["faults_trace:HOLDS_EVERYTHING"] = Fault(HOLDS_EVERYTHING, ("trace.memory_bound",), str(HoldsEverything.__doc__))
+FAULTS["faults_trace:GATHERS_BACKWARDS"] = Fault(GATHERS_BACKWARDS, ("trace.order",), str(GathersBackwards.__doc__))

@@ -92,7 +92,7 @@ def broken(caught_by: str) -> Callable[[type[Engine]], EngineAdapter]:
 
     def register(engine: type[Engine]) -> EngineAdapter:
         made = EngineAdapter(engine, engine.__name__)
-        FAULTS[f"{engine.__module__}:{engine.__name__}"] = Fault(made, caught_by, (engine.__doc__ or "").strip())
+        FAULTS[f"{engine.__module__}:{engine.__name__}"] = Fault(made, (caught_by,), (engine.__doc__ or "").strip())
         return made
 
     return register

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from fuzz_cases import case, micro
+from fuzz_cases import LINEAR, case, micro
 
 from fsdp_testing.adapters import registry
 from fsdp_testing.cases.drawing import legal_case, needs_of_case
@@ -166,6 +166,21 @@ def test_gathers_in_excess_are_known_by_how_many():
     assert rule.name == "prefetch-after-lone-forward"
     assert without(rule, EVAL, micro(1)) == ("forward_backward",), "what it may hide is looked at without it"
     assert known_by(2) is None
+
+
+def test_full_parameters_that_stay_are_known_by_who_gathered_them():
+    """A rule for what an earlier forward left gathered knows nothing of what the operation itself does not free."""
+    shipped = shipped_known("torch-fsdp1")
+    stays = Signature(FailureKind.KEPT, "full parameters", "forward_backward")
+    unused = {"kind": "group", "dropped": True, "name": "g", "nodes": [{"kind": "linear", "name": "a"}]}
+    met = case(EVAL, micro(1), nodes=(LINEAR, unused), strategy="full_shard")
+
+    def known_by(*, before: bool) -> Rule | None:
+        overrun = Overrun(Measure.KEPT_PARAMETERS, 1, 0, 96, 0, (("a", 96),), before)
+        return shipped.recognize(stays, met, 1, overrun.more)
+
+    assert known_by(before=False) is None
+    assert getattr(known_by(before=True), "name", "") == "unused-unit-stays-gathered"
 
 
 def test_features_alone_know_nothing():

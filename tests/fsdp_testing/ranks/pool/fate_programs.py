@@ -99,6 +99,17 @@ def hangs_in_python() -> None:
         pass
 
 
+def ends_when_stacks_are_taken() -> None:
+    def end(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGSEGV)  # to which the rank says "Fatal Python error: Segmentation fault"
+
+    if mine():
+        print("before", file=sys.stderr)
+        signal.signal(signal.SIGUSR1, end)
+    while True:
+        pass
+
+
 def hangs_with_the_gil() -> None:
     if mine():
         ctypes.PyDLL(None).sleep(600)

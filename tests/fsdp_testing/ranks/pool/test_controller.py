@@ -29,6 +29,19 @@ def test_a_warm_world_is_lent_again(pool: Pool) -> None:
     assert len(set(first)) == 2
 
 
+def test_a_world_lent_for_a_block_is_given_back_however_the_block_ends(pool: Pool) -> None:
+    with pool.lend(2) as world:
+        pids = world.execute(pid).values
+        assert world.busy
+    with pytest.raises(ZeroDivisionError), pool.lend(2) as again:
+        assert again is world
+        1 / 0  # noqa: B018 - it raises
+    assert not world.busy
+    with pool.lend(2, isolation="fresh") as fresh:
+        assert set(fresh.execute(pid).values).isdisjoint(pids)
+    assert fresh not in pool.worlds()
+
+
 def test_two_borrowers_have_two_worlds(pool: Pool) -> None:
     one, two = pool.world(2), pool.world(2)
     assert one is not two

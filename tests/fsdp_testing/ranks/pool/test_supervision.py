@@ -20,6 +20,7 @@ import torch.distributed as dist
 from fate_programs import (
     closes_descriptors,
     dies_slowly,
+    ends_when_stacks_are_taken,
     exits,
     exits_quietly,
     generates,
@@ -171,6 +172,9 @@ class SlowStack:
     def take_output(self, name: str) -> str:
         return self.looks.pop(0) if self.asked and name == "stacks" and self.looks else ""
 
+    def read_exit(self) -> None:
+        """It lives."""
+
 
 def test_a_stack_that_comes_line_by_line_is_waited_for() -> None:
     lines = ["Current thread:\n", '  File "a.py", line 1 in f\n', '  File "<string>", line 1 in <module>\n']
@@ -179,6 +183,16 @@ def test_a_stack_that_comes_line_by_line_is_waited_for() -> None:
     supervision.Supervision([], None, 1, "gloo", None)._take_stacks([watch])  # type: ignore[arg-type]  # no job
     assert watch.stack == "".join(lines)
     assert len(rank.looks) == 5, "the outermost line ends the waiting"
+
+
+@pytest.mark.usefixtures("healthy")
+def test_a_rank_that_ends_when_its_stacks_are_taken_hung_and_said_nothing_of_that(pool: Pool) -> None:
+    """Python reads the frames of threads that run, without its lock, and now and then the process ends by that."""
+    outcome = run(pool, ends_when_stacks_are_taken, timeout=2.0)
+    assert [rank.fate for rank in outcome.ranks] == [H, H], outcome.describe()
+    assert outcome.ranks[1].stderr == "before\n", outcome.describe()
+    assert "[the process ended (SIGSEGV) while its stacks were taken]" in outcome.ranks[1].stack, outcome.describe()
+    assert "Segmentation fault" not in outcome.describe()
 
 
 def test_raising_or_dying_is_noticed_long_before_the_deadline(pool: Pool) -> None:

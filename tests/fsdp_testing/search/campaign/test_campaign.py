@@ -79,7 +79,7 @@ def test_nothing_is_found_where_nothing_is(tmp_path: Path):
 
 
 def test_a_defect_is_reported_once_and_then_counted(tmp_path: Path):
-    tally = campaign("fuzz_faults:WRONG_IN_CLIP", tmp_path, 300)
+    tally = campaign("fuzz_faults:WRONG_IN_CLIP", tmp_path, 100)
     confirmed = [discovery for discovery in tally.discovered if discovery.confirmed]
     assert 1 <= len(confirmed) <= 3
     assert tokens(confirmed[0].case) == ("forward_backward", "clip")

@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from planting import instead, known_bug, replaced
 
 from fsdp_ref.handle import gradients
 from fsdp_ref.handle.gradients import GradientStore
 from fsdp_ref.runtime import backward, forward, grad_sync
-from fsdp_testing.museum.exhibit import Hall
-from fsdp_testing.museum.planting import instead, replaced
-
-HALL = Hall()
 
 
 def _on_copies(hook: Any) -> Any:
@@ -30,7 +27,7 @@ def _ends_pass(original: Any, self: Any) -> None:
     original(self)
 
 
-@HALL.exhibit("B002", gradients, "set_grad", "pytorch PR 90546", "accumulation.no_sync_then_reduced", silent=False)
+@known_bug("B002", gradients, "set_grad", "pytorch PR 90546", "accumulation.no_sync_then_reduced", silent=False)
 def as_plain_torch(_original: Any, param: Any, value: Any) -> None:
     """A gradient of no_sync is put on a sharded parameter.
 
@@ -40,7 +37,7 @@ def as_plain_torch(_original: Any, param: Any, value: Any) -> None:
     param.grad = value
 
 
-@HALL.exhibit("B031", GradientStore, "publish", "pytorch issue 98494, PR 100180", "offload.no_sync", silent=False)
+@known_bug("B031", GradientStore, "publish", "pytorch issue 98494, PR 100180", "offload.no_sync", silent=False)
 def not_for_offloaded(original: Any, self: Any) -> None:
     """A gradient of no_sync cannot be shown where parameters are offloaded.
 
@@ -52,7 +49,7 @@ def not_for_offloaded(original: Any, self: Any) -> None:
     original(self)
 
 
-@HALL.exhibit(
+@known_bug(
     "B036",
     GradientStore,
     "add_reduced",
@@ -76,9 +73,7 @@ def overwrites(original: Any, self: Any, grad_S: Any) -> None:
     original(self, grad_S)
 
 
-@HALL.exhibit(
-    "B114", grad_sync.GradSync, "_built_in", "pytorch PR 125484, PR 126166", "hybrid.schedule", world_sizes=(4,)
-)
+@known_bug("B114", grad_sync.GradSync, "_built_in", "pytorch PR 125484, PR 126166", "hybrid.schedule", world_sizes=(4,))
 def kept_stays_in_replica(original: Any, self: Any, unit: Any, handle: Any, grads: Any) -> None:
     """Micro-batches before the last are not reduced over replicas.
 
@@ -96,7 +91,7 @@ def kept_stays_in_replica(original: Any, self: Any, unit: Any, handle: Any, grad
     handle.grads.add_reduced(out_S)
 
 
-@HALL.exhibit("B164", backward, "_reduce_leftovers", "pytorch issue 69031, PR 124193", "unused.in_accumulation")
+@known_bug("B164", backward, "_reduce_leftovers", "pytorch issue 69031, PR 124193", "unused.in_accumulation")
 def leftovers_stay(_original: Any, *_args: Any) -> None:
     """What only micro-batches without reduction have used is never reduced.
 
@@ -105,7 +100,7 @@ def leftovers_stay(_original: Any, *_args: Any) -> None:
     """
 
 
-@HALL.exhibit("B166", grad_sync.GradSync, "_by_hook", "pytorch PR 43307", "comm_hook.result_is_kept", fuzzed=False)
+@known_bug("B166", grad_sync.GradSync, "_by_hook", "pytorch PR 43307", "comm_hook.result_is_kept", fuzzed=False)
 def result_is_dropped(original: Any, self: Any, unit: Any, handle: Any, grads: Any) -> None:
     """What a communication hook computes is dropped.
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from fsdp_testing.museum.planting import CannotPlant, instead, planting, replaced
+from planting import CannotPlant, instead, planting, replaced
 
 
 class Sample:

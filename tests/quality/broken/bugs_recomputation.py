@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from planting import known_bug
+
 from fsdp_ref import compat
 from fsdp_ref.runtime import backward, forward
 from fsdp_ref.states import UnitState
-from fsdp_testing.museum.exhibit import Hall
-
-HALL = Hall()
 
 
 def _from_a_pass_inside(unit: Any) -> bool:
@@ -17,7 +16,7 @@ def _from_a_pass_inside(unit: Any) -> bool:
     return unit.state is UnitState.BACKWARD and unit.backward_task != task
 
 
-@HALL.exhibit(
+@known_bug(
     "B018",
     forward,
     "tracked_views",
@@ -37,7 +36,7 @@ def expects_forward(original: Any, unit: Any, *args: Any, **kwargs: Any) -> Any:
     return original(unit, *args, **kwargs)
 
 
-@HALL.exhibit(
+@known_bug(
     "B034", backward, "on_gradients", "pytorch PR 87413", "activation_checkpointing.reentrant_inside", fuzzed=False
 )
 def never_arrives(original: Any, unit: Any, grads: Any) -> None:

@@ -5,19 +5,17 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+from planting import Change, instead, known_bug
+
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.originals import Originals
 from fsdp_ref.runtime import backward
 from fsdp_ref.runtime.root import Root
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.states import ReshardReason
-from fsdp_testing.museum.exhibit import Hall
-from fsdp_testing.museum.planting import Change, instead
-
-HALL = Hall()
 
 
-@HALL.exhibit("B040", Originals, "trainable", "pytorch issue 104148, PR 104186", "frozen.thawed_later")
+@known_bug("B040", Originals, "trainable", "pytorch issue 104148, PR 104186", "frozen.thawed_later")
 def decided_once(original: Any, self: Any) -> Any:
     """A unit that was frozen at first never trains.
 
@@ -26,13 +24,17 @@ def decided_once(original: Any, self: Any) -> Any:
     return vars(self).setdefault("_trainable_at_first", original(self))
 
 
-@HALL.exhibit("B048", Root, "watch_saved_tensors", "pytorch issue 173709", "outputs.bypassed", silent=False)
+@known_bug("B048", Root, "watch_saved_tensors", "pytorch issue 173709", "outputs.bypassed", silent=False)
 def unwatched(original: Any, self: Any) -> Any:
     """A loss through what a unit kept finds freed memory.
 
     Backward gathers a unit when a gradient of its output arrives. A loss that uses a tensor the unit kept reaches its
     parameters without one.
     """
+    return _no_watch(original, self)
+
+
+def _no_watch(original: Any, self: Any) -> Any:
     return nullcontext()
 
 
@@ -42,13 +44,13 @@ def thought_watched(original: Any, self: Any) -> bool:
 
 
 UNWATCHED: tuple[Change, ...] = (
-    (Root, "watch_saved_tensors", instead(unwatched)),
+    (Root, "watch_saved_tensors", instead(_no_watch)),
     (Root, "saves_views", instead(thought_watched)),
 )
 """Backward gathers by the hooks on outputs alone."""
 
 
-@HALL.exhibit(
+@known_bug(
     "B075",
     backward,
     "hook_outputs",
@@ -65,7 +67,7 @@ def plain_outputs_only(original: Any, unit: Any, output: Any, inputs: Any) -> An
     return output if hasattr(output, "__dataclass_fields__") else original(unit, output, inputs)
 
 
-@HALL.exhibit("B140", FlatHandle, "start_unshard", "pytorch issue 176076, PR 176225", "sizes.uneven")
+@known_bug("B140", FlatHandle, "start_unshard", "pytorch issue 176076, PR 176225", "sizes.uneven")
 def stale_on_last_rank(original: Any, self: Any) -> Any:
     """The rank with the padded shard gathers the weights of the first step.
 
@@ -88,7 +90,7 @@ def dropped_by_nobody(original: Any, self: Any) -> None:
     """Keep what was gathered before parameters changed."""
 
 
-@HALL.exhibit(
+@known_bug(
     "F001",
     Unit,
     "reshard",

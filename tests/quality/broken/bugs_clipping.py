@@ -8,15 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from planting import known_bug
 
 from fsdp_ref.training import clip
 from fsdp_ref.training.norms import TotalNorm
-from fsdp_testing.museum.exhibit import Hall
-
-HALL = Hall()
 
 
-@HALL.exhibit("B054", clip, "_parts", "pytorch PR 88955", "clipping.norm_2")
+@known_bug("B054", clip, "_parts", "pytorch PR 88955", "clipping.norm_2")
 def replicas_counted(original: Any, root: Any) -> Any:
     """Gradients that every rank holds count once per rank.
 
@@ -27,7 +25,7 @@ def replicas_counted(original: Any, root: Any) -> Any:
     return [part if part.group is not None else dataclasses.replace(part, group=dist.group.WORLD) for part in parts]
 
 
-@HALL.exhibit("B059", clip, "total_norm", "pytorch/torchrec PR 3199, pytorch PR 73405", "clipping.norm_inf")
+@known_bug("B059", clip, "total_norm", "pytorch/torchrec PR 3199, pytorch PR 73405", "clipping.norm_inf")
 def root_of_one(original: Any, parts: Any, norm_type: float, device: torch.device) -> TotalNorm:
     """The infinity norm is combined like a p-norm.
 
@@ -37,7 +35,7 @@ def root_of_one(original: Any, parts: Any, norm_type: float, device: torch.devic
     return dataclasses.replace(norm, value=torch.ones_like(norm.value)) if math.isinf(norm_type) else norm
 
 
-@HALL.exhibit("B147", clip, "_parts", "pytorch issue 170862", "clipping.norm_1 clipping.norm_2 clipping.norm_inf")
+@known_bug("B147", clip, "_parts", "pytorch issue 170862", "clipping.norm_1 clipping.norm_2 clipping.norm_inf")
 def local_only(original: Any, root: Any) -> Any:
     """Each rank clips by the norm of its own shard.
 

@@ -1,4 +1,4 @@
-"""Which models of the field does `plan` know by name? Shapes alone, on the meta device: 405 billion elements take no memory.
+"""Models of the field that `plan` knows by name: shapes alone, on the meta device; 405 billion elements take no memory.
 
 Sizes are those that the models' authors published; names of modules are our own.
 """

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from planting import known_bug
+
 from fsdp_ref.comm.division import DivideFactors
 from fsdp_ref.handle.gradients import GradientStore
 from fsdp_ref.runtime import grad_sync
-from fsdp_testing.museum.exhibit import Hall
-
-HALL = Hall()
 
 
-@HALL.exhibit("B024", grad_sync._Reduction, "then_all_reduce", "pytorch PR 89915", "hybrid.trained", world_sizes=(4,))
+@known_bug("B024", grad_sync._Reduction, "then_all_reduce", "pytorch PR 89915", "hybrid.trained", world_sizes=(4,))
 def no_second_level(original: Any, self: Any, collectives: Any, groups: Any) -> None:
     """Hybrid sharding without the reduction over replicas.
 
@@ -22,7 +21,9 @@ def no_second_level(original: Any, self: Any, collectives: Any, groups: Any) -> 
     original(self, collectives, [])
 
 
-@HALL.exhibit("B025", grad_sync.GradSync, "_built_in", "pytorch issue 154888", "hybrid.degenerate_groups")
+@known_bug(
+    "B025", grad_sync.GradSync, "_built_in", "pytorch issue 154888", "hybrid.degenerate_groups", world_sizes=(2,)
+)
 def alone(original: Any, self: Any, unit: Any, handle: Any, grads: Any) -> None:
     """A shard group of one rank is never reduced over its replicas.
 
@@ -36,7 +37,7 @@ def alone(original: Any, self: Any, unit: Any, handle: Any, grads: Any) -> None:
     handle.grads.add_reduced(local_F.clone())
 
 
-@HALL.exhibit("B029", GradientStore, "add_reduced", "pytorch issue 73784, PR 73535", "offload.without_no_sync")
+@known_bug("B029", GradientStore, "add_reduced", "pytorch issue 73784, PR 73535", "offload.without_no_sync")
 def offloaded_replaces(original: Any, self: Any, grad_S: Any) -> None:
     """With CPU offload a second reduced gradient replaces the first.
 
@@ -49,7 +50,7 @@ def offloaded_replaces(original: Any, self: Any, grad_S: Any) -> None:
     original(self, grad_S)
 
 
-@HALL.exhibit("B113", DivideFactors, "for_world", "pytorch issue 155903, PR 155915", "hybrid.trained", world_sizes=(4,))
+@known_bug("B113", DivideFactors, "for_world", "pytorch issue 155903, PR 155915", "hybrid.trained", world_sizes=(4,))
 def divided_again(original: Any, cls: Any, world_size: int) -> DivideFactors:
     """Gradients over more than one group are divided once too often.
 
@@ -60,7 +61,7 @@ def divided_again(original: Any, cls: Any, world_size: int) -> DivideFactors:
     return DivideFactors(factors.before, factors.after * (2 if world_size > 2 else 1))
 
 
-@HALL.exhibit(
+@known_bug(
     "B124",
     GradientStore,
     "add_local",
@@ -77,7 +78,7 @@ def rescaled(original: Any, self: Any, grads: Any) -> None:
     original(self, grads)
 
 
-@HALL.exhibit("B167", GradientStore, "take_local", "InfiniTrain issue 183", "accumulation.no_sync_then_reduced")
+@known_bug("B167", GradientStore, "take_local", "InfiniTrain issue 183", "accumulation.no_sync_then_reduced")
 def forgets_local(original: Any, self: Any, *grads: Any) -> None:
     """The first micro-batch of an accumulation is lost.
 

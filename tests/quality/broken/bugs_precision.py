@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from planting import known_bug
+
 from fsdp_ref.storage.precision import BufferCaster, Precision
-from fsdp_testing.museum.exhibit import Hall
-
-HALL = Hall()
 
 
-@HALL.exhibit("B003", Precision, "of", "pytorch PR 90660, issue 90657", "mixed_precision.same_dtype", silent=False)
+@known_bug("B003", Precision, "of", "pytorch PR 90660, issue 90657", "mixed_precision.same_dtype", silent=False)
 def same_is_mixed(original: Any, cls: Any, dtype: Any, policy: Any) -> Precision:
     """A param_dtype equal to the parameters' own counts as mixed precision.
 
@@ -24,7 +23,7 @@ def same_is_mixed(original: Any, cls: Any, dtype: Any, policy: Any) -> Precision
     return precision
 
 
-@HALL.exhibit("B004", Precision, "of", "pytorch PR 90660", "mixed_precision.param_bfloat16")
+@known_bug("B004", Precision, "of", "pytorch PR 90660", "mixed_precision.param_bfloat16")
 def reduces_in_full(original: Any, cls: Any, dtype: Any, policy: Any) -> Precision:
     """Gradients are reduced in the wrong dtype when only param_dtype is given.
 
@@ -35,7 +34,7 @@ def reduces_in_full(original: Any, cls: Any, dtype: Any, policy: Any) -> Precisi
     return precision if policy.reduce_dtype is not None else dataclasses.replace(precision, reduce=precision.original)
 
 
-@HALL.exhibit("B064", BufferCaster, "_floating", "pytorch issue 93391", "mixed_precision.buffers")
+@known_bug("B064", BufferCaster, "_floating", "pytorch issue 93391", "mixed_precision.buffers")
 def first_module_only(original: Any, self: Any) -> Any:
     """Only one of several buffers is cast.
 
@@ -44,7 +43,7 @@ def first_module_only(original: Any, self: Any) -> Any:
     return original(self)[:1]
 
 
-@HALL.exhibit("B065", BufferCaster, "lower", "pytorch issue 143900", "mixed_precision.buffers")
+@known_bug("B065", BufferCaster, "lower", "pytorch issue 143900", "mixed_precision.buffers")
 def stays_as_it_is(_original: Any, *_args: Any) -> None:
     """The policy's buffer_dtype is ignored.
 

@@ -1,8 +1,4 @@
-"""How would the reference lay out a model on any number of ranks? Planning only: no process, no collective, no memory.
-
-This is the one door through which the command line reaches `fsdp_ref`'s pure planning, so that `plan` draws what the
-reference does and has no arithmetic of its own.
-"""
+"""Layout of a model on any number of ranks, by the same planning that wrapping uses: no process, no collective, no memory."""
 
 from __future__ import annotations
 
@@ -16,9 +12,9 @@ from torch import nn
 from fsdp_ref.build.ignored import Ignored
 from fsdp_ref.build.plan import PlannedUnit, make_plan
 from fsdp_ref.build.targets import choose_targets
+from fsdp_ref.errors import ConfigError
 from fsdp_ref.layout import FlatLayout, ShardMap
 from fsdp_ref.wrap import CustomPolicy
-from fsdp_testing.errors import InvalidArgument
 
 ALIGNMENT_BYTES = 16
 
@@ -54,12 +50,12 @@ def unit_layouts(
         aligned: Start each parameter at a multiple of 16 bytes, as for original parameters; else pack them.
 
     Raises:
-        InvalidArgument: A pattern that matches no submodule, parameters of several dtypes in one unit.
+        ConfigError: A pattern that matches no submodule, parameters of several dtypes in one unit.
     """
     names = {module: name for name, module in model.named_modules() if name}
     unused = [p for p in units if not any(_is_unit(module, name, [p]) for module, name in names.items())]
     if unused:
-        raise InvalidArgument(
+        raise ConfigError(
             f"--unit: expected FQN patterns or class names of submodules of {type(model).__name__}, got {unused}. "
             f"Names are such as {', '.join(list(names.values())[:8]) or 'none: it has no submodules'}."
         )
@@ -76,7 +72,7 @@ def _is_unit(module: nn.Module, name: str, patterns: Sequence[str]) -> bool:
 def _laid_out(unit: PlannedUnit, world_size: int, *, aligned: bool) -> UnitLayout:
     dtypes = sorted({str(param.param.dtype) for param in unit.params})
     if len(dtypes) > 1:
-        raise InvalidArgument(
+        raise ConfigError(
             f"plan: expected parameters of one dtype in unit {unit.fqn or 'root'!r}, got {', '.join(dtypes)}. "
             "Wrap the modules of different dtypes as units of their own (--unit)."
         )

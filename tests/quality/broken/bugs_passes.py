@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from bugs_unsharded_state import UNWATCHED
+from planting import known_bug
 
 from fsdp_ref.runtime import backward, forward
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.states import ReshardReason, UnitState
-from fsdp_testing.museum.exhibit import Hall
-from fsdp_testing.museum.halls.unsharded_state import UNWATCHED
-
-HALL = Hall()
 
 
-@HALL.exhibit("B013", forward, "_inputs", "pytorch PR 91078", "wrapping.keyword_inputs", silent=False)
+@known_bug("B013", forward, "_inputs", "pytorch PR 91078", "wrapping.keyword_inputs", silent=False)
 def needs_a_positional_input(original: Any, unit: Any, frame: Any, args: Any, kwargs: Any) -> Any:
     """Inner units read their first positional input.
 
@@ -26,7 +24,7 @@ def needs_a_positional_input(original: Any, unit: Any, frame: Any, args: Any, kw
     return original(unit, frame, args, kwargs)
 
 
-@HALL.exhibit("B037", Unit, "reshard", "pytorch issue 83107, issue 83129, PR 80245", "outputs.bypassed")
+@known_bug("B037", Unit, "reshard", "pytorch issue 83107, issue 83129, PR 80245", "outputs.bypassed")
 def unused_stay_gathered(original: Any, self: Any, reason: Any) -> None:
     """A unit that gets no gradient stays gathered through the step.
 
@@ -42,7 +40,7 @@ def unused_stay_gathered(original: Any, self: Any, reason: Any) -> None:
     self.handle.originals.show_sharded()
 
 
-@HALL.exhibit(
+@known_bug(
     "B047",
     backward,
     "hook_outputs",

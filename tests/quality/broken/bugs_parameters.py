@@ -7,20 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from planting import known_bug
 from torch import nn
 
 from fsdp_ref.build import plan, resolve
 from fsdp_ref.checkpoint import model_state
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.originals import Originals
-from fsdp_testing.museum.exhibit import Hall
-
-HALL = Hall()
 
 
-@HALL.exhibit(
-    "B015", model_state, "clean_tensor_name", "pytorch PR 90933", "full_state_dict.other_wrapping", silent=False
-)
+@known_bug("B015", model_state, "clean_tensor_name", "pytorch PR 90933", "full_state_dict.other_wrapping", silent=False)
 def prefix_stays(_original: Any, name: str) -> str:
     """Names in a state dict keep the prefixes of wrappers.
 
@@ -30,7 +26,7 @@ def prefix_stays(_original: Any, name: str) -> str:
     return name
 
 
-@HALL.exhibit(
+@known_bug(
     "B078",
     FlatHandle,
     "set_precision",
@@ -48,7 +44,7 @@ def precision_stays(_original: Any, self: Any, dtype: torch.dtype) -> None:
     self.replace_shard(self.shard_S.to(dtype))
 
 
-@HALL.exhibit("B079", resolve, "check_params", "torch.distributed.fsdp, _flat_param.py", "sizes.zero_dim", silent=False)
+@known_bug("B079", resolve, "check_params", "torch.distributed.fsdp, _flat_param.py", "sizes.zero_dim", silent=False)
 def no_scalars(original: Any, params: Any, fqns: Any, *, use_orig_params: bool) -> Any:
     """Scalar parameters are refused.
 
@@ -62,7 +58,7 @@ def no_scalars(original: Any, params: Any, fqns: Any, *, use_orig_params: bool) 
     return original(params, fqns, use_orig_params=use_orig_params)
 
 
-@HALL.exhibit("B081", Originals, "__init__", "pytorch PR 98912, PR 99448", "shared.within_a_unit")
+@known_bug("B081", Originals, "__init__", "pytorch PR 98912, PR 99448", "shared.within_a_unit")
 def first_place_only(original: Any, self: Any, handle: Any, params: Any) -> None:
     """Only the first place of a tied parameter is sharded.
 
@@ -72,9 +68,7 @@ def first_place_only(original: Any, self: Any, handle: Any, params: Any) -> None
     original(self, handle, [dataclasses.replace(managed, sites=managed.sites[:1]) for managed in params])
 
 
-@HALL.exhibit(
-    "B139", plan, "_walk", "pytorch/torchtitan issue 2817, pytorch PR 176257, PR 179532", "shared.across_units"
-)
+@known_bug("B139", plan, "_walk", "pytorch/torchtitan issue 2817, pytorch PR 176257, PR 179532", "shared.across_units")
 def one_copy_for_each_unit(original: Any, *args: Any) -> Any:
     """A parameter that two units share is untied.
 
@@ -94,7 +88,7 @@ def one_copy_for_each_unit(original: Any, *args: Any) -> Any:
     return walk
 
 
-@HALL.exhibit("B157", model_state, "_after_save", "huggingface/accelerate PR 3898, PR 3921", "full_state_dict.buffers")
+@known_bug("B157", model_state, "_after_save", "huggingface/accelerate PR 3898, PR 3921", "full_state_dict.buffers")
 def buffers_left_empty(original: Any, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Buffers are left out when a model is loaded from a full state dict.
 

@@ -1,4 +1,4 @@
-"""How many random cases does the fuzzer need until it meets an exhibit, and is what it met the exhibit's own bug?"""
+"""How many random cases does the fuzzer need until it meets a planted fault, and is what it met that fault?"""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from every_fault import FAULTS
+from proving import BUGS, unbroken
+
 from fsdp_testing.adapters import registry
 from fsdp_testing.cases.drawing import Scope
 from fsdp_testing.cases.records import Case
 from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.checks.findings.known import KnownFailures, Rule, joined, shipped_known
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.museum.collection import PATHS, exhibits
-from fsdp_testing.museum.exhibit import Exhibit
 from fsdp_testing.ranks.pool import Pool, default_pool
 from fsdp_testing.search.campaign.batch import Watch
 from fsdp_testing.search.campaign.campaign import Campaign, Plan
 from fsdp_testing.search.campaign.lane import Lane
 
 RANDOM_CASES = 500
-"""Within so many random cases an exhibit must be met."""
+"""Within so many random cases a fault must be met."""
 
 _SHRINK_SECONDS = 5.0
 _NO_LEAKS = KnownFailures((Rule("models that stay in memory", "not what is hunted", signatures=(("leaked",),)),))
@@ -48,13 +49,13 @@ class Hunt:
     case: Case | None = None
 
 
-def drawn_exhibits(count: int, seed: int) -> list[Exhibit]:
-    """Choose `count` exhibits at random, equally for equal seeds, out of those that random cases can show.
+def drawn_bugs(count: int, seed: int) -> list[str]:
+    """Choose `count` bugs of the field at random, equally for equal seeds, out of those that random cases can show.
 
     Raises:
         InvalidArgument: There are not so many.
     """
-    able = [exhibit for exhibit in exhibits().values() if exhibit.fuzzed]
+    able = [name for name in BUGS.values() if FAULTS[name].fuzzed]
     if not 1 <= count <= len(able):
         raise InvalidArgument(
             f"exhibits: expected 1 to {len(able)} of them, got {count}. So many can be met by random cases."
@@ -63,21 +64,22 @@ def drawn_exhibits(count: int, seed: int) -> list[Exhibit]:
 
 
 def hunt(
-    exhibit: Exhibit, seed: int, *, limit: int = RANDOM_CASES, seconds: float | None = None, pool: Pool | None = None
+    name: str, seed: int, *, limit: int = RANDOM_CASES, seconds: float | None = None, pool: Pool | None = None
 ) -> Hunt:
-    """Run random cases on the reference with the bug until one fails that passes without it.
+    """Run random cases on the implementation with the fault until one fails that passes without it.
 
     Args:
-        exhibit: The bug.
+        name: The fault's.
         seed: From which all choices follow.
         limit: Random cases at most.
         seconds: Time at most; None for no limit.
         pool: Where worlds come from; the process's own by default.
     """
+    fault = FAULTS[name]
     worlds = pool or default_pool()
     started = time.monotonic()
-    planted = registry.adapter_of(exhibit.target)
-    scope = Scope(planted.capabilities, tuple(dict.fromkeys((*exhibit.world_sizes, 2))))
+    planted = registry.adapter_of(name)
+    scope = Scope(planted.capabilities, tuple(dict.fromkeys((*fault.world_sizes, 2))))
     known = joined([shipped_known(planted.built_on), _NO_LEAKS])
     run, text = 0, ""
     own: list[Discovery] = []
@@ -90,11 +92,11 @@ def hunt(
             tally = Campaign(asked, worlds, lambda _: None, lambda *_: None).run()
             run += tally.run
             met = [found for found in tally.discovered if found.confirmed]
-            own = own_bugs(met, PATHS[exhibit.path], worlds)
+            own = own_bugs(met, unbroken(fault), worlds)
             if not own and (not met or not tally.run):
                 break
-            # What the sound reference fails too is not hunted: the hunt goes on past it.
-            text = "; ".join(f"the sound reference fails this too: {found.sentence()}" for found in met)
+            # What the sound implementation fails too is not hunted: the hunt goes on past it.
+            text = "; ".join(f"the sound implementation fails this too: {found.sentence()}" for found in met)
             for found in met:
                 known = known.with_rule(found.rule())
     return Hunt(
