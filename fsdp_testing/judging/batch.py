@@ -1,0 +1,201 @@
+"""What do the ranks do with a batch of cases? Run them one after the other until one goes wrong."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import DeviceMesh
+
+from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.adapters.protocol import Setup
+from fsdp_testing.base.compat import process_groups
+from fsdp_testing.cases.records import OUTLIVES, Case, CaseRecord, RaisedError, RankObservation, WorldSpec
+from fsdp_testing.judging import record_stream
+from fsdp_testing.oracle.accounts import AccountedProgram, program_for
+from fsdp_testing.oracle.fitting import fitted
+from fsdp_testing.oracle.rank_jobs import survivors
+from fsdp_testing.oracle.setup import mesh_of_two_axes, setup_of
+from fsdp_testing.ranks.ledger.interception import listen
+from fsdp_testing.ranks.ledger.recorder import Call, GroupIdentity
+from fsdp_testing.ranks.pool import Failed
+from fsdp_testing.ranks.pool.world import World, current_world
+
+_MESHES: dict[WorldSpec, DeviceMesh | None] = {}
+"""Meshes of two axes of this world: making one creates process groups, which costs more than a case."""
+_GROUPS: dict[tuple[int, ...], Any] = {}
+"""Groups of some of its ranks."""
+LASTING = frozenset({"process group", "open file", "thread"})
+"""Kinds of state that a batch leaves changed: the groups of `_MESHES` and `_GROUPS`, with their connections and threads."""
+
+_PATIENCE_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What is observed besides the numbers.
+
+    Attributes:
+        operations: Take a snapshot after every operation, so that the first one that diverges is known.
+        models: Whether models outlive their case.
+    """
+
+    operations: bool = False
+    models: bool = False
+
+
+def run_batch(adapter: Adapter, cases: Sequence[Case], directory: str, watch: Watch) -> int | Failed:
+    """Run cases through an implementation, up to the first one that leaves the ranks in different places.
+
+    An exception that every rank raised in the same operation ends its case only.
+
+    Args:
+        adapter: The implementation.
+        cases: For this size of world.
+        directory: Where the observations go.
+        watch: What is observed besides.
+
+    Returns:
+        How many cases were begun; a `Failed` if the ranks cannot go on together after the last one.
+
+    Collectives: those of the implementation; every rank of the world runs the same call.
+    """
+    world = current_world()
+    cases = [fitted(case, adapter) for case in cases]
+    models: list[tuple[int, weakref.ref[nn.Module]]] = []
+    with record_stream.path_of(directory, world.rank).open("ab") as file, _garbage_kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as for every program that is judged: whatever filters the caller has
+        for index, case in enumerate(cases):
+            record, model = _run(adapter, case, world, index, watch, directory)
+            models.append((index, model))
+            record_stream.append(file, record)
+            error = record.observation.error
+            if record.leaks or (error is not None and not everyone_raised(directory, world, index, error)):
+                return Failed(index + 1)
+        left = survivors(models)
+        for index in left if watch.models else ():
+            record_stream.append(file, CaseRecord(index, RankObservation(world.rank), leaks=(OUTLIVES,)))
+    return len(cases)
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Put collection off during a batch: it would go through all that torch keeps, again and again, at random places."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def everyone_raised(directory: str, world: World, index: int, mine: RaisedError) -> bool:
+    """Return whether every other rank raised the same kind of exception in the same operation; wait a moment for them.
+
+    Asked through the files, since the ranks may no longer agree about their next collective. The answer only decides
+    whether these ranks go on: the judge reads what every rank reported, within the pool's grace period too.
+    """
+    limit = time.monotonic() + _PATIENCE_SECONDS
+    missing = set(range(world.size)) - {world.rank}
+    while missing and time.monotonic() < limit:
+        for rank in sorted(missing):
+            reported = [r for r in record_stream.read(directory, rank) if r.index == index]
+            if reported:
+                error = reported[0].observation.error
+                if error is None or (error.index, error.type_name) != (mine.index, mine.type_name):
+                    return False
+                missing.discard(rank)
+        if missing:
+            time.sleep(0.001)
+    return not missing
+
+
+def _run(
+    adapter: Adapter, case: Case, world: World, index: int, watch: Watch, directory: str
+) -> tuple[CaseRecord, weakref.ref[nn.Module]]:
+    _mesh(world, case.world)  # before what is there is noted: its groups stay for the cases that follow
+    for ranks in (ranks for operation in case.program for ranks in operation.groups(world.size)):
+        _group(ranks)
+    before = _fingerprint()
+    program = program_for(case, adapter, world.rank, partial(setup_on, world))
+    program.make_group, program.files = _group, Path(directory)
+    accounted = program if isinstance(program, AccountedProgram) else None
+    issued = _Issued(accounted)
+    with listen(issued):
+        observation = program.run(observe_all=watch.operations or case.mixed_precision is not None)
+        adapter.finish(program.model)
+    changed = ((name, was, now) for (name, was), now in zip(before.items(), _fingerprint().values()) if was != now)
+    leaks = tuple(f"{name}: {was} before, {now} after" for name, was, now in changed)
+    accounts = None if accounted is None else tuple(accounted.accounts)
+    record = CaseRecord(index, observation, issued.summary(), leaks, accounts, issued.groups)
+    return record, weakref.ref(program.model)
+
+
+class _Issued:
+    """Counts the collectives of one case and keeps a digest of what they were, group by group.
+
+    Attributes:
+        groups: Members of each group that was used, by its key.
+    """
+
+    def __init__(self, accounted: AccountedProgram | None = None) -> None:
+        self._texts: dict[int, list[str]] = {}
+        self._accounted = accounted
+        self.groups: dict[int, tuple[int, ...]] = {}
+
+    def __call__(self, group: GroupIdentity, call: Call, _site: str) -> None:
+        self._texts.setdefault(group.key, []).append(call.text)
+        self.groups[group.key] = group.members
+        if self._accounted is not None:
+            self._accounted.collective(group, call)
+
+    def summary(self) -> dict[int, tuple[int, int]]:
+        """Return number and digest by group key."""
+        hashes = {k: hashlib.blake2b("|".join(texts).encode(), digest_size=8) for k, texts in self._texts.items()}
+        return {key: (len(texts), int.from_bytes(hashes[key].digest(), "little")) for key, texts in self._texts.items()}
+
+
+def setup_on(world: World, case: Case, module: nn.Module) -> Setup:
+    """Translate `case` for this rank; a mesh of two axes is made once for each world and shape.
+
+    Collectives: those of making a mesh; every rank calls.
+    """
+    return setup_of(case, module, world.rank, world.device, world.group, _mesh(world, case.world))
+
+
+def _mesh(world: World, asked: WorldSpec) -> DeviceMesh:
+    if asked not in _MESHES:
+        _MESHES[asked] = mesh_of_two_axes(asked, world.device)
+    return _MESHES[asked] or world.mesh
+
+
+def _group(ranks: tuple[int, ...]) -> Any:
+    if ranks not in _GROUPS:
+        _GROUPS[ranks] = dist.new_group(ranks)
+    return _GROUPS[ranks]
+
+
+def _fingerprint() -> dict[str, object]:
+    """Return the state of this process that no case may change; cheap enough to read after every one."""
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "torch threads": torch.get_num_threads(),
+        "Python threads": threading.active_count(),
+        "process groups": len(list(process_groups())),
+    }
