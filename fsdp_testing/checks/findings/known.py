@@ -8,8 +8,9 @@ again: a rule whose example passes is dropped.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ class Rule:
     Attributes:
         name: Unique in its file.
         reason: What goes wrong, in one sentence.
-        link: Where it is reported or documented.
+        page: File or address where it is written up.
         signatures: What it looks like, in each way that it was seen: kind, quantity (of an exception its beginning),
             operation, and what one process would have to do to give its wrong numbers, as a pattern (fnmatch) of a part of
             that sentence; what is not given may be anything. A campaign asks the cause of the first failures that it knows
@@ -73,13 +74,15 @@ class Rule:
             without them, for what it may have hidden. Empty where no such operation is known.
         instead: What of the case is other in that run, by field, where no operation brings the failure about:
             `{"world": {"mesh": [1, 2]}}` leaves the size of the world as it is.
+        issue: Where it is reported.
+        link: What files of earlier versions say instead of `page` and `issue`; empty once a file is read.
         example: A case that fails because of it, to notice when it no longer does.
         unlike: The case nearest to it that was seen to pass: the rule may not ask for less than what it lacks.
     """
 
     name: str
     reason: str
-    link: str = ""
+    page: str = ""
     signatures: tuple[tuple[str, ...], ...] = ()
     operations: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
@@ -87,8 +90,15 @@ class Rule:
     units: str = ""
     without: str = ""
     instead: Mapping[str, Any] = field(default_factory=dict)
+    issue: str = ""
+    link: str = ""
     example: Any = None
     unlike: Any = None
+
+    @property
+    def places(self) -> str:
+        """Return where it is written up and reported."""
+        return ", ".join(filter(None, (self.page, self.issue)))
 
     @property
     def ends_ranks(self) -> bool:
@@ -297,7 +307,15 @@ def read_known(text: str, where: str) -> KnownFailures:
         )
     for rule in known.rules:
         rule.check(where)
-    return known
+    return KnownFailures(tuple(map(_with_places, known.rules)))
+
+
+def _with_places(rule: Rule) -> Rule:
+    """Put the link of an earlier version where it belongs."""
+    if not rule.link:
+        return rule
+    reported = re.search(r"/(issues|pull)/\d+", rule.link) is not None
+    return replace(rule, link="", **{"issue" if reported else "page": rule.link})
 
 
 def shipped_known(name: str) -> KnownFailures:

@@ -137,7 +137,7 @@ class CauseFinder:
 
 
 def _known_as(cause: CellCause, rule: Rule) -> CellCause:
-    return replace(cause, known=rule.name, link=rule.link)
+    return replace(cause, known=rule.name, link=rule.places)
 
 
 def _key(discovery: Discovery) -> Hashable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from fuzz_cases import LINEAR, case, micro
@@ -24,6 +25,7 @@ from fsdp_testing.cases.records import (
     Overrun,
     Reload,
     Step,
+    WrappingPlan,
     ZeroGrad,
 )
 from fsdp_testing.checks.findings.known import (
@@ -42,7 +44,7 @@ from fsdp_testing.search.certificate.axes import Cell
 from fsdp_testing.search.certificate.cases import case_of
 
 OFF = Signature(FailureKind.DIVERGED, "output", "forward")
-STALE = Rule("stale", "why", "link", (tuple(OFF),), ("forward[*", "step"), ("forward_backward*",), without="forward[*")
+STALE = Rule("stale", "why", "page", (tuple(OFF),), ("forward[*", "step"), ("forward_backward*",), without="forward[*")
 WRONG_NUMBERS = {FailureKind.DIVERGED, FailureKind.DISAGREED, FailureKind.MISSING}
 EVAL = Forward(Batch(1), "eval")
 LOCAL = ForwardBackward(Batch(1), no_sync=True)
@@ -181,6 +183,38 @@ def test_full_parameters_that_stay_are_known_by_who_gathered_them():
 
     assert known_by(before=False) is None
     assert getattr(known_by(before=True), "name", "") == "unused-unit-stays-gathered"
+
+
+def test_a_rule_of_some_units_knows_what_fails_in_them_alone():
+    rule = Rule("one", "why", signatures=(("diverged", "gradient"),), units="one_element")
+    wrong = Signature(FailureKind.DIVERGED, "gradient", "forward_backward")
+    single = {"kind": "scale", "shape": "one", "name": "s"}
+    met = case(micro(1), nodes=(LINEAR, single), wrapping=WrappingPlan(units=("s",)))
+    rules = KnownFailures((rule,))
+    assert rules.recognize(wrong, met, units=("s",)) is rule
+    assert rules.recognize(wrong, met, units=("",)) is None
+    assert rules.recognize(wrong, met, units=("s", "")) is None
+    assert rules.recognize(wrong, met) is rule, "where it failed is not known"
+    assert read_known(rules.to_json(), "here") == rules
+    with pytest.raises(InvalidRecord, match="expected one of optional, one_element, got 'any'"):
+        read_known(rules.to_json().replace('"one_element"', '"any"'), "here")
+
+
+@pytest.mark.parametrize(
+    ("link", "page", "issue"),
+    [("https://x.org/a/issues/3", "", "https://x.org/a/issues/3"), ("docs/findings/a.md", "docs/findings/a.md", "")],
+)
+def test_a_link_of_an_earlier_version_is_a_page_or_an_issue(link: str, page: str, issue: str):
+    text = KnownFailures((STALE,)).to_json().replace('"page": "page"', f'"link": "{link}"')
+    (rule,) = read_known(text, "here").rules
+    assert (rule.page, rule.issue, rule.link, rule.places) == (page, issue, "", link)
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(SHIPPED.glob("*.json"))])
+def test_pages_of_shipped_rules_are_there(name: str):
+    pages = [rule.page for rule in shipped_known(name).rules if rule.page.startswith("docs/")]
+    assert [page for page in pages if not (Path(__file__).parents[4] / page).is_file()] == []
+    assert "link" not in (SHIPPED / f"{name}.json").read_text(encoding="utf-8")
 
 
 def test_features_alone_know_nothing():
