@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fsdp_ref.layout import FlatLayout, ParamSpec, ShardMap
-from fsdp_ref.layout.inclusive_view import ABSENT, ShardParamInfo, infos_between, shard_metadata, shard_param_infos
+from fsdp_ref.torch_names.inclusive_view import ABSENT, ShardParamInfo, infos_between, shard_metadata, shard_param_infos
 
 
 def layout(*numels, **options):

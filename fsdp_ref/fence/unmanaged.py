@@ -11,19 +11,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from fsdp_ref.annotations import is_replicated, unit_of, units_under
 from fsdp_ref.errors import FsdpRuntimeError, explain, listing
 from fsdp_ref.handle.originals import Shown
 from fsdp_ref.naming import FLAT_PARAM, clean_tensor_name, join_fqn
+from fsdp_ref.runtime.guards import Guard
 from fsdp_ref.runtime.unit import Unit
 
 if TYPE_CHECKING:
     from fsdp_ref.runtime.root import Root
 
 
-class TreeWatch:
+class TreeWatch(Guard):
     """Looks at the modules of one tree before forwards; while they stay the same that is two comparisons of lists.
 
     Args:
@@ -31,19 +33,21 @@ class TreeWatch:
     """
 
     def __init__(self, root: Root) -> None:
-        self._root = root
+        super().__init__(root)
         self._modules: list[nn.Module] = []
         self._children: list[dict[str, nn.Module | None]] | None = None
         self._names: list[list[str]] = []
         self._frozen: list[tuple[nn.Module, str]] = []
 
-    def refuse_changes(self) -> None:
+    def forward_begins(self) -> None:
         """Check that units manage what is trained; each rank finds out by itself.
 
         Raises:
             FsdpRuntimeError: There are trainable parameters that no unit manages or ignores, or units that came after the
                 first forward; all are named.
         """
+        if not torch.is_grad_enabled():
+            return
         modules = self._modules
         if (
             [module._modules for module in modules] == self._children
@@ -51,9 +55,9 @@ class TreeWatch:
             and not any(_trainable(module, name) for module, name in self._frozen)
         ):
             return
-        holder, units = self._root.unit.holder, self._root.units
+        holder, units = self.root.unit.holder, self.root.units
         found = list(_ours(holder))
-        late = {unit: clean_tensor_name(path) for path, _, unit in units_under(holder) if unit not in self._root.index}
+        late = {unit: clean_tensor_name(path) for path, _, unit in units_under(holder) if unit not in self.root.index}
         places = {place for unit in (*units, *late) for place in _places(unit)}
         ignored = {param for unit in units if unit.ignored for param in unit.ignored.params}
         outside = [
@@ -73,7 +77,7 @@ class TreeWatch:
     def _refuse(self, trained: list[str], late: list[str], present: set[nn.Module]) -> None:
         gone = [
             join_fqn(unit.name, managed.fqn)
-            for unit in self._root.units
+            for unit in self.root.units
             for managed in (() if unit.handle is None else unit.handle.originals.managed)
             if all(site.module not in present for site in managed.sites)
         ]
@@ -82,7 +86,7 @@ class TreeWatch:
         problems += [f"managed parameters that are no longer in the model: {listing(gone)}"] if gone else []
         raise FsdpRuntimeError(
             explain(
-                f"forward of {self._root.unit!r}",
+                f"forward of {self.root.unit!r}",
                 expected="the modules that were there when it was sharded, each trainable parameter managed by a unit",
                 got="; ".join(problems),
                 remedy="Replace or add modules and parameters before sharding (nobody gathers later ones or averages "

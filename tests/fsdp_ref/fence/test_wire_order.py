@@ -14,9 +14,9 @@ from fsdp_ref.annotations import unit_of
 from fsdp_ref.comm.streams import Streams
 from fsdp_ref.env import Switches
 from fsdp_ref.errors import ExecutionOrderError
+from fsdp_ref.fence.wire_order import _KEPT, GATHER, REDUCE, RankComparison, WireOrder
 from fsdp_ref.runtime.execution_order import ExecutionOrder
 from fsdp_ref.runtime.root import lazy_init
-from fsdp_ref.runtime.wire_order import _KEPT, GATHER, REDUCE, WireOrder
 from fsdp_ref.wrap import ModuleWrapPolicy
 
 
@@ -35,6 +35,10 @@ class Experts(nn.Module):
 
 
 EXPERTS = {"model": Experts, "policy": ModuleWrapPolicy({nn.Linear})}
+
+
+def comparison(root) -> RankComparison:
+    return next(guard for guard in root.guards.members if isinstance(guard, RankComparison))
 
 
 def run(world, model, orders, x=None):
@@ -120,7 +124,7 @@ def test_after_a_mismatch_no_rank_keeps_a_gradient(world, trial, strategy):
 def test_where_the_host_reads_later_no_step_goes_unnoticed(world, trial, strategy, look):
     """As on an accelerator: gradients of such a pass are NaN at once, the error comes with the next forward or summon."""
     t = trial("orig", strategy, **EXPERTS)
-    lazy_init(unit_of(t.model)).reads_late = True
+    comparison(lazy_init(unit_of(t.model))).reads_late = True
     run(world, t.model, ((0, 1), (0, 2))).backward()
     grads = [p.grad for p in t.model.parameters() if p.grad is not None and p.grad.numel()]
     assert grads
@@ -153,7 +157,7 @@ def test_evaluations_take_no_memory(world, trial):
     for _ in range(3):
         with torch.no_grad():
             t.loss(t.inputs(0))
-    notes = t.model._unit.root.wire_order.notes
+    notes = comparison(t.model._unit.root).wire_order.notes
     assert len(notes) == 12
     assert notes.maxlen == _KEPT
 

@@ -1,4 +1,4 @@
-"""Who asks an optimizer for its own state: somebody who knows that it is this rank's pieces, or torch's functions that do not?
+"""Refuses torch's checkpoint functions the own state of an optimizer of sharded parameters.
 
 ``torch.distributed.checkpoint.state_dict`` recognises torch's own sharded classes, and takes the state of any other model's
 optimizer for whole values: saved that way, it is one rank's pieces under the names of whole parameters. Its functions are
@@ -9,7 +9,7 @@ step themselves where there is no state yet.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
 import torch
@@ -20,13 +20,20 @@ from fsdp_ref.compat import calls_of
 from fsdp_ref.errors import UnsupportedError, explain
 from fsdp_ref.storage.views import is_held_by_us
 
+if TYPE_CHECKING:
+    from fsdp_ref.runtime.unit import Unit
+
 _TORCH: Final = "torch.distributed.checkpoint.state_dict"
 _known: Final[WeakSet[Optimizer]] = WeakSet()
 
 
-@cache
-def watch_optimizers() -> None:
+def watch_optimizers(_: Unit) -> None:
     """From now on notice optimizers of sharded parameters when they step."""
+    _watch_once()
+
+
+@cache
+def _watch_once() -> None:
     register_optimizer_step_pre_hook(guard)
 
 

@@ -1,10 +1,13 @@
-"""Do all ranks communicate for the same units, in the same order, and change the same parameters in forward?
+"""Compares ranks after each backward: did they communicate for the same units, in the same order, and edit alike in forward?
 
 Collectives pair by their order alone. Ranks that run different units of equal size gather each other's parameters and add
 up each other's gradients, and nothing fails. Each rank therefore notes for whom it communicates. When the last reduction of
 a backward pass is under way, a fingerprint of the notes follows it: 16 bytes over each group. Gathers are compared within
 the shard group, which they travel over: replicas may evaluate alone. Reductions, and what a forward changed of its own
-parameters (see ``forward_edits``), are compared over both groups, and what a shard group knows its replicas hear.
+parameters (see ``runtime.forward_edits``), are compared over both groups, and what a shard group knows its replicas hear.
+
+An edit by way of ``.data`` raises no counter: the part of the buffer that this rank owns is compared with its shard, on the
+device, and a difference is told with the same fingerprint.
 
 Nothing here reads a value before :meth:`WireOrder.finish`, so that no host waits for its device.
 """
@@ -23,19 +26,24 @@ from torch import Tensor
 
 from fsdp_ref.comm.collectives import SILENT, Pending, collectives_for, gather_objects
 from fsdp_ref.errors import ExecutionOrderError, ParametersChangedError, listing
+from fsdp_ref.runtime.execution_order import ExecutionOrder
+from fsdp_ref.runtime.guards import Guard, Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fsdp_ref.comm.streams import Later, Streams
+    from fsdp_ref.handle.flat_handle import FlatHandle
+    from fsdp_ref.runtime.root import Root
     from fsdp_ref.runtime.unit import Unit
 
-GATHER: Final = 0
-REDUCE: Final = 1
+GATHER: Final = Traffic.GATHER
+REDUCE: Final = Traffic.REDUCE
 EDIT: Final = 2
 _KINDS: Final = ("gathers the parameters", "reduces the gradients", "changes parameters in forward")
 _KEPT: Final = 1 << 14
 """As many notes are compared: more than one step makes, and evaluations that no backward follows take no memory."""
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _ALARM: Final = 0x5BD1E995
 """Added to the fingerprint of a rank that knows of a problem: others of its group then differ from it."""
 
@@ -267,3 +275,117 @@ def _first_difference(per_rank: Sequence[Sequence[str]], ranks: Sequence[int]) -
     place, rank = min(places)
     did = [each[place] if place < len(each) else "does nothing more" for each in (first, per_rank[rank])]
     return f"rank {ranks[0]} {did[0]} where rank {ranks[rank]} {did[1]} (collective {place} since the last backward)"
+
+
+class RankComparison(Guard):
+    """Refuses gradients of ranks that did different things.
+
+    On CPU the end of backward raises. An accelerator has yet to compute whether ranks differ, and the host would stop for it:
+    there gradients of such a pass become NaN on the device, and the next forward or summon raises, so that no step with them
+    goes unnoticed. It waits for the copy that begins here, hence for this backward, and not for the optimizer's step.
+
+    Args:
+        root: the tree.
+
+    Attributes:
+        wire_order: what this rank sent since ranks were last compared.
+        reads_late: the host learns at the next forward only whether ranks did the same.
+    """
+
+    def __init__(self, root: Root) -> None:
+        super().__init__(root)
+        self.wire_order = WireOrder(root.units)
+        self.reads_late = root.unit.config.device.type != "cpu" and not root.offloads
+
+    def sends(self, unit: Unit, traffic: Traffic) -> None:
+        """Note it."""
+        self.wire_order.notes.append((unit, traffic))
+
+    def edits_kept(self, unit: Unit, edited: Sequence[int]) -> None:
+        """Note a fingerprint of the edited parameters, as full as all ranks have them."""
+        handle = unit.handle
+        assert handle is not None  # only units with parameters are edited
+        views = handle.compute_views()
+        mark = torch.zeros((), dtype=torch.int64, device=views[0].device)
+        for index in edited:
+            mark = mark * 31 + _fingerprint(views[index]) * (2 * index + 1)
+        self.wire_order.notes.append((unit, EDIT))
+        known = self.wire_order.marks.get(unit)
+        self.wire_order.marks[unit] = mark if known is None else known * 31 + mark
+
+    def unit_ends(self, unit: Unit) -> None:
+        """Note whether its parameters were changed in a way that cannot be kept."""
+        handle = unit.handle
+        # Offloaded shards would have to be fetched: there only what raises a counter is noticed.
+        if handle is None or not handle.needs_buffer or handle.shard_S.device != handle.config.device:
+            return
+        differs = _differs(handle)
+        known = self.wire_order.data_edits.get(unit)
+        self.wire_order.data_edits[unit] = differs if known is None else known.logical_or_(differs)
+
+    def reductions_issued(self) -> None:
+        """Send the first fingerprint behind them."""
+        self.wire_order.start(self.root.unit.config.device)
+
+    def gradients_ready(self) -> None:
+        """Compare, or begin to where the host must not wait.
+
+        Raises:
+            ExecutionOrderError, ParametersChangedError: See :meth:`tree_used`.
+        """
+        problem = self.wire_order.settle(self.root.streams)
+        if not self.reads_late:
+            self.tree_used()
+        elif problem is not None:
+            for unit in self.root.in_pass:
+                if unit.handle is not None:
+                    unit.handle.grads.spoil(problem)
+
+    def tree_used(self) -> None:
+        """Read what was compared at the end of backward passes.
+
+        Raises:
+            ExecutionOrderError: ranks communicated for different units; on every rank of the groups concerned.
+            ParametersChangedError: forward changed parameters in a way that cannot be kept.
+
+        Collectives:
+            One object gather over each group in which ranks differ, which all of its ranks know by then.
+        """
+        mismatch = self.wire_order.finish()
+        if mismatch is None:
+            return
+        # Ranks recorded different orders, and would gather ahead what others do not.
+        self.root.order = ExecutionOrder()
+        # Not only those of this rank's pass: a parameter must not have a gradient on some of its ranks only.
+        for unit in mismatch.units:
+            if unit.handle is not None:
+                unit.handle.grads.forget()
+        for unit in {**self.root.in_pass, **dict.fromkeys(mismatch.units)}:
+            if unit.handle is not None:
+                unit.handle.grads.publish()
+        raise mismatch.error
+
+    def backward_failed(self) -> None:
+        """Forget what was sent."""
+        self.wire_order.abandon()
+
+
+def _bits(flat: Tensor) -> Tensor:
+    return flat.view(_INTEGERS.get(flat.element_size(), torch.int64))
+
+
+def _fingerprint(view: Tensor) -> Tensor:
+    """Return a number that depends on all bits of a tensor and on their places, on its device."""
+    if not view.numel():
+        return torch.zeros((), dtype=torch.int64, device=view.device)
+    rows = _bits(view.contiguous().reshape(-1)).reshape(view.shape[0] if view.dim() else 1, -1)
+    sums = rows.sum(1, dtype=torch.int64), rows.sum(0, dtype=torch.int64)
+    odd = [torch.arange(1, 2 * len(each), 2, device=view.device) for each in sums]
+    return (sums[0] * odd[0]).sum() * 31 + (sums[1] * odd[1]).sum()
+
+
+def _differs(handle: FlatHandle) -> Tensor:
+    """Return whether the part of the full buffer that this rank owns is another than its shard, bit by bit."""
+    span = handle.shard_map.shard_span(handle.shard_rank)
+    mine = handle.shard_S[: span.numel].to(handle.compute_dtype)
+    return _bits(handle.full_F()[span.as_slice()]).ne(_bits(mine)).any()

@@ -22,6 +22,7 @@ from fsdp_ref.config import (
 )
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.states import TrainingState
+from fsdp_ref.torch_names import older_optim_state
 
 
 def _setting(read: Callable[[Any], Any], doc: str) -> Any:
@@ -75,9 +76,9 @@ class UnitAttributes:
     state_dict_type = staticmethod(settings.state_dict_type)
     optim_state_dict = staticmethod(optim_state.optim_state_dict)
     optim_state_dict_to_load = staticmethod(optim_state.optim_state_dict_to_load)
-    full_optim_state_dict = staticmethod(optim_state.full_optim_state_dict)
-    sharded_optim_state_dict = staticmethod(optim_state.sharded_optim_state_dict)
-    shard_full_optim_state_dict = staticmethod(optim_state.shard_full_optim_state_dict)
-    flatten_sharded_optim_state_dict = staticmethod(optim_state.flatten_sharded_optim_state_dict)
-    scatter_full_optim_state_dict = staticmethod(optim_state.scatter_full_optim_state_dict)
-    rekey_optim_state_dict = staticmethod(optim_state.rekey_optim_state_dict)
+    full_optim_state_dict = staticmethod(older_optim_state.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(older_optim_state.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(older_optim_state.shard_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(older_optim_state.flatten_sharded_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(older_optim_state.scatter_full_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(older_optim_state.rekey_optim_state_dict)
