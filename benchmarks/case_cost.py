@@ -19,18 +19,18 @@ from pathlib import Path
 from fsdp_testing.adapters import registry
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices
-from fsdp_testing.cases.records import Case
+from fsdp_testing.cases.records import Case, Verdict
 from fsdp_testing.judging import batch_judge, record_stream
+from fsdp_testing.judging.batch import LASTING, Watch, _group, run_batch, setup_on
 from fsdp_testing.judging.batch_judge import comparison_for, judge_batch
+from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.oracle.accounts import AccountedProgram, program_for
 from fsdp_testing.oracle.execute import RankProgram
 from fsdp_testing.oracle.fitting import fitted
 from fsdp_testing.ranks.ledger import interception
 from fsdp_testing.ranks.pool import Pool
 from fsdp_testing.ranks.pool.world import current_world
-from fsdp_testing.search.campaign.batch import LASTING, Watch, _group, run_batch, setup_on
 from fsdp_testing.search.campaign.case_queue import BATCH
-from fsdp_testing.search.campaign.lane import Lane
 
 SIZE = 2
 RANK_PARTS = ("bare", "ledger and accounts", "late results, garbage", "snapshots", "leaks, files")
@@ -108,9 +108,9 @@ def passing(adapter: Adapter, count: int, pool: Pool) -> list[Case]:
     """Return about so many drawn cases that the implementation passes, so that all parts run all of them to the end."""
     drawer = CaseDrawer(Scope(adapter.capabilities, world_sizes=(SIZE,)))
     drawn = [drawer.draw(SeededChoices(number)) for number in range(count)]
-    lane = Lane(pool, adapter)
-    results = [result for batch in _in_batches(drawn) for result in lane.run(batch)]
-    return [one.case for one in results if one.note.status == "passed"]
+    runner = CaseRunner(pool)
+    results = [judged for batch in _in_batches(drawn) for judged in runner.judge_batch(adapter, batch)]
+    return [judged.case for judged in results if judged.verdict is Verdict.PASS]
 
 
 def measure(name: str, count: int, repeats: int) -> dict[str, float]:

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 __all__ = [
     "BatchNormBase",
     "RunningCall",
+    "accumulator",
     "after_optimizer_steps",
     "all_gather_flat",
     "apply_function",
@@ -32,6 +33,7 @@ __all__ = [
     "in_backward",
     "labelled",
     "method_called_on",
+    "pass_reaches",
     "queue_backward_callback",
     "reduce_scatter_flat",
     "saved_tensor_hooks",
@@ -65,6 +67,21 @@ def graph_task_id() -> int:
 def in_backward() -> bool:
     """Return whether this code runs inside a backward pass of this thread."""
     return graph_task_id() != -1
+
+
+def accumulator(leaf: torch.Tensor) -> Any:
+    """Return the node that adds to the gradient of ``leaf``."""
+    return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+def pass_reaches(node: Any) -> bool:
+    """Return whether the backward pass that runs now executes ``node``.
+
+    Raises:
+        RuntimeError: the node is of a leaf whose gradient ``torch.autograd.grad`` returns.
+    """
+    reaches: Callable[[Any], bool] = getattr(torch._C, "_will_engine_execute_node")  # noqa: B009 - not in the stubs
+    return reaches(node)
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

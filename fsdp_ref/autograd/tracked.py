@@ -5,6 +5,9 @@ backward exactly once all gradients of the unit's parameters are complete: autog
 order of their making, and this node is made before the unit's own operations. That is the "post-backward" moment; no
 hook on an accumulator is needed, and unused parameters arrive as None.
 
+[Note: chosen parameters] Users name the tensors that they hold in ``backward(inputs=...)``, and autograd runs only what
+leads to these. The node therefore has them as inputs, and gives them no gradient: the runtime does, once it is reduced.
+
 [Note: saved parameters] Autograd saves views of full parameters for backward, and FSDP frees them in between. While a
 root runs forward, saved tensors are therefore packed: a view of a unit's buffer becomes a note of where it lies
 (:class:`SavedView`) and is made anew when backward asks for it, gathering the parameters if they are gone. Backward may
@@ -39,8 +42,16 @@ class TrackedParams(torch.autograd.Function):
     """Views of a unit's full parameters, tracked by autograd."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, unit: Unit, on_gradients: OnGradients) -> tuple[Tensor, ...]:
-        """Return one view per original; ``anchor`` is a tensor that requires grad and makes autograd keep the node."""
+    def forward(ctx: Any, anchor: Tensor, unit: Unit, on_gradients: OnGradients, *held: Tensor) -> tuple[Tensor, ...]:
+        """Return one view per original.
+
+        Args:
+            ctx: autograd's node.
+            anchor: a tensor that requires grad and makes autograd keep the node.
+            unit: whose parameters.
+            on_gradients: what is called with the complete gradients.
+            held: what users hold of them (see [Note: chosen parameters]).
+        """
         handle = unit.handle
         assert handle is not None  # only units with parameters are tracked
         ctx.set_materialize_grads(False)
@@ -53,7 +64,7 @@ class TrackedParams(torch.autograd.Function):
         return views
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         """Hand the complete gradients to the runtime."""
         unit = ctx.tie.unit()
         if torch.is_grad_enabled():
@@ -61,8 +72,29 @@ class TrackedParams(torch.autograd.Function):
                 "FSDP does not support gradients of gradients: expected backward without create_graph=True for the "
                 f"parameters of {unit.name or 'the root'!r}. Use create_graph only for gradients of inputs."
             )
-        ctx.on_gradients(unit, grads)
-        return None, None, None
+        ctx.on_gradients(unit, _chosen(ctx, unit, grads))
+        return (None,) * len(ctx.needs_input_grad)
+
+
+def _chosen(ctx: Any, unit: Unit, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Return the gradients, of the chosen parameters alone in ``backward(inputs=...)`` (see [Note: chosen parameters]).
+
+    Raises:
+        FsdpRuntimeError: the pass is one of ``torch.autograd.grad`` for such a parameter.
+    """
+    if unit.root is None or compat.pass_reaches(unit.root.anchor_node):
+        return grads  # nobody can choose the anchor: whatever leads to leaves runs
+    _, *held = ctx.next_functions
+    try:
+        chosen = [node is not None and compat.pass_reaches(node) for node, _ in held]
+    except RuntimeError as error:
+        raise FsdpRuntimeError(
+            f"torch.autograd.grad for parameters of {unit.name or 'the root'!r}: expected backward, which reduces "
+            "gradients over ranks into .grad, got a pass that returns them. Call backward(inputs=parameters)."
+        ) from error
+    if len(chosen) < len(grads):
+        return grads  # one flat parameter
+    return tuple(grad if wanted else None for grad, wanted in zip(grads, chosen))
 
 
 class _Values:

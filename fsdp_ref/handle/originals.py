@@ -61,12 +61,14 @@ class OutsideGradient:
         param.requires_grad_(True).register_hook(cls(name))
         param.requires_grad_(wanted)
 
-    def __call__(self, grad: Tensor) -> None:
-        """Refuse.
+    def __call__(self, grad: Tensor | None) -> None:
+        """Refuse a gradient; a backward that only passes by brings none.
 
         Raises:
-            FsdpRuntimeError: Always.
+            FsdpRuntimeError: there is a gradient.
         """
+        if grad is None:
+            return
         raise FsdpRuntimeError(
             explain(
                 f"gradient of {self._name!r}",
@@ -94,7 +96,10 @@ class Originals:
         # The same by place: module and name.
         self.extended = {(s.module, s.name): m.extension for m in params if m.extension is not None for s in m.sites}
         self.use_orig_params = handle.config.use_orig_params
+        # What optimizers step, and ``backward(inputs=...)`` names.
+        self.held = self.params if self.use_orig_params else [handle.flat_param]
         self.shown = Shown.SHARDED
+        self.hooks_aside: list[tuple[dict[int, Any], dict[int, Any]]] = []  # see ``param_hooks.set_aside``
         self._placeholders = [
             torch.empty_strided(spec.shape, spec.stride, dtype=handle.shard_S.dtype, device="meta")
             for spec in (() if self.use_orig_params else handle.layout.params)
@@ -105,7 +110,7 @@ class Originals:
             for piece in handle.shard_map.param_spans(handle.shard_rank)
         }
         self._shard_views: list[Tensor] | None = None
-        for param, name in zip(self.params, handle.fqns) if self.use_orig_params else [(handle.flat_param, FLAT_PARAM)]:
+        for param, name in zip(self.held, handle.fqns if self.use_orig_params else [FLAT_PARAM]):
             OutsideGradient.guard(param, name)
 
     @cached_property

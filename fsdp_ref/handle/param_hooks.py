@@ -1,8 +1,9 @@
 """Which hooks did users put on parameters, and when do they run?
 
-With original parameters the user's tensors take no part in the graph (views of the full buffer do), so autograd does
-not run their hooks. The reference runs them: tensor hooks on this rank's own full gradient before it is reduced, as
-under DDP; post-accumulate hooks, and optimizers that step in backward, once ``.grad`` is set.
+The user's tensors get no gradient from autograd (views of the full buffer do). The reference runs their hooks: tensor
+hooks on this rank's own full gradient before it is reduced, as under DDP; post-accumulate hooks, and optimizers that
+step in backward, once ``.grad`` is set. Autograd would run them too, without a gradient, because the graph leads to these
+tensors ([Note: chosen parameters] in ``autograd/tracked.py``): it does not find them (:func:`set_aside`).
 """
 
 from __future__ import annotations
@@ -52,6 +53,29 @@ def _flat_hooks(handle: FlatHandle, grads: list[Tensor | None]) -> list[Tensor |
     return [*flat_views(_run(flat, local), handle.layout)]
 
 
+def set_aside(handle: FlatHandle) -> None:
+    """Take users' hooks off what users hold, until :func:`put_back`."""
+    for param in handle.originals.held:
+        tensor_hooks: dict[int, Any] = param._backward_hooks or {}
+        users = {key: hook for key, hook in tensor_hooks.items() if type(hook) is not OutsideGradient}
+        later: dict[int, Any] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+        for hooks, taken in ((tensor_hooks, users), (later, dict(later))):
+            if taken:
+                handle.originals.hooks_aside.append((hooks, taken))
+                for key in taken:
+                    del hooks[key]
+
+
+def put_back(handle: FlatHandle) -> None:
+    """Have users' hooks where users put them, before those that came meanwhile."""
+    for hooks, taken in handle.originals.hooks_aside:
+        newer = {key: hook for key, hook in hooks.items() if type(hook) is not OutsideGradient}
+        for key in newer:
+            del hooks[key]
+        hooks.update(taken | newer)
+    handle.originals.hooks_aside.clear()
+
+
 def _run(param: Tensor, grad: Any) -> Tensor:
     for hook in list((param._backward_hooks or {}).values()):
         if type(hook) is not OutsideGradient:
@@ -66,8 +90,7 @@ def run_after_accumulation(handle: FlatHandle) -> None:
     Raises:
         FsdpRuntimeError: an optimizer was applied in backward to a flat parameter.
     """
-    shown = handle.originals.params if handle.originals.use_orig_params else [handle.flat_param]
-    for param in shown:
+    for param in handle.originals.held:
         if param.grad is None:
             continue
         for hook in list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):

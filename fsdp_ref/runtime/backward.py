@@ -19,7 +19,7 @@ from fsdp_ref.compat import labelled, waited
 from fsdp_ref.config import BackwardPrefetch
 from fsdp_ref.errors import UnshardConflictError, explain
 from fsdp_ref.handle.gradients import dense
-from fsdp_ref.handle.param_hooks import run_after_accumulation, run_tensor_hooks
+from fsdp_ref.handle.param_hooks import put_back, run_after_accumulation, run_tensor_hooks, set_aside
 from fsdp_ref.handle.writeback import absorb_params, check_unchanged
 from fsdp_ref.runtime import prefetch
 from fsdp_ref.runtime.events import UnitEventKind
@@ -151,15 +151,17 @@ def on_gradients(unit: Unit, grads: tuple[Tensor | None, ...]) -> None:
     root = unit.root
     assert root is not None  # the unit ran forward
     task = root.enter_backward()
-    for grad in grads:
-        if grad is not None:
-            break
-    else:
-        return
-    root.in_pass[unit] = None
     handle = unit.handle
     assert handle is not None  # only units with parameters have gradients
-    local = run_tensor_hooks(handle, [None if grad is None else dense(waited(grad)).detach() for grad in grads])
+    put_back(handle)  # a pass through several graphs comes here for each
+    unused = all(grad is None for grad in grads)
+    local = [None if grad is None else dense(waited(grad)).detach() for grad in grads]
+    if not unused:
+        local = run_tensor_hooks(handle, local)
+    set_aside(handle)
+    if unused:
+        return
+    root.in_pass[unit] = None
     if unit.life.state is UnitState.BACKWARD and unit.backward_task != task:
         # A pass inside the pass (reentrant checkpointing): other regions of the unit may follow. Keep it open.
         root.partial[unit] = None

@@ -126,7 +126,8 @@ def tracked_views(unit: Unit, root: Root) -> PassRecord:
         return known
     handle.versions.new_pass()
     if tracked:
-        views = list(compat.apply_function(TrackedParams, root.anchor, unit, backward.on_gradients))
+        held = handle.originals.held
+        views = list(compat.apply_function(TrackedParams, root.anchor, unit, backward.on_gradients, *held))
     else:
         views = [alias(view) for view in handle.compute_views()]
     record = PassRecord(handle.originals.unflattened(views), views, root.round, tracked=tracked)

@@ -18,12 +18,12 @@ from fsdp_ref.autograd.graph_ties import GraphTie, PassRecord
 from fsdp_ref.autograd.tracked import UnitsByStorage, pack_with, unpack_with
 from fsdp_ref.comm.streams import streams_for
 from fsdp_ref.errors import FsdpAssertionError, FsdpValueError, explain, listing
+from fsdp_ref.handle.param_hooks import put_back
 from fsdp_ref.naming import clean_tensor_name
 from fsdp_ref.runtime import backward
 from fsdp_ref.runtime.calls import Frame, abort_interrupted
 from fsdp_ref.runtime.execution_order import ExecutionOrder
 from fsdp_ref.runtime.grad_sync import GradSync
-from fsdp_ref.runtime.idle_steps import watch_steps
 from fsdp_ref.runtime.unit import Ahead, Unit
 from fsdp_ref.runtime.unmanaged import TreeWatch
 from fsdp_ref.runtime.wire_order import WireOrder
@@ -87,7 +87,6 @@ class Root:
         partial: units whose gradients came from passes inside the present one, which may bring more.
         watch: notices modules that are changed after sharding.
         offloads: whether gradients of some unit are copied to the host.
-        awaits_backward: whether no backward has come since a forward that autograd saw.
         reads_late: whether the host learns at the next forward only whether ranks did the same.
         tensor_group: ranks with other parts of the same parameters (tensor parallelism); None without.
     """
@@ -105,17 +104,16 @@ class Root:
         # What makes autograd keep the node of a unit's views, whose inputs are no tensors. It gets no gradient.
         with torch.inference_mode(False):  # the first forward may be an evaluation
             self.anchor = torch.zeros((), device=unit.config.device, requires_grad=True)
+        self.anchor_node = compat.accumulator(self.anchor)
         self.streams = streams_for(unit.config.device, limit_all_gathers=unit.config.limit_all_gathers)
         self._passes: dict[int, weakref.ref[_PassEnd]] = {}
         self._dirty = False
-        self.awaits_backward = False
         self._ties: dict[GraphTie, None] = {}
         self.open_records: list[PassRecord] = []
         self._storages = UnitsByStorage()
         self._pack = pack_with(self._storages)
         self._unpack = unpack_with(backward.demand)
         self._adopt(unit)
-        watch_steps(self)
 
     # ------------------------------------------------------------------ members
 
@@ -200,7 +198,6 @@ class Root:
         """The outermost forward call ended: free gathers that nobody used. What the graph needs it keeps by now."""
         # Outputs have their hooks, which keep the records from here on; a graph that is dropped drops them.
         self.open_records.clear()
-        self.awaits_backward |= torch.is_grad_enabled()
         for unit in self.units:
             if unit.life.state is UnitState.GATHERING and unit.ahead is not Ahead.USER:
                 unit.reshard(ReshardReason.UNUSED)
@@ -213,7 +210,6 @@ class Root:
 
     def enter_backward(self) -> int:
         """Be called back at the end of the backward pass that runs now; return its number."""
-        self.awaits_backward = False
         task = compat.graph_task_id()
         if task not in self._passes or self._passes[task]() is None:
             if not self._live_passes():
@@ -234,6 +230,7 @@ class Root:
         self._passes.pop(task, None)
         if self._live_passes():
             return
+        self._put_hooks_back()
         try:
             backward.end_backward(self)
         except BaseException:
@@ -250,6 +247,7 @@ class Root:
         self._passes.pop(task, None)
         if self._live_passes():
             return
+        self._put_hooks_back()
         for unit in self.units:
             unit.reshard(ReshardReason.FAILED)
         # Gradients were completed on the post-backward stream; what users do with them runs on the current one.
@@ -260,6 +258,11 @@ class Root:
                 unit.handle.grads.drop_arriving()
                 unit.handle.grads.publish()
         self._loosen()
+
+    def _put_hooks_back(self) -> None:
+        for unit in self.units:
+            if unit.handle is not None:
+                put_back(unit.handle)
 
     def went_through(self, tie: GraphTie) -> None:
         """A backward pass goes through the graph that ``tie`` belongs to."""

@@ -11,8 +11,8 @@ from fsdp_testing.cli.options import Command, Subparsers, add_timeout, declare
 from fsdp_testing.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from fsdp_testing.judging.case_runner import JudgedCase
     from fsdp_testing.report.terminal import Output
-    from fsdp_testing.search.campaign.lane import CaseResult
     from fsdp_testing.search.campaign.rerun import Recorded
 
 DESCRIPTION = """\
@@ -22,7 +22,7 @@ judge it, and compare the bits of both runs. What fails once and passes once is 
 EPILOG = "exit codes: 0 it passes; 1 it fails; 2 the file or the name is bad; 3 nothing can be said."
 PASSED, FAILS, UNKNOWN = "passed", "fails", "unknown"
 CODES = {PASSED: 0, FAILS: 1, UNKNOWN: 3}
-_WORDS = {"passed": PASSED, "suspect": FAILS, "leaked": FAILS}
+_WORDS = {"pass": PASSED, "fail": FAILS}
 
 
 def add(commands: Subparsers[Command]) -> Command:
@@ -72,14 +72,14 @@ def _replay(console: Output, recorded: Recorded, options: argparse.Namespace) ->
     return CODES[word]
 
 
-def _told(runs: Sequence[tuple[CaseResult, str]]) -> tuple[str, list[str]]:
+def _told(runs: Sequence[tuple[JudgedCase, str]]) -> tuple[str, list[str]]:
     """Return the word for what the runs gave, and what there is to say of them."""
-    words = [_WORDS.get(result.note.status, UNKNOWN) for result, _ in runs]
+    words = [_WORDS.get(judged.verdict.value, UNKNOWN) for judged, _ in runs]
     lines = []
-    for result, _ in runs if len(set(words)) > 1 else runs[:1]:
-        if result.note.status != "passed":
-            lines.append(f"  {result.note.signature or ''} {result.note.reason}".rstrip())
-        lines += [result.account] if result.account else []
+    for (judged, _), each in list(zip(runs, words))[: None if len(set(words)) > 1 else 1]:
+        if each != PASSED:
+            lines.append(f"  {judged.signature or ''} {judged.judgement.why}".rstrip())
+        lines += [judged.judgement.account] if judged.judgement.account else []
     word = words[0]
     if len(runs) == 2:
         digest, other = (digest for _, digest in runs)

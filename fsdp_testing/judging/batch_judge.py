@@ -1,32 +1,27 @@
-"""How is a finished batch judged? In a process of its own, while the ranks are busy with the next batch."""
+"""How does a batch run, and how is it judged? In a process of its own, while the ranks are busy with the next batch."""
 
 from __future__ import annotations
 
+import shutil
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.adapters.protocol import Division
 from fsdp_testing.cases.models.tree import unit_of
-from fsdp_testing.cases.records import (
-    LOSES_RANKS,
-    RAISES,
-    Case,
-    CaseRecord,
-    FailureKind,
-    Finding,
-    Overrun,
-    RankObservation,
-    Verdict,
-)
+from fsdp_testing.cases.records import Case, CaseRecord, Finding, Judgement, RankObservation, Verdict, WorldSpec
+from fsdp_testing.errors import PoolBroken
 from fsdp_testing.judging import record_stream
+from fsdp_testing.judging.attempts import Attempt
+from fsdp_testing.judging.batch import LASTING, Watch, run_batch
 from fsdp_testing.judging.checkers.divergence import Compared
 from fsdp_testing.judging.fast_path import fast_path_agrees
-from fsdp_testing.judging.judge import Judgement, judge
+from fsdp_testing.judging.judge import judge
 from fsdp_testing.judging.numbers import Numbers, compare_numbers
-from fsdp_testing.judging.signature import Signature, signature_of
+from fsdp_testing.judging.worlds import Worlds
 from fsdp_testing.oracle import gathered_state, oracle
 from fsdp_testing.oracle.comparison import Comparison
 from fsdp_testing.oracle.fitting import fitted, lockstep_view, oracle_view
@@ -34,46 +29,75 @@ from fsdp_testing.oracle.gathered_state import GatheredState
 from fsdp_testing.oracle.quantities import Expectation
 from fsdp_testing.oracle.replay import Replay
 from fsdp_testing.oracle.setup import division_of
+from fsdp_testing.ranks.pool import WorldOutcome
+
+_SECONDS_PER_CASE = 0.5
+_JUDGE_SECONDS = 300.0
 
 
-@dataclass(frozen=True, slots=True)
-class CaseNote:
-    """What the judge says of one case of a batch.
+def attempt_batch(
+    worlds: Worlds,
+    adapter: Adapter,
+    cases: Sequence[Case],
+    watch: Watch,
+    timeout: float,
+    on_records: Callable[[str], object],
+) -> Attempt:
+    """Run cases on one world and have them judged.
 
-    Attributes:
-        index: Place of the case in the batch.
-        status: `passed`, `leaked` (right, but its model stays in memory), `suspect` (to be confirmed alone),
-            `unfinished` (its observations are not complete), `unjudged` (the oracle or the adapter could not run it,
-            nothing was decided, or ranks were lost in it once and not again).
-        reason: Why it is not `passed`.
-        comparisons: Number of tensors compared.
-        fast: The fast path alone found it right.
-        signature: What the failure looks like.
-        overrun: The facts of a failure of kind `kept` or `excess`.
-        at: Operation in or after which it fails; None if that is not known.
-        units: Units in which it fails; None if that is not known.
+    Args:
+        worlds: Where.
+        adapter: The implementation.
+        cases: For one size of world.
+        watch: What is observed besides the numbers.
+        timeout: Seconds that one case may take before it counts as hung.
+        on_records: Called with the folder of what the ranks reported, before it is removed.
+
+    Raises:
+        PoolBroken: The pool, or the process that judges, was lost.
     """
+    directory = worlds.pool.shared_directory("fsdp-batch-")
+    try:
+        outcome = _run(worlds, adapter, cases, watch, timeout, directory)
+        on_records(directory)
+        arguments = (adapter, cases, cases[0].world.size, directory, watch.operations)
+        return Attempt(ask_judge(worlds, judge_batch, arguments, "a batch"), outcome)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
-    index: int
-    status: str
-    reason: str = ""
-    comparisons: int = 0
-    fast: bool = False
-    signature: Signature | None = None
-    overrun: Overrun | None = None
-    at: int | None = None
-    units: tuple[str, ...] | None = None
 
-    @property
-    def cause(self) -> str | None:
-        """Its cause, as far as the judge knows it: by how much communication is too much; None where nobody has looked."""
-        return self.overrun.more if self.overrun is not None and self.overrun.more else None
+def _run(
+    worlds: Worlds, adapter: Adapter, cases: Sequence[Case], watch: Watch, timeout: float, directory: str
+) -> WorldOutcome:
+    spec = cases[0].world
+    seconds = timeout + _SECONDS_PER_CASE * len(cases)
+    arguments = (adapter, cases, directory, watch)
+    try:
+        return worlds.execute(spec, run_batch, arguments, "batch", timeout=seconds, lasting=LASTING)
+    except PoolBroken as broken:
+        begun = min(len(record_stream.read(directory, rank)) for rank in range(spec.size))
+        raise PoolBroken(f"case {cases[min(begun, len(cases) - 1)].identity}: {broken}") from broken
+
+
+def ask_judge(
+    worlds: Worlds, job: Callable[..., Sequence[Judgement]], arguments: tuple[Any, ...], subject: str
+) -> Sequence[Judgement]:
+    """Have what ranks reported judged in a process of its own.
+
+    Raises:
+        PoolBroken: It was lost.
+    """
+    outcome = worlds.execute(WorldSpec(1), job, arguments, "judge", timeout=_JUDGE_SECONDS)
+    if not outcome.ok:
+        raise PoolBroken(f"the judge of {subject} was lost. {outcome.describe()}")
+    judgements: Sequence[Judgement] = outcome.ranks[0].value
+    return judgements
 
 
 def judge_batch(
     adapter: Adapter, cases: Sequence[Case], size: int, directory: str, observe_all: bool
-) -> list[CaseNote]:
-    """Judge every case of a batch of which all ranks reported.
+) -> list[Judgement]:
+    """Judge every case of a batch; a judgement is `incomplete` where a rank reported nothing.
 
     Args:
         adapter: The implementation.
@@ -82,33 +106,12 @@ def judge_batch(
         directory: Where their observations lie.
         observe_all: A snapshot was taken after every operation.
     """
-    reported = [_by_index(record_stream.read(directory, rank)) for rank in range(size)]
-    notes = []
+    reported = [by_index(record_stream.read(directory, rank)) for rank in range(size)]
+    judgements = []
     for index, case in enumerate(cases):
-        records = [by_index[index] for by_index in reported if index in by_index]
-        note = _judged(adapter, fitted(case, adapter), records, observe_all=observe_all)
-        notes.append(replace(note, index=index))
-    return notes
-
-
-def note_of(judgement: Judgement) -> CaseNote:
-    """Return what a campaign makes of a judgement."""
-    found = judgement.finding
-    if found is None:
-        status = "unfinished" if judgement.incomplete else "unjudged"
-        status = "passed" if judgement.verdict is Verdict.PASS else status
-        return CaseNote(0, status, judgement.reason, judgement.tally.comparisons, judgement.fast)
-    only_model = found.kind == FailureKind.LEAKED and found.sort == "model"
-    return CaseNote(
-        0,
-        "leaked" if only_model else "suspect",
-        f"{found.quantity}: {found.message[:300]}" if found.kind in RAISES else found.statement,
-        judgement.tally.comparisons,
-        signature=signature_of(found),
-        overrun=found.overrun,
-        at=found.operation if found.kind not in LOSES_RANKS else None,
-        units=units_of(found),
-    )
+        records = [of_rank[index] for of_rank in reported if index in of_rank]
+        judgements.append(_judged(adapter, fitted(case, adapter), records, observe_all=observe_all))
+    return judgements
 
 
 def units_of(finding: Finding) -> tuple[str, ...] | None:
@@ -130,25 +133,25 @@ def comparison_for(case: Case, adapter: Adapter) -> Comparison:
     )
 
 
-def _by_index(records: Sequence[CaseRecord]) -> dict[int, CaseRecord]:
-    """The records of one rank; a later one of the same case holds what was found after the batch, and is put beside it."""
-    by_index: dict[int, CaseRecord] = {}
+def by_index(records: Sequence[CaseRecord]) -> dict[int, CaseRecord]:
+    """Return the records of one rank; a later one of the same case holds what was found after the batch, and is put beside it."""
+    joined: dict[int, CaseRecord] = {}
     for record in records:
-        known = by_index.get(record.index)
-        by_index[record.index] = record if known is None else replace(known, leaks=known.leaks + record.leaks)
-    return by_index
+        earlier = joined.get(record.index)
+        joined[record.index] = record if earlier is None else replace(earlier, leaks=earlier.leaks + record.leaks)
+    return joined
 
 
-def _judged(adapter: Adapter, case: Case, records: Sequence[CaseRecord], *, observe_all: bool) -> CaseNote:
+def _judged(adapter: Adapter, case: Case, records: Sequence[CaseRecord], *, observe_all: bool) -> Judgement:
     def ask(ranks: Sequence[RankObservation]) -> Numbers:
         return ask_here(adapter, case, ranks, observe_all=observe_all)
 
     try:
-        return note_of(judge(case, records, ask))
+        return judge(case, records, ask)
     except Exception as error:  # noqa: BLE001 - a case that the oracle cannot run is reported, never passed over
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(frame.filename).name}:{frame.lineno}"
-        return CaseNote(0, "unjudged", f"{type(error).__name__} at {where}: {error}")
+        return Judgement(Verdict.UNKNOWN, reason=f"{type(error).__name__} at {where}: {error}")
 
 
 def ask_here(adapter: Adapter, case: Case, ranks: Sequence[RankObservation], *, observe_all: bool) -> Numbers:

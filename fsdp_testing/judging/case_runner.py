@@ -1,13 +1,12 @@
-"""How does the controller get a case judged? It lends a world, runs the case, asks the oracle, has it judged.
+"""How does the controller get a case judged, or a batch? It lends a world, runs it, asks the oracle, has it judged.
 
-A case that fails, dies or hangs costs its own world only. The oracle's free replays are kept: they are the same for
-every implementation, strategy and wrapping.
+A case that fails, dies or hangs costs its own world only; what follows from lost ranks is decided in `attempts`. The oracle's
+free replays are kept: they are the same for every implementation, strategy and wrapping.
 """
 
 from __future__ import annotations
 
 import copy
-import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,28 +15,31 @@ from typing import Any, TypeVar
 from fsdp_testing.adapters import registry
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.cases.records import (
-    LOSES_RANKS,
+    NOTHING_COMPARED,
     Case,
     CaseOutcome,
     CaseRecord,
     FailureKind,
     Finding,
+    Judgement,
     RankObservation,
     Verdict,
     WorldSpec,
 )
 from fsdp_testing.errors import PoolBroken
-from fsdp_testing.judging.checkers.divergence import Compared
-from fsdp_testing.judging.concurrency import Shared, in_order
-from fsdp_testing.judging.judge import Judgement, Review, judge
+from fsdp_testing.judging.attempts import Attempt, settle
+from fsdp_testing.judging.batch import Watch
+from fsdp_testing.judging.batch_judge import attempt_batch, units_of
+from fsdp_testing.judging.concurrency import Shared
+from fsdp_testing.judging.judge import Review, judge
 from fsdp_testing.judging.numbers import Numbers, compare_numbers
+from fsdp_testing.judging.signature import Signature, signature_of
+from fsdp_testing.judging.worlds import Worlds
 from fsdp_testing.oracle import gathered_state, rank_jobs
 from fsdp_testing.oracle.comparison import Comparison
 from fsdp_testing.oracle.fitting import as_observed, fitted, oracle_view
 from fsdp_testing.oracle.quantities import Expectation
 from fsdp_testing.ranks.pool import Pool, WorldOutcome, default_pool
-from fsdp_testing.ranks.pool.preload import TRAINING
-from fsdp_testing.ranks.pool.world_on_loan import PooledWorld
 from fsdp_testing.ranks.run import raise_unless_ok
 
 _ORACLE_CACHE = 512
@@ -86,11 +88,54 @@ ORDINARY = RunMode()
 
 @dataclass(frozen=True, slots=True)
 class JudgedCase:
-    """One case on one implementation: its row of a report, what refutes, and what the ranks reported."""
+    """One case on one implementation, and what is known of it.
 
-    outcome: CaseOutcome
-    finding: Finding | None = None
+    Attributes:
+        case: As it was asked.
+        judgement: What is known.
+        ranks: What they reported, where the case ran by itself.
+        seconds: Wall time spent, likewise.
+    """
+
+    case: Case
+    judgement: Judgement
     ranks: tuple[RankObservation, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def verdict(self) -> Verdict:
+        """Return the judgement's verdict."""
+        return self.judgement.verdict
+
+    @property
+    def finding(self) -> Finding | None:
+        """Return what refutes; None where nothing does."""
+        return self.judgement.finding
+
+    @property
+    def signature(self) -> Signature | None:
+        """Return what the failure looks like; None where nothing refutes."""
+        return signature_of(self.judgement.finding) if self.judgement.finding is not None else None
+
+    @property
+    def units(self) -> tuple[str, ...] | None:
+        """Return the units in which it fails; None where that is not known."""
+        return units_of(self.judgement.finding) if self.judgement.finding is not None else None
+
+    @property
+    def outcome(self) -> CaseOutcome:
+        """Return its row of a report."""
+        tally = self.judgement.tally if self.verdict is not Verdict.UNKNOWN else NOTHING_COMPARED
+        return CaseOutcome(
+            identity=self.case.identity,
+            verdict=self.verdict,
+            world_size=self.case.world.size,
+            strategy=self.case.strategy,
+            seconds=self.seconds,
+            worst_ratio=tally.worst_ratio,
+            comparisons=tally.comparisons,
+            error=_reason(self.judgement),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,30 +179,26 @@ class CaseRunner:
     """
 
     def __init__(self, pool: Pool | None = None, *, timeout: float = 60.0) -> None:
-        self._pool = pool or default_pool()
-        self._pool.expect(*TRAINING)
+        self.worlds = Worlds(pool or default_pool())
         self._timeout = timeout
         self._expectations: Shared[Expectation] = Shared(_ORACLE_CACHE)
         self._kept: Shared[WorldOutcome] = Shared(_KEPT)
-        self._lock = threading.Lock()
-        self._busy: set[PooledWorld] = set()
-        self._interrupted = False
         self._repeats = True
 
-    def impatient(self, timeout: float) -> CaseRunner:
-        """Return a runner on the same worlds that waits at most so long for a rank, and takes one death or hang for one.
+    def impatient(self, timeout: float | None = None) -> CaseRunner:
+        """Return a runner on the same worlds that waits no longer than so for a rank, and takes one death or hang for one.
 
         For runs that decide no verdict: a shorter program that hangs is not the failure that is looked for.
         """
         other = copy.copy(self)
-        other._timeout = min(timeout, self._timeout)
+        other._timeout = self._timeout if timeout is None else min(timeout, self._timeout)
         other._repeats = False
         return other
 
     @property
     def pool(self) -> Pool:
         """Where worlds come from."""
-        return self._pool
+        return self.worlds.pool
 
     def judge(
         self,
@@ -178,18 +219,53 @@ class CaseRunner:
         closely = closely or comparison.lockstep
         adapter = registry.adapter_of(implementation)
         case = fitted(case, adapter)
-        asked = _Question(adapter, case, case.identity, as_observed(comparison, adapter), mode)
+        question = _Question(adapter, case, case.identity, as_observed(comparison, adapter), mode)
         try:
-            found, ranks = self._attempt(asked, observe_all=closely)
-            if found.finding is not None and found.finding.kind in LOCATABLE and not closely:
-                found, ranks = self._closer(asked, found.finding, (found, ranks))
-            elif found.finding is not None and found.finding.kind in LOSES_RANKS and self._repeats:
-                self._repeat(asked, found.finding)
+            answer = self._settled(question, observe_all=closely)
+            finding = answer[0].finding
+            if finding is not None and finding.kind in LOCATABLE and not closely:
+                answer = self._closer(question, finding, answer)
         except _Unjudged as reason:
-            found, ranks = Judgement(Verdict.UNKNOWN, reason=str(reason)), ()
+            answer = Judgement(Verdict.UNKNOWN, reason=str(reason)), ()
         except PoolBroken as broken:
-            found, ranks = Judgement(Verdict.UNKNOWN, reason=f"the pool was lost: {broken}"), ()
-        return JudgedCase(_outcome(asked, found, start), found.finding, ranks)
+            answer = Judgement(Verdict.UNKNOWN, reason=f"the pool was lost: {broken}"), ()
+        return JudgedCase(case, *answer, time.perf_counter() - start)
+
+    def judge_batch(
+        self,
+        implementation: Adapter | str,
+        cases: Sequence[Case],
+        watch: Watch = Watch(),
+        *,
+        until: Signature | None = None,
+        on_records: Callable[[str], object] = lambda _: None,
+    ) -> list[JudgedCase]:
+        """Run cases that all need the same number of ranks one after the other on the same ranks, and judge them.
+
+        Args:
+            implementation: Its adapter; where a name enters, the name.
+            cases: What to run.
+            watch: What is observed besides the numbers.
+            until: Nothing is run any more on new ranks once a case has failed in this way.
+            on_records: Called with the folder of what the ranks reported, before it is removed.
+
+        Returns:
+            What is known of each case, in order; up to the first one that failed as `until` says.
+
+        Raises:
+            PoolBroken: The pool, or the process that judges, was lost.
+        """
+        adapter = registry.adapter_of(implementation)
+
+        def run(start: int, stop: int) -> Attempt:
+            return attempt_batch(self.worlds, adapter, cases[start:stop], watch, self._timeout, on_records)
+
+        judgements = settle(cases, run, repeats=self._repeats, until=until)
+        return [JudgedCase(case, judgement) for case, judgement in zip(cases, judgements)]
+
+    def side_by_side(self, tasks: Sequence[Callable[[], A]], jobs: int) -> Generator[A]:
+        """Yield what the tasks return, in their order: `Worlds.side_by_side`."""
+        return self.worlds.side_by_side(tasks, jobs)
 
     def on_ranks(self, function: Callable[..., Any], *args: Any, size: int) -> list[Any]:
         """Call `function(*args)` on a world of the runner's pool; raise `WorldFailed` unless every rank returned."""
@@ -208,34 +284,45 @@ class CaseRunner:
         adapter = registry.adapter_of(implementation)
         name = f"{adapter.reference} {case.identity}"
         outcome = self._execute(case.world, rank_jobs.run_case, (adapter, case, observe_all), name)
-        found = _observations(outcome)
-        if len(found) != case.world.size:
+        ranks = _observations(outcome)
+        if len(ranks) != case.world.size:
             raise PoolBroken(outcome.describe())
-        return found
+        return ranks
 
-    def _attempt(self, asked: _Question, *, observe_all: bool) -> Answer:
-        case, mode = asked.case, asked.mode
-        name = asked.adapter.reference
-        arguments = (asked.adapter, case, observe_all, *mode.arguments)
+    def _settled(self, question: _Question, *, observe_all: bool) -> Answer:
+        ranks: list[tuple[RankObservation, ...]] = []
+
+        def run(_start: int, _stop: int) -> Attempt:
+            judgement, reported = self._attempt(question, observe_all=observe_all)
+            ranks.append(reported)
+            return Attempt((judgement,))
+
+        (judgement,) = settle([question.case], run, repeats=self._repeats)
+        return judgement, ranks[0]
+
+    def _attempt(self, question: _Question, *, observe_all: bool) -> Answer:
+        case, mode = question.case, question.mode
+        name = question.adapter.reference
+        arguments = (question.adapter, case, observe_all, *mode.arguments)
 
         def run() -> WorldOutcome:
-            return self._execute(case.world, mode.job, arguments, f"{name} {asked.identity}")
+            return self._execute(case.world, mode.job, arguments, f"{name} {question.identity}")
 
         # Adapters may share a name: tests load one again after it was changed.
-        key = (_Same(asked.adapter), asked.identity, mode.job, mode.arguments, observe_all)
+        key = (_Same(question.adapter), question.identity, mode.job, mode.arguments, observe_all)
         outcome = self._kept.get(key, run, keep=lambda ran: ran.ok) if mode.kept else run()
         ranks = _observations(outcome)
 
         def ask(seen: Sequence[RankObservation]) -> Numbers:
-            expectation = self._expectation(asked, seen, observe_all=observe_all)
-            return compare_numbers(case, expectation, seen, asked.comparison)
+            expectation = self._expectation(question, seen, observe_all=observe_all)
+            return compare_numbers(case, expectation, seen, question.comparison)
 
-        records = [CaseRecord(0, rank, accounts=getattr(rank, "accounts", None)) for rank in ranks]
+        records = [CaseRecord(0, r, leaks=r.leaks, accounts=getattr(r, "accounts", None)) for r in ranks]
         return judge(case, records, ask, outcome=outcome, review=mode.review), ranks
 
-    def _closer(self, asked: _Question, finding: Finding, first: Answer) -> Answer:
+    def _closer(self, question: _Question, finding: Finding, first: Answer) -> Answer:
         """The same divergence, at the operation where it first shows."""
-        closer = self._attempt(asked, observe_all=True)
+        closer = self._attempt(question, observe_all=True)
         if closer[0].finding is not None:
             return closer
         if closer[0].verdict is Verdict.UNKNOWN and not closer[0].tally.comparisons:
@@ -243,23 +330,14 @@ class CaseRunner:
         note = f"{finding.explanation}; it does not show when every operation is followed by an observation"
         return replace(first[0], finding=replace(finding, explanation=note)), first[1]
 
-    def _repeat(self, asked: _Question, finding: Finding) -> None:
-        again, _ = self._attempt(asked, observe_all=asked.comparison.lockstep)
-        if again.finding is None or again.finding.kind != finding.kind:
-            second = again.reason or "it ran to its end" if again.finding is None else again.finding.explanation
-            raise _Unjudged(
-                f"this case gives different results: first {finding.explanation}; then {second}. "
-                f"Run it again on an idle machine.\n{finding.detail}"
-            )
-
-    def _expectation(self, asked: _Question, ranks: Sequence[RankObservation], *, observe_all: bool) -> Expectation:
-        mode = asked.mode
-        case = mode.seen_as(asked.case)
+    def _expectation(self, question: _Question, ranks: Sequence[RankObservation], *, observe_all: bool) -> Expectation:
+        mode = question.mode
+        case = mode.seen_as(question.case)
         if mode.expect is not None:
             return self._ask_oracle(mode.expect, (case, observe_all, *mode.expect_arguments), case)
-        if asked.comparison.lockstep:
+        if question.comparison.lockstep:
             return self._ask_oracle(
-                rank_jobs.expect_lockstep, (case, asked.adapter, gathered_state.states(ranks)), case
+                rank_jobs.expect_lockstep, (case, question.adapter, gathered_state.states(ranks)), case
             )
         return self._free_expectation(case, observe_all=observe_all)
 
@@ -277,54 +355,14 @@ class CaseRunner:
         return expectation
 
     def _execute(self, spec: WorldSpec, job: Callable[..., Any], arguments: tuple[Any, ...], name: str) -> WorldOutcome:
-        with self._pool.lend(spec.size, backend=spec.backend) as world:
-            try:
-                with self._lock:
-                    if self._interrupted:
-                        raise PoolBroken("the run was interrupted")
-                    self._busy.add(world)
-                return world.execute(job, arguments, timeout=self._timeout, name=name)
-            finally:
-                with self._lock:
-                    self._busy.discard(world)
-
-    def side_by_side(self, tasks: Sequence[Callable[[], A]], jobs: int) -> Generator[A]:
-        """Yield what the tasks return, in their order, with up to `jobs` under way, each on worlds of its own.
-
-        If the iteration ends early, the ranks of tasks under way are ended, and what they ask for later is refused.
-        """
-        try:
-            yield from in_order(tasks, jobs, self._interrupt)
-        finally:
-            if jobs > 1:  # one job is not interrupted from here, and may itself be a part of one of several
-                self._interrupted = False
-
-    def _interrupt(self) -> None:
-        with self._lock:
-            self._interrupted = True
-            for world in self._busy:
-                world.kill_ranks()
+        return self.worlds.execute(spec, job, arguments, name, timeout=self._timeout)
 
 
 def _observations(outcome: WorldOutcome) -> tuple[RankObservation, ...]:
     """What ranks reported, by rank."""
-    found = [rank for rank in outcome.ranks if isinstance(rank.value, RankObservation)]
-    return tuple(rank.value for rank in sorted(found, key=lambda rank: rank.rank))
+    reported = [rank for rank in outcome.ranks if isinstance(rank.value, RankObservation)]
+    return tuple(rank.value for rank in sorted(reported, key=lambda rank: rank.rank))
 
 
-def _reason(found: Judgement) -> str:
-    return f"{found.reason}\n{found.detail}".strip()
-
-
-def _outcome(asked: _Question, found: Judgement, start: float) -> CaseOutcome:
-    counted = found.tally if found.verdict is not Verdict.UNKNOWN else Compared()
-    return CaseOutcome(
-        identity=asked.identity,
-        verdict=found.verdict,
-        world_size=asked.case.world.size,
-        strategy=asked.case.strategy,
-        seconds=time.perf_counter() - start,
-        worst_ratio=counted.worst_ratio,
-        comparisons=counted.comparisons,
-        error=_reason(found),
-    )
+def _reason(judgement: Judgement) -> str:
+    return f"{judgement.reason}\n{judgement.detail}".strip()

@@ -22,7 +22,7 @@ from fsdp_testing.ranks.pool.controller import MOST_PROCESSES
 MEMORY_BYTES_PER_RANK = 400 << 20
 _TASKS_OF_A_RANK = 16
 """Threads of gloo, of its store and of autograd, and the rank itself."""
-_INTERRUPT_SECONDS = 0.5
+INTERRUPT_SECONDS = 0.5
 _PIDS = Path("/sys/fs/cgroup/pids.max")
 
 A = TypeVar("A")
@@ -128,7 +128,7 @@ def in_order(tasks: Sequence[Callable[[], A]], jobs: int, interrupt: Callable[[]
         executor.shutdown(wait=False, cancel_futures=True)
         interrupt()
         begun = [future for future in futures if not future.cancelled()]  # `wait` would wait for the others for ever
-        while wait(begun, timeout=_INTERRUPT_SECONDS).not_done:
+        while wait(begun, timeout=INTERRUPT_SECONDS).not_done:
             interrupt()  # a thread may just have begun on another world
         raise
     finally:

@@ -7,19 +7,20 @@ Three-valued: `PASS` needs something that was compared and found right, `FAIL` a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from fsdp_testing.cases.records import (
+    OUTLIVES,
     Case,
     CaseRecord,
     FailureKind,
     Finding,
+    Judgement,
     RaisedError,
     RankObservation,
     Verdict,
 )
 from fsdp_testing.judging.checkers import agreement, overruns
-from fsdp_testing.judging.checkers.divergence import Compared
 from fsdp_testing.judging.checkers.explain import explain, finding, finding_of, overrun_finding, raised_finding
 from fsdp_testing.judging.communication_budget import budget_of
 from fsdp_testing.judging.numbers import Numbers
@@ -29,37 +30,11 @@ from fsdp_testing.ranks.pool.cause import Diverged, Stuck
 
 _RANKS_DISAGREE = (Stuck, Diverged)
 
-OUTLIVES = "the model outlives its case: something refers to it for good"
-"""What a record reports as left behind where it is the case's model."""
-
 AskOracle = Callable[[Sequence[RankObservation]], Numbers]
 """Compares what all ranks report with the oracle, which runs only if there is something to compare."""
 
 Review = Callable[[Case, Sequence[RankObservation], Expectation], Finding | None]
 """A rule of one check: looks at what the ranks report once the numbers agree."""
-
-
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """What is known of one case on one implementation.
-
-    Attributes:
-        verdict: `PASS`, `FAIL` or `UNKNOWN`.
-        finding: What refutes; of `FAIL` only.
-        reason: Why nothing is known, in a sentence; of `UNKNOWN` only.
-        detail: The rest of the reason: a traceback, the account of all ranks.
-        tally: What was compared.
-        fast: The fast path alone found everything right.
-        incomplete: Not every rank reported, and nobody said what became of the others.
-    """
-
-    verdict: Verdict
-    finding: Finding | None = None
-    reason: str = ""
-    detail: str = ""
-    tally: Compared = field(default_factory=Compared)
-    fast: bool = False
-    incomplete: bool = False
 
 
 def judge(
@@ -109,8 +84,8 @@ def judge(
         or _left_behind(case, records)
     )
     if found is None:
-        return replace(_undecided(case, numbers) or _kept_model(case, records, numbers), tally=numbers.tally)
-    return Judgement(Verdict.FAIL, found, tally=numbers.tally)
+        return replace(_undecided(case, numbers) or _kept_model(case, records, numbers), tally=numbers.tally.tally)
+    return Judgement(Verdict.FAIL, found, tally=numbers.tally.tally)
 
 
 def lost_ranks(case: Case, outcome: WorldOutcome) -> Judgement:
@@ -157,6 +132,8 @@ def _incomplete(case: Case, errors: Mapping[int, RaisedError], outcome: WorldOut
 
 
 def _diverged(case: Case, numbers: Numbers) -> Finding | None:
+    if numbers.finding is not None:
+        return numbers.finding
     divergences = numbers.tally.divergences
     if not divergences or numbers.problem:
         return None

@@ -10,7 +10,7 @@ import torch
 
 from fsdp_testing.cases.models import MODELS
 from fsdp_testing.cases.models.tree_schema import parameters
-from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case, RankObservation
+from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case, Finding, RankObservation
 from fsdp_testing.judging.checkers import agreement
 from fsdp_testing.judging.checkers.divergence import Compared
 from fsdp_testing.oracle.comparison import Comparison
@@ -29,12 +29,14 @@ class Numbers:
         expectation: What the oracle says; None where the fast path found everything right.
         problem: Why the oracle cannot decide; empty if it can.
         fast: The fast path found everything right.
+        finding: What refutes, where it is told in other words than a divergence's.
     """
 
     tally: Compared
     expectation: Expectation | None = None
     problem: str = ""
     fast: bool = False
+    finding: Finding | None = None
 
     @property
     def decided(self) -> bool:

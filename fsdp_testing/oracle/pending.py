@@ -6,7 +6,7 @@ of all that was added, not by the size of what is left (Higham, Accuracy and Sta
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +26,13 @@ class LocalGradients:
 
     values: Tensors
     sizes: Tensors
+
+    def only(self, names: Collection[str]) -> LocalGradients:
+        """Return the gradients of these parameters."""
+        kept = [
+            {fqn: tensor for fqn, tensor in tensors.items() if fqn in names} for tensors in (self.values, self.sizes)
+        ]
+        return LocalGradients(*kept)
 
 
 @dataclass(slots=True)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from fsdp_testing.adapters import registry
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.adapters.protocol import Division
-from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case, RankObservation
+from fsdp_testing.cases.records import OUTLIVES, UNIT_ROUNDOFF, Case, RankObservation
 from fsdp_testing.oracle import oracle
 from fsdp_testing.oracle.accounts import AccountedObservation, AccountedProgram, program_for
 from fsdp_testing.oracle.execute import RankProgram
@@ -30,6 +33,10 @@ from fsdp_testing.ranks.ledger.records import Call
 from fsdp_testing.ranks.pool import Failed
 from fsdp_testing.ranks.pool.world import current_world
 
+_FREEZE_AFTER = 2
+_ROUNDS = 4
+_collections = [0]
+
 
 @dataclass(frozen=True, slots=True)
 class Otherwise:
@@ -45,16 +52,45 @@ class Otherwise:
 
 
 def run_case(implementation: Adapter | str, case: Case, observe_all: bool) -> RankObservation | Failed:
-    """Run `case` through an implementation on this rank of the current world, with accounts where it reports its units.
+    """Run `case` through an implementation on this rank of the current world, and watch whether its model stays in memory.
+
+    Where the implementation reports its units, the accounts of operations are taken too.
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
+    observation, model = _run_case(implementation, case, observe_all)
+    # After an exception its traceback may refer to the model, and the world is replaced.
+    if isinstance(observation, Failed) or not survivors([(0, model)]):
+        return observation
+    return replace(observation, leaks=(OUTLIVES,))
+
+
+def _run_case(
+    implementation: Adapter | str, case: Case, observe_all: bool
+) -> tuple[RankObservation | Failed, weakref.ref[nn.Module]]:
+    """In a frame of its own, which is gone with all that it refers to when models are looked for."""
     program = program_for(case, registry.adapter_of(implementation), current_world().rank)
     if not isinstance(program, AccountedProgram):
-        return run_program(program, observe_all)
+        return run_program(program, observe_all), weakref.ref(program.model)
     with listen(lambda group, call, _site: program.collective(group, call)):
-        seen = run_program(program, observe_all)
-    return seen if isinstance(seen, Failed) else seen.extended(AccountedObservation, accounts=tuple(program.accounts))
+        observation = run_program(program, observe_all)
+    if not isinstance(observation, Failed):
+        observation = observation.extended(AccountedObservation, accounts=tuple(program.accounts))
+    return observation, weakref.ref(program.model)
+
+
+def survivors(models: Sequence[tuple[int, weakref.ref[nn.Module]]]) -> list[int]:
+    """Collect garbage, and return the cases whose model is still there although the case is over."""
+    for _ in range(_ROUNDS):
+        # What a finalizer of one round let go of, only the next one sees.
+        gc.collect()
+        if all(model() is None for _, model in models):
+            break
+    _collections[0] += 1
+    if _collections[0] == _FREEZE_AFTER:
+        # What is imported and cached by now stays for good; leaving it out makes each later collection cheap.
+        gc.freeze()
+    return [index for index, model in models if model() is not None]
 
 
 def run_program(program: RankProgram, observe_all: bool) -> RankObservation | Failed:

@@ -1,11 +1,16 @@
-"""How do the reports of the parts of one run become the report of that run? Each part once, in the order of one run."""
+"""How do the parts of one whole become that whole, and how do reports of a run? Each part once, in the order of one run.
+
+The parts of a run, of a certificate and of a campaign are refused and put in order here; each says what it was asked
+(`Part.alike`).
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TypeVar
 
 from fsdp_testing.cases.records import CheckResult, Request, RunReport, Verdict
 from fsdp_testing.errors import InvalidArgument
@@ -14,6 +19,8 @@ from fsdp_testing.errors import InvalidArgument
 _MISSING_BY_NAME = 3
 _ANOTHER_RUN = "Give the reports of one run, all of one version."
 _ALIKE_ENVIRONMENT = ("fsdp-testing", "torch", "python")
+
+P = TypeVar("P")
 
 
 def merged(reports: Mapping[str, RunReport]) -> RunReport:
@@ -28,15 +35,12 @@ def merged(reports: Mapping[str, RunReport]) -> RunReport:
     Raises:
         InvalidArgument: A part is missing or there twice, or parts are not of one run; every offender is listed.
     """
-    refuse_parts(
-        {path: Part(report.shard, _alike(report)) for path, report in reports.items()},
-        "Give the JSON reports of `fsdp-verify run ... --shard 1/N` to `N/N`, all else alike.",
-    )
+    advice = "Give the JSON reports of `fsdp-verify run ... --shard 1/N` to `N/N`, all else alike."
+    parts = in_order(reports, lambda report: Part(report.shard, _alike(report)), advice)
     nameless = [
         f"{path} does not say which checks it was asked for" for path, report in reports.items() if not report.request
     ]
     _refuse(nameless, "It is of an earlier version: run it again.")
-    parts = dict(sorted(reports.items(), key=lambda item: item[1].shard))
     _refuse((text for path, part in parts.items() for text in _strangers(path, part)), _ANOTHER_RUN)
     first = next(iter(parts.values()))
     found = {(result.implementation, result.check): result for part in parts.values() for result in part.results}
@@ -57,13 +61,28 @@ class Part:
     alike: Mapping[str, object]
 
 
-def refuse_parts(parts: Mapping[str, Part], advice: str) -> None:
-    """Make sure that parts, by where they come from, are those of one whole.
+def in_order(given: Mapping[str, P], part_of: Callable[[P], Part], advice: str) -> dict[str, P]:
+    """Return the parts of one whole in their order.
+
+    Args:
+        given: The parts, by where they come from.
+        part_of: What shows which part one is.
+        advice: What to give instead of what is refused.
 
     Raises:
         InvalidArgument: One is missing or there twice, or they are not of one whole; every offender is listed.
     """
+    parts = {path: part_of(part) for path, part in given.items()}
     _refuse(_problems(parts), advice)
+    return {path: given[path] for path in sorted(given, key=lambda path: parts[path].shard)}
+
+
+def added(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
+    """Return the sums of the counts of all parts."""
+    total: Counter[str] = Counter()
+    for count in counts:
+        total.update(count)
+    return total
 
 
 def versions_of(environment: Mapping[str, str]) -> dict[str, object]:

@@ -26,6 +26,11 @@ def test_a_probe_tells_silence_from_refusal(name, limit, text):
     assert text in found.text
 
 
+def test_a_refusal_that_did_not_come_is_silence_though_it_is_told_by_an_exception():
+    found = probe(CaseRunner(), registry.load("narrow:OUTDATED"), "outdated_backward")
+    assert (found.limit, found.check) == (Limit.SILENT, "backward.outdated")
+
+
 def test_a_variant_claims_one_capability_more_and_is_found_by_its_name():
     adapter = registry.load(f"fsdp_testing.checks.suites.beyond_claims:torch-fsdp1+{CAPABILITY}")
     assert adapter.capabilities - registry.load("torch-fsdp1").capabilities == {CAPABILITY}

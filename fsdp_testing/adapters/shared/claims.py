@@ -24,6 +24,8 @@ EVERYWHERE = frozenset(
         "optim_state",
         "sub_groups",
         "activation_checkpointing",
+        "outdated_backward",
+        "backward_inputs",
     }
 )
 """Of torch's implementations all."""
@@ -41,7 +43,6 @@ REPLICATED = EVERYWHERE | {
     "mixed_dtype_units",
     "loss_bypasses_output",
     "inplace_on_output",
-    "outdated_backward",
     "forward_edits",
     "error_if_nonfinite",
     "tensor_hooks",

@@ -33,6 +33,7 @@ CAPABILITIES = SHARDED | {
     "frozen_mixed_unit",
     "thawed_parameters",
     "unused_gradient_is_none",
+    "forward_edits",
     "cpu_offload",
     "explicit_unshard",
     "error_if_nonfinite",

@@ -14,7 +14,7 @@ from fsdp_testing.cases.operations.user_code import expect_refusal
 from fsdp_testing.errors import InvalidRecord
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from fsdp_testing.cases.drawing.normal_form import ProgramContext
     from fsdp_testing.cases.drawing.operation_drawer import OperationDrawer
@@ -27,8 +27,12 @@ FORMS: Mapping[str, str] = {
     "after_no_sync": "backward_after_no_sync",
     "inner": "inner_forward",
     "outdated": "outdated_backward",
+    "inputs": "backward_inputs",
+    "one_input": "backward_inputs",
 }
 """Form of a backward -> the capability that it needs. Those with a feature are drawn."""
+
+_CHOOSING = {"inputs", "one_input"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class UnusualBackward(TrainingPass):
             the inputs is part of the loss. `after_no_sync`: forward inside `no_sync`, backward outside of it. `inner`:
             forward of the module inside the wrapper, where the wrapper is a module around it. `outdated`: between forward and
             backward the optimizer steps by gradients from before, so that backward must be refused; then they are cleared.
+            `inputs`: `backward(inputs=...)` names all trained parameters. `one_input`: it names the first in the alphabet.
     """
 
     kind: ClassVar[str] = "unusual_backward"
@@ -98,6 +103,9 @@ class UnusualBackward(TrainingPass):
         if self.form == "outdated":
             self._refused(program, forwarded.loss)
             return values
+        if self.form in _CHOOSING:
+            self._chosen(program, forwarded.loss)
+            return values
         if self.form == "twice" and forwarded.loss.requires_grad:
             forwarded.loss.backward(retain_graph=True)
         program.backward(forwarded.loss)
@@ -107,6 +115,16 @@ class UnusualBackward(TrainingPass):
         Step().run(program)
         expect_refusal(lambda: program.backward(loss))
         program.zero_grad(set_to_none=True)
+
+    def _chosen(self, program: RankProgram, loss: Tensor) -> None:
+        named = dict(program.adapter.named_parameters(program.model))
+        chosen = self._choice(named)
+        if chosen and loss.requires_grad:
+            loss.backward(inputs=[named[fqn] for fqn in chosen])
+
+    def _choice(self, named: Mapping[str, nn.Parameter]) -> list[str]:
+        trained = sorted(fqn for fqn, parameter in named.items() if parameter.requires_grad)
+        return trained[:1] if self.form == "one_input" else trained
 
     def replay(self, replay: Replay) -> Results:
         replay.refresh()
@@ -121,6 +139,8 @@ class UnusualBackward(TrainingPass):
         for rank in range(replay.size):
             forwarded, gradients = replay.local_gradients(rank, self.batch, penalised=self.form == "penalty")
             values |= replay.results(rank, forwarded)
+            if self.form in _CHOOSING:
+                gradients = gradients.only(self._choice(replay.parameters))
             ranks.append(gradients)
         for _ in range(2 if self.form == "twice" else 1):
             replay.begin_micro_batch()

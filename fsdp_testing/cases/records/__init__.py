@@ -47,7 +47,9 @@ from fsdp_testing.cases.records.event import (
 from fsdp_testing.cases.records.expected import Expectation, ExpectedFailure
 from fsdp_testing.cases.records.failure import ENDS_RANKS, LOSES_RANKS, RAISES, FailureKind, Mismatch
 from fsdp_testing.cases.records.finding import Explanation, Finding
+from fsdp_testing.cases.records.judgement import NOTHING_COMPARED, Judgement, Tally
 from fsdp_testing.cases.records.observation import (
+    OUTLIVES,
     BufferObservation,
     CaseRecord,
     ObservedPiece,

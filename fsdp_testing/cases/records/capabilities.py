@@ -47,6 +47,7 @@ CAPABILITIES: dict[str, str] = {
     "second_order": "a loss may be made of gradients",
     "backward_after_no_sync": "gradients of a forward inside no_sync are reduced if the backward is outside",
     "outdated_backward": "a backward that needs values which a step has changed since is refused, as in one process",
+    "backward_inputs": "`backward(inputs=...)` gives the parameters that it names, and no other, the gradients of one process",
     "inner_forward": "a forward may run through the module that is inside the wrapper",
     "inference_mode": "forward passes under torch.inference_mode",
     "late_optimizer": "the optimizer may be built after training has begun",

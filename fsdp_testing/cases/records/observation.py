@@ -131,13 +131,14 @@ class RaisedError:
 
 @dataclass(frozen=True, slots=True)
 class RankObservation:
-    """All that one rank reports of one case."""
+    """All that one rank reports of one case; `leaks` is what the case left behind in the process, where somebody looked."""
 
     rank: int
     results: tuple[OperationResult, ...] = ()
     snapshots: tuple[Snapshot, ...] = ()
     error: RaisedError | None = None
     seconds: float = 0.0
+    leaks: tuple[str, ...] = ()
 
     def extended(self, kind: type[Extended], **more: Any) -> Extended:
         """Return it as an observation of a class that has `more` to report."""
@@ -145,6 +146,10 @@ class RankObservation:
 
 
 Extended = TypeVar("Extended", bound=RankObservation)
+
+
+OUTLIVES = "the model outlives its case: something refers to it for good"
+"""What is reported as left behind where it is the case's model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,9 @@ for name, meaning, source, needs in (
     ("twice", "A second backward through a kept graph is reduced too.", "pytorch issue 106637", {"accumulate_without_no_sync"}),
     ("penalty", "A loss made of gradients has the gradient that one process computes.", "pytorch issue 172543", set()),
     ("after_no_sync", "Whether a backward is reduced depends on where it runs, not its forward.", "pytorch issue 47260", set()),
+    ("inputs", "A backward that names the parameters gives each the gradient of one process.", "torch.autograd.backward", set()),
+    ("one_input", "A backward that names one parameter gives it its gradient, and no other one.", "torch.autograd.backward",
+     {"unused_gradient_is_none"}),
     ("inner", "A forward of the module inside the wrapper is no way around the reduction.", "torch.nn.parallel", set()),
 ):  # fmt: skip
     SUITE.add(f"backward.{name}", meaning, partial(_cases, name), source=source, needs=needs)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from fsdp_testing.adapters import registry
 from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.cases.operations.user_code import NotRefused
 from fsdp_testing.cases.records import STRATEGIES, CheckResult, FailureKind, Finding, Verdict
 from fsdp_testing.checks.suites import CHECKS
 from fsdp_testing.checks.suites.check import Check
@@ -111,7 +112,9 @@ def _probed(capability: str, result: CheckResult) -> Probed:
         first = _worst(result.findings)
         # Ranks that part are stopped by the ledger, which says so; without it they would wait for one another.
         parted = first.quantity.endswith(CollectiveMismatch.__name__)
-        limit = Limit.SILENT if first.kind in _SILENT else Limit.REFUSES
+        # That a refusal did not come is an exception too.
+        silent = first.kind in _SILENT or first.quantity.endswith(NotRefused.__name__)
+        limit = Limit.SILENT if silent else Limit.REFUSES
         if parted or first.kind in (FailureKind.DIED, FailureKind.HUNG, FailureKind.UNCOORDINATED):
             limit = Limit.HANGS
         return Probed(capability, limit, result.check, first.statement or first.explanation)

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from fsdp_testing.adapters.adapter import Adapter
-from fsdp_testing.cases.records import Batch, Case, RankObservation
+from fsdp_testing.cases.records import Batch, Case, RankObservation, Tally
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase, RunMode
 from fsdp_testing.oracle import oracle, rank_jobs
 from fsdp_testing.oracle.comparison import Comparison
@@ -68,14 +68,10 @@ def _reseeded(offset: int, batch: Batch) -> Batch:
 
 def _merged(judgements: Sequence[JudgedCase]) -> JudgedCase:
     """Return the last world's verdict, with the comparisons of all of them; a world that saved nothing has said so itself."""
-    last = judgements[-1]
-    outcome = replace(
-        last.outcome,
-        comparisons=sum(one.outcome.comparisons for one in judgements),
-        worst_ratio=max(one.outcome.worst_ratio for one in judgements),
-        seconds=sum(one.outcome.seconds for one in judgements),
-    )
-    return replace(last, outcome=outcome)
+    last, outcomes = judgements[-1], [one.outcome for one in judgements]
+    tally = Tally(sum(one.comparisons for one in outcomes), max(one.worst_ratio for one in outcomes))
+    seconds = sum(one.seconds for one in judgements)
+    return replace(last, judgement=replace(last.judgement, tally=tally), seconds=seconds)
 
 
 # ----------------------------------------------------------------------------------------------- on the ranks

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from fsdp_testing.cases.records import FailureKind, Mismatch
+from fsdp_testing.cases.records import FailureKind, Mismatch, Tally
 from fsdp_testing.oracle.quantities import Expected, ExpectedPoint, Quantity
 from fsdp_testing.oracle.tensors import Difference
 
@@ -73,6 +73,11 @@ class Compared:
     comparisons: int = 0
     worst_ratio: float = 0.0
     undecided: list[Divergence] = field(default_factory=list)
+
+    @property
+    def tally(self) -> Tally:
+        """Return what was compared, for a judgement."""
+        return Tally(self.comparisons, self.worst_ratio)
 
     def add(self, divergence: Divergence) -> None:
         """Note a divergence."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -13,22 +12,20 @@ from pathlib import Path
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.base.document import read_text
 from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices, needs_of_case
-from fsdp_testing.cases.records import Case
+from fsdp_testing.cases.records import Case, Verdict
 from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.checks.findings.known import KnownFailures, Rule, joined
 from fsdp_testing.errors import InvalidRecord
-from fsdp_testing.judging.batch_judge import CaseNote
+from fsdp_testing.judging.batch import Watch
+from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.ranks.pool import Pool
-from fsdp_testing.search.campaign.batch import Watch
-from fsdp_testing.search.campaign.case_queue import Asked, CaseQueue
-from fsdp_testing.search.campaign.example_checks import SHARE, check_examples
-from fsdp_testing.search.campaign.investigation import Investigated, Investigator
-from fsdp_testing.search.campaign.lane import CaseResult, Lane, drive
-from fsdp_testing.search.campaign.state import Progress, StateDirectory
+from fsdp_testing.search.campaign.case_queue import CaseQueue, QueuedCase
+from fsdp_testing.search.campaign.example_checks import EXAMPLE_SECONDS, SHARE, check_examples
+from fsdp_testing.search.campaign.investigation import Investigated, Investigator, Suspect
+from fsdp_testing.search.campaign.state import KNOWN, Progress, StateDirectory
 from fsdp_testing.search.campaign.tally import CampaignTally
 
-_SAVE_SECONDS = 5.0
 _INVESTIGATED_AT_FIRST = 3
 _INVESTIGATED_LATER_ONE_IN = 25
 _KEPT_UNJUDGED = 3
@@ -80,7 +77,7 @@ class Plan:
 
 Listener = Callable[[CampaignTally], None]
 Finder = Callable[[Discovery, StateDirectory], None]
-Answer = list[tuple[Asked, CaseResult]] | Investigated | None
+Answer = list[tuple[QueuedCase, JudgedCase]] | Investigated | None
 
 
 class Campaign:
@@ -103,7 +100,7 @@ class Campaign:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plan = plan
-        self._pool = pool
+        self._runner = CaseRunner(pool, timeout=plan.deadline)
         self._on_progress = on_progress
         self._on_finding = on_finding
         self._clock = clock
@@ -130,7 +127,7 @@ class Campaign:
 
     def _found_earlier(self) -> KnownFailures:
         """What earlier runs found is known now: met again, it is counted and not reported again."""
-        found = []
+        rules = []
         for folder in self._state.found():
             file = folder / "finding.json"
             try:
@@ -139,42 +136,31 @@ class Campaign:
                 self.damaged.append(str(error))
                 continue
             if earlier.confirmed:
-                found.append(earlier.rule())
+                rules.append(earlier.rule())
                 self._earlier.add(earlier.name)
             self._keys[earlier.key] = earlier.name
-        return KnownFailures(tuple(found))
+        return KnownFailures(tuple(rules))
 
     # ------------------------------------------------------------------------------------------- the loop
 
     def run(self) -> CampaignTally:
         """Run until time or cases end; KeyboardInterrupt passes through after everything is saved."""
         self._started = self._clock()
-        scratch = self._pool.shared_directory("fsdp-fuzz-")
-        plan = self._plan
-        lanes = [Lane(self._pool, plan.implementation, plan.deadline, scratch) for _ in range(max(1, plan.lanes))]
-        try:
-            self._loop(lanes, self._check_examples(lanes[0]))
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-            self.tally.worlds_lost = sum(lane.worlds_lost for lane in lanes)
-            self._save()
-        return self.tally
-
-    def _loop(self, lanes: list[Lane], suspects: list[CaseResult]) -> None:
-        saved = self._clock()
+        suspects: list[JudgedCase] = []
 
         def take(answer: Answer) -> None:
-            nonlocal saved
             suspects.extend(self._take(answer))
             self.tally.seconds = self._clock() - self._started
             self._on_progress(self.tally)
-            if self._clock() - saved > _SAVE_SECONDS:
-                self._save()
-                saved = self._clock()
 
-        drive(self._pool, lanes, lambda: self._next_job(suspects), take)
+        try:
+            suspects += self._check_examples()
+            self._runner.worlds.drive(lambda: self._next_job(suspects), take, max(1, self._plan.lanes), self._save)
+        finally:
+            self._save()
+        return self.tally
 
-    def _next_job(self, suspects: list[CaseResult]) -> Callable[[Lane], Answer] | None:
+    def _next_job(self, suspects: list[JudgedCase]) -> Callable[[], Answer] | None:
         if self._stopped():
             return None
         if suspects:
@@ -185,20 +171,22 @@ class Campaign:
         if not batch:
             return None
         watch = Watch(models=self._watch_models)
-        return lambda lane: list(zip(batch, lane.run([asked.case for asked in batch], watch)))
+        cases = [queued.case for queued in batch]
+        judge = partial(self._runner.judge_batch, self._plan.implementation, cases, watch)
+        return lambda: list(zip(batch, judge(), strict=True))
 
-    def _investigate(self, lane: Lane, suspect: CaseResult) -> Investigated | None:
+    def _investigate(self, suspect: JudgedCase) -> Investigated | None:
         start = time.perf_counter()
-        found = self._investigator.investigate(lane, suspect, self._known)
+        investigated = self._investigator.investigate(self._runner, Suspect.of(suspect), self._known)
         self.tally.investigating_seconds += time.perf_counter() - start
-        return found
+        return investigated
 
     def _time_is_up(self) -> bool:
         limit = self._plan.seconds
         return limit is not None and self._clock() - self._started >= limit
 
     def _stopped(self) -> bool:
-        return self._plan.stop_at_first and any(found.confirmed for found in self.tally.discovered)
+        return self._plan.stop_at_first and any(discovery.confirmed for discovery in self.tally.discovered)
 
     def _fair(self, case: Case) -> bool:
         scope = self._plan.scope
@@ -214,10 +202,10 @@ class Campaign:
 
     # ------------------------------------------------------------------------------------------- taking in
 
-    def _take(self, answer: Answer) -> list[CaseResult]:
+    def _take(self, answer: Answer) -> list[JudgedCase]:
         """Take in what a job gave; return suspects that are worth investigating."""
         if isinstance(answer, list):
-            return [result for asked, result in answer if self._take_result(asked, result)]
+            return [result for queued, result in answer if self._take_result(queued, result)]
         if answer is None:
             self.tally.unjudged["a suspect that could not be judged alone"] += 1
         elif answer.known is not None:
@@ -230,52 +218,56 @@ class Campaign:
             self._take_discovery(answer.discovery, answer.signature)
         return []
 
-    def _take_result(self, asked: Asked, result: CaseResult) -> bool:
-        note, tally = result.note, self.tally
-        self._queue.finish(asked)
-        tally.count(operations=len(result.case.program), variant=asked.depth > 0)
-        rule = self._known_as(asked, note)
-        if rule is not None and note.signature is not None:
-            self._queue_variants(asked, note, rule)
-            if note.cause is None and rule.asks_cause(note.signature) and self._is_sampled(rule):
-                tally.statuses["suspect"] += 1
+    def _take_result(self, queued: QueuedCase, judged: JudgedCase) -> bool:
+        judgement, signature, tally = judged.judgement, judged.signature, self.tally
+        self._queue.finish(queued)
+        tally.count(operations=len(judged.case.program), variant=queued.depth > 0)
+        rule = self._known_as(queued, judged)
+        if rule is not None and signature is not None:
+            self._queue_variants(queued, judged, rule)
+            if judgement.cause is None and rule.asks_cause(signature) and self._is_sampled(rule):
+                tally.statuses[Verdict.FAIL.value] += 1
                 return True
             tally.known[rule.name] += 1
-            tally.statuses["known"] += 1
-            self._watch_models &= note.status != "leaked"
+            tally.statuses[KNOWN] += 1
+            self._watch_models &= not judgement.only_model_stays
             return False
-        tally.statuses[note.status] += 1
-        if note.status == "unjudged":
-            tally.unjudged[note.reason[:200]] += 1
-            if tally.unjudged[note.reason[:200]] <= _KEPT_UNJUDGED:
-                name = result.case.identity
-                files = [(f"{name}.json", result.case.to_json()), (f"{name}.txt", note.reason + "\n")]
-                self._state.write_files("unjudged", files)
-        elif note.status == "leaked":
+        tally.statuses[judged.verdict.value] += 1
+        if judged.verdict is Verdict.UNKNOWN:
+            self._take_unknown(judged)
+        elif judgement.only_model_stays:
             # One is enough: it is about the implementation, and watching on would find nothing else.
             first, self._watch_models = self._watch_models, False
             return first
-        elif note.status == "suspect" and note.signature is not None:
-            return self._is_worth_investigating(note.signature)
-        return False
+        return signature is not None and self._is_worth_investigating(signature)
 
-    def _known_as(self, asked: Asked, note: CaseNote) -> Rule | None:
+    def _take_unknown(self, judged: JudgedCase) -> None:
+        reason = judged.judgement.reason
+        self.tally.unjudged[reason[:200]] += 1
+        if self.tally.unjudged[reason[:200]] <= _KEPT_UNJUDGED:
+            name = judged.case.identity
+            files = [(f"{name}.json", judged.case.to_json()), (f"{name}.txt", reason + "\n")]
+            self._state.write_files("unjudged", files)
+
+    def _known_as(self, queued: QueuedCase, judged: JudgedCase) -> Rule | None:
         """The rule that knows a failure, as far as its looks say."""
-        if note.signature is None:
+        signature, judgement = judged.signature, judged.judgement
+        if signature is None:
             return None
-        rule = self._known.recognize(note.signature, asked.case, note.at, note.cause, note.units)
+        rule = self._known.recognize(signature, queued.case, judgement.operation, judgement.cause, judged.units)
         if rule is None:
-            rule = self._known.fitting(self._also.get(note.signature, ()), asked.case, note.at)
+            rule = self._known.fitting(self._also.get(signature, ()), queued.case, judgement.operation)
             if rule is None or (self.tally.known[rule.name] + 1) % _INVESTIGATED_LATER_ONE_IN == 0:
                 return None
         return rule
 
-    def _queue_variants(self, asked: Asked, note: CaseNote, rule: Rule) -> None:
+    def _queue_variants(self, queued: QueuedCase, judged: JudgedCase, rule: Rule) -> None:
         """Run the case without what brings about each known failure that it may be, for what that may have hidden."""
-        assert note.signature is not None
-        others = self._known.recognizing(note.signature, asked.case, note.at, note.cause, note.units)
-        for one in {one.name: one for one in (rule, *others)}.values():
-            self._queue.add_variant(asked, one, self._drawer.shape, self._fair)
+        signature, judgement = judged.signature, judged.judgement
+        assert signature is not None
+        others = self._known.recognizing(signature, queued.case, judgement.operation, judgement.cause, judged.units)
+        for each in {each.name: each for each in (rule, *others)}.values():
+            self._queue.add_variant(queued, each, self._drawer.shape, self._fair)
 
     def _is_sampled(self, rule: Rule) -> bool:
         """Whether the next failure that looks like a known one runs alone and is asked its cause."""
@@ -290,22 +282,22 @@ class Campaign:
         self.tally.not_investigated += not worth
         return worth
 
-    def _take_discovery(self, found: Discovery, met_as: Signature) -> None:
-        key = found.key if found.confirmed else ("unconfirmed", found.signature)
-        known = self._keys.get(key)
-        if known is not None:
-            self.tally.duplicates[known] += 1
-            self.tally.found_before.update(self._earlier & {known})
-            self._also.setdefault(met_as, set()).add(known)
+    def _take_discovery(self, discovery: Discovery, met_as: Signature) -> None:
+        key = discovery.key if discovery.confirmed else ("unconfirmed", discovery.signature)
+        name = self._keys.get(key)
+        if name is not None:
+            self.tally.duplicates[name] += 1
+            self.tally.found_before.update(self._earlier & {name})
+            self._also.setdefault(met_as, set()).add(name)
             return
-        self._keys[key] = found.name
-        self.tally.discovered.append(found)
-        if found.confirmed:
-            self._known = self._known.with_rule(found.rule())
-            self._also.setdefault(met_as, set()).add(found.name)
-        self._on_finding(found, self._state)
+        self._keys[key] = discovery.name
+        self.tally.discovered.append(discovery)
+        if discovery.confirmed:
+            self._known = self._known.with_rule(discovery.rule())
+            self._also.setdefault(met_as, set()).add(discovery.name)
+        self._on_finding(discovery, self._state)
 
-    def _check_examples(self, lane: Lane) -> list[CaseResult]:
+    def _check_examples(self) -> list[JudgedCase]:
         """Drop the rules whose example passes by now; return the examples that fail in a new way."""
         plan = self._plan
 
@@ -313,7 +305,8 @@ class Campaign:
             in_time = plan.seconds is None or self._clock() - self._started < SHARE * plan.seconds
             return in_time and (plan.examples is None or count <= max(1, SHARE * plan.examples))
 
-        checked = check_examples(lane, self._known, self._turns, self._fair, allowed)
+        judge = partial(self._runner.impatient(EXAMPLE_SECONDS).judge_batch, plan.implementation)
+        checked = check_examples(judge, self._known, self._turns, self._fair, allowed)
         self._known = self._known.without_rules(checked.gone)
         self._keys = {key: name for key, name in self._keys.items() if name not in checked.gone}
         self._turns.update(dict.fromkeys(checked.ran, self._before.campaigns))
@@ -327,6 +320,7 @@ class Campaign:
     def _save(self) -> None:
         before, tally, queue = self._before, self.tally, self._queue
         tally.seconds = self._clock() - self._started
+        tally.worlds_lost = self._runner.worlds.lost
         tally.drawn = queue.drawn - before.drawn
         tally.postponed = Counter(queue.postponed)
         tally.left = len(queue.unfinished)

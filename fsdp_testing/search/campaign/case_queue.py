@@ -16,7 +16,7 @@ _COSTLY_AT_ONCE = 2
 _VARIANTS_OF_ONE = 2
 
 
-class Asked(NamedTuple):
+class QueuedCase(NamedTuple):
     """A case that is to be run.
 
     Attributes:
@@ -56,8 +56,8 @@ class CaseQueue:
         self._resumed = deque(unfinished)
         self._unfinished = dict.fromkeys(self._resumed)
         self._postponed: deque[int] = deque()
-        self._waiting: dict[int, list[Asked]] = {}
-        self._costly: dict[int, list[Asked]] = {}
+        self._waiting: dict[int, list[QueuedCase]] = {}
+        self._costly: dict[int, list[QueuedCase]] = {}
         self._others = 0
         self._in_a_row = 0
         self.drawn = first
@@ -68,21 +68,23 @@ class CaseQueue:
         """Return the numbers of the cases that were drawn and did not run to their end, whatever the reason."""
         return tuple(self._unfinished)
 
-    def finish(self, asked: Asked) -> None:
+    def finish(self, queued: QueuedCase) -> None:
         """Note that a case has run."""
-        if asked.number is not None:
-            self._unfinished.pop(asked.number, None)
+        if queued.number is not None:
+            self._unfinished.pop(queued.number, None)
 
-    def add_variant(self, of: Asked, rule: Rule, shape: Callable[[Case], Case], fair: Callable[[Case], bool]) -> bool:
+    def add_variant(
+        self, of: QueuedCase, rule: Rule, shape: Callable[[Case], Case], fair: Callable[[Case], bool]
+    ) -> bool:
         """Queue the case without what brought a known failure about; return whether there is such a case."""
         variant = rule.variant(of.case) if of.depth < _VARIANTS_OF_ONE else None
         shaped = shape(variant) if variant is not None else None
         if shaped is None or not shaped.program or not fair(shaped):
             return False
-        self._waiting.setdefault(shaped.world.size, []).append(Asked(shaped, None, of.depth + 1))
+        self._waiting.setdefault(shaped.world.size, []).append(QueuedCase(shaped, None, of.depth + 1))
         return True
 
-    def next_batch(self, known: KnownFailures) -> list[Asked]:
+    def next_batch(self, known: KnownFailures) -> list[QueuedCase]:
         """Return the next batch, the cases that may cost the ranks last; empty when the time or the cases are over."""
         while not self._over():
             full = [size for size, cases in self._waiting.items() if len(cases) >= BATCH]
@@ -94,7 +96,7 @@ class CaseQueue:
                 return self._take(sizes[0]) if sizes else []
         return []
 
-    def _take(self, size: int) -> list[Asked]:
+    def _take(self, size: int) -> list[QueuedCase]:
         waiting = self._waiting.pop(size, [])
         if waiting[BATCH:]:
             self._waiting[size] = waiting[BATCH:]
@@ -109,7 +111,7 @@ class CaseQueue:
         case = self._draw(number)
         rule = known.may_end_ranks(case)
         if rule is None:
-            self._waiting.setdefault(case.world.size, []).append(Asked(case, number))
+            self._waiting.setdefault(case.world.size, []).append(QueuedCase(case, number))
             self._others += 1
             self._in_a_row = 0
         else:
@@ -135,5 +137,5 @@ class CaseQueue:
             return False
         number = self._postponed.popleft()
         case = self._draw(number)
-        self._costly.setdefault(case.world.size, []).append(Asked(case, number))
+        self._costly.setdefault(case.world.size, []).append(QueuedCase(case, number))
         return True

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from fsdp_testing.cases.records import ENDS_RANKS, Case, FailureKind
+from fsdp_testing.cases.records import ENDS_RANKS, Case, FailureKind, Verdict
 from fsdp_testing.checks.findings.known import KnownFailures, Rule
-from fsdp_testing.search.campaign.batch import Watch
-from fsdp_testing.search.campaign.lane import CaseResult, Lane
+from fsdp_testing.judging.batch import Watch
+from fsdp_testing.judging.case_runner import JudgedCase
 
 SHARE = 0.2
 """Part of the time, or of the cases, of a campaign that examples may take."""
+EXAMPLE_SECONDS = 5.0
+"""When an example counts as hung."""
 _AT_ONCE = 8
-_DEADLINE = 5.0
+
+JudgeBatch = Callable[[list[Case], Watch], list[JudgedCase]]
 
 
 @dataclass(slots=True)
@@ -31,12 +34,12 @@ class Checked:
     ran: list[str] = field(default_factory=list)
     still: list[str] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
-    changed: list[CaseResult] = field(default_factory=list)
+    changed: list[JudgedCase] = field(default_factory=list)
     left: int = 0
 
 
 def check_examples(
-    lane: Lane,
+    judge: JudgeBatch,
     known: KnownFailures,
     turns: Mapping[str, int],
     fair: Callable[[Case], bool],
@@ -45,7 +48,7 @@ def check_examples(
     """Run examples, those first that have waited for the most campaigns.
 
     Args:
-        lane: Runs them.
+        judge: Runs them and judges them.
         known: Whose examples.
         turns: Number of the campaign in which the example of each rule ran last.
         fair: Whether the implementation may be asked a case.
@@ -58,27 +61,23 @@ def check_examples(
         if not allowed(len(checked.ran) + len(chunk)):
             break
         watch = Watch(operations=True, models=_leaks(chunk[0][0]))
-        results = lane.run([case for _, case in chunk], watch, deadline=_DEADLINE)
-        for (rule, _), result in zip(chunk, results):
-            _sort_in(checked, rule, result)
+        results = judge([case for _, case in chunk], watch)
+        for (rule, _), judged in zip(chunk, results, strict=True):
+            _sort_in(checked, rule, judged)
     checked.left = len(due) - len(checked.ran)
     return checked
 
 
-def _sort_in(checked: Checked, rule: Rule, result: CaseResult) -> None:
+def _sort_in(checked: Checked, rule: Rule, judged: JudgedCase) -> None:
     checked.ran.append(rule.name)
-    signature = result.note.signature
-    still = (
-        signature is not None and KnownFailures((rule,)).recognize(signature, result.case, result.note.at) is not None
-    )
-    if still:
+    signature, judgement = judged.signature, judged.judgement
+    if signature is not None and KnownFailures((rule,)).recognize(signature, judged.case, judgement.operation):
         checked.still.append(rule.name)
-        return
-    if result.note.status in ("passed", "leaked"):
+    elif judged.verdict is Verdict.PASS or judgement.only_model_stays:
         checked.gone.append(rule.name)
     elif signature is not None and signature.kind not in ENDS_RANKS:
         # Ranks that are late on a crowded machine say nothing about a rule; another wrong number does.
-        checked.changed.append(result)
+        checked.changed.append(judged)
 
 
 def _alike(due: list[tuple[Rule, Case]]) -> list[list[tuple[Rule, Case]]]:

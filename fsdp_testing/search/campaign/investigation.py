@@ -7,32 +7,54 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from fsdp_testing.cases.records import ENDS_RANKS, Case, FailureKind
+from fsdp_testing.cases.records import ENDS_RANKS, Case, FailureKind, Verdict
 from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.checks.findings.known import KnownFailures, Rule
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.explain.inquiry import WRONG_NUMBERS
 from fsdp_testing.explain.root_causes import cause_of
 from fsdp_testing.explain.shrinking.shrink import Attempt, shrink
-from fsdp_testing.judging.case_runner import CaseRunner
+from fsdp_testing.judging.batch import Watch
+from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.judging.signature import Signature
-from fsdp_testing.search.campaign.batch import Watch
-from fsdp_testing.search.campaign.lane import CaseResult, Lane
 
 _HUNG_SECONDS = 5.0
 """When a case counts as hung while it shrinks; what is left in the end is confirmed with the deadline of the campaign."""
 
 
-def attempts_on(lane: Lane) -> Attempt:
-    """Return what runs the attempts of shrinking on a lane."""
+def attempts_on(runner: CaseRunner, name: str) -> Attempt:
+    """Return what runs the attempts of shrinking a failure of an implementation; one death or hang is taken for one."""
 
     def attempt(cases: Sequence[Case], wanted: Signature) -> list[tuple[Case, Signature | None]]:
         until = wanted if wanted.kind in ENDS_RANKS else None
-        deadline = _HUNG_SECONDS if wanted.kind == FailureKind.HUNG else None
-        results = lane.run(cases, Watch(operations=True), until=until, deadline=deadline)
-        return [(result.case, result.note.signature) for result in results]
+        impatient = runner.impatient(_HUNG_SECONDS if wanted.kind == FailureKind.HUNG else None)
+        results = impatient.judge_batch(name, cases, Watch(operations=True), until=until)
+        return [(result.case, result.signature) for result in results]
 
     return attempt
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A case that failed among others.
+
+    Attributes:
+        case: It.
+        signature: What the failure looks like.
+        reason: The first fact that differs.
+        account: What became of the ranks, where one was lost.
+    """
+
+    case: Case
+    signature: Signature
+    reason: str
+    account: str = ""
+
+    @staticmethod
+    def of(judged: JudgedCase) -> Suspect:
+        """Return the suspect of a judgement that fails."""
+        assert judged.signature is not None
+        return Suspect(judged.case, judged.signature, judged.judgement.why, judged.judgement.account)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,64 +88,66 @@ class Investigator:
     fair: Callable[[Case], bool]
     seconds: float
 
-    def investigate(self, lane: Lane, suspect: CaseResult, known: KnownFailures) -> Investigated | None:
+    def investigate(self, runner: CaseRunner, suspect: Suspect, known: KnownFailures) -> Investigated | None:
         """Return what a suspect is; None if it cannot be judged alone.
 
         Args:
-            lane: Runs the attempts.
-            suspect: A result with a signature.
+            runner: Runs the attempts.
+            suspect: A case that fails.
             known: What is known by now.
         """
-        met_as = suspect.note.signature
-        if met_as is None:
-            return None
-        watch = Watch(operations=True, models=suspect.note.status == "leaked")
-        alone = lane.run([suspect.case], watch)[0]
-        signature = alone.note.signature
+        met_as = suspect.signature
+        watch = Watch(operations=True, models=met_as.kind == FailureKind.LEAKED)
+        # It is itself the repetition of what was met among others.
+        (alone,) = runner.impatient().judge_batch(self.name, [suspect.case], watch)
+        signature = alone.signature
         if signature is None:
-            if alone.note.status != "passed":
+            if alone.verdict is not Verdict.PASS:
                 return None
-            once = Discovery(self.name, met_as, suspect.case, suspect.case, suspect.note.reason, suspect.account, False)
+            once = Discovery(self.name, met_as, suspect.case, suspect.case, suspect.reason, suspect.account, False)
             return Investigated(met_as, once)
-        rule = self._recognized(lane, alone, known)
+        rule = self._recognized(runner, alone, known)
         if rule is not None:
             return Investigated(met_as, known=rule)
-        shrunk = shrink(suspect.case, signature, attempts_on(lane), self.shape, self.fair, self.seconds)
-        last = lane.run([shrunk.case], watch)[0]
-        confirmed = last.note.signature == signature
+        attempts = attempts_on(runner, self.name)
+        shrunk = shrink(suspect.case, signature, attempts, self.shape, self.fair, self.seconds)
+        (last,) = runner.impatient().judge_batch(self.name, [shrunk.case], watch)
+        confirmed = last.signature == signature
         kept = last if confirmed else alone
-        found = Discovery(
+        discovery = Discovery(
             self.name,
             signature,
             suspect.case,
             kept.case,
-            kept.note.reason,
-            kept.account,
+            kept.judgement.why,
+            kept.judgement.account,
             confirmed,
             shrunk.attempts,
             shrunk.seconds,
-            kept.note.overrun,
-            self._cause(lane, kept.case) if confirmed and signature.kind in WRONG_NUMBERS else "",
+            kept.judgement.overrun,
+            self._cause(runner, kept.case) if confirmed and signature.kind in WRONG_NUMBERS else "",
         )
         # While it shrank it may have turned into what is known already.
-        cause = kept.note.cause if kept.note.cause is not None else found.cause
-        again = known.recognize(signature, kept.case, kept.note.at, cause, kept.note.units) if confirmed else None
-        return Investigated(met_as, found, again)
+        cause = kept.judgement.cause if kept.judgement.cause is not None else discovery.cause
+        again = (
+            known.recognize(signature, kept.case, kept.judgement.operation, cause, kept.units) if confirmed else None
+        )
+        return Investigated(met_as, discovery, again)
 
-    def _recognized(self, lane: Lane, alone: CaseResult, known: KnownFailures) -> Rule | None:
+    def _recognized(self, runner: CaseRunner, alone: JudgedCase, known: KnownFailures) -> Rule | None:
         """The rule that knows a failure, by its cause where the rule names one."""
-        signature, at, units = alone.note.signature, alone.note.at, alone.note.units
+        signature, judgement = alone.signature, alone.judgement
         assert signature is not None
-        rule = known.recognize(signature, alone.case, at, alone.note.cause, units)
-        if rule is None or alone.note.cause is not None or not rule.asks_cause(signature):
+        rule = known.recognize(signature, alone.case, judgement.operation, judgement.cause, alone.units)
+        if rule is None or judgement.cause is not None or not rule.asks_cause(signature):
             return rule
-        return known.recognize(signature, alone.case, at, self._cause(lane, alone.case), units)
+        return known.recognize(signature, alone.case, judgement.operation, self._cause(runner, alone.case), alone.units)
 
-    def _cause(self, lane: Lane, case: Case) -> str:
+    def _cause(self, runner: CaseRunner, case: Case) -> str:
         """What the wrong numbers are equal to; a world that is lost on the way leaves it unknown."""
         try:
             with suppress(HarnessError):
-                return cause_of(CaseRunner(lane.pool), self.name, case)
+                return cause_of(runner, self.name, case)
         except Exception as error:  # noqa: BLE001 - a campaign of an hour must not be lost over an explanation
             why = f"{self.name}: a finding is not explained: {type(error).__name__}: {error}"
             warnings.warn(why, RuntimeWarning, stacklevel=2)

@@ -6,16 +6,17 @@ are left for it.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_testing.base.document import read_text
+from fsdp_testing.cases.records import Verdict
 from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.errors import InvalidArgument, InvalidRecord
-from fsdp_testing.report.merging import Part, refuse_parts
+from fsdp_testing.report.merging import Part, added, in_order
 from fsdp_testing.search.campaign.state import Progress, StateDirectory, read_progress
+from fsdp_testing.search.campaign.tally import decided
 
 _WHOLE = "Remove the folder, or copy it whole."
 # Parts draw about as fast as one another. What a slower one has still to draw becomes a list.
@@ -35,8 +36,8 @@ class MergedCampaign:
         """Return what `fuzz` would return for all cases of all parts."""
         if self.progress.not_investigated or any(discovery.confirmed for discovery in self.found):
             return 1
-        judged = any(self.progress.statuses.get(name) for name in ("passed", "known"))
-        return 3 if self.found or self.progress.statuses.get("unjudged") or not judged else 0
+        statuses = self.progress.statuses
+        return 3 if self.found or statuses.get(Verdict.UNKNOWN.value) or not decided(statuses) else 0
 
 
 def merge_campaigns(parts: Iterable[Path], into: Path) -> MergedCampaign:
@@ -47,42 +48,39 @@ def merge_campaigns(parts: Iterable[Path], into: Path) -> MergedCampaign:
         InvalidArgument: A part is missing or there twice, parts are not of one campaign, or `into` is no new directory.
     """
     states = {path: read_progress(path) for path in parts}
-    given = {
-        str(path): Part(() if state.shard == (1, 1) else state.shard, _alike(state)) for path, state in states.items()
-    }
     fastest = max(states, key=lambda path: states[path].drawn)
     if states[fastest].drawn - min(state.drawn for state in states.values()) > _MOST_BEHIND:
         raise InvalidRecord(
             f"{fastest / 'state.json'}.drawn: expected at most {_MOST_BEHIND} cases more than another part, got "
             f"{states[fastest].drawn}. The file is damaged."
         )
-    refuse_parts(given, "Give the --state directories of `fsdp-verify fuzz ... --shard 1/N` to `N/N`, all else alike.")
+    advice = "Give the --state directories of `fsdp-verify fuzz ... --shard 1/N` to `N/N`, all else alike."
+    ordered = in_order({str(path): state for path, state in states.items()}, _part_of, advice)
     if into.exists() and (not into.is_dir() or any(into.iterdir())):
         raise InvalidArgument(
             f"--state: expected a directory that is new or empty, got {str(into)!r}. Give another one."
         )
-    in_order = sorted(states, key=lambda path: states[path].shard)
-    target = StateDirectory(into, states[in_order[0]].implementation)
-    found: dict[object, Discovery] = {}
+    target = StateDirectory(into, next(iter(ordered.values())).implementation)
+    discoveries: dict[object, Discovery] = {}
     repeated = 0
     # All is read before anything is written.
     copies: list[tuple[str, list[tuple[str, str]]]] = []
-    for path in in_order:
+    for path in map(Path, ordered):
         for folder in StateDirectory(path, states[path].implementation).found():
             file = folder / "finding.json"
             discovery = Discovery.from_json(read_text(file, "a finding", _WHOLE), str(file))
             key = discovery.key if discovery.confirmed else ("unconfirmed", discovery.signature)
-            if key in found:
+            if key in discoveries:
                 repeated += 1
                 continue
-            found[key] = discovery
+            discoveries[key] = discovery
             copies.append((f"found/{folder.name}", _texts(folder)))
         copies.append(("unjudged", _texts(path / "unjudged")))
-    progress = joined_progress([states[path] for path in in_order])
+    progress = joined_progress(list(ordered.values()))
     for folder_name, files in copies:
         target.write_files(folder_name, files)
     target.save(progress)
-    return MergedCampaign(progress, tuple(found.values()), repeated)
+    return MergedCampaign(progress, tuple(discoveries.values()), repeated)
 
 
 def joined_progress(states: list[Progress]) -> Progress:
@@ -103,8 +101,8 @@ def joined_progress(states: list[Progress]) -> Progress:
         drawn=drawn,
         run=sum(state.run for state in states),
         seconds=sum(state.seconds for state in states),
-        statuses=_added(state.statuses for state in states),
-        known=_added(state.known for state in states),
+        statuses=dict(sorted(added(state.statuses for state in states).items())),
+        known=dict(sorted(added(state.known for state in states).items())),
         not_investigated=sum(state.not_investigated for state in states),
         unfinished=tuple(sorted(unfinished)),
         turns={name: turn for state in states for name, turn in state.turns.items()},
@@ -113,16 +111,11 @@ def joined_progress(states: list[Progress]) -> Progress:
     )
 
 
-def _alike(state: Progress) -> dict[str, object]:
-    rules = state.known_by or "not recorded"
-    return {"implementation": state.implementation, "cases by": state.drawn_by, "known failures": rules}
-
-
-def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for one in counts:
-        total.update(one)
-    return dict(sorted(total.items()))
+def _part_of(state: Progress) -> Part:
+    alike = {"implementation": state.implementation, "cases by": state.drawn_by}
+    return Part(
+        () if state.shard == (1, 1) else state.shard, {**alike, "known failures": state.known_by or "not recorded"}
+    )
 
 
 def _texts(folder: Path) -> list[tuple[str, str]]:

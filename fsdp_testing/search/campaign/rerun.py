@@ -16,9 +16,9 @@ from fsdp_testing.cases.records import Case, RankObservation, RunReport, outcome
 from fsdp_testing.checks.findings import discovery
 from fsdp_testing.errors import InvalidArgument, InvalidRecord
 from fsdp_testing.judging import record_stream
+from fsdp_testing.judging.batch import Watch
+from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.ranks.pool import Pool
-from fsdp_testing.search.campaign.batch import Watch
-from fsdp_testing.search.campaign.lane import CaseResult, Lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ def read_recorded(path: Path) -> list[Recorded]:
         raise InvalidArgument(f"{path}: expected a readable text file, got {error}. Give a case or finding.") from error
     data = load_json(text, str(path))
     if data.get("format") == discovery.FORMAT.name:
-        found = discovery.Discovery.from_json(text, str(path))
-        return [Recorded(_checked(found.case, path), found.implementation)]
+        recorded = discovery.Discovery.from_json(text, str(path))
+        return [Recorded(_checked(recorded.case, path), recorded.implementation)]
     if data.get("format") == outcome.FORMAT.name:
         report = RunReport.from_json(text, str(path))
         cases = [
@@ -79,16 +79,20 @@ def check_claims(case: Case, adapter: Adapter) -> None:
         )
 
 
-def replay(pool: Pool, adapter: Adapter, case: Case, deadline: float = 30.0) -> tuple[CaseResult, str]:
+def replay(pool: Pool, adapter: Adapter, case: Case, deadline: float = 30.0) -> tuple[JudgedCase, str]:
     """Run one case on a pool of its own and judge it.
 
     Returns:
         What it gave, and a digest of every bit that every rank reported; empty if a rank was lost.
     """
     digests: list[str] = []
-    lane = Lane(pool, adapter, deadline, on_records=lambda place: digests.append(_digest(place, case.world.size)))
-    (result,) = lane.run([case], Watch(operations=True, models=True))
-    return result, digests[-1]
+    (judged,) = CaseRunner(pool, timeout=deadline).judge_batch(
+        adapter,
+        [case],
+        Watch(operations=True, models=True),
+        on_records=lambda folder: digests.append(_digest(folder, case.world.size)),
+    )
+    return judged, digests[-1]
 
 
 def _digest(directory: str, size: int) -> str:

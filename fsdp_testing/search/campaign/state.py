@@ -6,8 +6,9 @@ Every file is written as a whole or not at all, so that an interruption at any m
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fsdp_testing.base.document import ADDED_LATER, Format, decode, read_text
@@ -16,6 +17,9 @@ from fsdp_testing.report.files import write_atomically
 
 FORMAT = Format("fsdp_testing/fuzz_state", 3)
 _OF_EARLIER_VERSIONS = ("keys", "arcs", "rules", "unsupported")
+KNOWN = "known"
+"""What became of a case that failed as is known; of all others it is the verdict."""
+_FORMER = {"passed": "pass", "suspect": "fail", "leaked": "fail", "unjudged": "unknown"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,7 @@ class Progress:
         drawn: Cases drawn so far; the next one is drawn from this number.
         run: Cases run.
         seconds: Time spent.
-        statuses: Cases by what became of them.
+        statuses: Cases by verdict; `known` are those that failed by a known failure.
         known: How many cases failed by each known failure.
         not_investigated: Cases that failed like others, and were not looked at themselves.
         unfinished: Numbers of cases that were drawn and did not run; they come first next time.
@@ -62,7 +66,13 @@ def read_progress(path: Path) -> Progress:
     file = path / "state.json"
     text = read_text(file, "the state of a campaign", "Give what `fuzz --state` wrote.")
     body = FORMAT.read(text, str(file))
-    return decode(Progress, {key: value for key, value in body.items() if key not in _OF_EARLIER_VERSIONS}, str(file))
+    progress = decode(
+        Progress, {key: value for key, value in body.items() if key not in _OF_EARLIER_VERSIONS}, str(file)
+    )
+    statuses: Counter[str] = Counter()
+    for status, count in progress.statuses.items():
+        statuses[_FORMER.get(status, status)] += count
+    return replace(progress, statuses=dict(statuses))
 
 
 class StateDirectory:

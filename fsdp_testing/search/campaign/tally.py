@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fsdp_testing.cases.records import Verdict
 from fsdp_testing.checks.findings.discovery import Discovery
+from fsdp_testing.search.campaign.state import KNOWN
+
+
+def decided(statuses: Mapping[str, int]) -> int:
+    """Return how many cases are right, or fail as is known."""
+    return statuses.get(Verdict.PASS.value, 0) + statuses.get(KNOWN, 0)
 
 
 @dataclass(slots=True)
@@ -17,7 +25,7 @@ class CampaignTally:
         run: Cases run and judged, variants included.
         variants: Cases of those that are others without what brought a known failure about.
         operations: Operations in them.
-        statuses: Cases by what became of them; `known` are those that failed by a known failure.
+        statuses: Cases by verdict; `known` are those that failed by a known failure.
         discovered: What was found, each defect once.
         duplicates: How often each was met again.
         not_investigated: Suspects like others that were investigated: cases that fail, each for a reason that nobody looked for.
@@ -68,14 +76,13 @@ class CampaignTally:
 
         What fails among other cases and passes alone is neither right nor wrong.
         """
-        if self.found_before or self.not_investigated or any(found.confirmed for found in self.discovered):
+        if self.found_before or self.not_investigated or any(discovery.confirmed for discovery in self.discovered):
             return 1
-        judged = self.statuses["passed"] + self.statuses["known"]
-        return 3 if self.unjudged or self.discovered or not judged else 0
+        return 3 if self.unjudged or self.discovered or not decided(self.statuses) else 0
 
     def unknown(self) -> list[str]:
         """Return why this run does not say that all is right although nothing was refuted, a sentence each."""
-        once = [found.name for found in self.discovered if not found.confirmed]
+        once = [discovery.name for discovery in self.discovered if not discovery.confirmed]
         said = [f"{sum(self.unjudged.values())} cases could not be judged"] if self.unjudged else []
         said += [f"what failed once passes alone: {', '.join(once)}"] if once else []
         return said or ["no case was judged, so nothing is known; give more --seconds, or look at `fsdp-verify doctor`"]

@@ -16,20 +16,20 @@ SCRIPT = "reproduce.py"
 _SCRIPT_SECONDS = 180
 
 
-def write_discovery(found: Discovery, state: StateDirectory) -> Path:
+def write_discovery(discovery: Discovery, state: StateDirectory) -> Path:
     """Write the folder of one finding and return it; `try_script` finds out whether its script reproduces."""
-    script = script_for(found)
-    files = [("finding.json", found.to_json()), ("case.json", found.case.to_json(indent=1))]
+    script = script_for(discovery)
+    files = [("finding.json", discovery.to_json()), ("case.json", discovery.case.to_json(indent=1))]
     files += [(SCRIPT, script)] if script is not None else []
-    files.append(("README.md", _readme(found, script is not None)))
-    return state.write_files(f"found/{found.name}", files)
+    files.append(("README.md", _readme(discovery, script is not None)))
+    return state.write_files(f"found/{discovery.name}", files)
 
 
-def _readme(found: Discovery, has_script: bool) -> str:
-    lines = [f"# {found.signature}", "", found.sentence(), ""]
-    lines += [f"Cause: {found.cause}.", ""] if found.cause else []
-    lines += [f"Program: {', '.join(tokens(found.case))}.", ""]
-    if not found.confirmed:
+def _readme(discovery: Discovery, has_script: bool) -> str:
+    lines = [f"# {discovery.signature}", "", discovery.sentence(), ""]
+    lines += [f"Cause: {discovery.cause}.", ""] if discovery.cause else []
+    lines += [f"Program: {', '.join(tokens(discovery.case))}.", ""]
+    if not discovery.confirmed:
         lines += ["It was met once, after other cases in the same processes, and not again alone.", ""]
     lines += ["Run it again: `fsdp-verify replay finding.json`."]
     if has_script:
@@ -38,8 +38,8 @@ def _readme(found: Discovery, has_script: bool) -> str:
         lines += [
             "There is no script without fsdp-testing: the model, the plan or an operation cannot be written that way."
         ]
-    if found.account:
-        lines += ["", "```", found.account.strip(), "```"]
+    if discovery.account:
+        lines += ["", "```", discovery.account.strip(), "```"]
     return "\n".join(lines) + "\n"
 
 

@@ -1,24 +1,21 @@
-"""Why do cells fail? Each is followed to the simplest cell that fails alike; those few are looked at closely."""
+"""Why do cells fail? Known failures are named; of the others the simplest are investigated as a campaign's suspects are."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from fsdp_testing.cases.drawing import legal_case, needs_of_case
-from fsdp_testing.cases.records import RAISES, Case, FailureKind, Mismatch, Operation
-from fsdp_testing.checks.findings.known import KnownFailures
-from fsdp_testing.judging.batch_judge import CaseNote
-from fsdp_testing.search.campaign.investigation import Investigated, Investigator
-from fsdp_testing.search.campaign.lane import CaseResult, Lane, drive
+from fsdp_testing.cases.records import Case, Operation
+from fsdp_testing.checks.findings.discovery import Discovery
+from fsdp_testing.checks.findings.known import KnownFailures, Rule
+from fsdp_testing.judging.signature import Signature, as_pattern
+from fsdp_testing.search.campaign.investigation import Investigator, Suspect
 from fsdp_testing.search.certificate.axes import Cell
 from fsdp_testing.search.certificate.cases import case_of
-from fsdp_testing.search.certificate.certify import Certificate, Marked
-from fsdp_testing.search.certificate.cube import packed, simpler
-from fsdp_testing.search.certificate.verdicts import FAILS, Mark
+from fsdp_testing.search.certificate.certify import Certificate
 
-_NUMBERS = frozenset({FailureKind.DIVERGED, FailureKind.DISAGREED, FailureKind.MISSING})
 _SHRINK_SECONDS = 10.0
 
 
@@ -27,8 +24,8 @@ class CellCause:
     """One cause, as far as is known.
 
     Attributes:
-        cell: The simplest cell that shows it.
-        cells: How many of the cells that ran lead to it.
+        cell: The simplest cell that shows it, of those that ran.
+        cells: How many of the cells that ran fail by it.
         signature: What it looks like there.
         reason: The first fact that differs.
         case: The shortest case that shows it; if nobody had the time to shorten it, that of the cell.
@@ -69,136 +66,86 @@ def _left_out(operation: Operation, size: int) -> str:
 
 
 class CauseFinder:
-    """Finds the causes of the cells that fail.
+    """Finds the causes of the cells that fail, as a campaign does: what is known is counted, what is new is looked at closer.
 
     Args:
         certificate: What ran.
         known: Known failures of the implementation.
-        seconds: Time for it all; what is not reached is reported as its simplest cell.
+        seconds: Time for it all; what is not reached is only counted.
     """
 
     def __init__(self, certificate: Certificate, known: KnownFailures, seconds: float) -> None:
         self._certificate = certificate
-        self._verdicts = certificate.verdicts
         self._known = known
         self._until = time.monotonic() + seconds
-        self._lanes = [certificate.lane() for _ in range(certificate.plan.lanes)]
-        self._besides: dict[Cell, Mark] = {}
-        self._simpler: dict[Cell, Cell] = {}
+        self._looks: dict[Signature, set[str]] = {}
+        self._causes: dict[Hashable, CellCause] = {}
+        self._keys: dict[str, Hashable] = {}
         self.unexplained = 0
 
     def find(self) -> list[CellCause]:
         """Return the causes, the one of most cells first. `unexplained` has the cells for which there was no time."""
-        failing = self._verdicts.failing()
-        self._follow(failing)
-        led: dict[Cell, int] = {}
-        for cell in failing:
-            end = cell
-            while self._simpler.get(end, end) != end:
-                end = self._simpler[end]
-            if end in self._simpler:
-                led[end] = led.get(end, 0) + 1
-            else:
-                self.unexplained += 1
-        found: dict[Hashable, CellCause] = {}
-        for cell, count in sorted(led.items(), key=lambda item: _simplicity(item[0])):
-            key, cause = self._looked_at(cell, count)
-            before = found.get(key)
-            found[key] = cause if before is None else replace(before, cells=before.cells + count)
-        return sorted(found.values(), key=lambda cause: -cause.cells)
-
-    def _follow(self, failing: list[Cell]) -> None:
-        """Find for every cell the first simpler one that fails alike, and for that one likewise; itself if there is none.
-
-        All cells take a step at a time: what they ask for next runs together.
-        """
-        candidates: dict[Cell, Iterator[Cell]] = {}
-        waits_for: dict[Cell, Cell] = {}
-        todo = failing
-        while todo and time.monotonic() < self._until:
-            ready = list(todo)
-            todo = []
-            while ready:
-                cell = ready.pop()
-                if cell in self._simpler:
-                    continue
-                nearer = candidates.setdefault(cell, filter(self._certificate.runner.claimed, simpler(cell)))
-                asked = waits_for.pop(cell, None) or next(nearer, cell)
-                if asked != cell and not self._is_known(asked):
-                    waits_for[cell] = asked
-                    todo.append(cell)
-                elif asked == cell or _are_alike(self._mark(cell), self._mark(asked)):
-                    self._simpler[cell] = asked
-                    ready.append(asked)
-                else:
-                    ready.append(cell)
-            self._run(set(waits_for.values()))
-
-    def _is_known(self, cell: Cell) -> bool:
-        return cell in self._verdicts.ran or cell in self._besides
-
-    def _run(self, cells: Iterable[Cell]) -> None:
-        """Run cells beside those of the certificate; none is begun when the time is up."""
         certificate = self._certificate
-        batches = packed([[cell] for cell in sorted(cells)])
+        for cell in sorted(certificate.verdicts.failing(), key=_simplicity):
+            mark = certificate.verdicts.marks[cell]
+            assert mark.signature is not None
+            case = case_of(cell, certificate.plan.implementation.capabilities)
+            cause = CellCause(cell, 1, str(mark.signature), mark.reason, case)
+            rule = self._known.recognize(mark.signature, case)
+            rule = rule or self._known.fitting(self._looks.get(mark.signature, ()), case)
+            late = time.monotonic() >= self._until
+            if rule is not None and (late or rule.name in self._keys or not rule.asks_cause(mark.signature)):
+                self._count(self._keys.get(rule.name, rule.name), _known_as(cause, rule))
+            elif late:
+                self.unexplained += 1
+            else:
+                self._look_closer(cause, mark.signature)
+        return sorted(self._causes.values(), key=lambda cause: -cause.cells)
 
-        def next_job() -> Callable[[Lane], Marked] | None:
-            job = next(batches, None) if time.monotonic() < self._until else None
-            return None if job is None else lambda lane: certificate.runner.run(lane, job)
-
-        def take(found: Marked) -> None:
-            self._besides.update(found)
-
-        drive(certificate.pool, self._lanes, next_job, take)
-
-    def _mark(self, cell: Cell) -> Mark | None:
-        return self._verdicts.marks.get(cell) or self._besides.get(cell)
-
-    def _looked_at(self, cell: Cell, count: int) -> tuple[Hashable, CellCause]:
-        mark = self._mark(cell)
-        assert mark is not None
-        assert mark.signature is not None
+    def _look_closer(self, cause: CellCause, signature: Signature) -> None:
         capabilities = self._certificate.plan.implementation.capabilities
-        plain = CellCause(cell, count, str(mark.signature), mark.reason, case_of(cell, capabilities))
-        rule = self._known.recognize(mark.signature, plain.case)
-        left = self._until - time.monotonic()
-        if rule is not None or left <= 0:
-            return _told(plain, Investigated(mark.signature, known=rule))
         investigator = Investigator(
             self._certificate.plan.implementation.reference,
             lambda case: legal_case(case, capabilities),
             lambda case: needs_of_case(case) <= capabilities,
-            min(left, _SHRINK_SECONDS),
+            min(max(0.0, self._until - time.monotonic()), _SHRINK_SECONDS),
         )
-        suspect = CaseResult(plain.case, CaseNote(0, "suspect", mark.reason, signature=mark.signature))
-        return _told(plain, investigator.investigate(self._lanes[0], suspect, self._known))
+        suspect = Suspect(cause.case, signature, cause.reason)
+        investigated = investigator.investigate(self._certificate.runner.cases, suspect, self._known)
+        discovery = investigated.discovery if investigated is not None else None
+        known = investigated.known if investigated is not None else None
+        key: Hashable = cause.cell
+        if discovery is not None:
+            key, shortened = _key(discovery), discovery.confirmed
+            looks = str(discovery.signature)
+            cause = replace(cause, signature=looks, reason=discovery.reason, case=discovery.case, shortened=shortened)
+        if known is not None:
+            key, cause = known.name, _known_as(cause, known)
+            self._keys[known.name] = key
+            self._looks.setdefault(signature, set()).add(known.name)
+        elif discovery is not None and discovery.confirmed:
+            # Other cells that look so, or that have what this one needs, have its cause.
+            rule = discovery.rule()
+            self._known = self._known.with_rule(rule)
+            self._looks.setdefault(signature, set()).add(rule.name)
+            self._keys[rule.name] = key
+        self._count(key, cause)
+
+    def _count(self, key: Hashable, cause: CellCause) -> None:
+        earlier = self._causes.get(key)
+        self._causes[key] = cause if earlier is None else replace(earlier, cells=earlier.cells + cause.cells)
 
 
-def _told(plain: CellCause, found: Investigated | None) -> tuple[Hashable, CellCause]:
-    """Return what makes a cause one, and the cause as it is reported after a closer look."""
-    if found is None:
-        return plain.cell, plain
-    if found.discovery is not None:
-        one = found.discovery
-        plain = replace(plain, signature=str(one.signature), reason=one.reason, case=one.case, shortened=one.confirmed)
-    key: Hashable = found.discovery.key if found.discovery is not None else plain.cell
-    if found.known is not None:
-        key, plain = found.known.name, replace(plain, known=found.known.name, link=found.known.places)
-    return key, plain
+def _known_as(cause: CellCause, rule: Rule) -> CellCause:
+    return replace(cause, known=rule.name, link=rule.places)
+
+
+def _key(discovery: Discovery) -> Hashable:
+    """Return what is equal for one cause on every mesh: the cause itself where it was found, else what is needed."""
+    signature, operations, needed = discovery.key
+    cause = as_pattern(discovery.cause.partition("; ")[0])
+    return signature, operations, cause or frozenset(tag for tag in needed if not tag.startswith("mesh:"))
 
 
 def _simplicity(cell: Cell) -> tuple[object, ...]:
     return (len(cell.schedule), cell.size, cell)
-
-
-def _are_alike(one: Mark | None, other: Mark | None) -> bool:
-    if one is None or other is None or one.status != FAILS or other.status != FAILS:
-        return False
-    a, b = one.signature, other.signature
-    assert a is not None
-    assert b is not None
-    if a.kind in RAISES:
-        return (a.kind, a.quantity) == (b.kind, b.quantity)
-    if a.quantity != b.quantity and Mismatch.DTYPE.value in f"{a.quantity} {b.quantity}":
-        return False  # a wrong gradient is a wrong output elsewhere, and a wrong dtype nothing else
-    return a.kind == b.kind or {a.kind, b.kind} <= _NUMBERS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 from collections import Counter
@@ -14,22 +13,20 @@ import torch
 
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.adapters.source import source_digest
-from fsdp_testing.cases.records import LOSES_RANKS, FailureKind
+from fsdp_testing.cases.records import Judgement, Verdict
 from fsdp_testing.errors import PoolBroken
-from fsdp_testing.judging.batch_judge import CaseNote
+from fsdp_testing.judging.attempts import confirmed
+from fsdp_testing.judging.batch import Watch
+from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
+from fsdp_testing.judging.signature import signature_of
 from fsdp_testing.ranks.pool import Pool
-from fsdp_testing.search.campaign.batch import Watch
-from fsdp_testing.search.campaign.lane import CaseResult, Lane, drive
 from fsdp_testing.search.certificate.axes import Cell
 from fsdp_testing.search.certificate.cases import case_of, needs_of
 from fsdp_testing.search.certificate.cube import Job, jobs
 from fsdp_testing.search.certificate.verdicts import FAILS, HELD, UNKNOWN, Mark, Verdicts
 
-_SAVE_SECONDS = 5.0
 CONFIRMED_ALONE = 3
-"""So many cells that fail alike are run again alone; a death or a hang always is."""
-_TIMES_ALONE = {False: 1, True: 2}
-"""How often a cell is run again alone; a batch that was slow hangs in a cell that has nothing to do with it."""
+"""So many cells that fail alike are run again alone; a death or a hang has shown on two worlds already."""
 _REASON_LENGTH = 300
 _WATCH = Watch(models=True)
 
@@ -73,11 +70,11 @@ class Certificate:
     def __init__(self, plan: Plan, pool: Pool) -> None:
         self.plan = plan
         self.pool = pool
-        self.runner = CellRunner(plan.implementation)
+        self.runner = CellRunner(plan.implementation, CaseRunner(pool, timeout=plan.deadline))
         subject = f"{plan.implementation.reference}, torch {torch.__version__}"
         self.source = source_digest(plan.implementation)
-        asked = jobs(self.runner.claimed, plan.sample, plan.shard)
-        self.verdicts = Verdicts(asked, subject, self.source, plan.state)
+        claimed = jobs(self.runner.claimed, plan.sample, plan.shard)
+        self.verdicts = Verdicts(claimed, subject, self.source, plan.state)
 
     def run(self, on_progress: Callable[[Verdicts], None] = lambda _: None) -> Verdicts:
         """Run until all cells have run or a limit is reached; KeyboardInterrupt passes through after everything is saved.
@@ -86,11 +83,10 @@ class Certificate:
             on_progress: Called after every batch.
         """
         plan, verdicts = self.plan, self.verdicts
-        before, began, saved = verdicts.seconds, time.monotonic(), time.monotonic()
+        before, began = verdicts.seconds, time.monotonic()
         remaining, begun = verdicts.remaining(), 0
-        scratch = self.pool.shared_directory("fsdp-certify-")
 
-        def next_job() -> Callable[[Lane], tuple[int, Marked]] | None:
+        def next_job() -> Callable[[], tuple[int, Marked]] | None:
             nonlocal begun
             enough = plan.cells is not None and begun >= plan.cells
             late = plan.seconds is not None and time.monotonic() - began >= plan.seconds
@@ -99,34 +95,27 @@ class Certificate:
                 return None
             job = verdicts.jobs[number]
             begun += len(job)
-            return lambda lane: (number, self.runner.run(lane, job))
+            return lambda: (number, self.runner.run(job))
 
         def take(answer: tuple[int, Marked]) -> None:
-            nonlocal saved
             verdicts.take(*answer)
             verdicts.seconds = before + time.monotonic() - began
             on_progress(verdicts)
-            if time.monotonic() - saved > _SAVE_SECONDS:
-                verdicts.save()
-                saved = time.monotonic()
 
-        lanes = [Lane(self.pool, plan.implementation, plan.deadline, scratch) for _ in range(plan.lanes)]
-        try:
-            drive(self.pool, lanes, next_job, take)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-            verdicts.save()
+        self.runner.cases.worlds.drive(next_job, take, plan.lanes, verdicts.save)
         return verdicts
-
-    def lane(self) -> Lane:
-        """Return a lane to look closer at single cells."""
-        return Lane(self.pool, self.plan.implementation, self.plan.deadline)
 
 
 class CellRunner:
-    """Runs cells of one implementation, on any lane."""
+    """Runs cells of one implementation; several threads may each have some run.
 
-    def __init__(self, implementation: Adapter) -> None:
+    Attributes:
+        cases: Runs them.
+    """
+
+    def __init__(self, implementation: Adapter, cases: CaseRunner) -> None:
+        self.cases = cases
+        self._implementation = implementation
         self._capabilities = implementation.capabilities
         self._confirmed: Counter[object] = Counter()
         self._lock = threading.Lock()
@@ -135,54 +124,44 @@ class CellRunner:
         """Return whether the implementation may be asked a cell."""
         return needs_of(cell) <= self._capabilities
 
-    def run(self, lane: Lane, job: Job) -> Marked:
+    def run(self, job: Job) -> Marked:
         """Run cells of one size and return what is known of each."""
         cases = [case_of(cell, self._capabilities) for cell in job]
         try:
-            results = lane.run(cases, _WATCH)
+            results = self.cases.judge_batch(self._implementation, cases, _WATCH)
         except PoolBroken as broken:
             # Its judge was lost over one of the cells: that one alone is unknown.
             if len(job) > 1:
-                return [marked for cell in job for marked in self.run(lane, (cell,))]
+                return [marked for cell in job for marked in self.run((cell,))]
             return [(job[0], Mark(UNKNOWN, str(broken)[:_REASON_LENGTH]))]
-        return [(cell, self._mark(lane, result)) for cell, result in zip(job, results, strict=True)]
+        return [(cell, self._mark(judged)) for cell, judged in zip(job, results, strict=True)]
 
-    def _mark(self, lane: Lane, result: CaseResult) -> Mark:
-        note = result.note
-        if note.status == "passed":
+    def _mark(self, judged: JudgedCase) -> Mark:
+        if judged.verdict is Verdict.PASS:
             return HELD
-        if note.signature is None:
-            return Mark(UNKNOWN, note.reason[:_REASON_LENGTH])
-        kind = note.signature.kind
-        confirmed = self._is_to_confirm(kind in LOSES_RANKS, note.signature)
-        if confirmed:
-            times = _TIMES_ALONE[kind == FailureKind.HUNG]
-            try:
-                again = [lane.run([result.case], _WATCH)[0].note for _ in range(times)]
-            except PoolBroken as broken:
-                return Mark(UNKNOWN, str(broken)[:_REASON_LENGTH])
-            if kind == FailureKind.ONE_RAISED and all(_is_raised_by_every_rank(one, note) for one in again):
-                # In the batch the others were stopped before they came to it, on a busy machine.
-                return _fails(again[0], confirmed)
-            other = next((one for one in again if one.signature is None or one.signature.kind != kind), None)
-            if other is not None:
-                reason = f"different results: first {note.signature}, then, alone, {other.reason or 'it held'}"
-                return Mark(UNKNOWN, reason[:_REASON_LENGTH])
-        return _fails(note, confirmed)
+        signature = judged.signature
+        if signature is None:
+            return Mark(UNKNOWN, judged.judgement.reason[:_REASON_LENGTH])
+        if judged.judgement.loses_ranks:
+            return _fails(judged.judgement, confirmed=True)  # it has shown twice
+        if not self._is_to_confirm(signature):
+            return _fails(judged.judgement, confirmed=False)
+        try:
+            (alone,) = self.cases.judge_batch(self._implementation, [judged.case], _WATCH)
+        except PoolBroken as broken:
+            return Mark(UNKNOWN, str(broken)[:_REASON_LENGTH])
+        judgement = confirmed(judged.judgement, alone.judgement)
+        if judgement.finding is None:
+            return Mark(UNKNOWN, judgement.reason[:_REASON_LENGTH])
+        return _fails(judgement, confirmed=True)
 
-    def _is_to_confirm(self, always: bool, looks: object) -> bool:
+    def _is_to_confirm(self, looks: object) -> bool:
         with self._lock:
             self._confirmed[looks] += 1
-            return always or self._confirmed[looks] <= CONFIRMED_ALONE
+            return self._confirmed[looks] <= CONFIRMED_ALONE
 
 
-def _fails(note: CaseNote, confirmed: bool) -> Mark:
-    return Mark(FAILS, note.reason[:_REASON_LENGTH], tuple(map(str, note.signature or ())), confirmed)
-
-
-def _is_raised_by_every_rank(alone: CaseNote, first: CaseNote) -> bool:
-    """Return whether every rank raised, alone, what one raised in its batch: the same type in the same operation."""
-    if alone.signature is None or first.signature is None or alone.signature.kind != FailureKind.RAISED:
-        return False
-    looks = [(one.quantity.partition(":")[0], one.operation) for one in (alone.signature, first.signature)]
-    return looks[0] == looks[1]
+def _fails(judgement: Judgement, *, confirmed: bool) -> Mark:
+    assert judgement.finding is not None
+    looks = tuple(map(str, signature_of(judgement.finding)))
+    return Mark(FAILS, judgement.why[:_REASON_LENGTH], looks, confirmed)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -72,14 +71,14 @@ def blocks() -> list[Block]:
     Which rank alone leaves a part out, and in which order micro-batches and units come, makes a block of its own:
     implementations treat ranks differently (the first, the last with a short shard), and keep state.
     """
-    found = []
+    every = []
     for size, clearing, dtype, trait in product(range(1, MOST_RANKS + 1), CLEARING, DTYPES, TRAITS):
         for first in schedules():
             for second in second_steps(first):
                 lone = range(size) if size > 1 and skips(first) else ()
                 made = (Block(size, trait, first, second, rank, clearing, dtype) for rank in (EVERY_RANK, *lone))
-                found += [block for block in made if in_cube(next(block.cells()))]
-    return sorted(found, key=lambda block: block.digest)
+                every += [block for block in made if in_cube(next(block.cells()))]
+    return sorted(every, key=lambda block: block.digest)
 
 
 # ----------------------------------------------------------------------------------------------- what is run
@@ -117,37 +116,3 @@ def packed(groups: Sequence[Sequence[Cell]]) -> Iterator[Job]:
         for size in [size for size, cells in waiting.items() if len(cells) >= CELLS_AT_ONCE]:
             yield tuple(waiting.pop(size))
     yield from (tuple(cells) for cells in waiting.values())
-
-
-# ----------------------------------------------------------------------------------------------- neighbours
-
-
-def simpler(cell: Cell) -> Iterator[Cell]:
-    """Yield the cells that are simpler in one way, the boldest first."""
-    found = [replace(cell, trait="plain"), *_shorter(cell)]
-    found += [replace(cell, skipping=EVERY_RANK)]
-    found += [] if cell.skipping == EVERY_RANK else [replace(cell, skipping=cell.size - 1)]
-    found += [replace(cell, dtype=dtype) for dtype in _before(tuple(DTYPES), cell.dtype)]
-    found += [replace(cell, units=units) for units in _before(tuple(UNITS), cell.units)]
-    found += [replace(cell, clearing=clearing) for clearing in _before(tuple(CLEARING), cell.clearing)]
-    found += [replace(cell, strategy="full_shard", mesh=str(cell.size))]
-    found += [replace(cell, strategy=strategy) for strategy in _before(tuple(WORLDS), cell.strategy)]
-    found += [replace(cell, mesh=mesh) for mesh in _before(WORLDS[cell.strategy], cell.mesh)]
-    moved = [replace(one, skipping=min(one.skipping, one.size - 1)) for one in found]
-    yield from (one for one in dict.fromkeys(moved) if one != cell and in_cube(one))
-
-
-def _before(values: tuple[str, ...], value: str) -> tuple[str, ...]:
-    return values[: values.index(value)]
-
-
-def _shorter(cell: Cell) -> Iterator[Cell]:
-    yield replace(cell, first="S", second="S", skipping=EVERY_RANK)
-    yield replace(cell, second="S")
-    for place, letter in enumerate(cell.first):
-        for other in ("", letter.upper(), "S" if letter.isupper() else "s"):
-            first = cell.first[:place] + other + cell.first[place + 1 :]
-            if first and first[-1] in "Ss":
-                skipping = cell.skipping if skips(first) else EVERY_RANK
-                same = cell.second == cell.first
-                yield replace(cell, first=first, second=first if same else cell.second, skipping=skipping)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from fsdp_testing.base.document import decode
-from fsdp_testing.report.merging import Part, refuse_parts, versions_of
+from fsdp_testing.report.merging import Part, added, in_order, versions_of
 from fsdp_testing.search.certificate.causes import CellCause
 from fsdp_testing.search.certificate.summary import FORMAT, STATUSES, Summary
 
@@ -32,12 +31,9 @@ def merged(parts: Mapping[str, Summary]) -> Summary:
     Raises:
         InvalidArgument: A part is missing or there twice, or parts are not of one certificate; every offender is listed.
     """
-    refuse_parts(
-        {path: Part(part.shard, _alike(part)) for path, part in parts.items()},
-        "Give the JSON documents of `fsdp-verify certify ... --shard 1/N` to `N/N`, all else alike.",
-    )
-    ordered = sorted(parts.values(), key=lambda part: part.shard)
-    counts = _sum(part.statuses for part in ordered)
+    advice = "Give the JSON documents of `fsdp-verify certify ... --shard 1/N` to `N/N`, all else alike."
+    ordered = list(in_order(parts, lambda part: Part(part.shard, _alike(part)), advice).values())
+    counts = added(part.statuses for part in ordered)
     return replace(
         ordered[0],
         shard=(),
@@ -45,7 +41,7 @@ def merged(parts: Mapping[str, Summary]) -> Summary:
         earlier=sum(part.earlier for part in ordered),
         statuses={status: counts[status] for status in STATUSES},
         faces=_faces(ordered),
-        reasons=dict(_sum(part.reasons for part in ordered).most_common()),
+        reasons=dict(added(part.reasons for part in ordered).most_common()),
         causes=_causes(cause for part in ordered for cause in part.causes),
         unconfirmed=sum(part.unconfirmed for part in ordered),
         unexplained=sum(part.unexplained for part in ordered),
@@ -59,28 +55,21 @@ def _alike(part: Summary) -> dict[str, object]:
     return {**whole, "sample": part.sample, "source": part.source, **versions_of(part.environment)}
 
 
-def _sum(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for one in counts:
-        found.update(one)
-    return found
-
-
 def _faces(parts: Iterable[Summary]) -> dict[str, dict[str, dict[str, int]]]:
-    found: dict[str, dict[str, dict[str, int]]] = {}
+    faces_of: dict[str, dict[str, dict[str, int]]] = {}
     for part in parts:
         for world, faces in part.faces.items():
             for face, counts in faces.items():
-                known = found.setdefault(world, {}).setdefault(face, {})
+                there = faces_of.setdefault(world, {}).setdefault(face, {})
                 for status, count in counts.items():
-                    known[status] = known.get(status, 0) + count
-    return {world: found[world] for world in sorted(found)}
+                    there[status] = there.get(status, 0) + count
+    return {world: faces_of[world] for world in sorted(faces_of)}
 
 
-def _causes(found: Iterable[CellCause]) -> tuple[CellCause, ...]:
+def _causes(given: Iterable[CellCause]) -> tuple[CellCause, ...]:
     """Return each cause once: the same known failure, or what looks alike in the same simplest cell."""
     causes: dict[tuple[str, ...], CellCause] = {}
-    for cause in found:
+    for cause in given:
         key = (cause.known or cause.cell.name, cause.signature)
         known = causes.get(key)
         simpler = cause if known is None else min(known, cause, key=lambda one: (not one.shortened, one.cell))

@@ -74,11 +74,11 @@ class Summary:
 
     def at(self, world: str, face: str) -> Counter[str]:
         """Return how many cells of each status lie on a face, in the worlds whose name begins so."""
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for name, faces in self.faces.items():
             if f"{name} ".startswith(f"{world} "):
-                found.update(faces.get(face, {}))
-        return found
+                counts.update(faces.get(face, {}))
+        return counts
 
     def conclusion(self) -> str:
         """Return what was found, in a sentence."""
@@ -91,17 +91,17 @@ class Summary:
     def notes(self) -> list[str]:
         """Return what else there is to know, a sentence each."""
         missing = sum(self.not_claimed.values())
-        found = [f"The cube has {self.cube:,} cells."]
-        found += [f"{missing:,} of them are not claimed, and were not asked."] if missing else []
-        found += [f"{self.earlier:,} cells ran in earlier runs, and not again."] if self.earlier else []
+        notes = [f"The cube has {self.cube:,} cells."]
+        notes += [f"{missing:,} of them are not claimed, and were not asked."] if missing else []
+        notes += [f"{self.earlier:,} cells ran in earlier runs, and not again."] if self.earlier else []
         if self.unconfirmed:
             alone = f"{CONFIRMED_ALONE} that look like each of them failed again alone"
-            found.append(
+            notes.append(
                 f"{self.unconfirmed:,} of the cells that fail did so among others and were not run alone; {alone}."
             )
         if self.unexplained:
-            found.append(f"{self.unexplained:,} cells that fail were not followed to a cause: --explain ended that.")
-        return found
+            notes.append(f"{self.unexplained:,} cells that fail were not followed to a cause: --explain ended that.")
+        return notes
 
     def to_json(self) -> str:
         """Return it as a JSON document; each cause with its case."""
@@ -143,10 +143,10 @@ def _faces(verdicts: Verdicts) -> dict[str, dict[str, dict[str, int]]]:
         for cell in verdicts.ran
         for face in faces_of(cell)
     )
-    found: dict[str, dict[str, dict[str, int]]] = {}
+    by_face: dict[str, dict[str, dict[str, int]]] = {}
     for (world, face, status), count in sorted(counts.items()):
-        found.setdefault(world, {}).setdefault(face, {})[status] = count
-    return found
+        by_face.setdefault(world, {}).setdefault(face, {})[status] = count
+    return by_face
 
 
 def faces_of(cell: Cell) -> list[str]:

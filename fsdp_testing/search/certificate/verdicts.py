@@ -137,7 +137,7 @@ class Verdicts:
                     f"{where}.verdicts: expected numbers of jobs with a letter for each cell, got {text!r}: {letters!r}. "
                     "Remove the file."
                 )
-            found = []
+            marks = []
             for cell, letter in zip(self.jobs[number], letters, strict=True):
                 mark = HELD if letter == "h" else state.marks.get(cell.name)
                 if mark is None or mark.status != _LETTERS.get(letter):
@@ -145,9 +145,9 @@ class Verdicts:
                         f"{where}.marks: expected why {cell.name} {_LETTERS.get(letter, 'does not hold')}, got nothing of "
                         "the kind. Remove the file."
                     )
-                found.append((cell, mark))
-            if UNKNOWN not in {mark.status for _, mark in found}:
-                self.take(number, found)  # what was unknown is asked again
+                marks.append((cell, mark))
+            if UNKNOWN not in {mark.status for _, mark in marks}:
+                self.take(number, marks)  # what was unknown is asked again
 
     def save(self) -> None:
         """Write what is known."""

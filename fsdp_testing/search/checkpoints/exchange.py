@@ -1,7 +1,6 @@
 """How is every state saved once and loaded everywhere? On worlds of the pool, many items one after the other on each.
 
-An item that dies or hangs costs its own cell only: what ranks reported before it counts, what comes after it runs on
-another world.
+What follows from lost ranks is decided where it is for any case (`judging/attempts.py`).
 """
 
 from __future__ import annotations
@@ -15,13 +14,16 @@ from itertools import product
 from pathlib import Path
 
 from fsdp_testing.adapters.adapter import Adapter
-from fsdp_testing.cases.records import Verdict
-from fsdp_testing.errors import InvalidArgument, PoolBroken
-from fsdp_testing.ranks.pool import Fate, Pool, WorldOutcome
-from fsdp_testing.search.campaign.batch import LASTING
-from fsdp_testing.search.checkpoints.axes import LAYOUTS, SUBJECTS, WAYS, Layout, missing
-from fsdp_testing.search.checkpoints.on_ranks import Item, run_items
-from fsdp_testing.search.checkpoints.verdicts import Judged, judge_items
+from fsdp_testing.cases.records import FailureKind, Finding, Judgement, Verdict, WorldSpec
+from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.judging.attempts import Attempt, settle
+from fsdp_testing.judging.batch import LASTING
+from fsdp_testing.judging.batch_judge import ask_judge
+from fsdp_testing.judging.case_runner import CaseRunner
+from fsdp_testing.ranks.pool import Pool
+from fsdp_testing.search.checkpoints.axes import LAYOUTS, SUBJECTS, WAYS, Layout, case_of, missing
+from fsdp_testing.search.checkpoints.on_ranks import Item, Stage, run_items
+from fsdp_testing.search.checkpoints.verdicts import judge_items
 
 ITEMS_AT_ONCE = 24
 SECONDS_PER_ITEM = 1.0
@@ -122,7 +124,7 @@ class Exchange:
     def __init__(self, plan: Plan, pool: Pool, on_result: Callable[[Result], None] = lambda _: None) -> None:
         self.plan = plan
         self.places = plan.places()
-        self._pool = pool
+        self._runner = CaseRunner(pool, timeout=plan.deadline)
         self._on_result = on_result
         self._scratch = ""
 
@@ -140,7 +142,7 @@ class Exchange:
         """
         memory = Path("/dev/shm")
         usable = memory.is_dir() and os.access(memory, os.W_OK)
-        self._scratch = self._pool.shared_directory("fsdp-checkpoints-", str(memory) if usable else None)
+        self._scratch = self._runner.pool.shared_directory("fsdp-checkpoints-", str(memory) if usable else None)
         try:
             results = [result for place in self.places for result in self._saved_by(place)]
             saved = list(results)
@@ -160,12 +162,12 @@ class Exchange:
                 Item(subject, way, self._folder(place.name, subject, way), False, _has_optimizer(place.adapter))
             )
             Path(items[-1].folder).mkdir(parents=True)
-        for item, judged in self._run(place, items):
-            yield self._told(_result(place.name, "", item, judged))
+        for item, judgement in self._run(place, items):
+            yield self._told(_result(place.name, "", item, judgement))
 
     def _loaded_by(self, place: Place, saved: Sequence[Result]) -> list[Result]:
         """Load what was saved; what was saved wrong is reported as that, and loaded by nobody."""
-        found, items, savers = [], [], []
+        results, items, savers = [], [], []
         carries = {p.name: _has_optimizer(p.adapter) and _has_optimizer(place.adapter) for p in self.places}
         for one in saved:
             if not self.plan.asks(place, one.subject):
@@ -175,10 +177,10 @@ class Exchange:
                 items.append(Item(one.subject, one.way, folder, True, carries[one.saver]))
                 savers.append(one.saver)
             else:
-                found.append(self._told(replace(one, loader=place.name)))
-        for saver, (item, judged) in zip(savers, self._run(place, items)):
-            found.append(self._told(_result(saver, place.name, item, judged)))
-        return found
+                results.append(self._told(replace(one, loader=place.name)))
+        for saver, (item, judgement) in zip(savers, self._run(place, items), strict=True):
+            results.append(self._told(_result(saver, place.name, item, judgement)))
+        return results
 
     def _folder(self, saver: str, subject: str, way: str) -> str:
         plain = "".join(c if c.isalnum() or c in "-." else "_" for c in f"{saver}+{subject}+{way}")
@@ -190,69 +192,48 @@ class Exchange:
 
     # ------------------------------------------------------------------------------------------- worlds
 
-    def _run(self, place: Place, items: Sequence[Item]) -> Iterator[tuple[Item, Judged]]:
+    def _run(self, place: Place, items: Sequence[Item]) -> Iterator[tuple[Item, Judgement]]:
         for start in range(0, len(items), ITEMS_AT_ONCE):
-            some = items[start : start + ITEMS_AT_ONCE]
-            done, lost = 0, ""
-            while done < len(some):
-                verdicts, cause = self._attempt(place, some[done:])
-                if lost and verdicts[0].verdict is Verdict.PASS:
-                    # In this item ranks were lost, or by what an earlier one left behind.
-                    verdicts[0] = _twice(lost, "it held")
-                yield from zip(some[done:], verdicts)
-                done, lost = done + len(verdicts), cause
+            yield from self._settled(place, items[start : start + ITEMS_AT_ONCE])
 
-    def _attempt(self, place: Place, items: Sequence[Item]) -> tuple[list[Judged], str]:
-        """Run items, and return the verdicts of those that came to an end, at least of one, and what ended the next one."""
-        outcome, judged = self._once(place, items)
-        ended = judged.index(None) if None in judged else len(judged)
-        verdicts = [verdict for verdict in judged[:ended] if verdict is not None]
-        if not outcome.ok and ended == len(judged) and all(one.verdict is Verdict.PASS for one in verdicts):
-            # Something went wrong that no item reported: after the last one, since the others had a next one.
-            return [*verdicts[:-1], Judged(Verdict.FAIL, _cause(outcome))], ""
-        if verdicts:
-            return verdicts, _cause(outcome) if ended < len(judged) and _lost(outcome) else ""
-        # The machine may have been slow: what dies or hangs has to do it alone too.
-        again, judged = self._once(place, items[:1])
-        if judged[0] is not None:
-            held = judged[0].verdict is Verdict.PASS and _lost(outcome)
-            return [_twice(_cause(outcome), "it held") if held else judged[0]], ""
-        # How the other ranks end depends on who notices first; a death is a death, and a hang a hang.
-        died, died_again = (any(rank.fate is Fate.DIED for rank in one.ranks) for one in (outcome, again))
-        if died != died_again:
-            return [_twice(_cause(outcome), _cause(again))], ""
-        return [Judged(Verdict.FAIL, _cause(again)[:_REASON_LENGTH])], ""
+    def _settled(self, place: Place, items: Sequence[Item]) -> Iterator[tuple[Item, Judgement]]:
+        def run(start: int, stop: int) -> Attempt:
+            return self._attempt(place, items[start:stop])
 
-    def _once(self, place: Place, items: Sequence[Item]) -> tuple[WorldOutcome, list[Judged | None]]:
+        cases = [case_of(SUBJECTS[item.subject], place.layout, place.adapter) for item in items]
+        return zip(items, settle(cases, run), strict=True)
+
+    def _attempt(self, place: Place, items: Sequence[Item]) -> Attempt:
+        worlds = self._runner.worlds
+        seconds = self.plan.deadline + SECONDS_PER_ITEM * len(items)
         with tempfile.TemporaryDirectory(dir=self._scratch) as directory:
-            timeout = self.plan.deadline + SECONDS_PER_ITEM * len(items)
             arguments = (place.adapter, place.layout, items, directory)
-            with self._pool.lend(place.layout.size) as world:
-                outcome = world.execute(run_items, arguments, timeout=timeout, name=place.name, lasting=LASTING)
-            with self._pool.lend(1) as judge:
-                answer = judge.execute(judge_items, arguments, timeout=300.0, name="judge")
-        if not answer.ok:
-            raise PoolBroken(f"the judge of {place.name} was lost. {answer.describe()}")
-        verdicts: list[Judged | None] = answer.ranks[0].value
-        # What survivors of a death raise is its echo.
-        return outcome, [None if one is not None and one.alone and _lost(outcome) else one for one in verdicts]
+            spec = WorldSpec(place.layout.size)
+            outcome = worlds.execute(spec, run_items, arguments, place.name, timeout=seconds, lasting=LASTING)
+            return Attempt(ask_judge(worlds, judge_items, arguments, place.name), outcome)
 
 
-def _result(saver: str, loader: str, item: Item, judged: Judged) -> Result:
-    return Result(saver, loader, item.subject, item.way, judged.verdict, judged.reason, judged.loud)
+def _result(saver: str, loader: str, item: Item, judgement: Judgement) -> Result:
+    finding = judgement.finding
+    reason = finding.explanation if finding is not None else judgement.reason
+    if judgement.loses_ranks:
+        reason = next(iter(reason.splitlines()), "")
+    return Result(
+        saver,
+        loader,
+        item.subject,
+        item.way,
+        judgement.verdict,
+        reason[:_REASON_LENGTH],
+        finding is not None and _is_refusal(finding),
+    )
+
+
+def _is_refusal(finding: Finding) -> bool:
+    """Whether every rank raised alike before it went on training: nobody trains on with wrong numbers."""
+    early = finding.operation_text in (Stage.SAVING, Stage.LOADING) or finding.quantity == "NotImplementedError"
+    return finding.kind == FailureKind.RAISED and early
 
 
 def _has_optimizer(adapter: Adapter) -> bool:
     return "optim_state" in adapter.capabilities and "optimizer_pieces" in adapter.capabilities
-
-
-def _lost(outcome: WorldOutcome) -> bool:
-    return any(rank.fate in (Fate.DIED, Fate.HUNG) for rank in outcome.ranks)
-
-
-def _twice(first: str, then: str) -> Judged:
-    return Judged(Verdict.UNKNOWN, f"different results: first {first}; then, alone, {then}"[:_REASON_LENGTH])
-
-
-def _cause(outcome: WorldOutcome) -> str:
-    return outcome.cause.splitlines()[0] if outcome.cause else "every rank returned"

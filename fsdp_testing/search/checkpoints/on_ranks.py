@@ -17,15 +17,15 @@ import torch
 from torch import nn
 
 from fsdp_testing.adapters.adapter import Adapter
-from fsdp_testing.cases.records import Case, CaseRecord, OptimizerSpec, RankObservation
+from fsdp_testing.cases.records import OUTLIVES, Case, CaseRecord, OptimizerSpec, RankObservation
 from fsdp_testing.judging import record_stream
-from fsdp_testing.judging.judge import OUTLIVES
+from fsdp_testing.judging.batch import everyone_raised, setup_on
 from fsdp_testing.oracle import models
 from fsdp_testing.oracle.execute import RankProgram
+from fsdp_testing.oracle.rank_jobs import survivors
 from fsdp_testing.oracle.ways import Source, Trained, save
 from fsdp_testing.ranks.pool import Failed
 from fsdp_testing.ranks.pool.world import World, current_world
-from fsdp_testing.search.campaign.batch import everyone_raised, setup_on, survivors
 from fsdp_testing.search.checkpoints.axes import SUBJECTS, Layout, Subject, case_of, further, schedule_of
 
 Settings = Mapping[str, Mapping[str, Any]]

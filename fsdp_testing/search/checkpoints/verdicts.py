@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fsdp_testing.adapters.adapter import Adapter
-from fsdp_testing.cases.records import Case, Verdict
+from fsdp_testing.cases.records import RAISES, Case, CaseRecord, FailureKind, Finding, Judgement, Verdict
 from fsdp_testing.judging import record_stream
+from fsdp_testing.judging.batch_judge import by_index
 from fsdp_testing.judging.checkers import agreement
-from fsdp_testing.judging.checkers.explain import finding_of
+from fsdp_testing.judging.checkers.divergence import Compared
+from fsdp_testing.judging.checkers.explain import finding, finding_of
+from fsdp_testing.judging.judge import judge
+from fsdp_testing.judging.numbers import Numbers
 from fsdp_testing.oracle import oracle
 from fsdp_testing.oracle.comparison import Comparison
 from fsdp_testing.oracle.disturbance import Disturbance
@@ -42,24 +46,6 @@ from fsdp_testing.search.checkpoints.entries import (
 from fsdp_testing.search.checkpoints.on_ranks import Item, Stage, StateObservation, fresh_case, grouped
 
 _TRUTH = "truth.pickle"
-_REASON_LENGTH = 400
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """What is said of one item.
-
-    Attributes:
-        verdict: `PASS`, `FAIL` or `UNKNOWN`.
-        reason: The first entry that differs, or what was raised.
-        loud: It fails by an error that every rank raised while it saved or loaded: nobody trains on with wrong numbers.
-        alone: Some ranks raised, and others did not come to the end: they may have been left alone.
-    """
-
-    verdict: Verdict
-    reason: str = ""
-    loud: bool = False
-    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,84 +63,87 @@ class Truth:
     place: str
 
 
-def judge_items(adapter: Adapter, layout: Layout, items: Sequence[Item], directory: str) -> list[Judged | None]:
-    """Judge what ranks reported; None where a rank reported nothing and none raised. Collectives: none."""
-    records = [record_stream.read(directory, rank) for rank in range(layout.size)]
-    everyone = [{r.index: r.observation for r in of_rank if not r.leaks} for of_rank in records]
-    kept = {r.index: (rank, r.leaks[0]) for rank, of_rank in enumerate(records) for r in of_rank if r.leaks}
-    found: list[Judged | None] = []
+def judge_items(adapter: Adapter, layout: Layout, items: Sequence[Item], directory: str) -> list[Judgement]:
+    """Judge what ranks reported; a judgement is `incomplete` where a rank reported nothing and none raised. Collectives: none."""
+    reported = [by_index(record_stream.read(directory, rank)) for rank in range(layout.size)]
     with no_warnings():
-        for index, item in enumerate(items):
-            ranks: list[Any] = [one.get(index) for one in everyone]
-            raised = [rank for rank in ranks if rank is not None and rank.error is not None]
-            if raised:
-                # What is missing in a state may be what the next step stumbles over.
-                loaded = item.loads and all(rank is not None and rank.beside for rank in ranks)
-                found.append((_of_loaded(item, ranks) if loaded else None) or _of_errors(raised, layout.size))
-            elif None in ranks:
-                found.append(None)
-            else:
-                try:
-                    found.append(_of_numbers(adapter, layout, item, ranks))
-                except Exception as error:  # noqa: BLE001 - what an adapter saved may have any form
-                    found.append(
-                        Judged(Verdict.UNKNOWN, f"not judged: {type(error).__name__}: {error}"[:_REASON_LENGTH])
-                    )
-            judged = found[-1]
-            if index in kept and judged is not None and judged.verdict is Verdict.PASS:
-                rank, leak = kept[index]
-                found[-1] = Judged(Verdict.FAIL, f"{Stage.FURTHER_STEP}: left behind: {leak}, on rank {rank}")
-    return found
+        return [
+            _judged(adapter, layout, item, [records[index] for records in reported if index in records])
+            for index, item in enumerate(items)
+        ]
 
 
-def _of_errors(raised: Sequence[StateObservation], size: int) -> Judged:
-    """Judge what ranks raised: loud is what every rank raises alike before it goes on training."""
-    first = raised[0]
-    assert first.error is not None
-    text = " ".join(first.error.message.split())
-    reason = f"{first.stage}: {first.error.type_name}: {text}"[:_REASON_LENGTH]
-    if first.error.not_implementation_fault:
-        return Judged(Verdict.UNKNOWN, reason)
-    if len(raised) < size:
-        ranks = ", ".join(str(one.rank) for one in raised)
-        return Judged(Verdict.FAIL, f"only on rank {ranks} of {size}: {reason}", alone=True)
-    loud = first.stage in (Stage.SAVING, Stage.LOADING) or first.error.not_supported
-    return Judged(Verdict.FAIL, reason, loud=loud)
+def _judged(adapter: Adapter, layout: Layout, item: Item, records: Sequence[CaseRecord]) -> Judgement:
+    case = case_of(SUBJECTS[item.subject], layout, adapter)
+
+    def ask(ranks: Sequence[Any]) -> Numbers:
+        raised = any(rank.error is not None for rank in ranks)
+        if raised and not (item.loads and all(rank.beside for rank in ranks)):
+            return Numbers(Compared())
+        # What is missing in a state may be what the next step stumbles over.
+        place = f"{adapter.reference} {layout.name}"
+        wrong = _loaded(item, ranks) if item.loads else _saved(item, ranks, place)
+        wrong = wrong or ("" if raised else _settings(item, ranks))
+        if wrong or raised:
+            return Numbers(Compared(), finding=_differs(case, wrong, layout.size) if wrong else None)
+        return _step(adapter, layout, item, ranks, place)
+
+    try:
+        judgement = judge(case, records, ask)
+    except Exception as error:  # noqa: BLE001 - what an adapter saved may have any form
+        return Judgement(Verdict.UNKNOWN, reason=f"not judged: {type(error).__name__}: {error}")
+    return _told(judgement, records)
 
 
-def _of_loaded(item: Item, ranks: Sequence[StateObservation]) -> Judged | None:
-    """Judge the state that ranks loaded; None if it is what was saved."""
+def _told(judgement: Judgement, records: Sequence[CaseRecord]) -> Judgement:
+    """Say of what ranks raised, and of what stays behind, at which stage that was."""
+    errors = [record.observation for record in records if record.observation.error is not None]
+    if errors and (judgement.finding is None or judgement.finding.kind in RAISES):
+        first: Any = errors[0]
+        text = f"{first.stage}: {first.error.type_name}: {' '.join(first.error.message.split())}"
+        if judgement.finding is None:
+            return replace(judgement, reason=text)
+        if judgement.finding.kind == FailureKind.ONE_RAISED:
+            ranks = ", ".join(str(rank.rank) for rank in errors)
+            text = f"only on rank {ranks} of {judgement.finding.case.world.size}: {text}"
+        return replace(judgement, finding=replace(judgement.finding, explanation=text, operation_text=str(first.stage)))
+    if judgement.only_model_stays and judgement.finding is not None:
+        text = f"{Stage.FURTHER_STEP}: {judgement.finding.statement}, on rank {judgement.finding.ranks[0]}"
+        return replace(judgement, finding=replace(judgement.finding, explanation=text))
+    return judgement
+
+
+def _differs(case: Case, sentence: str, size: int) -> Finding:
+    ranks = tuple(range(size))
+    return finding(case, FailureKind.DIVERGED, "the state", -1, sentence, sentence, ranks=ranks)
+
+
+def _loaded(item: Item, ranks: Sequence[StateObservation]) -> str:
+    """Say what is wrong with the state that ranks loaded; nothing if it is what was saved."""
     truth: Truth = loads((Path(item.folder) / _TRUTH).read_bytes())
     try:
         entries = of_ranks(ranks)
     except Contradiction as text:
-        return Judged(Verdict.FAIL, f"{Stage.LOADING}: {text}")
-    asked = _asked(_on_ranks(truth.entries, len(ranks)), item, entries)
-    wrong = first_difference(asked, entries)
-    return Judged(Verdict.FAIL, f"{Stage.LOADING}: {wrong}") if wrong else None
+        return f"{Stage.LOADING}: {text}"
+    wrong = first_difference(_expected_entries(_on_ranks(truth.entries, len(ranks)), item, entries), entries)
+    return f"{Stage.LOADING}: {wrong}" if wrong else ""
 
 
-def _of_saved(item: Item, ranks: Sequence[StateObservation], place: str) -> Judged | None:
-    """Judge what was saved, and keep the truth of it; None if it is what the ranks held."""
+def _saved(item: Item, ranks: Sequence[StateObservation], place: str) -> str:
+    """Say what is wrong with what was saved, and keep the truth of it; nothing if it is what the ranks held."""
     folder = Path(item.folder)
     try:
         truth = Truth(of_ranks(ranks), of_ranks(ranks, LATER), place)
         after = of_ranks(ranks, 1)
     except Contradiction as text:
-        return Judged(Verdict.FAIL, f"{Stage.SAVING}: {text}")
+        return f"{Stage.SAVING}: {text}"
     changed = first_difference(truth.entries, after)
     if changed:
-        return Judged(Verdict.FAIL, f"{Stage.SAVING} changes what is trained: {changed}")
+        return f"{Stage.SAVING} changes what is trained: {changed}"
     (folder / _TRUTH).write_bytes(dumps(truth))
     saved = of_state(read(item.way, folder))
-    wrong = first_difference(_asked(truth.entries, item, saved), saved)
-    return Judged(Verdict.FAIL, f"{Stage.SAVING}: {wrong}") if wrong else None
-
-
-def _of_numbers(adapter: Adapter, layout: Layout, item: Item, ranks: Sequence[StateObservation]) -> Judged:
-    place = f"{adapter.reference} {layout.name}"
-    wrong = _of_loaded(item, ranks) if item.loads else _of_saved(item, ranks, place)
-    return wrong or _of_settings(item, ranks) or _of_step(adapter, layout, item, ranks, place)
+    wrong = first_difference(_expected_entries(truth.entries, item, saved), saved)
+    return f"{Stage.SAVING}: {wrong}" if wrong else ""
 
 
 def _on_ranks(truth: Entries, size: int) -> Entries:
@@ -164,16 +153,16 @@ def _on_ranks(truth: Entries, size: int) -> Entries:
     return others | {random_numbers(rank): random[rank % len(random)] for rank in range(size if random else 0)}
 
 
-def _of_settings(item: Item, ranks: Sequence[StateObservation]) -> Judged | None:
-    """Judge the settings of groups, and the schedule, after the further step: those of one process."""
+def _settings(item: Item, ranks: Sequence[StateObservation]) -> str:
+    """Say what is wrong with the settings of groups, and the schedule, after the further step: those of one process."""
     if item.loads and not item.optimizer:
-        return None
+        return ""
     truth: Truth = loads((Path(item.folder) / _TRUTH).read_bytes())
     actual = of_ranks(ranks, LATER)
-    asked = _asked(truth.entries, item, actual)
-    expected = {entry: value for entry, value in asked.items() if entry.kind in ("setting", "schedule")}
+    entries = _expected_entries(truth.entries, item, actual)
+    expected = {entry: value for entry, value in entries.items() if entry.kind in ("setting", "schedule")}
     wrong = first_difference(_advanced(expected, SUBJECTS[item.subject]), actual)
-    return Judged(Verdict.FAIL, f"{Stage.FURTHER_STEP}: {wrong}") if wrong else None
+    return f"{Stage.FURTHER_STEP}: {wrong}" if wrong else ""
 
 
 def _advanced(entries: Entries, subject: Subject) -> Entries:
@@ -194,7 +183,7 @@ def _advanced(entries: Entries, subject: Subject) -> Entries:
     return entries | later
 
 
-def _asked(truth: Entries, item: Item, actual: Entries) -> Entries:
+def _expected_entries(truth: Entries, item: Item, actual: Entries) -> Entries:
     """Return the part of the truth that must be there, with the names that are there for settings.
 
     A flat parameter has one name for all that is in it; then all parameters have the same settings.
@@ -211,9 +200,10 @@ def _asked(truth: Entries, item: Item, actual: Entries) -> Entries:
     return kept | {Entry("setting", name, part): value for name in names for part, value in common.items()}
 
 
-def _of_step(adapter: Adapter, layout: Layout, item: Item, ranks: Sequence[StateObservation], place: str) -> Judged:
-    """Judge the step that follows: the oracle's within its bound, and the saver's own where no sum can be another."""
+def _step(adapter: Adapter, layout: Layout, item: Item, ranks: Sequence[StateObservation], place: str) -> Numbers:
+    """Compare the step that follows: the oracle's within its bound, and the saver's own where no sum can be another."""
     truth: Truth = loads((Path(item.folder) / _TRUTH).read_bytes())
+    case = case_of(SUBJECTS[item.subject], layout, adapter)
     # Of three ranks and more the order of a sum may depend on what came before: DDP sorts its buckets after the first step.
     if item.optimizer and truth.place == place and layout.size <= 2:
         try:
@@ -221,17 +211,16 @@ def _of_step(adapter: Adapter, layout: Layout, item: Item, ranks: Sequence[State
         except Contradiction as text:
             wrong = str(text)
         if wrong:
-            return Judged(Verdict.FAIL, f"{Stage.FURTHER_STEP}: {wrong}, as in the run that was saved")
-    case = case_of(SUBJECTS[item.subject], layout, adapter)
+            sentence = f"{Stage.FURTHER_STEP}: {wrong}, as in the run that was saved"
+            return Numbers(Compared(), finding=_differs(case, sentence, layout.size))
     step = fresh_case(SUBJECTS[item.subject], case, loaded=item.optimizer or not item.loads)
     expectation = _expected(step, item, truth)
     tally = agreement.compare(expectation, ranks, as_observed(Comparison(), adapter))
-    if tally.divergences:
-        found = finding_of(step, agreement.first(tally.divergences), tally.divergences)
-        return Judged(Verdict.FAIL, f"{Stage.FURTHER_STEP}: {found.explanation}"[:_REASON_LENGTH])
-    if tally.undecided or not tally.comparisons:
-        return Judged(Verdict.UNKNOWN, f"{Stage.FURTHER_STEP}: nothing was compared, or nothing follows from it")
-    return Judged(Verdict.PASS)
+    if not tally.divergences:
+        return Numbers(tally, expectation)
+    diverged = finding_of(step, agreement.first(tally.divergences), tally.divergences)
+    diverged = replace(diverged, explanation=f"{Stage.FURTHER_STEP}: {diverged.explanation}")
+    return Numbers(tally, expectation, finding=diverged)
 
 
 def _expected(case: Case, item: Item, truth: Truth) -> Expectation:

@@ -109,21 +109,14 @@ _NO_LIST = "no list of known failures is taken here: what fails is said, and a k
 RUN = Door(
     "run",
     {
-        **{
-            name: cell
-            for name, cell in _with(doors.run).items()
-            if name not in ("died after its last report", "leaked")
-        },
+        **_with(doors.run),
         "not claimed": lambda given: doors.run(given, "CLAIMS_NOTHING", "clipping.norm_1"),
         "known failure": lambda given: doors.run_expecting(given, "WRONG", CHECKS[:1], WRONG_STEP),
         "known failure beside a new one": lambda given: doors.run_expecting(given, "WRONG", CHECKS, WRONG_STEP),
         "nothing was asked": lambda given: doors.run(given, "CLAIMS_NOTHING", "clipping.*"),
     },
     {"nothing was asked": (NOT_CLAIMED, "what is not claimed is all that was asked, and is named; the exit code is 3")},
-    {
-        "died after its last report": "a case is a job of its own, whose report is what the job returns: nothing comes after",
-        "leaked": "nobody watches models here: `fuzz`, `certify`, `checkpoints` and `replay` do",
-    },
+    {},
 )
 FUZZ = Door(
     "fuzz",

@@ -14,20 +14,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from fsdp_testing.adapters import registry
 from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices
-from fsdp_testing.cases.records import Case, FailureKind
+from fsdp_testing.cases.records import Case, FailureKind, Judgement, Verdict
 from fsdp_testing.checks.findings.known import shipped_known
 from fsdp_testing.cli import fuzz as fuzz_command
 from fsdp_testing.cli.main import main
-from fsdp_testing.judging.batch_judge import CaseNote
-from fsdp_testing.judging.signature import Signature
+from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
+from fsdp_testing.judging.checkers.explain import finding
 from fsdp_testing.search.campaign import rerun
-from fsdp_testing.search.campaign.lane import CaseResult, Lane
 from fsdp_testing.search.campaign.tally import CampaignTally
 
 FAULTS = Path(__file__).parents[1] / "search" / "campaign"
@@ -88,17 +88,27 @@ def test_a_campaign_goes_on_where_it_ended_and_does_not_tell_twice(tmp_path: Pat
     assert len(list((tmp_path / "s" / "found").iterdir())) <= 2
 
 
-def judged_as(note: CaseNote) -> Callable[..., list[CaseResult]]:
-    def run(_lane: Lane, cases: Sequence[Case], *_: object, **__: object) -> list[CaseResult]:
-        return [CaseResult(case, note if place == 0 else CaseNote(place, "passed")) for place, case in enumerate(cases)]
+RIGHT, UNDECIDED = Judgement(Verdict.PASS), Judgement(Verdict.UNKNOWN, reason="the oracle's own numbers overflow")
 
-    return run
+
+def failing(kind: FailureKind, case: Case, sort: str = "") -> Judgement:
+    return Judgement(Verdict.FAIL, finding(case, kind, "the run", -1, f"rank 1 {kind}", ranks=(1,), sort=sort))
+
+
+def judged_as(judgement: Callable[[Case], Judgement]) -> Callable[..., list[JudgedCase]]:
+    def judge_batch(
+        _runner: CaseRunner, _name: str, cases: Sequence[Case], *_: object, **__: object
+    ) -> list[JudgedCase]:
+        judgements = [judgement(cases[0]), *[RIGHT] * (len(cases) - 1)]
+        return [JudgedCase(case, one) for case, one in zip(cases, judgements, strict=True)]
+
+    return judge_batch
 
 
 def test_a_case_that_could_not_be_judged_ends_with_3(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(Lane, "run", judged_as(CaseNote(0, "unjudged", "the oracle's own numbers overflow")))
+    monkeypatch.setattr(CaseRunner, "judge_batch", judged_as(lambda _: UNDECIDED))
     assert fuzz("toy:UNBROKEN", "--examples", "24") == 3
     assert "exit code 3: 1 cases could not be judged" in capsys.readouterr().out
 
@@ -106,15 +116,14 @@ def test_a_case_that_could_not_be_judged_ends_with_3(
 def test_what_failed_once_and_passes_alone_ends_with_3(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    hung = CaseNote(0, "suspect", "rank 1 hung", signature=Signature(FailureKind.HUNG))
-    answers = iter([judged_as(hung), judged_as(CaseNote(0, "passed"))])
-    monkeypatch.setattr(Lane, "run", lambda *given, **named: next(answers)(*given, **named))
+    answers = iter([judged_as(partial(failing, FailureKind.HUNG)), judged_as(lambda _: RIGHT)])
+    monkeypatch.setattr(CaseRunner, "judge_batch", lambda *given, **named: next(answers)(*given, **named))
     assert fuzz("toy:UNBROKEN", "--examples", "24") == 3
     assert "exit code 3: what failed once passes alone: hung" in capsys.readouterr().out
 
 
 def test_suspects_that_nobody_looked_at_are_failures():
-    tally = CampaignTally(statuses=Counter(passed=100, suspect=4), not_investigated=1)
+    tally = CampaignTally(statuses=Counter({"pass": 100, "fail": 4}), not_investigated=1)
     assert tally.exit_code == 1
 
 
@@ -125,22 +134,28 @@ def test_a_refusal_of_what_is_claimed_and_a_model_that_stays_end_with_1():
 
 
 @pytest.mark.parametrize(
-    ("notes", "code", "word"),
+    ("verdicts", "code", "word"),
     [
-        (("passed", "passed"), 0, "passed"),
-        (("suspect", "suspect"), 1, "fails"),
+        (("right", "right"), 0, "passed"),
+        (("diverged", "diverged"), 1, "fails"),
         (("leaked", "leaked"), 1, "fails"),
-        (("suspect", "passed"), 3, "unknown"),
-        (("passed", "suspect"), 3, "unknown"),
-        (("unjudged", "unjudged"), 3, "unknown"),
+        (("diverged", "right"), 3, "unknown"),
+        (("right", "diverged"), 3, "unknown"),
+        (("undecided", "undecided"), 3, "unknown"),
     ],
 )
 def test_a_replay_has_the_word_of_both_its_runs(
-    notes: tuple[str, str], code: int, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    verdicts: tuple[str, str], code: int, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
     case = CaseDrawer(Scope(registry.load("toy:UNBROKEN").capabilities)).draw(SeededChoices(1))
     (tmp_path / "case.json").write_text(case.to_json())
-    results = iter([(CaseResult(case, CaseNote(0, status, "why")), "the bits") for status in notes])
+    judgements = {
+        "right": RIGHT,
+        "undecided": UNDECIDED,
+        "diverged": failing(FailureKind.DIVERGED, case),
+        "leaked": failing(FailureKind.LEAKED, case, sort="model"),
+    }
+    results = iter([(JudgedCase(case, judgements[one]), "the bits") for one in verdicts])
     monkeypatch.setattr(rerun, "replay", lambda *_: next(results))
     assert main(["replay", str(tmp_path / "case.json"), "--implementation", "toy:UNBROKEN"]) == code
     assert f"on toy:UNBROKEN: {word}" in " ".join(capsys.readouterr().out.split())
@@ -180,7 +195,7 @@ def test_ctrl_c_leaves_everything_on_disk(tmp_path: Path):
     assert b"Traceback" not in err
     state = json.loads((tmp_path / "s" / "state.json").read_text())
     assert state["run"] > 0
-    assert not list(scratch.glob("fsdp-fuzz-*")), "folders of batches are left"
+    assert not list(scratch.glob("fsdp-batch-*")), "folders of batches are left"
 
 
 def process_wait(process: subprocess.Popen[bytes], seconds: float) -> None:

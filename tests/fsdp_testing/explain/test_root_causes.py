@@ -12,7 +12,6 @@ import pytest
 from fsdp_testing.cases.records import (
     Batch,
     Case,
-    CaseOutcome,
     CheckResult,
     Clip,
     Explanation,
@@ -20,6 +19,7 @@ from fsdp_testing.cases.records import (
     Finding,
     Forward,
     History,
+    Judgement,
     ModelSpec,
     Step,
     UnitEvent,
@@ -203,7 +203,7 @@ class TwoDefects:
         kinds = " ".join(operation.kind for operation in case.program)
         stale = case.strategy == "full_shard" and re.search(r"forward.* step.* forward$", kinds)
         found = wrong_output(case) if stale or kinds.endswith("clip forward") else None
-        return JudgedCase(CaseOutcome(case.identity, Verdict.PASS, 2, case.strategy), found)
+        return JudgedCase(case, Judgement(Verdict.PASS, found))
 
     def on_ranks(self, function: object, *arguments: object, size: int) -> list[object]:
         raise WorldFailed("nothing can be traced here")
@@ -283,7 +283,7 @@ class Hangs(TwoDefects):
     def judge(self, name: str, case: Case, comparison: Comparison, **_how: object) -> JudgedCase:
         self.judged.append(case)
         hung = replace(wrong_output(case), kind=FailureKind.HUNG)
-        return JudgedCase(CaseOutcome(case.identity, Verdict.FAIL, 2, case.strategy), hung)
+        return JudgedCase(case, Judgement(Verdict.FAIL, hung))
 
 
 def test_a_program_that_hangs_uses_up_the_budget_as_the_time_that_it_costs() -> None:
@@ -307,7 +307,7 @@ class FirstLook(TwoDefects):
     def judge(self, name: str, case: Case, comparison: Comparison, **_how: object) -> JudgedCase:
         words = " ".join("seven" if getattr(o, "batch", None) == Batch(7) else o.kind for o in case.program)
         found = wrong_output(case) if re.search(r"seven.* step.* forward$", words) else None
-        return JudgedCase(CaseOutcome(case.identity, Verdict.PASS, 2, case.strategy), found)
+        return JudgedCase(case, Judgement(Verdict.PASS, found))
 
 
 def test_one_cause_shows_once_where_its_schedule_is_found_only_by_shortening() -> None:

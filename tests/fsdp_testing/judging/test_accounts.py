@@ -18,15 +18,16 @@ from fsdp_testing.cases.records import (
     MixedPrecisionSpec,
     Move,
     Step,
+    Verdict,
     WorldSpec,
     WrappingPlan,
 )
 from fsdp_testing.checks.findings.known import shipped_known
+from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.judging.communication_budget import budget_of
 from fsdp_testing.oracle.accounts import AccountedProgram, program_for
 from fsdp_testing.ranks.pool import default_pool
 from fsdp_testing.search.campaign.campaign import Campaign, Plan
-from fsdp_testing.search.campaign.lane import Lane
 
 TWO = ({"kind": "linear", "name": "a", "out": 3}, {"kind": "linear", "name": "b", "out": 3})
 TRAINED = case(
@@ -49,8 +50,8 @@ FAULTS = {
 }
 
 
-def note_of(name: str, asked: Case = TRAINED):
-    return Lane(default_pool(), name).run([asked])[0].note
+def judged(name: str, asked: Case = TRAINED) -> JudgedCase:
+    return CaseRunner(default_pool()).judge_batch(name, [asked])[0]
 
 
 @pytest.mark.parametrize("name", ["fsdp_ref-wrapper", "fsdp_ref-composable", "fsdp_ref-flat", "torch-fsdp1"])
@@ -58,16 +59,16 @@ def note_of(name: str, asked: Case = TRAINED):
 def test_sound_implementations_keep_their_promises(name: str, strategy: str):
     from dataclasses import replace
 
-    note = note_of(name, replace(TRAINED, strategy=strategy))
-    assert note.status == "passed", note.reason
+    one = judged(name, replace(TRAINED, strategy=strategy))
+    assert one.verdict is Verdict.PASS, one.judgement.why
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_that_no_number_shows_is_told(name: str):
     plain = case(micro(1), Step(), micro(2), strategy="full_shard", nodes=TWO)
-    note = note_of(name, plain if name.startswith("faults_trace") else TRAINED)
-    assert str(note.signature).startswith(FAULTS[name]), note
-    assert note.status == "suspect"
+    one = judged(name, plain if name.startswith("faults_trace") else TRAINED)
+    assert str(one.signature).startswith(FAULTS[name]), one.judgement
+    assert one.verdict is Verdict.FAIL
 
 
 @pytest.mark.parametrize(
@@ -109,9 +110,9 @@ def test_who_does_not_tell_of_units_is_not_asked():
 def test_what_torch_is_known_to_waste_is_recognized(name: str, rule: str):
     known = shipped_known(name)
     (example,) = [asked for expected, asked in known.examples() if expected.name == rule]
-    note = note_of(name, example)
-    assert note.signature is not None, note
-    found = known.recognize(note.signature, example)
+    one = judged(name, example)
+    assert one.signature is not None, one.judgement
+    found = known.recognize(one.signature, example)
     assert found is not None
     assert found.name == rule
 

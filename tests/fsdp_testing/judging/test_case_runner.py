@@ -9,6 +9,7 @@ from fsdp_testing.adapters import registry
 from fsdp_testing.cases.records import (
     Batch,
     Case,
+    Clip,
     FailureKind,
     Finding,
     ForwardBackward,
@@ -77,6 +78,24 @@ def test_memory_that_stays_refutes_a_case_whose_numbers_are_right():
     assert judged.finding.kind is FailureKind.KEPT
     assert judged.finding.operation == 0
     assert CaseRunner().judge("fsdp_ref-composable", case(strategy="full_shard")).outcome.verdict is Verdict.PASS
+
+
+def test_a_model_that_stays_in_memory_refutes_a_case_that_is_right_but_for_that():
+    runner = CaseRunner()
+    judged = runner.judge("fuzz_faults:KEEPS_MODELS", case(strategy="full_shard"))
+    assert judged.outcome.verdict is Verdict.FAIL
+    assert judged.finding is not None
+    assert (judged.finding.kind, judged.finding.sort, judged.finding.ranks) == (FailureKind.LEAKED, "model", (0,))
+    # Nothing of it is said of another implementation in the same processes, nor of a run that is looked at again.
+    for mode in (RunMode(), RunMode(kept=True), RunMode(kept=True)):
+        assert runner.judge("toy:UNBROKEN", case(strategy="full_shard"), mode=mode).outcome.verdict is Verdict.PASS
+
+
+def test_a_rank_that_dies_of_freeing_the_model_is_a_death():
+    clipped = case(strategy="full_shard", program=(ForwardBackward(Batch(0)), Clip(0.5), Step()))
+    judged = CaseRunner().judge("fuzz_faults:DIES_LATE", clipped)
+    assert judged.finding is not None
+    assert judged.finding.kind is FailureKind.DIED
 
 
 @pytest.mark.parametrize("lockstep", [False, True])

@@ -11,11 +11,13 @@ import pytest
 
 from fsdp_testing.adapters import registry
 from fsdp_testing.cases.records import (
+    OUTLIVES,
     Batch,
     Case,
     CaseRecord,
     FailureKind,
     ForwardBackward,
+    Judgement,
     MixedPrecisionSpec,
     ModelSpec,
     OperationAccount,
@@ -25,12 +27,12 @@ from fsdp_testing.cases.records import (
     WorldSpec,
 )
 from fsdp_testing.judging import batch_judge
-from fsdp_testing.judging.batch_judge import note_of
 from fsdp_testing.judging.checkers import agreement
 from fsdp_testing.judging.checkers.divergence import Compared, Divergence
 from fsdp_testing.judging.checkers.explain import finding
-from fsdp_testing.judging.judge import OUTLIVES, Judgement, judge
+from fsdp_testing.judging.judge import judge
 from fsdp_testing.judging.numbers import Numbers, compare_numbers
+from fsdp_testing.judging.signature import signature_of
 from fsdp_testing.oracle import oracle
 from fsdp_testing.oracle.quantities import Expectation, ExpectedPoint, Quantity
 from fsdp_testing.ranks.ledger.reading import CollectiveRecord
@@ -127,8 +129,8 @@ def test_groups_of_other_ranks_and_ranks_that_count_nothing_say_nothing():
 def test_a_model_that_stays_is_asked_last():
     found = judged(records(leaks=(OUTLIVES,)))
     assert found.finding is not None
-    assert (found.finding.kind, note_of(found).status) == ("leaked", "leaked")
-    assert str(note_of(found).signature) == "leaked model"
+    assert (found.finding.kind, found.only_model_stays) == ("leaked", True)
+    assert str(signature_of(found.finding)) == "leaked model"
 
 
 def test_a_rule_of_the_check_is_asked_where_the_oracle_came_to_the_end():
@@ -146,16 +148,16 @@ def test_a_rule_of_the_check_is_asked_where_the_oracle_came_to_the_end():
         ([CaseRecord(0, raising())], world(Fate.DIED, Fate.RETURNED, cause="rank 0 died"), "died"),
         ([], world(Fate.DIED, Fate.RAISED, cause="rank 0 died"), "died"),
         ([], world(Fate.HUNG, Fate.STOPPED, cause="rank 0 hung"), "hung"),
-        ([], world(Fate.RAISED, Fate.HUNG, cause="rank 0 raised"), "unjudged"),
-        ([], world(Fate.RETURNED, Fate.RETURNED), "unjudged"),
+        ([], world(Fate.RAISED, Fate.HUNG, cause="rank 0 raised"), "unknown"),
+        ([], world(Fate.RETURNED, Fate.RETURNED), "unknown"),
         ([CaseRecord(0, raising(not_supported=True))], None, "one_raised"),
     ],
 )
 def test_ranks_that_did_not_report(message, outcome, expected):
     found = judged(message, outcome=outcome)
-    note = note_of(found)
-    assert (found.finding.kind if note.status == "suspect" and found.finding else note.status) == expected
-    assert found.verdict is not Verdict.PASS
+    unreported = "unfinished" if found.incomplete else found.verdict.value
+    assert (found.finding.kind if found.finding else unreported) == expected
+    assert found.verdict is (Verdict.FAIL if found.finding else Verdict.UNKNOWN)
 
 
 @pytest.mark.parametrize(
@@ -184,9 +186,9 @@ def test_the_ledger_says_that_ranks_did_not_communicate_alike():
 def test_refusing_what_is_claimed_is_a_failure_as_any_other():
     found = judged([CaseRecord(0, raising(rank, not_supported=True)) for rank in range(2)])
     assert found.verdict is Verdict.FAIL
-    signature = note_of(found).signature
-    assert signature is not None
-    assert (note_of(found).status, signature.kind, signature.quantity) == ("suspect", "raised", "ValueError: no")
+    assert found.finding is not None
+    signature = signature_of(found.finding)
+    assert (signature.kind, signature.quantity, found.why) == ("raised", "ValueError: no", "ValueError: no")
 
 
 def test_an_oracle_that_ends_early_decides_nothing(monkeypatch):

@@ -16,15 +16,16 @@ from fsdp_testing.cases.records import (
     OptimizerSpec,
     Reload,
     Step,
+    Verdict,
     WorldSpec,
     WrappingPlan,
 )
 from fsdp_testing.errors import InvalidRecord
+from fsdp_testing.judging.batch import Watch
+from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.oracle import models, one_process
 from fsdp_testing.oracle.replay import Replay
 from fsdp_testing.ranks.pool import default_pool
-from fsdp_testing.search.campaign.batch import Watch
-from fsdp_testing.search.campaign.lane import Lane
 
 MICRO = ForwardBackward(Batch(1))
 ADAMW = OptimizerSpec("adamw", {"lr": 0.01})
@@ -123,8 +124,9 @@ def test_the_oracle_steps_on_the_inputs_of_one_rank():
 )
 def test_ranks_go_on_with_what_one_process_saved(name, optimizer):
     reload = replace(THROUGH, optimizer=optimizer)
-    found = Lane(default_pool(), name).run([case(MICRO, Step(), reload, MICRO, Step(), size=3)], Watch(operations=True))
-    assert found[0].note.status == "passed", found[0].note.reason
+    cases = [case(MICRO, Step(), reload, MICRO, Step(), size=3)]
+    found = CaseRunner(default_pool()).judge_batch(name, cases, Watch(operations=True))
+    assert found[0].verdict is Verdict.PASS, found[0].judgement.why
 
 
 def test_only_a_full_state_passes_through_one_process():

@@ -12,7 +12,7 @@ from fault import fault
 from faults_access import IgnoringAdapter, IgnoringToy, Replacing, ReplacingAdapter
 from faults_kinds import WrappingAdapter, kind
 from torch import nn
-from toy import Toy
+from toy import Toy, ToyAdapter
 from toy_more import MoreAdapter, MoreToy
 
 from fsdp_testing.cases.records.capabilities import SETTINGS
@@ -255,6 +255,90 @@ class EditsOfOneRank(Toy):
     def keep_edits(self, edited: set[str]) -> None:
         if self.rank == 0:
             super().keep_edits(edited)
+
+
+class _Named(torch.autograd.Function):
+    """An output whose graph leads to the shards, which no computation reads: backward of what they name is run by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, toy: Naming, output: torch.Tensor, *shards: torch.Tensor) -> torch.Tensor:
+        ctx.toy, ctx.output = toy, output
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, *tuple[None, ...]]:
+        (inside, _), *ends = ctx.next_functions
+        if not torch._C._will_engine_execute_node(inside):
+            chosen = [end is not None and torch._C._will_engine_execute_node(end) for end, _ in ends]
+            ctx.toy.backward_of(ctx.output, gradient, chosen)
+        return None, gradient, *[None] * len(ends)
+
+
+class Naming(Toy):
+    """Gives shards that a backward names their gradients."""
+
+    def watch_versions(self, output: Any) -> None:
+        """A backward of a graph that was left is none of an outdated one."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        linked = isinstance(output, torch.Tensor) and output.requires_grad
+        with torch.enable_grad():
+            return _Named.apply(self, output, *self.reached()) if linked else output
+
+    def reached(self) -> list[torch.Tensor]:
+        """What the graph leads to."""
+        return list(self.shards.values())
+
+    def backward_of(self, output: torch.Tensor, gradient: torch.Tensor, chosen: list[bool]) -> None:
+        """Backward for the parameters whose shards were chosen."""
+        wanted = [full for full, one in zip(self.full.values(), chosen) if one]
+        torch.autograd.backward([output], [gradient], inputs=wanted)
+
+
+class NamingAdapter(ToyAdapter):
+    """Claims that a backward may name its inputs."""
+
+    def __init__(self, toy: type[Toy], name: str) -> None:
+        super().__init__(toy, name)
+        self.capabilities = (self.capabilities | {"backward_inputs"}) - {"outdated_backward", "second_order"}
+
+
+NAMING = NamingAdapter(Naming, "NAMING")
+
+
+@kind(NamingAdapter, "backward.inputs")
+class ShardsAreNotReached(Naming):
+    """The graph leads to no shard: a backward that names shards gives nothing, silently."""
+
+    def reached(self) -> list[torch.Tensor]:
+        return []
+
+
+@kind(NamingAdapter, "backward.inputs")
+class OneShardIsNotReached(Naming):
+    """The graph leads to all shards but one."""
+
+    def reached(self) -> list[torch.Tensor]:
+        *most, last = super().reached()
+        return [*most, last.detach()]
+
+
+@kind(NamingAdapter, "backward.one_input")
+class OthersAreServedToo(Naming):
+    """A backward that names one parameter gives all of them gradients."""
+
+    def backward_of(self, output: torch.Tensor, gradient: torch.Tensor, chosen: list[bool]) -> None:
+        super().backward_of(output, gradient, [True] * len(chosen))
+
+
+@kind(NamingAdapter, "backward.one_input")
+class OnlyAWholeSetIsReduced(Naming):
+    """Gradients are reduced when all of them are there."""
+
+    def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
+        mean = super().mean(fqn, contribution)
+        return mean if len(self.sums) == len(self.full) else contribution
 
 
 @fault("backward.after_no_sync")

@@ -14,14 +14,14 @@ from proving import BUGS, unbroken
 
 from fsdp_testing.adapters import registry
 from fsdp_testing.cases.drawing import Scope
-from fsdp_testing.cases.records import Case
+from fsdp_testing.cases.records import Case, Verdict
 from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.checks.findings.known import KnownFailures, Rule, joined, shipped_known
 from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.judging.batch import Watch
+from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.ranks.pool import Pool, default_pool
-from fsdp_testing.search.campaign.batch import Watch
 from fsdp_testing.search.campaign.campaign import Campaign, Plan
-from fsdp_testing.search.campaign.lane import Lane
 
 RANDOM_CASES = 500
 """Within so many random cases a fault must be met."""
@@ -110,5 +110,5 @@ def hunt(
 
 def own_bugs(met: Iterable[Discovery], sound: str, worlds: Pool) -> list[Discovery]:
     """Return those whose case implementation `sound`, which has no bug planted, passes."""
-    lane = Lane(worlds, sound)
-    return [found for found in met if lane.run([found.case], Watch(operations=True))[0].note.status == "passed"]
+    runner, watch = CaseRunner(worlds, timeout=30.0), Watch(operations=True)
+    return [found for found in met if runner.judge_batch(sound, [found.case], watch)[0].verdict is Verdict.PASS]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from faults_options import StepsUnnoticed
 from faults_schedules import SecondBackwardStaysLocal
 from toy import Toy, ToyAdapter
 
@@ -13,9 +14,9 @@ CAPABILITY = "several_forwards"
 class Narrow(ToyAdapter):
     """Does not claim that several forwards may come before their backwards."""
 
-    def __init__(self, toy: type[Toy], name: str) -> None:
+    def __init__(self, toy: type[Toy], name: str, without: str = CAPABILITY) -> None:
         super().__init__(toy, name)
-        self.capabilities -= {CAPABILITY}
+        self.capabilities -= {without}
 
 
 class OneForwardOnly(Toy):
@@ -37,3 +38,4 @@ class OneForwardOnly(Toy):
 RIGHT = Narrow(Toy, "RIGHT")
 SILENT = Narrow(SecondBackwardStaysLocal.toy, "SILENT")
 REFUSING = Narrow(OneForwardOnly, "REFUSING")
+OUTDATED = Narrow(StepsUnnoticed.toy, "OUTDATED", "outdated_backward")

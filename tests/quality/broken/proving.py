@@ -14,7 +14,7 @@ from fault import Fault
 from faults_access import IgnoringAdapter, MoreWrappingAdapter, PrefetchAdapter, ReplacingAdapter
 from faults_claims import StartingAdapter
 from faults_kinds import HybridAdapter, WrappingAdapter
-from faults_options import CopiesAdapter, OptionsAdapter, PartsAdapter
+from faults_options import CopiesAdapter, NamingAdapter, OptionsAdapter, PartsAdapter
 from toy_engine import EngineAdapter
 from toy_more import MoreAdapter
 
@@ -35,6 +35,7 @@ KINDS = {
     OptionsAdapter: "faults_options:OPTIONS",
     CopiesAdapter: "faults_options:COPIES",
     PartsAdapter: "faults_options:PARTS",
+    NamingAdapter: "faults_options:NAMING",
     MoreAdapter: "toy_more:UNBROKEN",
     WrappingAdapter: "faults_kinds:WRAPPING",
     HybridAdapter: "faults_kinds:HYBRID",

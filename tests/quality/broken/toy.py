@@ -25,7 +25,7 @@ NOT_CLAIMED = {
     "full_state_dict", "sharded_state_dict", "local_state_dict", "optim_state", "comm_hook",
     "activation_checkpointing", "reentrant_checkpointing", "meta_init", "dtype_cast",
     "sync_module_states", "unit_trace", "streams", "explicit_unshard", "prefetch", "exception_recovery", "parameter_replacement",
-    "tensor_hooks", "accumulation_hooks", "error_if_nonfinite", "dtype_cast_later", "deep_copies",
+    "backward_inputs", "tensor_hooks", "accumulation_hooks", "error_if_nonfinite", "dtype_cast_later", "deep_copies",
     "storage_replacement", "modules_replaced", "parameters_replaced", "unit_alone", "tensor_parallel", "sub_groups",
     *SETTINGS,
 }  # fmt: skip

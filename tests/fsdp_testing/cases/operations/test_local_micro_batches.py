@@ -11,10 +11,10 @@ from fuzz_cases import case
 from toy import Toy, ToyAdapter
 
 from fsdp_testing.cases.operations import Batch, ForwardBackward, LocalMicroBatches, Observe, Step
+from fsdp_testing.judging.batch import Watch
+from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.oracle.replay import Replay
 from fsdp_testing.ranks.pool import default_pool
-from fsdp_testing.search.campaign.batch import Watch
-from fsdp_testing.search.campaign.lane import Lane
 
 BATCHES = Batch(1), Batch(2, (3,))
 APART = tuple(ForwardBackward(batch, no_sync=True) for batch in BATCHES)
@@ -55,12 +55,14 @@ def test_one_process_gives_what_it_gives_for_them_apart():
 @pytest.mark.parametrize("name", ["toy:UNBROKEN", "torch-ddp", "torch-fsdp2", "fsdp_ref-composable"])
 def test_healthy_implementations_pass(name: str):
     strategy = "no_shard" if name == "torch-ddp" else "full_shard"
-    found = Lane(default_pool(), name).run([case(LocalMicroBatches(BATCHES), *END, strategy=strategy)], Watch())
-    assert [result.note.status for result in found] == ["passed"], found[0].note.reason
+    cases = [case(LocalMicroBatches(BATCHES), *END, strategy=strategy)]
+    found = CaseRunner(default_pool()).judge_batch(name, cases, Watch())
+    assert [result.verdict.value for result in found] == ["pass"], found[0].judgement.why
 
 
 def test_a_fault_that_separate_contexts_hide_is_seen():
-    lane = Lane(default_pool(), "test_local_micro_batches:ONLY_THE_FIRST")
-    found = lane.run([case(*APART, *END), case(LocalMicroBatches(BATCHES), *END)], Watch())
-    assert [result.note.status for result in found] == ["passed", "suspect"]
-    assert found[1].note.signature.kind == "diverged"
+    cases = [case(*APART, *END), case(LocalMicroBatches(BATCHES), *END)]
+    found = CaseRunner(default_pool()).judge_batch("test_local_micro_batches:ONLY_THE_FIRST", cases, Watch())
+    assert [result.verdict.value for result in found] == ["pass", "fail"]
+    assert found[1].signature is not None
+    assert found[1].signature.kind == "diverged"

@@ -10,10 +10,10 @@ from fsdp_testing.cases.drawing.normal_form import legal_case
 from fsdp_testing.cases.operations import Batch, Observe, Reload, Step, TrainElsewhere
 from fsdp_testing.cases.records import UNIT_ROUNDOFF, OptimizerSpec, WorldSpec
 from fsdp_testing.checks.suites.check import ADAMW
+from fsdp_testing.judging.batch import Watch
+from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.oracle.replay import Replay
 from fsdp_testing.ranks.pool import default_pool
-from fsdp_testing.search.campaign.batch import Watch
-from fsdp_testing.search.campaign.lane import Lane
 
 LAYERS = tuple({"kind": "linear", "name": name, "out": out} for name, out in (("a", 5), ("b", 3)))
 THREE = {"world": WorldSpec(3), "nodes": LAYERS, "optimizer": ADAMW, "strategy": "full_shard"}
@@ -73,13 +73,12 @@ def test_there_are_other_ranks_and_a_legal_plan():
 def test_the_reference_passes(name):
     through = case(*program(TrainElsewhere(Batch(7), 2, True, ("a",), "shard_grad_op", directory=True)), **THREE)
     plans = {"strategies": ("full_shard", "shard_grad_op", "no_shard"), "units": (None, ("a",), ("a", "b"))}
-    found = Lane(default_pool(), name).run([through, *here_and_there(**plans)], Watch(models=True))
-    assert [result.note.status for result in found] == ["passed"] * 13, [result.note.reason for result in found]
+    found = CaseRunner(default_pool()).judge_batch(name, [through, *here_and_there(**plans)], Watch(models=True))
+    assert [result.verdict.value for result in found] == ["pass"] * 13, [result.judgement.why for result in found]
 
 
 @pytest.mark.parametrize("fault", ["LastShardLost", "MomentsByPlace"])
 def test_what_is_lost_on_the_way_is_seen(fault):
-    lane = Lane(default_pool(), f"faults_saving:{fault}")
     cases = [case(*program(Reload()), **THREE), *here_and_there(units=(None,))]
-    found = lane.run(cases, Watch())
-    assert [result.note.status for result in found] == ["passed", *["suspect"] * 4], [r.note.reason for r in found]
+    found = CaseRunner(default_pool()).judge_batch(f"faults_saving:{fault}", cases, Watch())
+    assert [result.verdict.value for result in found] == ["pass", *["fail"] * 4], [r.judgement.why for r in found]

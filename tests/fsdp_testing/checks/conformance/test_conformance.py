@@ -11,11 +11,12 @@ from fsdp_testing import run_conformance
 from fsdp_testing.cases.records import (
     Batch,
     Case,
-    CaseOutcome,
     Finding,
     ForwardBackward,
+    Judgement,
     ModelSpec,
     RunReport,
+    Tally,
     Verdict,
     WorldSpec,
 )
@@ -48,8 +49,8 @@ class Scripted(CaseRunner):
         if isinstance(verdict, Exception):
             raise verdict
         finding = Finding("diverged", "w", 0, "step()", (0,), f"{case.model.name} is off", case, 1.0, 0.5)
-        outcome = CaseOutcome(case.identity, verdict, case.world.size, case.strategy, comparisons=1)
-        return JudgedCase(outcome, finding if verdict is Verdict.FAIL else None)
+        judgement = Judgement(verdict, finding if verdict is Verdict.FAIL else None, tally=Tally(1))
+        return JudgedCase(case, judgement)
 
 
 def run(verdicts, *checks, **options):
@@ -256,8 +257,9 @@ def test_a_finding_is_run_again_from_its_document():
 def test_after_a_hang_the_other_cases_of_the_check_are_not_run():
     class Hanging(Scripted):
         def judge(self, name, case, comparison=None, **_how):
-            judgement = super().judge(name, case)
-            return JudgedCase(judgement.outcome, Finding("hung", "the run", -1, "", (1,), "rank 1 hung", case))
+            super().judge(name, case)
+            hung = Finding("hung", "the run", -1, "", (1,), "rank 1 hung", case)
+            return JudgedCase(case, Judgement(Verdict.FAIL, hung))
 
     runner = Hanging({"mlp": Verdict.FAIL})
     (result,) = run_conformance("torch-ddp", checks=("training.sgd_momentum",), runner=runner).results

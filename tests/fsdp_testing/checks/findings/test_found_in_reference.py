@@ -16,12 +16,13 @@ from fsdp_testing.cases.records import (
     ReplaceParameters,
     SeveralForwards,
     Step,
+    Verdict,
     WrappingPlan,
     ZeroGrad,
 )
+from fsdp_testing.judging.batch import Watch
+from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.ranks.pool import default_pool
-from fsdp_testing.search.campaign.batch import Watch
-from fsdp_testing.search.campaign.lane import Lane
 
 IDLE_RANK = (0, 2)
 NOBODY = (0, 0)
@@ -83,6 +84,6 @@ CASES = {
 @pytest.mark.parametrize("name", ["fsdp_ref-wrapper", "fsdp_ref-composable"])
 @pytest.mark.parametrize("found", CASES.values(), ids=list(CASES))
 def test_it_passes(name: str, found: Case):
-    (result,) = Lane(default_pool(), name).run([found], Watch(operations=True))
-    assert result.note.status == "passed", result.note.reason
-    assert result.note.comparisons >= 5
+    (result,) = CaseRunner(default_pool()).judge_batch(name, [found], Watch(operations=True))
+    assert result.verdict is Verdict.PASS, result.judgement.why
+    assert result.judgement.tally.comparisons >= 5

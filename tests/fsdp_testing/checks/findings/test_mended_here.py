@@ -29,15 +29,16 @@ from fsdp_testing.cases.records import (
     Step,
     Thaw,
     UnshardFirst,
+    Verdict,
     WorldSpec,
     WrappingPlan,
 )
 from fsdp_testing.checks.findings.known import shipped_known
+from fsdp_testing.judging.batch import Watch
+from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.oracle.oracle import expect_lockstep
 from fsdp_testing.ranks.pool import default_pool
-from fsdp_testing.search.campaign.batch import Watch
-from fsdp_testing.search.campaign.lane import Lane
 
 Node = dict[str, Any]
 
@@ -128,16 +129,16 @@ TRAINS_NOTHING_LAST = _found("last_micro_batch_trains_nothing")
 )
 def test_another_order_of_additions_is_no_failure(name: str, found: Case):
     assert legal_case(found) == found
-    (result,) = Lane(default_pool(), name).run([found], Watch(operations=True))
-    assert result.note.status == "passed", result.note.reason
-    assert result.note.comparisons > 3
+    (result,) = CaseRunner(default_pool()).judge_batch(name, [found], Watch(operations=True))
+    assert result.verdict is Verdict.PASS, result.judgement.why
+    assert result.judgement.tally.comparisons > 3
 
 
 @pytest.mark.parametrize(("name", "found"), [("torch-ddp", CANCELS_IN_PENALTY), ("torch-fsdp2", TRAINS_NOTHING_LAST)])
 def test_neither_luck_nor_a_loss_that_trains_nothing_is_a_failure(name: str, found: Case):
     assert legal_case(found) == found
-    (result,) = Lane(default_pool(), name).run([found])
-    assert result.note.status == "passed", result.note.reason
+    (result,) = CaseRunner(default_pool()).judge_batch(name, [found])
+    assert result.verdict is Verdict.PASS, result.judgement.why
 
 
 def bound_of(found: Case) -> float:
@@ -164,10 +165,10 @@ def test_only_where_a_unit_parts_three_uses_the_bits_may_differ():
 def test_what_torch_says_of_the_parameters_that_it_shows_is_a_failure_and_not_unjudged(program: Any, operation: str):
     frozen = {"kind": "norm", "name": "a", "frozen": "weight"}
     found = replace(case(*program, nodes=(frozen,)), strategy="shard_grad_op")
-    (result,) = Lane(default_pool(), "torch-fsdp1").run([found], Watch(operations=True))
-    assert result.note.status == "suspect", result.note.reason
-    assert result.note.signature is not None
-    assert (result.note.signature.kind, result.note.signature.operation) == ("raised", operation)
+    (result,) = CaseRunner(default_pool()).judge_batch("torch-fsdp1", [found], Watch(operations=True))
+    assert result.verdict is Verdict.FAIL, result.judgement.why
+    assert result.signature is not None
+    assert (result.signature.kind, result.signature.operation) == ("raised", operation)
 
 
 @pytest.mark.parametrize("name", ["torch-fsdp1", "torch-fsdp1-flat", "torch-fsdp2"])
@@ -175,17 +176,17 @@ def test_a_directory_that_does_not_load_is_a_failure_and_not_unjudged(name: str)
     """What torch.distributed.checkpoint refuses is no Exception, and what reports it instead is raised by this harness."""
     rules = {rule.name: example for rule, example in shipped_known(name).examples()}
     example = rules["directory-saved-before-the-first-step"]
-    (result,) = Lane(default_pool(), name).run([example], Watch(operations=True))
-    assert result.note.signature is not None, result.note.reason
-    assert shipped_known(name).recognize(result.note.signature, example) is not None, result.note.reason
+    (result,) = CaseRunner(default_pool()).judge_batch(name, [example], Watch(operations=True))
+    assert result.signature is not None, result.judgement.why
+    assert shipped_known(name).recognize(result.signature, example) is not None, result.judgement.why
 
 
 def test_ranks_that_would_wait_for_ever_are_a_failure_and_not_unjudged():
     found = _found("ranks_that_wait_for_ever")
-    (result,) = Lane(default_pool(), "torch-ddp").run([found], Watch(operations=True))
-    assert result.note.signature == Signature(FailureKind.UNCOORDINATED, "collectives", "end"), result.note.reason
-    assert "waits in all_reduce" in result.note.reason
-    rule = shipped_known("torch-ddp").recognize(result.note.signature, found)
+    (result,) = CaseRunner(default_pool()).judge_batch("torch-ddp", [found], Watch(operations=True))
+    assert result.signature == Signature(FailureKind.UNCOORDINATED, "collectives", "end"), result.judgement.why
+    assert "waits in all_reduce" in result.judgement.why
+    rule = shipped_known("torch-ddp").recognize(result.signature, found)
     assert rule is not None
     assert rule.name == "forward-then-unreduced-backward"
 
@@ -212,8 +213,8 @@ def test_a_reload_that_names_no_plan_keeps_the_one_in_force():
     program = (Reload("full", False, ("c",)), Reload("full", False), UnshardFirst(Batch(1), ("", "c"), False))
     found = replace(case(*program, nodes=nodes), wrapping=WrappingPlan(("a",)), strategy="full_shard")
     assert legal_case(found) == found
-    (result,) = Lane(default_pool(), "torch-fsdp2").run([found], Watch(operations=True))
-    assert result.note.status == "passed", result.note.reason
+    (result,) = CaseRunner(default_pool()).judge_batch("torch-fsdp2", [found], Watch(operations=True))
+    assert result.verdict is Verdict.PASS, result.judgement.why
 
 
 def test_what_ranks_counted_for_themselves_passes_through_no_single_process():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,48 +16,44 @@ from fsdp_testing.checks.findings.tags import tags, tokens
 from fsdp_testing.explain.shrinking import minimal_candidates, reductions
 from fsdp_testing.explain.shrinking.ddmin import Kind, joined
 from fsdp_testing.explain.shrinking.shrink import KINDS, shrink
-from fsdp_testing.judging.batch_judge import CaseNote
+from fsdp_testing.judging.batch import Watch
+from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.ranks.pool import default_pool
-from fsdp_testing.search.campaign.batch import Watch
 from fsdp_testing.search.campaign.investigation import attempts_on
-from fsdp_testing.search.campaign.lane import CaseResult, Lane
 
 FAILS = Signature("diverged", "value", "step")
 OTHER = Signature("diverged", "gradient", "clip")
 
 
-class Pretended(Lane):
-    """A lane that runs nothing: a case fails if `needed` of its tokens and tags are all there."""
+class Pretended(CaseRunner):
+    """A runner that runs nothing: a case fails if `needed` of its tokens and tags are all there."""
 
     def __init__(self, *needed: str, fails: Signature = FAILS) -> None:
-        super().__init__(default_pool(), "single-process")
+        super().__init__(default_pool())
         self.needed = frozenset(needed)
         self.fails = fails
         self.ran = self.batches = self.failed = 0
         self.deadlines: set[float | None] = set()
 
-    def run(
-        self,
-        cases: Sequence[Case],
-        watch: Watch = Watch(),
-        *,
-        until: Signature | None = None,
-        deadline: float | None = None,
-    ) -> list[CaseResult]:
+    def impatient(self, timeout: float | None = None) -> Pretended:
+        self.deadlines.add(timeout)
+        return self
+
+    def judge_batch(  # type: ignore[override]  # a judged case, as far as it is looked at
+        self, name: str, cases: Sequence[Case], watch: Watch = Watch(), *, until: Signature | None = None
+    ) -> list[SimpleNamespace]:
         self.batches += 1
-        self.deadlines.add(deadline)
-        results: list[CaseResult] = []
+        results: list[SimpleNamespace] = []
         for one in cases:
-            if until is not None and results and results[-1].note.signature == until:
+            if until is not None and results and results[-1].signature == until:
                 break
             self.ran += 1
             held = {*tokens(one), *tags(one)}
             # A case that has lost only the step fails in another way, which must not be taken.
             signature = self.fails if self.needed <= held else OTHER if self.needed - {"step"} <= held else None
             self.failed += signature == self.fails
-            status = "passed" if signature is None else "suspect"
-            results.append(CaseResult(one, CaseNote(0, status, signature=signature)))
+            results.append(SimpleNamespace(case=one, signature=signature))
         return results
 
 
@@ -112,7 +109,7 @@ def test_what_is_left_is_what_the_failure_needs(needed: tuple[str, ...]):
     for one in drawn(600):
         if found < 6 and set(needed) <= {*tokens(one), *tags(one)}:
             lane = Pretended(*needed)
-            shrunk = shrink(one, FAILS, attempts_on(lane), legal_case, lambda _: True, seconds=60)
+            shrunk = shrink(one, FAILS, attempts_on(lane, "single-process"), legal_case, lambda _: True, seconds=60)
             assert shrunk.complete
             assert set(needed) <= {*tokens(shrunk.case), *tags(shrunk.case)}
             assert len(shrunk.case.program) == sum(1 for name in needed if ":" not in name)
@@ -135,7 +132,9 @@ def test_layouts_that_a_failure_does_not_need_are_left_out(needed: tuple[str, ..
     found = 0
     for one in drawn(400, Scope(world_sizes=(4,), tensor_parallel=2)):
         if found < 2 and set(needed) <= {*tokens(one), *tags(one)}:
-            shrunk = shrink(one, FAILS, attempts_on(Pretended(*needed)), legal_case, lambda _: True, seconds=60)
+            shrunk = shrink(
+                one, FAILS, attempts_on(Pretended(*needed), "single-process"), legal_case, lambda _: True, seconds=60
+            )
             assert shrunk.complete
             left = [layout for _, layout in shrunk.case.wrapping.layouts]
             assert (set(left), len(left)) == (layouts, len(layouts))
@@ -157,7 +156,7 @@ def test_a_failure_that_costs_the_ranks_is_met_rarely(kind: str):
             and len(str(one.model.tree)) > 600
         ):
             lane = Pretended("step", "clip", "node:embed", fails=signature)
-            shrunk = shrink(one, signature, attempts_on(lane), legal_case, lambda _: True, seconds=60)
+            shrunk = shrink(one, signature, attempts_on(lane, "single-process"), legal_case, lambda _: True, seconds=60)
             assert sorted(tokens(shrunk.case)) == ["clip", "step"]
             met += lane.failed
             parts += len(one.program) + len(list(reductions.cuts(one))) + len(one.wrapping.units)
@@ -171,12 +170,12 @@ def test_what_a_failure_needs_three_times_is_left_three_times():
     """No core of two operations has it: it is left by what may go and what may not, one by one, then at once."""
 
     class Thrice(Pretended):
-        def run(self, cases: Sequence[Case], watch: Watch = Watch(), **options: Any) -> list[CaseResult]:
+        def judge_batch(self, name: str, cases: Sequence[Case], *_: Any, **__: Any) -> list[SimpleNamespace]:
             self.batches += 1
             kept = [sum(isinstance(o, Step) for o in one.program) >= 3 for one in cases]
             return [
-                CaseResult(one, CaseNote(0, "suspect" if bad else "passed", signature=FAILS if bad else None))
-                for one, bad in zip(cases, kept)
+                SimpleNamespace(case=one, signature=FAILS if bad else None)
+                for one, bad in zip(cases, kept, strict=True)
             ]
 
     program = [
@@ -192,27 +191,31 @@ def test_what_a_failure_needs_three_times_is_left_three_times():
         Forward(micro(4).batch),
     ]
     lane = Thrice()
-    shrunk = shrink(case(*program), FAILS, attempts_on(lane), lambda one: one, lambda _: True)
+    shrunk = shrink(case(*program), FAILS, attempts_on(lane, "single-process"), lambda one: one, lambda _: True)
     assert shrunk.case.program == (Step(), Step(), Step())
     assert lane.batches < 20
 
 
 def test_a_failure_of_another_signature_is_not_taken():
     lane = Pretended("step", "clip")
-    shrunk = shrink(case(micro(1), Step(), Clip(0.5)), FAILS, attempts_on(lane), legal_case, lambda _: True)
+    shrunk = shrink(
+        case(micro(1), Step(), Clip(0.5)), FAILS, attempts_on(lane, "single-process"), legal_case, lambda _: True
+    )
     assert "step" in tokens(shrunk.case)
 
 
 def test_what_the_implementation_does_not_claim_is_not_tried():
     lane = Pretended("step")
     start = case(micro(1), Step(), Forward(micro(2).batch))
-    shrunk = shrink(start, FAILS, attempts_on(lane), legal_case, lambda one: "forward[train]" in tokens(one))
+    shrunk = shrink(
+        start, FAILS, attempts_on(lane, "single-process"), legal_case, lambda one: "forward[train]" in tokens(one)
+    )
     assert set(tokens(shrunk.case)) == {"step", "forward[train]"}
 
 
 def test_time_ends_it():
     lane = Pretended("step")
     start = next(one for one in drawn(50) if "step" in tokens(one))
-    shrunk = shrink(start, FAILS, attempts_on(lane), legal_case, lambda _: True, seconds=0.0)
+    shrunk = shrink(start, FAILS, attempts_on(lane, "single-process"), legal_case, lambda _: True, seconds=0.0)
     assert not shrunk.complete
     assert shrunk.case == start

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import faults_gradients  # noqa: F401 - registers its faults
 import faults_state  # noqa: F401 - registers its faults
@@ -14,16 +13,16 @@ from fuzz_cases import case, micro
 
 from fsdp_testing.adapters import registry
 from fsdp_testing.cases.drawing import Scope
-from fsdp_testing.cases.records import FailureKind
+from fsdp_testing.cases.records import FailureKind, Judgement, Verdict
 from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.checks.findings.known import KnownFailures
 from fsdp_testing.checks.findings.tags import tokens
-from fsdp_testing.judging.batch_judge import CaseNote
-from fsdp_testing.judging.signature import Signature
+from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
+from fsdp_testing.judging.checkers.explain import finding
+from fsdp_testing.judging.signature import signature_of
 from fsdp_testing.ranks.pool import default_pool
 from fsdp_testing.search.campaign import investigation
 from fsdp_testing.search.campaign.campaign import Campaign, Plan
-from fsdp_testing.search.campaign.lane import CaseResult
 from fsdp_testing.search.campaign.tally import CampaignTally
 
 SOME = {
@@ -68,14 +67,14 @@ def test_a_finding_that_cannot_be_explained_is_kept_without_a_cause(monkeypatch:
     monkeypatch.setattr(investigation, "cause_of", fails)
     asker = investigation.Investigator("torch-ddp", lambda case: case, lambda case: True, 1.0)
     with pytest.warns(RuntimeWarning, match="torch-ddp: a finding is not explained: ZeroDivisionError: in the expl"):
-        assert asker._cause(SimpleNamespace(pool=default_pool()), None) == ""  # type: ignore[arg-type]
+        assert asker._cause(CaseRunner(default_pool()), None) == ""  # type: ignore[arg-type]
 
 
 def test_nothing_is_found_where_nothing_is(tmp_path: Path):
     tally = campaign("toy:UNBROKEN", tmp_path, 150)
     assert not tally.discovered, tally.discovered[0].sentence()
     assert tally.run == sum(tally.statuses.values()) == tally.drawn == 150
-    assert set(tally.statuses) == {"passed"}, tally.unjudged
+    assert set(tally.statuses) == {"pass"}, tally.unjudged
 
 
 def test_a_defect_is_reported_once_and_then_counted(tmp_path: Path):
@@ -99,7 +98,7 @@ def test_a_finding_as_plain_as_one_micro_batch_discards_no_case(tmp_path: Path):
     finding = next(found for found in plain.discovered if tokens(found.case) == ("forward_backward",))
     mended = campaign("toy:UNBROKEN", tmp_path / "mended", 24, KnownFailures((finding.rule(),)))
     assert mended.gone == [finding.name]
-    assert mended.statuses == {"passed": 24}
+    assert mended.statuses == {"pass": 24}
 
 
 @pytest.mark.parametrize(
@@ -109,12 +108,12 @@ def test_a_finding_as_plain_as_one_micro_batch_discards_no_case(tmp_path: Path):
 def test_a_failure_that_looks_known_is_known_by_its_cause(monkeypatch: pytest.MonkeyPatch, cause: str, is_known: bool):
     monkeypatch.setattr(investigation, "cause_of", lambda *_: cause)
     asker = investigation.Investigator("torch-ddp", lambda case: case, lambda case: True, 1.0)
-    looks = Signature(FailureKind.DIVERGED, "gradient", "forward_backward")
     met = case(micro(1))
+    off = finding(met, FailureKind.DIVERGED, "gradient", 0, "off", ranks=(0,))
+    looks = signature_of(off)
     caused = Discovery("it", looks, met, met, "off", cause="the gradient of a (and of 3 more) is 2 times what is due")
-    alone = CaseResult(met, CaseNote(0, "suspect", "off", signature=looks, at=0))
-    lane = SimpleNamespace(pool=default_pool())
-    known = asker._recognized(lane, alone, KnownFailures((caused.rule(),)))  # type: ignore[arg-type]
+    alone = JudgedCase(met, Judgement(Verdict.FAIL, off))
+    known = asker._recognized(CaseRunner(default_pool()), alone, KnownFailures((caused.rule(),)))
     assert (known is not None) is is_known
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -109,14 +108,11 @@ def test_a_variant_runs_besides_and_no_deeper_than_twice():
 class NoPool:
     """Whoever asks for a world has drawn a whole batch."""
 
-    def world(self, *_: object, **__: object) -> Any:
+    def lend(self, *_: object, **__: object) -> Any:
         raise AssertionError("no batch was to be run")
 
-    def shared_directory(self, prefix: str) -> str:
-        return tempfile.mkdtemp(prefix=prefix)
-
-    def close(self) -> None:
-        """Nothing was started."""
+    def expect(self, *_: str) -> None:
+        """Nothing is started."""
 
 
 @pytest.mark.parametrize("seconds", [5.0, 15.0])

@@ -37,7 +37,7 @@ def part(path: Path, number: int, of: int = 2, **more: object) -> Progress:
         drawn=3 + number,
         run=2 + number,
         seconds=1.5,
-        statuses={"passed": number, "suspect": 1},
+        statuses={"passed": number, "suspect": 1},  # as earlier versions wrote them
         unfinished=(number,),
         shard=(number, of),
         drawn_by="seed 3",
@@ -76,7 +76,7 @@ def test_parts_become_one_campaign_that_goes_on(tmp_path: Path, capsys: pytest.C
     # Part 1 drew 0, 2, 4, 6 and part 2 drew 1, 3, 5, 7, 9; of which 2 and 5 did not run, and 8 is missing.
     assert merged.progress.drawn == 10
     assert merged.progress.unfinished == (2, 5, 8)
-    assert merged.progress.statuses == {"passed": 3, "suspect": 2}
+    assert merged.progress.statuses == {"pass": 3, "fail": 2}
     assert (merged.progress.run, merged.progress.campaigns, merged.repeated) == (7, 2, 1)
     assert sorted(found.signature.operation for found in merged.found) == ["clip", "step"]
     target = StateDirectory(tmp_path / "all", "torch-ddp")
@@ -96,12 +96,12 @@ def test_parts_become_one_campaign_that_goes_on(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("statuses", "not_investigated", "found", "code"),
     [
-        ({"passed": 5, "known": 1}, 0, (), 0),
-        ({"passed": 5, "suspect": 1}, 0, (discovery("step"),), 1),
-        ({"passed": 5, "suspect": 1}, 1, (), 1),
-        ({"passed": 5, "unjudged": 1}, 0, (), 3),
-        ({"passed": 5, "suspect": 1}, 0, (replace(discovery("step"), confirmed=False),), 3),
-        ({"unjudged": 1}, 1, (), 1),
+        ({"pass": 5, "known": 1}, 0, (), 0),
+        ({"pass": 5, "fail": 1}, 0, (discovery("step"),), 1),
+        ({"pass": 5, "fail": 1}, 1, (), 1),
+        ({"pass": 5, "unknown": 1}, 0, (), 3),
+        ({"pass": 5, "fail": 1}, 0, (replace(discovery("step"), confirmed=False),), 3),
+        ({"unknown": 1}, 1, (), 1),
         ({}, 0, (), 3),
     ],
 )

@@ -24,7 +24,7 @@ FOUND = Discovery(
 def test_progress_and_findings_come_back(tmp_path: Path):
     state = StateDirectory(tmp_path / "state", "torch-ddp")
     assert state.load() == Progress("torch-ddp")
-    progress = Progress("torch-ddp", 3, 10, 8, 1.5, {"passed": 8}, {"rule": 2}, 1, (7, 9), {"rule": 1})
+    progress = Progress("torch-ddp", 3, 10, 8, 1.5, {"pass": 8}, {"rule": 2}, 1, (7, 9), {"rule": 1})
     state.save(progress)
     state.write_files(f"found/{FOUND.name}", [("finding.json", FOUND.to_json())])
     again = StateDirectory(tmp_path / "state", "torch-ddp")

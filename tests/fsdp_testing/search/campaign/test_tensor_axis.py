@@ -11,8 +11,8 @@ import pytest
 from fsdp_testing.adapters import registry
 from fsdp_testing.cases.drawing import FEATURES, CaseDrawer, Scope, SeededChoices
 from fsdp_testing.cases.records import Case
+from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.ranks.pool import default_pool
-from fsdp_testing.search.campaign.lane import Lane
 
 FAULTS = str(Path(__file__).parents[2] / "checks" / "suites")
 if FAULTS not in sys.path:
@@ -32,12 +32,12 @@ def drawn() -> list[Case]:
 
 @cache
 def judged(name: str) -> list[str]:
-    results = Lane(default_pool(), name).run(drawn())
-    return [result.note.signature.kind if result.note.signature else result.note.status for result in results]
+    results = CaseRunner(default_pool()).judge_batch(name, drawn())
+    return [result.signature.kind if result.signature else result.verdict.value for result in results]
 
 
 @pytest.mark.parametrize("fault", ["PARTIAL_SUMS", "OWN_GRADIENT", "NORM_OF_ONE_AXIS", "COUNTED_TWICE", "FIRST_PART"])
 def test_a_fault_of_tensor_parallelism_is_found_in_few_cases(fault: str):
     healthy, found = judged("torch-fsdp2"), judged(f"faults_tensor_axis:{fault}")
-    assert healthy == ["passed"] * len(SEEDS)
+    assert healthy == ["pass"] * len(SEEDS)
     assert "diverged" in found, found

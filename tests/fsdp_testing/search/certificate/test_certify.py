@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
 from fsdp_testing.adapters import registry
-from fsdp_testing.cases.records import CAPABILITIES, FailureKind
+from fsdp_testing.cases.records import CAPABILITIES
 from fsdp_testing.checks.findings.known import KnownFailures
 from fsdp_testing.errors import PoolBroken
-from fsdp_testing.judging.batch_judge import CaseNote
-from fsdp_testing.judging.signature import Signature
+from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.oracle.models import uses_of
 from fsdp_testing.ranks.pool import default_pool
-from fsdp_testing.search.campaign.lane import CaseResult, Lane
 from fsdp_testing.search.certificate.axes import CLEARING, EVERY_RANK, WORLDS, Cell, in_cube
 from fsdp_testing.search.certificate.cases import case_of
 from fsdp_testing.search.certificate.causes import CauseFinder
@@ -41,10 +37,10 @@ def face(*, first: tuple[str, ...], clearing: tuple[str, ...] = ("to none",), sk
 
 
 def marked(name: str, cells: list[Cell], deadline: float = 60.0) -> Marked:
-    runner, lane = CellRunner(registry.load(name)), Lane(default_pool(), name, deadline)
+    runner = CellRunner(registry.load(name), CaseRunner(default_pool(), timeout=deadline))
     assert all(map(runner.claimed, cells))
     sizes = sorted({cell.size for cell in cells})
-    return [one for size in sizes for one in runner.run(lane, tuple(c for c in cells if c.size == size))]
+    return [one for size in sizes for one in runner.run(tuple(c for c in cells if c.size == size))]
 
 
 def failing(name: str, cells: list[Cell]) -> set[str]:
@@ -111,17 +107,7 @@ def test_a_death_that_does_not_repeat_is_no_failure(tmp_path: Path, monkeypatch:
     found = [mark for _, mark in marked("small_faults:ONCE", cells)]
     assert not once.exists(), "nothing died"
     assert [mark.status for mark in found if mark != HELD] == [UNKNOWN]
-    assert "alone, it held" in next(mark.reason for mark in found if mark != HELD)
-
-
-def test_a_hang_that_does_not_repeat_is_unknown():
-    """The batch may have been slow; or it needs what an earlier cell left behind."""
-    first = Signature(FailureKind.HUNG)
-    notes = iter([CaseNote(0, "suspect", "rank 1 hung", signature=first), *[CaseNote(0, "passed")] * 2])
-    lane = SimpleNamespace(run=lambda cases, _watch: [CaseResult(case, next(notes)) for case in cases])
-    [(_, mark)] = CellRunner(registry.load("torch-ddp")).run(cast("Lane", lane), (face(first=("S",))[0],))
-    assert mark.status == UNKNOWN
-    assert mark.reason == "different results: first hung, then, alone, it held"
+    assert "then, on other ranks, it held" in next(mark.reason for mark in found if mark != HELD)
 
 
 @pytest.mark.parametrize(
@@ -145,38 +131,17 @@ def test_of_cells_that_look_alike_the_first_are_run_again_alone_and_the_others_s
     assert [mark.confirmed for mark in found] == [True] * 3 + [False] * (len(cells) - 3)
 
 
-@pytest.mark.parametrize(
-    ("alone", "status"),
-    [
-        (Signature(FailureKind.RAISED, "ValueError: of another rank", "step"), FAILS),
-        (Signature(FailureKind.RAISED, "TypeError: odd", "step"), UNKNOWN),
-        (Signature(FailureKind.RAISED, "ValueError: odd", "clip"), UNKNOWN),
-        (Signature(FailureKind.DIVERGED, "ValueError: odd", "step"), UNKNOWN),
-        (None, UNKNOWN),
-    ],
-)
-def test_what_one_rank_raised_and_alone_every_rank_is_a_failure(alone: Signature | None, status: str):
-    """In its batch the others were stopped before they came to it."""
-    first = Signature(FailureKind.ONE_RAISED, "ValueError: odd", "step")
-    notes = iter([CaseNote(0, "suspect", "first", signature=first), CaseNote(0, "suspect", "then", signature=alone)])
-    lane = SimpleNamespace(run=lambda cases, _watch: [CaseResult(case, next(notes)) for case in cases])
-    [(_, mark)] = CellRunner(registry.load("torch-ddp")).run(cast("Lane", lane), (face(first=("S",))[0],))
-    assert mark.status == status
-    if status == FAILS:
-        assert mark.signature == alone
-
-
 def test_a_lost_judge_leaves_the_cells_unknown_that_lose_it(monkeypatch: pytest.MonkeyPatch):
     cells = [c for c in face(first=("S", "NS")) if c.size == 2]
     bad = cells[3]
-    run = Lane.run
+    judge_batch = CaseRunner.judge_batch
 
-    def losing(lane: Lane, cases, *arguments, **options):
+    def losing(runner: CaseRunner, name, cases, *arguments, **options):
         if any(case.strategy == bad.strategy and case.program[0].no_sync == ("N" in bad.first) for case in cases):
             raise PoolBroken("the judge of a batch was lost")
-        return run(lane, cases, *arguments, **options)
+        return judge_batch(runner, name, cases, *arguments, **options)
 
-    monkeypatch.setattr(Lane, "run", losing)
+    monkeypatch.setattr(CaseRunner, "judge_batch", losing)
     lost = {cell for cell, mark in marked("small_faults:UNBROKEN", cells) if mark != HELD}
     assert lost == {cell for cell in cells if (cell.strategy, cell.first) == (bad.strategy, bad.first)}
 
@@ -219,6 +184,7 @@ def test_one_cause_is_told_once_with_its_simplest_cell_and_shortest_schedule(tmp
     (cause,) = CauseFinder(made, KnownFailures(), 600.0).find()
     assert cause.cells == len(failed)
     assert CauseFinder(made, KnownFailures(), 1e-9).find() == []
-    assert (cause.cell.strategy, cause.cell.mesh, cause.cell.first) == ("hybrid_shard", "1x1", "NS")
+    assert len(cause.cell.schedule) == min(len(cell.schedule) for cell in failed)
+    assert (cause.case.strategy, cause.case.world.mesh[1]) == ("hybrid_shard", 1)
     assert [line.partition("(")[0] for line in cause.schedule] == ["0 forward_backward", "1 forward_backward"]
     assert cause.shortened

@@ -31,7 +31,7 @@ from fsdp_testing.search.certificate.axes import (
     skips,
 )
 from fsdp_testing.search.certificate.cases import case_of, needs_of
-from fsdp_testing.search.certificate.cube import blocks, jobs, sampled, simpler
+from fsdp_testing.search.certificate.cube import blocks, jobs, sampled
 
 BLOCKS = blocks()
 CELLS = [cell for block in BLOCKS for cell in block.cells()]
@@ -139,39 +139,3 @@ def test_a_sample_is_spread_over_all_faces():
     for item in fields(Cell):
         assert {getattr(cell, item.name) for cell in found} == {getattr(cell, item.name) for cell in CELLS}, item.name
     assert set(sampled(CELLS, 200)) < set(found)
-
-
-def measure(cell: Cell) -> tuple[int, ...]:
-    letters = cell.first + cell.second
-    return (
-        list(WORLDS).index(cell.strategy),
-        cell.size,
-        list(UNITS).index(cell.units),
-        list(TRAITS).index(cell.trait),
-        len(letters),
-        sum(map(str.islower, letters)),
-        letters.upper().count("N"),
-        cell.skipping != EVERY_RANK,
-        list(CLEARING).index(cell.clearing),
-        list(DTYPES).index(cell.dtype),
-    )
-
-
-def test_simpler_cells_are_of_the_cube_and_simpler():
-    known = set(CELLS)
-    for cell in CELLS[::277]:
-        for other in simpler(cell):
-            assert other in known, other
-            assert all(a <= b for a, b in zip(measure(other), measure(cell))), (cell, other)
-            if measure(other) == measure(cell):
-                meshes = WORLDS[cell.strategy]
-                assert (meshes.index(other.mesh), -other.skipping) < (meshes.index(cell.mesh), -cell.skipping)
-
-
-def test_only_the_simplest_cell_has_nothing_simpler():
-    simplest = Cell("full_shard", "1", "root", "plain", "S", "S", EVERY_RANK, "to none", "float64")
-    assert simplest in CELLS
-    assert [cell for cell in (*CELLS[::173], simplest) if next(simpler(cell), None) is None] in (
-        [simplest],
-        [simplest] * 2,
-    )

@@ -10,7 +10,6 @@ import pytest
 
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.search.certificate.axes import Cell
-from fsdp_testing.search.certificate.causes import _are_alike
 from fsdp_testing.search.certificate.cube import jobs
 from fsdp_testing.search.certificate.verdicts import FAILS, HELD, HOLDS, UNKNOWN, Mark, Verdicts
 
@@ -116,18 +115,3 @@ def test_a_damaged_state_is_refused(damage, tmp_path: Path):
     file.write_text(json.dumps(damage(json.loads(file.read_text()))))
     with pytest.raises(InvalidRecord, match=r"certificate\.json"):
         verdicts(tmp_path)
-
-
-def test_a_cell_is_followed_to_one_that_fails_alike_and_not_from_a_wrong_dtype_to_a_wrong_number():
-    def diverged(quantity: str) -> Mark:
-        return Mark(FAILS, "why", ("diverged", quantity, "forward_backward"))
-
-    number, output, dtype = map(diverged, ("gradient", "output", "gradient has another dtype"))
-    assert _are_alike(number, output)
-    assert _are_alike(dtype, dtype)
-    assert not _are_alike(dtype, number)
-    assert not _are_alike(output, dtype)
-    assert not _are_alike(number, Mark(FAILS, "why", ("raised", "RuntimeError: no", "forward_backward")))
-    assert not _are_alike(number, Mark(UNKNOWN, "not there"))
-    assert not _are_alike(number, HELD)
-    assert not _are_alike(None, number)

@@ -15,7 +15,7 @@ from fsdp_testing.ranks.pool.channel import dumps
 from fsdp_testing.search.checkpoints.axes import LAYOUTS, SUBJECTS, missing
 from fsdp_testing.search.checkpoints.entries import Entry, first_difference, of_state
 from fsdp_testing.search.checkpoints.on_ranks import Item
-from fsdp_testing.search.checkpoints.verdicts import _asked
+from fsdp_testing.search.checkpoints.verdicts import _expected_entries
 
 WEIGHT = Entry("parameter", "w")
 MOMENT = Entry("state", "w", "exp_avg")
@@ -63,11 +63,11 @@ def test_settings_of_a_parameter_that_is_left_out_are_missed():
     """Only a flat parameter stands for others; a group that is gone is gone."""
     item = Item("", "memory", "", loads=True)
     truth = {RATE: 0.1, Entry("setting", "v", "lr"): 0.1}
-    assert first_difference(_asked(truth, item, {RATE: 0.1}), {RATE: 0.1}) == "lr of v is missing"
+    assert first_difference(_expected_entries(truth, item, {RATE: 0.1}), {RATE: 0.1}) == "lr of v is missing"
     flat = {Entry("setting", "outer.flat", "lr"): 0.1}
-    assert not first_difference(_asked(truth, item, flat), flat)
+    assert not first_difference(_expected_entries(truth, item, flat), flat)
     flat = {Entry("setting", "outer.flat", "lr"): 0.2}
-    assert first_difference(_asked(truth, item, flat), flat) == "lr of outer.flat: got 0.2, expected 0.1"
+    assert first_difference(_expected_entries(truth, item, flat), flat) == "lr of outer.flat: got 0.2, expected 0.1"
 
 
 def test_a_file_may_hold_tensors_and_plain_data_only(tmp_path: Path):
@@ -78,7 +78,7 @@ def test_a_file_may_hold_tensors_and_plain_data_only(tmp_path: Path):
     assert ways.read("memory", tmp_path) == {"model": {}}
 
 
-def test_what_is_not_claimed_is_not_asked():
+def test_what_is_not_claimed_is_not_expected_entries():
     ddp, flat = registry.load("torch-ddp"), registry.load("torch-fsdp1-flat")
     asked = {layout.strategy for layout in LAYOUTS if not missing(SUBJECTS["no state"], layout, ddp)}
     assert asked == {"no_shard"}

@@ -23,11 +23,11 @@ from torch.distributed import DeviceMesh
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.adapters.protocol import Setup
 from fsdp_testing.base.compat import process_groups
-from fsdp_testing.cases.records import Case, CaseRecord, RaisedError, RankObservation, WorldSpec
+from fsdp_testing.cases.records import OUTLIVES, Case, CaseRecord, RaisedError, RankObservation, WorldSpec
 from fsdp_testing.judging import record_stream
-from fsdp_testing.judging.judge import OUTLIVES
 from fsdp_testing.oracle.accounts import AccountedProgram, program_for
 from fsdp_testing.oracle.fitting import fitted
+from fsdp_testing.oracle.rank_jobs import survivors
 from fsdp_testing.oracle.setup import mesh_of_two_axes, setup_of
 from fsdp_testing.ranks.ledger.interception import listen
 from fsdp_testing.ranks.ledger.recorder import Call, GroupIdentity
@@ -41,10 +41,7 @@ _GROUPS: dict[tuple[int, ...], Any] = {}
 LASTING = frozenset({"process group", "open file", "thread"})
 """Kinds of state that a batch leaves changed: the groups of `_MESHES` and `_GROUPS`, with their connections and threads."""
 
-_FREEZE_AFTER = 2
-_ROUNDS = 4
 _PATIENCE_SECONDS = 0.1
-_done = [0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,20 +165,6 @@ class _Issued:
         """Return number and digest by group key."""
         hashes = {k: hashlib.blake2b("|".join(texts).encode(), digest_size=8) for k, texts in self._texts.items()}
         return {key: (len(texts), int.from_bytes(hashes[key].digest(), "little")) for key, texts in self._texts.items()}
-
-
-def survivors(models: list[tuple[int, weakref.ref[nn.Module]]]) -> list[int]:
-    """Collect garbage, and return the cases whose model is still there although the case is over."""
-    for _ in range(_ROUNDS):
-        # What a finalizer of one round let go of, only the next one sees.
-        gc.collect()
-        if all(model() is None for _, model in models):
-            break
-    _done[0] += 1
-    if _done[0] == _FREEZE_AFTER:
-        # What is imported and cached by now stays for good; leaving it out makes each later collection cheap.
-        gc.freeze()
-    return [index for index, model in models if model() is not None]
 
 
 def setup_on(world: World, case: Case, module: nn.Module) -> Setup:

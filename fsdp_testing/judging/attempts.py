@@ -1,0 +1,155 @@
+"""What is said of cases whose ranks were lost? Decided here, for one case or a batch, whoever ran it.
+
+A bad case costs itself only: what the ranks reported before it is judged, what comes after it runs again on a new world. A
+death or a hang has to show twice, on other ranks: the machine may be to blame for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from fsdp_testing.cases.records import Case, FailureKind, Judgement, Verdict
+from fsdp_testing.judging.judge import lost_ranks
+from fsdp_testing.judging.signature import Signature, signature_of
+from fsdp_testing.ranks.pool import Fate, WorldOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What one world gave.
+
+    Attributes:
+        judgements: Of each case that was to run, in order; `incomplete` where a rank reported nothing of it.
+        outcome: What became of the ranks; None where the judge has read that.
+    """
+
+    judgements: Sequence[Judgement]
+    outcome: WorldOutcome | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Judgements up to the first case that is not finished, and the fates that none of them explains."""
+
+    judgements: list[Judgement]
+    unexplained: WorldOutcome | None = None
+
+
+_ONE_AND_ALL = (FailureKind.ONE_RAISED, FailureKind.RAISED)
+
+Run = Callable[[int, int], Attempt]
+"""Runs the cases from one place up to another on one world."""
+
+
+def settle(cases: Sequence[Case], run: Run, *, repeats: bool = True, until: Signature | None = None) -> list[Judgement]:
+    """Return a judgement of each case, in order; up to the first one that fails as `until` says.
+
+    Args:
+        cases: All need the same number of ranks.
+        run: Makes an attempt.
+        repeats: A death or a hang has to show again; without, one is taken for one, for runs that decide no verdict.
+        until: Nothing runs any more on new ranks once a case has failed in this way.
+    """
+    settled: list[Judgement] = []
+    lost: WorldOutcome | None = None
+    while len(settled) < len(cases):
+        start = len(settled)
+        part = _read(cases[start:], run(start, len(cases)))
+        judgements = part.judgements
+        ended = start + len(judgements) == len(cases)
+        if lost is not None and judgements[0].finding is None:
+            # Ranks were lost in this case, or by what an earlier one left behind.
+            judgements[0] = _different(lost.cause, judgements[0], lost.describe())
+        elif lost is None and repeats and judgements[0].loses_ranks:
+            judgements[0] = _again(cases[start], judgements[0], run(start, start + 1))
+        if ended and part.unexplained is not None and len(judgements) > 1:
+            judgements = _each_alone(cases, start, judgements, part.unexplained, run)
+        lost = None if ended else part.unexplained
+        settled += judgements
+        fails = [place for place, each in enumerate(settled) if until is not None and _looks(each) == until]
+        if fails:
+            return settled[: fails[0] + 1]
+    return settled
+
+
+def confirmed(first: Judgement, alone: Judgement) -> Judgement:
+    """Return what is known of a case that failed among others and ran again alone: unknown if it holds or fails otherwise then.
+
+    What one rank raised among others and alone every rank is a failure, as seen alone: the others had been stopped before
+    they came to it.
+    """
+    looks, again = _looks(first), _looks(alone)
+    if looks is not None and again is not None and looks.kind == again.kind:
+        return first
+    if looks is not None and again is not None and (looks.kind, again.kind) == _ONE_AND_ALL:
+        types = [one.quantity.partition(":")[0] for one in (looks, again)]
+        if types[0] == types[1] and looks.operation == again.operation:
+            return alone
+    return _different(f"{looks}", alone, first.account)
+
+
+def _read(cases: Sequence[Case], attempt: Attempt) -> _Part:
+    outcome = attempt.outcome
+    if outcome is None:
+        return _Part(list(attempt.judgements))
+    died = any(rank.fate is Fate.DIED for rank in outcome.ranks)
+    read: list[Judgement] = []
+    for case, judgement in zip(cases, attempt.judgements, strict=True):
+        # What survivors of a death raise is its echo, whatever it says.
+        echo = died and judgement.finding is not None and judgement.finding.kind == FailureKind.ONE_RAISED
+        if judgement.incomplete or echo:
+            if read:
+                break  # it may be this case or what an earlier one left behind: it goes first in the next attempt
+            judgement = lost_ranks(case, outcome)
+        if judgement.verdict is not Verdict.PASS and not judgement.only_model_stays and not outcome.ok:
+            judgement = replace(judgement, account=outcome.describe())
+        read.append(judgement)
+        if judgement.loses_ranks:
+            break
+    if not _is_unexplained(outcome, read):
+        return _Part(read)
+    if len(cases) == 1:
+        read = [replace(lost_ranks(cases[0], outcome), tally=read[0].tally, account=outcome.describe())]
+    return _Part(read, outcome)
+
+
+def _is_unexplained(outcome: WorldOutcome, read: Sequence[Judgement]) -> bool:
+    """Whether ranks were lost, or parted, although what they reported up to then says nothing of it."""
+    if any(rank.fate in (Fate.DIED, Fate.HUNG) for rank in outcome.ranks):
+        return not any(judgement.loses_ranks for judgement in read)
+    return not outcome.ok and all(each.verdict is Verdict.PASS or each.only_model_stays for each in read)
+
+
+def _again(case: Case, first: Judgement, attempt: Attempt) -> Judgement:
+    """A death is a death, and a hang a hang: how the other ranks end depends on who notices first."""
+    assert first.finding is not None
+    (second,) = _read([case], attempt).judgements
+    if second.finding is not None and second.finding.kind == first.finding.kind:
+        return first
+    return _different(first.finding.explanation, second, first.finding.detail or first.account)
+
+
+def _each_alone(
+    cases: Sequence[Case], start: int, judgements: Sequence[Judgement], lost: WorldOutcome, run: Run
+) -> list[Judgement]:
+    """Run the cases of a batch alone, of which one lost ranks after the last report; one that does it says so then.
+
+    Where none does it alone, nobody knows which one did: the last one stands for them.
+    """
+    alone = [_read([cases[place]], run(place, place + 1)).judgements[0] for place in range(start, len(cases))]
+    settled = [again if again.loses_ranks else first for first, again in zip(judgements, alone, strict=True)]
+    if not any(judgement.loses_ranks for judgement in settled) and settled[-1].finding is None:
+        settled[-1] = _different(lost.cause, settled[-1], lost.describe())
+    return settled
+
+
+def _different(first: str, second: Judgement, account: str) -> Judgement:
+    """Return that nothing is known of a case that lost ranks once, and then not."""
+    then = second.finding.explanation if second.finding is not None else second.reason or "it held"
+    reason = f"this case gives different results: first {first}; then, on other ranks, {then}. Run it again on an idle machine."
+    return Judgement(Verdict.UNKNOWN, reason=reason, detail=account, tally=second.tally, account=account)
+
+
+def _looks(judgement: Judgement) -> Signature | None:
+    return signature_of(judgement.finding) if judgement.finding is not None else None
