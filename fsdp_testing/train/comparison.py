@@ -301,18 +301,18 @@ def _ratio(one: torch.Tensor, two: torch.Tensor) -> float | None:
     return middle if bool(((ratios - middle).abs() <= 1e-6 * abs(middle)).all()) else None
 
 
-def suggestion(found: Difference, size: int) -> str:
+def suggestion(difference: Difference, size: int) -> str:
     """Return what a difference from the reference world suggests, where the evidence shows no cause."""
-    ratio = found.ratio
+    ratio = difference.ratio
     if ratio is not None and abs(ratio - size) < 1e-6 * size:
         return f"It is exactly {size} times as large: a sum over ranks where a mean is meant."
     if ratio is not None and abs(ratio - 1 / size) < 1e-6:
         return f"It is exactly 1/{size} of it: divided by the world size once too often, or not summed."
-    if ratio is not None and found.numbers > 1:  # of one number, a ratio says nothing
+    if ratio is not None and difference.numbers > 1:  # of one number, a ratio says nothing
         return f"Every element is {ratio:.6g} times as large: something is scaled by the number of ranks or steps."
-    if found.steps > 1 and found.step > 0:
+    if difference.steps > 1 and difference.step > 0:
         return (
-            f"Step {found.step - 1} still agrees: look at what step {found.step} does for the first time "
+            f"Step {difference.step - 1} still agrees: look at what step {difference.step} does for the first time "
             "(a no_sync boundary, a micro-batch that is not reduced, a schedule that counts ranks)."
         )
     return "Look for data that is not split evenly, a random number drawn per rank, or a gradient that is not reduced."

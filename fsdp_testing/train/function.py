@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from fsdp_testing.cases.records import Verdict
-from fsdp_testing.errors import HarnessError, InvalidArgument
+from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.ranks.pool import Pool, WorldOutcome, default_pool
 from fsdp_testing.ranks.pool.targets import Target, resolve, target_of
 from fsdp_testing.ranks.pool.world import World, current_world
@@ -19,21 +19,12 @@ from fsdp_testing.train.comparison import ROUNDINGS
 from fsdp_testing.train.deciding import check_something
 from fsdp_testing.train.observation import Observer
 from fsdp_testing.train.on_rank import Job, RunSettings
+from fsdp_testing.train.report import TrainingDiffers, TrainingPartlyUndecided, TrainingUndecided
 from fsdp_testing.train.running import Failed, Runner, Start, Undecided
 
+__all__ = ["TrainingDiffers", "TrainingPartlyUndecided", "TrainingUndecided", "check_training"]
+
 Train = Callable[[World], Mapping[str, Any]]
-
-
-class TrainingDiffers(AssertionError):
-    """A training loop gives different results on different worlds; the message names the first quantity and step."""
-
-
-class TrainingUndecided(HarnessError):
-    """Roundings alone may make what differs: nothing is known of the loop. The message says what to change."""
-
-
-class TrainingPartlyUndecided(UserWarning):
-    """Worlds agree, and of some numbers nothing is known, since roundings alone move them that far."""
 
 
 @dataclass(frozen=True, slots=True)

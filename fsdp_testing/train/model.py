@@ -18,7 +18,7 @@ from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.adapters.protocol import Piece, Setup
 from fsdp_testing.adapters.registry import adapter_of, load
 from fsdp_testing.cases.records import Verdict
-from fsdp_testing.errors import HarnessError, InvalidArgument
+from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.ranks.pool import Pool, WorldOutcome, default_pool
 from fsdp_testing.ranks.pool.targets import Target, resolve, target_of
 from fsdp_testing.ranks.pool.world import World, current_world
@@ -29,6 +29,7 @@ from fsdp_testing.train.observation import Observer
 from fsdp_testing.train.on_rank import Job, RunSettings
 from fsdp_testing.train.quantities import Kind
 from fsdp_testing.train.reading import Reader
+from fsdp_testing.train.report import TrainingDiffers, TrainingUndecided
 from fsdp_testing.train.running import Failed, Runner, Start, Undecided
 from fsdp_testing.train.whole import WholeRun
 
@@ -42,11 +43,11 @@ _IMPORTED = frozenset({"import path", "warnings filters"})
 _SLOW_TO_IMPORT = ("transformers", "transformers.modeling_utils", "torch._dynamo")
 
 
-class ModelDiffers(AssertionError):
+class ModelDiffers(TrainingDiffers):
     """A model trains otherwise under an implementation than in one process; the message names the first difference."""
 
 
-class ModelUndecided(HarnessError):
+class ModelUndecided(TrainingUndecided):
     """Nothing can be said of a model under an implementation; the message says why and what to do."""
 
 

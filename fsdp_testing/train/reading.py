@@ -71,9 +71,9 @@ class Reader:
     def held(self, optimizer: torch.optim.Optimizer, *, gradients: bool = True) -> Held:
         """Return what is held of each parameter; of those that the optimizer steps as copies, the copies."""
         if self.models:
-            found = dict(self._of_models(partial(self._held_by, gradients=gradients), needed=True))
-            self._find_copies(optimizer, found)
-            return found | {name: pieces.of_parameter(copy) for name, copy in self._copies.items()}
+            held = dict(self._of_models(partial(self._held_by, gradients=gradients), needed=True))
+            self._find_copies(optimizer, held)
+            return held | {name: pieces.of_parameter(copy) for name, copy in self._copies.items()}
         listed = [(place, at, p) for place, g in enumerate(optimizer.param_groups) for at, p in enumerate(g["params"])]
         return self._read(
             lambda: {f"parameter {at} of group {group}": pieces.of_parameter(p) for group, at, p in listed}, needed=True
@@ -113,7 +113,7 @@ class Reader:
         """Return what is kept of values or gradients."""
         # The first step decides, so that all steps keep the same sums.
         self.block = self.block or block_in(held.values())
-        return {name: spans_of(found, which, self.block) for name, found in held.items()}
+        return {name: spans_of(parts, which, self.block) for name, parts in held.items()}
 
     def changed(self, held: Held, known: Spans) -> Spans:
         """Return what is kept of the values that are others than they were known to be, or not known."""
@@ -129,22 +129,22 @@ class Reader:
         """Return the parameters as the models themselves have them now; only those that are stepped as copies unless `whole`."""
         if not whole and not self._copies:
             return {}
-        found = self._of_models(partial(self._held_by, gradients=False))
-        return self.kept(found if whole else {name: found[name] for name in self._copies if name in found}, "value")
+        held = self._of_models(partial(self._held_by, gradients=False))
+        return self.kept(held if whole else {name: held[name] for name in self._copies if name in held}, "value")
 
     def unreduced(self, held: Held) -> tuple[str, ...]:
         """Return the parameters whose gradient waits on this rank to be reduced."""
         waiting = self._of_models(lambda model: dict.fromkeys(unreduced_in(model), True))
         # Tensor parallelism may lay a gradient out otherwise than its parameter.
-        apart = [name for name, found in held.items() if any(not p.reduced for p in found) and not self.share()]
+        apart = [name for name, parts in held.items() if any(not part.reduced for part in parts) and not self.share()]
         return (*apart, *waiting)
 
     def share(self) -> str:
         """Return this rank's place along mesh axes by which parameters are sharded and that no FSDP gathers; empty without."""
-        found: dict[str, None] = {}
+        shares: dict[str, None] = {}
         for model in self.models:
-            found |= self._read(partial(shares_in, model), needed=False)
-        return ", ".join(found)
+            shares |= self._read(partial(shares_in, model), needed=False)
+        return ", ".join(shares)
 
     def moments(self, optimizer: torch.optim.Optimizer) -> dict[Quantity, tuple[Span, ...]]:
         """Return what the optimizer keeps of each parameter."""
@@ -169,7 +169,7 @@ class Reader:
         """Return what is read of each model by name; those of a second one have its number before them."""
         named = [(f"model {number}: " if number else "", model) for number, model in enumerate(self.models)]
         return self._read(
-            lambda: {prefix + name: found for prefix, m in named for name, found in read(m).items()}, needed=needed
+            lambda: {prefix + name: value for prefix, m in named for name, value in read(m).items()}, needed=needed
         )
 
     def _read(self, read: Callable[[], dict[str, _T]], *, needed: bool) -> dict[str, _T]:
@@ -209,14 +209,14 @@ def _is_rounded(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, ...]]:
     """Return each number by which an optimizer is set, of every group: {"lr": (0.1,), "betas": (0.9, 0.999)}."""
-    found: dict[str, tuple[float, ...]] = {}
+    settings: dict[str, tuple[float, ...]] = {}
     for group in optimizer.param_groups:
         for name, value in group.items():
             numbers = value if isinstance(value, tuple) else (value,)
             single = all(n.numel() == 1 if isinstance(n, torch.Tensor) else type(n) in (int, float) for n in numbers)
             if name != "params" and single:
-                found[name] = found.get(name, ()) + tuple(float(number) for number in numbers)
-    return found
+                settings[name] = settings.get(name, ()) + tuple(float(number) for number in numbers)
+    return settings
 
 
 def makes_state_only() -> bool:

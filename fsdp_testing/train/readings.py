@@ -23,7 +23,7 @@ READINGS = (MEAN, "the sum over ranks", "the mean over ranks by their rows", "th
 
 def losses(run: WholeRun, reading: str) -> Quantities:
     """Return the loss of every step, read in one of `READINGS` from the ranks' own."""
-    found = []
+    steps = []
     for step in range(run.steps):
         # Of a pipeline the last stage alone has a loss.
         ranks = [rank for rank, report in enumerate(run.ranks) if report.steps[step].losses] or range(run.size)
@@ -32,8 +32,8 @@ def losses(run: WholeRun, reading: str) -> Quantities:
         rows = torch.tensor([len(run.rows[step][rank]) for rank in ranks], dtype=torch.float64)
         passes = max(len(seen[0].losses), 1)
         value = dict(zip(READINGS, (own.mean(), own.sum(), (own * rows).sum() / rows.sum(), own.mean() / passes)))
-        found.append(value[reading].to(seen[0].loss_dtype))
-    return {LOSS: found}
+        steps.append(value[reading].to(seen[0].loss_dtype))
+    return {LOSS: steps}
 
 
 def reading_of(reference: WholeRun, run: WholeRun) -> str:

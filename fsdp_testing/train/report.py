@@ -11,6 +11,7 @@ import torch
 from fsdp_testing.base.document import Format
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.cases.records.verdict import exit_code, merge
+from fsdp_testing.errors import HarnessError
 from fsdp_testing.train.quantities import Kind, Quantity
 from fsdp_testing.train.whole import WholeRun
 
@@ -24,6 +25,18 @@ KINDS = {
     Kind.MOMENT: "the optimizer's state",
     Kind.BUFFER: "buffers",
 }
+
+
+class TrainingDiffers(AssertionError):
+    """A training gives different results on different worlds; the message names the first quantity and step."""
+
+
+class TrainingUndecided(HarnessError):
+    """Nothing is known of a training on some world; the message says why, and what to change."""
+
+
+class TrainingPartlyUndecided(UserWarning):
+    """Worlds agree, and of some numbers nothing is known, since roundings alone move them that far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +99,12 @@ class TrainReport:
     @property
     def conclusion(self) -> str:
         """The verdicts in one line, after the exit code."""
-        said = [
+        verdicts = [
             f"{WORDS[verdict]} on {rank_count(sizes)}"
             for verdict in WORDS
             if (sizes := [one.size for one in self.judgements if one.verdict is verdict])
         ]
-        return f"exit code {self.exit_code}: {self.script}: {'; '.join(said) or 'nothing was judged'}"
+        return f"exit code {self.exit_code}: {self.script}: {'; '.join(verdicts) or 'nothing was judged'}"
 
     def to_json(self, **facts: Any) -> str:
         """Return the report as a JSON document, with further `facts` of plain data."""

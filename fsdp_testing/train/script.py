@@ -14,14 +14,14 @@ from typing import ClassVar
 import torch
 
 from fsdp_testing.cases.records import Verdict
-from fsdp_testing.errors import HarnessError, InvalidArgument
+from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.ranks.pool import Pool, RankOutcome, WorldOutcome, default_pool
 from fsdp_testing.ranks.pool.cause import EndedBadly
 from fsdp_testing.ranks.pool.outcome import Fate, rank_names
 from fsdp_testing.train.check import judged, run_alone
 from fsdp_testing.train.conventions import check_names
 from fsdp_testing.train.on_rank import RankReport, RunSettings
-from fsdp_testing.train.report import Judgement, TrainReport
+from fsdp_testing.train.report import Judgement, TrainingDiffers, TrainingUndecided, TrainReport
 from fsdp_testing.train.resuming import judge_resumed
 from fsdp_testing.train.running import Failed, Nobody, RunListener, Runner, Start, Undecided, unequal_ends
 from fsdp_testing.train.script_job import ScriptJob
@@ -44,11 +44,11 @@ _FRAME = re.compile(r'File "([^"<]+)", line (\d+)')
 _NO_CUDA = ("not compiled with CUDA", "NVIDIA driver", "No CUDA GPUs", "CUDA driver", "no CUDA-capable device")
 
 
-class ScriptDiffers(AssertionError):
+class ScriptDiffers(TrainingDiffers):
     """A script trains otherwise on N ranks than in one process; the message names the first difference and step."""
 
 
-class ScriptUndecided(HarnessError):
+class ScriptUndecided(TrainingUndecided):
     """Nothing can be said of a script on some world size; the message says why and what to do."""
 
 
@@ -252,10 +252,10 @@ def _ending(outcome: WorldOutcome) -> Exception:
             output,
         )
     where = _places(outcome.ranks if first.fate in _WAITING else [first])
-    said = f"did not end well: {outcome.cause}.{where}"
+    sentence = f"did not end well: {outcome.cause}.{where}"
     if not several:
-        return Undecided(said, output)
-    return Failed(said, output=output)
+        return Undecided(sentence, output)
+    return Failed(sentence, output=output)
 
 
 _WAITING = (Fate.HUNG, Fate.STOPPED)
@@ -272,14 +272,14 @@ def tail(rank: RankOutcome) -> tuple[str, ...]:
 
 def _places(ranks: Sequence[RankOutcome]) -> str:
     """Return where in the user's own files the ranks raised, or are, as a sentence; empty where nobody knows."""
-    found: dict[str, list[int]] = {}
+    lines_of: dict[str, list[int]] = {}
     for rank in ranks:
         # A traceback ends where the error was raised, a stack of a running process begins where it is.
         raised = rank.error is not None
         lines = _own_lines(rank.error.traceback)[::-1] if rank.error is not None else _own_lines(rank.stack)
         if lines:
-            found.setdefault(f"{'raised' if raised else 'is'} at {lines[0]}", []).append(rank.rank)
-    places = [f"{rank_names(numbers)} {place}" for place, numbers in found.items()]
+            lines_of.setdefault(f"{'raised' if raised else 'is'} at {lines[0]}", []).append(rank.rank)
+    places = [f"{rank_names(numbers)} {place}" for place, numbers in lines_of.items()]
     return f" In the script: {'; '.join(places)}." if places else ""
 
 

@@ -62,14 +62,14 @@ def _taken_apart(step: int, wrong: _Wrong, ranks: Sequence[Terms]) -> str:
     seen = {name: _whole(name, got) for name, (_, got, _) in wrong.items()}
     observed = [RankObservation(rank, snapshots=(Snapshot(0, "", seen, {}),)) for rank in range(size)]
     expected = {name: Expected(due.double(), bound) for name, (due, _, bound) in wrong.items()}
-    found = contributions(0, expected, observed, terms)
-    if found is None:
+    shares = contributions(0, expected, observed, terms)
+    if shares is None:
         return ""
 
     def name_of(_step: int, number: int | None) -> str:
         return "the backward pass" if number is None else f"backward pass {number + 1}"
 
-    return f"Cause: {sentence(found, size, name_of)}, at step {step}."
+    return f"Cause: {sentence(shares, size, name_of)}, at step {step}."
 
 
 def _is_mean(name: str, due: torch.Tensor, terms: Sequence[GradientTerm], bound: float) -> bool:
