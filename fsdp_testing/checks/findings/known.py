@@ -315,7 +315,7 @@ def _with_places(rule: Rule) -> Rule:
     if not rule.link:
         return rule
     reported = re.search(r"/(issues|pull)/\d+", rule.link) is not None
-    return replace(rule, link="", **{"issue" if reported else "page": rule.link})
+    return replace(rule, link="", issue=rule.link) if reported else replace(rule, link="", page=rule.link)
 
 
 def shipped_known(name: str) -> KnownFailures:
