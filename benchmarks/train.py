@@ -27,8 +27,9 @@ import time
 from pathlib import Path
 
 from fsdp_testing import current_world, run_ranks
-from fsdp_testing.train.function.launch import as_torchrun_starts
-from fsdp_testing.train.script.launched import ScriptRun, run_here, run_script
+from fsdp_testing.train.on_rank import RunSettings, run_here
+from fsdp_testing.train.script_job import ScriptJob, run_script
+from fsdp_testing.train.torchrun import as_torchrun_starts
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "training" / "char_gpt.py"
 Seconds = tuple[float, float]
@@ -76,21 +77,21 @@ def _passed(before: os.times_result, begin: float) -> Seconds:
     return sum(now[:4]) - sum(before[:4]), time.perf_counter() - begin
 
 
-def script_in_rank(run: ScriptRun, *, observed: bool) -> Seconds:
+def script_in_rank(job: ScriptJob, run: RunSettings, *, observed: bool) -> Seconds:
     """Run the script in this rank and return how long it took."""
     clock, begin = time.process_time(), time.perf_counter()
     if observed:
-        run_here(run)
+        run_here(job, run)
     else:
         with as_torchrun_starts(current_world()):
-            run_script(run)
+            run_script(job)
     return time.process_time() - clock, time.perf_counter() - begin
 
 
 def watched(command: list[str], size: int, steps: int, folder: str, *, observed: bool) -> Seconds:
     """Return the processor seconds of all ranks, and the clock of the slowest one."""
-    run = ScriptRun(command[0], tuple(command[1:]), is_module=False, steps=steps, folder=folder, keep_data=True)
-    ranks = run_ranks(script_in_rank, run, size=size, isolation="fresh", timeout=600.0, observed=observed)
+    job, run = ScriptJob(command[0], tuple(command[1:])), RunSettings(steps=steps, folder=folder, keep_data=True)
+    ranks = run_ranks(script_in_rank, job, run, size=size, isolation="fresh", timeout=600.0, observed=observed)
     return sum(one[0] for one in ranks), max(one[1] for one in ranks)
 
 

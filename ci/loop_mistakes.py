@@ -2,7 +2,7 @@
 
     python ci/loop_mistakes.py --state FILE [--runs 10] [--only PATTERN...]
 
-Right scripts are those of examples/training and, for frameworks that are installed, of tests/fsdp_testing/train/script. Each
+Right scripts are those of examples/training and, for frameworks that are installed, of tests/fsdp_testing/train. Each
 runs `--runs` times on 1 and 2 ranks. Mistakes are edits of such scripts, one at a time (ci/loop-mistakes.toml), and run once.
 A mistake counts as named if the verdict is FAIL and says the expected cause. What has run is kept in FILE, one JSON document
 a line, and not run again while the script and the code that judges it are the same. With `--only`, cases run whose name or
@@ -26,14 +26,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fsdp_testing.cases.records import Verdict
-from fsdp_testing.train.script import examine
-from fsdp_testing.train.script.running import Launch
+from fsdp_testing.train.script import Launch, examine
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "is-my-training-right.md"
 BEGIN, END = "<!-- begin: made by ci/loop_mistakes.py -->\n", "<!-- end -->\n"
 STYLES = ROOT / "examples" / "training"
-FRAMEWORKS = ROOT / "tests" / "fsdp_testing" / "train" / "script"
+FRAMEWORKS = ROOT / "tests" / "fsdp_testing" / "train"
 PACKAGES = {
     "with_accelerate.py": "accelerate",
     "with_trainer.py": "transformers",

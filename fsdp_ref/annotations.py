@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fsdp_ref.errors import FsdpValueError, explain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import nn
 
@@ -62,6 +62,31 @@ def unregister(module: nn.Module, api: str) -> None:
 def is_replicated(module: nn.Module) -> bool:
     """Return whether the replicating API was applied to this very module."""
     return REPLICATE in (registry_of(module) or {})
+
+
+def walk(root: nn.Module, stop_at: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules as (name, module) in the order of ``named_modules(remove_duplicate=False)``.
+
+    Args:
+        root: The first one; its children are visited whatever it is.
+        stop_at: Says of a module below ``root`` that what is below it is not visited. Torch's own walk enters every subtree,
+            by generators as deep as the tree: units made from the inside out would cost the third power of their number.
+    """
+    stack = [("", root)]
+    while stack:
+        name, module = stack.pop()
+        yield name, module
+        if module is not root and stop_at(module):
+            continue
+        below = [
+            (f"{name}.{key}" if name else key, child) for key, child in module._modules.items() if child is not None
+        ]
+        stack.extend(reversed(below))
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Return whether ``module`` is a unit."""
+    return UNIT_KEY in module.__dict__
 
 
 def _outside_replicas(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

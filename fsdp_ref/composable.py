@@ -10,8 +10,9 @@ from fsdp_ref.api.trees import (
     unshard_params,
 )
 from fsdp_ref.build.contract import _get_registry, contract
-from fsdp_ref.checkpoint.optim_state import optim_state_dict, optim_state_dict_to_load, rekey_optim_state_dict
+from fsdp_ref.checkpoint.optim_state import optim_state_dict, optim_state_dict_to_load
 from fsdp_ref.checkpoint.settings import get_state_dict_type, set_state_dict_type, state_dict_type
+from fsdp_ref.torch_names.older_optim_state import rekey_optim_state_dict
 
 __all__ = [
     "_get_registry",

@@ -32,7 +32,6 @@ from fsdp_ref.errors import (
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.originals import Shown
 from fsdp_ref.handle.writeback import absorb_params
-from fsdp_ref.runtime.backward import check_ranks
 from fsdp_ref.runtime.root import close_ended, lazy_init
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.states import READABLE, ReshardReason, UnitState
@@ -74,7 +73,8 @@ def summon(module: nn.Module, options: SummonOptions) -> Iterator[None]:
         # Before the first is summoned: cleaning up after a failed pass gives up what every unit of the tree has.
         root = lazy_init(unit)
         root.recover()
-        check_ranks(root)
+        for look in root.guards.tree_used:
+            look()
     with ExitStack() as stack:
         for unit in units:
             stack.enter_context(_summoned(unit, options))

@@ -32,7 +32,7 @@ class FullGradients:
         grads = handle.grads
         if not handle.sharded or grads.local_F is not None:
             self._full_F = grads.local_F if grads.local_F is not None else grads.reduced_S
-            self._used = [one or other for one, other in zip(grads.used, grads.local_used)]
+            self._used = [one or other for one, other in zip(grads.sum.used, grads.sum.local_used)]
         if not handle.sharded:
             return
         has = torch.tensor([grads.reduced_S is not None], dtype=torch.int32, device=handle.config.device)
@@ -43,14 +43,14 @@ class FullGradients:
         part_S = torch.zeros(handle.shard_map.shard_numel, dtype=dtype, device=handle.config.device)
         if grads.reduced_S is not None:
             part_S.copy_(grads.reduced_S)
-        grads.marks.stamp(part_S, grads.used, shard=True)
+        grads.sum.marks.stamp(part_S, grads.sum.used, shard=True)
         self._full_F = torch.empty(handle.shard_map.padded_numel, dtype=dtype, device=handle.config.device)
         handle.gather_into(self._full_F, part_S)
-        unused = grads.marks.unused(self._full_F).tolist()
-        by_any = {owner for owner, by_none in zip(grads.marks.owners, unused) if not by_none}
+        unused = grads.sum.marks.unused(self._full_F).tolist()
+        by_any = {owner for owner, by_none in zip(grads.sum.marks.owners, unused) if not by_none}
         # A parameter without elements has no mark, and what this rank says of one that it has no piece of may be old.
         params = handle.layout.params
-        self._used = [i in by_any or (used and not params[i].numel) for i, used in enumerate(grads.used)]
+        self._used = [i in by_any or (used and not params[i].numel) for i, used in enumerate(grads.sum.used)]
 
     def show(self, params: Sequence[nn.Parameter]) -> None:
         """Set ``.grad`` of summoned parameters."""
@@ -78,7 +78,7 @@ class FullGradients:
             if handle.grads.local_F is None:
                 # A rank that was shown nothing keeps what there was.
                 used = [param.grad is not None for param in params] or list(self._used)
-                handle.grads.replace_reduced(self._full_F[span.as_slice()], used)
+                handle.grads.sum.replace_reduced(self._full_F[span.as_slice()], used)
 
     def close(self, params: Sequence[nn.Parameter]) -> None:
         """Take the full gradients off; the originals' own are published again once they are sharded."""

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_ref.access.summon import SummonOptions, summon
 from fsdp_ref.annotations import unit_of, units_in, units_under
-from fsdp_ref.api.attributes import UnitAttributes
 from fsdp_ref.api.trees import unshard_params
 from fsdp_ref.build.attach import attach
 from fsdp_ref.build.contract import check_one_module
@@ -34,6 +33,7 @@ from fsdp_ref.runtime.reduction_settings import no_sync, register_comm_hook
 from fsdp_ref.runtime.root import lazy_init
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.states import ReshardReason, TrainingState
+from fsdp_ref.torch_names.attributes import UnitAttributes
 from fsdp_ref.training.clip import clip_grad_norm_
 
 

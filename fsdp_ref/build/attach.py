@@ -14,14 +14,14 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_ref.annotations import set_unit, units_under
-from fsdp_ref.build.ignored import Ignored
+from fsdp_ref.annotations import set_unit, unit_of, walk
+from fsdp_ref.build.ignored import Ignored, has_its_own
 from fsdp_ref.build.materialize import broadcast_states, materialize_units, move_states
 from fsdp_ref.build.plan import PlannedUnit, check_frozen, make_plan
 from fsdp_ref.build.resolve import ResolvedUnit, resolve_units
 from fsdp_ref.build.targets import choose_targets
 from fsdp_ref.handle.flat_handle import FlatHandle
-from fsdp_ref.runtime.outside_calls import watch_modules
+from fsdp_ref.runtime.guards import UNIT_WATCHES
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.storage.param_sites import ManagedParam
 
@@ -61,7 +61,9 @@ def attach(
 def _attach(
     module: nn.Module, options: Mapping[str, Any], connect: Connect, policy: Any, ignored: Ignored, *, composable: bool
 ) -> list[Unit]:
-    ignored = ignored.union(unit.ignored for _, _, unit in units_under(module))
+    # A unit knows what those below it ignore, so the nearest ones suffice.
+    nearest = [unit_of(below) for _, below in walk(module, has_its_own)]
+    ignored = ignored.union(unit.ignored for unit in nearest if unit is not None)
     targets = choose_targets(module, policy, options, ignored, may_hold_units=composable)
     plan = make_plan(module, targets, options, ignored)
     if targets.by_object:
@@ -95,5 +97,6 @@ def _make(unit: ResolvedUnit, params: Sequence[ManagedParam], connect: Connect, 
     called = connect(planned)
     made = Unit(planned.module, called, handle, config, planned.modules, ignored)
     set_unit(called, made)
-    watch_modules(made)
+    for watch in UNIT_WATCHES:
+        watch(made)
     return made

@@ -14,8 +14,9 @@ from typing import Any, Final, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from torch import nn
 
-from fsdp_ref.annotations import register, registry_of, unregister
+from fsdp_ref.annotations import register, registry_of, unregister, walk
 from fsdp_ref.errors import AlreadyAppliedError, FsdpTypeError, ModifiedFqnsError, listing
+from fsdp_ref.naming import join_fqn
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
@@ -57,7 +58,7 @@ def contract(state_cls: Callable[[], Any] = ContractState) -> Callable[[Callable
             given = args[0] if args else kwargs.get(first)
             modules = _as_list(given, name)
             _register_all(modules, name, state_cls())
-            before = [_names(each) for each in modules]
+            before = [_names(each, name) for each in modules]
             try:
                 result = func(*args, **kwargs)
             except BaseException:
@@ -66,7 +67,7 @@ def contract(state_cls: Callable[[], Any] = ContractState) -> Callable[[Callable
                     unregister(each, name)
                 raise
             updated = modules if result is None else _as_list(result, name)
-            _check_names(name, before, [_names(each) for each in updated])
+            _check_names(name, before, [_names(each, name) for each in updated])
             for old, new in zip(modules, updated, strict=True):
                 if new is not old:
                     register(new, name, (registry_of(old) or {})[name])
@@ -122,12 +123,22 @@ def _register_all(modules: Iterable[nn.Module], name: str, state: object) -> Non
         register(each, name, state)
 
 
-def _names(module: nn.Module) -> Names:
-    return (
-        [name for name, _ in module.named_parameters()],
-        [name for name, _ in module.named_buffers()],
-        [name for name, _ in module.named_modules()],
-    )
+def _names(module: nn.Module, api: str) -> Names:
+    """Return the names below ``module``, of each module once; not below those that have had the API already."""
+    parameters, buffers, modules = dict[Any, str](), dict[Any, str](), dict[nn.Module, str]()
+
+    def had_it(below: nn.Module) -> bool:
+        return api in (registry_of(below) or {})
+
+    for path, each in walk(module, had_it):
+        if each in modules:
+            continue
+        modules[each] = path
+        for found, own in ((parameters, each._parameters), (buffers, each._buffers)):
+            for name, tensor in own.items():
+                if tensor is not None:
+                    found.setdefault(tensor, join_fqn(path, name))
+    return list(parameters.values()), list(buffers.values()), list(modules.values())
 
 
 def _check_names(name: str, before: list[Names], after: list[Names]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from fsdp_ref.annotations import is_replicated, unit_of
+from fsdp_ref.annotations import is_replicated, is_unit, unit_of, walk
 from fsdp_ref.errors import FsdpTypeError, FsdpValueError, listing
 
 if TYPE_CHECKING:
@@ -81,10 +81,17 @@ def resolve_ignored(
             UserWarning,
             stacklevel=3,
         )
-    roots = [*modules, *(module for module in root.modules() if module is not root and is_replicated(module))]
+    # Below units that are there already nothing is looked for: they have it (``Ignored.union``).
+    found = dict.fromkeys(module for _, module in walk(root, has_its_own))
+    roots = [*modules, *(module for module in found if module is not root and is_replicated(module))]
     below = {child for module in roots for child in module.modules() if unit_of(child) is None or is_replicated(module)}
     inside = {param for module in below for param in module.parameters(recurse=False)}
     return Ignored(frozenset(below), frozenset(inside | explicit))
+
+
+def has_its_own(module: nn.Module) -> bool:
+    """Return whether an API was applied to ``module`` before, which then knows what it ignores."""
+    return is_unit(module) or is_replicated(module)
 
 
 def _elements(name: str, values: Iterable[object]) -> list[object]:

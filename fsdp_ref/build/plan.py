@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fsdp_ref.annotations import is_replicated, unit_of, units_under
+from fsdp_ref.annotations import walk as walk_modules
 from fsdp_ref.build.ignored import Ignored
 from fsdp_ref.errors import FsdpValueError, listing
 from fsdp_ref.naming import clean_tensor_name, join_fqn
@@ -165,14 +166,15 @@ def _walk(root: nn.Module, targets: frozenset[nn.Module], ignored: Ignored) -> _
     """
     walk = _Walk()
     chains: dict[str, tuple[tuple[nn.Module, str], ...]] = {}
-    for path, module in root.named_modules(remove_duplicate=False):
-        parent = path.rpartition(".")[0]
+
+    def left_alone(module: nn.Module) -> bool:
+        return unit_of(module) is not None or module in ignored.modules or is_replicated(module)
+
+    for path, module in walk_modules(root, left_alone):
         is_root = module is root and not path
-        if not is_root and parent not in chains:
+        if not is_root and left_alone(module):
             continue
-        if not is_root and (unit_of(module) is not None or module in ignored.modules or is_replicated(module)):
-            continue
-        chain = () if is_root else chains[parent]
+        chain = () if is_root else chains[path.rpartition(".")[0]]
         if is_root or (module in targets and all(module is not unit for unit, _ in chain)):
             chain = (*chain, (module, path))
             walk.modules.setdefault(module, {})

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 from fsdp_ref.access.summon import SummonOptions, refuse_running, summon
 from fsdp_ref.annotations import OWNERS_KEY, owners_of, unit_of, units_in
-from fsdp_ref.checkpoint.own_state import sends_from_rank0, watch_optimizers
 from fsdp_ref.checkpoint.shards import Spread, compare_ranks, fill, flat_shard_problem, whole
 from fsdp_ref.comm.tensor_parallel import is_dtensor
 from fsdp_ref.compat import RunningCall
 from fsdp_ref.config import FullStateDictConfig, ShardingStrategy, StateDictType
 from fsdp_ref.errors import TrainingStateError, UnshardConflictError, UnsupportedError, explain, listing
+from fsdp_ref.fence.own_state import sends_from_rank0
 from fsdp_ref.naming import FLAT_PARAM, FSDP_WRAPPED_MODULE, clean_tensor_name, join_fqn
 from fsdp_ref.runtime.root import close_ended, lazy_init
 from fsdp_ref.runtime.unit import Unit
@@ -108,7 +108,6 @@ class OpenState:
 
 def install(units: Iterable[Unit]) -> None:
     """Give the modules of new units, and those that users call for them, their hooks; copies of them have hooks too."""
-    watch_optimizers()
     for unit in units:
         names: dict[nn.Module, list[str]] = {module: [] for module in (unit.holder, *unit.modules)}
         sites = [] if unit.handle is None else [s for managed in unit.handle.originals.managed for s in managed.sites]

@@ -1,12 +1,10 @@
-"""What does a user call to save and load optimizer state? The functions, and the older static methods, of torch's FSDP.
+"""Saving and loading optimizer state: the functions that users call.
 
 Source for names, argument order and defaults: ``torch.distributed.fsdp.FullyShardedDataParallel`` (torch 2.13).
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -17,25 +15,17 @@ from fsdp_ref.annotations import units_in
 from fsdp_ref.checkpoint.optim_index import ModelIndex, refuse_in_no_sync, stepped_groups, tensors_of
 from fsdp_ref.checkpoint.optim_load import Source, load_optim_state
 from fsdp_ref.checkpoint.optim_save import save_optim_state
-from fsdp_ref.checkpoint.own_state import guard
 from fsdp_ref.checkpoint.settings import get_state_dict_type
 from fsdp_ref.config import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     StateDictSettings,
     StateDictType,
-    coerce_enum,
 )
-from fsdp_ref.errors import FsdpValueError, explain, listing
-from fsdp_ref.naming import clean_tensor_name
+from fsdp_ref.fence.own_state import guard
 
 _FULL: Final = StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
 State = dict[str, Any]
-Input = Iterable[Any] | None
-"""What an optimizer is made with: parameters, or groups of them."""
 
 
 def optim_state_dict(
@@ -92,129 +82,5 @@ def optim_state_dict_to_load(
     return loaded
 
 
-def full_optim_state_dict(
-    model: nn.Module,
-    optim: Optimizer,
-    optim_input: Input = None,
-    rank0_only: bool = True,
-    group: dist.ProcessGroup | None = None,
-) -> State:
-    """Return whole values, on rank 0 alone by default; older form of :func:`optim_state_dict`."""
-    _old("full_optim_state_dict", "optim_state_dict", optim_input)
-    settings = StateDictSettings(
-        StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=rank0_only)
-    )
-    return save_optim_state(ModelIndex.of(model, group), optim, None, settings)
-
-
-def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None) -> State:
-    """Return DTensors; older form of :func:`optim_state_dict`."""
-    _old("sharded_optim_state_dict", "optim_state_dict")
-    settings = StateDictSettings(
-        StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
-    )
-    return save_optim_state(ModelIndex.of(model, group), optim, None, settings)
-
-
-def shard_full_optim_state_dict(
-    full_optim_state_dict: State, model: nn.Module, optim_input: Input = None, optim: Optimizer | None = None
-) -> State:
-    """Cut whole values, which every rank has, without communication; older form of :func:`optim_state_dict_to_load`."""
-    _old("shard_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
-    return _loaded(full_optim_state_dict, ModelIndex.of(model), tensors_of(optim, optim_input, model), optim)
-
-
-def flatten_sharded_optim_state_dict(sharded_optim_state_dict: State, model: nn.Module, optim: Optimizer) -> State:
-    """Cut DTensors; older form of :func:`optim_state_dict_to_load`."""
-    _old("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-    index = ModelIndex.of(model)
-    groups = stepped_groups(index, tensors_of(optim, None, model), named=False)
-    return load_optim_state(index, groups, optim, sharded_optim_state_dict, Source.SHARDS)
-
-
-def scatter_full_optim_state_dict(
-    full_optim_state_dict: State | None,
-    model: nn.Module,
-    optim_input: Input = None,
-    optim: Optimizer | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> State:
-    """Give every rank its part of what rank 0 has; older form of :func:`optim_state_dict_to_load` with ``rank0_only``."""
-    _old("scatter_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
-    index = ModelIndex.of(model, group)
-    groups = stepped_groups(index, tensors_of(optim, optim_input, model), named=False)
-    return load_optim_state(index, groups, optim, full_optim_state_dict, Source.FIRST_RANK)
-
-
-def rekey_optim_state_dict(
-    optim_state_dict: State,
-    optim_state_key_type: OptimStateKeyType,
-    model: nn.Module,
-    optim_input: Input = None,
-    optim: Optimizer | None = None,
-) -> State:
-    """Turn names into positions or back, for loading into the optimizer of the plain model or from there.
-
-    Args:
-        optim_state_dict: State by name or by position.
-        optim_state_key_type: Which of the two is wanted.
-        model: The plain model.
-        optim_input: What its optimizer was made with; ``optim`` says more.
-        optim: Its optimizer. Without both, one group of ``model.parameters()`` is meant.
-
-    Returns:
-        A dictionary with new keys and the same values; the very one that was given when nothing is to be changed.
-
-    Raises:
-        FsdpValueError: keys of neither kind or of both, or keys that the model's optimizer does not have.
-    """
-    _warn_of_input(optim_input)
-    wanted = coerce_enum(OptimStateKeyType, optim_state_key_type, where="optim_state_key_type")
-    keys = [*optim_state_dict["state"], *(k for g in optim_state_dict["param_groups"] for k in g["params"])]
-    kinds = {str if isinstance(key, str) else int if isinstance(key, int) else object for key in keys}
-    if len(kinds) > 1 or object in kinds:
-        raise FsdpValueError(
-            f"rekey_optim_state_dict: Invalid parameter keys: expected only names or only positions, got "
-            f"{listing(dict.fromkeys(map(repr, keys)), limit=10)}. Leave entries of your own out."
-        )
-    if kinds <= {str if wanted is OptimStateKeyType.PARAM_NAME else int}:
-        return optim_state_dict
-    called = {id(param): clean_tensor_name(name) for name, param in model.named_parameters()}
-    tensors = dict.fromkeys(tensor for group in tensors_of(optim, optim_input, model) for tensor in group)
-    names = [called.get(id(tensor), f"<number {place}>") for place, tensor in enumerate(tensors)]
-    to_new: dict[Any, Any] = dict(enumerate(names)) if int in kinds else {name: n for n, name in enumerate(names)}
-    unknown = [key for key in dict.fromkeys(keys) if key not in to_new or str(to_new[key]).startswith("<")]
-    if unknown:
-        raise FsdpValueError(
-            explain(
-                "rekey_optim_state_dict",
-                expected=f"keys of the model's optimizer, which has {listing(names, limit=10)}",
-                got=f"others: {listing(unknown)}",
-                remedy="Pass the plain model and the optimizer that are to load it",
-            )
-        )
-    state = {to_new[key]: value for key, value in optim_state_dict["state"].items()}
-    groups = [
-        {**group, "params": [to_new[key] for key in group["params"]]} for group in optim_state_dict["param_groups"]
-    ]
-    return {**optim_state_dict, "state": state, "param_groups": groups}
-
-
-def _loaded(saved: State, index: ModelIndex, tensors: Any, optim: Optimizer | None) -> State:
-    return load_optim_state(index, stepped_groups(index, tensors, named=False), optim, saved, Source.EVERY_RANK)
-
-
 def _settings(model: nn.Module) -> StateDictSettings:
     return get_state_dict_type(model) if units_in(model) else _FULL
-
-
-def _old(name: str, instead: str, optim_input: Input = None) -> None:
-    warnings.warn(
-        f"`{name}` is being deprecated: use `{instead}` with a state-dict type instead.", FutureWarning, stacklevel=3
-    )
-    _warn_of_input(optim_input)
-
-
-def _warn_of_input(optim_input: Input) -> None:
-    if optim_input is not None:
-        warnings.warn("The `optim_input` argument is deprecated: pass `optim` instead.", FutureWarning, stacklevel=4)

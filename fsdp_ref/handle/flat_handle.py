@@ -24,8 +24,8 @@ from fsdp_ref.compat import labelled
 from fsdp_ref.config import ShardingStrategy, UnitConfig
 from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError
 from fsdp_ref.handle.flatten import build_layout, cut_shard, flatten
-from fsdp_ref.handle.gradients import GradientStore
-from fsdp_ref.handle.marked_parameter import FlatParameter, describe, like_flat
+from fsdp_ref.handle.gradients import Gradients
+from fsdp_ref.handle.marked_parameter import DESCRIBERS, FlatParameter, like_flat
 from fsdp_ref.handle.originals import Originals, Shown
 from fsdp_ref.handle.versions import ParameterVersions
 from fsdp_ref.layout import FlatLayout, ShardMap
@@ -98,11 +98,12 @@ class FlatHandle:
         requires_grad = any(managed.param.requires_grad for managed in params)
         self.flat_param: nn.Parameter = FlatParameter(self.shard_S, requires_grad=requires_grad)
         mark_flattened(self.flat_param)
-        describe(self.flat_param, self.shard_map, self.shard_rank, self.full_F())
         self.originals = Originals(self, params)
-        self.grads = GradientStore(self, self.originals)
+        self.grads = Gradients(self, self.originals)
         self.versions = ParameterVersions(self)
         self.originals.take_over()
+        for describe in DESCRIBERS:
+            describe(self)
 
     # ------------------------------------------------------------------ facts
 
@@ -142,7 +143,7 @@ class FlatHandle:
     def set_precision(self, dtype: torch.dtype) -> None:
         """Make ``dtype`` the original dtype: the user cast the whole model. The shard is converted, buffers dropped."""
         self.reshard()
-        self.precision = Precision.of(dtype, self.config.mixed_precision)
+        self.precision = self.grads.sum.precision = Precision.of(dtype, self.config.mixed_precision)
         self.replace_shard(offload.another_home(self.shard_S, dtype))
         for buffer in self._buffers.values():
             buffer.free()
@@ -311,9 +312,10 @@ class FlatHandle:
         set_data(flat, copied.shard_S)
         vars(copied)["flat_param"] = flat
         originals = self.originals.copied(copied, memo)
-        vars(copied).update(originals=originals, grads=GradientStore(copied, originals))
+        vars(copied).update(originals=originals, grads=Gradients(copied, originals))
         vars(copied)["versions"] = ParameterVersions(copied)
-        describe(flat, copied.shard_map, copied.shard_rank, copied.full_F())
+        for describe in DESCRIBERS:
+            describe(copied)
         return copied
 
     def __reduce__(self) -> Any:

@@ -18,12 +18,11 @@ from fsdp_ref.autograd.graph_hooks import InputsWatch, OutputHook, TakenInputs
 from fsdp_ref.compat import labelled, waited
 from fsdp_ref.config import BackwardPrefetch
 from fsdp_ref.errors import UnshardConflictError, explain
-from fsdp_ref.handle.gradients import dense
+from fsdp_ref.handle.accumulated import dense
 from fsdp_ref.handle.param_hooks import put_back, run_after_accumulation, run_tensor_hooks, set_aside
 from fsdp_ref.handle.writeback import absorb_params, check_unchanged
 from fsdp_ref.runtime import prefetch
 from fsdp_ref.runtime.events import UnitEventKind
-from fsdp_ref.runtime.execution_order import ExecutionOrder
 from fsdp_ref.runtime.unit import Ahead, Unit
 from fsdp_ref.states import READABLE, ReshardReason, UnitState
 from fsdp_ref.storage.precision import map_tensors
@@ -207,7 +206,8 @@ def end_backward(root: Root) -> None:
             root.partial.pop(unit)
             _complete(root, unit, _nothing_new(unit))
         _reduce_leftovers(root)
-        root.wire_order.start(root.unit.config.device)
+        for look in root.guards.reductions_issued:
+            look()
         root.sync.finish()
         # From here on the current stream, on which the optimizer runs, sees reduced gradients.
         root.streams.compute_after_reduce()
@@ -220,49 +220,10 @@ def end_backward(root: Root) -> None:
                 unit.end_pass()
             else:
                 unit.reshard(ReshardReason.AFTER_BACKWARD)
-        _compare_ranks(root)
+        for look in root.guards.gradients_ready:
+            look()
         publish(root.in_pass)
         root.in_pass.clear()
-
-
-def _compare_ranks(root: Root) -> None:
-    """Refuse gradients of ranks that did different things.
-
-    An accelerator has yet to compute whether they did, and the host would stop for it. There gradients of such a pass
-    become NaN on the device, and the next forward or summon tells: no step with them goes unnoticed. It waits for the
-    copy that begins here, hence for this backward, and not for the optimizer's step that follows.
-    """
-    problem = root.wire_order.settle(root.streams)
-    if not root.reads_late:
-        check_ranks(root)
-    elif problem is not None:
-        for unit in root.in_pass:
-            if unit.handle is not None:
-                unit.handle.grads.spoil(problem)
-
-
-def check_ranks(root: Root) -> None:
-    """Read what was compared at the end of backward passes.
-
-    Raises:
-        ExecutionOrderError: ranks communicated for different units; on every rank of the groups concerned.
-        ParametersChangedError: forward changed parameters in a way that cannot be kept.
-
-    Collectives:
-        One object gather over each group in which ranks differ, which all of its ranks know by then.
-    """
-    mismatch = root.wire_order.finish()
-    if mismatch is None:
-        return
-    root.order = ExecutionOrder()  # ranks recorded different ones, and would gather ahead what others do not
-    # Not only those of this rank's pass: a parameter must not have a gradient on some of its ranks only.
-    for unit in mismatch.units:
-        if unit.handle is not None:
-            unit.handle.grads.forget()
-    for unit in {**root.in_pass, **dict.fromkeys(mismatch.units)}:
-        if unit.handle is not None:
-            unit.handle.grads.publish()
-    raise mismatch.error
 
 
 def _reduce_leftovers(root: Root) -> None:

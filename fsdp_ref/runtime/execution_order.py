@@ -1,7 +1,7 @@
 """In which order do units run, and what comes next?
 
 Records positions only; whoever gathers ahead asks :meth:`ExecutionOrder.next_forward` and
-:meth:`ExecutionOrder.next_backward`. Ranks are compared in ``order_check``.
+:meth:`ExecutionOrder.next_backward`. Guards compare it between ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ class ExecutionOrder:
     def __init__(self) -> None:
         self.first_forward: tuple[int, ...] | None = None
         self.last_forward: tuple[int, ...] | None = None
-        self.warned = False
         self._running: list[int] = []
         # Whether the present pass has begun as those did; what comes next in one that went another way says nothing.
         self._as_first = self._as_last = False

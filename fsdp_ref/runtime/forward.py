@@ -23,10 +23,9 @@ from fsdp_ref.autograd.tracked import TrackedParams
 from fsdp_ref.compat import RunningCall, labelled
 from fsdp_ref.errors import UnshardConflictError, explain
 from fsdp_ref.handle.writeback import absorb_params
-from fsdp_ref.runtime import backward, calls, forward_edits, prefetch
+from fsdp_ref.runtime import backward, calls, prefetch
 from fsdp_ref.runtime.calls import Frame
 from fsdp_ref.runtime.events import UnitEventKind
-from fsdp_ref.runtime.order_check import check_order
 from fsdp_ref.runtime.root import Root, lazy_init
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.states import READABLE, ReshardReason, UnitState
@@ -82,8 +81,8 @@ def _gather(unit: Unit, root: Root, frame: Frame) -> None:
     handle = unit.handle
     if not frame.replay:
         root.order.pre_forward(root.index[unit])
-        # Before this unit's gather: ranks that disagree would wait for each other in different collectives.
-        check_order(root, unit)
+        for look in root.guards.unit_begins:
+            look(unit)
     if handle is not None:
         if not frame.replay or unit.life.state not in READABLE:
             handle.grads.absorb()
@@ -176,7 +175,8 @@ def exit_forward(frame: Frame, output: Any) -> Any:
             # Before parameters go: whether an output awaits backward decides whether they go for good.
             output = backward.hook_outputs(unit, output, frame.inputs)
             if frame.record is not None:
-                forward_edits.refuse_tracked(unit, frame.record)
+                for look in root.guards.unit_computed:
+                    look(unit, frame.record)
         except BaseException:
             calls.abort(frame)
             raise

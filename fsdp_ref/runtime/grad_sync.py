@@ -21,11 +21,11 @@ from fsdp_ref.comm.collectives import SILENT, Collectives, Pending
 from fsdp_ref.comm.division import DivideFactors, divide
 from fsdp_ref.comm.hooks import LOW_PRECISION_HOOKS
 from fsdp_ref.compat import labelled
+from fsdp_ref.handle.accumulated import fill_flat
 from fsdp_ref.handle.flat_handle import FlatHandle
-from fsdp_ref.handle.gradients import fill_flat
 from fsdp_ref.runtime.events import UnitEventKind
+from fsdp_ref.runtime.guards import Traffic
 from fsdp_ref.runtime.unit import Unit
-from fsdp_ref.runtime.wire_order import REDUCE
 from fsdp_ref.storage.scratch import ScratchPool
 
 IN_FLIGHT = 2
@@ -35,12 +35,13 @@ SCRATCH = ScratchPool()
 
 
 class _Reduction:
-    """One gradient on its way: summed over one group after the other, then divided and added to the store."""
+    """One gradient on its way: summed over one group after the other, then divided and added to the others."""
 
-    def __init__(self, unit: Unit, sent: Tensor | None, out_S: Tensor, pending: Pending, after: float) -> None:
-        assert unit.handle is not None  # only units with parameters reduce
+    def __init__(
+        self, unit: Unit, used: list[bool], sent: Tensor | None, out_S: Tensor, pending: Pending, after: float
+    ) -> None:
         self.unit = unit
-        self._used = unit.handle.grads.taken
+        self._used = used
         self._sent = sent
         self._out_S = out_S
         self._pending = pending
@@ -68,9 +69,9 @@ class _Reduction:
         with handle.streams.post_backward(), torch.no_grad():
             self._wait()
             # Before the division, which may underflow to -0.0 (see [Note: marks of use]).
-            handle.grads.note_use(self._used, self._out_S)
+            uses = handle.grads.uses_in(self._out_S, self._used)
             divide(self._out_S, self._after)
-            handle.grads.add_reduced(self._out_S)
+            handle.grads.add_reduced(self._out_S, uses)
 
     def _wait(self) -> None:
         while self._rest:
@@ -112,7 +113,8 @@ class GradSync:
         assert handle is not None  # only units with parameters have gradients
         unit.note(UnitEventKind.REDUCE)
         if unit.root is not None:
-            unit.root.wire_order.notes.append((unit, REDUCE))
+            for look in unit.root.guards.sends:
+                look(unit, Traffic.REDUCE)
         streams = handle.streams
         # Gradients were made by kernels of the current stream and are read on the post-backward stream, which therefore
         # waits; autograd frees them when this returns, and the allocator must not hand their memory out before.
@@ -130,18 +132,19 @@ class GradSync:
         factors = DivideFactors.for_world(handle.groups.total_size)
         before, after = factors.before, factors.after
         dtype = handle.precision.original if handle.full_precision else handle.precision.reduce
-        sent_F = gather_local(handle, grads, dtype, before)
+        sent_F, used = gather_local(handle, grads, dtype, before)
         collectives = SILENT if handle.config.switches.fake_reduce else handle.collectives
         rest = [] if handle.groups.replicate is None else [handle.groups.replicate]
         if handle.sharded:
             out_S = torch.empty(handle.shard_map.shard_numel, dtype=dtype, device=sent_F.device)
             pending = collectives.reduce_scatter(out_S, sent_F, handle.groups.shard, unit.name)
-            reduction = _Reduction(unit, sent_F, out_S, pending, after)
+            reduction = _Reduction(unit, used, sent_F, out_S, pending, after)
         else:
             # What is summed in place becomes the gradient: the buffer leaves the pool for good.
             groups = [group for group in (handle.groups.shard, *rest) if group.size() > 1]
             first, rest = groups[0] if groups else handle.groups.shard, groups[1:]
-            reduction = _Reduction(unit, None, sent_F, collectives.all_reduce(sent_F, first, unit.name), after)
+            pending = collectives.all_reduce(sent_F, first, unit.name)
+            reduction = _Reduction(unit, used, None, sent_F, pending, after)
         reduction.then_all_reduce(collectives, [group for group in rest if group.size() > 1])
         self._open.append(reduction)
         self._bound()
@@ -159,7 +162,7 @@ class GradSync:
         assert hook is not None  # the caller looked
         low = hook in LOW_PRECISION_HOOKS
         dtype = handle.compute_dtype if low or handle.full_precision else handle.precision.reduce
-        sent_F = gather_local(handle, grads, dtype, 1.0)
+        sent_F, used = gather_local(handle, grads, dtype, 1.0)
         if handle.sharded:
             out_S = torch.zeros(handle.shard_map.shard_numel, dtype=dtype, device=sent_F.device)
             hook(unit.comm_hook_state, sent_F, out_S)
@@ -168,8 +171,8 @@ class GradSync:
             out_S = sent_F
             hook(unit.comm_hook_state, out_S)
         # Casts of a compressing hook may underflow to -0.0 on one rank: all ranks believe the sum.
-        handle.grads.note_use([False] * len(handle.grads.taken) if low else handle.grads.taken, out_S)
-        handle.grads.add_reduced(out_S)
+        uses = handle.grads.uses_in(out_S, [False] * len(used) if low else used)
+        handle.grads.add_reduced(out_S, uses)
 
     def finish(self) -> None:
         """Wait for all open reductions."""
@@ -182,19 +185,24 @@ class GradSync:
             self._open.popleft().abandon()
 
 
-def gather_local(handle: FlatHandle, grads: Sequence[Tensor | None], dtype: torch.dtype, divisor: float) -> Tensor:
-    """Return all local gradients as one flat tensor in ``dtype``, divided by ``divisor``, padding zero, uses marked."""
-    kept_F = handle.grads.take_local(grads)
+def gather_local(
+    handle: FlatHandle, grads: Sequence[Tensor | None], dtype: torch.dtype, divisor: float
+) -> tuple[Tensor, list[bool]]:
+    """Return what this rank adds to a reduction, and per original whether it has a gradient for it.
+
+    All local gradients as one flat tensor in ``dtype``, divided by ``divisor``, padding zero, uses marked.
+    """
+    kept_F, used = handle.grads.take_local(grads)
     if kept_F is None:
         flat_F = SCRATCH.take(handle.shard_map.padded_numel, dtype, handle.config.device)
         fill_flat(flat_F, handle.layout, grads, divisor)
     else:
-        # Made by kernels of the current stream in an earlier backward; given up by the store just now.
+        # Made by kernels of the current stream in an earlier backward; nobody else has it any more.
         handle.streams.used_by_reduce(kept_F)
         flat_F = kept_F
         if kept_F.dtype != dtype or handle.sharded:
             flat_F = SCRATCH.take(handle.shard_map.padded_numel, dtype, handle.config.device)
             flat_F.copy_(kept_F)
         divide(flat_F, divisor)
-    handle.grads.stamp(flat_F, grads, kept=kept_F is not None)
-    return flat_F
+    handle.grads.stamp(flat_F, used)
+    return flat_F, used

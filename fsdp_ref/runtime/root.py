@@ -24,9 +24,8 @@ from fsdp_ref.runtime import backward
 from fsdp_ref.runtime.calls import Frame, abort_interrupted
 from fsdp_ref.runtime.execution_order import ExecutionOrder
 from fsdp_ref.runtime.grad_sync import GradSync
+from fsdp_ref.runtime.guards import TREE_GUARDS, Guards
 from fsdp_ref.runtime.unit import Ahead, Unit
-from fsdp_ref.runtime.unmanaged import TreeWatch
-from fsdp_ref.runtime.wire_order import WireOrder
 from fsdp_ref.states import ReshardReason, UnitState
 
 
@@ -79,15 +78,13 @@ class Root:
         units: all units, depth first.
         order: execution order.
         sync: open gradient reductions.
-        wire_order: for which units this rank communicated, to be compared with other ranks.
+        guards: what looks for mistakes of users (see ``guards``).
         round: counts outermost forward passes.
         calls: forward calls that are open now, outermost first.
         in_pass: units that took part in the present backward pass.
         open_records: forwards of units, kept until the forward of the whole tree ends; later the graph keeps them.
         partial: units whose gradients came from passes inside the present one, which may bring more.
-        watch: notices modules that are changed after sharding.
         offloads: whether gradients of some unit are copied to the host.
-        reads_late: whether the host learns at the next forward only whether ranks did the same.
         tensor_group: ranks with other parts of the same parameters (tensor parallelism); None without.
     """
 
@@ -104,7 +101,7 @@ class Root:
         # What makes autograd keep the node of a unit's views, whose inputs are no tensors. It gets no gradient.
         with torch.inference_mode(False):  # the first forward may be an evaluation
             self.anchor = torch.zeros((), device=unit.config.device, requires_grad=True)
-        self.anchor_node = compat.accumulator(self.anchor)
+            self.anchor_node = compat.accumulator(self.anchor)
         self.streams = streams_for(unit.config.device, limit_all_gathers=unit.config.limit_all_gathers)
         self._passes: dict[int, weakref.ref[_PassEnd]] = {}
         self._dirty = False
@@ -135,14 +132,12 @@ class Root:
         check_homogeneous(units)
         names = {id(unit): clean_tensor_name(name) for name, _, unit in reversed(found)}
         self.units = units
-        self.watch = TreeWatch(self)
         self.offloads = any(unit.config.cpu_offload.offload_params for unit in units)
-        self.reads_late = root_unit.config.device.type != "cpu" and not self.offloads
         self.tensor_group = next((axis for axis in _tensor_groups(units) if axis is not None), None)
-        self.wire_order = WireOrder(units)
         for position, unit in enumerate(units):
             unit.adopt(self, names.get(id(unit), ""), is_root=unit is root_unit)
             self.index[unit] = position
+        self.guards = Guards([make(self) for make in TREE_GUARDS])
 
     def disband(self) -> None:
         """Forget that the units belong together: the next use decides anew which unit is the root."""
@@ -161,9 +156,8 @@ class Root:
     def begin_forward(self) -> None:
         """The outermost forward call of this tree begins, outside of any backward."""
         self.recover()
-        if torch.is_grad_enabled():
-            self.watch.refuse_changes()
-        backward.check_ranks(self)  # on an accelerator: the host does not wait at the end of backward
+        for look in (*self.guards.forward_begins, *self.guards.tree_used):
+            look()
         for unit in self.units:
             if unit.handle is not None:
                 unit.handle.grads.release()
@@ -279,7 +273,8 @@ class Root:
             return
         self._dirty = False
         self.sync.abandon()
-        self.wire_order.abandon()
+        for look in self.guards.backward_failed:
+            look()
         for unit in self.units:
             unit.reshard(ReshardReason.UNUSED)
             unit.end_pass()

@@ -27,7 +27,7 @@ from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.writeback import absorb_params, keep_full_edits
 from fsdp_ref.runtime.events import OBSERVERS, UnitEvent, UnitEventKind, emit
-from fsdp_ref.runtime.wire_order import GATHER
+from fsdp_ref.runtime.guards import Traffic
 from fsdp_ref.states import READABLE, LifeCycle, ReshardReason, TrainingState, UnitState, training_state_of
 from fsdp_ref.storage.precision import BufferCaster
 
@@ -161,7 +161,8 @@ class Unit:
         if self.handle is not None and self.handle.start_unshard():
             self.note(UnitEventKind.GATHER, prefetch=prefetch)
             if self.handle.sharded and self.root is not None:
-                self.root.wire_order.notes.append((self, GATHER))
+                for look in self.root.guards.sends:
+                    look(self, Traffic.GATHER)
 
     def unshard(self) -> None:
         """Have full parameters now."""

@@ -17,7 +17,7 @@ from fsdp_ref.comm.buckets import cut_into_buckets
 from fsdp_ref.comm.collectives import collectives_for
 from fsdp_ref.comm.tensor_parallel import is_dtensor
 from fsdp_ref.errors import FsdpRuntimeError, RootError, TrainingStateError, UnsupportedError, listing
-from fsdp_ref.handle.gradients import dense
+from fsdp_ref.handle.accumulated import dense
 from fsdp_ref.runtime.root import lazy_init
 from fsdp_ref.states import TrainingState
 from fsdp_ref.storage.views import is_flattened

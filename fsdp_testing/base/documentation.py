@@ -9,7 +9,7 @@ from pathlib import Path
 def page(name: str) -> str:
     """Return the path of a page such as `docs/adapters.md`; `name` itself in a checkout, or where there is no such page."""
     place, here = folder(), Path.cwd()
-    in_checkout = (here / "fsdp_testing" / "documentation.py").is_file() and (here / name).is_file()
+    in_checkout = (here / "fsdp_testing" / "base" / "documentation.py").is_file() and (here / name).is_file()
     if place is None or in_checkout or not (place / name).is_file():
         return name
     return str(place / name)

@@ -68,7 +68,7 @@ def _is_certificate(text: str, path: str) -> bool:
     from fsdp_testing.base.document import load_json
 
     data = load_json(text, path)
-    return isinstance(data, dict) and data.get("format") == "fsdp_testing/search/certificate"
+    return isinstance(data, dict) and data.get("format") == "fsdp_testing/certificate"
 
 
 def _certificates(texts: dict[str, str], options: argparse.Namespace) -> int:

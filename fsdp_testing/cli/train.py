@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fsdp_testing.ranks.pool import WorldOutcome
     from fsdp_testing.report.progress import StageProgress
     from fsdp_testing.report.terminal import Output
-    from fsdp_testing.train.script.report import ScriptReport
+    from fsdp_testing.train.report import TrainReport
 
 DESCRIPTION = """\
 Run an unmodified training script as torchrun would start it, on each number of ranks, and compare it step by step with one
@@ -102,7 +102,7 @@ def execute(options: argparse.Namespace) -> int:
     from fsdp_testing.report import check_writable
     from fsdp_testing.report.progress import StageProgress
     from fsdp_testing.report.terminal import open_console
-    from fsdp_testing.train.script.check import Launch, examine
+    from fsdp_testing.train.script import Launch, examine
 
     if not options.script:
         raise InvalidArgument("train: expected a script, got none. Name the file that torchrun would start.")
@@ -151,7 +151,7 @@ class _Listener:
                     self._console.say(f"rank {rank.rank}{stream}: {line}")
 
 
-def _write(report: ScriptReport, options: argparse.Namespace, console: Output, seconds: float) -> None:
+def _write(report: TrainReport, options: argparse.Namespace, console: Output, seconds: float) -> None:
     if options.html is None and options.json is None:
         return
     from fsdp_testing.checks.conformance import environment

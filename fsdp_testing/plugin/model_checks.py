@@ -12,8 +12,8 @@ import pytest
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.judging.signature import as_pattern
 from fsdp_testing.ranks.pool.targets import target_of
-from fsdp_testing.train.model import MODELS, ModelDiffers, ModelReport, check_model
-from fsdp_testing.train.model.check import ACCELERATE, check_names
+from fsdp_testing.train.model import ACCELERATE, ModelDiffers, ModelReport, check_model, check_names
+from fsdp_testing.train.model_families import MODELS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,7 +76,7 @@ def parametrize_with_models(
 
     Args:
         *models: Families of causal language models of Transformers (`"llama"`), or importable functions that make models; by
-            default those of `fsdp_testing.train.model.MODELS`.
+            default those of `fsdp_testing.train.model_families.MODELS`.
         implementations: "accelerate", or names or import strings of implementations.
         world_size: Number of ranks.
         steps: Optimizer steps that are compared.

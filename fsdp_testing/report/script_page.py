@@ -10,10 +10,10 @@ from markupsafe import Markup
 from fsdp_testing.report.html import new_environment, resource
 
 if TYPE_CHECKING:
-    from fsdp_testing.train.script.report import ScriptReport
+    from fsdp_testing.train.report import TrainReport
 
 
-def script_text(report: ScriptReport, facts: Mapping[str, Any]) -> str:
+def script_text(report: TrainReport, facts: Mapping[str, Any]) -> str:
     """Return the page.
 
     Args:

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from fsdp_ref.annotations import register, set_unit, units_in, units_under, unregister
-from fsdp_ref.traversal import _get_fsdp_states_with_modules, _get_param_to_fqns
+from fsdp_ref.torch_names.traversal import _get_fsdp_states_with_modules, _get_param_to_fqns
 
 
 @pytest.mark.covers("TRAV-01", "TRAV-02", "TRAV-04")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fsdp_ref.naming import clean_tensor_name, join_fqn, without_wrappers
-from fsdp_ref.traversal import replace_prefix
+from fsdp_ref.torch_names.traversal import replace_prefix
 
 
 @pytest.mark.covers("TRAV-06", "AC-05")

@@ -29,7 +29,7 @@ def test_every_old_name_leads_to_a_module_of_today(old: str, new: str) -> None:
 
 
 def test_an_old_import_gives_the_same_class_and_says_where_it_is_now() -> None:
-    with pytest.warns(DeprecationWarning) as warned:
+    with pytest.warns(DeprecationWarning, match="fsdp_testing.implementations") as warned:
         old = importlib.import_module("fsdp_testing.implementations.adapter")
     assert "fsdp_testing.implementations.adapter is now fsdp_testing.adapters.adapter" in str(warned[-1].message)
     new = importlib.import_module("fsdp_testing.adapters.adapter")

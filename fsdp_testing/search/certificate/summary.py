@@ -14,7 +14,7 @@ from fsdp_testing.search.certificate.certify import CONFIRMED_ALONE, Certificate
 from fsdp_testing.search.certificate.cube import blocks
 from fsdp_testing.search.certificate.verdicts import FAILS, HOLDS, UNKNOWN, Verdicts
 
-FORMAT = Format("fsdp_testing/search/certificate", 2)
+FORMAT = Format("fsdp_testing/certificate", 2)
 STATUSES = (HOLDS, FAILS, UNKNOWN)
 
 

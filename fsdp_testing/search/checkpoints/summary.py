@@ -9,7 +9,7 @@ from fsdp_testing.base.document import Format, decode
 from fsdp_testing.cases.records import Verdict, exit_code
 from fsdp_testing.search.checkpoints.exchange import Result
 
-FORMAT = Format("fsdp_testing/search/checkpoints", 2)
+FORMAT = Format("fsdp_testing/checkpoints", 2)
 SAVED = "saved"
 """Column of what is said about saving itself."""
 MARKS = {"X": "one fails", "?": "one is unknown", "r": "one is refused: an error on every rank", "=": "all equal"}

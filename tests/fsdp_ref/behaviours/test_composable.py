@@ -12,7 +12,7 @@ from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref import MixedPrecision, ShardingStrategy
 from fsdp_ref.composable import _get_registry, fully_shard, replicate
 from fsdp_ref.naming import clean_tensor_name
-from fsdp_ref.traversal import (
+from fsdp_ref.torch_names.traversal import (
     _get_fsdp_handles,
     _get_fsdp_root_states,
     _get_fsdp_states,

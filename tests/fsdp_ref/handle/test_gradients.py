@@ -13,8 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_ref.comm.groups import DataParallelGroups
 from fsdp_ref.config import MixedPrecision, ShardingStrategy, UnitConfig
 from fsdp_ref.errors import WritebackError
+from fsdp_ref.handle.accumulated import dense, fill_flat
 from fsdp_ref.handle.flat_handle import FlatHandle
-from fsdp_ref.handle.gradients import dense, fill_flat
 from fsdp_ref.storage.param_sites import sites_below
 from fsdp_ref.storage.views import flat_views
 
@@ -70,7 +70,7 @@ def test_nothing_is_shown_before_anything_is_published(groups, kind):
     assert handle.grads.local_F is None
     handle.grads.publish()
     assert shown(handle) == [None] * len(shown(handle))
-    assert handle.grads.take_local() is None
+    assert handle.grads.take_local()[0] is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,7 +109,7 @@ def test_local_parts_are_added_up_and_hide_the_reduced_part(groups, kind):
         assert [grad.unique().tolist() for grad in shown(handle)] == [[value] for value in want]
     else:
         assert shown(handle)[0].tolist() == [3.0] * 6 + [2.0] * 3 + [1.0] * 9
-    local_F = handle.grads.take_local()
+    local_F, _ = handle.grads.take_local()
     assert [view.unique().tolist() for view in flat_views(local_F, handle.layout)] == [[value] for value in want]
     assert handle.grads.local_F is None
     # Padding between and behind the parameters is zero: it takes part in the sum over ranks.
@@ -167,7 +167,7 @@ class Matrix(nn.Module):
 def test_zeroing_the_local_part_in_place_forgets_all_of_it(groups, kind, model):
     handle = make(groups, kind, model=model)
     handle.grads.add_reduced(reduced(handle, 7.0))
-    handle.grads.add_local(grads(1.0))
+    handle.grads.add_local(grads(1.0)[: len(handle.fqns)])
     handle.grads.publish()
     for grad in shown(handle):
         grad.zero_()
@@ -191,7 +191,7 @@ def test_clearing_one_local_gradient_forgets_that_one(groups, place, drop):
         handle.originals.params[place].grad = None
     else:
         shown(handle)[place].zero_()
-    local_F = handle.grads.take_local()
+    local_F, _ = handle.grads.take_local()
     assert [view.unique().tolist() for view in flat_views(local_F, handle.layout)][place] == [0.0]
     pieces = handle.originals.pieces_of(handle.grads.reduced_S)
     assert [piece.unique().tolist() for piece in pieces[:2]] == [[0.0 if index == place else 7.0] for index in range(2)]
@@ -234,7 +234,7 @@ def test_changing_the_local_part_in_place_keeps_the_reduced_one(groups):
     shown(handle)[0].mul_(3.0)
     handle.grads.absorb()
     assert handle.grads.reduced_S is not None
-    assert flat_views(handle.grads.take_local(), handle.layout)[0].unique().tolist() == [3.0]
+    assert flat_views(handle.grads.take_local()[0], handle.layout)[0].unique().tolist() == [3.0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -268,7 +268,7 @@ def test_a_replaced_local_gradient_is_what_is_reduced(groups):
     handle.grads.add_local(grads(1.0))
     handle.grads.publish()
     handle.originals.params[1].grad = torch.full((3,), 4.0)
-    local_F = handle.grads.take_local()
+    local_F, _ = handle.grads.take_local()
     assert [view.unique().tolist() for view in flat_views(local_F, handle.layout)] == [[1.0], [4.0], [1.0]]
 
 
@@ -295,10 +295,10 @@ def test_low_precision_gradients_are_added_in_the_wider_dtype(groups, keep):
 
 def test_replacing_the_reduced_part_leaves_padding_alone(groups):
     handle = make(groups, "flat")
-    handle.grads.replace_reduced(torch.full((4,), 3.0, dtype=F64), [True] * 3)
+    handle.grads.sum.replace_reduced(torch.full((4,), 3.0, dtype=F64), [True] * 3)
     assert handle.grads.reduced_S.dtype == F64
     assert handle.grads.reduced_S.tolist() == [3.0] * 4 + [0.0] * (handle.shard_map.shard_numel - 4)
-    handle.grads.replace_reduced(torch.full((2,), 1.0, dtype=F64), [True] * 3)
+    handle.grads.sum.replace_reduced(torch.full((2,), 1.0, dtype=F64), [True] * 3)
     assert handle.grads.reduced_S[:4].tolist() == [1.0, 1.0, 3.0, 3.0]
 
 
@@ -353,7 +353,7 @@ def test_the_local_part_is_added_up_in_the_dtype_of_reduction(groups, kind):
         handle.grads.add_local(grads(2.0**-8, dtype=BF16))
     handle.grads.publish()
     want = [[1.25]] * 3
-    assert [view.unique().tolist() for view in flat_views(handle.grads.take_local(), handle.layout)] == want
+    assert [view.unique().tolist() for view in flat_views(handle.grads.take_local()[0], handle.layout)] == want
 
 
 @pytest.mark.parametrize("kind", KINDS)

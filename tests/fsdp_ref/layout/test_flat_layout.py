@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_ref.errors import LayoutError
 from fsdp_ref.layout import FlatLayout, ParamSpec, Span
-from fsdp_ref.layout.inclusive_view import is_padding_mask, numels_with_padding
+from fsdp_ref.torch_names.inclusive_view import is_padding_mask, numels_with_padding
 
 
 def specs(*shapes):

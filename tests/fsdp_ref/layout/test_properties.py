@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_ref.layout import FlatLayout, ParamSpec, ShardMap, Span
-from fsdp_ref.layout.inclusive_view import is_padding_mask, numels_with_padding, shard_metadata, shard_param_infos
+from fsdp_ref.torch_names.inclusive_view import is_padding_mask, numels_with_padding, shard_metadata, shard_param_infos
 
 settings.register_profile("layout", deadline=None, max_examples=150)
 settings.load_profile("layout")

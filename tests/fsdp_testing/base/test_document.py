@@ -6,9 +6,11 @@ import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+import fsdp_testing
 from fsdp_testing.cases.records import (
     AssignData,
     Batch,
@@ -183,3 +185,20 @@ def test_all_problems_of_a_case_are_listed():
 def test_live_objects_do_not_enter_documents():
     with pytest.raises(InvalidRecord, match=r"expected JSON data, got a object"):
         Case(ModelSpec("mlp", {"thing": object()}), WorldSpec(1), ()).to_json()
+
+
+def test_documents_keep_their_names_wherever_their_code_stands():
+    """Files of earlier versions are read, or refused by their version; never taken for something else."""
+    sources = Path(fsdp_testing.__file__).parent.rglob("*.py")
+    names = {name for path in sources for name in re.findall(r'Format\("([^"]+)"', path.read_text(encoding="utf-8"))}
+    assert names == {
+        "fsdp_testing/case",
+        "fsdp_testing/certificate",
+        "fsdp_testing/certificate_state",
+        "fsdp_testing/checkpoints",
+        "fsdp_testing/fuzz_finding",
+        "fsdp_testing/fuzz_state",
+        "fsdp_testing/known_failures",
+        "fsdp_testing/report",
+        "fsdp_testing/script",
+    }

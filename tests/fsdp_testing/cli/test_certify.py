@@ -31,7 +31,7 @@ def test_a_sound_implementation_ends_with_0_and_says_what_was_not_asked(tmp_path
     assert "are not claimed" in said
     assert "need shard_grad_op" in said
     found = json.loads((tmp_path / "all.json").read_text())
-    assert found["format"] == "fsdp_testing/search/certificate"
+    assert found["format"] == "fsdp_testing/certificate"
     assert found["statuses"] == {"holds": 12, "fails": 0, "unknown": 0}
     page = (tmp_path / "page" / "index.html").read_text()
     assert 'class="cell holds"' in page

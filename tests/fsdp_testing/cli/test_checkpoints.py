@@ -31,7 +31,7 @@ def test_a_fault_is_printed_drawn_and_written(tmp_path: Path, verify: Callable[.
     assert "1 single-process no_shard/2/root = = X" in " ".join(ended.out.split())
     assert "loading: step of first.w.weight: got 0.0, expected 2.0" in ended.out
     found = json.loads(data.read_text())
-    assert found["format"] == "fsdp_testing/search/checkpoints"
+    assert found["format"] == "fsdp_testing/checkpoints"
     assert sum(one["verdict"] == "fail" for one in found["results"]) == 2
     drawn = (page / "index.html").read_text()
     assert drawn.count('class="cell holds"') == 2

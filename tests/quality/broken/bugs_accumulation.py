@@ -8,7 +8,7 @@ import torch
 from planting import instead, known_bug, replaced
 
 from fsdp_ref.handle import gradients
-from fsdp_ref.handle.gradients import GradientStore
+from fsdp_ref.handle.gradients import Gradients
 from fsdp_ref.runtime import backward, forward, grad_sync
 
 
@@ -22,7 +22,7 @@ def _anew(original: Any, unit: Any, root: Any) -> Any:
 
 
 def _ends_pass(original: Any, self: Any) -> None:
-    """Instead of `GradientStore.publish`, beside `_overwrites`: the next backward begins."""
+    """Instead of `Gradients.publish`, beside `_overwrites`: the next backward begins."""
     vars(self)["_added_in_pass"] = False
     original(self)
 
@@ -37,7 +37,7 @@ def as_plain_torch(_original: Any, param: Any, value: Any) -> None:
     param.grad = value
 
 
-@known_bug("B031", GradientStore, "publish", "pytorch issue 98494, PR 100180", "offload.no_sync", silent=False)
+@known_bug("B031", Gradients, "publish", "pytorch issue 98494, PR 100180", "offload.no_sync", silent=False)
 def not_for_offloaded(original: Any, self: Any) -> None:
     """A gradient of no_sync cannot be shown where parameters are offloaded.
 
@@ -51,13 +51,13 @@ def not_for_offloaded(original: Any, self: Any) -> None:
 
 @known_bug(
     "B036",
-    GradientStore,
+    Gradients,
     "add_reduced",
     "facebookresearch/fairscale PR 513, PR 784",
     "shared.module_called_twice",
-    also=[(forward, "tracked_views", instead(_anew)), (GradientStore, "publish", instead(_ends_pass))],
+    also=[(forward, "tracked_views", instead(_anew)), (Gradients, "publish", instead(_ends_pass))],
 )
-def overwrites(original: Any, self: Any, grad_S: Any) -> None:
+def overwrites(original: Any, self: Any, grad_S: Any, uses: Any = None) -> None:
     """The second reduction within one backward overwrites the first.
 
     A unit that runs twice in a forward reduced its gradient once for each run, and the later result took the place of
@@ -66,11 +66,11 @@ def overwrites(original: Any, self: Any, grad_S: Any) -> None:
     kept = vars(self)
     if kept.get("_added_in_pass"):
         self.absorb()
-        self.reduced_S = kept["_before_pass"]
+        self.sum.reduced_S = kept["_before_pass"]
     else:
         kept["_added_in_pass"] = True
         kept["_before_pass"] = None if self.reduced_S is None else self.reduced_S.clone()
-    original(self, grad_S)
+    original(self, grad_S, uses)
 
 
 @known_bug("B114", grad_sync.GradSync, "_built_in", "pytorch PR 125484, PR 126166", "hybrid.schedule", world_sizes=(4,))
@@ -80,7 +80,7 @@ def kept_stays_in_replica(original: Any, self: Any, unit: Any, handle: Any, grad
     Hybrid sharding added up gradients after the reduction within a shard group and forgot the part that was there
     before the reduction over replicas.
     """
-    kept_F = handle.grads.take_local() if handle.groups.replicate is not None and handle.sharded else None
+    kept_F = handle.grads.take_local()[0] if handle.groups.replicate is not None and handle.sharded else None
     original(self, unit, handle, grads)
     if kept_F is None:
         return

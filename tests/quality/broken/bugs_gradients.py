@@ -7,7 +7,7 @@ from typing import Any
 from planting import known_bug
 
 from fsdp_ref.comm.division import DivideFactors
-from fsdp_ref.handle.gradients import GradientStore
+from fsdp_ref.handle.gradients import Gradients
 from fsdp_ref.runtime import grad_sync
 
 
@@ -33,12 +33,12 @@ def alone(original: Any, self: Any, unit: Any, handle: Any, grads: Any) -> None:
     if handle.groups.shard_size > 1 or handle.groups.replicate is None:
         original(self, unit, handle, grads)
         return
-    local_F = grad_sync.gather_local(handle, grads, handle.precision.reduce, float(handle.groups.total_size))
+    local_F, _ = grad_sync.gather_local(handle, grads, handle.precision.reduce, float(handle.groups.total_size))
     handle.grads.add_reduced(local_F.clone())
 
 
-@known_bug("B029", GradientStore, "add_reduced", "pytorch issue 73784, PR 73535", "offload.without_no_sync")
-def offloaded_replaces(original: Any, self: Any, grad_S: Any) -> None:
+@known_bug("B029", Gradients, "add_reduced", "pytorch issue 73784, PR 73535", "offload.without_no_sync")
+def offloaded_replaces(original: Any, self: Any, grad_S: Any, uses: Any = None) -> None:
     """With CPU offload a second reduced gradient replaces the first.
 
     Accumulation without no_sync and with offloaded parameters keeps the newest gradient only; the documentation
@@ -46,8 +46,8 @@ def offloaded_replaces(original: Any, self: Any, grad_S: Any) -> None:
     """
     if self._handle.config.offload:
         self.absorb()
-        self.reduced_S = None
-    original(self, grad_S)
+        self.sum.reduced_S = None
+    original(self, grad_S, uses)
 
 
 @known_bug("B113", DivideFactors, "for_world", "pytorch issue 155903, PR 155915", "hybrid.trained", world_sizes=(4,))
@@ -63,7 +63,7 @@ def divided_again(original: Any, cls: Any, world_size: int) -> DivideFactors:
 
 @known_bug(
     "B124",
-    GradientStore,
+    Gradients,
     "add_local",
     "NVIDIA/Megatron-LM PR 3023",
     "accumulation.magnitudes accumulation.no_sync_then_reduced",
@@ -73,16 +73,17 @@ def rescaled(original: Any, self: Any, grads: Any) -> None:
 
     Accumulated gradients were scaled along with the new one, so that micro-batches weigh 1/2, 1/4, 1/8.
     """
-    if self.local_F is not None:
-        self.local_F.div_(2)
+    if self.sum.local_F is not None:
+        self.sum.local_F.div_(2)
     original(self, grads)
 
 
-@known_bug("B167", GradientStore, "take_local", "InfiniTrain issue 183", "accumulation.no_sync_then_reduced")
-def forgets_local(original: Any, self: Any, *grads: Any) -> None:
+@known_bug("B167", Gradients, "take_local", "InfiniTrain issue 183", "accumulation.no_sync_then_reduced")
+def forgets_local(original: Any, self: Any, *grads: Any) -> Any:
     """The first micro-batch of an accumulation is lost.
 
     Buckets were rebuilt after the first step while gradients were still in the old ones; what the first micro-batch
     had left there was not carried over.
     """
     original(self)
+    return original(self, *grads)

@@ -1,0 +1,33 @@
+"""Guards that find mistakes of users while units train. Without them the core computes the same numbers and says nothing.
+
+Each guard is one file. The APIs put all of them up; :func:`remove` and :func:`install` are the one switch, for trees and
+units made from then on.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fsdp_ref.fence.order_check import OrderCheck
+from fsdp_ref.fence.outside_calls import watch_modules
+from fsdp_ref.fence.own_state import watch_optimizers
+from fsdp_ref.fence.tracked_edits import TrackedEdits
+from fsdp_ref.fence.unmanaged import TreeWatch
+from fsdp_ref.fence.wire_order import RankComparison
+from fsdp_ref.runtime.guards import TREE_GUARDS, UNIT_WATCHES
+
+# Before the first forward of a tree is compared with other ranks, it is known to be the tree that was sharded.
+_GUARDS: Final = (TreeWatch, RankComparison, OrderCheck, TrackedEdits)
+_WATCHES: Final = (watch_modules, watch_optimizers)
+
+
+def install() -> None:
+    """Watch what is made from now on."""
+    TREE_GUARDS[:] = _GUARDS
+    UNIT_WATCHES[:] = _WATCHES
+
+
+def remove() -> None:
+    """Watch nothing that is made from now on."""
+    TREE_GUARDS.clear()
+    UNIT_WATCHES.clear()

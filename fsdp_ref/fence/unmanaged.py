@@ -1,0 +1,135 @@
+"""Which trainable parameters of a tree does no unit manage, because its modules were changed after sharding?
+
+Units keep to the parameters that they flattened. One that comes later, with a module that takes another's place or by
+``register_parameter``, would be trained on each rank alone: nobody gathers it or averages its gradient, and no number
+says so. What is compared is places (a module and a name), since another parameter in a managed place is taken over
+(``handle.writeback``), while a managed parameter that moved elsewhere is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from fsdp_ref.annotations import is_replicated, unit_of, units_under
+from fsdp_ref.errors import FsdpRuntimeError, explain, listing
+from fsdp_ref.handle.originals import Shown
+from fsdp_ref.naming import FLAT_PARAM, clean_tensor_name, join_fqn
+from fsdp_ref.runtime.guards import Guard
+from fsdp_ref.runtime.unit import Unit
+
+if TYPE_CHECKING:
+    from fsdp_ref.runtime.root import Root
+
+
+class TreeWatch(Guard):
+    """Looks at the modules of one tree before forwards; while they stay the same that is two comparisons of lists.
+
+    Args:
+        root: the tree.
+    """
+
+    def __init__(self, root: Root) -> None:
+        super().__init__(root)
+        self._modules: list[nn.Module] = []
+        self._children: list[dict[str, nn.Module | None]] | None = None
+        self._names: list[list[str]] = []
+        self._frozen: list[tuple[nn.Module, str]] = []
+
+    def forward_begins(self) -> None:
+        """Check that units manage what is trained; each rank finds out by itself.
+
+        Raises:
+            FsdpRuntimeError: There are trainable parameters that no unit manages or ignores, or units that came after the
+                first forward; all are named.
+        """
+        if not torch.is_grad_enabled():
+            return
+        modules = self._modules
+        if (
+            [module._modules for module in modules] == self._children
+            and [list(module._parameters) for module in modules] == self._names
+            and not any(_trainable(module, name) for module, name in self._frozen)
+        ):
+            return
+        holder, units = self.root.unit.holder, self.root.units
+        found = list(_ours(holder))
+        late = {unit: clean_tensor_name(path) for path, _, unit in units_under(holder) if unit not in self.root.index}
+        places = {place for unit in (*units, *late) for place in _places(unit)}
+        ignored = {param for unit in units if unit.ignored for param in unit.ignored.params}
+        outside = [
+            (path, module, name)
+            for path, module in found
+            for name, param in module._parameters.items()
+            if param is not None and (module, name) not in places and param not in ignored
+        ]
+        trained = [join_fqn(path, name) for path, module, name in outside if _trainable(module, name)]
+        if late or trained:
+            self._refuse(trained, list(late.values()), {module for _, module in found})
+        self._modules = [module for _, module in found]
+        self._children = [dict(module._modules) for module in self._modules]
+        self._names = [list(module._parameters) for module in self._modules]
+        self._frozen = [(module, name) for _, module, name in outside]
+
+    def _refuse(self, trained: list[str], late: list[str], present: set[nn.Module]) -> None:
+        gone = [
+            join_fqn(unit.name, managed.fqn)
+            for unit in self.root.units
+            for managed in (() if unit.handle is None else unit.handle.originals.managed)
+            if all(site.module not in present for site in managed.sites)
+        ]
+        problems = [f"trainable parameters that no unit manages: {listing(trained)}"] if trained else []
+        problems += [f"units made after the first forward: {listing(late)}"] if late else []
+        problems += [f"managed parameters that are no longer in the model: {listing(gone)}"] if gone else []
+        raise FsdpRuntimeError(
+            explain(
+                f"forward of {self.root.unit!r}",
+                expected="the modules that were there when it was sharded, each trainable parameter managed by a unit",
+                got="; ".join(problems),
+                remedy="Replace or add modules and parameters before sharding (nobody gathers later ones or averages "
+                "their gradients), freeze them, or keep their gradients equal yourself and pass their modules as "
+                "ignored_modules when sharding",
+            )
+        )
+
+
+def _trainable(module: nn.Module, name: str) -> bool:
+    param = module._parameters.get(name)
+    return param is not None and param.requires_grad
+
+
+def _places(unit: Unit) -> Iterator[tuple[nn.Module, str]]:
+    """Return where parameters of a unit are registered on purpose."""
+    handle = unit.handle
+    if handle is None:
+        return
+    if not handle.originals.use_orig_params:
+        yield handle.module, FLAT_PARAM
+    if handle.originals.use_orig_params or handle.originals.shown is Shown.SUMMONED:
+        for managed in handle.originals.managed:
+            for site in managed.sites:
+                yield site.module, site.name
+
+
+def _ours(holder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Return the modules whose parameters units should manage, each once, with clean names.
+
+    Left out is what another parallelism has, and ignored modules with all that is below them, units apart.
+    """
+    unit = unit_of(holder)
+    ignored = unit.ignored.modules if unit is not None and unit.ignored else frozenset()
+    seen: set[tuple[nn.Module, bool]] = set()
+    stack: list[tuple[str, nn.Module, bool]] = [("", holder, False)]
+    while stack:
+        path, module, leave = stack.pop()
+        leave = (leave or module in ignored) and unit_of(module) is None
+        if is_replicated(module) or (module, leave) in seen:
+            continue
+        seen.add((module, leave))
+        if not leave:
+            yield clean_tensor_name(path), module
+        children = [(join_fqn(path, name), child, leave) for name, child in module.named_children()]
+        stack.extend(reversed(children))

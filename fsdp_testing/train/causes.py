@@ -1,0 +1,373 @@
+"""Why does a world train otherwise than the reference world, or its ranks otherwise than one another? Pure.
+
+The one table of causes: `of_difference`, `of_disagreement` and `wrong_in_itself` ask in their order. Only what was seen is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from fsdp_testing.judging.checkers.divergence import DECISIVE
+from fsdp_testing.train import evidence_causes
+from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, Difference, floor, suggestion
+from fsdp_testing.train.conventions import BATCH_NORM, LOSS, SCHEDULER, flag
+from fsdp_testing.train.evidence_causes import MetricFact
+from fsdp_testing.train.quantities import Kind, Quantity, spans_of_kind
+from fsdp_testing.train.spans import assembled
+from fsdp_testing.train.terms import wrong_term
+from fsdp_testing.train.whole import Disagreement, WholeRun, first_steps, initial
+
+UNEVEN = 1e-3
+"""Weights of ranks that differ by less, or gradients of ranks that are so nearly multiples of one another, say nothing."""
+
+
+def wrong_in_itself(run: WholeRun) -> str:
+    """Return what is wrong on any number of ranks, so that no comparison shows it; empty if right.
+
+    No weight of the model changes though backward passes ran, gradients wait to be reduced, an order of data is repeated.
+    """
+    return _strange_optimizer(run) or _no_gradient(run) or _unreduced(run) or _order(run)
+
+
+def of_same_rows(run: WholeRun, times: int) -> str:
+    """Return the sentence on ranks of which several do the same work."""
+    return (
+        f"every rank trains on the same rows at every step ({len(run.rows[0][0])} at step 0): each is seen {times} times. "
+        "Cause: the data are not divided among the ranks. Give the DataLoader a DistributedSampler, or take each rank's slice."
+    )
+
+
+def _stands_still(run: WholeRun, steps: Sequence[int]) -> bool:
+    """Whether no parameter of the models changes in any of these steps."""
+    start = initial(run)
+    for key in run.names(Kind.PARAMETER, Kind.COPIED):
+        values = run.quantities[key]
+        before = [start[key][0] if key in start else values[0], *values]
+        if any(not torch.equal(before[step], before[step + 1]) for step in steps):
+            return False
+    return bool(run.names(Kind.PARAMETER, Kind.COPIED))
+
+
+def _strange_optimizer(run: WholeRun) -> str:
+    for seen in first_steps(run):
+        if seen.strange and seen.strange == seen.stepped and _stands_still(run, range(run.steps)):
+            return (
+                f"the optimizer steps {seen.stepped} tensors, none of which belongs to the model that was run, and no "
+                "weight of the model changes. Cause: the optimizer was made before the model was wrapped (or converted), which "
+                "replaced its parameters. Make it after."
+            )
+    return ""
+
+
+def _no_gradient(run: WholeRun) -> str:
+    for step in range(run.steps):
+        seen = [rank.steps[step] for rank in run.ranks]
+        unseen = not any(one.given for one in seen) and any(one.losses for one in seen)
+        if unseen and _stands_still(run, [step]):
+            return (
+                f"no parameter has a gradient when the optimizer steps at step {step}, though {len(seen[0].losses)} backward "
+                "passes ran on each rank. Cause: the no_sync boundary is off by one, so that gradients are kept unreduced, or "
+                "they were cleared before the step. Synchronise in the last micro-batch, and clear after the step."
+            )
+    return ""
+
+
+def _unreduced(run: WholeRun) -> str:
+    for rank in run.ranks:
+        for step, seen in enumerate(rank.steps):
+            if seen.unreduced:
+                return (
+                    f"{len(seen.unreduced)} gradients, first that of {seen.unreduced[0]}, are not reduced when the optimizer "
+                    f"steps at step {step}. Cause: the no_sync boundary is off by one. Leave no_sync for the last micro-batch."
+                )
+    return ""
+
+
+def _order(run: WholeRun) -> str:
+    how = next(
+        (loader.repeats_order for rank in run.ranks for loader in rank.taken.loaders if loader.repeats_order), ""
+    )
+    return how and (
+        "a pass over a DataLoader takes the rows in the order of the one before. Cause: its DistributedSampler shuffles by "
+        f"epoch, and set_epoch {how}. Call sampler.set_epoch(epoch) with the number of the epoch before each pass."
+    )
+
+
+def of_start(run: WholeRun) -> str:
+    """Return why ranks begin with other weights than one another; empty if they do not."""
+    before = [spans_of_kind(seen.before, Kind.PARAMETER) for seen in first_steps(run)]
+    for name in before[0] if before else ():
+        odd = assembled([spans.get(name, ()) for spans in before])[1]
+        if odd is not None:
+            return (
+                f"ranks 0 and {odd} start from different weights, first in {name}. Cause: the seed depends on the rank and "
+                "nothing copies the weights of rank 0. Seed every rank alike, or broadcast the parameters."
+            )
+    return ""
+
+
+def of_other_start(reference: WholeRun, run: WholeRun) -> str:
+    """Return why a world begins with other weights than one process, and what to do so that it can be compared."""
+    seeds = {seen.evidence.seed for world in (reference, run) for seen in first_steps(world)}
+    if len(seeds) > 1:
+        return "The seed depends on the number of ranks: make the model from one that does not."
+    shards = any(
+        span.stop - span.start < torch.Size(span.shape).numel()
+        for rank in first_steps(run)
+        for spans in rank.before.values()
+        for span in spans
+    )
+    drawn = (
+        "They are drawn after the model was sharded, by each rank for its own shards"
+        if shards
+        else "Other numbers are drawn for them, or before them"
+    )
+    return (
+        f"The seed is the same. {drawn}, so that they depend on the number of ranks. Draw them for the whole model before it "
+        "is sharded, or load the same checkpoint on every number of ranks."
+    )
+
+
+def of_disagreement(run: WholeRun, odd: Disagreement) -> str:
+    """Return why ranks hold different numbers of what they share."""
+    if odd.kind is Kind.BUFFER:
+        return (
+            _batch_norm(run, odd.step) or "Each rank computes its own: reduce it, or leave it out of the model's state."
+        )
+    if odd.kind is Kind.COPIED:
+        return (
+            "Cause: the optimizer steps copies of the parameters, and the copy is not written back on every rank, or not alike. "
+            "Copy after each step, on all ranks."
+        )
+    by_evidence = evidence_causes.between_ranks(run.evidence, MetricFact(str(odd.quantity), False, False))
+    return (
+        _skipped(run, odd)
+        or (_local_norm(run, odd.step) if _reduced(run, odd.step) else "")
+        or _some_unreduced(run, odd)
+        or by_evidence
+        or "Each rank changes its own copy: look for a gradient that is not reduced, or a step that one rank skips."
+    )
+
+
+def of_returned(run: WholeRun, reference: WholeRun, difference: Difference) -> str:
+    """Return why a rank returns another number than rank 0."""
+    name, step = difference.quantity.name, difference.step
+
+    def agrees(scale: float) -> bool:
+        wanted = reference.ranks[0].returned.get(name, [])
+        given = [rank.returned.get(name, []) for rank in run.ranks]
+        if run.size == reference.size or len(wanted) <= step or any(len(steps) <= step for steps in given):
+            return False
+        due, others = wanted[step].double(), [steps[step].double() for steps in given]
+        if any(other.shape != due.shape for other in others):
+            return False
+        return torch.allclose(torch.stack(others).sum(dim=0) * scale, due, rtol=1e-6, atol=0.0)
+
+    fact = MetricFact(name, agrees(1.0 / run.size), agrees(1.0))
+    return evidence_causes.between_ranks(run.evidence, fact) or (
+        "Ranks that compute the same must return the same: look for a metric or gradient that is not reduced, a seed that "
+        "depends on the rank, or dropout that is out of step."
+    )
+
+
+def _skipped(run: WholeRun, odd: Disagreement) -> str:
+    passes = [len(rank.steps[odd.step].losses) for rank in run.ranks]
+    if odd.kind is not Kind.PARAMETER or len(set(passes)) == 1:
+        return ""
+    return (
+        f"The ranks made {_listed(passes)} backward passes for it. Cause: a rank skips a step by a number of its own "
+        "(a loss or norm that is not reduced). Decide by a number that all ranks have."
+    )
+
+
+def _some_unreduced(run: WholeRun, odd: Disagreement) -> str:
+    """Return the cause where ranks have their own gradients of some parameters, and the same of all others."""
+    seen = [rank.steps[odd.step].of(Kind.GRADIENT) for rank in run.ranks]
+    own = [name for name in seen[0] if assembled([gradients.get(name, ()) for gradients in seen])[1] is not None]
+    if odd.quantity.name not in own or len(own) == len(seen[0]):
+        return ""
+    return (
+        f"Cause: the gradients of {len(own)} of {len(seen[0])} parameters are not reduced, first that of {own[0]}: each rank has "
+        "its own when the optimizer steps. Wrap or shard the module that holds them too (the root as well), or all-reduce them."
+    )
+
+
+def _reduced(run: WholeRun, step: int) -> bool:
+    return all(all(rank.steps[step].evidence.reduced[-1:]) for rank in run.ranks)
+
+
+def _local_norm(run: WholeRun, step: int) -> str:
+    norms = [rank.steps[step].norms for rank in run.ranks]
+    if len(set(norms)) == 1:
+        return ""
+    if not all(norms):
+        clips = [rank for rank, given in enumerate(norms) if given]
+        return f"Cause: at step {step} only rank(s) {_listed(clips)} clip the gradient. Clip on every rank, or on none."
+    first = next(rank for rank, norm in enumerate(norms) if norm != norms[0])
+    return (
+        f"Cause: gradients are clipped on a local norm. At step {step} clip_grad_norm_ gives {norms[0][-1]:.6g} on rank 0 and "
+        f"{norms[first][-1]:.6g} on rank {first}. Clip after the reduction, by the norm of the whole gradient."
+    )
+
+
+def of_difference(reference: WholeRun, run: WholeRun, difference: Difference) -> str:
+    """Return why a world differs from the reference world."""
+    step = min(difference.step, run.steps - 1)  # what is returned may have other steps than the optimizer
+    of_evidence = "" if run.shares_work else evidence_causes.between_sizes(reference.evidence, run.evidence, run.size)
+    terms = [[seen.terms for seen in rank.steps] for rank in run.ranks]
+    return (
+        _by_design(run, difference)
+        or evidence_causes.of_rate(difference, run.size)
+        or _kept(difference)
+        or (step >= 0 and _of_step(reference, run, step))
+        or of_evidence
+        or wrong_term(reference.quantities, run.quantities, terms, CLEAR_ROUNDINGS)
+        or _loss(difference)
+        or suggestion(difference, run.size)
+    )
+
+
+def _of_step(reference: WholeRun, run: WholeRun, step: int) -> str:
+    return (
+        _moved(reference, run, step)
+        or _local_norm(run, step)
+        or _counts(run, step)
+        or _batch_norm(run, step)
+        or _own_counts(reference, run, step)
+    )
+
+
+def _by_design(run: WholeRun, difference: Difference) -> str:
+    if difference.quantity.kind is not Kind.RATE or SCHEDULER not in run.ranks[0].conventions:
+        return ""
+    return (
+        "Cause: Accelerate's scheduler steps once for each process by design (AcceleratedScheduler without split_batches), "
+        f"so that the learning rate depends on their number. {flag(SCHEDULER)}"
+    )
+
+
+def _kept(difference: Difference) -> str:
+    """Return the cause where only what is kept beside weights and gradients differs: these come first in a step."""
+    kind, name = difference.quantity.kind, difference.quantity.name
+    if kind is Kind.COPIED:
+        return "Cause: the optimizer steps copies of the parameters, and what is written back of them is not what it stepped."
+    if kind is Kind.SETTING:
+        return f"Cause: the optimizer's {name} depends on the number of ranks."
+    if kind is Kind.COPY:
+        return (
+            "Cause: weights agree at each step and this copy of them does not: its decay, or how often it is updated, depends on "
+            "the number of ranks."
+        )
+    if kind is Kind.MOMENT:
+        return "Cause: gradients and weights agree so far: the optimizer's state is changed outside of its step."
+    return ""
+
+
+def _moved(reference: WholeRun, run: WholeRun, step: int) -> str:
+    """Return the cause where a step finds other weights than the one before left, and they are not those of one process."""
+    if not step:
+        return ""
+    ranks = (*run.ranks, *reference.ranks)
+    for key in {key: None for rank in ranks for key in rank.steps[step].before}:
+        if any(key not in rank.steps[step - 1].after for rank in ranks):
+            continue  # of a model that was not there before
+        here, there = (_move(world, step, key) for world in (run, reference))
+        largest = max(float(move.abs().max()) if move.numel() else 0.0 for move in (here, there))
+        if here.shape != there.shape or bool(((here - there).abs() > DECISIVE * largest).any()):
+            return (
+                f"Cause: after step {step - 1} weights agree, and before step {step} they are changed outside of the optimizer's "
+                f"step, first {key.name}, otherwise than in one process: weights that are decayed twice, clamped or averaged by "
+                "numbers that depend on the number of ranks."
+            )
+    return ""
+
+
+def _move(run: WholeRun, step: int, key: Quantity) -> torch.Tensor:
+    """Return by how much a parameter was changed between the step before and a step; its rounding is small beside that."""
+    after = [rank.steps[step - 1].after[key] for rank in run.ranks]
+    before = [rank.steps[step].before.get(key, spans) for rank, spans in zip(run.ranks, after)]
+    return assembled(before)[0].double() - assembled(after)[0].double()
+
+
+def _counts(run: WholeRun, step: int) -> str:
+    counts = [len(rank) for rank in run.rows[step]]
+    if len(set(counts)) == 1:
+        return ""
+    return (
+        f"Cause: an uneven batch. At step {step} the ranks have {_listed(counts)} rows, and the mean of their means is not "
+        "the mean of all rows. Drop or pad the last batch, or weight each rank's loss by its rows."
+    )
+
+
+def _batch_norm(run: WholeRun, step: int) -> str:
+    if not run.ranks[0].steps[step].batch_norm:
+        return ""
+    return (
+        "Cause: BatchNorm normalises the rows of each rank alone. Use SyncBatchNorm, or another normalisation; without that N "
+        f"ranks are not one process. {flag(BATCH_NORM) if run.ranks[0].dropout_off else ''}".rstrip()
+    )
+
+
+def _own_counts(reference: WholeRun, run: WholeRun, step: int) -> str:
+    """Return the cause where one process has a mean of the ranks' gradients by weights, and the ranks have the plain mean."""
+    ranks = [_summed_terms(rank.steps[step].terms) for rank in run.ranks]
+    names = [name for name in ranks[0] if all(name in rank for rank in ranks)]
+    wanted, given = (_gradients(one, names, step) for one in (reference, run))
+    if wanted is None or given is None:
+        return ""
+    terms = torch.stack([torch.cat([rank[name].double().reshape(-1) for name in names]) for rank in ranks], 1)
+    if not len(terms) == len(wanted) == len(given) or not bool(terms.isfinite().all()):
+        return ""
+    bound = floor(ranks[0][names[0]].dtype, CLEAR_ROUNDINGS) * float(terms.abs().max())
+    weights = torch.linalg.lstsq(terms, wanted[:, None]).solution[:, 0]
+    fits = (terms @ weights - wanted).abs().max() <= bound and (terms.mean(1) - given).abs().max() <= bound
+    uneven = float((weights - 1 / run.size).abs().max()) > UNEVEN and abs(float(weights.sum()) - 1) < UNEVEN
+    if not (fits and uneven and bool((weights > 0).all()) and _independent(terms)):
+        return ""
+    return (
+        f"Cause: the loss is divided by the rank's own count (of tokens, of weights). At step {step} one process weights the "
+        f"ranks' gradients by {_listed([round(weight, 4) for weight in weights.tolist()])}, and the ranks take their plain mean. "
+        "Divide by the count of all ranks, times the number of ranks where gradients are averaged."
+    )
+
+
+def _summed_terms(passes: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    summed: dict[str, torch.Tensor] = {}
+    for terms in passes:
+        for name, term in terms.items():
+            summed[name] = summed[name] + term if name in summed else term
+    return summed
+
+
+def _gradients(run: WholeRun, names: Sequence[str], step: int) -> torch.Tensor | None:
+    """Return the gradients of parameters at a step as one row of numbers, as they were before the first clip."""
+    kind = Kind.UNCLIPPED if run.names(Kind.UNCLIPPED) else Kind.GRADIENT
+    values = [run.quantities.get(Quantity(kind, name), [])[step : step + 1] for name in names]
+    return torch.cat([one[0].double().reshape(-1) for one in values]) if names and all(values) else None
+
+
+def _independent(terms: torch.Tensor) -> bool:
+    singular = torch.linalg.svdvals(terms)
+    return bool(singular[-1] > UNEVEN * singular[0])
+
+
+def _loss(difference: Difference) -> str:
+    if difference.quantity.kind is not Kind.LOSS:
+        return ""
+    return (
+        "Weights and rows are those of one process, and the mean of the ranks' losses is not its loss: look for a loss that "
+        "is divided by the rank's own count (of tokens, of weights), or scaled by the number of ranks or micro-batches."
+    )
+
+
+OWN_LOSS = (
+    "Cause: the loss over the rows of a rank is no mean over rows, so that the mean of the ranks' losses is not that of all "
+    "rows: a router's balance, a contrastive loss, or a count of its own, within forward. One process that is given the rows of "
+    f"each rank apart does the same. Compute that term over the rows of all ranks. {flag(LOSS)}"
+)
+
+
+def _listed(numbers: Sequence[float]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,361 @@
+"""Is a training right on a number of ranks? One examined run, beside one reference world, whichever way it is started.
+
+The reference world runs twice: it must repeat itself. Each other world runs once. Scripts take rows of their own: where a world
+sees the same rows at each step as one process does, the two runs are compared as they are; otherwise one process runs the script
+again, given the rows of the ranks in place of its own. Functions and models take the same global rows on every world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from fsdp_testing.cases.records import Verdict
+from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.train import causes
+from fsdp_testing.train.comparison import Difference, first_difference
+from fsdp_testing.train.conventions import BATCH_NORM, CONVENTIONS, SCHEDULER
+from fsdp_testing.train.deciding import Compared, decide
+from fsdp_testing.train.feeding import Feed, feeds_of
+from fsdp_testing.train.on_rank import RunSettings
+from fsdp_testing.train.pair import Pair, check_repeats, check_until, computes_the_same, may_be_given_weights
+from fsdp_testing.train.parts import doubled, shares_rows, takers, with_parts_in_place
+from fsdp_testing.train.quantities import Kind, Quantities, Quantity
+from fsdp_testing.train.report import Judgement
+from fsdp_testing.train.rows import strange_shares, unknown_shares
+from fsdp_testing.train.running import Failed, Runner, Undecided
+from fsdp_testing.train.spans import SUMMED_ROUNDINGS
+from fsdp_testing.train.whole import WholeRun, first_steps, initial, own_parts, whole
+
+
+def run_alone(runner: Runner, size: int) -> tuple[WholeRun, WholeRun]:
+    """Return two runs of the reference world, which repeat themselves.
+
+    Raises:
+        Failed, Undecided: They do not, or they are not numbers.
+    """
+    alone = runner.run(size)
+    _check_numbers(runner, alone)
+    again = runner.run(size)
+    check_repeats(runner, alone, again)
+    if alone.rows != again.rows:
+        raise Undecided("does not repeat itself: two runs take other rows of data. Seed what shuffles or draws them.")
+    check_ranks(runner, alone, alone)
+    return alone, again
+
+
+def judged(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
+    """Judge a training on one number of ranks.
+
+    Args:
+        runner: Runs it.
+        runs: By number of ranks; the first is that of the reference world, and that of `size` is added.
+        size: Number of ranks.
+
+    Raises:
+        WorldFailed: A rank of a function raised or died, or hung twice.
+        InvalidArgument: A function or a model is not one.
+    """
+    start = runner.start
+    runner.unsteady.clear()
+    try:
+        judgement = (_judge_with_rows if start.takes_rows else _judge)(runner, runs, size)
+    except Failed as why:
+        return Judgement(size, Verdict.FAIL, start.sentence(size, why), table=why.table, output=why.output)
+    except Undecided as why:
+        return Judgement(size, Verdict.UNKNOWN, start.sentence(size, why), output=why.output)
+    except InvalidArgument as why:
+        if not start.takes_rows:
+            raise
+        return Judgement(size, Verdict.UNKNOWN, str(why))
+    unsteady = " ".join(runner.unsteady)
+    return replace(judgement, verdict=Verdict.UNKNOWN, sentence=unsteady) if unsteady else judgement
+
+
+def _judge(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
+    """Judge a training that takes the same rows on every world."""
+    alone, start = next(iter(runs.values())), runner.start
+    run = runner.run(size)
+    # Of a model that this project trains itself, all ranks begin with the same: what differs is no part of theirs.
+    run = with_parts_in_place(alone, run) if start.returns and alone.size == 1 else run
+    own = own_parts(run.ranks, alone) if start.returns and not run.parts else ()
+    run = runs[size] = whole(size, run.ranks, own) if own else run
+    check_ranks(runner, run, alone)
+    pair = Pair(runner, alone, run)
+    _check_disagreements(pair)
+    compared = decide(pair)
+    wrong = causes.wrong_in_itself(run)
+    if wrong:
+        raise Failed(f"is wrong in itself, as any world would be: {wrong}")
+    sentence = f"{run.steps} steps are those of {start.world(alone.size)}"
+    return Judgement(size, Verdict.PASS, sentence, compared.lines, compared.unknown)
+
+
+def check_ranks(runner: Runner, run: WholeRun, reference: WholeRun) -> None:
+    """Compare to the bit what the ranks of one world return, and in the reference world what they hold.
+
+    Raises:
+        Failed: They differ.
+    """
+    first = run.ranks[0].returned
+    for rank, report in enumerate(run.ranks[1:], start=1):
+        difference = first_difference(_named(first), _named(report.returned), 0.0)
+        if difference is not None:
+            cause = causes.of_returned(run, reference, difference)
+            raise Failed(f"differs from rank 0: {difference}. {cause}", subject=f"rank {rank}")
+    if run is reference:
+        _check_disagreements(Pair(runner, reference, run))
+
+
+def _named(returned: dict[str, list[torch.Tensor]]) -> Quantities:
+    return {Quantity(Kind.RETURNED, name): values for name, values in returned.items()}
+
+
+def _check_numbers(runner: Runner, run: WholeRun) -> None:
+    """NaN equals nothing, and everything that is NaN looks alike: no verdict could be trusted."""
+    for rank, report in enumerate(run.ranks):
+        places = _nan(_named(report.returned))
+        if places:
+            raise Failed(
+                f"returns NaN, first in {places[0]} ({len(places)} in all), so that nothing can be compared. The loop diverges, "
+                "returns memory that nobody wrote to, or reads a collective's result before it waits for it: until then it is "
+                "NaN here.",
+                subject=f"rank {rank}",
+            )
+    places = _nan(run.quantities)
+    if places:
+        raise Undecided(
+            f"computes NaN, first in {places[0]}, so that nothing can be compared. Check it with fewer steps, or other weights."
+        )
+
+
+def _nan(quantities: Quantities) -> list[str]:
+    return [
+        f"{key} at step {step}" if len(values) > 1 else str(key)
+        for key, values in quantities.items()
+        for step, value in enumerate(values)
+        if bool(value.isnan().any())
+    ]
+
+
+def _check_disagreements(pair: Pair) -> None:
+    """Compare what the ranks have of the same parameters; what differs from the reference before that comes first."""
+    run = pair.run
+    own = Kind.BUFFER if BATCH_NORM in pair.runner.start.accept else None
+    deciding = [odd for odd in run.disagreements if odd.decides and odd.kind is not own]
+    odd = min(deciding, key=lambda odd: odd.moment, default=None)
+    if odd is None:
+        return
+    if run is not pair.reference:
+        check_until(pair, int(min(odd.moment, run.steps)))
+    raise Failed(f"do not hold the same: {odd}. {causes.of_disagreement(run, odd)}", pair.table, subject="ranks")
+
+
+def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
+    """Judge a script, whose ranks take rows of their own."""
+    alone = runs[1]
+    run = runs[size] = with_parts_in_place(alone, runner.run(size, RunSettings(keep_data=True)))
+    wrong = causes.wrong_in_itself(run)
+    times = doubled(run)
+    if wrong or times > 1:
+        raise Failed(wrong or causes.of_same_rows(run, times))
+    _check_shapes(alone, run)
+    _check_replicas(run)
+    # Ranks that share the work on the same rows take them once.
+    taken = run.of(takers(alone, run)) if shares_rows(run) else run
+    wrong = strange_shares(alone, taken)
+    if wrong:
+        raise Failed(wrong)
+    pair, how = _pair(runner, alone, run, taken)
+    accept = runner.start.accept
+    pair = pair.as_ranks(accept) if accept else pair
+    pair, start = _with_same_start(pair)
+    _check_disagreements(pair)
+    compared = _decided(pair)
+    lines = compared.lines + unknown_shares(alone, taken) + _not_stepped(run) + _not_compared(run, accept)
+    sentence = f"{run.steps} steps are those of one process {how}{start}"
+    return Judgement(size, Verdict.PASS, sentence, lines, compared.unknown)
+
+
+def _decided(pair: Pair) -> Compared:
+    """Compare, and return what was compared; what differs by padding alone decides nothing.
+
+    Raises:
+        Failed: The world differs.
+        Undecided: Nothing can be said.
+    """
+    try:
+        return decide(pair)
+    except Failed:
+        if not (pair.feed.pads and _same_count(pair.reference, pair.run, 0)):
+            raise
+    # Judged with batches that are padded together: whatever differs still is no padding.
+    alike = with_parts_in_place(pair.reference, pair.runner.run(pair.run.size, RunSettings(feed=pair.feed)))
+    decide(replace(pair, run=alike, own=pair.feed, kept={}))
+    raise Undecided(
+        "differs from one process only where rows are padded to another length: with the ranks' batches padded together it "
+        "trains as one process does. Mask what is padded in the model and in the loss, or pad to a fixed length."
+    )
+
+
+def _pair(runner: Runner, alone: WholeRun, run: WholeRun, taken: WholeRun) -> tuple[Pair, str]:
+    """Return the world beside one process that sees its rows, and in which way it does."""
+    try:
+        reference, feed = _reference(runner, alone, taken)
+    except Undecided:
+        # Whatever forward is given: who computes the same gradients at each step has seen the same data.
+        pair = Pair(runner, alone, run, Feed())
+        if not computes_the_same(pair):
+            raise
+        return pair, "with other arguments of forward: ranks share the work on each row"
+    if feed.source is None and not _same_data(alone, taken):
+        return Pair(runner, alone, run, feed), "with the same rows on each rank, of which forward is given parts"
+    if feed.source is not None:
+        how = f"given the rows of all ranks ({feed})"
+    else:
+        how = "with the same rows at each step"
+    if taken.size < run.size:
+        how += f", on which {run.size // taken.size} ranks work together"
+    return Pair(runner, reference, run, feed), how
+
+
+def _check_replicas(run: WholeRun) -> None:
+    apart = causes.of_start(run)
+    if apart and any(seen.sent for seen in first_steps(run)):
+        raise Undecided(
+            "each rank has weights of its own by the same names, and they send to one another, as stages of a pipeline do. Draw "
+            "the whole model from one seed on every rank, and take the layers of the stage from it: then they are known by their "
+            "values."
+        )
+    if apart:
+        raise Failed(apart)
+
+
+def _not_stepped(run: WholeRun) -> tuple[str, ...]:
+    """Say what an optimizer steps that nobody can read; weights agree.
+
+    Raises:
+        Undecided: The gradients of the model were not there to be read either.
+    """
+    strange = max(seen.strange for seen in run.seen)
+    if not strange:
+        return ()
+    if not any(seen.given for seen in run.seen):
+        raise Undecided(
+            f"the optimizer steps {strange} tensors that are neither parameters of the model nor copies of some, one for one. "
+            "The model's weights are those of one process at each step, and of gradients nothing was seen. Leave the model's "
+            "gradients there until the step, or give the optimizer one copy of each parameter."
+        )
+    return (
+        f"not compared: the {strange} tensors that the optimizer steps, and its state: they are no parameters of the model",
+    )
+
+
+def _not_compared(run: WholeRun, accept: Sequence[str]) -> tuple[str, ...]:
+    off = any(rank.dropout for rank in run.ranks)
+    sentences = (
+        ["not compared: dropout, which was switched off, since masks are drawn for a rank's own rows"] if off else []
+    )
+    for name in accept:
+        there = {SCHEDULER: name in run.ranks[0].conventions, BATCH_NORM: run.ranks[0].steps[0].batch_norm}
+        sentences.append(f"accepted: {name}: " + (CONVENTIONS[name] if there.get(name, True) else "not there"))
+    return tuple(sentences)
+
+
+def _reference(runner: Runner, alone: WholeRun, run: WholeRun) -> tuple[WholeRun, Feed]:
+    """Return one process that sees the rows of all ranks, step by step, and what it had to be given for that."""
+    if not any(any(ranks) for ranks in run.rows):
+        raise Undecided("the model's forward is given no tensor with rows, so that nobody knows what data it sees.")
+    if _same_data(alone, run) or _same_source(alone, run):
+        return alone, Feed()
+    feeds = feeds_of([rank.taken for rank in run.ranks], alone.forwards(), run.forwards())
+    tried = []
+    for feed in feeds:
+        fed = runner.run(1, RunSettings(feed=feed))
+        if _same_data(fed, run) or (feed.pads and _same_moments(fed, run)):
+            _check_numbers(runner, fed)
+            return fed, feed
+        tried.append(f"{feed.source}")
+    if not tried:
+        raise Undecided(
+            "each rank takes rows of its own, and neither a DataLoader nor the arguments of forward determine the loss. "
+            "Mark the line where the script takes its batch: `x, y = fsdp_testing.batch(x, y)`."
+        )
+    raise Undecided(
+        f"one process was given the rows of all ranks ({', then '.join(tried)}), and trained on others or in other steps: random "
+        "numbers that are drawn between there and forward (an augmentation in the loop) cannot be replayed. Mark the line where "
+        "the script has its batch ready: `x, y = fsdp_testing.batch(x, y)`."
+    )
+
+
+def _same_moments(one: WholeRun, run: WholeRun) -> bool:
+    """Whether both made as many forwards until each step, after as many items of their loaders.
+
+    Rows that are padded to the longest of another batch have other digests. There are as many of them, unless each batch is
+    packed into one row.
+    """
+    for step in range(min(one.steps, run.steps)):
+        mine, others = one.ranks[0], run.ranks
+        if any(len(mine.steps[step].rows) != len(rank.steps[step].rows) for rank in others):
+            return False
+        if any(mine.taken.items[step] != rank.taken.items[step] for rank in others):
+            return False
+        forwards = [len(forward) for seen in (mine, *others) for forward in seen.steps[step].rows]
+        if not _same_count(one, run, step) and {*forwards} != {1}:
+            return False
+    return True
+
+
+def _same_source(alone: WholeRun, run: WholeRun) -> bool:
+    """Whether all ranks take the rows of one process, though forward is given parts of them, as slices of sequences."""
+    sources = [rank.taken.rows for rank in (*alone.ranks, *run.ranks)]
+    known = min(map(len, sources))
+    return known > 0 and all(rows[:known] == sources[0][:known] for rows in sources)
+
+
+def _same_count(one: WholeRun, run: WholeRun, step: int) -> bool:
+    return one.union(step).total() == run.union(step).total()
+
+
+def _same_data(one: WholeRun, run: WholeRun) -> bool:
+    """Whether both see the same rows at each step; one that ends sooner is a difference of its own."""
+    steps = min(one.steps, run.steps)
+    return all(one.union(step) == run.union(step) for step in range(steps))
+
+
+def _check_shapes(alone: WholeRun, run: WholeRun) -> None:
+    before, here = initial(alone), initial(run)
+    if {n: v[0].shape for n, v in before.items()} != {n: v[0].shape for n, v in here.items()}:
+        odd = sorted({*before} ^ {*here}, key=str) or [n for n in before if before[n][0].shape != here[n][0].shape]
+        raise Undecided(
+            f"has other parameters than one process, first {odd[0]}. A script whose model depends on the number of ranks "
+            "cannot be compared; choose the model by an argument. Where each rank has a part of the model, which is known by its "
+            "values: draw the whole from one seed on every rank, and take the part of that."
+        )
+
+
+def _with_same_start(pair: Pair) -> tuple[Pair, str]:
+    """Return the world beside one process that begins with its weights, and words on that where it had to be given them."""
+    reference, run = pair.reference, pair.run
+    if reference.steps != run.steps:
+        raise Failed(
+            f"makes {run.steps} steps of the optimizer where one process makes {reference.steps}. Cause: the number of steps "
+            "depends on the number of ranks (an early stop, or the length of a rank's data)."
+        )
+    difference = _other_start(reference, run)
+    if difference is None:
+        return pair, ""
+    other = f"starts from other weights than one process: {difference}. {causes.of_other_start(reference, run)}"
+    if not may_be_given_weights(run):
+        raise Undecided(other)
+    given = pair.with_weights()
+    if given.reference.steps != run.steps or _other_start(given.reference, run) is not None:
+        raise Undecided(other)
+    return given, ". It was given the weights with which the ranks begin, which are not those that it draws"
+
+
+def _other_start(reference: WholeRun, run: WholeRun) -> Difference | None:
+    sums = any(span.block > 1 for spans in first_steps(run)[0].before.values() for span in spans)
+    return first_difference(initial(reference), initial(run), SUMMED_ROUNDINGS if sums else 0.0)

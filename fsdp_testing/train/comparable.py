@@ -1,0 +1,203 @@
+"""What of two runs has to agree? Losses may be read in several ways, and gradients and rates may differ by one factor. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from fsdp_testing.cases.records.tolerance import UNIT_ROUNDOFF
+from fsdp_testing.judging.checkers.divergence import DECISIVE
+from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, Difference, first_difference, part, side_by_side
+from fsdp_testing.train.quantities import LOSS, RATE, Kind, Quantities, Quantity
+
+Compare = Callable[[Sequence[Quantity], Sequence[float]], Difference | None]
+"""Compares quantities of two runs; the gradients of the second, and their norm, times a factor for each step."""
+_SCALED = (Kind.UNCLIPPED, Kind.GRADIENT, Kind.NORM)
+_ONE_FACTOR = 1e-9
+"""Relative; rates are computed in float64 by few operations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparable:
+    """What is to be compared of two runs.
+
+    Attributes:
+        names: The quantities.
+        missing: Those that only one of both gives at each step.
+        apart: Kinds that need not agree where parameters do.
+        factor: By how much all rates are larger than those of the reference, where gradients are smaller by as much.
+    """
+
+    names: list[Quantity]
+    missing: tuple[Quantity, ...] = ()
+    apart: tuple[Kind, ...] = ()
+    factor: float | None = None
+
+    def left_out(self, *, losses: bool = True) -> list[str]:
+        """Return sentences on what is not to be compared; on losses only if nobody else judges them."""
+        sentences = [f"{key}, which only one of them gives at each step" for key in self.missing]
+        if self.factor is not None:
+            sentences.append(
+                f"gradients are {1 / self.factor:.6g} times, and learning rates {self.factor:.6g} times, those of the reference: "
+                "their product agrees, and so do parameters"
+            )
+        kinds = [kind for kind in self.apart if losses or kind is not Kind.LOSS]
+        if kinds:
+            words = ["norm" if kind is Kind.NORM else kind.value.strip() for kind in kinds]
+            sentences.append("what need not agree where parameters do: " + ", ".join(words))
+        return sentences
+
+
+def only(quantities: Quantities, names: Collection[Quantity]) -> Quantities:
+    """Return these quantities alone."""
+    chosen = set(names)
+    return {key: values for key, values in quantities.items() if key in chosen}
+
+
+def rescaled(quantities: Quantities, factors: Sequence[float]) -> Quantities:
+    """Return quantities with the gradients, and their norm, times a factor for each step; as they are without factors."""
+    return {
+        key: [value * factor for value, factor in zip(values, factors)] if factors and key.kind in _SCALED else values
+        for key, values in quantities.items()
+    }
+
+
+def comparable(
+    reference: Quantities,
+    other: Quantities,
+    roundings: float,
+    compare: Compare | None = None,
+    *,
+    losses_are_equal: bool = False,
+) -> Comparable:
+    """Return what is to be compared.
+
+    A loss may be each rank's part of a sum, and gradients may be summed where the learning rate is divided: where the
+    parameters agree at each step, losses decide nothing, nor do gradients and rates of which the product agrees.
+
+    Args:
+        reference: What it is compared with.
+        other: What is judged.
+        roundings: Admitted, in units of roundoff.
+        compare: Compares quantities of both; within these roundings by default.
+        losses_are_equal: Whether losses decide all the same.
+    """
+    given = {key: _steps_of(values) for key, values in reference.items()}
+    names = [key for key, values in other.items() if given.get(key) == _steps_of(values)]
+    missing = tuple(sorted({*given, *other} - {*names}, key=str))
+
+    def at_once(chosen: Sequence[Quantity], factors: Sequence[float]) -> Difference | None:
+        return first_difference(only(reference, chosen), only(rescaled(other, factors), chosen), roundings)
+
+    def differs(kinds: tuple[Kind, ...], factors: Sequence[float] = ()) -> bool:
+        chosen = [key for key in names if key.kind in kinds]
+        return bool(chosen) and (compare or at_once)(chosen, factors) is not None
+
+    if not any(key.kind is Kind.PARAMETER for key in names) or differs((Kind.PARAMETER,)):
+        return Comparable(names, missing)
+    apart: tuple[Kind, ...] = ()
+    factors = _rate_factors(reference, other) if RATE in names and differs((Kind.RATE,)) else []
+    factor = factors[0] if factors and not differs(_SCALED, factors) else None
+    if factor is not None:
+        apart = (Kind.UNCLIPPED, Kind.GRADIENT, Kind.MOMENT, Kind.RATE, Kind.NORM)
+    # What roundings may do to a loss in the dtype that it was computed in is asked later; a part of a sum is far from it.
+    losses = zip(reference[LOSS], other[LOSS]) if LOSS in names and not losses_are_equal else ()
+    if any(bool(((one - two).abs() > DECISIVE * one.abs()).any()) for one, two in losses):
+        apart += (Kind.LOSS,)
+    return Comparable([key for key in names if key.kind not in apart], missing, apart, factor)
+
+
+def _steps_of(values: Sequence[object]) -> list[bool]:
+    return [bool(value.numel()) for value in values]  # type: ignore[attr-defined]  # tensors
+
+
+def _rate_factors(reference: Quantities, other: Quantities) -> list[float]:
+    """Return by which one factor the rates of all groups are larger at each step; empty without one.
+
+    Where all rates are zero, as in a warm-up, the factor is that of the first step with another rate.
+    """
+    factors: list[float | None] = []
+    for one, two in zip(reference[RATE], other[RATE]):
+        filled = one != 0
+        if one.shape != two.shape or bool((two[~filled] != 0).any()):
+            return []
+        ratios = two[filled] / one[filled]
+        if bool((ratios != 0).all()) and len(ratios) and bool(((ratios / ratios[0] - 1).abs() <= _ONE_FACTOR).all()):
+            factors.append(float(ratios[0]))
+        elif len(ratios):
+            return []
+        else:
+            factors.append(None)
+    first = next((factor for factor in factors if factor is not None), None)
+    return [] if first is None else [first if factor is None else factor for factor in factors]
+
+
+def vanishing(runs: Sequence[Quantities], roundoff: float) -> set[Quantity]:
+    """Return the quantities of parameters whose gradient is zero but for roundings, in all runs and steps.
+
+    As that of a key's bias in attention. What the optimizer makes of it, Adam at full length, is known of no run.
+
+    Args:
+        runs: What was computed.
+        roundoff: Of the narrowest dtype that any of it was computed in.
+    """
+    names = {
+        key.name
+        for key in runs[0]
+        if key.kind is Kind.GRADIENT and all(_vanishes(key, run, roundoff) for run in runs if key in run)
+    }
+    kinds = (Kind.RETURNED, Kind.UNCLIPPED, Kind.GRADIENT, Kind.PARAMETER, Kind.COPIED, Kind.END, Kind.MOMENT)
+    return {key for run in runs for key in run if key.name in names and key.kind in kinds}
+
+
+def _vanishes(key: Quantity, run: Quantities, roundoff: float) -> bool:
+    gradients = [values for other, values in run.items() if other.kind is Kind.GRADIENT]
+    for step, gradient in enumerate(run[key]):
+        largest = max(
+            float(values[step].abs().max()) for values in gradients if step < len(values) and values[step].numel()
+        )
+        unit = max(roundoff, UNIT_ROUNDOFF.get(str(gradient.dtype).removeprefix("torch."), 0.0))
+        if gradient.numel() and float(gradient.abs().max()) > part(unit, CLEAR_ROUNDINGS) * largest:
+            return False
+    return True
+
+
+def nothing_trained(start: Quantities, run: Quantities, *, gradients_seen: bool = True) -> str:
+    """Return what a run lacks that trained nothing, so that nothing follows from its agreement; empty if it trained.
+
+    Args:
+        start: Parameters before the first step.
+        run: What was computed, with the parameters after each step.
+        gradients_seen: Whether the optimizer steps the tensors that have the gradients.
+    """
+    moved = [
+        not value.equal(start[key][0])
+        for key, values in run.items()
+        if key in start
+        for value in values
+        if value.shape == start[key][0].shape
+    ]
+    gradients = [value for key, values in run.items() if key.kind is Kind.GRADIENT for value in values]
+    zero = gradients_seen and bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
+    lacking = ["no gradient other than zero"] if zero else []
+    lacking += ["no parameter that changes"] if moved and not any(moved) else []
+    return " and ".join(lacking)
+
+
+def loss_table(reference: Quantities, other: Quantities, size: int, other_size: int) -> tuple[str, ...]:
+    """Return loss and norm of the gradient of both worlds, step by step; empty where no step was seen."""
+    steps = min(len(reference.get(LOSS, [])), len(other.get(LOSS, [])))
+    columns = [
+        [(float(run[LOSS][step].double().sum()), _norm(run, step)) for step in range(steps)]
+        for run in (reference, other)
+    ]
+    return side_by_side(columns[0], columns[1], size, other_size) if steps else ()
+
+
+def _norm(quantities: Quantities, step: int) -> float:
+    squares = [
+        float(values[step].double().square().sum())
+        for key, values in quantities.items()
+        if key.kind is Kind.GRADIENT and step < len(values)
+    ]
+    return float(sum(squares) ** 0.5)

@@ -1,0 +1,341 @@
+"""Where do two runs differ first, beyond what roundings may do? Pure comparison of named tensors, step by step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fsdp_testing.cases.records.tolerance import UNIT_ROUNDOFF
+from fsdp_testing.judging.checkers.divergence import DECISIVE
+from fsdp_testing.oracle.tensors import difference
+from fsdp_testing.train.disturbance import RUNS, STAGES, room
+from fsdp_testing.train.quantities import Kind, Quantities, Quantity
+
+if TYPE_CHECKING:
+    import torch
+
+Place = tuple[Quantity, int]
+"""A quantity at a step."""
+Room = Mapping[Place, "torch.Tensor"]
+"""By quantity and step: how far roundings alone may move each number."""
+
+ROUNDINGS = 8
+"""Roundings of the largest number that pass at once. No disturbed run would convict them: the last rounding of a number alone,
+moved by two units, admits four times as much (`disturbance.room`), and more the more numbers are compared."""
+CLEAR_ROUNDINGS = 4096
+"""More than roundings make of a short training in its own dtype. Hints look no closer; it decides nothing."""
+FEW_ROUNDINGS = 4
+"""The most of either for dtypes narrower than float32, in which that many roundings would admit anything."""
+_STILL = 2**-10
+"""Part of the largest movement in a tensor below which a number counts as one that few disturbed runs have not moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where two runs differ first; `error` is by how much, where both have numbers there."""
+
+    quantity: Quantity
+    step: int
+    steps: int
+    sentence: str
+    ratio: float | None = None
+    numbers: int = 0
+    error: float | None = None
+
+    def __str__(self) -> str:
+        at = f" at step {self.step}" if self.steps > 1 else ""
+        return f"{self.quantity}{at} {self.sentence}"
+
+
+@dataclass(slots=True)
+class Decided:
+    """How much of what was compared is decided: what roundings alone may move as far as it was moved is not.
+
+    Attributes:
+        numbers: How many numbers of each quantity were compared, all steps together.
+        undecided: How many of them are undecided.
+        open: A sentence on each quantity and step with undecided numbers that are off by more than their own rounding.
+        excused: Quantities that may stay undecided, since they are zero but for roundings; of these there are no sentences.
+    """
+
+    numbers: Counter[Quantity] = field(default_factory=Counter)
+    undecided: Counter[Quantity] = field(default_factory=Counter)
+    open: dict[Place, str] = field(default_factory=dict)
+    excused: set[Quantity] = field(default_factory=set)
+
+    @property
+    def unknown(self) -> list[Quantity]:
+        """Quantities of which most numbers are undecided: garbage comes near to other garbage here and there."""
+        return [key for key, n in self.undecided.items() if 2 * n > self.numbers[key] and key not in self.excused]
+
+    @property
+    def enough(self) -> bool:
+        """Whether something is known of each quantity, and of at least half of all numbers."""
+        return not self.unknown and 2 * self.undecided.total() <= self.numbers.total()
+
+    def add(self, other: Decided) -> None:
+        """Take note of what another comparison decided."""
+        self.numbers += other.numbers
+        self.undecided += other.undecided
+        self.open |= {place: sentence for place, sentence in other.open.items() if place[0] not in self.excused}
+
+
+def first_difference(
+    reference: Quantities,
+    other: Quantities,
+    roundings: float,
+    admitted: Room | None = None,
+    decided: Decided | None = None,
+    start: Quantities | None = None,
+) -> Difference | None:
+    """Return the first difference in the order of steps, and among the quantities of one step in the order returned.
+
+    Args:
+        reference: What it is compared with.
+        other: What is judged.
+        roundings: Admitted, in units of roundoff of a quantity's dtype times its largest number. 0 demands equality.
+        admitted: What is admitted beside that, for each number.
+        decided: Takes note of how much was compared, and what of it is undecided.
+        start: What quantities were before the first step: these count as decided by how far the reference moved them.
+    """
+    for key in [*reference, *(key for key in other if key not in reference)]:
+        if key not in reference or key not in other:
+            return Difference(key, 0, 1, "is returned by one of them only")
+        if len(reference[key]) != len(other[key]):
+            return Difference(key, 0, 1, f"has {len(other[key])} steps, expected {len(reference[key])}")
+    for key, step in in_order(reference):
+        before = (start or {}).get(key, [None])[0]
+        bound = _Bound(roundings, (admitted or {}).get((key, step), 0.0), before)
+        difference = _compare((key, step), (reference[key], other[key]), bound, decided or Decided())
+        if difference is not None:
+            return difference
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """How far a quantity may be off: roundings of its largest number, room for each number, and where it began."""
+
+    roundings: float
+    room: torch.Tensor | float
+    start: torch.Tensor | None
+
+
+def in_order(quantities: Quantities) -> list[Place]:
+    """Return quantity and step of all there is: what is recorded at every step first, step by step, then final quantities."""
+    recorded = {key: steps for key, steps in quantities.items() if len(steps) > 1}
+    length = max((len(steps) for steps in recorded.values()), default=0)
+    order = [(key, step) for step in range(length) for key, steps in recorded.items() if step < len(steps)]
+    return order + [(key, 0) for key, steps in quantities.items() if len(steps) == 1]
+
+
+Disturbed = Callable[[int], Iterable[tuple[Quantities, Quantities]]]
+"""Given a seed, returns pairs of a run and the same run with roundings made differently."""
+
+
+def difference_of(
+    reference: Quantities,
+    other: Quantities,
+    disturbed: Disturbed,
+    decided: Decided,
+    start: Quantities,
+    roundings: float = ROUNDINGS,
+) -> Difference | None:
+    """Return the first difference that roundings do not explain: few pass at once, more are asked of disturbed runs.
+
+    Args:
+        reference: What it is compared with.
+        other: What is judged.
+        disturbed: Runs again.
+        decided: Takes note of how much was compared, and what of it is undecided.
+        start: What quantities were before the first step.
+        roundings: What passes at once.
+    """
+    at_once = Decided()
+    difference = first_difference(reference, other, roundings, None, at_once, start)
+    if difference is None:
+        decided.add(at_once)
+    if difference is None or difference.error is None:
+        return difference
+    return beyond_roundings(reference, other, roundings, disturbed, decided, start)
+
+
+def beyond_roundings(
+    reference: Quantities,
+    other: Quantities,
+    roundings: float,
+    disturbed: Disturbed,
+    decided: Decided,
+    start: Quantities | None = None,
+) -> Difference | None:
+    """Return the first difference that roundings do not explain, by how far they move both runs.
+
+    Args:
+        reference: What it is compared with.
+        other: What is judged.
+        roundings: As for `first_difference`.
+        disturbed: Runs again.
+        decided: Takes note of how much was compared, and what of it is undecided.
+        start: As for `first_difference`.
+    """
+    spread: dict[Place, torch.Tensor] = {}
+    for seed in range(1, RUNS + 1):
+        for here, there in disturbed(seed):
+            _widen(spread, here, there)
+        if seed in STAGES:
+            difference = first_difference(reference, other, roundings, _room_of(spread, seed), start=start)
+            if difference is not None:
+                return difference
+        # Further runs only widen it: what the largest of all runs would admit with these alone is decided already.
+        seen = Decided()
+        if first_difference(reference, other, roundings, _room_of(spread, RUNS), seen, start) is None:
+            decided.add(seen)
+            break
+    return None
+
+
+def _widen(spread: dict[Place, torch.Tensor], here: Quantities, there: Quantities) -> None:
+    import torch
+
+    for place in in_order(here):
+        distance = _distance(there, here, place)
+        spread[place] = torch.maximum(spread[place], distance) if place in spread else distance
+
+
+_SET = (Kind.RATE, Kind.SETTING)
+
+
+def _room_of(spread: Room, runs: int) -> Room:
+    import torch
+
+    numbers = sum(tensor.numel() for tensor in spread.values())
+    if runs < RUNS:
+        # On a coarse grid a number may stay where it is by chance, or come to its negative before it is squared, beside others
+        # that move: wait for more. A single number has none beside it; what an optimizer is set by is not rounded.
+        still = {place: tensor < _STILL * _largest(tensor) for place, tensor in spread.items()}
+        still |= {place: t == 0 for place, t in spread.items() if t.numel() == 1 and place[0].kind not in _SET}
+        spread = {place: tensor.masked_fill(still[place], torch.inf) for place, tensor in spread.items()}
+    return {place: room(tensor, numbers, runs) for place, tensor in spread.items()}
+
+
+def _distance(there: Quantities, here: Quantities, place: Place) -> torch.Tensor:
+    """Return how far a disturbed run is from the run; infinite where it took another way, so that nothing follows."""
+    import torch
+
+    key, step = place
+    value = here[key][step].double().reshape(-1)
+    if len(there.get(key, [])) != len(here[key]) or there[key][step].numel() != value.numel():
+        return torch.full_like(value, torch.inf)
+    return (there[key][step].double().reshape(-1) - value).abs().nan_to_num(nan=torch.inf)
+
+
+def _compare(
+    place: Place,
+    sides: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
+    bound: _Bound,
+    decided: Decided,
+) -> Difference | None:
+    import torch
+
+    key, step = place
+    left, right, steps = sides[0][step], sides[1][step], len(sides[0])
+    if left.shape != right.shape or left.dtype != right.dtype:
+        sentence = f"is {right.dtype}{list(right.shape)}, expected {left.dtype}{list(left.shape)}"
+        return Difference(key, step, steps, sentence)
+    if not left.numel():
+        return None
+    one, two = left.double().reshape(-1), right.double().reshape(-1)
+    largest = _largest(one)
+    # A weight is large whatever its training did: what was trained is how far it moved.
+    known = bound.start is not None and bound.start.numel() == one.numel()
+    size = _largest(one - bound.start.double().reshape(-1)) if known and bound.start is not None else largest
+    at_once = floor(left.dtype, bound.roundings) * max(largest, size)
+    apart = difference(two, one, at_once + bound.room)
+    if not apart.exceeded:
+        decided.numbers[key] += one.numel()
+        # As everywhere: what roundings move by as much as the numbers are large decides nothing.
+        # Nor does a room without end: with other roundings the run took another way.
+        endless = torch.as_tensor(bound.room).isinf() & ((one - two).abs() > at_once)
+        undecided = ((one - two).abs() > DECISIVE * size) | endless
+        if apart.error and bool(undecided.any()):
+            decided.undecided[key] += int(undecided.sum())
+            # A weight that is stored coarsely is known to one unit in its last place, of which there is nothing to tell.
+            count = int((undecided & ((one - two).abs() > 2 * part(_unit(left.dtype), 1) * one.abs())).sum())
+            where = f"{key} at step {step}" if steps > 1 else f"{key}"
+            if count:
+                decided.open[place] = f"{count} of {one.numel()} numbers of {where}, off by up to {apart.error:.3g}"
+        return None
+    sentence = f"is off by {apart.error:.3g} (bound {apart.bound:.3g}), most in element {apart.position}: {apart.text}"
+    return Difference(key, step, steps, sentence, _ratio(one, two), one.numel(), apart.error)
+
+
+def _largest(numbers: torch.Tensor) -> float:
+    finite = numbers[numbers.isfinite()].abs()
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def floor(dtype: torch.dtype, roundings: float) -> float:
+    """Return the part of the largest number that so many roundings may make."""
+    return part(_unit(dtype), roundings)
+
+
+def _unit(dtype: torch.dtype) -> float:
+    return UNIT_ROUNDOFF.get(str(dtype).removeprefix("torch."), 0.0)
+
+
+def part(unit: float, roundings: float) -> float:
+    """Return the part of the largest number that so many roundings of a unit may make."""
+    few = unit > UNIT_ROUNDOFF["float32"]
+    return min((min(roundings, FEW_ROUNDINGS) if few else roundings) * unit, DECISIVE)
+
+
+def _ratio(one: torch.Tensor, two: torch.Tensor) -> float | None:
+    """The factor between two tensors, if it is one factor for all elements."""
+    filled = one.abs() > 1e-12 * float(one.abs().max())
+    if not bool(filled.any()):
+        return None
+    ratios = two[filled] / one[filled]
+    middle = float(ratios.median())
+    return middle if bool(((ratios - middle).abs() <= 1e-6 * abs(middle)).all()) else None
+
+
+def suggestion(difference: Difference, size: int) -> str:
+    """Return what a difference from the reference world suggests, where the evidence shows no cause."""
+    ratio = difference.ratio
+    if ratio is not None and abs(ratio - size) < 1e-6 * size:
+        return f"It is exactly {size} times as large: a sum over ranks where a mean is meant."
+    if ratio is not None and abs(ratio - 1 / size) < 1e-6:
+        return f"It is exactly 1/{size} of it: divided by the world size once too often, or not summed."
+    if ratio is not None and difference.numbers > 1:  # of one number, a ratio says nothing
+        return f"Every element is {ratio:.6g} times as large: something is scaled by the number of ranks or steps."
+    if difference.steps > 1 and difference.step > 0:
+        return (
+            f"Step {difference.step - 1} still agrees: look at what step {difference.step} does for the first time "
+            "(a no_sync boundary, a micro-batch that is not reduced, a schedule that counts ranks)."
+        )
+    return "Look for data that is not split evenly, a random number drawn per rank, or a gradient that is not reduced."
+
+
+def side_by_side(
+    reference: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]], size: int, other_size: int
+) -> tuple[str, ...]:
+    """Return lines with loss and norm of the gradient of two worlds, step by step.
+
+    Args:
+        reference: Loss and norm at each step.
+        other: Those of the other world.
+        size: Ranks of the reference.
+        other_size: Ranks of the other world.
+    """
+    titles = [
+        f"{what} ({count} rank{'s' if count > 1 else ''})" for what in ("loss", "norm") for count in (size, other_size)
+    ]
+    rows = [
+        (str(step), *(f"{x:.6g}" for x in (a[0], b[0], a[1], b[1])))
+        for step, (a, b) in enumerate(zip(reference, other))
+    ]
+    table = [("step", *titles), *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    return tuple("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in table)

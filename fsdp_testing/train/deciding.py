@@ -1,0 +1,245 @@
+"""Do a world and the reference world compute the same? The one decision on a script, a function or a model.
+
+Losses and logged numbers come last: they are judged by what they mean where everything that trains agrees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from fsdp_testing.train import causes, readings
+from fsdp_testing.train.comparable import Comparable, comparable, nothing_trained, only, vanishing
+from fsdp_testing.train.comparison import Decided, Difference
+from fsdp_testing.train.conventions import LOSS as OWN_LOSSES
+from fsdp_testing.train.pair import Pair, fail
+from fsdp_testing.train.quantities import LOSS, Kind, Quantities, Quantity
+from fsdp_testing.train.report import compared_lines
+from fsdp_testing.train.running import Undecided
+from fsdp_testing.train.whole import WholeRun, initial, is_mean_of_weights, with_ends
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What was compared.
+
+    Attributes:
+        lines: What was, at each step, and what was not and why.
+        unknown: Of what nothing is known, though it was to be compared.
+    """
+
+    lines: tuple[str, ...]
+    unknown: tuple[str, ...] = ()
+
+
+def decide(pair: Pair) -> Compared:
+    """Compare all that was seen, and return what was compared, what was not and why.
+
+    Raises:
+        Failed: The world differs.
+        Undecided: Nothing can be said.
+    """
+    reference, run, start = pair.reference, pair.run, pair.runner.start
+    chosen = comparable(
+        _seen(reference), _seen(run), start.roundings, pair.compare, losses_are_equal=start.losses_are_equal
+    )
+    left = chosen.left_out(losses=start.losses_are_equal)
+    apart = [odd.kind for odd in run.disagreements]
+    left += [f"{kind.value.strip()}: ranks have their own, and yet agree on parameters" for kind in apart]
+    # A variable may hold gradients by the same names, each rank's own.
+    names = [key for key in chosen.names if key.kind is not Kind.COPY or is_mean_of_weights(reference, key)]
+    returned = [key for world in (reference, run) for key in world.names(Kind.RETURNED)]
+    names = [*dict.fromkeys(returned), *(key for key in names if key.kind not in apart)]
+    trained = [key for key in names if key != LOSS or start.losses_are_equal]
+    roundoff = max((seen.evidence.roundoff for world in (reference, run) for seen in world.seen), default=0.0)
+    decided = Decided(excused=vanishing([reference.quantities, run.quantities], roundoff))
+    other_steps = _other_steps(reference, run)
+    if other_steps is not None:
+        trained = [key for key in trained if key.kind is Kind.RETURNED]
+    difference = pair.difference(lambda world: only(world.quantities, trained), decided) or other_steps
+    if difference is not None:
+        _fail_by(pair, difference, names, trained)
+    check_trained(run, names)
+    remarks = _judge_losses(pair, decided) if LOSS in run.quantities and start.takes_rows else []
+    unknown = _undecided(decided)
+    vanished = [str(key) for key in decided.undecided if key in decided.excused]
+    if vanished:
+        remarks.append(f"not decided: {', '.join(vanished[:3])}: its gradient is zero but for roundings")
+    remarks += _judge_logged(pair, chosen)
+    remarks += _generators(reference, run)
+    named = [*names, *({LOSS} & {*run.quantities})]
+    return Compared(compared_lines(run, named, left, remarks), (*unknown, *_not_compared(pair, decided)))
+
+
+def _seen(run: WholeRun) -> Quantities:
+    return {key: values for key, values in run.quantities.items() if key.kind is not Kind.RETURNED}
+
+
+def _other_steps(reference: WholeRun, run: WholeRun) -> Difference | None:
+    """Return that worlds step their optimizers another number of times, or one of them fewer parameters."""
+    if reference.steps != run.steps:
+        sentence = (
+            f"has {run.steps} steps, expected {reference.steps}: the number of steps depends on the number of ranks"
+        )
+        return Difference(Quantity(Kind.RETURNED, "the optimizer"), 0, 1, sentence)
+    here, there = run.names(Kind.PARAMETER), reference.names(Kind.PARAMETER)
+    if run.own or not here or {*here} - {*there}:
+        return None  # parts and other names have no counterparts; that is told
+    lacking = sorted({*there} - {*here}, key=str)
+    return Difference(lacking[0], 0, 1, "is trained by the reference only") if lacking else None
+
+
+def _fail_by(pair: Pair, difference: Difference, names: Sequence[Quantity], trained: Sequence[Quantity]) -> None:
+    """Raise what differs, with its cause; an earlier loss is the difference that is named."""
+    returns_loss = any("loss" in key.name.lower() for key in names if key.kind is Kind.RETURNED)
+    if LOSS in names and not returns_loss and difference.error is not None:
+        difference = pair.difference(lambda world: only(world.quantities, names), Decided()) or difference
+    cause = causes.of_difference(pair.reference, pair.run, difference)
+    start = pair.runner.start
+    named = cause.startswith("Cause: ") or OWN_LOSSES in start.accept or not start.takes_rows
+    if not named and pair.as_ranks_agrees((OWN_LOSSES,), lambda world: only(world.quantities, trained)):
+        cause = causes.OWN_LOSS
+    fail(pair, difference, cause)
+
+
+def _undecided(decided: Decided) -> list[str]:
+    """Return a sentence on what roundings alone decide, where the rest is known.
+
+    Raises:
+        Undecided: Nothing is known of some quantity, or of most numbers.
+    """
+    lines = list(decided.open.values())
+    more = f", and {len(lines) - 5} more" if len(lines) > 5 else ""
+    moved = f"roundings alone move these numbers as far as worlds differ: {'; '.join(lines[:5])}{more}"
+    if not decided.enough:
+        keys = ", ".join(map(str, decided.unknown[:5])) or "what is compared"
+        raise Undecided(
+            f"{moved}. "
+            * bool(lines)
+            + f"Roundings decide most of {keys}, so nothing is known of the loop. Train fewer steps, in float32 or float64 "
+            "without autocast, or with an optimizer that does not divide gradients by their size."
+        )
+    return [f"{moved}. Of these nothing is known; the rest agrees."] if lines else []
+
+
+def _not_compared(pair: Pair, decided: Decided) -> list[str]:
+    """Return sentences on parameters that could not be compared.
+
+    Raises:
+        Undecided: Nothing is left that could have been.
+    """
+    reference, run, sentences = pair.reference, pair.run, []
+    unreadable = next((seen.unreadable for world in (reference, run) for seen in world.seen if seen.unreadable), "")
+    odd = sorted({*reference.names(Kind.PARAMETER)} ^ {*run.names(Kind.PARAMETER)}, key=str)
+    if run.own:
+        sentences.append(
+            f"Ranks have parts of their own by the same name, {len(run.own)} parameters, first {run.own[0]}: these are not "
+            "compared. Return what the ranks compute together."
+        )
+    if unreadable:
+        sentences.append(f"Parameters could not be read ({unreadable}), and only what the loop returns is compared.")
+    elif odd and not run.own:
+        sentences.append(
+            f"{len(odd)} parameters have this name in one of both worlds only, and are not compared: first {odd[0]}."
+        )
+    if not any(key.kind in (Kind.RETURNED, Kind.PARAMETER, Kind.END) for key in decided.numbers):
+        sentences.append(
+            "Nothing is returned that is compared, and there is no parameter of which could be compared what it became."
+        )
+        raise Undecided(" ".join(sentences))
+    return sentences
+
+
+def _generators(reference: WholeRun, run: WholeRun) -> list[str]:
+    """Say where the states of random generators agree. They may differ: what draws rows or noise is often a rank's own."""
+    packages: dict[str, list[str]] = {}
+    for package in next((seen.generators for seen in run.seen), {}):
+        here, there = (
+            {tuple(seen.generators.get(package) for seen in rank.steps) for rank in world.ranks}
+            for world in (run, reference)
+        )
+        own, other = ", each rank's own", ", the same on all ranks and not that of one process"
+        packages.setdefault(own if len(here) > 1 else other if here != there else "", []).append(package)
+    return [
+        f"{'not ' if how else ''}compared: the state of the random generator of {', '.join(named)} after each step{how}"
+        for how, named in packages.items()
+    ]
+
+
+def check_something(run: WholeRun) -> None:
+    """Refuse a run with which a comparison would say nothing.
+
+    Raises:
+        Undecided: Nothing is there to be compared, or nothing was trained.
+    """
+    returned = any(value.numel() for key in run.names(Kind.RETURNED) for value in run.quantities[key])
+    if not returned and not run.names(Kind.PARAMETER, Kind.END):
+        raise Undecided(
+            "says nothing, since nothing is compared: the loop returns nothing, and no step of an optimizer was seen of which "
+            "parameters can be compared. Return what it computes, as {'loss': losses, 'weight': model.weight.detach()}."
+        )
+    check_trained(run, list(run.quantities))
+
+
+def check_trained(run: WholeRun, names: Sequence[Quantity]) -> None:
+    """Zeros are equal whatever they came from: a pass takes a gradient that is none."""
+    strange = any(seen.strange for seen in run.seen)
+    lacking = nothing_trained(with_ends(initial(run)), only(run.quantities, names), gradients_seen=not strange)
+    if lacking:
+        raise Undecided(
+            f"trains nothing that can be seen: it has {lacking} in any step, and nothings are equal whatever they came from. "
+            "Look for gradients that are cleared before the step, a loss that does not depend on the model, or a learning rate "
+            "of zero, or compare more steps."
+        )
+
+
+def _judge_losses(pair: Pair, decided: Decided) -> list[str]:
+    """Judge what backward was called on, where all that it trains agrees."""
+    reading = readings.reading_of(pair.reference, pair.run)
+    difference = pair.difference(lambda run: readings.losses(run, reading), decided)
+    if difference is None:
+        return [] if reading == readings.MEAN else [f"the loss of one process is {reading} of theirs"]
+    if readings.is_some_mean(pair.reference, pair.run):
+        raise Undecided(
+            f"trains as one process does, but {difference}, as the mean over ranks. It lies between the losses of the ranks: the "
+            "script weights their gradients by numbers that are not seen. Weight the loss before backward instead, by "
+            "own count x ranks / count of all ranks, or log it reduced in the same way."
+        )
+    fail(
+        pair,
+        difference,
+        "Cause: gradients and parameters are those of one process and the loss is not, neither as mean nor as sum over ranks: "
+        "it is scaled, and the gradient is scaled back elsewhere. Whatever is logged of it is wrong.",
+    )
+    return []
+
+
+def _judge_logged(pair: Pair, chosen: Comparable) -> list[str]:
+    """Judge numbers that a script reduced over ranks and took out of tensors, as it does for its log.
+
+    Args:
+        pair: The runs.
+        chosen: Whether gradients of both differ by a factor, and so may their norms.
+    """
+    known = readings.logged(pair.reference, pair.run)
+    remarks = []
+    for line, (one, other) in known.reduced.items():
+        difference = pair.difference(partial(readings.at_line, line), Decided())
+        if difference is None:
+            remarks.append(f"compared: what is taken at {line}, {len(one)} times, which the script reduced")
+            continue
+        times, is_loss = readings.factor(one, other), readings.is_loss(pair.reference, 0, one)
+        if is_loss or (times is not None and chosen.factor is None):
+            by = "by no constant factor" if times is None else f"{times:.6g} times as large"
+            fail(
+                pair,
+                difference,
+                f"Cause: what is logged there is reduced wrongly ({by}); training agrees. Divide the sum of the ranks' numbers "
+                "by the number of ranks, once, or by the sum of their weights.",
+            )
+        remarks.append(f"not compared: the number taken at {line} is the same on all ranks and not that of one process")
+    remarks += [f"not compared: the number taken at {line}, each rank's own" for line in known.own]
+    return remarks + [
+        f"not compared: the number taken at {line}, taken another number of times" for line in known.uneven
+    ]

@@ -1,0 +1,353 @@
+"""Which rows does a `DataLoader` give, pass by pass? By index where a dataset has a length, otherwise by digest.
+
+An augmentation draws a row anew each time: what a sampler gives is compared between runs, not what was drawn. Indices mean
+the same rows only where both runs index the same dataset, which a few rows, fetched with the same random numbers, show.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Subset
+
+from fsdp_testing.train.batches import on_cpu, row_digests
+
+_MOST_INDICES = 2**18
+_PURE = frozenset({"torch", "accelerate", "transformers", "lightning", "builtins"})
+"""Packages whose samplers may be asked for the rest of a pass: they only count and draw."""
+
+
+@dataclass(slots=True, eq=False)
+class Pass:
+    """One pass over a `DataLoader`.
+
+    Attributes:
+        items: What was taken.
+        samples: What the loader's `collate_fn` made each item of; empty where that was not kept.
+        rows: Digests of the rows of its items.
+        indices: Of its rows in the dataset, of all that the sampler gives where `planned`; empty of a stream.
+        complete: Whether all that the loader has was taken.
+        planned: Whether `indices` are those of a whole pass.
+        trained: Forwards with gradients that ran while an item of it was the last that was taken.
+        epoch: The epoch by which its sampler shuffles; None without such a sampler.
+        told: How often `set_epoch` of any `DistributedSampler` had been called before.
+    """
+
+    items: list[Any] = field(default_factory=list)
+    samples: list[list[Any]] = field(default_factory=list)
+    rows: list[str] = field(default_factory=list)
+    indices: list[str] = field(default_factory=list)
+    complete: bool = False
+    planned: bool = False
+    trained: int = 0
+    epoch: int | None = None
+    told: int = 0
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is a pass of the training: a look at the first batch is none."""
+        return self.complete or self.trained > 1
+
+    def has_order_of(self, other: Pass) -> bool:
+        """Whether both took more than one row, and in the same order."""
+        known = min(len(self.indices), len(other.indices))
+        return len(set(self.indices[:known])) > 1 and self.indices[:known] == other.indices[:known]
+
+
+@dataclass(slots=True)
+class LoaderSeen:
+    """One `DataLoader`, in the order of first use.
+
+    Attributes:
+        length: What `len` gave; None where it was not asked or has none.
+        passes: Each pass.
+        batch: Rows of the first item.
+        due: Items of a pass; None where the loader has no length.
+        replaces: Whether its sampler draws rows that it has drawn already.
+        dataset: Length and digests of a few rows of the dataset that is indexed; empty where it has none or is a stream.
+        repeats: Whether `collate_fn` makes the same item of the same rows again; None where that was not tried.
+    """
+
+    length: int | None = None
+    passes: list[Pass] = field(default_factory=list)
+    batch: int = 0
+    due: int | None = None
+    replaces: bool = False
+    dataset: tuple[str, ...] = ()
+    repeats: bool | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether the model was trained on what it gives."""
+        return any(one.trained for one in self.passes)
+
+    @property
+    def repeats_order(self) -> str:
+        """How a sampler that shuffles by epoch came to take two passes in one order; empty if it did not."""
+        passes = [one for one in self.passes if one.counts and one.epoch is not None]
+        for first, second in pairwise(passes):
+            if first.epoch == second.epoch and first.has_order_of(second):
+                return "is not called" if first.told == second.told else f"is called with {second.epoch} again"
+        return ""
+
+
+class Drawn:
+    """Stands in the place of a sampler, and takes note of what it gives."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+        self.given: list[Any] = []
+        self.source: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        self.given, self.source = given, source = [], iter(self.sampler)
+
+        def draw() -> Iterator[Any]:
+            for index in source:
+                given.append(index)
+                yield index
+
+        return draw()
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sampler, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Collated:
+    """An item and the rows that it was made of."""
+
+    samples: list[Any]
+    item: Any
+
+
+class Keeping:
+    """Stands in the place of a `collate_fn`, and keeps what it is given; works in the workers of a loader too."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        return Collated(copied(samples), self.collate(samples))
+
+
+def copied(samples: Iterable[Any]) -> list[Any]:
+    """Return rows of which a collator may take parts out."""
+    return [type(one)(one) if type(one) in (dict, list) else one for one in samples]
+
+
+class LoaderWatch:
+    """Sees the passes over one `DataLoader`.
+
+    Args:
+        loader: Is left as it was, but while a pass begins.
+        keeps: Whether items, and the rows that they are made of, are kept.
+    """
+
+    def __init__(self, loader: DataLoader[Any], keeps: bool) -> None:
+        self.loader, self.keeps = loader, keeps
+        self.seen = LoaderSeen()
+        self._drawn: Drawn | None = None
+        self._open: tuple[Pass, list[Any], Iterator[Any]] | None = None
+
+    def begin(self, begin: Callable[[], Iterator[Any]], told: int) -> tuple[Pass, Iterator[Any]]:
+        """Begin a pass by `begin`; return the pass, and what gives its items."""
+        loader, seen = self.loader, self.seen
+        own = self._watched(begin)
+        samplers = list(_samplers(loader))
+        epochs = [one.epoch for one in samplers if _shuffles_by_epoch(one)]
+        one = Pass(epoch=epochs[0] if epochs else None, told=told)
+        seen.passes.append(one)
+        given: list[Any] = []
+        seen.due = _length(loader)
+        seen.replaces = any(bool(getattr(sampler, "replacement", False)) for sampler in samplers)
+        if self._drawn is not None:
+            given = self._drawn.given
+            self._open = one, given, self._drawn.source
+        return one, self._items(one, own, given)
+
+    def _items(self, one: Pass, own: Iterator[Any], given: list[Any]) -> Iterator[Any]:
+        index = _index_of(self.loader)
+        for number, item in enumerate(own):
+            if isinstance(item, Collated):
+                if self.keeps:
+                    one.samples.append(on_cpu(item.samples))
+                item = item.item
+            digests = row_digests(item)
+            if self.keeps:
+                one.items.append(on_cpu(item))
+            one.rows += digests
+            one.indices += [index(row) for row in _flat(given[number : number + 1])]
+            self.seen.batch = self.seen.batch or len(digests)
+            one.complete = number + 1 == self.seen.due
+            yield item
+        one.complete = True
+
+    def _watched(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Begin a pass of which indices and rows are seen. Its own attributes are the loader's again afterwards."""
+        loader = self.loader
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        sampler, collate = loader.__dict__.get(name), loader.__dict__.get("collate_fn")
+        if sampler is None or isinstance(loader.dataset, IterableDataset):
+            return begin()
+        if self._drawn is None or self._drawn.sampler is not sampler:
+            self._drawn = Drawn(sampler)
+        watched: dict[str, Any] = {name: self._drawn}
+        if self.keeps and loader.batch_sampler is not None and callable(collate):
+            watched["collate_fn"] = Keeping(collate)
+        loader.__dict__.update(watched)
+        try:
+            return begin()
+        finally:
+            loader.__dict__.update({name: sampler} | ({"collate_fn": collate} if "collate_fn" in watched else {}))
+
+    def finish(self) -> None:
+        """Look, after the training, at what explains its rows: the rest of the last pass, the dataset, the collator."""
+        loader, seen = self.loader, self.seen
+        index = _index_of(loader)
+        for one in seen.passes:
+            one.planned = one.complete and bool(one.indices)
+        if self._open is not None and not self._open[0].complete and _is_pure(loader):
+            one, given, source = self._open
+            with suppress(Exception):
+                rows = [*_flat(given), *islice(_flat(source), _MOST_INDICES + 1)]
+                if len(rows) <= _MOST_INDICES:
+                    one.indices, one.planned = [index(row) for row in rows], True
+        if self._drawn is not None:
+            seen.dataset = _fingerprint(_base(loader)[0])
+        kept = [(samples, item) for one in seen.passes for samples, item in zip(one.samples, one.items)]
+        if kept:
+            with suppress(Exception), _seeded():
+                samples, item = kept[0]
+                again = loader.collate_fn(copied(samples))
+                seen.repeats = row_digests(again) == row_digests(item)
+
+
+def of_training(loaders: Sequence[LoaderSeen]) -> list[bool]:
+    """Return of each loader whether it is one of the training: all are where nothing tells them from those of a validation."""
+    trains = [loader.trains for loader in loaders]
+    return trains if any(trains) else [True] * len(trains)
+
+
+def _samplers(loader: Any) -> Iterator[Any]:
+    """Yield the samplers of a loader, and those that these are made of."""
+    waiting: list[Any] = [loader]
+    known: list[Any] = []
+    while waiting and len(known) < 16:
+        one = waiting.pop(0)
+        found = [getattr(one, name, None) for name in ("batch_sampler", "sampler")]
+        for sampler in found:
+            if sampler is not None and not any(sampler is other for other in known):
+                known.append(sampler)
+                waiting.append(sampler)
+                yield sampler
+
+
+def _shuffles_by_epoch(sampler: Any) -> bool:
+    told = callable(getattr(sampler, "set_epoch", None)) and type(getattr(sampler, "epoch", None)) is int
+    return told and getattr(sampler, "shuffle", False) is True
+
+
+def _is_pure(loader: Any) -> bool:
+    return all(type(one).__module__.partition(".")[0] in _PURE for one in _samplers(loader))
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader.batch_sampler if loader.batch_sampler is not None else loader.dataset)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+
+
+def _flat(batches: Iterable[Any]) -> Iterator[Any]:
+    for batch in batches:
+        if isinstance(batch, (list, tuple)):
+            yield from batch
+        else:
+            yield batch
+
+
+def _base(loader: Any) -> tuple[Any, list[Sequence[int]]]:
+    """Return the dataset that the subsets of a loader are taken of, and the indices of each, outermost first."""
+    dataset, maps = loader.dataset, []
+    while isinstance(dataset, Subset):
+        maps.append(dataset.indices)
+        dataset = dataset.dataset
+    return dataset, maps
+
+
+def _index_of(loader: Any) -> Callable[[Any], str]:
+    maps = _base(loader)[1]
+
+    def index(row: Any) -> str:
+        with suppress(Exception):
+            for indices in maps:
+                row = indices[row]
+            row = operator.index(row)
+        return repr(row)
+
+    return index
+
+
+def _fingerprint(dataset: Any) -> tuple[str, ...]:
+    """Return what tells a dataset from others: its length, and a few of its rows as they are with seeded generators."""
+    try:
+        length = len(dataset)
+        rows = []
+        for place in sorted({0, length // 2, length - 1}):
+            with _seeded():
+                rows.append(_digest(dataset[place]))
+        return (str(length), *rows)
+    except Exception:  # noqa: BLE001 - a dataset of any kind may refuse to be indexed like this
+        return ()
+
+
+def _digest(tree: Any) -> str:
+    found = hashlib.blake2b(digest_size=8)
+
+    def add(part: Any) -> None:
+        if isinstance(part, torch.Tensor):
+            part = part.detach().cpu().contiguous()
+            found.update(f"{part.dtype} {tuple(part.shape)}".encode())
+            found.update(part.reshape(-1).view(torch.uint8).numpy().tobytes() if part.numel() else b"")
+        elif isinstance(part, Mapping):
+            add([value for pair in part.items() for value in pair])
+        elif isinstance(part, (list, tuple)):
+            for one in part:
+                add(one)
+        else:
+            raw = part.tobytes() if callable(getattr(part, "tobytes", None)) else repr(part).encode()
+            found.update(raw)
+
+    add(tree)
+    return found.hexdigest()
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Let torch, numpy and Python draw the same random numbers each time; afterwards they go on as before."""
+    numpy = sys.modules.get("numpy")
+    state, drawn = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        random.seed(0)
+        if numpy is not None:
+            numpy.random.seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            if numpy is not None:
+                numpy.random.set_state(drawn)

@@ -1,0 +1,396 @@
+"""What does a rank hold and compute at each optimizer step of a training that knows nothing of us?
+
+Models are those whose forward is called outermost with gradients; each parameter is reported as the spans that the rank
+has of it (`held`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fsdp_testing.base import compat
+from fsdp_testing.ranks.ledger.recorder import Call as Collective
+from fsdp_testing.ranks.ledger.recorder import GroupIdentity
+from fsdp_testing.train.batches import Call, Computed, holds_a_loss, on_cpu, row_digests
+from fsdp_testing.train.deepspeed_engine import is_engine, see_steps
+from fsdp_testing.train.evidence import Clues, StepEvidence
+from fsdp_testing.train.held import Spans, whole_parameters
+from fsdp_testing.train.quantities import Kind, Quantity, QuantitySpans, spans_of_kind
+from fsdp_testing.train.reading import (
+    Reader,
+    closure_in,
+    generators,
+    makes_state_only,
+    once_gradients_are_there,
+    settings_of,
+)
+
+_STEPS_WITH_TERMS, _MOST_TERMS = 2, 2**20
+"""Of how many steps the terms of gradients are kept, and how many numbers of each."""
+_OF_EACH_OPTIMIZER = (Kind.UNCLIPPED, Kind.GRADIENT, Kind.MOMENT)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeen:
+    """One step of an optimizer on one rank.
+
+    Attributes:
+        losses: What each backward pass was called on (its sum, where that was no scalar).
+        loss_dtype: Their dtype.
+        rows: Digest of each row that the outermost forwards were given, by forward.
+        settings: Each number by which the optimizer is set ("lr", "weight_decay", ...), of every group of parameters.
+        norms: What `clip_grad_norm_` returned.
+        norm_dtype: Their dtype.
+        before: Parameters as the step found them, of a later step those that were changed since the step before; of the first
+            step also what the optimizer kept of parameters before it.
+        after: What this rank has of each quantity: gradients as the step's first clip was given them, and as the optimizer is
+            (None counts as zeros); after the step parameters, the optimizer's state and the buffers that a checkpoint holds;
+            and what the models hold, when the next forward begins, of parameters that the optimizer steps as copies.
+        unreduced: Parameters whose sharded gradient had not been reduced.
+        given: How many parameters have a gradient on this rank.
+        strange: How many tensors the optimizer steps that belong to no model that was seen.
+        stepped: How many it steps.
+        unreadable: Why parameters could not be read; empty if they were.
+        drew: Whether a forward drew random numbers from the default generator.
+        batch_norm: Whether a model in training has batch norms that look at one rank's rows alone.
+        generators: Digest of the state of each random generator of this process after the step, by the package it belongs to.
+        terms: What each backward pass added to the gradients of parameters that are whole here; of the first steps only.
+        share: Which part of each row's work is this rank's, as its place in a mesh of tensor parallelism; empty if all of it.
+        sent: Whether this rank sent to, or received from, a single other one, as stages of a pipeline do.
+        evidence: What explains a difference.
+    """
+
+    losses: tuple[float, ...]
+    loss_dtype: torch.dtype
+    rows: tuple[tuple[str, ...], ...]
+    settings: dict[str, tuple[float, ...]]
+    norms: tuple[float, ...]
+    norm_dtype: torch.dtype
+    before: QuantitySpans
+    after: QuantitySpans
+    unreduced: tuple[str, ...]
+    given: int
+    strange: int
+    stepped: int
+    unreadable: str
+    drew: bool
+    batch_norm: bool
+    generators: Mapping[str, str]
+    terms: tuple[dict[str, torch.Tensor], ...] = ()
+    share: str = ""
+    sent: bool = False
+    evidence: StepEvidence = field(default_factory=StepEvidence)
+
+    def of(self, kind: Kind) -> Spans:
+        """Return what this rank has of all quantities of one kind, by their names."""
+        return spans_of_kind(self.after, kind)
+
+    def followed_by(self, later: StepSeen) -> StepSeen:
+        """Return this step and that of another optimizer, made before the next forward, as one."""
+        settings = {
+            name: self.settings.get(name, ()) + later.settings.get(name, ())
+            for name in {**self.settings, **later.settings}
+        }
+        earlier = {key: spans for key, spans in self.after.items() if key.kind in _OF_EACH_OPTIMIZER}
+        return replace(
+            self,
+            settings=settings,
+            norms=self.norms + later.norms,
+            before=later.before | self.before,
+            after=earlier | later.after | _named(Kind.UNCLIPPED, self.of(Kind.UNCLIPPED)),
+            unreduced=(*self.unreduced, *later.unreduced),
+            given=self.given + later.given,
+            strange=self.strange + later.strange,
+            stepped=self.stepped + later.stepped,
+            unreadable=self.unreadable or later.unreadable,
+            generators=later.generators,
+        )
+
+
+def _named(kind: Kind, spans: Spans) -> QuantitySpans:
+    return {Quantity(kind, name): kept for name, kept in spans.items()}
+
+
+class Observer:
+    """Sees one training on one rank, step by step.
+
+    Args:
+        after_step: Called with the number of steps so far before what follows a step: a forward, a backward, a message or a
+            step; may raise to end the training. Steps of several optimizers without a forward or backward between them are one.
+        before_forward: Is given the arguments of each outermost forward and returns those to use.
+        before_step: Called before each step with the number of steps so far; may raise to end the training.
+        forward: Makes an outermost forward: is given the model, its `__call__`, arguments, and step, number of the forward in it
+            and digests of its rows.
+        reader: Reads what this rank holds.
+    """
+
+    def __init__(
+        self,
+        after_step: Callable[[int], None] = lambda _: None,
+        before_forward: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]] = lambda a, k: (a, k),
+        before_step: Callable[[int], None] = lambda _: None,
+        forward: Callable[..., Any] = lambda _model, call, given, _place: call(*given[0], **given[1]),
+        reader: Reader | None = None,
+    ) -> None:
+        self.steps: list[StepSeen] = []
+        self.reader = reader or Reader()
+        self.calls: list[Call] = []
+        self.keep_calls = False
+        self._after_step, self._before_forward, self._about_to_step = after_step, before_forward, before_step
+        self._forward = forward
+        self._depth = 0
+        self._stepping = 0  # an optimizer may be made of others, whose steps are parts of its own
+        self._in_closure = False
+        self._computed = Computed()
+        self._open = self._follows = False  # the last step may be followed by that of another optimizer
+        self._ignoring = False
+        self._start_step()
+
+    def _start_step(self) -> None:
+        self._computed.end_step()
+        self._losses: list[float] = []
+        self._loss_dtype = self._norm_dtype = torch.float64
+        self._rows: list[tuple[str, ...]] = []
+        self._norms: list[float] = []
+        self._drew = False
+        self._before: QuantitySpans = {}
+        self._given_spans: QuantitySpans = {}
+        self._clues, self._evidence = Clues(), StepEvidence()
+        self._unreduced: tuple[str, ...] = ()
+        self._given = 0
+        self._passes = 0
+        self._sent = False
+        self._terms: list[dict[str, torch.Tensor]] = []
+        self._numbers = 0
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """See everything while the context lasts."""
+        with ExitStack() as stack:
+            for owner, name, replacement in (
+                (nn.Module, "__call__", self._seeing_calls(nn.Module.__call__)),
+                (torch.autograd, "backward", self._seeing_losses(torch.autograd.backward)),
+            ):
+                stack.enter_context(mock.patch.object(owner, name, replacement))
+            for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
+                replacement = self._seeing_clips(getattr(torch.nn.utils, name))
+                for place in (torch.nn.utils, torch.nn.utils.clip_grad):
+                    if hasattr(place, name):
+                        stack.enter_context(mock.patch.object(place, name, replacement))
+            for name in ("send", "recv", "isend", "irecv", "batch_isend_irecv"):
+                replacement = self._seeing_messages(getattr(dist, name))
+                for place in (dist, dist.distributed_c10d):
+                    stack.enter_context(mock.patch.object(place, name, replacement))
+            see_forward = register_module_forward_pre_hook(self._see_forward)
+            stack.callback(see_forward.remove)
+            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._end_step).remove)
+            yield
+
+    def see_collective(self, group: GroupIdentity, call: Collective, site: str) -> None:
+        """Take note of a collective; a listener of the ledger."""
+        self._clues.see_collective(group, call, site)
+
+    def _see_forward(self, module: nn.Module, args: Any) -> None:
+        self._clues.see_forward(module, args)
+
+    def _seeing_calls(self, original: Any) -> Any:
+        observer = self
+
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - takes its place
+            if observer._depth == 0 and not compat.in_backward():
+                observer._close()
+            outermost = observer._depth == 0 and torch.is_grad_enabled() and module.training
+            if not outermost or next(module.parameters(), None) is None or compat.in_backward():
+                return original(module, *args, **kwargs)
+            args, kwargs = observer._before_forward(args, kwargs)
+            observer._rows.append(row_digests(observer._computed.others_in([*args, *kwargs.values()])))
+            state = torch.get_rng_state()
+            observer._depth += 1
+            if not observer._in_closure:
+                observer._stepping, observer._ignoring = 0, False  # a step that raised has not ended
+            try:
+                place = len(observer.steps), len(observer._rows) - 1, observer._rows[-1]
+                output = observer._forward(module, partial(original, module), (args, kwargs), place)
+            finally:
+                observer._depth -= 1
+            observer._drew |= not torch.equal(state, torch.get_rng_state())
+            observer._computed.add(output)
+            if observer.reader.add(module):
+                observer._hook(module)
+            if observer.keep_calls:
+                observer.calls.append(Call(on_cpu(args), on_cpu(kwargs), holds_a_loss(output)))
+            return output
+
+        return __call__
+
+    def _hook(self, model: nn.Module) -> None:
+        """See what each backward pass adds to gradients, before anything is reduced; of an engine its own steps."""
+        if is_engine(model):
+            see_steps(
+                model, lambda inner: self._before_step(inner, (inner,), {}), lambda inner: self._end_step(inner, (), {})
+            )
+        number = len(self.reader.models) - 1
+        prefix = f"model {number}: " if number else ""
+        for name, parameter in whole_parameters(model):
+            if parameter.requires_grad and parameter.is_leaf:
+                parameter.register_hook(partial(self._see_term, prefix + name))
+
+    def _see_term(self, name: str, gradient: torch.Tensor) -> None:
+        self._numbers += gradient.numel()
+        if len(self.steps) >= _STEPS_WITH_TERMS or self._numbers > _MOST_TERMS:
+            self._terms = []
+            return
+        while len(self._terms) <= self._passes:
+            self._terms.append({})
+        known = self._terms[-1].get(name)
+        self._terms[-1][name] = gradient.detach().cpu().clone() if known is None else known + gradient.detach().cpu()
+
+    def _seeing_losses(self, original: Any) -> Any:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if compat.in_backward():  # reentrant checkpoints run parts of a pass inside it
+                original(tensors, *args, **kwargs)
+                return
+            roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            self._close()
+            self._clues.see_backward()
+            original(tensors, *args, **kwargs)
+            self._passes += 1
+            # What is given a gradient is no loss: a stage of a pipeline gets it from the next one.
+            given = kwargs.get("grad_tensors", args[0] if args else None)
+            if given is None or all(tensor.numel() == 1 for tensor in roots):
+                self._loss_dtype = roots[0].dtype
+                self._losses.append(float(sum(float(tensor.detach().double().sum()) for tensor in roots)))
+
+        return backward
+
+    def _seeing_clips(self, original: Any) -> Any:
+        def clip(*args: Any, **kwargs: Any) -> Any:
+            if not any(key.kind is Kind.UNCLIPPED for key in self._given_spans):
+                self._given_spans |= _named(Kind.UNCLIPPED, self.reader.gradients())
+            norm = original(*args, **kwargs)
+            # A DTensor's norm is a part of it on each rank; to ask for the whole would communicate.
+            if type(norm) is torch.Tensor:
+                self._norms.append(float(norm))
+                self._norm_dtype = norm.dtype
+            return norm
+
+        return clip
+
+    def _seeing_messages(self, original: Any) -> Any:
+        def pass_on(*args: Any, **kwargs: Any) -> Any:
+            self._close()
+            self._sent = True
+            return original(*args, **kwargs)
+
+        return pass_on
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        self._stepping += 1
+        if self._stepping > 1:
+            return None
+        own = bool(self._rows or self._passes) or closure_in(args, kwargs) is not None
+        self._ignoring = makes_state_only() or not (own or self.steps)
+        if self._ignoring:
+            return None
+        self._follows = self._open and not own
+        if not self._follows:
+            if self._open:
+                self._end_last()
+            self._about_to_step(len(self.steps))
+        given = once_gradients_are_there(lambda: self._see_given(optimizer), args, kwargs)
+        self._in_closure = given is not None
+        return given
+
+    def _see_given(self, optimizer: torch.optim.Optimizer) -> None:
+        reader = self.reader
+        reader.unreadable = ""
+        self._evidence = self._clues.at_step(optimizer)
+        held = reader.held(optimizer)
+        stepped = reader.stepped(optimizer, held)
+        self._given_spans |= _named(Kind.GRADIENT, reader.kept(stepped, "grad"))
+        self._unreduced = reader.unreduced(stepped)
+        self._given = sum(any(piece.grad is not None for piece in pieces) for pieces in stepped.values())
+        known = self.steps[-1].of(Kind.PARAMETER) if self.steps else {}
+        self._before = _named(Kind.PARAMETER, reader.changed(held, known))
+        if len(self.steps) == self._follows:
+            self._before |= reader.moments(optimizer)
+
+    def _end_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._stepping -= 1
+        if self._stepping:
+            return
+        self._in_closure = False
+        if self._ignoring:
+            self._ignoring = False
+            return
+        reader = self.reader
+        parameters = reader.kept(reader.held(optimizer, gradients=False), "value")
+        strange, stepped = reader.counts(optimizer)
+        seen = StepSeen(
+            losses=tuple(self._losses),
+            loss_dtype=self._loss_dtype,
+            rows=tuple(self._rows),
+            settings=settings_of(optimizer),
+            norms=tuple(self._norms),
+            norm_dtype=self._norm_dtype,
+            before=self._before,
+            after=self._given_spans
+            | _named(Kind.PARAMETER, parameters)
+            | reader.moments(optimizer)
+            | _named(Kind.BUFFER, reader.buffers()),
+            unreduced=self._unreduced,
+            given=self._given,
+            strange=strange,
+            stepped=stepped,
+            unreadable=reader.unreadable,
+            drew=self._drew,
+            batch_norm=reader.batch_norm(),
+            generators=generators(),
+            terms=tuple(self._terms) if self._numbers <= _MOST_TERMS else (),
+            share=reader.share(),
+            sent=self._sent,
+            evidence=self._evidence,
+        )
+        if self._follows:
+            self.steps[-1] = self.steps[-1].followed_by(seen)
+        else:
+            self.steps.append(seen)
+        self._open = True
+        self._start_step()
+
+    def _close(self) -> None:
+        """End the last step, if it is open: what follows it begins, and copies of weights have been copied back."""
+        if self._open and not self._stepping:
+            self._end_last()
+
+    def _end_last(self) -> None:
+        self.finish()
+        self._after_step(len(self.steps))
+
+    def parameters(self) -> Spans:
+        """Return the parameters of the models that were seen, as they are now."""
+        return self.reader.in_models(whole=True)
+
+    def finish(self) -> None:
+        """See what the models hold after the last step."""
+        if not self._open:
+            return
+        self._open = False
+        last, reader = self.steps[-1], self.reader
+        after = last.after | _named(Kind.COPIED, reader.in_models(whole=False))
+        # Of tensors that are neither parameters nor copies of some nobody knows whose they are: the models' count.
+        if last.strange:
+            after |= _named(Kind.PARAMETER, reader.in_models(whole=True))
+        self.steps[-1] = replace(last, after=after)

@@ -1,0 +1,162 @@
+"""How does a rank run a training, however it is started, and what does it report of it?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from fsdp_testing.oracle.fresh_memory import filled_with_garbage
+from fsdp_testing.ranks.ledger import interception
+from fsdp_testing.ranks.ledger.late_delivery import deliver_late
+from fsdp_testing.ranks.pool.world import current_world
+from fsdp_testing.train.conventions import Follower
+from fsdp_testing.train.disturbance import disturbed
+from fsdp_testing.train.feeding import Feed, Feeder, Taken
+from fsdp_testing.train.held import Spans, begin_with
+from fsdp_testing.train.numbers import Log
+from fsdp_testing.train.observation import Observer, StepSeen
+from fsdp_testing.train.reading import Reader
+from fsdp_testing.train.torchrun import as_torchrun_starts
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """What is the same of one run, however it is started.
+
+    Attributes:
+        steps: Optimizer steps after which it is ended; never with 0.
+        stop_before: Step before which it is ended; never with 0.
+        folder: Current folder of the run; empty where it has none of its own.
+        arguments: Further arguments of a script.
+        seed: Other than 0: roundings are made differently.
+        keep_data: Whether to report the data that was taken.
+        feed: What it is given in place of its own data.
+    """
+
+    steps: int = 0
+    stop_before: int = 0
+    folder: str = ""
+    arguments: tuple[str, ...] = ()
+    seed: int = 0
+    keep_data: bool = False
+    feed: Feed = field(default_factory=Feed)
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What one rank reports of its run.
+
+    Attributes:
+        steps: Each step of an optimizer.
+        taken: The data.
+        returned: What a function returned, each quantity as a list of steps.
+        weights: Parameters when a function has returned.
+        numbers: Numbers that a script took out of tensors, by line.
+        outside: Files that it wrote elsewhere than below its current folder.
+        hosts: Other machines that it asked for.
+        copies: Other copies of the weights at the end, by the name of their variable.
+        ended: Whether the training ended by itself.
+        dropout_off: Whether dropout was switched off.
+        dropout: Whether it would have been active.
+        conventions: Names of conventions that it was seen to follow.
+    """
+
+    steps: tuple[StepSeen, ...]
+    taken: Taken = field(default_factory=Taken)
+    returned: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    weights: Spans = field(default_factory=dict)
+    numbers: Log = field(default_factory=dict)
+    outside: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    copies: dict[str, Spans] = field(default_factory=dict)
+    ended: bool = True
+    dropout_off: bool = False
+    dropout: bool = False
+    conventions: tuple[str, ...] = ()
+
+
+Watch = AbstractContextManager[Callable[[], dict[str, Any]]]
+"""What is watched while a training runs; gives what returns fields of the report afterwards."""
+
+
+class Job:
+    """One way to start a training in a rank; each is a frozen dataclass."""
+
+    def reader(self) -> Reader:
+        """Return what reads the models of this rank."""
+        return Reader()
+
+    def watch(self, run: RunSettings) -> Watch:
+        """Watch what only this way of starting has."""
+        return nullcontext(dict)
+
+    def train(self, run: RunSettings, observer: Observer) -> dict[str, Any]:
+        """Train to the end; return fields of the report. Collectives: those of the training."""
+        raise NotImplementedError
+
+
+class EnoughSteps(BaseException):
+    """Ends a training from inside after so many steps; no `except Exception` of it takes it."""
+
+
+def run_here(job: Job, run: RunSettings) -> RankReport:
+    """Run a training in this rank and return what was seen of it.
+
+    Collectives: those of the training; all ranks of the world must join.
+    """
+    world = current_world()
+    feeder = Feeder(replace(run.feed, rank=world.rank if world.size > 1 else -1), run.keep_data)
+    follower = Follower(run.feed.ranks)
+    observer = _observer(job, run, feeder, follower)
+    with ExitStack() as stack:
+        facts = stack.enter_context(job.watch(run))
+        for context in (
+            as_torchrun_starts(world),
+            interception.listen(observer.see_collective),
+            observer.watch(),
+            feeder.watch(),
+            follower.watch(),
+            # Rule out lucky passes: results arrive as late as allowed, fresh memory holds garbage.
+            deliver_late(),
+            filled_with_garbage(),
+            disturbed(run.seed * world.size + world.rank) if run.seed else nullcontext(),
+        ):
+            stack.enter_context(context)
+        ending = job.train(run, observer)
+    observer.finish()
+    feeder.finish()
+    taken = feeder.taken
+    taken.calls = observer.calls
+    if not run.keep_data:
+        taken.marked.clear()
+    conventions = tuple(sorted(follower.seen))
+    if "returned" in ending:
+        ending["weights"] = observer.parameters()
+    return RankReport(tuple(observer.steps), taken, conventions=conventions, **facts(), **ending)
+
+
+def _observer(job: Job, run: RunSettings, feeder: Feeder, follower: Follower) -> Observer:
+    """Return what sees the training, ends it in time, and has its data and forwards replaced."""
+
+    def stop(steps: int) -> None:
+        if run.steps and steps >= run.steps:
+            raise EnoughSteps
+
+    def stop_before(steps: int) -> None:
+        feeder.end_step()
+        follower.look()
+        if run.stop_before and steps >= run.stop_before:
+            raise EnoughSteps
+
+    def forward(model: torch.nn.Module, call: Any, given: Any, place: Any) -> Any:
+        if run.feed.weights and not any(model is known for known in observer.reader.models):
+            begin_with(run.feed.weights, model, len(observer.reader.models))
+        return follower.forward(model, call, given, place)
+
+    observer = Observer(stop, feeder.forward, stop_before, forward, job.reader())
+    observer.keep_calls = run.keep_data
+    return observer

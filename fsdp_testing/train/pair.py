@@ -1,0 +1,205 @@
+"""A world beside the reference world that saw the same data: where do both differ beyond what roundings may do?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from fsdp_testing.errors import WorldFailed
+from fsdp_testing.train import causes
+from fsdp_testing.train.comparable import comparable, loss_table, only, rescaled
+from fsdp_testing.train.comparison import Decided, Difference, difference_of, first_difference
+from fsdp_testing.train.conventions import AsRanks
+from fsdp_testing.train.feeding import Feed
+from fsdp_testing.train.on_rank import RunSettings
+from fsdp_testing.train.parts import in_place
+from fsdp_testing.train.quantities import Kind, Quantities, Quantity
+from fsdp_testing.train.running import Failed, Runner, Undecided
+from fsdp_testing.train.whole import WholeRun, initial, whole, with_ends
+
+NEAR = 1e-3
+"""Gradients that are farther apart, as parts of the largest one, need no closer look."""
+View = Callable[[WholeRun], Quantities]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A world and the reference world, which saw the same data.
+
+    Attributes:
+        runner: Runs either again.
+        reference: The run of the reference world.
+        run: That of the world.
+        feed: What the reference was given.
+        own: What the ranks were given; nothing but where they are judged with batches that are padded together.
+        kept: Disturbed runs of both by seed.
+    """
+
+    runner: Runner
+    reference: WholeRun
+    run: WholeRun
+    feed: Feed = field(default_factory=Feed)
+    own: Feed = field(default_factory=Feed)
+    kept: dict[int, tuple[WholeRun, WholeRun]] = field(default_factory=dict)
+
+    @property
+    def other(self) -> str:
+        """What the world is compared with."""
+        return self.runner.start.world(self.reference.size)
+
+    @property
+    def table(self) -> tuple[str, ...]:
+        """Loss and norm of the gradient of both, step by step."""
+        return loss_table(self.reference.quantities, self.run.quantities, self.reference.size, self.run.size)
+
+    def difference(self, view: View, decided: Decided, view_run: View | None = None) -> Difference | None:
+        """Return where both differ beyond what roundings may do.
+
+        Args:
+            view: What is compared of the reference.
+            decided: Takes note of how much was compared.
+            view_run: What is compared of the world, if something else.
+        """
+        view_run = view_run or view
+        reference, run, start = view(self.reference), view_run(self.run), with_ends(initial(self.reference))
+        roundings = self.runner.start.roundings
+        difference = first_difference(reference, run, roundings, start=start)
+        if difference is not None and difference.error is not None and not self.kept:
+            check_repeats(self.runner, self.run, self._again(0), view_run)
+
+        def disturbed(seed: int) -> list[tuple[Quantities, Quantities]]:
+            here, there = self._disturbed(seed, difference)
+            return [(reference, view(here)), (run, view_run(there))]
+
+        return difference_of(reference, run, disturbed, decided, start, roundings)
+
+    def compare(self, names: Sequence[Quantity], factors: Sequence[float] = ()) -> Difference | None:
+        """Return where both differ in these quantities; gradients of the world times a factor for each step."""
+        return self.difference(
+            lambda run: only(run.quantities, names),
+            Decided(),
+            lambda run: only(rescaled(run.quantities, factors), names),
+        )
+
+    def _disturbed(self, seed: int, difference: Difference | None) -> tuple[WholeRun, WholeRun]:
+        try:
+            if seed not in self.kept:
+                size, settings = self.reference.size, RunSettings(feed=self.feed, seed=seed)
+                alone = self.runner.disturbed(size, seed) if self.feed.is_plain else self.runner.run(size, settings)
+                self.kept[seed] = alone, self._again(seed)
+        except (Failed, Undecided, WorldFailed) as why:
+            raise Undecided(
+                f"differs from {self.other}: {difference}. To know whether roundings alone do that, it is run with other ones, "
+                f"and does not come to its end then: {why}"
+            ) from why
+        return self.kept[seed]
+
+    def _again(self, seed: int) -> WholeRun:
+        again = self.runner.run(self.run.size, RunSettings(feed=self.own, seed=seed))
+        again = whole(again.size, again.ranks, self.run.own) if self.run.own else again
+        return in_place(again, self.run.parts)
+
+    def as_ranks(self, accept: tuple[str, ...]) -> Pair:
+        """Return the world beside one process that follows conventions as it does."""
+        rows = tuple(tuple(seen.rows for seen in rank.steps) for rank in self.run.ranks)
+        return self._given(replace(self.feed, ranks=AsRanks(accept, self.run.size, rows)))
+
+    def with_weights(self) -> Pair:
+        """Return the world beside one process that begins with its weights."""
+        weights = {key.name: values[0] for key, values in initial(self.run).items()}
+        return self._given(replace(self.feed, weights=weights))
+
+    def _given(self, feed: Feed) -> Pair:
+        return replace(self, reference=self.runner.run(1, RunSettings(feed=feed)), feed=feed, kept={})
+
+    def as_ranks_agrees(self, accept: tuple[str, ...], view: View) -> bool:
+        """Whether one process that follows these conventions computes the same."""
+        try:
+            return self.as_ranks(accept).difference(view, Decided()) is None
+        except (Failed, Undecided):
+            return False
+
+
+def returned(run: WholeRun) -> Quantities:
+    """Return what a function returned."""
+    return only(run.quantities, run.names(Kind.RETURNED))
+
+
+def check_repeats(runner: Runner, run: WholeRun, again: WholeRun, view: View = lambda run: run.quantities) -> None:
+    """Compare two runs of one world to the bit: what a function returns, and of others what `view` shows.
+
+    Raises:
+        Failed, Undecided: They differ; which of both is the start's.
+    """
+    if runner.start.returns:
+        view = returned
+    difference = first_difference(view(run), view(again), 0.0)
+    if difference is None:
+        return
+    if runner.start.returns:
+        raise Failed(
+            f"differ: {difference}. The loop is not a function of its seeds; seed every generator it uses, then compare world "
+            "sizes.",
+            subject="two runs on",
+        )
+    where = "" if runner.start.takes_rows else f" in {runner.start.world(run.size)}"
+    raise Undecided(
+        f"does not repeat itself: two runs{where} differ, first in {difference}. It must be a "
+        "function of its weights and rows: seed every generator that it uses (torch, numpy, random, the workers of DataLoaders)."
+    )
+
+
+def may_be_given_weights(run: WholeRun) -> bool:
+    """Whether one process may begin with a world's weights: these are known number by number, and nothing was copied of them."""
+    begun = [span for seen in run.seen for spans in seen.before.values() for span in spans]
+    copied = any(rank.copies for rank in run.ranks) or any(seen.strange or seen.of(Kind.COPIED) for seen in run.seen)
+    return all(span.block == 1 for span in begun) and not copied
+
+
+def computes_the_same(pair: Pair) -> bool:
+    """Whether gradients and parameters of both are the same at each step but for roundings, and there are any."""
+    reference, run = pair.reference, pair.run
+    if reference.steps != run.steps or first_difference(initial(reference), initial(run), 0.0) is not None:
+        return False
+    due, given = ({key: world.quantities[key][0] for key in world.names(Kind.GRADIENT)} for world in (reference, run))
+    largest = max((float(value.abs().max()) for value in due.values() if value.numel()), default=0.0)
+    pairs = [(due[key], given[key]) for key in due if key in given]
+    near = all(a.shape == b.shape and bool(((a - b).abs() <= NEAR * largest).all()) for a, b in pairs)
+    if not largest or not near:
+        return False
+    return (
+        pair.compare([key for key in run.names(Kind.GRADIENT, Kind.PARAMETER) if key in reference.quantities]) is None
+    )
+
+
+def check_until(pair: Pair, step: int) -> None:
+    """Compare all steps before this one with those of the reference.
+
+    Raises:
+        Failed: An earlier step differs.
+    """
+
+    def until(run: WholeRun) -> Quantities:
+        kinds = (Kind.LOSS, Kind.RETURNED)
+        return {key: v[:step] for key, v in run.quantities.items() if key.kind not in kinds and len(v) > 1}
+
+    names = comparable(until(pair.reference), until(pair.run), pair.runner.start.roundings).names if step else []
+    difference = pair.difference(lambda run: only(until(run), names), Decided()) if names else None
+    if difference is not None:
+        fail(pair, difference, causes.of_difference(pair.reference, pair.run, difference))
+
+
+def fail(pair: Pair, difference: Difference, cause: str) -> None:
+    """Raise that both differ.
+
+    Raises:
+        Undecided: A forward draws random numbers of a script or a model, which has to have the same for other rows.
+        Failed: Otherwise.
+    """
+    drawn = any(seen.drew for rank in pair.run.ranks for seen in rank.steps[: difference.step + 1])
+    if drawn and not pair.runner.start.returns:
+        raise Undecided(
+            f"differs from {pair.other}, {difference}, and forward draws random numbers, which cannot be the same for other "
+            "shares of the data. Draw them outside forward, or switch them off for this check."
+        )
+    raise Failed(f"differs from {pair.other}: {difference}. {cause}", pair.table)

@@ -1,0 +1,65 @@
+"""What do worlds compute that can be compared? Each quantity has a kind and a name; its sentence is made here and never read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from fsdp_testing.train.spans import Span
+
+
+class Kind(Enum):
+    """Kind of a quantity, with the words that a person reads before its name."""
+
+    RETURNED = ""
+    LOSS = "loss"
+    NORM = "norm that clip_grad_norm_ gave"
+    UNCLIPPED = "gradient before clipping of "
+    GRADIENT = "gradient of "
+    RATE = "learning rate"
+    SETTING = "setting "
+    PARAMETER = "parameter "
+    COPIED = "the model's own "
+    MOMENT = "optimizer state "
+    BUFFER = "buffer "
+    END = "weights at the end of "
+    COPY = "weights kept as "
+    LOGGED = "number taken at "
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """One quantity of a training.
+
+    Attributes:
+        kind: What it is.
+        name: Of the parameter, buffer, setting, line, or what the function returned it as; empty where there is one of its kind.
+        part: Of an optimizer's state which tensor of the parameter, of a copy of weights the variable that holds it.
+    """
+
+    kind: Kind
+    name: str = ""
+    part: str = ""
+
+    def __str__(self) -> str:
+        if self.kind is Kind.MOMENT:
+            return f"{self.kind.value}{self.part} of {self.name}"
+        if self.kind is Kind.COPY:
+            return f"{self.kind.value}{self.part!r}, {self.name}"
+        return self.kind.value + self.name
+
+
+LOSS, NORM, RATE = Quantity(Kind.LOSS), Quantity(Kind.NORM), Quantity(Kind.RATE)
+Quantities = dict[Quantity, list["torch.Tensor"]]
+"""The value of each step; one value where a quantity belongs to the end. An empty tensor stands for none at a step."""
+QuantitySpans = dict[Quantity, tuple["Span", ...]]
+"""What one rank has of each quantity."""
+
+
+def spans_of_kind(spans: QuantitySpans, kind: Kind) -> dict[str, tuple[Span, ...]]:
+    """Return what is kept of all quantities of one kind, by their names."""
+    return {key.name: kept for key, kept in spans.items() if key.kind is kind}

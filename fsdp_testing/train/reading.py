@@ -1,0 +1,282 @@
+"""What does this rank hold of the models of a training, and whose are the tensors that an optimizer steps?
+
+An optimizer may step copies of a model's parameters, in another dtype, which the training copies back (Apex O2). A copy is
+known by what it holds when it is stepped first: the values of one parameter. It then stands in the place of that parameter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fsdp_testing.adapters.protocol import Piece
+from fsdp_testing.adapters.shared import pieces
+from fsdp_testing.cases.records.tolerance import UNIT_ROUNDOFF
+from fsdp_testing.train.deepspeed_engine import is_engine, unread
+from fsdp_testing.train.held import (
+    Held,
+    Spans,
+    block_in,
+    buffers_of,
+    held_by,
+    moments_of,
+    moments_of_tensors,
+    named_ids,
+    shares_in,
+    spans_of,
+    unreduced_in,
+)
+from fsdp_testing.train.quantities import Kind, Quantity
+from fsdp_testing.train.spans import Span
+
+_T = TypeVar("_T")
+_INITIALISES = "torch.distributed.checkpoint.state_dict"
+_FRAMES = 24
+
+
+class Reader:
+    """Reads the models of one rank, in place.
+
+    Args:
+        held_by: Returns the pieces of a model by name, given whether gradients are wanted; for a model of a known implementation
+            its adapter knows better than what is read of any model.
+
+    Attributes:
+        models: In the order of their first forward.
+        block: Elements to each sum that is kept of their larger tensors; 1 where all elements are; 0 before a step.
+        unreadable: Why parameters could not be read at the present step; empty if they were.
+    """
+
+    def __init__(self, held_by: Callable[..., Held] = held_by) -> None:
+        self.models: list[nn.Module] = []
+        self._held_by = held_by
+        self.block = 0
+        self.unreadable = ""
+        self._copies: dict[str, torch.Tensor] = {}
+
+    def add(self, model: nn.Module) -> bool:
+        """Take note of a model; return whether it is new."""
+        new = not any(model is known for known in self.models)
+        if new:
+            self.models.append(model)
+        return new
+
+    def held(self, optimizer: torch.optim.Optimizer, *, gradients: bool = True) -> Held:
+        """Return what is held of each parameter; of those that the optimizer steps as copies, the copies."""
+        if self.models:
+            held = dict(self._of_models(partial(self._held_by, gradients=gradients), needed=True))
+            self._find_copies(optimizer, held)
+            return held | {name: pieces.of_parameter(copy) for name, copy in self._copies.items()}
+        listed = [(place, at, p) for place, g in enumerate(optimizer.param_groups) for at, p in enumerate(g["params"])]
+        return self._read(
+            lambda: {f"parameter {at} of group {group}": pieces.of_parameter(p) for group, at, p in listed}, needed=True
+        )
+
+    def _find_copies(self, optimizer: torch.optim.Optimizer, held: Held) -> None:
+        # A tensor without a gradient is not stepped: it may be what a wrapper has replaced.
+        for tensor in self._strange(optimizer):
+            if tensor.grad is not None:
+                free = (name for name in held if name not in self._copies and _same_values(held[name], tensor))
+                name = next(free, None)
+                if name is not None:
+                    self._copies[name] = tensor
+
+    def _strange(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        if any(map(is_engine, self.models)):
+            return []  # whose are the flat tensors that DeepSpeed steps it says itself
+        known = {id(p) for model in self.models for p in model.parameters()} | {*map(id, self._copies.values())}
+        return [p for p in _stepped(optimizer) if id(p) not in known]
+
+    def counts(self, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+        """Return how many tensors the optimizer steps that are neither parameters nor copies of some, and how many in all."""
+        stepped = _stepped(optimizer)
+        masters = sum(len(unread(model, stepped)) for model in self.models if is_engine(model))
+        return masters + len(self._strange(optimizer)) if self.models else 0, len(stepped)
+
+    def stepped(self, optimizer: torch.optim.Optimizer, names: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return those of `names` that this optimizer steps; all of them where it steps anything else too."""
+        ids = {id(p) for p in _stepped(optimizer)}
+        known = self._of_models(named_ids) | {name: id(copy) for name, copy in self._copies.items()}
+        own = {name for name, number in known.items() if number in ids}
+        if any(map(is_engine, self.models)) or ids - {*known.values()} or not own <= {*names}:
+            return names
+        return {name: value for name, value in names.items() if name in own}
+
+    def kept(self, held: Held, which: str) -> Spans:
+        """Return what is kept of values or gradients."""
+        # The first step decides, so that all steps keep the same sums.
+        self.block = self.block or block_in(held.values())
+        return {name: spans_of(parts, which, self.block) for name, parts in held.items()}
+
+    def changed(self, held: Held, known: Spans) -> Spans:
+        """Return what is kept of the values that are others than they were known to be, or not known."""
+        return self.kept(
+            {name: pieces for name, pieces in held.items() if is_changed(pieces, known.get(name))}, "value"
+        )
+
+    def gradients(self) -> Spans:
+        """Return the gradients of the models, as they are."""
+        return self.kept(self._of_models(self._held_by) | self._held_copies(), "grad")
+
+    def in_models(self, *, whole: bool) -> Spans:
+        """Return the parameters as the models themselves have them now; only those that are stepped as copies unless `whole`."""
+        if not whole and not self._copies:
+            return {}
+        held = self._of_models(partial(self._held_by, gradients=False))
+        return self.kept(held if whole else {name: held[name] for name in self._copies if name in held}, "value")
+
+    def unreduced(self, held: Held) -> tuple[str, ...]:
+        """Return the parameters whose gradient waits on this rank to be reduced."""
+        waiting = self._of_models(lambda model: dict.fromkeys(unreduced_in(model), True))
+        # Tensor parallelism may lay a gradient out otherwise than its parameter.
+        apart = [name for name, parts in held.items() if any(not part.reduced for part in parts) and not self.share()]
+        return (*apart, *waiting)
+
+    def share(self) -> str:
+        """Return this rank's place along mesh axes by which parameters are sharded and that no FSDP gathers; empty without."""
+        shares: dict[str, None] = {}
+        for model in self.models:
+            shares |= self._read(partial(shares_in, model), needed=False)
+        return ", ".join(shares)
+
+    def moments(self, optimizer: torch.optim.Optimizer) -> dict[Quantity, tuple[Span, ...]]:
+        """Return what the optimizer keeps of each parameter."""
+        copies = self._read(lambda: moments_of_tensors(self._copies, optimizer, self.block), needed=False)
+        states = self._of_models(lambda model: moments_of(model, optimizer, self.block)) | copies
+        return {
+            Quantity(Kind.MOMENT, name, what): spans for name, state in states.items() for what, spans in state.items()
+        }
+
+    def buffers(self) -> Spans:
+        """Return the buffers of the models that a checkpoint holds."""
+        return self._of_models(lambda model: buffers_of(model, self.block))
+
+    def batch_norm(self) -> bool:
+        """Whether a model in training has batch norms that look at one rank's rows alone."""
+        return any(_is_batch_norm(module) for model in self.models for module in model.modules())
+
+    def _held_copies(self) -> dict[str, tuple[Piece, ...]]:
+        return {name: pieces.of_parameter(copy) for name, copy in self._copies.items()}
+
+    def _of_models(self, read: Callable[[nn.Module], Mapping[str, _T]], *, needed: bool = False) -> dict[str, _T]:
+        """Return what is read of each model by name; those of a second one have its number before them."""
+        named = [(f"model {number}: " if number else "", model) for number, model in enumerate(self.models)]
+        return self._read(
+            lambda: {prefix + name: value for prefix, m in named for name, value in read(m).items()}, needed=needed
+        )
+
+    def _read(self, read: Callable[[], dict[str, _T]], *, needed: bool) -> dict[str, _T]:
+        # An optimizer or tensor of a kind that nobody thought of must not end a training that is only watched.
+        try:
+            return read()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
+            if needed:
+                self.unreadable = f"{type(error).__name__}: {error}"
+            return {}
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _same_values(held: Sequence[Piece], tensor: torch.Tensor) -> bool:
+    """Whether a tensor has the values of a parameter, in the parameter's dtype."""
+    try:
+        own = pieces.of_tensor(tensor)
+    except Exception:  # noqa: BLE001 - of a kind that nobody thought of: then it is no copy
+        return False
+    pairs = [(one.value, two.value) for one, two in zip(held, own)]
+    placed = [(p.start, p.stop, p.shape) for p in held] == [(p.start, p.stop, p.shape) for p in own]
+    return placed and all(one is not None and two is not None and _is_rounded(one, two) for one, two in pairs)
+
+
+def _is_rounded(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether `one` is `other` in its own dtype; nothing is cast to it here, since each cast may be made to round otherwise."""
+    one, other = one.reshape(-1), other.reshape(-1)
+    if one.dtype == other.dtype:
+        return torch.equal(one, other)
+    unit = UNIT_ROUNDOFF.get(str(one.dtype).removeprefix("torch."), 0.0)
+    wide = one.double()
+    return bool(((wide - other.double()).abs() <= 1.001 * unit * wide.abs()).all())
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, ...]]:
+    """Return each number by which an optimizer is set, of every group: {"lr": (0.1,), "betas": (0.9, 0.999)}."""
+    settings: dict[str, tuple[float, ...]] = {}
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            numbers = value if isinstance(value, tuple) else (value,)
+            single = all(n.numel() == 1 if isinstance(n, torch.Tensor) else type(n) in (int, float) for n in numbers)
+            if name != "params" and single:
+                settings[name] = settings.get(name, ()) + tuple(float(number) for number in numbers)
+    return settings
+
+
+def makes_state_only() -> bool:
+    """Whether an optimizer is stepped by torch's `get_state_dict` and the like, which do so to have its state made."""
+    frame, left = sys._getframe(1), _FRAMES
+    while frame is not None and left:
+        if frame.f_globals.get("__name__") == _INITIALISES:
+            return True
+        frame, left = frame.f_back, left - 1  # type: ignore[assignment]  # until there is none
+    return False
+
+
+def is_changed(held: Sequence[Piece], known: Sequence[Span] | None) -> bool:
+    """Whether values are others than they were known to be, or not known."""
+    values = [piece.value for piece in held if piece.value is not None]
+    return known is None or any(not span.equals(value) for span, value in zip(known, values))
+
+
+def generators() -> dict[str, str]:
+    """Return a digest of the state of each random generator of this process, by the package it belongs to."""
+    numpy = sys.modules.get("numpy")
+    states = {"torch": torch.get_rng_state().numpy().tobytes(), "random": repr(random.getstate()).encode()}
+    if numpy is not None:
+        states["numpy"] = repr(
+            [part.tobytes() if hasattr(part, "tobytes") else part for part in numpy.random.get_state()]
+        ).encode()
+    return {name: hashlib.blake2b(state, digest_size=8).hexdigest() for name, state in states.items()}
+
+
+def _is_batch_norm(module: nn.Module) -> bool:
+    return isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) and module.training
+
+
+def once_gradients_are_there(read: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `read` for an optimizer's step: now, or once the closure that the step was given has made the gradients.
+
+    Args:
+        read: Looks at what the step is given; called once.
+        args: Of the step, with the optimizer.
+        kwargs: Of the step.
+
+    Returns:
+        Arguments for the step in place of these; None to leave them.
+    """
+    closure = closure_in(args, kwargs)
+    if closure is None:
+        read()
+        return None
+    waiting = [read]
+
+    def evaluate() -> Any:
+        value = closure()
+        while waiting:
+            waiting.pop()()
+        return value
+
+    return (args, {**kwargs, "closure": evaluate}) if "closure" in kwargs else ((args[0], evaluate, *args[2:]), kwargs)
+
+
+def closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """Return the closure that an optimizer's step was given, if any."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return closure if callable(closure) else None

@@ -1,0 +1,132 @@
+"""In which way are the losses of ranks, and the numbers that they log, those of one process? Pure.
+
+A rank's loss is that of its own rows. All ranks together have the loss of one process in one of a few ways: as the mean, as
+a sum of parts, as a mean by rows, or, where one process makes more backward passes, as the mean of a pass. A number that is
+the same on all ranks, though their rows are not, was reduced by the script, and has to be that of one process as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, first_difference, floor
+from fsdp_testing.train.numbers import NumbersTaken
+from fsdp_testing.train.quantities import LOSS, Kind, Quantities, Quantity
+from fsdp_testing.train.whole import WholeRun
+
+MEAN = "the mean over ranks"
+READINGS = (MEAN, "the sum over ranks", "the mean over ranks by their rows", "the mean over ranks and backward passes")
+
+
+def losses(run: WholeRun, reading: str) -> Quantities:
+    """Return the loss of every step, read in one of `READINGS` from the ranks' own."""
+    steps = []
+    for step in range(run.steps):
+        # Of a pipeline the last stage alone has a loss.
+        ranks = [rank for rank, report in enumerate(run.ranks) if report.steps[step].losses] or range(run.size)
+        seen = [run.ranks[rank].steps[step] for rank in ranks]
+        own = torch.tensor([sum(one.losses) for one in seen], dtype=torch.float64)
+        rows = torch.tensor([len(run.rows[step][rank]) for rank in ranks], dtype=torch.float64)
+        passes = max(len(seen[0].losses), 1)
+        value = dict(zip(READINGS, (own.mean(), own.sum(), (own * rows).sum() / rows.sum(), own.mean() / passes)))
+        steps.append(value[reading].to(seen[0].loss_dtype))
+    return {LOSS: steps}
+
+
+def reading_of(reference: WholeRun, run: WholeRun) -> str:
+    """Return in which way the ranks' losses come nearest to those of one process; the mean where that is as near."""
+    apart = {reading: _apart(losses(reference, reading), losses(run, reading)) for reading in READINGS}
+    nearest = min(READINGS, key=lambda reading: apart[reading])
+    close = first_difference(losses(reference, MEAN), losses(run, MEAN), CLEAR_ROUNDINGS) is None
+    return MEAN if close else nearest
+
+
+def is_some_mean(reference: WholeRun, run: WholeRun) -> bool:
+    """Whether at each step the loss of one process lies between those of the ranks, so that weights might explain it."""
+    for step in range(run.steps):
+        own = [sum(rank.steps[step].losses) for rank in run.ranks]
+        if not min(own) <= sum(reference.ranks[0].steps[step].losses) <= max(own):
+            return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedNumbers:
+    """What is known of the numbers that a script logs.
+
+    Attributes:
+        reduced: By line, of both runs, those that have to be equal: the same on all ranks and changing from step to step, or
+            in one process the loss, and on ranks not their own.
+        own: Lines where each rank has numbers of its own, or only some ranks take any.
+        uneven: Lines that take another number of numbers than in one process.
+    """
+
+    reduced: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    own: tuple[str, ...]
+    uneven: tuple[str, ...]
+
+
+def logged(reference: WholeRun, run: WholeRun) -> LoggedNumbers:
+    """Return which logged numbers of a world can be compared with those of one process."""
+    reduced, own, uneven = {}, [], []
+    for line, taken in run.ranks[0].numbers.items():
+        alone = reference.ranks[0].numbers.get(line, NumbersTaken())
+        ranks = [rank.numbers[line].values for rank in run.ranks if line in rank.numbers]
+        shared = len(ranks) == run.size and all(values == taken.values for values in ranks)
+        pair = alone.tensor, taken.tensor
+        if len(pair[0]) != len(pair[1]):
+            uneven.append(line)
+        elif shared and (len(set(taken.values)) == 1 or all(value.is_integer() for value in taken.values)):
+            continue  # a constant or a count, which may be a rank's own and yet the same on all
+        elif shared or (is_loss(reference, 0, pair[0]) and not _are_own(run, line, pair[0])):
+            reduced[line] = pair
+        else:
+            own.append(line)
+    return LoggedNumbers(reduced, tuple(own), tuple(uneven))
+
+
+def _are_own(run: WholeRun, line: str, alone: torch.Tensor) -> bool:
+    """Whether ranks log their own losses at a line, or parts of which the mean is what one process logs."""
+    tensors = {place: rank.numbers[line].tensor for place, rank in enumerate(run.ranks) if line in rank.numbers}
+    if all(is_loss(run, place, numbers) for place, numbers in tensors.items()):
+        return True
+    if len(tensors) < run.size or any(numbers.shape != alone.shape for numbers in tensors.values()):
+        return False
+    return _near(torch.stack([*tensors.values()]).double().mean(0), alone)
+
+
+def at_line(line: str, run: WholeRun) -> Quantities:
+    """Return the numbers that rank 0 took at a line, as a quantity."""
+    taken = run.ranks[0].numbers.get(line, NumbersTaken())
+    return {Quantity(Kind.LOGGED, line): list(taken.tensor)}
+
+
+def is_loss(run: WholeRun, rank: int, numbers: torch.Tensor) -> bool:
+    """Whether numbers are the losses of a rank: of steps or of passes, in their order."""
+    steps = [seen.losses for seen in run.ranks[rank].steps]
+    for wanted in ([sum(step) for step in steps], [loss for step in steps for loss in step]):
+        count = min(len(wanted), len(numbers))
+        if count and _near(torch.tensor(wanted[:count], dtype=torch.float64), numbers[:count]):
+            return True
+    return False
+
+
+def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(((one - other.double()).abs() <= floor(other.dtype, CLEAR_ROUNDINGS) * one.abs()).all())
+
+
+def factor(one: torch.Tensor, other: torch.Tensor) -> float | None:
+    """Return the one factor by which all numbers of `other` are larger, None without such a factor."""
+    if not bool((one != 0).all()):
+        return None
+    ratios = other.double() / one.double()
+    same = float(ratios.max() - ratios.min()) <= floor(one.dtype, CLEAR_ROUNDINGS) * float(ratios.abs().max())
+    return float(ratios.mean()) if same else None
+
+
+def _apart(reference: Quantities, run: Quantities) -> float:
+    pairs = zip(reference[LOSS], run[LOSS])
+    return max(float((one - two).abs() / one.abs().clamp_min(torch.finfo(one.dtype).tiny)) for one, two in pairs)

@@ -1,0 +1,148 @@
+"""How does the verdict on a script read? What was compared is listed with every verdict. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fsdp_testing.base.document import Format
+from fsdp_testing.cases.records import Verdict
+from fsdp_testing.cases.records.verdict import exit_code, merge
+from fsdp_testing.errors import HarnessError
+from fsdp_testing.train.quantities import Kind, Quantity
+from fsdp_testing.train.whole import WholeRun
+
+FORMAT = Format("fsdp_testing/script", 1)
+WORDS = {Verdict.PASS: "pass", Verdict.FAIL: "FAIL", Verdict.UNKNOWN: "unknown"}
+KINDS = {
+    Kind.UNCLIPPED: "gradients as the first clip is given them",
+    Kind.GRADIENT: "gradients as the optimizer is given them",
+    Kind.PARAMETER: "parameters after the step",
+    Kind.COPIED: "the model's own parameters, which the optimizer steps as copies, before the next forward",
+    Kind.MOMENT: "the optimizer's state",
+    Kind.BUFFER: "buffers",
+}
+
+
+class TrainingDiffers(AssertionError):
+    """A training gives different results on different worlds; the message names the first quantity and step."""
+
+
+class TrainingUndecided(HarnessError):
+    """Nothing is known of a training on some world; the message says why, and what to change."""
+
+
+class TrainingPartlyUndecided(UserWarning):
+    """Worlds agree, and of some numbers nothing is known, since roundings alone move them that far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """The verdict on one world size.
+
+    Attributes:
+        size: Number of ranks.
+        verdict: pass, fail or unknown.
+        sentence: Why; for a pass with what it was compared.
+        compared: What was compared, and what was not.
+        unknown: Of what nothing is known, though the rest was judged.
+        table: Loss and norm of both worlds, step by step; of failures.
+        output: End of what the script itself said, where it did not end well.
+    """
+
+    size: int
+    verdict: Verdict
+    sentence: str
+    compared: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    table: tuple[str, ...] = ()
+    output: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """Whose verdict it is, and which."""
+        return f"{rank_count([self.size])}: {WORDS[self.verdict]}"
+
+    def lines(self) -> list[str]:
+        """Return the lines of a terminal."""
+        return [
+            f"{self.title}: {self.sentence}",
+            *(f"  {line}" for line in (*self.compared, *self.unknown, *self.table, *self.output)),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainReport:
+    """The verdict on a training.
+
+    Attributes:
+        script: As it was given.
+        judgements: Of each world size; of one process only where nothing can be said of it.
+    """
+
+    script: str
+    judgements: tuple[Judgement, ...] = field(default=())
+
+    @property
+    def verdict(self) -> Verdict:
+        """A failure wins over unknown, and unknown over pass; nothing judged is unknown."""
+        return merge(judgement.verdict for judgement in self.judgements)
+
+    @property
+    def exit_code(self) -> int:
+        """0 all worlds pass, 1 one differs, 3 of one nothing can be said."""
+        return exit_code([self.verdict])
+
+    @property
+    def conclusion(self) -> str:
+        """The verdicts in one line, after the exit code."""
+        verdicts = [
+            f"{WORDS[verdict]} on {rank_count(sizes)}"
+            for verdict in WORDS
+            if (sizes := [one.size for one in self.judgements if one.verdict is verdict])
+        ]
+        return f"exit code {self.exit_code}: {self.script}: {'; '.join(verdicts) or 'nothing was judged'}"
+
+    def to_json(self, **facts: Any) -> str:
+        """Return the report as a JSON document, with further `facts` of plain data."""
+        body = {"script": self.script, "verdict": self.verdict, "exit_code": self.exit_code, **facts}
+        return FORMAT.write({**body, "judgements": self.judgements}, indent=1) + "\n"
+
+    def __str__(self) -> str:
+        return "\n".join([self.script, *(line for judgement in self.judgements for line in judgement.lines())])
+
+
+def rank_count(sizes: Sequence[int]) -> str:
+    """Return numbers of ranks as words: "1 rank", "2, 3 ranks"."""
+    return f"{', '.join(map(str, sizes))} rank{'' if sizes == [1] else 's'}"
+
+
+def compared_lines(
+    run: WholeRun, names: Sequence[Quantity], left_out: Sequence[str], remarks: Sequence[str]
+) -> tuple[str, ...]:
+    """Return what was compared at each step, and what was not and why.
+
+    Args:
+        run: The world.
+        names: Of the quantities that were compared.
+        left_out: What was not, and why.
+        remarks: More lines.
+    """
+    chosen = set(names)
+    order = [key for key in run.quantities if key in chosen]
+    listed = [str(key) for key in order if key.kind not in (*KINDS, Kind.SETTING, Kind.COPY, Kind.END)]
+    settings = [key.name for key in order if key.kind is Kind.SETTING]
+    listed += [f"other settings ({', '.join(settings)})"] if settings else []
+    for kind, words in KINDS.items():
+        tensors = [max(run.quantities[key], key=torch.Tensor.numel) for key in run.names(kind) if key in chosen]
+        if tensors:
+            listed.append(f"{words} ({len(tensors)} tensors, {sum(t.numel() for t in tensors):,} numbers)")
+    rows = sum(sum(run.union(step).values()) for step in range(run.steps))
+    steps = "1 step" if run.steps == 1 else f"each of {run.steps} steps"
+    lines = [f"compared at {steps}: {', '.join(listed)}; {rows} rows of data"]
+    copies = sorted({f"{Kind.COPY.value}{key.part!r}" for key in names if key.kind is Kind.COPY})
+    lines += [f"compared at the end: {', '.join(copies)}"] if copies else []
+    return (*lines, *(f"not compared: {what}" for what in left_out), *remarks)

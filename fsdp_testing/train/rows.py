@@ -1,0 +1,126 @@
+"""Do the ranks share the rows of data as they should: none lost, none taken twice? Pure.
+
+Rows are known by their indices where all runs index one dataset, otherwise by their digests; a row that is drawn anew each
+time has no digest that says anything. What is drawn with replacement may be taken twice, a sampler may pad its last batch or
+drop it, and ranks may take more rows in a step than one process does. What these explain is no mistake.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+from fsdp_testing.train.loaders import LoaderSeen, Pass, of_training
+from fsdp_testing.train.whole import WholeRun
+
+_UNKNOWN = (
+    "not compared: how the ranks share the rows of a DataLoader, which are drawn anew each time, made for each rank or not all "
+    "taken, and have no index that means the same row on all ranks"
+)
+
+
+def strange_shares(alone: WholeRun, run: WholeRun) -> str:
+    """Return how the ranks share the rows of a step or of a pass otherwise than one process takes them; empty if right."""
+    return _of_steps(alone, run) or _of_passes(alone, run)
+
+
+def unknown_shares(alone: WholeRun, run: WholeRun) -> tuple[str, ...]:
+    """Return a sentence where nobody knows how the ranks share the rows of a loader; empty if that is known of all."""
+    for own, ranks in _loaders(alone, run):
+        if own.replaces or _is_one_dataset(own, ranks):
+            continue
+        for expected, *shares in zip(own.passes, *(rank.passes for rank in ranks)):
+            if not {row for share in shares for row in share.rows} <= {*expected.rows}:
+                return (_UNKNOWN,)
+    return ()
+
+
+def _of_steps(alone: WholeRun, run: WholeRun) -> str:
+    """At each step the ranks take rows of the same step of one process only, and not all of them once."""
+    found = []
+    for step in range(min(alone.steps, run.steps)):
+        here, there = alone.union(step), run.union(step)
+        lost, twice = (here - there).total(), (there - here).total()
+        padded_or_dropped = max(lost, twice) < run.size and not (lost and twice)
+        drawn = any(count > 1 for count in here.values())
+        if drawn or padded_or_dropped or not {*there} <= {*here}:
+            return ""
+        found.append(_sentence(f"at step {step}", lost, twice))
+    # One step may be chance, where rows are drawn of few.
+    return found[0] if len(found) > 1 else ""
+
+
+def _of_passes(alone: WholeRun, run: WholeRun) -> str:
+    for own, ranks in _loaders(alone, run):
+        if own.replaces:
+            continue
+        indexed = _is_one_dataset(own, ranks)
+        for turn, (expected, *shares) in enumerate(
+            zip_longest(own.passes, *(rank.passes for rank in ranks), fillvalue=Pass())
+        ):
+            sentence = _of_pass(own, ranks, expected, shares, indexed)
+            if sentence:
+                return f"in pass {turn} over a DataLoader {sentence}"
+    return ""
+
+
+def _loaders(alone: WholeRun, run: WholeRun) -> Iterator[tuple[LoaderSeen, list[LoaderSeen]]]:
+    """Yield each loader that one process trains on, beside those of all ranks; a validation may take all rows everywhere."""
+    loaders = alone.ranks[0].taken.loaders
+    for number, own in enumerate(loaders):
+        if not of_training(loaders)[number]:
+            continue
+        ranks = [rank.taken.loaders[number] for rank in run.ranks if number < len(rank.taken.loaders)]
+        if len(ranks) == run.size:
+            yield own, ranks
+
+
+def _is_one_dataset(own: LoaderSeen, ranks: Sequence[LoaderSeen]) -> bool:
+    return bool(own.dataset) and all(rank.dataset == own.dataset for rank in ranks)
+
+
+def _of_pass(
+    own: LoaderSeen, ranks: Sequence[LoaderSeen], expected: Pass, shares: Sequence[Pass], indexed: bool
+) -> str:
+    """Return how many rows of a pass are lost or taken twice; empty if none, or if nobody knows.
+
+    Args:
+        own: The loader of one process.
+        ranks: Those of the ranks.
+        expected: The pass of one process.
+        shares: Those of the ranks.
+        indexed: Whether indices say which row is which.
+    """
+    here = Counter(expected.indices if indexed else expected.rows)
+    own_rows = [Counter(share.indices if indexed else share.rows) for share in shares]
+    there = sum(own_rows, Counter[str]())
+    all_given = all(_is_whole(share, indexed) for share in shares)
+    step = sum(loader.batch for loader in ranks)
+    twice = sum(count - 1 for count in there.values())
+    if any(count > 1 for count in here.values()):
+        return ""
+    if not all_given and own.due is None:
+        return ""  # a stream may begin anew
+    if not all_given:  # padding comes last, and a rank that takes a row twice before that draws its rows
+        drawn = any(count > 1 for rows in own_rows for count in rows.values())
+        return _sentence("", 0, twice) if twice and not drawn else ""
+    recognised = indexed or {*there} <= {*here}
+    lost = (here - there).total() if recognised and _is_whole(expected, indexed) else 0
+    size = len(ranks)
+    # A sampler pads or drops fewer rows than there are ranks, a loader fewer than all of them take in a step.
+    strange = lost >= step + size or twice >= max(step, size) or (lost > 0 and twice >= size)
+    return _sentence("", lost, twice) if strange else ""
+
+
+def _is_whole(one: Pass, indexed: bool) -> bool:
+    return one.complete or (indexed and one.planned)
+
+
+def _sentence(where: str, lost: int, twice: int) -> str:
+    counts = [f"{lost} of the rows that one process takes are taken by no rank"] if lost else []
+    counts += [f"{twice} of the rows that the ranks take were taken before"] if twice else []
+    return (
+        f"{where} {' and '.join(counts)}. Cause: the shares of the ranks overlap or leave rows out. Divide by rank and number of "
+        "ranks as DistributedSampler does, or take rows[rank::size]."
+    ).lstrip()

@@ -1,0 +1,229 @@
+"""How is a training run on a world, whichever way it is started, and what does it mean when it does not come to its end?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Protocol
+
+from fsdp_testing.errors import WorldFailed
+from fsdp_testing.ranks.pool import Fate, Pool, WorldOutcome
+from fsdp_testing.train.comparison import ROUNDINGS
+from fsdp_testing.train.on_rank import Job, RankReport, RunSettings, run_here
+from fsdp_testing.train.whole import WholeRun, whole
+
+
+class Undecided(Exception):
+    """Ends the judgement of a world: nothing can be said, for this reason; `output` is the end of what the script said."""
+
+    def __init__(self, sentence: str, output: tuple[str, ...] = ()) -> None:
+        super().__init__(sentence)
+        self.output = output
+
+
+class Failed(Exception):
+    """Ends the judgement of a world: it is wrong.
+
+    Attributes:
+        subject: Which ranks the sentence is about; all of the world without.
+        table: Loss and norm of both worlds, step by step.
+        output: End of what the script said.
+    """
+
+    def __init__(
+        self, sentence: str, table: tuple[str, ...] = (), output: tuple[str, ...] = (), subject: str = ""
+    ) -> None:
+        super().__init__(sentence)
+        self.table, self.output, self.subject = table, output, subject
+
+
+class RunListener(Protocol):
+    """Is told of each run of the training."""
+
+    def started(self, what: str) -> None:
+        """Take note that a run begins; `what` names it in a few words."""
+
+    def ended(self, what: str, seconds: float, outcome: WorldOutcome) -> None:
+        """Take note that it ended, with what its ranks did and wrote."""
+
+
+class Nobody:
+    """Takes note of nothing."""
+
+    def started(self, what: str) -> None: ...
+
+    def ended(self, what: str, seconds: float, outcome: WorldOutcome) -> None: ...
+
+
+class Start:
+    """A way to start a training: what differs between a script, a function and a model. Each is a frozen dataclass.
+
+    Attributes:
+        timeout: Seconds until a rank counts as hung.
+        backend: Backend of the worlds.
+        isolation: "fresh" runs each time in new processes; "warm" in kept ones, where modules stay imported.
+        steps: Optimizer steps after which it is ended; never with 0.
+        accept: Names of conventions that one process is to follow as the ranks do (`conventions`).
+        resume_at: Step before which it is stopped to be resumed; never with 0.
+        resume_arguments: Further arguments of what is resumed.
+        roundings: What passes at once (`comparison.ROUNDINGS`).
+        takes_rows: Whether one process may be given the rows of the ranks, and the losses of these be read in several ways: else
+            all worlds take the same rows by themselves.
+        returns: Whether it returns what is to be compared, the loss that it means included.
+    """
+
+    timeout: float
+    backend: str = "gloo"
+    isolation: str = "warm"
+    steps: int = 0
+    accept: tuple[str, ...] = ()
+    resume_at: int = 0
+    resume_arguments: tuple[str, ...] = ()
+    roundings: float = ROUNDINGS
+    takes_rows: ClassVar[bool] = False
+    returns: ClassVar[bool] = False
+
+    @property
+    def lasting(self) -> frozenset[str]:
+        """Kinds of process state that a run may change for good."""
+        return frozenset()
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Modules that take long to import."""
+        return ()
+
+    @property
+    def name(self) -> str:
+        """What is trained, for messages."""
+        raise NotImplementedError
+
+    def world(self, size: int) -> str:
+        """Return what a world is called."""
+        return "one process" if size == 1 else f"{size} ranks"
+
+    @property
+    def losses_are_equal(self) -> bool:
+        """Whether the mean of the ranks' losses has to be that of one process."""
+        return not self.takes_rows and not self.returns
+
+    def sentence(self, size: int, why: Failed | Undecided) -> str:
+        """Return why a world is judged as it is."""
+        return f"{getattr(why, 'subject', '')} {why}".lstrip()
+
+    def job(self, size: int) -> Job:
+        """Return what a rank of a world of this size runs."""
+        raise NotImplementedError
+
+    @contextmanager
+    def prepared(self, pool: Pool, run: RunSettings) -> Iterator[RunSettings]:
+        """Prepare a run, and clean up after it."""
+        yield run
+
+    def ending(self, outcome: WorldOutcome) -> Exception:
+        """Return what to raise where ranks did not come to their end."""
+        return WorldFailed(outcome.describe(), outcome)
+
+    def check(self, ranks: Sequence[RankReport]) -> None:
+        """Refuse reports that cannot be compared.
+
+        Raises:
+            Undecided: For this reason.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """Runs a training on worlds of a pool; `listener` is told of each run.
+
+    Attributes:
+        kept: Disturbed runs by size and seed, of worlds that take their own data.
+        unsteady: Sentences on worlds that hung once and not again.
+    """
+
+    start: Start
+    pool: Pool
+    listener: RunListener = field(default_factory=Nobody)
+    kept: dict[tuple[int, int], WholeRun] = field(default_factory=dict)
+    unsteady: list[str] = field(default_factory=list)
+
+    def disturbed(self, size: int, seed: int) -> WholeRun:
+        """Return a run with roundings made differently, by each seed otherwise."""
+        if (size, seed) not in self.kept:
+            self.kept[size, seed] = self.run(size, RunSettings(seed=seed))
+        return self.kept[size, seed]
+
+    def run(self, size: int, settings: RunSettings | None = None) -> WholeRun:
+        """Run the training on `size` ranks; where they hang, in a folder that does not stay, once more.
+
+        Raises:
+            Undecided: It did not come to what can be compared.
+            Failed: The ranks did not come to their end, or made different numbers of steps.
+            WorldFailed: Likewise, of functions.
+        """
+        settings = settings or RunSettings()
+        settings = replace(settings, steps=settings.steps or self.start.steps)
+        outcome = self._execute(size, settings)
+        hung = any(rank.fate is Fate.HUNG for rank in outcome.ranks)
+        if hung and not settings.folder and unequal_ends(outcome) is None:
+            again = self._execute(size, settings)  # the machine may have been slow
+            if again.ok:
+                self.unsteady.append(
+                    f"{outcome.cause}; run again, it came to its end. Nothing is known of what hangs once."
+                )
+            outcome = again
+        if not outcome.ok:
+            raise self.start.ending(outcome)
+        return self._put_together(size, outcome.values)
+
+    def _execute(self, size: int, settings: RunSettings) -> WorldOutcome:
+        start, what, began = self.start, _named(size, settings), time.monotonic()
+        # Ranks that import these one by one take seconds of the timeout.
+        self.pool.expect(__name__, type(start).__module__, *start.modules)
+        self.listener.started(what)
+        with start.prepared(self.pool, settings) as prepared:
+            world = self.pool.world(size, start.backend, start.isolation)
+            try:
+                outcome = world.execute(
+                    run_here, (start.job(size), prepared), timeout=start.timeout, name=start.name, lasting=start.lasting
+                )
+            finally:
+                world.release()
+        self.listener.ended(what, time.monotonic() - began, outcome)
+        return outcome
+
+    def _put_together(self, size: int, ranks: Sequence[RankReport]) -> WholeRun:
+        self.start.check(ranks)
+        counts = [len(rank.steps) for rank in ranks]
+        if len(set(counts)) > 1:
+            raise Failed(
+                f"make different numbers of optimizer steps: {', '.join(map(str, counts))}. Cause: a rank stops or skips a step "
+                "by a number of its own (an early stop on a local value, an uneven number of batches, a branch that depends on "
+                "the rank).",
+                subject="the ranks",
+            )
+        return whole(size, ranks)
+
+
+def unequal_ends(outcome: WorldOutcome) -> Failed | None:
+    """Return the failure of ranks of which some made all steps and were ended, and others wait for them; None of others."""
+    ended = [rank for rank in outcome.ranks if isinstance(rank.value, RankReport) and not rank.value.ended]
+    if not ended or len(ended) == outcome.size:
+        return None
+    waiting = next(rank.rank for rank in outcome.ranks if rank not in ended)
+    return Failed(
+        f"make different numbers of optimizer steps: rank {ended[0].rank} has made {len(ended[0].value.steps)}, "
+        f"rank {waiting} fewer. Cause: a rank skips a step by a number of its own, or takes other batches.",
+        subject="the ranks",
+    )
+
+
+def _named(size: int, run: RunSettings) -> str:
+    who = "one process" if size == 1 else f"{size} ranks"
+    how = [f"stopped before step {run.stop_before}"] if run.stop_before else []
+    how += ["resumed"] if run.folder and not run.stop_before else []
+    how += ["given the rows of all ranks"] if run.feed.source is not None else []
+    how += [f"how far roundings move it ({run.seed})"] if run.seed else []
+    return ", ".join([who, *how])

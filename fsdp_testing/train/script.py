@@ -1,0 +1,289 @@
+"""Does a training script that nobody changed give on N ranks what one process gives on the data of all ranks?"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sysconfig
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from fsdp_testing.cases.records import Verdict
+from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.ranks.pool import Pool, RankOutcome, WorldOutcome, default_pool
+from fsdp_testing.ranks.pool.cause import EndedBadly
+from fsdp_testing.ranks.pool.outcome import Fate, rank_names
+from fsdp_testing.train.check import judged, run_alone
+from fsdp_testing.train.conventions import check_names
+from fsdp_testing.train.on_rank import RankReport, RunSettings
+from fsdp_testing.train.report import Judgement, TrainingDiffers, TrainingUndecided, TrainReport
+from fsdp_testing.train.resuming import judge_resumed
+from fsdp_testing.train.running import Failed, Nobody, RunListener, Runner, Start, Undecided, unequal_ends
+from fsdp_testing.train.script_job import ScriptJob
+from fsdp_testing.train.surroundings import show_files
+from fsdp_testing.train.whole import WholeRun
+
+STEPS = 10
+TAIL = 8
+"""Lines of a script's own output that are shown where it did not end well."""
+_LIBRARIES = tuple(
+    f"{path}/"
+    for path in {
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("purelib"),
+        str(Path(torch.__file__).parent),
+        str(Path(__file__).parents[1]),
+    }
+)
+_FRAME = re.compile(r'File "([^"<]+)", line (\d+)')
+_NO_CUDA = ("not compiled with CUDA", "NVIDIA driver", "No CUDA GPUs", "CUDA driver", "no CUDA-capable device")
+
+
+class ScriptDiffers(TrainingDiffers):
+    """A script trains otherwise on N ranks than in one process; the message names the first difference and step."""
+
+
+class ScriptUndecided(TrainingUndecided):
+    """Nothing can be said of a script on some world size; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch(Start):
+    """How a script is started.
+
+    Attributes:
+        script: Path, or with `is_module` the name of a module.
+        arguments: Those after it.
+        is_module: Whether it is started with `-m`.
+        steps: Optimizer steps that are compared; then the script is ended.
+        timeout: Seconds until a rank counts as hung.
+        backend: Backend of the worlds.
+        resume_at: Step before which it is stopped to be resumed; never with 0.
+        resume_arguments: Further arguments of the script that is resumed.
+        accept: Names of conventions that one process is to follow as the ranks do (`conventions`).
+        isolation: "fresh" runs each time in new processes; "warm" in kept ones, where modules of the script stay imported.
+    """
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    steps: int = STEPS
+    timeout: float = 300.0
+    backend: str = "gloo"
+    isolation: str = "fresh"
+    resume_at: int = 0
+    resume_arguments: tuple[str, ...] = ()
+    accept: tuple[str, ...] = ()
+
+    takes_rows: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        """Its path or module."""
+        return self.script
+
+    def job(self, size: int) -> ScriptJob:
+        """Return what a rank runs."""
+        script = self.script if self.is_module else str(Path(self.script).resolve())
+        return ScriptJob(script, self.arguments, self.is_module)
+
+    @contextmanager
+    def prepared(self, pool: Pool, run: RunSettings) -> Iterator[RunSettings]:
+        """Give a run a folder of its own, which is removed afterwards, unless it has one that stays."""
+        if run.folder:
+            yield run
+            return
+        folder = Path(pool.shared_directory("fsdp-verify-train-"))
+        try:
+            show_files(Path.cwd(), folder)
+            yield replace(run, folder=str(folder))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def ending(self, outcome: WorldOutcome) -> Exception:
+        """Return what it means that the script did not end well."""
+        return _ending(outcome)
+
+    def check(self, ranks: Sequence[RankReport]) -> None:
+        """Refuse a script that never steps, or of which parameters cannot be read."""
+        if not any(rank.steps for rank in ranks):
+            raise Undecided(
+                "never steps an optimizer of torch.optim after a forward with gradients. Let it train; give it all its arguments."
+            )
+        unreadable = next((seen.unreadable for rank in ranks for seen in rank.steps if seen.unreadable), "")
+        if unreadable:
+            raise Undecided(
+                f"holds its parameters in a way that cannot be read ({unreadable}). Known are plain tensors, DDP, FSDP1, FSDP2 "
+                "and other DTensors without partial placements, and fsdp_ref."
+            )
+
+
+def check_script(
+    script: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    world_sizes: Sequence[int] = (2, 3),
+    steps: int = STEPS,
+    timeout: float = 300.0,
+    accept: Sequence[str] = (),
+) -> TrainReport:
+    """Run an unmodified training script on worlds of several sizes and compare each with one process.
+
+    Args:
+        script: Path of a script that torchrun can start.
+        arguments: Its arguments.
+        world_sizes: Numbers of ranks; one process is always run.
+        steps: Optimizer steps that are compared; then the script is ended.
+        timeout: Seconds until a rank counts as hung.
+        accept: Conventions by which N ranks are not one process, and that the one process is to follow too:
+            "scheduler-per-process", "batch-norm-per-rank", "loss-per-rank".
+
+    Returns:
+        What was compared, for each size.
+
+    Raises:
+        ScriptDiffers: A world trains otherwise.
+        ScriptUndecided: Nothing can be said of a world, or of the script.
+        InvalidArgument: There is no such script, or no size above 1.
+    """
+    launch = Launch(str(script), tuple(map(str, arguments)), steps=steps, timeout=timeout, accept=tuple(accept))
+    report = examine(launch, world_sizes)
+    if report.verdict is Verdict.FAIL:
+        raise ScriptDiffers(str(report))
+    if report.verdict is Verdict.UNKNOWN:
+        raise ScriptUndecided(str(report))
+    return report
+
+
+def examine(
+    launch: Launch, world_sizes: Sequence[int], pool: Pool | None = None, listener: RunListener | None = None
+) -> TrainReport:
+    """Judge a script on each world size above 1; a listener is told of each run.
+
+    Raises:
+        InvalidArgument: There is no such script, or no size above 1.
+    """
+    sizes = [size for size in world_sizes if size > 1]
+    _check_arguments(launch, world_sizes)
+    runner = Runner(launch, pool or default_pool(), listener or Nobody())
+    try:
+        alone, again = run_alone(runner, 1)
+        if runner.unsteady:
+            raise Undecided(" ".join(runner.unsteady))
+    except (Failed, Undecided) as why:
+        return TrainReport(launch.script, (Judgement(1, Verdict.UNKNOWN, f"one process {why}", output=why.output),))
+    runs = {1: alone}
+    remarks = _fixed_files(alone, again) + _downloads(alone)
+    judgements = [judged(runner, runs, size) for size in sizes]
+    if launch.resume_at:
+        judgements += _resumed(runner, runs, judgements)
+    return TrainReport(launch.script, tuple(replace(one, compared=one.compared + remarks) for one in judgements))
+
+
+def _check_arguments(launch: Launch, world_sizes: Sequence[int]) -> None:
+    check_names(launch.accept)
+    if not any(size > 1 for size in world_sizes):
+        raise InvalidArgument(
+            f"world sizes: expected one above 1, got {tuple(world_sizes)}. One process is always run."
+        )
+    if not launch.is_module and not Path(launch.script).is_file():
+        raise InvalidArgument(
+            f"script: expected a file, got {launch.script!r}. Correct the path, or use -m for a module."
+        )
+    if launch.resume_at and launch.resume_at >= launch.steps:
+        raise InvalidArgument(
+            f"resume-at: expected a step below {launch.steps}, the steps compared, got {launch.resume_at}. Compare more steps."
+        )
+
+
+def _resumed(runner: Runner, runs: dict[int, WholeRun], judgements: Sequence[Judgement]) -> list[Judgement]:
+    """Judge resuming: what is saved on each number of ranks is loaded on as many and on the next number, the last on one."""
+    passed = [judgement.size for judgement in judgements if judgement.verdict is Verdict.PASS]
+    following = dict(zip(passed, [*passed[1:], 1]))
+    return [judge_resumed(runner, runs, size, (size, following[size])) for size in passed]
+
+
+def _fixed_files(alone: WholeRun, again: WholeRun) -> tuple[str, ...]:
+    """Return a sentence on each file elsewhere that every run writes; names that change are temporary files."""
+    same = sorted({*alone.ranks[0].outside} & {*again.ranks[0].outside})
+    return tuple(
+        f"writes to {path}, outside the current folder: every run replaces it, and it stays. Give the script a relative path."
+        for path in same[:5]
+    )
+
+
+def _downloads(alone: WholeRun) -> tuple[str, ...]:
+    return tuple(
+        f"asks for {host}: every run does so again. Let what it downloads be there before."
+        for host in alone.ranks[0].hosts
+    )
+
+
+def _ending(outcome: WorldOutcome) -> Exception:
+    """Return why a script did not end well.
+
+    What one process runs to its end and several ranks do not (they raise, die, hang, or disagree) is a failure. What is
+    missing here (an accelerator, a download) says nothing.
+    """
+    several = outcome.size > 1
+    unequal = unequal_ends(outcome)
+    if unequal is not None:
+        return unequal
+    bad = outcome.diagnosis.first if isinstance(outcome.diagnosis, EndedBadly) else None
+    first = bad or next((rank for rank in outcome.ranks if not rank.good), outcome.ranks[0])
+    output = tail(first)
+    if several and outcome.diagnosis is not None and not isinstance(outcome.diagnosis, EndedBadly):
+        return Failed(
+            f"{outcome.cause}.{_places(outcome.ranks)} Cause: the ranks do not run the same collectives (an early stop on a "
+            "local value, an uneven number of batches, a branch that depends on the rank).",
+            output=output,
+        )
+    if first.error is not None and first.error.type_name == "InvalidArgument":
+        return Undecided(first.error.message, output)
+    if first.error is not None and any(words in first.error.message for words in _NO_CUDA):
+        return Undecided(
+            f"asks for a CUDA device, and there is none here ({first.error.headline()}).{_places([first])} Let it take the CPU "
+            "where torch.cuda.is_available() says no, or give it the argument that does.",
+            output,
+        )
+    where = _places(outcome.ranks if first.fate in _WAITING else [first])
+    sentence = f"did not end well: {outcome.cause}.{where}"
+    if not several:
+        return Undecided(sentence, output)
+    return Failed(sentence, output=output)
+
+
+_WAITING = (Fate.HUNG, Fate.STOPPED)
+
+
+def tail(rank: RankOutcome) -> tuple[str, ...]:
+    """Return the end of what a rank of the script wrote, standard output before errors."""
+    return tuple(
+        f"{stream} of rank {rank.rank}: {line}"
+        for stream, text in (("stdout", rank.stdout), ("stderr", rank.stderr))
+        for line in [line.rstrip() for line in text.splitlines() if line.strip()][-TAIL:]
+    )
+
+
+def _places(ranks: Sequence[RankOutcome]) -> str:
+    """Return where in the user's own files the ranks raised, or are, as a sentence; empty where nobody knows."""
+    lines_of: dict[str, list[int]] = {}
+    for rank in ranks:
+        # A traceback ends where the error was raised, a stack of a running process begins where it is.
+        raised = rank.error is not None
+        lines = _own_lines(rank.error.traceback)[::-1] if rank.error is not None else _own_lines(rank.stack)
+        if lines:
+            lines_of.setdefault(f"{'raised' if raised else 'is'} at {lines[0]}", []).append(rank.rank)
+    places = [f"{rank_names(numbers)} {place}" for place, numbers in lines_of.items()]
+    return f" In the script: {'; '.join(places)}." if places else ""
+
+
+def _own_lines(trace: str) -> list[str]:
+    """Return file and line of each frame that is of no library, in the order of the trace."""
+    frames = [(path, line) for path, line in _FRAME.findall(trace) if not path.startswith(_LIBRARIES)]
+    return [f"{Path(path).name}:{line}" for path, line in frames]

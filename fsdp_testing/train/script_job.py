@@ -1,0 +1,166 @@
+"""How does a rank run a script that nobody changed, as torchrun would have started it?"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.train.copies import copies_in
+from fsdp_testing.train.numbers import watch_numbers
+from fsdp_testing.train.observation import Observer
+from fsdp_testing.train.on_rank import EnoughSteps, Job, RunSettings
+from fsdp_testing.train.surroundings import hosts, in_folder, outside
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptJob(Job):
+    """A script as a rank runs it.
+
+    Attributes:
+        script: Path of the script, or name of the module.
+        arguments: Those after it.
+        is_module: Whether it is run with `-m`.
+    """
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+
+    @contextmanager
+    def watch(self, run: RunSettings) -> Iterator[Callable[[], dict[str, Any]]]:
+        """Watch the numbers that it takes out of tensors, files and machines; dropout is off."""
+        dropout: list[bool] = []
+
+        def facts() -> dict[str, Any]:
+            return {
+                "numbers": numbers,
+                "outside": tuple(sorted(outside)),
+                "hosts": tuple(sorted(hosts)),
+                "dropout": bool(dropout),
+                "dropout_off": True,
+            }
+
+        with (
+            watch_numbers() as numbers,
+            in_folder(run.folder),
+            _without_dropout(dropout),
+            _without_own_processes(),
+        ):
+            yield facts
+
+    def train(self, run: RunSettings, observer: Observer) -> dict[str, Any]:
+        """Run the script; return the copies of the weights that it has at its end, and whether it ended by itself.
+
+        Raises:
+            InvalidArgument: It starts processes of its own, ends with an exit code, or does not get what it downloads.
+        """
+
+        def copies(scopes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+            return {"copies": copies_in(scopes, observer.reader.models, observer.reader.block)}
+
+        try:
+            return copies([run_script(self, run.arguments)])
+        except EnoughSteps as end:
+            scopes = [frame.f_locals for frame, _ in traceback.walk_tb(end.__traceback__)]
+            return copies(scopes) | {"ended": False}
+        except SystemExit as end:
+            if end.code in (None, 0):
+                return {}
+            raise InvalidArgument(_of_exit(self.script, end)) from end
+        except OSError as error:  # as those of sockets, urllib and huggingface_hub are
+            if not hosts:
+                raise
+            raise InvalidArgument(
+                f"downloads something: it asked for {', '.join(sorted(hosts))} and got {type(error).__name__}: {error}. Run it "
+                "once by itself, so that what it needs is there, and give it the path, or the offline switch, of its framework."
+            ) from error
+
+
+def run_script(job: ScriptJob, arguments: Sequence[str] = ()) -> dict[str, Any]:
+    """Run the script to its end and return its globals.
+
+    Args:
+        job: The script.
+        arguments: After its own.
+    """
+    argv, path = list(sys.argv), list(sys.path)
+    main = sys.modules.get("__main__")
+    try:
+        sys.argv[:] = [job.script, *job.arguments, *arguments]
+        if job.is_module:
+            sys.path.insert(0, str(Path.cwd()))
+            return runpy.run_module(job.script, run_name="__main__", alter_sys=True)
+        sys.path.insert(0, str(Path(job.script).parent))
+        return runpy.run_path(job.script, run_name="__main__")
+    finally:
+        sys.argv[:], sys.path[:] = argv, path
+        if main is not None:
+            sys.modules["__main__"] = main
+
+
+def _of_exit(script: str, end: SystemExit) -> str:
+    """Return what an exit of the script says and where: a text that it gave, or a number, as argparse does."""
+    frames = [frame for frame in traceback.extract_tb(end.__traceback__) if frame.filename == script]
+    where = f" at {Path(script).name}:{frames[-1].lineno}" if frames else ""
+    if not isinstance(end.code, int):
+        return f'ended itself by sys.exit("{str(end.code)[:300]}"){where}. Mend what it says there.'
+    advice = (
+        "Give the script the arguments it needs after its name." if end.code == 2 else "See why the script ends itself."
+    )
+    return f"ended with exit code {end.code}{where}. {advice}"
+
+
+@contextmanager
+def _without_dropout(active: list[bool]) -> Iterator[None]:
+    """Switch dropout off: masks are drawn for the rows of a rank, which are others in each world.
+
+    Args:
+        active: Filled if any would have been active.
+    """
+    functional = torch.nn.functional
+    real_attention = functional.scaled_dot_product_attention
+
+    def keep(inputs: torch.Tensor, p: float = 0.5, training: bool = True, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        if p and training and not active:
+            active.append(True)
+        return inputs
+
+    def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) and not active:
+            active.append(True)
+        if len(args) > 4:
+            args = (*args[:4], 0.0, *args[5:])
+        elif "dropout_p" in kwargs:
+            kwargs["dropout_p"] = 0.0
+        return real_attention(*args, **kwargs)
+
+    names = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(functional, name, keep))
+        stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", attention))
+        yield
+
+
+@contextmanager
+def _without_own_processes() -> Iterator[None]:
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise InvalidArgument(
+            "starts processes of its own with torch.multiprocessing. Expected a script for torchrun, each process of "
+            "which is one rank. Call the function that it starts, and read RANK and WORLD_SIZE from the environment."
+        )
+
+    import torch.multiprocessing as processes
+
+    with mock.patch.object(processes, "spawn", refuse), mock.patch.object(processes, "start_processes", refuse):
+        yield

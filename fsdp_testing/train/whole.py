@@ -1,0 +1,307 @@
+"""What did all ranks of a world hold and compute together, from what each was seen to? Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, floor
+from fsdp_testing.train.evidence import StepEvidence
+from fsdp_testing.train.held import Spans
+from fsdp_testing.train.observation import StepSeen
+from fsdp_testing.train.on_rank import RankReport
+from fsdp_testing.train.quantities import LOSS, NORM, RATE, Kind, Quantities, Quantity, QuantitySpans, spans_of_kind
+from fsdp_testing.train.spans import assembled
+
+AFTER_THE_LAST = -1
+"""Step of what is seen when the training has ended."""
+_BEFORE_SETTINGS, _AFTER_SETTINGS = (
+    (Kind.UNCLIPPED, Kind.GRADIENT),
+    (Kind.PARAMETER, Kind.COPIED, Kind.MOMENT, Kind.BUFFER),
+)
+"""Kinds in the order in which a step makes them, so that of one step the first difference is named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter of a rank lies in one process.
+
+    Attributes:
+        name: Of the parameter of one process.
+        shape: Of that.
+        dim: Along which the rank has a part of it; None where it has all.
+        index: Which slices, along that.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    index: tuple[int, ...] = ()
+
+    def positions(self) -> torch.Tensor | None:
+        """Return the place of each element in the whole parameter; None where that is all of it."""
+        if self.dim is None:
+            return None
+        numbers = torch.arange(torch.Size(self.shape).numel()).view(self.shape)
+        return numbers.index_select(self.dim, torch.tensor(self.index, dtype=torch.long)).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """Ranks that hold different numbers of what they share; of each kind the first is noted."""
+
+    step: int
+    quantity: Quantity
+    rank: int
+
+    @property
+    def kind(self) -> Kind:
+        return self.quantity.kind
+
+    @property
+    def decides(self) -> bool:
+        """Whether it is a mistake as such; ranks may have gradients of their own and yet make one step."""
+        return self.kind not in (Kind.GRADIENT, Kind.UNCLIPPED)
+
+    @property
+    def moment(self) -> float:
+        """Its step; infinite at the end."""
+        return math.inf if self.step == AFTER_THE_LAST else self.step
+
+    def __str__(self) -> str:
+        when = "at the end" if self.step == AFTER_THE_LAST else f"at step {self.step}"
+        return f"{self.quantity} differs between ranks 0 and {self.rank} {when}"
+
+
+@dataclass(frozen=True, slots=True)
+class WholeRun:
+    """One run on a world.
+
+    Attributes:
+        size: Number of ranks.
+        quantities: What rank 0 returned; of every step what all ranks have of losses, settings, norms, gradients, parameters, the
+            optimizer's state and buffers; and of the end the parameters, and other copies of the weights.
+        rows: Of every step, for each rank, the digests of its rows.
+        disagreements: The first of each kind.
+        ranks: What each rank reported.
+        parts: For each rank the place in one process of each parameter that it has of its own; empty where all have the same, or
+            shards of it.
+        own: Parameters that each rank has of its own by one name, and that have no known place: these are left out.
+    """
+
+    size: int
+    quantities: Quantities
+    rows: tuple[tuple[tuple[str, ...], ...], ...]
+    disagreements: tuple[Disagreement, ...]
+    ranks: tuple[RankReport, ...]
+    parts: tuple[Mapping[str, Place], ...] = ()
+    own: tuple[str, ...] = ()
+
+    @property
+    def shares_work(self) -> bool:
+        """Whether ranks have parts of the model that nobody gathers, so that they work on the same rows together."""
+        return bool(self.parts) or any(seen.share for seen in first_steps(self))
+
+    def of(self, ranks: Sequence[int]) -> WholeRun:
+        """Return the rows that some of the ranks took, and these ranks, as a run of their own."""
+        rows = tuple(tuple(step[rank] for rank in ranks) for step in self.rows)
+        return replace(self, size=len(ranks), rows=rows, ranks=tuple(self.ranks[rank] for rank in ranks))
+
+    def names(self, *kinds: Kind) -> list[Quantity]:
+        """Return the quantities of some kinds."""
+        return [key for key in self.quantities if key.kind in kinds]
+
+    @property
+    def steps(self) -> int:
+        return len(self.rows)
+
+    @property
+    def seen(self) -> Iterable[StepSeen]:
+        """What any rank saw of any step."""
+        return (seen for rank in self.ranks for seen in rank.steps)
+
+    @property
+    def evidence(self) -> tuple[tuple[StepEvidence, ...], ...]:
+        """What explains differences, of each rank, step by step.
+
+        Gradients are as they were before the first clip, which may hide by what factor they differ.
+        """
+        apart = min((one.step for one in self.disagreements if one.kind is Kind.GRADIENT), default=self.steps)
+        read = [all(seen.of(Kind.GRADIENT) for seen in ranks) for ranks in zip(*(rank.steps for rank in self.ranks))]
+        return tuple(
+            tuple(_evidence(rank, seen, step < apart and read[step]) for step, seen in enumerate(rank.steps))
+            for rank in self.ranks
+        )
+
+    def union(self, step: int) -> Counter[str]:
+        """Return how often each row was seen by any rank until `step` ended."""
+        return Counter(row for rank in self.rows[step] for row in rank)
+
+    def forwards(self) -> int:
+        """Return the number of forwards of a rank until its first step."""
+        return len(self.ranks[0].steps[0].rows)
+
+
+def _evidence(rank: RankReport, seen: StepSeen, agreed: bool) -> StepEvidence:
+    evidence = replace(seen.evidence, agreed=agreed)
+    spans = [span for held in seen.of(Kind.UNCLIPPED).values() for span in held]
+    norm = float(sum(float(span.values.double().square().sum()) for span in spans) ** 0.5)
+    if norm:
+        evidence = replace(evidence, gradient_norm=norm)
+    if rank.dropout_off:  # only what a forward draws makes worlds differ
+        evidence = replace(evidence, dropout="", drew=seen.drew)
+    # A sharded model that has nothing to step by keeps what it does not reduce: its backward passes were local.
+    kept = evidence.gathered and seen.losses and not seen.given
+    return replace(evidence, local=evidence.backwards) if kept else evidence
+
+
+def whole(size: int, ranks: Sequence[RankReport], own: Collection[str] = ()) -> WholeRun:
+    """Put the reports of all ranks together; all made as many steps.
+
+    Args:
+        size: Number of ranks.
+        ranks: What each reported.
+        own: Parameters that each rank has of its own: these are left out.
+    """
+    quantities: Quantities = {Quantity(Kind.RETURNED, name): values for name, values in ranks[0].returned.items()}
+    steps, disagreements = together([rank.steps for rank in ranks], own)
+    quantities |= steps
+    for name, tensor, odd in _assembled([rank.weights for rank in ranks]):
+        key = Quantity(Kind.END, name)
+        if name not in own:
+            quantities[key] = [tensor]
+            if odd is not None and not any(one.kind is Kind.END for one in disagreements):
+                disagreements.append(Disagreement(AFTER_THE_LAST, key, odd))
+    # Of copies rank 0's count, which it saves: others need not keep any.
+    for copy, first in ranks[0].copies.items():
+        for name in first:
+            tensor = assembled([rank.copies.get(copy, {}).get(name, ()) for rank in ranks])[0]
+            if not bool(tensor.isnan().any()):
+                quantities[Quantity(Kind.COPY, name, copy)] = [tensor]
+    rows = tuple(
+        tuple(tuple(row for forward in rank.steps[step].rows for row in forward) for rank in ranks)
+        for step in range(min(len(rank.steps) for rank in ranks))
+    )
+    return WholeRun(size, quantities, rows, tuple(disagreements), tuple(ranks), own=tuple(own))
+
+
+def together(ranks: Sequence[Sequence[StepSeen]], own: Collection[str] = ()) -> tuple[Quantities, list[Disagreement]]:
+    """Return losses, the optimizer's settings, norms, gradients, parameters, its state and buffers of every step.
+
+    Args:
+        ranks: What each rank was seen to do; steps that not every rank made are left out.
+        own: Parameters that each rank has of its own: these are left out.
+
+    Returns:
+        The quantities, and of each kind where ranks first disagree, parameters first. What is not there at a step, as the state
+        of an optimizer that another step belongs to, is an empty tensor.
+    """
+    quantities: Quantities = {}
+    first: dict[Kind, Disagreement] = {}
+    absent = [torch.empty(0)] * min(map(len, ranks), default=0)
+
+    def put(step: int, key: Quantity, value: torch.Tensor) -> None:
+        quantities.setdefault(key, list(absent))[step] = value
+
+    def put_tensors(step: int, seen: Sequence[StepSeen], kinds: Collection[Kind]) -> None:
+        for key, tensor, odd in _tensors([rank.after for rank in seen], kinds):
+            if key.name in own:
+                continue
+            if odd is not None:
+                first.setdefault(key.kind, Disagreement(step, key, odd))
+            # Of a part that no rank has stepped yet the optimizer keeps nothing.
+            if key.kind is not Kind.MOMENT or not bool(tensor.isnan().any()):
+                put(step, key, tensor)
+
+    for step, seen in enumerate(zip(*ranks)):
+        ending = [rank for rank in seen if rank.losses]  # of a pipeline the last stage alone has a loss
+        if ending:
+            loss = torch.tensor([sum(rank.losses) for rank in ending], dtype=torch.float64).mean()
+            put(step, LOSS, loss.to(ending[0].loss_dtype))
+        if seen[0].norms:
+            put(step, NORM, torch.tensor(seen[0].norms, dtype=seen[0].norm_dtype))
+        put_tensors(step, seen, _BEFORE_SETTINGS)
+        for name, values in seen[0].settings.items():
+            put(step, RATE if name == "lr" else Quantity(Kind.SETTING, name), torch.tensor(values, dtype=torch.float64))
+        put_tensors(step, seen, _AFTER_SETTINGS)
+    order = (*_AFTER_SETTINGS, *_BEFORE_SETTINGS)
+    return quantities, [first[kind] for kind in order if kind in first]
+
+
+def _tensors(
+    ranks: Sequence[QuantitySpans], kinds: Collection[Kind]
+) -> Iterable[tuple[Quantity, torch.Tensor, int | None]]:
+    keys = {key: None for spans in ranks for key in spans}
+    for kind in kinds:
+        for key in keys:
+            if key.kind is kind:
+                yield key, *assembled([spans.get(key, ()) for spans in ranks])
+
+
+def _assembled(ranks: Sequence[Spans]) -> Iterable[tuple[str, torch.Tensor, int | None]]:
+    for name in {name: None for spans in ranks for name in spans}:
+        yield name, *assembled([spans.get(name, ()) for spans in ranks])
+
+
+def initial(run: WholeRun) -> Quantities:
+    """Return the parameters as the first step that has them found them; those of the end began so, too."""
+    start: Quantities = {}
+    for seen in zip(*(rank.steps for rank in run.ranks)):
+        for key, tensor, _ in _tensors([rank.before for rank in seen], (Kind.PARAMETER,)):
+            start.setdefault(key, [tensor])
+    return start
+
+
+def with_ends(start: Quantities) -> Quantities:
+    """Return what parameters were before the first step, also for those of the end and the copies of them that models hold."""
+    return start | {Quantity(Kind.END, key.name): values for key, values in start.items()}
+
+
+def initial_state(run: WholeRun) -> Quantities:
+    """Return the optimizer's state with which a run began."""
+    before = [seen.before for seen in first_steps(run)]
+    return {key: [tensor] for key, tensor, _ in _tensors(before, (Kind.MOMENT,))}
+
+
+def first_steps(run: WholeRun) -> list[StepSeen]:
+    """Return what the ranks saw of the first step; nothing where there was none."""
+    return [rank.steps[0] for rank in run.ranks if rank.steps]
+
+
+def is_mean_of_weights(run: WholeRun, key: Quantity) -> bool:
+    """Whether a copy of a parameter lies, number by number, between values that the parameter had: a mean of weights does."""
+    copy, parameter = run.quantities[key][0], Quantity(Kind.PARAMETER, key.name)
+    values = torch.stack([*initial(run).get(parameter, []), *run.quantities[parameter]])
+    room = floor(copy.dtype, CLEAR_ROUNDINGS) * values.abs().max()
+    return bool(((copy >= values.amin(0) - room) & (copy <= values.amax(0) + room)).all())
+
+
+def own_parts(ranks: Sequence[RankReport], alone: WholeRun) -> tuple[str, ...]:
+    """Return the parameters that each rank has of its own though others have some by the same name, as experts and stages.
+
+    Those with other numbers on some ranks before the first step, or with another shape than in the reference world; and the
+    others of their modules, which may begin alike.
+
+    Args:
+        ranks: What each rank reported.
+        alone: The reference world.
+    """
+    shapes = {key.name: tuple(values[0].shape) for key, values in initial(alone).items()}
+    first: dict[str, list[Spans]] = {}
+    for seen in zip(*(rank.steps for rank in ranks)):
+        before = [spans_of_kind(rank.before, Kind.PARAMETER) for rank in seen]
+        for name in {name: None for spans in before for name in spans}:
+            first.setdefault(name, before)
+    apart = {
+        name for name, before in first.items() if assembled([spans.get(name, ()) for spans in before])[1] is not None
+    }
+    for name, before in first.items():
+        shape = next((tuple(span.shape) for spans in before for span in spans.get(name, ())), ())
+        if len(ranks) > 1 and shape != shapes.get(name, shape):
+            apart.add(name)
+    modules = {name.rpartition(".")[0] for name in apart if "." in name}
+    return tuple(name for name in first if name in apart or name.rpartition(".")[0] in modules)

@@ -1,0 +1,82 @@
+"""fsdp-verify train: what a script keeps, reduces and logs beside its weights is compared too, and its losses are read right.
+
+One process does the same whatever the mistake, so that it runs once for all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdp_testing.cases.records import Verdict
+from fsdp_testing.ranks.pool import default_pool
+from fsdp_testing.train.check import judged
+from fsdp_testing.train.running import Runner
+from fsdp_testing.train.script import Launch
+
+SCRIPT = str(Path(__file__).parent / "with_extras.py")
+
+
+@pytest.fixture(scope="module")
+def judge():
+    alone = {}
+
+    def judge(*arguments, size=2, inert=True):
+        """Judge the script; `inert` arguments change nothing in one process."""
+        launch = Launch(SCRIPT, tuple(arguments), steps=2, isolation="warm")
+        known = () if inert else arguments
+        if known not in alone:
+            alone[known] = Runner(replace(launch, arguments=known), default_pool()).run(1)
+        return judged(Runner(launch, default_pool()), {1: alone[known]}, size)
+
+    return judge
+
+
+@pytest.mark.parametrize(
+    ("arguments", "size", "remark"),
+    [
+        ((), 3, "compared: what is taken at with_extras.py:"),
+        (("--loss", "by rows"), 3, "the loss of one process is the mean over ranks by their rows of theirs"),
+        (("--loss", "sum"), 2, "the loss of one process is the sum over ranks of theirs"),
+    ],
+)
+def test_a_right_script_passes_and_all_that_it_keeps_is_listed(judge, arguments, size, remark):
+    judgement = judge(*arguments, size=size)
+    assert judgement.verdict is Verdict.PASS, judgement
+    assert any(line.startswith(remark) for line in judgement.compared), judgement
+    everything = r"other settings \(momentum.*first clip is given.*the optimizer's state \(4 tensors, 29 .*buffers \(1 tensors, 5"
+    assert re.search(everything, judgement.compared[0])
+    assert judgement.compared[1] == "compared at the end: weights kept as 'average.weights'"
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("log", r"number taken at with_extras.py:\d+ .* reduced wrongly"),
+        ("scaled back", r"loss at step 0.*neither as mean nor as sum over ranks: it is scaled"),
+        ("decay", r"setting weight_decay .*weight_decay depends on the number of ranks"),
+        ("momentum", r"optimizer state momentum_buffer of 1.weight at step 0.*outside of its step"),
+        ("own mean", r"buffer 0.mean differs between ranks 0 and 1"),
+        ("average", r"weights kept as 'average.weights'.*this copy of them does not: its decay"),
+        ("overlap", r"at step 0 5 of the rows .* taken by no rank and 5 of the rows .* before.*overlap"),
+    ],
+)
+def test_each_mistake_beside_the_weights_is_found(judge, mistake, message):
+    judgement = judge("--mistake", mistake)
+    assert judgement.verdict is Verdict.FAIL, judgement
+    assert re.search(message, judgement.sentence), judgement.sentence
+
+
+def test_a_sum_that_clipping_hides_is_found_before_the_clip(judge):
+    judgement = judge("--mistake", "summed", "--clip", "1e-9", inert=False)
+    assert judgement.verdict is Verdict.FAIL, judgement
+    assert re.search(r"gradient before clipping of 1.weight at step 0.*2 times", judgement.sentence), judgement.sentence
+
+
+def test_losses_that_are_weighted_by_what_is_not_seen_are_unknown(judge):
+    judgement = judge("--loss", "weighted", inert=False)
+    assert judgement.verdict is Verdict.UNKNOWN, judgement
+    assert re.match(r"trains as one process does, but loss at step 0 .*weights their gradients by", judgement.sentence)

@@ -1,0 +1,102 @@
+"""What a rank sees of a training step by step: what backward computes again is no batch and no loss."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_testing.ranks.ledger import interception
+from fsdp_testing.train.observation import Observer
+from fsdp_testing.train.quantities import Kind, Quantity
+
+
+class Blocks(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.reentrant = reentrant
+
+    def forward(self, hidden):
+        hidden = self.blocks[0](hidden)
+        return checkpoint(self.blocks[1], hidden, use_reentrant=self.reentrant)
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activations_that_backward_computes_again_are_no_batch(reentrant):
+    model = Blocks(reentrant)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    observer = Observer()
+    with ExitStack() as stack:
+        for context in (observer.watch(), interception.listen(observer.see_collective)):
+            stack.enter_context(context)
+        for rows in (4, 5):
+            model(torch.ones(rows, 3)).sum().backward()
+        optimizer.step()
+    [seen] = observer.steps
+    assert [len(forward) for forward in seen.rows] == [4, 5]
+    assert len(seen.losses) == seen.evidence.backwards == 2
+    assert observer.reader.models == [model]
+
+
+def step(model, *optimizers):
+    model(torch.ones(2, 3)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def test_steps_of_several_optimizers_without_a_forward_between_them_are_one():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    ended = []
+    observer = Observer(ended.append)
+    one, two = torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.Adam(model[1].parameters(), lr=0.2)
+    with observer.watch():
+        two.step()  # of which nothing is known: no forward was there
+        step(model, one, two)
+        assert ended == []
+        step(model, one, two)
+    observer.finish()
+    assert [seen.settings["lr"] for seen in observer.steps] == [(0.1, 0.2)] * 2
+    assert ended == [1]
+    assert sorted(observer.steps[0].of(Kind.GRADIENT)) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+    assert {key.name for key in observer.steps[0].after if key.kind is Kind.MOMENT} == {"1.bias", "1.weight"}
+
+
+def test_copies_that_are_stepped_stand_for_their_parameters_and_the_models_own_are_read_afterwards():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).bfloat16()
+    copies = [parameter.detach().float() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(copies, lr=0.1, momentum=0.9)
+    observer = Observer()
+    with observer.watch():
+        model(torch.ones(2, 3).bfloat16()).sum().backward()
+        for tensor, parameter in zip(copies, model.parameters()):
+            tensor.grad = parameter.grad.float()
+        model.zero_grad()
+        optimizer.step()
+        model[1].weight.data.copy_(copies[2])
+    observer.finish()
+    [seen] = observer.steps
+    assert (seen.strange, seen.given) == (0, 4)
+    assert seen.of(Kind.PARAMETER)["1.weight"][0].dtype == torch.float32
+    assert seen.of(Kind.GRADIENT)["1.weight"][0].values.any()
+    assert Quantity(Kind.MOMENT, "1.weight", "momentum_buffer") in seen.after
+    back = {
+        name: torch.equal(span.values, seen.of(Kind.PARAMETER)[name][0].values.bfloat16())
+        for name, [span] in seen.of(Kind.COPIED).items()
+    }
+    assert back == {"0.weight": False, "0.bias": False, "1.weight": True, "1.bias": False}
+
+
+def test_what_one_forward_gives_another_is_no_data():
+    maker, judge = nn.Linear(3, 3), nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(judge.parameters(), lr=0.1)
+    observer = Observer()
+    with observer.watch():
+        made = maker(torch.ones(2, 3))
+        (judge(made.detach()).sum() + judge(torch.zeros(2, 3)).sum()).backward()
+        optimizer.step()
+    assert [len(rows) for rows in observer.steps[0].rows] == [2, 0, 2]

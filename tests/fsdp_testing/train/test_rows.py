@@ -1,0 +1,133 @@
+"""The ranks' shares of the rows: overlaps and losses are found; padding, dropping, drawing and streams are no mistake."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+
+from fsdp_testing.train.loaders import LoaderSeen, Pass
+from fsdp_testing.train.rows import strange_shares, unknown_shares
+
+
+def run(*ranks, steps=(), due=2, indices=None, dataset=(), **options):
+    """Return a run whose ranks take these rows in the one pass over a loader of two rows an item, and those in its steps."""
+    taken = zip(ranks, indices or [""] * len(ranks))
+    passes = [Pass(rows=list(rows), indices=list(given), **{"complete": True} | options) for rows, given in taken]
+    loaders = [LoaderSeen(passes=[one], batch=2, due=due, dataset=dataset) for one in passes]
+    seen = [SimpleNamespace(taken=SimpleNamespace(loaders=[loader] if ranks[0] else [])) for loader in loaders]
+    return SimpleNamespace(size=len(ranks), ranks=seen, steps=len(steps), union=lambda step: Counter(steps[step]))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (("ace", "bde"), {}),  # padded by one row
+        (("ac", "bd"), {}),  # dropped: of five rows the last
+        (("aaaa", "aaaa"), {"due": None, "complete": False}),  # a stream that begins anew
+        (("ac", "bd"), {"complete": False}),
+        (("aca", "bcd"), {"complete": False}),  # drawn, by a sampler of the script's own
+    ],
+)
+def test_what_samplers_and_streams_do_is_no_mistake(ranks, options):
+    assert strange_shares(run("abcde", **options), run(*ranks, **options)) == ""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "complete", "message"),
+    [
+        (
+            ("abcd", "cdef"),
+            True,
+            "in pass 0 over a DataLoader 2 of the rows that one process takes are taken by no rank and 2 of",
+        ),
+        (("abcdab", "efghcd"), True, "DataLoader 4 of the rows that the ranks take were taken before"),
+        (("abc", "bde"), False, "in pass 0 over a DataLoader 1 of the rows that the ranks take were taken before"),
+        (
+            ("a", "b"),
+            True,
+            "6 of the rows that one process takes are taken by no rank. Cause: the shares of the ranks overlap or",
+        ),
+    ],
+)
+def test_shares_of_a_pass_that_overlap_or_leave_rows_out_are_found(ranks, complete, message):
+    assert message in strange_shares(run("abcdefgh"), run(*ranks, complete=complete))
+
+
+def test_rows_of_a_step_are_lost_or_drawn():
+    alone, slices = run("", steps=("abcd", "efgh")), run("", "", steps=("abbc", "effg"))
+    assert strange_shares(alone, slices).startswith(
+        "at step 0 1 of the rows that one process takes are taken by no rank and 1 of"
+    )
+    assert strange_shares(alone, run("", "", steps=("abcd", "hgfe"))) == ""
+    assert strange_shares(alone, run("", "", steps=("abcdefgh", "ijklmnop"))) == ""  # batches of a rank's own size
+    assert (
+        strange_shares(run("", steps=("aabc", "ccde")), run("", "", steps=("abbc", "deee"))) == ""
+    )  # drawn of few rows
+
+
+AUGMENTED = {"dataset": ("8", "digest of row 0"), "due": 2}
+
+
+def test_rows_that_are_drawn_anew_are_known_by_their_indices():
+    """Every row has another digest in each run."""
+    alone = run("abcdefgh", indices=["01234567"], **AUGMENTED)
+    right = run("klmn", "opqr", indices=["0246", "1357"], **AUGMENTED)
+    assert strange_shares(alone, right) == "" and unknown_shares(alone, right) == ()
+    overlapping = run("klmn", "opqr", indices=["0123", "2345"], **AUGMENTED)
+    assert "2 of the rows that one process takes are taken by no rank and 2 of" in strange_shares(alone, overlapping)
+
+
+def test_a_pass_that_was_not_ended_is_judged_by_what_its_sampler_would_have_given():
+    begun = AUGMENTED | {"complete": False, "planned": True}
+    alone, twice = run("ab", indices=["01234567"], **begun), run("kl", "mn", indices=["01234567"] * 2, **begun)
+    assert "8 of the rows that the ranks take were taken before" in strange_shares(alone, twice)
+    assert strange_shares(alone, run("kl", "mn", indices=["0246", "1357"], **begun)) == ""
+
+
+@pytest.mark.parametrize("dataset", [("4", "of rank 0"), ()])
+def test_indices_into_other_data_say_nothing(dataset):
+    """Ranks that split the data themselves take indices from 0 on, and each means rows of its own."""
+    alone = run("abcdefgh", indices=["01234567"], **AUGMENTED)
+    split = run("klmn", "opqr", indices=["0123", "0123"], dataset=dataset)
+    assert strange_shares(alone, split) == ""
+    assert [sentence.startswith("not compared: how the ranks share") for sentence in unknown_shares(alone, split)] == [
+        True
+    ]
+    # Rows that one process takes too are known by their digests, augmented or not.
+    assert "4 of the rows that one process" in strange_shares(alone, run("abcd", "abcd", indices=["0123"] * 2))
+    assert unknown_shares(alone, run("aceg", "bdfh", indices=["0123"] * 2)) == ()
+
+
+def test_rows_of_a_validation_may_be_taken_by_every_rank():
+    def with_validation(*shares, held_out="xyzuvw"):
+        one = run(*shares)
+        for rank in one.ranks:
+            rank.taken.loaders[0].passes[0].trained = 2
+            rank.taken.loaders.append(LoaderSeen(passes=[Pass(rows=list(held_out), complete=True)], batch=2, due=3))
+        return one
+
+    assert strange_shares(with_validation("abcdefgh"), with_validation("aceg", "bdfh")) == ""
+    assert "4 of the rows that one process" in strange_shares(
+        with_validation("abcdefgh"), with_validation("abcd", "abcd")
+    )
+
+
+def passes(*orders, **options):
+    defaults = {"complete": True, "epoch": 0}
+    return LoaderSeen(passes=[Pass(indices=list(order), **defaults | options) for order in orders])
+
+
+def test_only_passes_of_the_training_are_compared_in_their_order():
+    assert passes("0213", "0213").repeats_order == "is not called"
+    assert passes("0213", "0213", epoch=None).repeats_order == ""  # nothing shuffles by epoch
+    assert passes("0", "0").repeats_order == ""
+    peeked = passes("0213", "02", "0213")
+    peeked.passes[1].complete, peeked.passes[2].epoch = False, 1
+    assert peeked.repeats_order == ""  # a look at the first batch, before set_epoch
+    peeked.passes[1].trained = 2
+    assert peeked.repeats_order == "is not called"
+    again = passes("0213", "0213")
+    again.passes[0].told, again.passes[1].told = 1, 2
+    assert again.repeats_order == "is called with 0 again"

@@ -1,0 +1,64 @@
+"""fsdp-verify train: rows that are drawn, padded, split or streamed accuse nobody; what cannot be replayed is unknown."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fsdp_testing.cases.records import Verdict
+from fsdp_testing.train.script import Launch, examine
+
+SCRIPT = str(Path(__file__).parent / "with_rows.py")
+
+
+def judge(*arguments, steps=2):
+    return examine(Launch(SCRIPT, arguments, steps=steps, isolation="warm"), (2,))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps", "says"),
+    [
+        (("augmented", "--workers", "1"), 5, r"given the rows of all ranks \(the items of its DataLoader\)"),
+        (("split",), 5, "not compared: how the ranks share the rows of a DataLoader"),
+        (("own",), 2, "given the rows of all ranks"),
+        (("stream",), 5, "not compared: how the ranks share the rows of a DataLoader"),
+        (("in the loop", "--inside"), 2, r"given the rows of all ranks \(the arguments of forward\)"),
+    ],
+)
+def test_right_rows_pass(arguments, steps, says):
+    report = judge("--rows", *arguments, steps=steps)
+    assert report.verdict is Verdict.PASS, str(report)
+    assert re.search(says, str(report)), str(report)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps", "says"),
+    [
+        (("augmented", "--workers", "1", "--mistake", "same order"), 5, "set_epoch is not called"),
+        (("augmented", "--mistake", "twice"), 2, "divided by the number of ranks once too often"),
+        (("padded", "--mistake", "twice"), 2, "divided by the number of ranks once too often"),
+        (("split", "--mistake", "twice"), 2, "divided by the number of ranks once too often"),
+    ],
+)
+def test_wrong_twins_fail(arguments, steps, says):
+    report = judge("--rows", *arguments, steps=steps)
+    assert report.verdict is Verdict.FAIL, str(report)
+    assert re.search(says, str(report)), str(report)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ("in the loop",),
+            r"\(the items of its DataLoader\), and trained on others .* in the loop\) cannot be replayed. Mark",
+        ),
+        (("padded",), r"differs from one process only where rows are padded to another length: .* Mask what is padded"),
+    ],
+)
+def test_what_cannot_be_replayed_or_depends_on_padding_is_unknown(arguments, says):
+    report = judge("--rows", *arguments)
+    assert report.verdict is Verdict.UNKNOWN, str(report)
+    assert re.search(says, str(report)), str(report)

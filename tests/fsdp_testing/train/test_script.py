@@ -1,0 +1,168 @@
+"""fsdp-verify train: right scripts of several styles pass, unmodified; each classic mistake is found and its cause named."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fsdp_testing import check_script
+from fsdp_testing.cases.records import Verdict
+from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.train import script as script_module
+from fsdp_testing.train import surroundings
+from fsdp_testing.train.script import Launch, ScriptDiffers, ScriptUndecided, examine
+
+SCRIPTS = Path(__file__).parent
+
+
+def judge(script, *arguments, sizes=(2,), steps=2, **options):
+    launch = Launch(str(SCRIPTS / f"with_{script}.py"), arguments, steps=steps, isolation="warm", **options)
+    return examine(launch, sizes)
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "sizes", "how"),
+    [
+        ("ddp", (), (2, 3), r"given the rows of all ranks \(the items of its DataLoader\)"),
+        ("ddp", ("--accumulate", "2", "--dropout", "0.1"), (2,), "the items of its DataLoader"),
+        ("ddp", ("--dtype", "float32", "--optimizer", "AdamW"), (2,), "the items of its DataLoader"),
+        ("ddp", ("--closure",), (2,), "the items of its DataLoader"),
+        ("shards", ("--shard", "flat"), (2,), "with the same rows at each step"),
+        ("shards", ("--shard", "fsdp2"), (3,), "with the same rows at each step"),
+        ("shards", ("--shard", "reference"), (2,), "with the same rows at each step"),
+        ("indices", (), (2, 3), r"\(the arguments of forward\)"),
+        ("indices", ("--loss", "marked"), (2,), r"\(the line marked with fsdp_testing.batch\)"),
+    ],
+)
+def test_a_right_script_passes_as_it_is(script, arguments, sizes, how):
+    report = judge(script, *arguments, sizes=sizes)
+    assert [judgement.verdict for judgement in report.judgements] == [Verdict.PASS] * len(sizes)
+    assert re.search(how, report.judgements[0].sentence), str(report)
+    compared = report.judgements[0].compared[0]
+    assert re.match(
+        r"compared at each of 2 steps: loss, .*learning rate.*gradients .*parameters after .* [1-9]\d* rows", compared
+    )
+    state = "compared: the state of the random generator of torch"
+    lines = [line for line in report.judgements[0].compared if state in line]
+    assert [line.endswith("each rank's own") for line in lines] == [script == "indices"], lines
+    assert any(
+        line.startswith("compared: the state of the random generator of") for line in report.judgements[0].compared
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("ddp", ("--mistake", "twice"), r"loss at step 0.*divided by the number of ranks once too often"),
+        ("ddp", ("--closure", "--mistake", "twice"), r"loss at step 0.*divided by the number of ranks once too often"),
+        ("ddp", ("--mistake", "undivided"), r"every rank trains on the same rows.*data are not divided"),
+        ("ddp", ("--mistake", "batch norm"), r"BatchNorm normalises the rows of each rank alone"),
+        ("ddp", ("--mistake", "scaled rate"), r"learning rate is multiplied by the number of ranks \(2 times\)"),
+        ("ddp", ("--mistake", "same order"), r"set_epoch is not called"),
+        ("ddp", ("--mistake", "boundary"), r"parameter 0.weight differs .* no_sync boundary is off by one"),
+        (
+            "ddp",
+            ("--mistake", "decayed twice"),
+            r"step 1 .*changed outside of the optimizer's step, first .*decayed twice",
+        ),
+        ("ddp", ("--mistake", "local norm"), r"only rank\(s\) 0 clip the gradient"),
+        ("ddp", ("--mistake", "early stop"), r"rank 0 waits in all_reduce.*an early stop on a local value"),
+        ("ddp", ("--mistake", "loss of own rows"), r"loss at step 0.*divided by the rank's own count"),
+        (
+            "shards",
+            ("--shard", "fsdp2", "--mistake", "boundary"),
+            r"no parameter has a gradient .* no_sync boundary is off by one",
+        ),
+        (
+            "shards",
+            ("--shard", "fsdp2", "--mistake", "optimizer first"),
+            r"none of which belongs .* made before the model was wrapped",
+        ),
+        ("indices", ("--mistake", "seeds"), r"start from different weights.*seed depends on the rank"),
+        ("indices", ("--mistake", "not divided"), r"not divided by the number of accumulation steps"),
+        ("indices", ("--mistake", "unreduced"), r"differs between ranks 0 and 1 .* gradients are not reduced"),
+        ("indices", ("--mistake", "step skipped"), r"ranks make different numbers of optimizer steps: 3, 2"),
+        ("indices", ("--mistake", "hang"), r"ranks disagree: .*barrier.*do not run the same collectives"),
+        ("indices", ("--mistake", "exit"), r"2 ranks: FAIL: did not end well: .*died with exit code 0"),
+    ],
+)
+def test_each_mistake_is_found_and_its_cause_named(script, arguments, message):
+    report = judge(script, *arguments, steps=8 if {"same order", "step skipped", "early stop"} & {*arguments} else 2)
+    assert report.verdict is Verdict.FAIL, str(report)
+    assert re.search(message, str(report), re.S), str(report)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--loss", "outside"), r"2 ranks: unknown: .*Mark the line .*`x, y = fsdp_testing.batch\(x, y\)`"),
+        (("--mistake", "argument"), r"one process .*usage: with_indices.py --mistake argument CONFIG"),
+        (("--mistake", "spawn"), r"one process starts processes of its own with torch.multiprocessing"),
+        (("--mistake", "download"), r"one process downloads something: it asked for weights.invalid and got URLError"),
+        (("--mistake", "never"), r"one process never steps an optimizer"),
+        (("--mistake", "unseeded"), r"one process does not repeat itself: two runs differ, first in loss at step 0"),
+        (("--mistake", "shape"), r"2 ranks: unknown: has other parameters than one process, first parameter head"),
+        (("--nonsense",), r"(?s)one process ended with exit code 2.*unrecognized arguments: --nonsense"),
+    ],
+)
+def test_what_cannot_be_judged_is_unknown_with_one_sentence(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_bytes(bytes(range(200)))
+    Path("log.txt").write_text("mine")
+    report = judge("indices", *arguments)
+    assert report.verdict is Verdict.UNKNOWN, str(report)
+    assert re.search(message, str(report)), str(report)
+    assert {path.name: path.read_bytes()[:4] for path in tmp_path.iterdir()} == {
+        "text.txt": b"\0\1\2\3",
+        "log.txt": b"mine",
+    }
+
+
+def test_another_machine_that_a_script_asks_is_named_beside_the_verdict():
+    alone = SimpleNamespace(ranks=[SimpleNamespace(hosts=("hub.invalid",))])
+    assert ["hub.invalid" in remark for remark in script_module._downloads(alone)] == [True]
+
+
+def test_of_two_ranks_that_write_at_one_moment_the_first_replaces_the_link(tmp_path):
+    """Both have seen the link; when the second comes to replace it, what the first wrote is there."""
+    mine, shown = tmp_path / "mine.txt", tmp_path / "shown.txt"
+    mine.write_text("mine")
+    shown.symlink_to(mine)
+    surroundings._replace(shown, empty=True)
+    shown.write_text("of rank 0")
+    surroundings._replace(shown, empty=True)
+    assert (mine.read_text(), shown.read_text()) == ("mine", "of rank 0")
+
+
+def test_a_module_is_started_where_it_lies_and_a_file_that_each_run_replaces_is_named(tmp_path, monkeypatch):
+    place, elsewhere = tmp_path / "here", tmp_path / "log.txt"
+    place.mkdir()
+    (place / "training_of_a_user.py").write_text((SCRIPTS / "with_extras.py").read_text())
+    monkeypatch.chdir(place)
+    (place / "started_as_module.py").write_text(
+        "import pathlib, runpy, sys\nlog = pathlib.Path(sys.argv.pop())\nlog.write_text('begun')\n"
+        "runpy.run_path('training_of_a_user.py')\n"
+    )
+    launch = Launch("started_as_module", (str(elsewhere),), is_module=True, steps=2, isolation="warm")
+    report = examine(launch, (2,))
+    assert report.verdict is Verdict.PASS, str(report)
+    assert f"writes to {elsewhere}, outside the current folder: every run replaces it" in str(report)
+    assert sorted(path.name for path in place.iterdir() if path.suffix == ".pt") == []
+
+
+@pytest.mark.parametrize(
+    ("script", "sizes", "message"), [("none", (2,), "expected a file"), ("ddp", (1,), "expected one above 1")]
+)
+def test_bad_arguments_are_refused_before_anything_runs(script, sizes, message):
+    with pytest.raises(InvalidArgument, match=message):
+        judge(script, sizes=sizes)
+
+
+def test_a_script_is_judged_in_new_processes_and_raises_what_it_is():
+    with pytest.raises(ScriptDiffers, match="gradients are not reduced"):
+        check_script(SCRIPTS / "with_indices.py", ["--mistake", "unreduced"], world_sizes=(2,), steps=1)
+    with pytest.raises(ScriptUndecided, match="never steps"):
+        check_script(SCRIPTS / "with_indices.py", ["--mistake", "never"], world_sizes=(2,), steps=1)

@@ -1,0 +1,147 @@
+"""fsdp-verify train compares first: ranks that share the work on rows, copies that are stepped, and conventions are judged."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fsdp_testing.cases.records import Verdict
+from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.train.script import Launch, examine
+
+HERE = Path(__file__).parent
+
+
+def judge(script, *arguments, size=2, steps=2, **options):
+    launch = Launch(str(HERE / f"with_{script}.py"), arguments, steps=steps, isolation="warm", **options)
+    return examine(launch, (size,))
+
+
+def said(report, verdict):
+    assert report.verdict is verdict, str(report)
+    return str(report)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "more", "how"),
+    [
+        ("tensor", 2, (), "with the same rows at each step, on which 2 ranks work together"),
+        ("dtensor", 2, (), "with the same rows at each step, on which 2 ranks work together"),
+        ("stages", 2, (), "with the same rows at each step, on which 2 ranks work together"),
+        ("sequence", 2, ("--mark",), "with the same rows on each rank, of which forward is given parts"),
+        ("sequence", 2, (), "with other arguments of forward: ranks share the work on each row"),
+    ],
+)
+def test_ranks_that_share_the_work_on_the_same_rows_pass(kind, size, more, how):
+    text = said(judge("parts", "--kind", kind, *more, size=size), Verdict.PASS)
+    assert how in text
+    assert re.search(r"compared at each of 2 steps: .*gradients as .*parameters after", text), text
+
+
+@pytest.mark.parametrize(
+    ("kind", "mistake", "place"),
+    [
+        ("tensor", "input gradient", r"parameter 0.weight differs between ranks 0 and 1 at step 0.*are not reduced"),
+        ("tensor", "summed", r"parameter 0.weight differs between ranks 0 and 1 at step 0"),
+        ("dtensor", "summed", r"gradient of 0.weight at step 0"),
+        ("stages", "divided", r"gradient of 0.0.weight at step 0"),
+        ("stages", "rate of the rank", r"parameter 2.0.weight at step 0"),
+        ("sequence", "norm not reduced", r"parameter 0.norm.weight differs between ranks 0 and 1 at step 0"),
+    ],
+)
+def test_a_mistake_of_ranks_that_share_the_work_fails_at_its_place(kind, mistake, place):
+    mark = ("--mark",) if kind == "sequence" else ()
+    text = said(judge("parts", "--kind", kind, "--mistake", mistake, *mark), Verdict.FAIL)
+    assert re.search(place, text, re.S), text
+    assert "data are not divided" not in text
+
+
+@pytest.mark.parametrize("kind", ["tensor", "stages"])
+def test_parts_that_are_drawn_by_the_rank_cannot_be_compared(kind):
+    text = said(judge("parts", "--kind", kind, "--mistake", "seed of the rank"), Verdict.UNKNOWN)
+    assert "other parameters than one process" in text
+    assert "draw the whole from one seed on every rank, and take the part of that" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "remark"),
+    [
+        (
+            "masters",
+            r"the model's own parameters, which the optimizer steps as copies, before the next forward \(4 tensors, 50",
+        ),
+        ("two", r"learning rate, .*the optimizer's state \(6 tensors"),
+        ("players", r"learning rate, .*gradients as the optimizer is given them \(6 tensors, 52 numbers"),
+        ("state first", r"the optimizer's state \(12 tensors"),
+        ("meta", r"It was given the weights with which the ranks begin, which are not those that it draws"),
+    ],
+)
+def test_whatever_the_optimizer_steps_is_compared(kind, remark):
+    steps = 4 if kind == "players" else 2
+    text = said(judge("copies", "--kind", kind, steps=steps), Verdict.PASS)
+    assert re.search(remark, text), text
+
+
+@pytest.mark.parametrize(
+    ("kind", "mistake", "place"),
+    [
+        (
+            "masters",
+            "not copied back",
+            r"the model's own 0.weight differs between ranks 0 and 1 at step 0.*not written back",
+        ),
+        ("masters", "scaled rate", r"learning rate at step 0 .*multiplied by the number of ranks \(2 times\)"),
+        ("flat masters", "not copied back", r"parameter 0.weight differs between ranks 0 and 1 at step 0"),
+        ("two", "scaled rate", r"learning rate at step 0 .*learning rate depends on the number of ranks"),
+        ("players", "scaled rate", r"learning rate at step 0 .*multiplied by the number of ranks \(2 times\)"),
+        ("state first", "scaled rate", r"learning rate at step 0 .*multiplied by the number of ranks \(2 times\)"),
+        ("meta", "scaled rate", r"learning rate at step 0 .*multiplied by the number of ranks \(2 times\)"),
+    ],
+)
+def test_a_mistake_of_what_is_stepped_fails_at_its_place(kind, mistake, place):
+    text = said(judge("copies", "--kind", kind, "--mistake", mistake), Verdict.FAIL)
+    assert re.search(place, text, re.S), text
+    assert "before the model was wrapped" not in text
+
+
+def test_an_optimizer_that_cannot_be_read_is_unknown_where_weights_agree_and_no_gradient_was_seen():
+    text = said(judge("copies", "--kind", "flat masters"), Verdict.UNKNOWN)
+    assert re.search(
+        r"the optimizer steps 1 tensors that are neither parameters of the model nor copies of some", text
+    ), text
+    text = said(judge("copies", "--kind", "flat masters", "--mistake", "gradients kept"), Verdict.PASS)
+    assert "not compared: the 1 tensors that the optimizer steps, and its state" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("batch norm", "batch-norm-per-rank"), ("balance", "loss-per-rank"), ("balance kept", "loss-per-rank")],
+)
+def test_a_convention_is_named_and_accepted_and_the_rest_is_judged(kind, name):
+    text = said(judge("conventions", "--kind", kind), Verdict.FAIL)
+    assert f"If that is meant, `--accept {name}` has one process do the same, and judges the rest." in text
+    text = said(judge("conventions", "--kind", kind, accept=(name,)), Verdict.PASS)
+    assert f"accepted: {name}: " in text
+    text = said(judge("conventions", "--kind", kind, "--mistake", "summed", accept=(name,)), Verdict.FAIL)
+    assert re.search(r"gradient of \S+weight at step 0", text), text
+
+
+def test_a_convention_that_is_accepted_and_not_there_is_said():
+    text = said(judge("conventions", "--kind", "dropout", accept=("batch-norm-per-rank",)), Verdict.PASS)
+    assert "accepted: batch-norm-per-rank: not there" in text
+    assert "not compared: dropout, which was switched off" in text
+
+
+def test_an_unknown_convention_is_refused_before_anything_runs():
+    with pytest.raises(InvalidArgument, match=r"expected some of scheduler-per-process, .*got 'batchnorm'"):
+        judge("conventions", accept=("batchnorm",))
+
+
+def test_a_script_that_ends_itself_with_words_is_quoted():
+    text = said(judge("conventions", "--kind", "message"), Verdict.UNKNOWN)
+    assert (
+        'ended itself by sys.exit("no data here: make them first") at with_conventions.py:17. Mend what it says' in text
+    )
+    assert "arguments it needs" not in text
