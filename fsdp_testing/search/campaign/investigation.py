@@ -21,6 +21,9 @@ from fsdp_testing.judging.signature import Signature
 _HUNG_SECONDS = 5.0
 """When a case counts as hung while it shrinks; what is left in the end is confirmed with the deadline of the campaign."""
 
+_PLACE_ALONE = "`"
+"""How a cause begins that says in which module numbers are wrong first, and not what they are."""
+
 
 def attempts_on(runner: CaseRunner, name: str) -> Attempt:
     """Return what runs the attempts of shrinking a failure of an implementation; one death or hang is taken for one."""
@@ -132,7 +135,22 @@ class Investigator:
         again = (
             known.recognize(signature, kept.case, kept.judgement.operation, cause, kept.units) if confirmed else None
         )
+        if again is None and confirmed and (not cause or cause.startswith(_PLACE_ALONE)):
+            again = self._gone_without(runner, kept, known)
         return Investigated(met_as, discovery, again)
+
+    def _gone_without(self, runner: CaseRunner, kept: JudgedCase, known: KnownFailures) -> Rule | None:
+        """The rule that knows the looks of the simplest case, which passes without what brings that failure about."""
+        assert kept.signature is not None
+        for rule in known.recognizing(kept.signature, kept.case, kept.judgement.operation, None, kept.units):
+            variant = rule.variant(kept.case)
+            variant = None if variant is None else self.shape(variant)
+            if variant is None or variant == kept.case or not self.fair(variant):
+                continue
+            (without,) = runner.impatient().judge_batch(self.name, [variant], Watch(operations=True))
+            if without.verdict is Verdict.PASS:
+                return rule
+        return None
 
     def _recognized(self, runner: CaseRunner, alone: JudgedCase, known: KnownFailures) -> Rule | None:
         """The rule that knows a failure, by its cause where the rule names one."""

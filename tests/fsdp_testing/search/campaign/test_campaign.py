@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import faults_gradients  # noqa: F401 - registers its faults
 import faults_state  # noqa: F401 - registers its faults
@@ -13,13 +14,13 @@ from fuzz_cases import case, micro
 
 from fsdp_testing.adapters import registry
 from fsdp_testing.cases.drawing import Scope
-from fsdp_testing.cases.records import FailureKind, Judgement, Verdict
+from fsdp_testing.cases.records import Case, FailureKind, Judgement, Step, Verdict, ZeroGrad
 from fsdp_testing.checks.findings.discovery import Discovery
-from fsdp_testing.checks.findings.known import KnownFailures
+from fsdp_testing.checks.findings.known import KnownFailures, Rule
 from fsdp_testing.checks.findings.tags import tokens
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.judging.checkers.explain import finding
-from fsdp_testing.judging.signature import signature_of
+from fsdp_testing.judging.signature import Signature, signature_of
 from fsdp_testing.ranks.pool import default_pool
 from fsdp_testing.search.campaign import investigation
 from fsdp_testing.search.campaign.campaign import Campaign, Plan
@@ -126,3 +127,25 @@ def test_a_known_failure_is_counted_and_one_whose_example_passes_is_dropped(tmp_
     assert first.name not in [found.name for found in counting.discovered]
     healthy = campaign("toy:UNBROKEN", tmp_path / "c", 20, known)
     assert healthy.gone == [first.name]
+
+
+@pytest.mark.parametrize(("without", "known"), [(Verdict.PASS, True), (Verdict.FAIL, False), (Verdict.UNKNOWN, False)])
+def test_wrong_numbers_without_a_cause_are_known_where_they_are_gone_without_what_brings_them_about(
+    without: Verdict, known: bool
+):
+    looks = Signature(FailureKind.DIVERGED, "gradient", "step")
+    rule = Rule(
+        "r", "why", signatures=((*looks, "a cause that nobody found"),), operations=("zero_grad",), without="zero_grad"
+    )
+    failing = case(micro(1), ZeroGrad(), Step())
+    ran: list[Case] = []
+
+    def judge_batch(_name: str, cases: list[Case], _watch: object) -> list[SimpleNamespace]:
+        ran.extend(cases)
+        return [SimpleNamespace(verdict=without)]
+
+    runner = SimpleNamespace(impatient=lambda: SimpleNamespace(judge_batch=judge_batch))
+    kept = SimpleNamespace(signature=looks, case=failing, judgement=SimpleNamespace(operation=2), units=None)
+    investigator = investigation.Investigator("it", shape=lambda other: other, fair=lambda _: True, seconds=1.0)
+    assert (investigator._gone_without(runner, kept, KnownFailures((rule,))) is rule) is known
+    assert [operation.kind for operation in ran[0].program] == ["forward_backward", "step"]
