@@ -270,3 +270,24 @@ def test_evaluation_does_not_wait_for_the_device(pair, api) -> None:
             case.model(x)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.world([1, 2], backend="nccl")
+def test_a_step_does_not_stop_the_host(pair, api, strategy) -> None:
+    """Torch raises wherever the host would wait for the device: forward, backward, clipping and the step enqueue alone."""
+    case = pair(api, strategy)
+    optimizer = torch.optim.SGD(case.model.parameters(), lr=0.1)
+    inputs = [case.inputs(seed)[case.world.rank] for seed in range(3)]
+    for x in inputs[:2]:  # what is made once: streams, marks, communicators
+        case.model(x).square().mean().backward()
+        case.clip(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        case.model(inputs[2]).square().mean().backward()
+        case.clip(1.0)
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
