@@ -34,6 +34,7 @@ class Scripted(CaseRunner):
     """Judges by a script instead of ranks: the verdict of a case is that of its model's name."""
 
     def __init__(self, verdicts):
+        super().__init__()
         self.verdicts = verdicts
         self.judged = []
 
