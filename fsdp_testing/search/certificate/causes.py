@@ -120,8 +120,8 @@ class CauseFinder:
             looks = str(discovery.signature)
             cause = replace(cause, signature=looks, reason=discovery.reason, case=discovery.case, shortened=shortened)
         if known is not None:
-            key, cause = known.name, _known_as(cause, known)
-            self._keys[known.name] = key
+            # The rule of a cause that was found before leads to that cause; it has its record.
+            key, cause = self._keys.setdefault(known.name, known.name), _known_as(cause, known)
             self._looks.setdefault(signature, set()).add(known.name)
         elif discovery is not None and discovery.confirmed:
             # Other cells that look so, or that have what this one needs, have its cause.

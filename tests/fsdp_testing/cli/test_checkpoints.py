@@ -59,7 +59,7 @@ def test_an_interrupted_run_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_
         raise KeyboardInterrupt
 
     monkeypatch.setattr(exchange.tempfile, "mkdtemp", begun)
-    monkeypatch.setattr(exchange.Exchange, "_once", interrupted)
+    monkeypatch.setattr(exchange.Exchange, "_attempt", interrupted)
     assert main(["checkpoints", "single-process", *ONE, "--json", str(tmp_path / "all.json")]) == 130
     assert made
     assert not list(tmp_path.iterdir())
