@@ -9,24 +9,6 @@ Importing the package is cheap: what a name needs is imported when the name is f
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from fsdp_ref.config import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
-
 if TYPE_CHECKING:
     from fsdp_ref.api.fully_shard import fully_shard
     from fsdp_ref.api.trees import (
@@ -39,6 +21,23 @@ if TYPE_CHECKING:
     from fsdp_ref.api.wrapper import FullyShardedDataParallel
     from fsdp_ref.checkpoint.optim_state import optim_state_dict, optim_state_dict_to_load
     from fsdp_ref.checkpoint.settings import get_state_dict_type, set_state_dict_type, state_dict_type
+    from fsdp_ref.config import (
+        BackwardPrefetch,
+        CPUOffload,
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        LocalOptimStateDictConfig,
+        LocalStateDictConfig,
+        MixedPrecision,
+        OptimStateDictConfig,
+        OptimStateKeyType,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+        ShardingStrategy,
+        StateDictConfig,
+        StateDictSettings,
+        StateDictType,
+    )
     from fsdp_ref.handle.marked_parameter import FlatParameter
     from fsdp_ref.storage.extension import ParameterExtension, register_parameter_extension
     from fsdp_ref.training.uneven_inputs import UnevenInputs
@@ -78,9 +77,24 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BackwardPrefetch": "config",
+    "CPUOffload": "config",
     "FlatParameter": "handle.marked_parameter",
+    "FullOptimStateDictConfig": "config",
+    "FullStateDictConfig": "config",
     "FullyShardedDataParallel": "api.wrapper",
+    "LocalOptimStateDictConfig": "config",
+    "LocalStateDictConfig": "config",
+    "MixedPrecision": "config",
+    "OptimStateDictConfig": "config",
+    "OptimStateKeyType": "config",
     "ParameterExtension": "storage.extension",
+    "ShardedOptimStateDictConfig": "config",
+    "ShardedStateDictConfig": "config",
+    "ShardingStrategy": "config",
+    "StateDictConfig": "config",
+    "StateDictSettings": "config",
+    "StateDictType": "config",
     "UnevenInputs": "training.uneven_inputs",
     "clip_grad_norm_": "api.trees",
     "fully_shard": "api.fully_shard",

@@ -11,7 +11,15 @@ import fsdp_testing
 from fsdp_testing.cli.options import Command, Subparsers
 from fsdp_testing.errors import InvalidArgument
 
-MUSEUM = Path(fsdp_testing.__file__).parents[1] / "tests" / "quality" / "museum.py"
+_TESTS = Path("tests", "quality", "museum.py")
+
+
+def museum() -> Path:
+    """Return the command in the tests of a checkout: the one that this package is in, or the current directory."""
+    here = Path(fsdp_testing.__file__).parents[1]
+    if not (here / _TESTS).is_file() and Path("fsdp_testing", "cli", "museum.py").is_file():
+        here = Path.cwd()
+    return here / _TESTS
 
 
 def add(commands: Subparsers[Command]) -> Command:
@@ -37,13 +45,14 @@ def planted_bugs(arguments: Sequence[str]) -> int:
     Raises:
         InvalidArgument: No checkout is there.
     """
-    if not MUSEUM.is_file():
+    path = museum()
+    if not path.is_file():
         raise InvalidArgument(
-            f"museum: expected the tests of a checkout ({MUSEUM}), got an installed package without them. "
+            f"museum: expected the tests of a checkout ({path}), got an installed package without them. "
             "The planted bugs belong to the tests: clone the repository, and run `fsdp-verify museum` there."
         )
     try:
-        code: int = runpy.run_path(str(MUSEUM))["main"](arguments)
+        code: int = runpy.run_path(str(path))["main"](arguments)
     except SystemExit as end:  # its parser has already said what it had to say
         return end.code if isinstance(end.code, int) else 2
     return code

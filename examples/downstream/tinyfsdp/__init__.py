@@ -1,5 +1,7 @@
 """The smallest flat-parameter FSDP: one flat parameter for the whole model, a shard of it on every rank."""
 
+import weakref
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -31,7 +33,9 @@ class TinyFSDP(nn.Module):
         full = self.flat.new_empty(len(self.flat) * self.size)
         dist.all_gather_into_tensor(full, self.flat.detach(), group=self.group)
         full.requires_grad_()
-        full.register_post_accumulate_grad_hook(self._reduce)
+        # The hook holds the model weakly: the model holds views of `full`, and no collector sees a cycle through a graph.
+        model = weakref.ref(self)
+        full.register_post_accumulate_grad_hook(lambda whole: model()._reduce(whole))
         for (place, last), (_, shape, start) in zip(self.places, self.originals, strict=True):
             setattr(place, last, full[start : start + torch.Size(shape).numel()].view(shape))
         return self.module(*args, **kwargs)

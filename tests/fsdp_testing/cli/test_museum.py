@@ -12,7 +12,7 @@ import pytest
 
 from fsdp_testing.cli import museum
 
-BROKEN = str(Path(museum.MUSEUM).parent / "broken")
+BROKEN = str(Path(__file__).parents[2] / "quality" / "broken")
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_help_is_that_of_the_checkout(verify: Callable[..., Any]) -> None:
 def test_an_installed_package_says_where_the_museum_is(
     verify: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(museum, "MUSEUM", tmp_path / "museum.py")
+    monkeypatch.setattr(museum, "museum", lambda: tmp_path / "museum.py")
     for arguments in (("museum",), ("fuzz", "--exhibits", "1")):
         ended = verify(*arguments)
         assert ended.code == 2
