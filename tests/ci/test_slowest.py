@@ -16,7 +16,7 @@ def test_the_page_names_the_slowest_first_and_adds_up_all_phases(pytester):
     assert len(rows) == slowest.SHOWN
     assert rows[0].startswith("| 12.5 | `") and rows[0].endswith(".py::test_one[7]` |")
     assert "slowest of 60 tests" in said
-    assert "60 tests in 0 minutes on" in said
+    assert "60 tests in 0 minutes on" in " ".join(said.split())
 
 
 def test_a_bar_in_a_name_does_not_end_its_cell():
