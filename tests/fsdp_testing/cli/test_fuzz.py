@@ -216,7 +216,6 @@ def process_wait(process: subprocess.Popen[bytes], seconds: float) -> None:
         (["torch-ddp", "--world-size", "0"], "at least 1"),
         ([], "expected NAME"),
         (["torch-ddp", "--exhibits", "2"], "museum --exhibits"),
-        (["--exhibits", "1000"], "expected 1 to"),
     ],
 )
 def test_bad_usage_ends_with_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):

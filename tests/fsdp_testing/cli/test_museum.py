@@ -112,14 +112,15 @@ def test_bugs_drawn_by_a_seed_are_hunted_and_counted(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--exhibits", "1000"), "expected 1 to"),
-        (("B036", "--exhibits", "2"), "alone"),
-        (("--exhibits", "none"), "at least 1"),
-        (("--nothing",), "--nothing"),
+        (("museum", "--exhibits", "1000"), "expected 1 to"),
+        (("fuzz", "--exhibits", "1000"), "expected 1 to"),
+        (("museum", "B036", "--exhibits", "2"), "alone"),
+        (("museum", "--exhibits", "none"), "at least 1"),
+        (("museum", "--nothing"), "--nothing"),
     ],
 )
 def test_bad_usage_ends_with_2(verify: Callable[..., Any], arguments: tuple[str, ...], told: str) -> None:
-    ended = verify("museum", *arguments)
+    ended = verify(*arguments)
     assert ended.code == 2
     assert told in ended.err
 
