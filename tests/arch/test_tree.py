@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +95,35 @@ def test_workflow_environments_exist() -> None:
     for path in WORKFLOWS:
         for group in re.findall(r"tox -e ([\w,-]+)", "\n".join(run_lines(path))):
             assert set(group.split(",")) <= known, f"{path.name}: tox.ini has no environment {group}"
+
+
+def places_named(source: str) -> Iterator[str]:
+    """Files and folders of ours that code names: `_HOME / "room" / "file.py"`, and `"fsdp_testing/room/file.py"`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if re.fullmatch(r"fsdp_(testing|ref)/[\w/]+\.py", node.value):
+                yield node.value
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            parts: list[str] = []
+            left: ast.expr = node
+            while isinstance(left, ast.BinOp) and isinstance(left.right, ast.Constant):
+                parts.insert(0, str(left.right.value))
+                left = left.left
+            if isinstance(left, ast.Name) and left.id == "_HOME" and parts:
+                yield "/".join(("fsdp_testing", *parts))
+
+
+def test_places_that_code_names_exist():
+    """What frames of which file mean (the harness, a user's code) is decided by path: one that is gone changes who is blamed."""
+    named = {
+        place for path in python_files(*PACKAGES) for place in places_named((ROOT / path).read_text(encoding="utf-8"))
+    }
+    assert "fsdp_testing/cases/models" in named
+    assert sorted(place for place in named if not (ROOT / place).exists()) == []
+
+
+def test_a_place_that_is_gone_is_named():
+    assert list(places_named('x = {_HOME / "zoo", "fsdp_testing/pool/worker.py"}')) == [
+        "fsdp_testing/zoo",
+        "fsdp_testing/pool/worker.py",
+    ]
