@@ -169,13 +169,14 @@ class Fold:
 
 @dataclass(frozen=True, slots=True)
 class Article:
-    """One failure, cause, or verdict: whose it is, what it is, and the facts."""
+    """One failure, cause, or verdict: whose it is, what it is, in a word and a sentence if it has both, and the facts."""
 
     heading: str
     blocks: tuple[Block, ...]
     owner: str = ""
     kind: str = ""
     anchor: str = ""
+    sentence: str = ""
 
 
 @dataclass(frozen=True, slots=True)

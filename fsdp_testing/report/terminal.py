@@ -153,7 +153,8 @@ class _Printer:
 
     def _article(self, article: Article) -> Iterator[RenderableType]:
         owner = (f"{printable(article.owner)}: ", "bold") if article.owner else ""
-        yield Text.assemble(self._indent, owner, plain(article.heading))
+        heading = ": ".join(filter(None, (article.heading, article.sentence)))
+        yield Text.assemble(self._indent, owner, plain(heading))
         yield from self._inside(article.blocks)
         yield Text()
 

@@ -140,9 +140,8 @@ def training_sheet(
         blocks: list[Block] = [Items(tuple(map(Line, told)))] if told else []
         for title, lines in (("step by step", judgement.table), ("what the script said last", judgement.output)):
             blocks += [Fold(title, (Listing("\n".join(lines)),), shown=True)] if lines else []
-        heading = f"{WORDS[judgement.verdict]}: {judgement.sentence}"
-        owner, kind = rank_count([judgement.size]), judgement.verdict.value
-        articles.append(Article(heading, tuple(blocks), owner, kind))
+        word, owner, kind = WORDS[judgement.verdict], rank_count([judgement.size]), judgement.verdict.value
+        articles.append(Article(word, tuple(blocks), owner, kind, sentence=judgement.sentence))
     return Sheet(
         title=report.script,
         exit_code=report.exit_code,
