@@ -98,12 +98,12 @@ def _failed(failures: Failures, results: tuple[CheckResult, ...]) -> Iterator[Bl
         elif result.remark:
             yield Line(f"{result.implementation} {result.check}: {result.remark}")
         elif len(results) <= CAUSES_AT_LENGTH:
-            yield entry(result, shown=True)
+            yield entry(result, unfolded=True)
 
 
 def _unknown(failures: Failures, results: tuple[CheckResult, ...]) -> Iterator[Block]:
     """Results that say the same are shown once."""
-    for (_, _), (first, *others) in _grouped(results, lambda one: (one.implementation, summary.sentence(one))):
+    for _, (first, *others) in _grouped(results, lambda result: (result.implementation, summary.sentence(result))):
         article = failures.result(first, findings=1)
         same = [Line(f"the same: {listed(result.check for result in others)}")] if others else []
         yield replace(article, blocks=(*article.blocks, *same))
@@ -210,7 +210,9 @@ def _advice(report: RunReport) -> Iterator[Line]:
 
 
 def _told(failures: Failures) -> Iterator[Section]:
-    new = tuple(failures.cause(cause, anchor, shown=number == 0) for number, (anchor, cause) in enumerate(failures.new))
+    new = tuple(
+        failures.cause(cause, anchor, unfolded=number == 0) for number, (anchor, cause) in enumerate(failures.new)
+    )
     note = "each once, with the operations that show it"
     yield Section("New causes", new, note, "causes", f"New causes ({len(new)})", "fail")
     known = tuple(failures.known_failure(group, anchor) for anchor, group in failures.known)
@@ -261,7 +263,7 @@ def _portraits(report: RunReport, failures: Failures) -> Section:
         folds = []
         for portrait in portraits:
             blocks = (Line(portrait.remark, "said"),) if portrait.remark else drawings(portrait)
-            folds.append(Fold(summary.world_text(portrait.case), blocks, drawn=True, kind="portrait"))
+            folds.append(Fold(summary.world_text(portrait.case), blocks, page_only=True, kind="portrait"))
         sections.append(Section(failures.own(name), tuple(folds)))
     note = "one short program under each strategy, traced; it decides no verdict"
     return Section("How they ran", tuple(sections), note, "portraits")
@@ -278,7 +280,7 @@ def _not_claimed(report: RunReport, failures: Failures) -> Section:
 
 def _margins(report: RunReport, failures: Failures) -> Section:
     def table(title: str, unit: str, results: Iterable[tuple[CheckResult, str]]) -> Table:
-        rows = [Row(one.check, (Cell(failures.own(one.implementation)), Cell(number))) for one, number in results]
+        rows = [Row(result.check, (Cell(failures.own(result.implementation)), Cell(n))) for result, n in results]
         return Table("check", ("implementation", unit), (RowGroup(tuple(rows)),), title, numbers=True)
 
     slowest = sorted(report.results, key=lambda result: -result.seconds)[:SLOWEST]

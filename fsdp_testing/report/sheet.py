@@ -114,14 +114,14 @@ class Steps:
         lines: Each operation.
         wrong: Index of the one at which it goes wrong; None where nobody knows.
         ranks: There: each rank, and whether it is wrong; None where nothing says so.
-        said: What is wrong there.
+        mistake: What is wrong there.
         single: Whether it is one operation of a longer program.
     """
 
     lines: tuple[str, ...]
     wrong: int | None = None
     ranks: tuple[tuple[int, bool | None], ...] = ()
-    said: str = ""
+    mistake: str = ""
     single: bool = False
 
 
@@ -155,15 +155,15 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """What a page folds away unless `shown`, and a terminal leaves out unless it is to be complete.
+    """What a page folds away unless `unfolded`, and a terminal leaves out unless it is to be complete.
 
-    `drawn` is for a page alone: pictures, and documents for other commands. `kind` is its class.
+    `page_only`: no terminal shows it: pictures, and documents for other commands. `kind` is its class.
     """
 
     title: str
     blocks: tuple[Block, ...]
-    shown: bool = False
-    drawn: bool = False
+    unfolded: bool = False
+    page_only: bool = False
     kind: str = ""
 
 

@@ -126,11 +126,11 @@ def _known(members: list[tuple[ExpectedFailure, CheckResult, Finding]]) -> Known
 
 def _entry_in(text: str, finding: Finding) -> ExpectedFailure:
     """The entry that a report of an earlier version has as text: a reason, and the page that it names."""
-    found = PAGE.search(text)
-    if found is None:
+    match = PAGE.search(text)
+    if match is None:
         return ExpectedFailure(text, finding.kind)
-    reason = text[: found.start()].rstrip(" :;,(") or text
-    return ExpectedFailure(reason, finding.kind, page=found.group(), issue=text[found.end() :].strip(" ,;"))
+    reason = text[: match.start()].rstrip(" :;,(") or text
+    return ExpectedFailure(reason, finding.kind, page=match.group(), issue=text[match.end() :].strip(" ,;"))
 
 
 def implementations(report: RunReport) -> tuple[str, ...]:

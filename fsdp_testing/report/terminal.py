@@ -117,8 +117,8 @@ class _Printer:
 
     def _line(self, line: Line) -> Iterator[Text]:
         texts = (line.text, listed(link.text for link in line.links))
-        said = self._indented(" ".join(filter(None, texts)), line.kind)
-        yield Text.assemble(said, (f" {line.command}", "bold")) if line.command else said
+        text = self._indented(" ".join(filter(None, texts)), line.kind)
+        yield Text.assemble(text, (f" {line.command}", "bold")) if line.command else text
 
     def _items(self, items: Items) -> Iterator[RenderableType]:
         return self._inside(items.lines)
@@ -147,7 +147,7 @@ class _Printer:
             yield from self._table(picture.table)
 
     def _fold(self, fold: Fold) -> Iterator[RenderableType]:
-        if not fold.drawn and (fold.shown or self._full):
+        if not fold.page_only and (fold.unfolded or self._full):
             yield self._indented(fold.title, "meaning")
             yield from self._inside(fold.blocks)
 
@@ -161,8 +161,8 @@ class _Printer:
     def _cards(self, cards: Cards) -> Iterator[RenderableType]:
         width = max((len(printable(card.title)) for card in cards.cards), default=0)
         for card in cards.cards:
-            said = f"{printable(card.title):<{width}}  {card.sentence}  ({card.note})"
-            yield plain(said, STYLES.get(card.kind, ""))
+            text = f"{printable(card.title):<{width}}  {card.sentence}  ({card.note})"
+            yield plain(text, STYLES.get(card.kind, ""))
 
     def _group(self, group: Group) -> Iterator[RenderableType]:
         return self.parts(group.blocks)
@@ -173,11 +173,11 @@ class _Printer:
             yield Rule(plain(section.title, style), style=style, align="left")
         if section.note:
             yield self._indented(section.note, "meaning")
-        shown = section.blocks[: section.at_sight or None]
-        yield from self.parts(shown)
-        if len(shown) < len(section.blocks):
-            yield plain(f"and {len(section.blocks) - len(shown):,} more; --html or --json has all", "dim")
-        if shown and not isinstance(shown[-1], Article | Picture | Section | Table):
+        visible = section.blocks[: section.at_sight or None]
+        yield from self.parts(visible)
+        if len(visible) < len(section.blocks):
+            yield plain(f"and {len(section.blocks) - len(visible):,} more; --html or --json has all", "dim")
+        if visible and not isinstance(visible[-1], Article | Picture | Section | Table):
             yield Text()
 
     def _table(self, table: Table) -> Iterator[RenderableType]:

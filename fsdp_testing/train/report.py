@@ -139,7 +139,7 @@ def training_sheet(
         told = [*judgement.compared, *judgement.unknown]
         blocks: list[Block] = [Items(tuple(map(Line, told)))] if told else []
         for title, lines in (("step by step", judgement.table), ("what the script said last", judgement.output)):
-            blocks += [Fold(title, (Listing("\n".join(lines)),), shown=True)] if lines else []
+            blocks += [Fold(title, (Listing("\n".join(lines)),), unfolded=True)] if lines else []
         word, owner, kind = WORDS[judgement.verdict], rank_count([judgement.size]), judgement.verdict.value
         articles.append(Article(word, tuple(blocks), owner, kind, sentence=judgement.sentence))
     return Sheet(

@@ -1,4 +1,4 @@
-"""Where in the cube of small cases does it fail? One square for each world and face, shaded by what happens there."""
+"""The cube of small cases: one square for each world and face, shaded by what happens there."""
 
 from __future__ import annotations
 
@@ -52,5 +52,5 @@ def _square(
         return
     shade = next(status for status in SHADES if counts.get(status))
     part = shade if counts[shade] == ran or shade == "holds" else f"{shade} some"
-    said = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
-    drawing.box(f"cell {part}", *corner, (width - 2, ROW - 2), f"{names[0]}, {names[1]}: {said}")
+    counted = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+    drawing.box(f"cell {part}", *corner, (width - 2, ROW - 2), f"{names[0]}, {names[1]}: {counted}")

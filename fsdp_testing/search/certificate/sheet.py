@@ -62,7 +62,7 @@ def certificate_sheet(summary: Summary) -> Sheet:
 def _article(cause: CellCause, name: str) -> Article:
     known = f"known failure {cause.known} {cause.link}".rstrip() + ". " if cause.known else ""
     title = f"The case as a document; saved as case.json, `fsdp-verify replay case.json --implementation {name}` runs it again"
-    document = Fold(title, (Listing(cause.case.to_json(indent=1)),), drawn=True)
+    document = Fold(title, (Listing(cause.case.to_json(indent=1)),), page_only=True)
     heading = f"{cause.signature}: {cause.cells:,} cells, the simplest {cause.cell.name}"
     return Article(heading, (Line(f"{known}{cause.reason}"), Steps(cause.schedule), document), kind="fail")
 

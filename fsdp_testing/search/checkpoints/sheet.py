@@ -67,8 +67,8 @@ def _picture(summary: Summary) -> Picture:
     for saver, row in cells.items():
         for loader in row.keys() & columns.keys():
             faces[columns[loader]][labels[saver]] = dict(Counter(SHADES[result.mark] for result in row[loader]))
-    drawn = cube_picture(faces, list(labels.values()), list(faces))
-    return Picture(drawn, CAPTION, "Savers and loaders", table=table)
+    picture = cube_picture(faces, list(labels.values()), list(faces))
+    return Picture(picture, CAPTION, "Savers and loaders", table=table)
 
 
 def _table(
@@ -79,7 +79,7 @@ def _table(
     def cell(results: list[Result] | None) -> Cell:
         if not results:
             return Cell("-", "not_claimed")
-        held, total, mark = sum(one.verdict is Verdict.PASS for one in results), len(results), worst(results)
+        held, total, mark = sum(result.verdict is Verdict.PASS for result in results), len(results), worst(results)
         return Cell(mark if key else f"{held:,}" if held == total else f"{held:,} of {total:,}", KINDS[mark])
 
     made = tuple(Row(name, tuple(cell(row.get(column)) for column in columns)) for name, row in rows.items())

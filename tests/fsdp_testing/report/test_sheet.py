@@ -36,7 +36,7 @@ BLOCKS = (
     Steps(("0 forward()", "1 step()"), 1, ((0, True), (1, False)), "it is stale"),
     Listing("first\n  second"),
     Fold("folded", (Line("inside"),)),
-    Fold("open", (Line("in sight"),), shown=True),
+    Fold("open", (Line("in sight"),), unfolded=True),
     Group((Line("in a group"),), "pair"),
     Picture("<svg/>", "what is drawn", "a drawing", table=TABLE),
 )
