@@ -4,8 +4,8 @@
 
   for (const part of all("tr.check, details.suite")) part.classList.toggle("calm", !part.querySelector(".trouble"));
   const box = document.getElementById("only-trouble");
-  box.closest("p").hidden = false;
-  box.addEventListener("change", () => {
+  if (box) box.closest("p").hidden = false;
+  box?.addEventListener("change", () => {
     document.body.classList.toggle("only-trouble", box.checked);
     for (const suite of all("details.suite:not(.calm)")) suite.open = suite.open || box.checked;
   });
