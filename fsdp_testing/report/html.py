@@ -17,7 +17,7 @@ from markupsafe import Markup
 from fsdp_testing.base.documentation import folder
 from fsdp_testing.base.printable import printable
 from fsdp_testing.cases.records import CheckResult, Finding, Portrait, RunReport, Verdict
-from fsdp_testing.judging.expected import entry_line
+from fsdp_testing.judging.entry import entry_line
 from fsdp_testing.report import answers, summary
 from fsdp_testing.report.causes import Cause, causes, explanation_line
 from fsdp_testing.report.drawings import layout, live_bytes, timeline

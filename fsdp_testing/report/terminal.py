@@ -17,7 +17,7 @@ from rich.text import Text
 from fsdp_testing.base import env
 from fsdp_testing.base.printable import printable
 from fsdp_testing.cases.records import CheckResult, Finding, RunReport, Verdict
-from fsdp_testing.judging.expected import entry_line
+from fsdp_testing.judging.entry import entry_line
 from fsdp_testing.report import summary
 from fsdp_testing.report.causes import Cause, causes, explanation_line
 
