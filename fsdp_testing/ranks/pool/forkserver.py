@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from fsdp_testing.ranks.pool import large_pages
-from fsdp_testing.ranks.pool.hygiene_process import children
+from fsdp_testing.ranks.pool.hygiene_leftovers import children
 
 COMMAND = "from fsdp_testing.ranks.pool.forkserver import main; main"
 FORK = b"F"
@@ -132,10 +132,10 @@ class _ForkServer:
         # A page that this writes to is written once here, not once in every rank. A rank does it itself when it failed here.
         with contextlib.suppress(Exception):
             from fsdp_testing.ranks.ledger import interception
-            from fsdp_testing.ranks.pool import hygiene_names
+            from fsdp_testing.ranks.pool import hygiene
 
             interception.install()
-            hygiene_names.remember()
+            hygiene.remember()
         self._modules = frozenset(sys.modules)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)

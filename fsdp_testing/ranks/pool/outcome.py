@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_testing.base.printable import printable
 from fsdp_testing.ranks.ledger.reading import CollectiveRecord
-from fsdp_testing.ranks.pool.dirt import Dirt
 
 if TYPE_CHECKING:
     from fsdp_testing.ranks.pool.cause import Cause
@@ -37,6 +36,25 @@ class Fate(StrEnum):
     HUNG = "hung"
     STOPPED = "stopped"
     """Ended by the controller because another rank had failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dirt:
+    """One difference between a rank before and after a job.
+
+    Attributes:
+        kind: What sort of thing, from a small vocabulary ("environment", "default dtype", "process group", "thread",
+            "child process", "file descriptor", ...).
+        what: The thing itself with its values before and after, as text.
+        restored: True when the rank is again as it was; False when only a new process is.
+    """
+
+    kind: str
+    what: str
+    restored: bool
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.what}" + (" (put back)" if self.restored else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,8 @@ from fsdp_testing.errors import BackendUnavailable
 from fsdp_testing.ranks.ledger.memory import LedgerMemory
 from fsdp_testing.ranks.pool import world as world_place
 from fsdp_testing.ranks.pool.channel import Channel, dumps, loads
-from fsdp_testing.ranks.pool.dirt import Dirt
 from fsdp_testing.ranks.pool.jobs import Bootstrap, Failed, Job, Place, Report
-from fsdp_testing.ranks.pool.outcome import ErrorRecord
+from fsdp_testing.ranks.pool.outcome import Dirt, ErrorRecord
 from fsdp_testing.ranks.pool.targets import resolve
 
 _flush_c = ctypes.CDLL(None).fflush
@@ -128,7 +127,7 @@ class _Rank:
         from fsdp_testing.base.backends import RankPlace, backend_named
         from fsdp_testing.ranks.ledger import interception
         from fsdp_testing.ranks.ledger.recorder import Recorder
-        from fsdp_testing.ranks.pool.hygiene_python import EXIT_HANDLERS
+        from fsdp_testing.ranks.pool.hygiene_settings import EXIT_HANDLERS
 
         boot = self._bootstrap
         torch.set_num_threads(1)
