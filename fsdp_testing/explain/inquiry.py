@@ -16,7 +16,7 @@ from fsdp_testing.errors import HarnessError
 from fsdp_testing.explain.casts import other_cast
 from fsdp_testing.explain.hypotheses import Hypothesis, Sources, WrongNumbers
 from fsdp_testing.explain.modules import first_wrong_module
-from fsdp_testing.explain.shortest import RUNS_OF_A_HANG
+from fsdp_testing.explain.shrinking.shrink import RUNS_OF_A_HANG
 from fsdp_testing.explain.trace.run import Trace, trace
 from fsdp_testing.judging.case_runner import ORDINARY, CaseRunner, JudgedCase, RunMode
 from fsdp_testing.judging.checkers.lifecycle import unsharded_before

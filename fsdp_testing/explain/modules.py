@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fsdp_testing.cases.records import Case
-from fsdp_testing.explain.held import Held
+from fsdp_testing.explain.compared_pieces import ComparedPiece
 from fsdp_testing.explain.patterns import pattern_of
 from fsdp_testing.judging.checkers.divergence import Divergence
 from fsdp_testing.judging.checkers.explain import ranks_text
@@ -89,7 +89,7 @@ def _like(seen: Seen, ranks: Sequence[Shown], calls: Mapping[Seen, Expected]) ->
     }
     got, due = ranks[seen.rank][seen].reshape(-1), one.value.reshape(-1)
     quantity = Quantity("value" if seen.what == PARAMETER else "result", _fqn(seen))
-    like = pattern_of([Held(quantity, seen.rank, (0, due.numel()), got, due, one.bound)], beside)
+    like = pattern_of([ComparedPiece(quantity, seen.rank, (0, due.numel()), got, due, one.bound)], beside)
     return "" if like is None else f": {like.words}"
 
 

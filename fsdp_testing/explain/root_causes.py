@@ -26,7 +26,7 @@ from fsdp_testing.cases.records import (
 from fsdp_testing.explain.hypotheses import Hypothesis, contradict
 from fsdp_testing.explain.inquiry import WRONG_NUMBERS, How, Inquiry
 from fsdp_testing.explain.rendering import clause, render
-from fsdp_testing.explain.shortest import NOT_EXAMINED, Budget, shorten, with_schedule
+from fsdp_testing.explain.shrinking.shrink import NOT_EXAMINED, Budget, shorten, with_schedule
 from fsdp_testing.explain.trace.portrait import portrait_of
 from fsdp_testing.explain.trace.run import Trace
 from fsdp_testing.judging.case_runner import CaseRunner
@@ -235,31 +235,30 @@ class _Explainer:
         if place.how is None:
             return self._as_it_is(place.finding, causes)
         budget = self._budget.part()
-        short = shorten(place.finding, self._judge(place.how), budget)
-        case = short.finding.case
+        short, complete = shorten(place.finding, self._judge(place.how), budget)
+        case = short.case
         reached = not self._budget.exhausted
-        traced = self._inquiry.traced(short.finding) if reached else None
-        like = self._inquiry.hypothesis(short.finding, place.how, traced) if reached else None
+        traced = self._inquiry.traced(short) if reached else None
+        like = self._inquiry.hypothesis(short, place.how, traced) if reached else None
         alike = [*causes, *(known for known in self._added_up if like is not None and like.contributions)]
         for known in alike:
             if known.shape == _shape(case) and not contradict(like, known.hypothesis):
                 return known
-        like, cast = self._inquiry.cause(short.finding, place.how, like) if reached else (None, "")
+        like, cast = self._inquiry.cause(short, place.how, like) if reached else (None, "")
         unsharded = _unsharded(traced, like)
         explanation = Explanation(
-            sentence=render(short.finding, like, unsharded, cast)
-            + ("" if reached else f" Its cause was {NOT_EXAMINED}."),
+            sentence=render(short, like, unsharded, cast) + ("" if reached else f" Its cause was {NOT_EXAMINED}."),
             schedule=tuple(_lines(case.program)),
             case=case,
             left_out=len(place.finding.case.program) - len(case.program),
             runs=budget.runs,
             seconds=budget.seconds,
-            complete=short.complete,
-            place=NOT_EXAMINED if self._budget.exhausted else self._inquiry.module(short.finding, place.how),
+            complete=complete,
+            place=NOT_EXAMINED if self._budget.exhausted else self._inquiry.module(short, place.how),
             portrait=portrait_of(traced) if traced is not None and self._draw else None,
             happened=cast or ("" if like is None else clause(case, like, unsharded)),
         )
-        return self._cause(short.finding, explanation, causes, like)
+        return self._cause(short, explanation, causes, like)
 
     def _as_it_is(self, finding: Finding, causes: list[_Cause]) -> _Cause:
         """A failure of a check that judges in a way of its own: reported, not reduced."""
