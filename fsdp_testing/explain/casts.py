@@ -1,4 +1,4 @@
-"""In which dtype, or in which order, was it done instead? Tried for wrong numbers whose casts are known one by one.
+"""Names the dtype, or the order, in which something was done instead: for wrong numbers whose casts are known one by one.
 
 The oracle replays the same operations, each from the implementation's own state, with other casts: gradients reduced in
 another dtype, local micro-batches added up in one, divided at another place, or nothing computed in a lower one. At two

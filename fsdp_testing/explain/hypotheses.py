@@ -100,6 +100,12 @@ class Hypothesis:
     happened: str = ""
     confirmed: str = "is what one process gives with that"
 
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What is the same for one defect on schedules of one shape."""
+        likeness = self.contributions and self.contributions.shape, self.pattern and self.pattern.kind
+        return self.left_out, self.kinds, self.happened, *likeness
+
 
 _KINDS = {
     "gradient": "gradients",
@@ -120,14 +126,7 @@ def contradict(like: Hypothesis | None, rival: Hypothesis | None) -> bool:
     """Return whether both are known and cannot be the same defect, on schedules of the same shape."""
     if like is None or rival is None:
         return False
-    own, rivals = (
-        (
-            *(like.left_out, like.kinds, like.happened),
-            *(like.contributions and like.contributions.shape, like.pattern and like.pattern.kind),
-        )
-        for like in (like, rival)
-    )
-    return own != rivals
+    return like.shape != rival.shape
 
 
 class WrongNumbers:

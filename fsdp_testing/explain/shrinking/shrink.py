@@ -213,23 +213,23 @@ def _shorter(finding: Finding) -> Iterator[Case]:
         size //= 2
 
 
-def with_schedule(case: Case, known: Sequence[Operation]) -> Iterator[Case]:
+def with_schedule(case: Case, schedule: Sequence[Operation]) -> Iterator[Case]:
     """Yield `case` with only those of its operations that make up a known schedule, as far as it has them.
 
     First with the very same operations, then with operations of the same kinds. Of several that fit the last are taken.
     """
-    kinds = [wanted.shape() for wanted in known]
-    same = _picked(case, known, lambda operation: operation)
+    kinds = [wanted.shape() for wanted in schedule]
+    same = _picked(case, schedule, lambda operation: operation)
     alike = _picked(case, kinds, lambda operation: operation.shape())
     yield from (replace(case, program=program) for program in dict.fromkeys((same, alike)) if program)
 
 
 def _picked(case: Case, wanted: Sequence[object], seen_as: Callable[[Operation], object]) -> tuple[Operation, ...]:
     chosen: list[Operation] = []
-    place = len(case.program)
+    end = len(case.program)
     for item in reversed(wanted):
-        place = next((index for index in range(place - 1, -1, -1) if seen_as(case.program[index]) == item), -1)
-        if place < 0:
+        end = next((index for index in range(end - 1, -1, -1) if seen_as(case.program[index]) == item), -1)
+        if end < 0:
             return ()
-        chosen.append(case.program[place])
+        chosen.append(case.program[end])
     return tuple(reversed(chosen))

@@ -1,4 +1,4 @@
-"""What did each rank do, in which order? Collectives from the ledger, unit transitions from the implementation.
+"""Records what each rank did, in order: collectives from the ledger, unit transitions from the implementation.
 
 - `recorder`: collects the events of one rank; watches forward and backward of named modules, and waits for collectives.
 - `run`: runs a case on ranks while recording, and gives back its history.

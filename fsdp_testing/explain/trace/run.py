@@ -1,4 +1,4 @@
-"""What did each rank do in a case, in which order? The engine's own program, run on ranks while it is recorded."""
+"""Traces a case: the engine's own program, run on ranks while it is recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where do ranks come from? From one process that has imported and never computed.
+"""The process that ranks are forked from: it has imported and never computed.
 
 A process that has run one parallel operation holds threads which do not survive a fork, so pytest's own process is
 never forked. This one imports torch and forks. It is single-threaded by rule.
@@ -314,7 +314,7 @@ def _unheard() -> Iterator[None]:
     By descriptor: the stream object stays the same for the log handlers that modules make, the filters for those they add.
     """
     sys.stderr.flush()
-    kept = os.dup(2)
+    stderr = os.dup(2)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     os.close(null)
@@ -322,5 +322,5 @@ def _unheard() -> Iterator[None]:
         yield
     finally:
         sys.stderr.flush()
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(stderr)

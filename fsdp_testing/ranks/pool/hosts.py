@@ -160,8 +160,8 @@ class Hosts:
         machines = {place.machine: 0 for place in self.places}
         for place in self.places:
             machines[place.machine] += 1
-        said = ", ".join(f"{count} on {name}" for name, count in machines.items())
-        return f"{len(self.places)} processes of the launcher ({said})"
+        counts = ", ".join(f"{count} on {name}" for name, count in machines.items())
+        return f"{len(self.places)} processes of the launcher ({counts})"
 
 
 class Meeting:
@@ -241,8 +241,8 @@ def interface_of(address: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address of version 4
-                found = fcntl.ioctl(sock, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-                if socket.inet_ntoa(found[20:24]) == address:
+                answer = fcntl.ioctl(sock, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     return ""
 

@@ -63,8 +63,8 @@ class _Namespace:
 
     __slots__ = ("_all", "_content", "_names", "_state", "_values", "_version", "place")
 
-    def __init__(self, place: Any, names: dict[str, Any], *, everything: bool = False) -> None:
-        self.place = place
+    def __init__(self, owner: Any, names: dict[str, Any], *, everything: bool = False) -> None:
+        self.place = owner
         self._names = names
         self._all = everything
         self._state = compat.state_of_dictionary(names)
@@ -97,8 +97,8 @@ class _Watched:
         self._known: set[str] = set()
         self._there: set[int] = set()
         named = [module for name in _MORE if (module := sys.modules.get(name)) is not None]
-        for place in (*_TORCHS, *named, pathlib.Path, random.Random):
-            self._watch(place)
+        for owner in (*_TORCHS, *named, pathlib.Path, random.Random):
+            self._watch(owner)
 
     def current(self) -> list[_Namespace]:
         """Return all of them, those in modules that were imported meanwhile included."""
@@ -120,13 +120,13 @@ class _Watched:
             if isinstance(value, type) and value.__module__ == module.__name__:
                 self._watch(value)
 
-    def _watch(self, place: Any) -> None:
-        if id(place) not in self._there:
-            self._there.add(id(place))
-            names = vars(place)
+    def _watch(self, owner: Any) -> None:
+        if id(owner) not in self._there:
+            self._there.add(id(owner))
+            names = vars(owner)
             # A class shows its dictionary through a proxy.
             own = names if isinstance(names, dict) else next(d for d in gc.get_referents(names) if isinstance(d, dict))
-            self.all.append(_Namespace(place, own))
+            self.all.append(_Namespace(owner, own))
 
 
 _watched = _Watched()
@@ -153,14 +153,14 @@ def _replaced(before: list[Content], now: list[Content]) -> Iterator[tuple[Any, 
     for namespace, old, new in zip(_watched.all, before, now):
         if old is new:
             continue
-        place, names = namespace.place, vars(namespace.place)
+        owner, names = namespace.place, vars(namespace.place)
         for name, value in old.items():
             if value is not None and new.get(name) is not value and not _wrapped_by_torch(names.get(name)):
-                yield place, name, value
-        for name in [name for name in new if name not in old] if isinstance(place, type) else ():
-            inherited = any(callable(vars(base).get(name)) for base in place.__mro__[1:])
+                yield owner, name, value
+        for name in [name for name in new if name not in old] if isinstance(owner, type) else ():
+            inherited = any(callable(vars(base).get(name)) for base in owner.__mro__[1:])
             if inherited and not _wrapped_by_torch(names[name]):
-                yield place, name, _NOTHING
+                yield owner, name, _NOTHING
 
 
 def _wrapped_by_torch(value: Any) -> bool:
@@ -170,10 +170,12 @@ def _wrapped_by_torch(value: Any) -> bool:
 
 def _tell_contents(before: list[Content], now: list[Content]) -> Iterator[str]:
     by_place: dict[str, list[str]] = {}
-    for place, name, value in _replaced(before, now):
-        owner = f"{place.__module__}.{place.__qualname__}" if isinstance(place, type) else place.__name__
+    for namespace, name, value in _replaced(before, now):
+        owner = (
+            f"{namespace.__module__}.{namespace.__qualname__}" if isinstance(namespace, type) else namespace.__name__
+        )
         was = "was inherited" if value is _NOTHING else repr(value)
-        by_place.setdefault(owner, []).append(f"{name}: {was} -> {vars(place).get(name)!r}")
+        by_place.setdefault(owner, []).append(f"{name}: {was} -> {vars(namespace).get(name)!r}")
     for owner, changes in by_place.items():
         yield from (f"{owner}.{change}" for change in changes[:_NAMED])
         if more := [change.partition(":")[0] for change in changes[_NAMED:]]:
@@ -181,11 +183,11 @@ def _tell_contents(before: list[Content], now: list[Content]) -> Iterator[str]:
 
 
 def _put_contents(before: list[Content], now: list[Content]) -> None:
-    for place, name, value in list(_replaced(before, now)):
+    for owner, name, value in list(_replaced(before, now)):
         if value is _NOTHING:
-            delattr(place, name)
+            delattr(owner, name)
         else:
-            setattr(place, name, value)
+            setattr(owner, name, value)
 
 
 def _lost_modules(before: Content, now: Content) -> list[str]:

@@ -184,13 +184,13 @@ def children() -> list[int]:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return []
-    found: list[int] = []
+    pids: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         try:
-            found.extend(int(pid) for pid in (task / "children").read_text(encoding="ascii").split())
+            pids.extend(int(pid) for pid in (task / "children").read_text(encoding="ascii").split())
         except OSError:
             continue  # the thread ended between the listing and the reading
-    return sorted(found)
+    return sorted(pids)
 
 
 def _child(pid: int) -> str:
@@ -266,8 +266,8 @@ def _descriptor(number: str) -> str:
         name = str(Path(f"/proc/self/fd/{number}").readlink())
     except OSError:
         return ""
-    kept = name.startswith(("/dev/", "/proc/", "/sys/", "anon_inode:", "/memfd:"))
-    return "" if kept or stat.S_ISCHR(kind) else f"descriptor {number} is open on {name}"
+    lasting = name.startswith(("/dev/", "/proc/", "/sys/", "anon_inode:", "/memfd:"))
+    return "" if lasting or stat.S_ISCHR(kind) else f"descriptor {number} is open on {name}"
 
 
 def _temporary_files() -> list[str]:

@@ -1,4 +1,4 @@
-"""What do controller and rank say to each other? The messages, as data: a bootstrap, jobs, and None to leave; reports.
+"""The messages between controller and rank, as data: a bootstrap, jobs, and None to leave; reports.
 
 What is sent for every call is a named tuple: a frozen dataclass takes ten times as long to be pickled and read.
 """

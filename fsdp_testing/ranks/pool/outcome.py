@@ -1,4 +1,4 @@
-"""What became of every rank? The full account of one job on one world, as data: fates, collectives, output."""
+"""The full account of one job on one world, as data: the fate of every rank, its collectives, output and leaks."""
 
 from __future__ import annotations
 
@@ -143,11 +143,11 @@ def rank_names(ranks: Iterable[int]) -> str:
 
 def left_behind(dirt: Iterable[tuple[int, Iterable[Dirt]]]) -> list[str]:
     """Return one line for each thing that ranks left behind, from (rank, what it left); equal things once."""
-    found: dict[str, list[int]] = {}
+    ranks_of: dict[str, list[int]] = {}
     for rank, entries in dirt:
         for entry in dict.fromkeys(map(str, entries)):
-            found.setdefault(entry, []).append(rank)
-    return [printable(f"{rank_names(ranks)} left {entry}") for entry, ranks in found.items()]
+            ranks_of.setdefault(entry, []).append(rank)
+    return [printable(f"{rank_names(ranks)} left {entry}") for entry, ranks in ranks_of.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ def account_lines(rank: RankOutcome) -> list[str]:
 
 def _without(hidden: Sequence[str], trace: str) -> list[str]:
     """Return the lines of a traceback or stack; with a frame go its lines of source."""
-    kept: list[str] = []
+    shown: list[str] = []
     dropping = False
     for line in trace.rstrip().splitlines():
         if line.startswith("  File "):
@@ -222,5 +222,5 @@ def _without(hidden: Sequence[str], trace: str) -> list[str]:
         elif not line.startswith("    "):
             dropping = False
         if not dropping:
-            kept.append(line)
-    return kept
+            shown.append(line)
+    return shown

@@ -223,8 +223,8 @@ class _Server:
                 raise PoolBroken(
                     f"{self._place}: expected the controlling process within {patience:.0f} s, got no connection."
                 )
-            asked = [relay for relay in self._relays if relay.stacks_until > time.monotonic()]
-            for key, _ in self._selector.select(_TICK_SECONDS if asked else wait):
+            with_stacks = [relay for relay in self._relays if relay.stacks_until > time.monotonic()]
+            for key, _ in self._selector.select(_TICK_SECONDS if with_stacks else wait):
                 if key.data is None:
                     self._accept()
                 elif isinstance(key.data, Channel):
@@ -232,7 +232,7 @@ class _Server:
                         return
                 elif key.data in self._relays:
                     self._relay(key.data, key.fileobj)
-            for relay in asked:
+            for relay in with_stacks:
                 if relay in self._relays:
                     self._guarded(relay, relay.send_stacks)
 
