@@ -1,4 +1,4 @@
-"""How does the controller get a case judged, or a batch? It lends a world, runs it, asks the oracle, has it judged.
+"""Gets a case judged, or a batch: lends a world, runs it, asks the oracle, has it judged.
 
 A case that fails, dies or hangs costs its own world only; what follows from lost ranks is decided in `attempts`. The oracle's
 free replays are kept: they are the same for every implementation, strategy and wrapping.
@@ -191,10 +191,10 @@ class CaseRunner:
 
         For runs that decide no verdict: a shorter program that hangs is not the failure that is looked for.
         """
-        other = copy.copy(self)
-        other._timeout = self._timeout if timeout is None else min(timeout, self._timeout)
-        other._repeats = False
-        return other
+        runner = copy.copy(self)
+        runner._timeout = self._timeout if timeout is None else min(timeout, self._timeout)
+        runner._repeats = False
+        return runner
 
     @property
     def pool(self) -> Pool:

@@ -16,7 +16,7 @@ from fsdp_testing.cases.records import (
     WorldSpec,
     ZeroGrad,
 )
-from fsdp_testing.explain.shortest import Budget, shorten, with_schedule
+from fsdp_testing.explain.shrinking.shrink import Budget, shorten, with_schedule
 
 LONG = (
     ForwardBackward(Batch(0)),
@@ -55,18 +55,18 @@ def found(judge: Callable[[Case], Finding | None] = stale) -> Finding:
 
 
 def test_only_what_is_needed_remains() -> None:
-    short = shorten(found(), stale, Budget(1000))
-    assert kinds(short.finding.case) == [Forward, Step, Forward]
-    assert short.complete
-    assert short.finding.case.program[0] == Forward(Batch(2), "eval")
+    short, complete = shorten(found(), stale, Budget(1000))
+    assert kinds(short.case) == [Forward, Step, Forward]
+    assert complete
+    assert short.case.program[0] == Forward(Batch(2), "eval")
 
 
 def test_another_failure_is_not_taken_for_the_same() -> None:
     def other_when_short(case: Case) -> Finding | None:
         return stale(case, "loss on rank 0" if len(case.program) > 4 else "parameter layers.0.weight")
 
-    short = shorten(found(other_when_short), other_when_short, Budget(1000))
-    assert len(short.finding.case.program) == 5
+    short, _ = shorten(found(other_when_short), other_when_short, Budget(1000))
+    assert len(short.case.program) == 5
 
 
 def test_a_budget_ends_the_search_and_says_so() -> None:
@@ -76,17 +76,17 @@ def test_a_budget_ends_the_search_and_says_so() -> None:
         runs.append(case)
         return stale(case)
 
-    short = shorten(found(), counted, Budget(2))
+    short, complete = shorten(found(), counted, Budget(2))
     assert len(runs) == 2
-    assert not short.complete
-    assert len(short.finding.case.program) < len(LONG)
-    assert shorten(found(), counted, Budget(0)).finding.case == CASE
+    assert not complete
+    assert len(short.case.program) < len(LONG)
+    assert shorten(found(), counted, Budget(0))[0].case == CASE
 
 
 def test_a_failure_that_never_repeats_stays_as_it_was() -> None:
-    short = shorten(found(), lambda case: None, Budget(1000))
-    assert short.finding.case == CASE
-    assert short.complete
+    short, complete = shorten(found(), lambda case: None, Budget(1000))
+    assert short.case == CASE
+    assert complete
 
 
 def test_a_known_schedule_is_found_in_another_program() -> None:

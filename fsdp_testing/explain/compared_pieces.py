@@ -1,4 +1,4 @@
-"""What does each rank have of the quantities that are wrong, beside what is due there?"""
+"""What each rank holds of the quantities that are wrong, beside what is due there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ComparedPiece:
     """Elements of one quantity on one rank.
 
     Attributes:
@@ -37,6 +37,18 @@ class Held:
     own: tuple[Span, ...] = ()
 
     @property
+    def actual(self) -> torch.Tensor:
+        """The numbers, in the dtype that is due; asked only where both are numbers."""
+        assert self.got is not None
+        return self.got.to(self.expected.dtype)
+
+    @property
+    def expected(self) -> torch.Tensor:
+        """What is due; asked only where that is numbers."""
+        assert self.due is not None
+        return self.due
+
+    @property
     def wrong(self) -> bool:
         """Whether it is beyond its bound, None in place of numbers or the other way round, or of another dtype."""
         if self.got is None or self.due is None:
@@ -53,21 +65,23 @@ class Held:
         """Return the same elements of another tensor of the quantity's shape."""
         return whole.reshape(-1)[self.span[0] : self.span[1]]
 
-    def is_like(self, other: Expected) -> bool:
+    def is_like(self, variant: Expected) -> bool:
         """Whether it is what another run gives, within that run's bound."""
-        if self.got is None or other.value is None:
-            return self.got is other.value
-        if other.value.numel() < self.span[1]:
+        if self.got is None or variant.value is None:
+            return self.got is variant.value
+        if variant.value.numel() < self.span[1]:
             return False
-        like, bound = self.part_of(other.value), _part(other.bound, self.span)
+        like = self.part_of(variant.value)
         same_dtype = not self.of_another_dtype or self.got.dtype == like.dtype
-        return same_dtype and not difference(self.got, like, bound).exceeded
+        return same_dtype and not difference(self.got, like, _part(variant.bound, self.span)).exceeded
 
 
-def held(ranks: Sequence[RankObservation], point: ExpectedPoint, quantities: Iterable[Quantity]) -> list[Held]:
+def compared_pieces(
+    ranks: Sequence[RankObservation], point: ExpectedPoint, quantities: Iterable[Quantity]
+) -> list[ComparedPiece]:
     """Return what every rank has of `quantities` at a point."""
     return [
-        _beside(quantity, rank, piece, point.quantities[quantity], point.index)
+        _beside(quantity, rank, piece, point)
         for quantity in quantities
         for rank in ranks
         if quantity.rank in (-1, rank.rank)
@@ -76,31 +90,27 @@ def held(ranks: Sequence[RankObservation], point: ExpectedPoint, quantities: Ite
     ]
 
 
-def _beside(quantity: Quantity, rank: RankObservation, piece: ObservedPiece, one: Expected, index: int) -> Held:
-    span = piece.start, piece.stop
-    due = None if one.value is None else one.value.reshape(-1)[span[0] : span[1]]
+def _beside(quantity: Quantity, rank: RankObservation, piece: ObservedPiece, point: ExpectedPoint) -> ComparedPiece:
+    span, expected = (piece.start, piece.stop), point.quantities[quantity]
+    due = None if expected.value is None else expected.value.reshape(-1)[span[0] : span[1]]
     got = None if piece.value is None else piece.value.reshape(-1)
-    return Held(quantity, rank.rank, span, got, due, _part(one.bound, span), _own(rank, quantity, index))
+    snapshot = next((snapshot for snapshot in rank.snapshots if snapshot.index == point.index), None)
+    parameter = None if snapshot is None else snapshot.parameters.get(quantity.name.removeprefix("state."))
+    own = () if parameter is None else tuple((piece.start, piece.stop) for piece in parameter.pieces)
+    return ComparedPiece(quantity, rank.rank, span, got, due, _part(expected.bound, span), own)
 
 
 def _part(bound: float | torch.Tensor, span: Span) -> float | torch.Tensor:
-    several = isinstance(bound, torch.Tensor) and bound.numel() > 1
-    return bound.reshape(-1)[span[0] : span[1]] if several and isinstance(bound, torch.Tensor) else bound
-
-
-def _own(rank: RankObservation, quantity: Quantity, index: int) -> tuple[Span, ...]:
-    snapshot = next((one for one in rank.snapshots if one.index == index), None)
-    seen = None if snapshot is None else snapshot.parameters.get(quantity.name.removeprefix("state."))
-    return () if seen is None else tuple((piece.start, piece.stop) for piece in seen.pieces)
+    return bound.reshape(-1)[span[0] : span[1]] if isinstance(bound, torch.Tensor) and bound.numel() > 1 else bound
 
 
 def _pieces(rank: RankObservation, point: ExpectedPoint, quantity: Quantity) -> Iterator[ObservedPiece]:
     """What one rank reports of one quantity."""
     if quantity.kind == "result":
-        result = next((one for one in rank.results if one.index == point.index), None)
+        result = next((result for result in rank.results if result.index == point.index), None)
         yield from _whole(None if result is None else result.values.get(quantity.name))
         return
-    snapshot = next((one for one in rank.snapshots if one.index == point.index), None)
+    snapshot = next((snapshot for snapshot in rank.snapshots if snapshot.index == point.index), None)
     if snapshot is None:
         return
     if quantity.kind == "buffer":
@@ -113,11 +123,11 @@ def _pieces(rank: RankObservation, point: ExpectedPoint, quantity: Quantity) -> 
             yield from _whole(torch.tensor(state.scalars[quantity.part]))
         yield from () if state is None else state.tensors.get(quantity.part, ())
         return
-    seen = snapshot.parameters.get(quantity.name)
-    if seen is not None and quantity.kind == "gradient" and seen.grad_pieces is None:
-        yield from (ObservedPiece(piece.start, piece.stop, None) for piece in seen.pieces)
-    elif seen is not None:
-        yield from seen.pieces if quantity.kind == "value" else seen.grad_pieces or ()
+    parameter = snapshot.parameters.get(quantity.name)
+    if parameter is not None and quantity.kind == "gradient" and parameter.grad_pieces is None:
+        yield from (ObservedPiece(piece.start, piece.stop, None) for piece in parameter.pieces)
+    elif parameter is not None:
+        yield from parameter.pieces if quantity.kind == "value" else parameter.grad_pieces or ()
 
 
 def _whole(value: torch.Tensor | None) -> Iterator[ObservedPiece]:
