@@ -60,7 +60,12 @@ def add(commands: Subparsers[Command]) -> Command:
         "--without", action="append", default=[], metavar="FEATURE", help="never draw this (tree.tied, op.clip, ...)"
     )
     what.add_argument(
-        "--known", type=Path, action="append", default=[], metavar="FILE", help="more known failures (JSON)"
+        "--known",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="more known failures: rules (JSON) or defects (TOML)",
     )
     what.add_argument("--no-known", action="store_true", help="meet the known failures that ship with fsdp-testing too")
     what.add_argument(
@@ -129,13 +134,14 @@ def batches_at_a_time(asked: int | None, largest: int) -> int:
 def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
     from fsdp_testing.base.document import read_text
     from fsdp_testing.cases.drawing import Scope
-    from fsdp_testing.checks.findings.known import joined, read_known, shipped_known
+    from fsdp_testing.checks.findings.known import read_rules, shipped_known
+    from fsdp_testing.judging.known import joined
     from fsdp_testing.search.campaign.campaign import Plan
 
     known = [] if options.no_known else [shipped_known(adapter.built_on)]
     for path in options.known:
         text = read_text(path, "a file of known failures for --known", "Give another file.")
-        known.append(read_known(text, str(path)))
+        known.append(read_rules(text, str(path), adapter.built_on))
     limit = options.seconds if options.seconds or options.examples else 60.0
     folder = "".join(c if c.isalnum() or c in "-_." else "_" for c in options.name)
     folder += "-shard-{}-of-{}".format(*options.shard) if options.shard != (1, 1) else ""

@@ -70,7 +70,8 @@ def add(commands: Subparsers[Command]) -> Command:
         "--expected-failures",
         type=Path,
         metavar="FILE",
-        help="TOML: one table per NAME, for each check that is known to fail how it fails and why (docs/exit-codes.md)",
+        help="TOML: one table per NAME, for each check that is known to fail how it fails and why, or a list of defects "
+        "(docs/exit-codes.md)",
     )
     what.add_argument(
         "--explain",
@@ -167,12 +168,11 @@ def expectations(path: Path | None, names: tuple[str, ...], tensor_parallel: int
     if path is None:
         return {}
     try:
-        document: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        own, beside = tables(_document(path))
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidArgument(
             f"--expected-failures: expected a TOML file, got {str(path)!r} ({error}). Mend it."
         ) from error
-    own, beside = tables(document)
     listed = [*own.items(), *beside.items()]
     wrong = [f"[{name}]" for name, table in listed if not isinstance(table, dict)]
     # Of those that are run the judge says what is wrong, with everything else that is.
@@ -207,8 +207,16 @@ def unknown_tables(path: Path | None, names: tuple[str, ...]) -> list[str]:
     """
     from fsdp_testing.adapters import registry
 
-    document = tomllib.loads(path.read_text(encoding="utf-8")) if path is not None else {}
+    document = _document(path) if path is not None else {}
     return [name for name in document if name not in (*names, *registry.names()) and ":" not in name]
+
+
+def _document(path: Path) -> dict[str, Any]:
+    """The entries by check that a file has, or that follow from its list of defects."""
+    from fsdp_testing.checks.findings.known import is_list, read_list, tables_of
+
+    document = tomllib.loads(path.read_text(encoding="utf-8"))
+    return tables_of(read_list(document, str(path))) if is_list(document) else document
 
 
 def tables(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
