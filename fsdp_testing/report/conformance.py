@@ -16,12 +16,10 @@ from fsdp_testing.report.sheet import (
     Article,
     Block,
     Card,
-    Cards,
     Cell,
     Facts,
     Fold,
     Group,
-    Items,
     Line,
     Link,
     Row,
@@ -29,6 +27,7 @@ from fsdp_testing.report.sheet import (
     Section,
     Sheet,
     Table,
+    bulleted,
     listed,
     numbered,
 )
@@ -135,7 +134,7 @@ def complete_sheet(report: RunReport) -> Sheet:
     )
     answers = (
         Section("How far to trust it", tuple(map(Line, summary.trust(report)))),
-        Section("What is broken", (Items(tuple(_broken(report, failures))),)),
+        Section("What is broken", (Group(tuple(_broken(report, failures)), "list"),)),
         Section("What to do", tuple(_advice(report))),
     )
     lead = (Group(answers, "answers"), _cards(report))
@@ -156,7 +155,7 @@ def _frame(report: RunReport) -> Sheet:
     )
 
 
-def _cards(report: RunReport) -> Cards:
+def _cards(report: RunReport) -> Group:
     cards = []
     for tally in summary.tallies(report):
         kind = next((verdict for verdict in summary.ATTENTION if tally.counts[verdict]), Verdict.PASS)
@@ -164,7 +163,7 @@ def _cards(report: RunReport) -> Cards:
         name, own = tally.implementation, report.own_names.get(tally.implementation, tally.implementation)
         note = f"{numbered(tally.cases, 'case')}, {tally.seconds:.1f} s"
         cards.append(Card(own, tally.sentence, note, kind.value, shares, name if own != name else ""))
-    return Cards(tuple(cards))
+    return Group(tuple(cards), "tallies")
 
 
 def _broken(report: RunReport, failures: Failures) -> Iterator[Line]:
@@ -273,8 +272,8 @@ def _not_claimed(report: RunReport, failures: Failures) -> Section:
     folds = []
     results = summary.attention(report, Verdict.NOT_CLAIMED)
     for name, own in _grouped(results, lambda result: result.implementation):
-        items = tuple(Line(f"{result.check}: {summary.sentence(result)}") for result in own)
-        folds.append(Fold(f"{failures.own(name)}: {summary.checks(len(own))} not run", (Items(items),)))
+        reasons = bulleted(f"{result.check}: {summary.sentence(result)}" for result in own)
+        folds.append(Fold(f"{failures.own(name)}: {summary.checks(len(own))} not run", (reasons,)))
     return Section("Not claimed", tuple(folds), anchor="not-claimed")
 
 

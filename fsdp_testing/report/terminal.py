@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
@@ -16,12 +17,11 @@ from fsdp_testing.base.printable import printable
 from fsdp_testing.report.sheet import (
     Article,
     Block,
-    Cards,
+    Card,
     Cell,
     Facts,
     Fold,
     Group,
-    Items,
     Line,
     Listing,
     Picture,
@@ -120,9 +120,6 @@ class _Printer:
         text = self._indented(" ".join(filter(None, texts)), line.kind)
         yield Text.assemble(text, (f" {line.command}", "bold")) if line.command else text
 
-    def _items(self, items: Items) -> Iterator[RenderableType]:
-        return self._inside(items.lines)
-
     def _facts(self, facts: Facts) -> Iterator[RenderableType]:
         grid = Grid.grid(padding=(0, 2))
         grid.add_column(style="dim")
@@ -158,14 +155,16 @@ class _Printer:
         yield from self._inside(article.blocks)
         yield Text()
 
-    def _cards(self, cards: Cards) -> Iterator[RenderableType]:
-        width = max((len(printable(card.title)) for card in cards.cards), default=0)
-        for card in cards.cards:
-            text = f"{printable(card.title):<{width}}  {card.sentence}  ({card.note})"
-            yield plain(text, STYLES.get(card.kind, ""))
+    def _card(self, card: Card) -> Iterator[RenderableType]:
+        yield self._indented(f"{card.title}  {card.sentence}  ({card.note})", card.kind)
 
     def _group(self, group: Group) -> Iterator[RenderableType]:
-        return self.parts(group.blocks)
+        width = max((len(block.title) for block in group.blocks if isinstance(block, Card)), default=0)
+        blocks = [
+            replace(block, title=block.title.ljust(width)) if isinstance(block, Card) else block
+            for block in group.blocks
+        ]
+        return self._inside(blocks) if group.kind == "list" else self.parts(blocks)
 
     def _section(self, section: Section) -> Iterator[RenderableType]:
         style = STYLES.get(section.kind, "bold")

@@ -9,7 +9,6 @@ from fsdp_testing.report.sheet import (
     Article,
     Cell,
     Fold,
-    Items,
     Line,
     Listing,
     Picture,
@@ -19,6 +18,7 @@ from fsdp_testing.report.sheet import (
     Sheet,
     Steps,
     Table,
+    bulleted,
     made_by,
 )
 from fsdp_testing.search.certificate.axes import WORLDS
@@ -52,7 +52,7 @@ def certificate_sheet(summary: Summary) -> Sheet:
         title=f"{summary.implementation}: small cases",
         exit_code=summary.exit_code,
         conclusion=f"{summary.implementation}: {summary.conclusion()}",
-        lead=(Items(tuple(map(Line, summary.notes()))),),
+        lead=(bulleted(summary.notes()),),
         sections=tuple(section for section in sections if section.blocks),
         subject=f"{summary.implementation} in every small case",
         foot=made_by(summary.environment),

@@ -7,7 +7,19 @@ from collections.abc import Mapping, Sequence
 
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.report.drawings.cube import cube_picture
-from fsdp_testing.report.sheet import Article, Cell, Items, Line, Picture, Row, RowGroup, Section, Sheet, Table, made_by
+from fsdp_testing.report.sheet import (
+    Article,
+    Cell,
+    Line,
+    Picture,
+    Row,
+    RowGroup,
+    Section,
+    Sheet,
+    Table,
+    bulleted,
+    made_by,
+)
 from fsdp_testing.search.checkpoints.exchange import Result
 from fsdp_testing.search.checkpoints.summary import MARKS, SAVED, Cause, Summary, worst
 
@@ -48,8 +60,8 @@ def checkpoints_sheet(summary: Summary) -> Sheet:
 
 def _article(reason: str, causes: Sequence[Cause]) -> Article:
     mark = causes[0].mark
-    examples = tuple(Line(f"{mark} {cause.count:,} x: {cause.example}") for cause in causes)
-    return Article(reason, (Line(WORDS[mark], "meaning"), Items(examples)), kind=KINDS[mark])
+    examples = bulleted(f"{mark} {cause.count:,} x: {cause.example}" for cause in causes)
+    return Article(reason, (Line(WORDS[mark], "meaning"), examples), kind=KINDS[mark])
 
 
 def _picture(summary: Summary) -> Picture:
