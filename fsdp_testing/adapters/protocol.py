@@ -115,7 +115,7 @@ class Setup:
         forward_prefetch: Ask for prefetching in forward, where the implementation has the option.
         backward_prefetch: One of "pre", "post", "none".
         leaves_unused: Some micro-batch may leave a parameter without a gradient on some rank.
-        settings: Options that change no number (`fsdp_testing.cases.records.capabilities.SETTINGS`), by name.
+        settings: Options that change no number (`fsdp_testing.cases.records.specs.SETTINGS`), by name.
         extra: Options known to this adapter alone, for its own tests.
     """
 

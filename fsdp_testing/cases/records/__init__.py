@@ -25,7 +25,7 @@ from fsdp_testing.cases.operations import (
 )
 from fsdp_testing.cases.records.account import OperationAccount
 from fsdp_testing.cases.records.axes import AXES
-from fsdp_testing.cases.records.capabilities import CAPABILITIES, STRATEGIES, check_capabilities
+from fsdp_testing.cases.records.capabilities import CAPABILITIES, check_capabilities
 from fsdp_testing.cases.records.case import Case, check_case
 from fsdp_testing.cases.records.event import (
     AutogradEvent,
@@ -64,6 +64,7 @@ from fsdp_testing.cases.records.portrait import (
 )
 from fsdp_testing.cases.records.schedule import PlannedOperation, plan, void_operations
 from fsdp_testing.cases.records.specs import (
+    STRATEGIES,
     MixedPrecisionSpec,
     ModelSpec,
     OptimizerSpec,

@@ -16,6 +16,30 @@ LAYOUTS = ("colwise", "colwise_cut", "rowwise", "rowwise_cut", "sequence", "repl
 """How tensor parallelism cuts one module (`WrappingPlan.layouts`). All but two take and give whole activations:
 `colwise_cut` gives each rank its own columns, and `rowwise_cut` takes them. `sequence` cuts the rows of activations
 and leaves the parameters whole."""
+STRATEGIES: dict[str, str] = {
+    "full_shard": "full_shard",
+    "shard_grad_op": "shard_grad_op",
+    "no_shard": "no_shard",
+    "hybrid_shard": "hybrid",
+    "hybrid_shard_zero2": "hybrid",
+}
+"""Strategy of a case -> the capability that an implementation must claim to run it."""
+SETTINGS: dict[str, str] = {
+    "static_graph": "the user promises that every iteration runs the same graph",
+    "gradient_views": "gradients are views of communication buckets",
+    "small_buckets": "gradients are sent in buckets that hold hardly more than one of them",
+    "divide_factor": "what gradients are divided by is given by hand: twice the number of ranks, which halves them",
+    "sum_reduction": "gradients are summed and divided apart, whatever the backend could do at once",
+    "late_all_reduce": "in `no_sync` hybrid sharding reduces within shard groups, and leaves out the replicas only",
+    "kept_after_backward": "in `no_sync` parameters are not freed after backward",
+    "partial_reshard": "after forward parameters stay sharded over fewer ranks",
+    "last_dimension": "parameters are cut along their last dimension, where ranks divide it",
+    "default_device": "the implementation chooses the device",
+    "default_groups": "the implementation chooses the groups of hybrid sharding",
+    "own_state": "state is saved and loaded by the implementation's own methods, with their defaults",
+    "offloaded_state": "gathered parameters and saved state are moved to the CPU",
+}
+"""Options of some implementations, off by default, that change no number but for `divide_factor`; each is a capability."""
 
 Scalar = str | int | float | bool | None
 

@@ -93,6 +93,7 @@ class Option(Axis):
         claim: The capability.
         values: The plain one first.
         feature: For which it is drawn; empty for an option that only checks ask for.
+        meaning: Of the capability, where `CAPABILITIES` does not have it itself.
         told: A field of `Setup` has the same name and value.
     """
 
@@ -100,6 +101,7 @@ class Option(Axis):
     claim: str
     values: tuple[Any, ...] = (False, True)
     feature: str = ""
+    meaning: str = ""
     told: bool = True
     rare: ClassVar[bool] = True
     over_one_axis: ClassVar[bool] = True  # ranks of one model begin alike, and on the CPU

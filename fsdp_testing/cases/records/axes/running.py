@@ -8,8 +8,14 @@ from dataclasses import astuple, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from fsdp_testing.cases.records.axes.axis import Axis, Step, demand
-from fsdp_testing.cases.records.capabilities import STRATEGIES
-from fsdp_testing.cases.records.specs import DTYPES, OPTIMIZERS, MixedPrecisionSpec, OptimizerSpec, WorldSpec
+from fsdp_testing.cases.records.specs import (
+    DTYPES,
+    OPTIMIZERS,
+    STRATEGIES,
+    MixedPrecisionSpec,
+    OptimizerSpec,
+    WorldSpec,
+)
 
 if TYPE_CHECKING:
     from fsdp_testing.cases.drawing.choices import Choices

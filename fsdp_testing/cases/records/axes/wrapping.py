@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fsdp_testing.cases.records.axes.axis import Axis, Step, demand, planned
-from fsdp_testing.cases.records.capabilities import SETTINGS
-from fsdp_testing.cases.records.specs import LAYOUTS, POLICIES, WrappingPlan
+from fsdp_testing.cases.records.specs import LAYOUTS, POLICIES, SETTINGS, WrappingPlan
 
 if TYPE_CHECKING:
     from fsdp_testing.cases.records.case import Case
