@@ -1,4 +1,4 @@
-"""What do rank processes run for the harness? Functions that are named, not sent: one case per call."""
+"""The functions that rank processes run for the harness; they are named, not sent: one case per call."""
 
 from __future__ import annotations
 
@@ -195,8 +195,12 @@ def run_watched(implementation: Adapter | str, case: Case, observe_all: bool) ->
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
     program = WatchedProgram(case, registry.adapter_of(implementation), current_world().rank)
-    seen = run_program(program, observe_all)
-    return seen if isinstance(seen, Failed) else seen.extended(WatchedObservation, modules=program.watch.values)
+    observation = run_program(program, observe_all)
+    return (
+        observation
+        if isinstance(observation, Failed)
+        else observation.extended(WatchedObservation, modules=program.watch.values)
+    )
 
 
 def expect_modules(
@@ -218,10 +222,10 @@ def expect_lockstep(
         adopted: Its state after every operation.
         otherwise: What is done in another way than the implementation says; None for nothing.
     """
-    other = otherwise or Otherwise()
-    sums = None if other.sums is None else dtype_of(other.sums)
+    setting = otherwise or Otherwise()
+    sums = None if setting.sums is None else dtype_of(setting.sums)
     with no_warnings():
-        division = other.division or division_of(case, registry.adapter_of(implementation))
+        division = setting.division or division_of(case, registry.adapter_of(implementation))
         return oracle.expect_lockstep(case, division, adopted, sums=sums)
 
 
@@ -242,17 +246,17 @@ def reducing_dtypes(implementation: Adapter | str, case: Case) -> set[str]:
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
-    found: set[str] = set()
+    dtypes: set[str] = set()
 
     def note(_group: object, call: Call, _site: object) -> None:
         operation, *details = call.what
         if "reduce" in operation:
-            found.update(set(details) & set(UNIT_ROUNDOFF))
+            dtypes.update(set(details) & set(UNIT_ROUNDOFF))
 
     program = RankProgram(case, registry.adapter_of(implementation), current_world().rank)
     with listen(note):
         run_program(program, observe_all=False)
-    return found
+    return dtypes
 
 
 def gradient_terms(

@@ -3,7 +3,7 @@
 An axis says which capabilities its values need and which values are legal, how it is drawn, what tags, sentences and scripts
 call it, how it becomes simpler, whether the numbers of one process depend on it, and what an implementation is told of it.
 Whoever draws, shrinks, reports or runs goes through `AXES` (`cases/records/axes`). What depends on the modules of a tree
-(which layouts have a meaning, which units are optional) is known where trees are: `cases/drawing`, `checks/findings/tags.py`.
+(which layouts have a meaning, which units are optional) is known where trees are: `cases/drawing`, `judging/tags.py`.
 """
 
 from __future__ import annotations
