@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.adapters.protocol import Division, Precision, Setup, WrapPolicy
 from fsdp_testing.cases.drawing.normal_form import leaves_unused
-from fsdp_testing.cases.records import Case, MixedPrecisionSpec, PolicySpec, WorldSpec, WrappingPlan
+from fsdp_testing.cases.records import AXES, Case, MixedPrecisionSpec, PolicySpec, WorldSpec, WrappingPlan
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.oracle.models import dtype_of
 from fsdp_testing.ranks.pool.world import current_world
@@ -34,7 +34,7 @@ def setup_of(
 
     Collectives: making a mesh of two axes creates subgroups; every rank must call.
     """
-    shape, parts, tensor_mesh = case.world.mesh_shape, case.world.tensor_parallel, None
+    parts, tensor_mesh = case.world.tensor_parallel, None
     if group is not None and (mesh is None or mesh.ndim == 1):
         mesh = mesh_of_two_axes(case.world, device) or mesh
     if parts > 1 and group is not None and mesh is not None:
@@ -47,22 +47,10 @@ def setup_of(
         group=group,
         mesh=mesh,
         tensor_mesh=tensor_mesh,
-        layouts=case.wrapping.layouts if parts > 1 else (),
-        units=case.wrapping.units,
         policy=policy_of(case.wrapping.policy, module),
-        strategy=case.strategy,
-        shard_size=shape[-1] if len(shape) == 2 else None,
         precision=precision_of(case.mixed_precision),
-        cpu_offload=case.cpu_offload,
-        ignored=case.wrapping.ignored,
-        checkpointed=case.wrapping.checkpointed,
-        checkpoint_reentrant=case.wrapping.checkpoint_reentrant,
-        checkpoint_outside=case.wrapping.checkpoint_outside,
-        forward_prefetch=case.wrapping.forward_prefetch,
-        backward_prefetch=case.wrapping.backward_prefetch,
-        sync_module_states=case.wrapping.sync_module_states,
         leaves_unused=leaves_unused(case),
-        settings=frozenset(case.wrapping.settings),
+        **{name: value for axis in AXES for name, value in axis.setup(case).items()},
     )
 
 
