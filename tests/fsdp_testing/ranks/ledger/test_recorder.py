@@ -73,7 +73,7 @@ def test_equal_sequences(ranks: list[recorder.Recorder], shared: LedgerMemory) -
     assert [ledger.issued for ledger in ledgers] == [{WORLD.key: 3}] * 3
     assert len({ledger.digests[WORLD.key] for ledger in ledgers}) == 1
     assert [entry.what for entry in ledgers[1].entries] == ["all_reduce(sum)", "all_reduce(max)", "all_reduce(sum)"]
-    assert ledgers[1].entries[0].call_site.endswith("in issue")
+    assert ledgers[1].entries[0].call_site.endswith("in test_equal_sequences")
     assert ledgers[2].members == {WORLD.key: (0, 1, 2)}
     assert counts(shared.areas[0], 1) == {WORLD.key: 3}
 
@@ -278,7 +278,7 @@ def test_strings_never_run_out(ranks: list[recorder.Recorder], shared: LedgerMem
             issue(ranks[0], PAIR, Call(("x", job, index), f"{job}.{index} " + "x" * 200))
         ledger = read_rank(shared.areas[0], job, 100)
         assert [entry.what.split()[0] for entry in ledger.entries] == [f"{job}.{index}" for index in range(100)]
-        assert all(entry.call_site.endswith("in issue") for entry in ledger.entries)
+        assert all(entry.call_site.endswith("in test_strings_never_run_out") for entry in ledger.entries)
         assert ledger.members == {PAIR.key: (0, 1)}
 
 
