@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from fsdp_testing.ranks.pool.world import current_world
 
 _FREEZE_AFTER = 2
 _ROUNDS = 4
+_PAUSE_SECONDS, _PATIENCE_SECONDS = 0.01, 1.0
 _collections = [0]
 
 
@@ -89,6 +91,11 @@ def survivors(models: Sequence[tuple[int, weakref.ref[nn.Module]]]) -> list[int]
         gc.collect()
         if all(model() is None for _, model in models):
             break
+    limit = time.monotonic() + _PATIENCE_SECONDS
+    while any(model() is not None for _, model in models) and time.monotonic() < limit:
+        # The autograd engine's thread of a device lets go of the last graph after it has told the caller of backward.
+        time.sleep(_PAUSE_SECONDS)
+        gc.collect()
     _collections[0] += 1
     if _collections[0] == _FREEZE_AFTER:
         # What is imported and cached by now stays for good; leaving it out makes each later collection cheap.

@@ -215,7 +215,10 @@ class Recorder:
 
     def _call_site(self) -> tuple[int, str, Any]:
         # The code object by identity and the instruction: cheaper than a hash of the code and the search for a line.
-        frame: FrameType | None = sys._getframe()
+        try:
+            frame: FrameType | None = sys._getframe(3)
+        except ValueError:  # a thread of torch that calls from C++
+            frame = sys._getframe()
         own = self._is_own
         while frame is not None:
             code = frame.f_code

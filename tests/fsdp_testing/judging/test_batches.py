@@ -15,6 +15,7 @@ from fsdp_testing.cases.records import Case, Clip, Observe, Step
 from fsdp_testing.judging.batch import Watch
 from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.judging.signature import Signature
+from fsdp_testing.oracle import rank_jobs
 from fsdp_testing.oracle.rank_jobs import survivors
 from fsdp_testing.ranks.pool import default_pool
 
@@ -169,3 +170,9 @@ def test_what_a_batch_changes_in_its_ranks_does_not_outlive_it():
     assert "error" not in before[0]
     assert statuses("fuzz_strict:WARNS", GOOD) == [("pass", "")]
     assert run_ranks(filters) == before
+
+
+def test_a_thread_of_torch_lets_go_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [nn.Linear(1, 1)]
+    monkeypatch.setattr(rank_jobs.time, "sleep", lambda seconds: kept.clear())
+    assert survivors([(0, weakref.ref(kept[0]))]) == []

@@ -73,7 +73,7 @@ def test_equal_sequences(ranks: list[recorder.Recorder], shared: LedgerMemory) -
     assert [ledger.issued for ledger in ledgers] == [{WORLD.key: 3}] * 3
     assert len({ledger.digests[WORLD.key] for ledger in ledgers}) == 1
     assert [entry.what for entry in ledgers[1].entries] == ["all_reduce(sum)", "all_reduce(max)", "all_reduce(sum)"]
-    assert ledgers[1].entries[0].call_site.endswith("in issue")
+    assert ledgers[1].entries[0].call_site.endswith("in test_equal_sequences")
     assert ledgers[2].members == {WORLD.key: (0, 1, 2)}
     assert counts(shared.areas[0], 1) == {WORLD.key: 3}
 
