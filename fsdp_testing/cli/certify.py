@@ -128,11 +128,11 @@ def _made(certificate: Certificate, console: Console, explain: float) -> Summary
         TimeRemainingColumn,
     )
 
+    from fsdp_testing.cases.records import Verdict
     from fsdp_testing.checks.conformance import environment
     from fsdp_testing.checks.findings.known import shipped_known
     from fsdp_testing.search.certificate.causes import CauseFinder
     from fsdp_testing.search.certificate.summary import summary_of
-    from fsdp_testing.search.certificate.verdicts import FAILS, Verdicts
 
     columns = (
         BarColumn(),
@@ -142,12 +142,13 @@ def _made(certificate: Certificate, console: Console, explain: float) -> Summary
         TextColumn("{task.description}"),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        total = sum(map(len, certificate.verdicts.jobs))
-        task = progress.add_task("starting ranks", total=total, completed=len(certificate.verdicts.ran))
+        total, earlier = len(certificate.cells), certificate.earlier
+        task = progress.add_task("starting ranks", total=total, completed=earlier)
 
-        def show(verdicts: Verdicts) -> None:
-            failing = verdicts.counts()[FAILS]
-            progress.update(task, completed=len(verdicts.ran), description=f"{failing} fail" if failing else "")
+        def show(certificate: Certificate) -> None:
+            counts = certificate.verdicts.counts()
+            failing = counts[Verdict.FAIL]
+            progress.update(task, completed=counts.total(), description=f"{failing} fail" if failing else "")
 
         certificate.run(show)
         progress.update(task, description="looking for causes")
@@ -182,9 +183,9 @@ def _print_faces(console: Console, summary: Summary) -> None:
     from rich.text import Text
 
     from fsdp_testing.search.certificate.axes import WORLDS
-    from fsdp_testing.search.certificate.summary import FACES
-    from fsdp_testing.search.certificate.verdicts import HOLDS
+    from fsdp_testing.search.certificate.summary import FACES, VERDICTS
 
+    passes = VERDICTS[0]
     strategies = [strategy for strategy in WORLDS if summary.at(strategy, "all")]
     rows = [(f"mesh: {mesh}", mesh, "all") for mesh in dict.fromkeys(m for s in strategies for m in WORLDS[s])]
     rows += [(face, "", face) for face in FACES[1:]]
@@ -194,10 +195,12 @@ def _print_faces(console: Console, summary: Summary) -> None:
         table.add_column(strategy, justify="right")
     for label, mesh, face in rows:
         found = [summary.at(f"{strategy} {mesh}".strip(), face) for strategy in strategies]
-        if label.startswith("first: ") and all(set(counts) <= {HOLDS} for counts in found):
+        if label.startswith("first: ") and all(set(counts) <= {passes} for counts in found):
             continue
         shown = [
-            Text(f"{counts[HOLDS]:,}" if counts[HOLDS] == total else f"{counts[HOLDS]:,} of {total:,}", _style(counts))
+            Text(
+                f"{counts[passes]:,}" if counts[passes] == total else f"{counts[passes]:,} of {total:,}", _style(counts)
+            )
             if (total := sum(counts.values()))
             else Text("-", "dim")
             for counts in found
@@ -207,6 +210,4 @@ def _print_faces(console: Console, summary: Summary) -> None:
 
 
 def _style(counts: dict[str, int]) -> str:
-    from fsdp_testing.search.certificate.verdicts import FAILS, UNKNOWN
-
-    return "bold red" if counts.get(FAILS) else "magenta" if counts.get(UNKNOWN) else ""
+    return "bold red" if counts.get("fail") else "magenta" if counts.get("unknown") else ""

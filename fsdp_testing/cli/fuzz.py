@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from fsdp_testing.checks.findings.discovery import Discovery
     from fsdp_testing.report.terminal import Output
     from fsdp_testing.search.campaign.campaign import Campaign, Plan
-    from fsdp_testing.search.campaign.state import StateDirectory
     from fsdp_testing.search.campaign.tally import CampaignTally
+    from fsdp_testing.search.campaign.writing import StateDirectory
 
 DESCRIPTION = """\
 Run random cases (module tree, wrapping plan, strategy, program of training operations) on ranks and compare each with a
@@ -180,9 +180,8 @@ class _Display:
         self._progress.stop()
 
     def progress(self, tally: CampaignTally) -> None:
-        text = (
-            f"{tally.run} cases, {tally.rate:.0f}/s, {tally.statuses['known']} known, {len(tally.discovered)} findings"
-        )
+        known = sum(tally.known.values())
+        text = f"{tally.run} cases, {tally.rate:.0f}/s, {known} known, {len(tally.discovered)} findings"
         self._progress.update(self._task, description=text)
 
     def found(self, found: Discovery, state: StateDirectory) -> None:
@@ -218,14 +217,15 @@ def _report_end(console: Output, campaign: Campaign, plan: Plan) -> None:
 
 
 def _report_known(console: Output, tally: CampaignTally) -> None:
+    from fsdp_testing.cases.records import Verdict
+
     ran, there = tally.examples
     if there:
         console.say(f"examples of known failures run again: {ran} of {there}; {len(tally.gone)} pass now")
     for name in tally.gone:
         console.say(f"  the example of known failure {name!r} passes: its rule was dropped", style="yellow")
-    if tally.statuses["known"]:
-        share = tally.statuses["known"] / tally.run
-        console.say(f"cases that failed by a known failure: {tally.statuses['known']} ({share:.1%})")
+    if known := tally.verdicts[Verdict.EXPECTED_FAILURE]:
+        console.say(f"cases that failed by a known failure: {known} ({known / tally.run:.1%})")
     for rule in dict.fromkeys([*(name for name, _ in tally.known.most_common()), *tally.postponed]):
         met, postponed = tally.known[rule], tally.postponed[rule]
         later = f", {postponed} put off, since it costs the ranks" if postponed else ""

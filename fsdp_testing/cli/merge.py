@@ -74,16 +74,18 @@ def _is_certificate(text: str, path: str) -> bool:
 def _certificates(texts: dict[str, str], options: argparse.Namespace) -> int:
     from fsdp_testing.cli import certify
     from fsdp_testing.report.terminal import open_console
-    from fsdp_testing.search.certificate.merging import merged, read_summary
+    from fsdp_testing.search.certificate.summary import read_summary
+    from fsdp_testing.search.merging import merge_certificates
 
     unwanted = [name for name, given in (("--junit", options.junit), ("--full", options.full)) if given]
     if unwanted:
         raise InvalidArgument(f"merge: expected --html or --json for certificates, got {', '.join(unwanted)}. Drop it.")
-    return certify.present(merged({p: read_summary(text, p) for p, text in texts.items()}), options, open_console())
+    parts = {path: read_summary(text, path) for path, text in texts.items()}
+    return certify.present(merge_certificates(parts), options, open_console())
 
 
 def _campaigns(options: argparse.Namespace, console: Output) -> int:
-    from fsdp_testing.search.campaign.merging import merge_campaigns
+    from fsdp_testing.search.merging import merge_campaigns
 
     unwanted = [*outputs(options), *(["--full"] if options.full else [])]
     if options.state is None or unwanted:
@@ -94,10 +96,10 @@ def _campaigns(options: argparse.Namespace, console: Output) -> int:
     merged = merge_campaigns(options.reports, options.state)
     for found in merged.found:
         console.say(found.sentence())
-    progress = merged.progress
+    whole = merged.state
     console.say(
-        f"{progress.run} cases in {progress.seconds:.1f} s of all parts; {len(merged.found)} findings, met again in "
-        f"other parts {merged.repeated} times; {len(progress.unfinished)} cases left for the next campaign; "
+        f"{whole.counts().total()} cases in {whole.seconds:.1f} s of all parts; {len(merged.found)} findings, met again in "
+        f"other parts {merged.repeated} times; {len(whole.unfinished)} cases left for the next campaign; "
         f"state in {options.state}"
     )
     return merged.exit_code

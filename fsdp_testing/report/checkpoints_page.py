@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from fsdp_testing.search.checkpoints.summary import Cause, Summary
 
 
-_SHADES = {"X": "fails", "?": "unknown", "r": "refused", "=": "holds"}
-"""Class of a square in the drawing, by the mark of a state."""
+_SHADES = {"X": "fail", "?": "unknown", "r": "refused", "=": "pass"}
+"""What the drawing calls a state, by its mark."""
 
 
 def write_checkpoints_page(summary: Summary, directory: Path) -> Path:

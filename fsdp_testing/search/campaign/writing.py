@@ -1,19 +1,49 @@
-"""How is a finding written down? The case, a script that needs nothing of ours, and a sentence; in a folder of its own."""
+"""The folder of a campaign: its state, what it found, and what could not be judged.
+
+A finding has a folder of its own there: the case, a script that needs nothing of ours, and a sentence.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.checks.findings.script import script_for
 from fsdp_testing.checks.findings.tags import tokens
 from fsdp_testing.report.files import write_atomically
-from fsdp_testing.search.campaign.state import StateDirectory
+from fsdp_testing.search.state import State, read_state, write_state
 
 SCRIPT = "reproduce.py"
 _SCRIPT_SECONDS = 180
+
+
+class StateDirectory:
+    """What a campaign leaves on disk: `state.json`, `found/` and `unjudged/`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = path / "state.json"
+
+    def read(self) -> State:
+        """Return the state; raise InvalidRecord if it is damaged or not there."""
+        return read_state(self.file)
+
+    def write(self, state: State) -> None:
+        """Write the state, as a whole or not at all."""
+        write_state(self.file, state)
+
+    def findings(self) -> list[Path]:
+        """Return the folders of what was found."""
+        return sorted(path for path in (self.path / "found").glob("*") if path.is_dir())
+
+    def write_files(self, folder: str, files: Iterable[tuple[str, str]]) -> Path:
+        """Write files, each as a whole or not at all, and return their folder."""
+        for name, text in files:
+            write_atomically(self.path / folder / name, text, option="--state")
+        return self.path / folder
 
 
 def write_discovery(discovery: Discovery, state: StateDirectory) -> Path:

@@ -49,6 +49,7 @@ class Item:
         subject: Of `SUBJECTS`.
         way: Of `WAYS`.
         folder: Where the state lies, or is to lie.
+        saver: Implementation and layout that saved it, or is to save it.
         loads: Load it; else train and save it.
         optimizer: The optimizer's state goes with it.
     """
@@ -56,6 +57,7 @@ class Item:
     subject: str
     way: str
     folder: str
+    saver: str
     loads: bool
     optimizer: bool = True
 
