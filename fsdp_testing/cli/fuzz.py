@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from fsdp_testing.report.terminal import Output
     from fsdp_testing.search.campaign.campaign import Campaign, Plan
     from fsdp_testing.search.campaign.tally import CampaignTally
-    from fsdp_testing.search.campaign.writing import StateDirectory
 
 DESCRIPTION = """\
 Run random cases (module tree, wrapping plan, strategy, program of training operations) on ranks and compare each with a
@@ -184,7 +183,7 @@ class _Display:
         text = f"{tally.run} cases, {tally.rate:.0f}/s, {known} known, {len(tally.discovered)} findings"
         self._progress.update(self._task, description=text)
 
-    def found(self, found: Discovery, state: StateDirectory) -> None:
+    def found(self, found: Discovery, state: Path) -> None:
         from fsdp_testing.search.campaign.writing import write_discovery
 
         folder = write_discovery(found, state)

@@ -17,10 +17,10 @@ from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.report.merging import Part, in_order, versions_of
 from fsdp_testing.search.campaign.tally import exit_code_of
-from fsdp_testing.search.campaign.writing import StateDirectory
+from fsdp_testing.search.campaign.writing import STATE_FILE, findings_in, write_files
 from fsdp_testing.search.certificate.causes import CellCause
 from fsdp_testing.search.certificate.summary import Summary
-from fsdp_testing.search.state import OPEN, State
+from fsdp_testing.search.state import OPEN, State, read_state, write_state
 
 _WHOLE = "Remove the folder, or copy it whole."
 
@@ -61,7 +61,7 @@ def merge_campaigns(parts: Iterable[Path], into: Path) -> MergedCampaign:
         InvalidRecord: A state or a finding is damaged.
         InvalidArgument: A part is missing or there twice, parts are not of one campaign, or `into` is no new directory.
     """
-    states = {str(path): StateDirectory(path).read() for path in parts}
+    states = {str(path): read_state(path / STATE_FILE) for path in parts}
     advice = "Give the --state directories of `fsdp-verify fuzz ... --shard 1/N` to `N/N`, all else alike."
     ordered = in_order(states, lambda state: Part(() if state.shard == (1, 1) else state.shard, state.subject), advice)
     if into.exists() and (not into.is_dir() or any(into.iterdir())):
@@ -73,7 +73,7 @@ def merge_campaigns(parts: Iterable[Path], into: Path) -> MergedCampaign:
     # All is read before anything is written.
     copies: list[tuple[str, list[tuple[str, str]]]] = []
     for path in map(Path, ordered):
-        for folder in StateDirectory(path).findings():
+        for folder in findings_in(path):
             file = folder / "finding.json"
             discovery = Discovery.from_json(read_text(file, "a finding", _WHOLE), str(file))
             key = discovery.key if discovery.confirmed else ("unconfirmed", discovery.signature)
@@ -84,10 +84,9 @@ def merge_campaigns(parts: Iterable[Path], into: Path) -> MergedCampaign:
             copies.append((f"found/{folder.name}", _texts(folder)))
         copies.append(("unjudged", _texts(path / "unjudged")))
     whole = joined(list(ordered.values()))
-    target = StateDirectory(into)
     for folder_name, files in copies:
-        target.write_files(folder_name, files)
-    target.write(whole)
+        write_files(into / folder_name, files)
+    write_state(into / STATE_FILE, whole)
     return MergedCampaign(whole, tuple(discoveries.values()), repeated)
 
 

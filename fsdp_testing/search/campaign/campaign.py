@@ -25,10 +25,10 @@ from fsdp_testing.ranks.pool import Pool
 from fsdp_testing.search.campaign.case_queue import CaseQueue, QueuedCase
 from fsdp_testing.search.campaign.example_checks import EXAMPLE_SECONDS, SHARE, check_examples
 from fsdp_testing.search.campaign.tally import CampaignTally
-from fsdp_testing.search.campaign.writing import StateDirectory
+from fsdp_testing.search.campaign.writing import STATE_FILE, findings_in, write_files
 from fsdp_testing.search.investigation import Causes, Investigated, Investigator, Suspect
 from fsdp_testing.search.loop import Budget, search
-from fsdp_testing.search.state import FORMER, OPEN, SOURCE, State, Verdicts, changes, refuse
+from fsdp_testing.search.state import FORMER, OPEN, SOURCE, State, Verdicts, changes, read_state, refuse, write_state
 
 _INVESTIGATED_AT_FIRST = 3
 _INVESTIGATED_LATER_ONE_IN = 25
@@ -90,7 +90,7 @@ class Plan:
 
 
 Listener = Callable[[CampaignTally], None]
-Writer = Callable[[Discovery, StateDirectory], None]
+Writer = Callable[[Discovery, Path], None]
 Batch = list[tuple[QueuedCase, JudgedCase]]
 
 
@@ -125,7 +125,7 @@ class Campaign:
         self._runner = CaseRunner(pool, timeout=plan.deadline)
         self._on_progress = on_progress
         self._on_finding = on_finding
-        self._folder = StateDirectory(plan.state)
+        self._file = plan.state / STATE_FILE
         self._before = self._load()
         self._verdicts = Verdicts(self._before.verdicts)
         self._variants: Counter[Verdict] = Counter()
@@ -154,12 +154,12 @@ class Campaign:
         """
         plan, subject = self._plan, self._plan.subject
         fresh = State(subject, plan.shard)
-        if not self._folder.file.exists():
+        if not self._file.exists():
             return fresh
-        state = self._folder.read()
+        state = read_state(self._file)
         wrong = changes(subject, state, plan.shard)
         whole = plan.shard == (1, 1) == state.shard
-        refuse(self._folder.file, {name: wrong[name] for name in wrong if name == "implementation" or not whole})
+        refuse(self._file, {name: wrong[name] for name in wrong if name == "implementation" or not whole})
         if not wrong:
             return state
         former = "".join(letter if letter == OPEN else FORMER for letter in state.verdicts)
@@ -168,7 +168,7 @@ class Campaign:
     def _found_earlier(self) -> KnownFailures:
         """What earlier runs found is known now: met again, it is counted and not reported again."""
         rules = []
-        for folder in self._folder.findings():
+        for folder in findings_in(self._plan.state):
             file = folder / "finding.json"
             try:
                 earlier = Discovery.from_json(read_text(file, "a finding", "Remove the folder."), str(file))
@@ -226,7 +226,8 @@ class Campaign:
         tally.postponed = Counter(self._queue.postponed)
         tally.left = len(self._verdicts.numbers(None))
         variants = Counter(before.variants) + Counter({v.value: count for v, count in self._variants.items()})
-        self._folder.write(
+        write_state(
+            self._file,
             State(
                 before.subject,
                 before.shard,
@@ -237,7 +238,7 @@ class Campaign:
                 turns=self._turns,
                 runs=before.runs + 1,
                 seconds=before.seconds + tally.seconds,
-            )
+            ),
         )
 
     def _investigate(self, queued: QueuedCase | None, suspect: JudgedCase) -> _Answer:
@@ -301,7 +302,7 @@ class Campaign:
         if self.tally.unjudged[reason[:200]] <= _KEPT_UNJUDGED:
             name = judged.case.identity
             files = [(f"{name}.json", judged.case.to_json()), (f"{name}.txt", reason + "\n")]
-            self._folder.write_files("unjudged", files)
+            write_files(self._plan.state / "unjudged", files)
 
     def _known_as(self, queued: QueuedCase, judged: JudgedCase) -> Rule | None:
         """The rule that knows a failure, as far as its looks say."""
@@ -364,7 +365,7 @@ class Campaign:
         self.tally.discovered.append(discovery)
         if discovery.confirmed:
             self._causes.add(discovery, met_as)
-        self._on_finding(discovery, self._folder)
+        self._on_finding(discovery, self._plan.state)
 
     def _check_examples(self) -> None:
         """Drop the rules whose example passes by now; examples that fail in a new way are suspects."""

@@ -1,4 +1,4 @@
-"""The folder of a campaign: its state, what it found, and what could not be judged.
+"""The folder of a campaign: `state.json`, and what it found in `found/`.
 
 A finding has a folder of its own there: the case, a script that needs nothing of ours, and a sentence.
 """
@@ -14,45 +14,32 @@ from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.checks.findings.script import script_for
 from fsdp_testing.checks.findings.tags import tokens
 from fsdp_testing.report.files import write_atomically
-from fsdp_testing.search.state import State, read_state, write_state
 
+STATE_FILE = "state.json"
 SCRIPT = "reproduce.py"
 _SCRIPT_SECONDS = 180
 
 
-class StateDirectory:
-    """What a campaign leaves on disk: `state.json`, `found/` and `unjudged/`."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.file = path / "state.json"
-
-    def read(self) -> State:
-        """Return the state; raise InvalidRecord if it is damaged or not there."""
-        return read_state(self.file)
-
-    def write(self, state: State) -> None:
-        """Write the state, as a whole or not at all."""
-        write_state(self.file, state)
-
-    def findings(self) -> list[Path]:
-        """Return the folders of what was found."""
-        return sorted(path for path in (self.path / "found").glob("*") if path.is_dir())
-
-    def write_files(self, folder: str, files: Iterable[tuple[str, str]]) -> Path:
-        """Write files, each as a whole or not at all, and return their folder."""
-        for name, text in files:
-            write_atomically(self.path / folder / name, text, option="--state")
-        return self.path / folder
+def findings_in(folder: Path) -> list[Path]:
+    """Return the folders of what a campaign found."""
+    return sorted(path for path in (folder / "found").glob("*") if path.is_dir())
 
 
-def write_discovery(discovery: Discovery, state: StateDirectory) -> Path:
-    """Write the folder of one finding and return it; `try_script` finds out whether its script reproduces."""
+def write_files(folder: Path, files: Iterable[tuple[str, str]]) -> None:
+    """Write files, each as a whole or not at all."""
+    for name, text in files:
+        write_atomically(folder / name, text, option="--state")
+
+
+def write_discovery(discovery: Discovery, state: Path) -> Path:
+    """Write the folder of a finding of the campaign in `state` and return it; `try_script` finds out whether it reproduces."""
     script = script_for(discovery)
     files = [("finding.json", discovery.to_json()), ("case.json", discovery.case.to_json(indent=1))]
     files += [(SCRIPT, script)] if script is not None else []
     files.append(("README.md", _readme(discovery, script is not None)))
-    return state.write_files(f"found/{discovery.name}", files)
+    folder = state / "found" / discovery.name
+    write_files(folder, files)
+    return folder
 
 
 def _readme(discovery: Discovery, has_script: bool) -> str:

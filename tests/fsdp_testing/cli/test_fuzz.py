@@ -22,12 +22,12 @@ import pytest
 from fsdp_testing.adapters import registry
 from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices
 from fsdp_testing.cases.records import Case, FailureKind, Judgement, Verdict
+from fsdp_testing.checks.findings import rerun
 from fsdp_testing.checks.findings.known import shipped_known
 from fsdp_testing.cli import fuzz as fuzz_command
 from fsdp_testing.cli.main import main
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.judging.checkers.explain import finding
-from fsdp_testing.search.campaign import rerun
 from fsdp_testing.search.campaign.tally import CampaignTally
 from fsdp_testing.search.state import State, read_state, write_state
 

@@ -19,9 +19,9 @@ from fsdp_testing.judging.signature import Signature
 from fsdp_testing.ranks.pool import Pool
 from fsdp_testing.search.campaign import campaign
 from fsdp_testing.search.campaign.campaign import Campaign, Plan
-from fsdp_testing.search.campaign.writing import StateDirectory
+from fsdp_testing.search.campaign.writing import findings_in, write_files
 from fsdp_testing.search.merging import MergedCampaign, joined, merge_campaigns, total
-from fsdp_testing.search.state import State
+from fsdp_testing.search.state import State, read_state, write_state
 
 
 def drawn(shard: tuple[int, int], examples: int, folder: Path) -> list[str]:
@@ -37,7 +37,7 @@ def part(path: Path, number: int, of: int = 2, **more: Any) -> State:
     verdicts = {1: "p.ff", 2: "pf.ff"}[number]
     state = State(subject, (number, of), verdicts, runs=number, seconds=1.5)
     state = replace(state, **more)
-    StateDirectory(path).write(state)
+    write_state(path / "state.json", state)
     return state
 
 
@@ -47,7 +47,7 @@ def discovery(operation: str) -> Discovery:
 
 
 def write(found: Discovery, path: Path) -> None:
-    StateDirectory(path).write_files(f"found/{found.name}", [("finding.json", found.to_json())])
+    write_files(path / "found" / found.name, [("finding.json", found.to_json())])
 
 
 def test_parts_are_disjoint_and_together_the_whole(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_parts_become_one_campaign_that_goes_on(tmp_path: Path, capsys: pytest.C
     for folder in folders:
         write(discovery("step"), folder)
     write(discovery("clip"), folders[1])
-    StateDirectory(folders[1]).write_files("unjudged", [("x.txt", "why")])
+    write_files(folders[1] / "unjudged", [("x.txt", "why")])
 
     merged = merge_campaigns(reversed(folders), tmp_path / "all")
     # Part 1 drew 0, 2, 4, 6 and part 2 drew 1, 3, 5, 7, 9; of which 2 and 5 did not run, and 8 is missing.
@@ -73,9 +73,8 @@ def test_parts_become_one_campaign_that_goes_on(tmp_path: Path, capsys: pytest.C
     assert (merged.state.runs, merged.state.seconds, merged.repeated) == (2, 3.0, 1)
     assert merged.state.shard == (1, 1)
     assert sorted(found.signature.operation for found in merged.found) == ["clip", "step"]
-    target = StateDirectory(tmp_path / "all")
-    assert target.read() == merged.state
-    assert len(target.findings()) == 2
+    assert read_state(tmp_path / "all" / "state.json") == merged.state
+    assert len(findings_in(tmp_path / "all")) == 2
     assert (tmp_path / "all" / "unjudged" / "x.txt").read_text() == "why"
 
     again = ["merge", *map(str, folders), "--state", str(tmp_path / "cli")]
@@ -165,7 +164,7 @@ def test_a_whole_campaign_goes_on_after_a_change_with_the_next_number_and_says_n
     assert begun(plan)._verdicts.letters == "pf.ue"
     for change in (replace(plan, seed=4), replace(plan, scope=Scope(world_sizes=(3,)))):
         begun(change).save()
-        state = StateDirectory(tmp_path).read()
+        state = read_state(tmp_path / "state.json")
         assert (state.verdicts, state.counts().total(), state.subject) == ("--.--", 0, change.subject)
     with pytest.raises(InvalidRecord, match="implementation: expected 'torch-fsdp2', got 'torch-ddp'"):
         begun(replace(plan, implementation=registry.adapter_of("torch-fsdp2")))

@@ -10,9 +10,9 @@ from fuzz_cases import case, micro
 from fsdp_testing.adapters import registry
 from fsdp_testing.cases.records import Freeze, Step
 from fsdp_testing.checks.findings.discovery import Discovery
+from fsdp_testing.checks.findings.rerun import check_claims, read_recorded
 from fsdp_testing.errors import InvalidArgument, InvalidRecord
 from fsdp_testing.judging.signature import Signature
-from fsdp_testing.search.campaign.rerun import check_claims, read_recorded
 
 FOUND = Discovery(
     "torch-ddp", Signature("diverged", "value", "step"), case(micro(1), Step()), case(Step()), "is off by 1"
