@@ -94,11 +94,11 @@ def _campaigns(options: argparse.Namespace, console: Output) -> int:
             "Reports are of `run`."
         )
     merged = merge_campaigns(options.reports, options.state)
-    for found in merged.found:
-        console.say(found.sentence())
+    for discovery in merged.discoveries:
+        console.say(discovery.sentence())
     whole = merged.state
     console.say(
-        f"{whole.counts().total()} cases in {whole.seconds:.1f} s of all parts; {len(merged.found)} findings, met again in "
+        f"{whole.counts().total()} cases in {whole.seconds:.1f} s of all parts; {len(merged.discoveries)} findings, met again in "
         f"other parts {merged.repeated} times; {len(whole.unfinished)} cases left for the next campaign; "
         f"state in {options.state}"
     )

@@ -1,4 +1,4 @@
-"""Are two tensors the same, within a bound or to the bit?"""
+"""The comparison of two tensors, within a bound or to the bit."""
 
 from __future__ import annotations
 
@@ -75,6 +75,19 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether both hold the same dtype, shape and bits: NaN equals NaN, and 0.0 differs from -0.0."""
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bits(one), bits(other))
+
+
+def difference_in_bits(actual: torch.Tensor, expected: torch.Tensor) -> str:
+    """Return in what two tensors differ, to the bit, as a sentence goes on that begins with their name; empty if they do not."""
+    if same_bits(actual, expected):
+        return ""
+    if actual.shape != expected.shape:
+        return f": got shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    if actual.dtype != expected.dtype:
+        return f": got {actual.dtype}, expected {expected.dtype}"
+    got, wanted = actual.reshape(-1), expected.reshape(-1)
+    element = int((bits(got) != bits(wanted)).nonzero()[0])
+    return f", element {element}: got {got[element].item()!r}, expected {wanted[element].item()!r}"
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor, bound: float | torch.Tensor) -> Difference:

@@ -45,13 +45,13 @@ class MergedCampaign:
     """What the parts gave together; `repeated` counts findings that an earlier part has too."""
 
     state: State
-    found: tuple[Discovery, ...]
+    discoveries: tuple[Discovery, ...]
     repeated: int
 
     @property
     def exit_code(self) -> int:
         """Return what `fuzz` would return for all cases of all parts."""
-        return exit_code_of(self.state.counts(), list(self.found))
+        return exit_code_of(self.state.counts(), list(self.discoveries))
 
 
 def merge_campaigns(parts: Iterable[Path], into: Path) -> MergedCampaign:

@@ -280,7 +280,7 @@ class Campaign:
         rule = self._known_as(queued, judged)
         if rule is not None and signature is not None:
             self._queue_variants(queued, judged, rule)
-            if judgement.cause is None and rule.asks_cause(signature) and self._is_sampled(rule):
+            if judgement.cause is None and rule.asks_cause(signature) and _is_one_of_few(self._looked_like, rule.name):
                 self._settle(queued, Verdict.FAIL)
                 return True
             tally.known[rule.name] += 1
@@ -325,10 +325,6 @@ class Campaign:
         others = rules.recognizing(signature, queued.case, judgement.operation, judgement.cause, judged.units)
         for each in {each.name: each for each in (rule, *others)}.values():
             self._queue.add_variant(queued, each, self._drawer.shape, self._fair)
-
-    def _is_sampled(self, rule: Rule) -> bool:
-        """Whether the next failure that looks like a known one runs alone and is asked its cause."""
-        return _is_one_of_few(self._looked_like, rule.name)
 
     def _is_worth_investigating(self, signature: Signature) -> bool:
         worth = _is_one_of_few(self._groups, signature)

@@ -1,4 +1,4 @@
-"""What do ranks do for one cell? Train and save, or load into a model and an optimizer of other values; then one step more."""
+"""What ranks do with one state: train and save, or load into a model and an optimizer of other values; then one step more."""
 
 from __future__ import annotations
 
@@ -141,8 +141,8 @@ class CheckpointProgram(RankProgram):
 
     def run(self, *, observe_all: bool = False) -> StateObservation:
         """Run the item; report stage and what is beside the state too. Collectives: as for `RankProgram.run`."""
-        seen = super().run(observe_all=observe_all)
-        return seen.extended(StateObservation, beside=tuple(self.beside), stage=str(self.stage))
+        observation = super().run(observe_all=observe_all)
+        return observation.extended(StateObservation, beside=tuple(self.beside), stage=str(self.stage))
 
     def _run(self, *, observe_all: bool) -> None:
         if self.item.loads:

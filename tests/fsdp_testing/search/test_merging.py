@@ -72,7 +72,7 @@ def test_parts_become_one_campaign_that_goes_on(tmp_path: Path, capsys: pytest.C
     assert merged.state.unfinished == (2, 5, 8)
     assert (merged.state.runs, merged.state.seconds, merged.repeated) == (2, 3.0, 1)
     assert merged.state.shard == (1, 1)
-    assert sorted(found.signature.operation for found in merged.found) == ["clip", "step"]
+    assert sorted(found.signature.operation for found in merged.discoveries) == ["clip", "step"]
     assert read_state(tmp_path / "all" / "state.json") == merged.state
     assert len(findings_in(tmp_path / "all")) == 2
     assert (tmp_path / "all" / "unjudged" / "x.txt").read_text() == "why"
