@@ -277,10 +277,14 @@ class Campaign:
         tally.run += 1
         tally.operations += len(judged.case.program)
         tally.variants += queued.depth > 0
-        rule = self._known_as(queued, judged)
-        if rule is not None and signature is not None:
-            self._queue_variants(queued, judged, rule)
-            if judgement.cause is None and rule.asks_cause(signature) and _is_one_of_few(self._looked_like, rule.name):
+        rules = self._rules_of(judged)
+        if rules and signature is not None:
+            # The case without what brings about each failure that this may be runs too, for what that may have hidden.
+            for rule in rules:
+                self._queue.add_variant(queued, rule, self._drawer.shape, self._fair)
+            rule = rules[0]
+            asks = judgement.cause is None and rule.asks_cause(signature)
+            if asks and _is_one_of_few(self._looked_like, rule.name):
                 self._settle(queued, Verdict.FAIL)
                 return True
             tally.known[rule.name] += 1
@@ -304,27 +308,18 @@ class Campaign:
             files = [(f"{name}.json", judged.case.to_json()), (f"{name}.txt", reason + "\n")]
             write_files(self._plan.state / "unjudged", files)
 
-    def _known_as(self, queued: QueuedCase, judged: JudgedCase) -> Rule | None:
-        """The rule that knows a failure, as far as its looks say."""
+    def _rules_of(self, judged: JudgedCase) -> list[Rule]:
+        """The rules that know a failure, as far as its looks say."""
         signature, judgement = judged.signature, judged.judgement
         if signature is None:
-            return None
-        rules = self._causes.rules
-        rule = rules.recognize(signature, queued.case, judgement.operation, judgement.cause, judged.units)
-        if rule is None:
-            rule = self._causes.by_looks(signature, queued.case, judgement.operation)
-            if rule is None or (self.tally.known[rule.name] + 1) % _INVESTIGATED_LATER_ONE_IN == 0:
-                return None
-        return rule
-
-    def _queue_variants(self, queued: QueuedCase, judged: JudgedCase, rule: Rule) -> None:
-        """Run the case without what brings about each known failure that it may be, for what that may have hidden."""
-        signature, judgement = judged.signature, judged.judgement
-        assert signature is not None
-        rules = self._causes.rules
-        others = rules.recognizing(signature, queued.case, judgement.operation, judgement.cause, judged.units)
-        for each in {each.name: each for each in (rule, *others)}.values():
-            self._queue.add_variant(queued, each, self._drawer.shape, self._fair)
+            return []
+        at, rules = judgement.operation, self._causes.rules
+        if known := rules.recognizing(signature, judged.case, at, judgement.cause, judged.units):
+            return known
+        rule = self._causes.by_looks(signature, judged.case, at)
+        # One in many is looked at itself: what looks so among others may by now be another failure.
+        again = rule is not None and (self.tally.known[rule.name] + 1) % _INVESTIGATED_LATER_ONE_IN == 0
+        return [rule] if rule is not None and not again else []
 
     def _is_worth_investigating(self, signature: Signature) -> bool:
         worth = _is_one_of_few(self._groups, signature)

@@ -174,6 +174,8 @@ def test_a_part_that_has_drawn_nothing_is_left_whole() -> None:
     merged = joined([State({}, (1, 2)), State({}, (2, 2), "pp")])
     assert merged.verdicts == ".p.p"
     assert joined([State({}, (1, 2)), State({}, (2, 2))]).verdicts == ""
+    # What the slower part has not drawn is left; what no part has drawn is drawn by the whole.
+    assert joined([State({}, (1, 2), "ppp"), State({}, (2, 2), "p")]).verdicts == "ppp.p"
 
 
 def test_counts_are_added_entry_by_entry() -> None:
