@@ -83,6 +83,7 @@ def test_an_end_before_its_time_stops_the_ranks_and_leaves_what_was_taken_in(end
     with pytest.raises(end):
         search(source, worlds, 2)  # type: ignore[arg-type]  # they run nothing
     assert source.saved[-1] == source.answers == [0, 2, 3]
+    assert worlds.stopped.is_set()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("fsdp-job")]
 
 
