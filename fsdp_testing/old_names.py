@@ -42,7 +42,7 @@ ROOMS = {
     "programs": "oracle",
     "pytest_plugin": "plugin",
     "records": "cases.records",
-    "records.dirt": "ranks.pool.dirt",
+    "records.dirt": "ranks.pool.outcome",
     "records.document": "base.document",
     "records.printable": "base.printable",
     "run": "ranks.run",

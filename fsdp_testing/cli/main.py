@@ -115,8 +115,7 @@ def _execute(options: argparse.Namespace) -> int:
             f"Start it without {launch.launcher}; {', '.join(_ON_RANKS)} use its processes."
         )
     from fsdp_testing.ranks.pool import default_pool
-    from fsdp_testing.ranks.pool.hosts import gathered
-    from fsdp_testing.ranks.pool.serving import serve
+    from fsdp_testing.ranks.pool.serving import gathered, serve
 
     if launch.rank:
         serve(launch, default_pool())

@@ -1,4 +1,4 @@
-"""What is said of cases whose ranks were lost? Decided here, for one case or a batch, whoever ran it.
+"""Decides what is said of cases whose ranks were lost, for one case or a batch, whoever ran it.
 
 A bad case costs itself only: what the ranks reported before it is judged, what comes after it runs again on a new world. A
 death or a hang has to show twice, on other ranks: the machine may be to blame for one.
@@ -67,7 +67,7 @@ def settle(cases: Sequence[Case], run: Run, *, repeats: bool = True, until: Sign
             judgements = _each_alone(cases, start, judgements, part.unexplained, run)
         lost = None if ended else part.unexplained
         settled += judgements
-        fails = [place for place, each in enumerate(settled) if until is not None and _looks(each) == until]
+        fails = [index for index, each in enumerate(settled) if until is not None and _looks(each) == until]
         if fails:
             return settled[: fails[0] + 1]
     return settled
@@ -83,7 +83,7 @@ def confirmed(first: Judgement, alone: Judgement) -> Judgement:
     if looks is not None and again is not None and looks.kind == again.kind:
         return first
     if looks is not None and again is not None and (looks.kind, again.kind) == _ONE_AND_ALL:
-        types = [one.quantity.partition(":")[0] for one in (looks, again)]
+        types = [signature.quantity.partition(":")[0] for signature in (looks, again)]
         if types[0] == types[1] and looks.operation == again.operation:
             return alone
     return _different(f"{looks}", alone, first.account)
@@ -137,7 +137,7 @@ def _each_alone(
 
     Where none does it alone, nobody knows which one did: the last one stands for them.
     """
-    alone = [_read([cases[place]], run(place, place + 1)).judgements[0] for place in range(start, len(cases))]
+    alone = [_read([cases[index]], run(index, index + 1)).judgements[0] for index in range(start, len(cases))]
     settled = [again if again.loses_ranks else first for first, again in zip(judgements, alone, strict=True)]
     if not any(judgement.loses_ranks for judgement in settled) and settled[-1].finding is None:
         settled[-1] = _different(lost.cause, settled[-1], lost.describe())

@@ -1,4 +1,4 @@
-"""What ranks do with a batch of cases: run them one after the other until one goes wrong."""
+"""Runs a batch of cases on the ranks, one after the other until one goes wrong."""
 
 from __future__ import annotations
 
@@ -204,10 +204,10 @@ def setup_on(world: World, case: Case, module: nn.Module) -> Setup:
     return setup_of(case, module, world.rank, world.device, world.group, _mesh(world, case.world))
 
 
-def _mesh(world: World, asked: WorldSpec) -> DeviceMesh:
-    if asked not in _MESHES:
-        _MESHES[asked] = mesh_of_two_axes(asked, world.device)
-    return _MESHES[asked] or world.mesh
+def _mesh(world: World, spec: WorldSpec) -> DeviceMesh:
+    if spec not in _MESHES:
+        _MESHES[spec] = mesh_of_two_axes(spec, world.device)
+    return _MESHES[spec] or world.mesh
 
 
 def _group(ranks: tuple[int, ...]) -> Any:

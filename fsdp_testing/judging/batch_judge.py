@@ -1,4 +1,4 @@
-"""How does a batch run, and how is it judged? In a process of its own, while the ranks are busy with the next batch."""
+"""Runs a batch, and judges it in a process of its own, while the ranks are busy with the next one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.adapters.protocol import Division
-from fsdp_testing.cases.models.tree import unit_of
-from fsdp_testing.cases.records import Case, CaseRecord, Finding, Judgement, RankObservation, Verdict, WorldSpec
+from fsdp_testing.cases.records import Case, CaseRecord, Judgement, RankObservation, Verdict, WorldSpec
 from fsdp_testing.errors import PoolBroken
 from fsdp_testing.judging import record_stream
 from fsdp_testing.judging.attempts import Attempt
@@ -114,14 +113,6 @@ def judge_batch(
     return judgements
 
 
-def units_of(finding: Finding) -> tuple[str, ...] | None:
-    """Return the units in which it fails; None where that is not known."""
-    if finding.overrun is not None:
-        return tuple(unit for unit, _ in finding.overrun.units) or None
-    named = finding.case.wrapping.units if finding.case.wrapping.policy is None else None
-    return (unit_of(finding.fqn, named),) if finding.fqn and named is not None else None
-
-
 def comparison_for(case: Case, adapter: Adapter) -> Comparison:
     """Return the comparison that is fair for a case, given what the implementation claims."""
     return Comparison(
@@ -180,10 +171,10 @@ _LATEST_KEPT = 16
 def _undisturbed(case: Case, *, observe_all: bool) -> Replay:
     """Return the oracle's free replay, run; the last ones are kept, since cases may come that it sees as one."""
     view = oracle_view(case)
-    for place, (seen_as, observed_all, known) in enumerate(_LATEST):
+    for index, (seen_as, observed_all, kept_replay) in enumerate(_LATEST):
         if observed_all == observe_all and seen_as == view:
-            _LATEST.insert(0, _LATEST.pop(place))
-            return known
+            _LATEST.insert(0, _LATEST.pop(index))
+            return kept_replay
     replay = Replay(case)
     replay.run(observe_all=observe_all)
     _LATEST[:] = [(view, observe_all, replay), *_LATEST[: _LATEST_KEPT - 1]]
@@ -209,13 +200,13 @@ def _undisplaced(case: Case, division: Division | None, states: Mapping[int, Gat
     Implementations whose sums have one order hold the same numbers whatever their units are.
     """
     view = lockstep_view(case)
-    for known in _FOLLOWED:
-        if (known.division, known.seen_as) == (division, view) and _are_same(known.states, states):
-            return known.expectation
+    for followed in _FOLLOWED:
+        if (followed.division, followed.seen_as) == (division, view) and _are_same(followed.states, states):
+            return followed.expectation
     made = _Followed(view, division, states, oracle.expect_lockstep(view, division, states, displaced=False))
     _FOLLOWED[:] = [made, *_FOLLOWED[: _LATEST_KEPT - 1]]
     return made.expectation
 
 
-def _are_same(one: Mapping[int, GatheredState], other: Mapping[int, GatheredState]) -> bool:
-    return one.keys() == other.keys() and all(state.same_as(other[index]) for index, state in one.items())
+def _are_same(left: Mapping[int, GatheredState], right: Mapping[int, GatheredState]) -> bool:
+    return left.keys() == right.keys() and all(state.same_as(right[index]) for index, state in left.items())

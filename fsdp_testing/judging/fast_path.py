@@ -1,4 +1,4 @@
-"""Is this case beyond doubt? A comparison that is quick to say yes and never says it wrongly.
+"""Clears cases that are beyond doubt: a comparison that is quick to say yes and never says it wrongly.
 
 Most cases agree with the oracle to the bit or nearly so. One undisturbed replay is enough to see that: it has no bounds
 of its own, so that each quantity gets one which is smaller than that of the full comparison everywhere. What passes is
@@ -24,17 +24,17 @@ ROUNDINGS = 12
 """Fewer than `oracle.roundings_of` gives for any case: ranks, micro-batches, and at least one layer with its rows."""
 
 
-def fast_path_agrees(replay: Replay, ranks: Sequence[RankObservation], asked: Comparison = Comparison()) -> int:
+def fast_path_agrees(replay: Replay, ranks: Sequence[RankObservation], comparison: Comparison = Comparison()) -> int:
     """Return how many tensors were compared if everything agrees beyond doubt, and -1 if not.
 
     Args:
         replay: The undisturbed oracle's, when it has run.
         ranks: What each rank reports, by rank.
-        asked: Which kinds to compare, and whether a gradient of zeros may stand for None.
+        comparison: Which kinds to compare, and whether a gradient of zeros may stand for None.
     """
     if any(rank.error is not None for rank in ranks):
         return -1
-    tally = agreement.compare(_expectation(replay), ranks, asked)
+    tally = agreement.compare(_expectation(replay), ranks, comparison)
     return -1 if tally.divergences or tally.undecided else tally.comparisons
 
 

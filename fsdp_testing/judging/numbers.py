@@ -1,4 +1,4 @@
-"""Are the numbers of a case the oracle's? The comparison, with what widens a bound or makes it worthless."""
+"""Compares the numbers of a case with the oracle's, with what widens a bound or makes it worthless."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def _narrowest(case: Case) -> str | None:
     if case.model.tree is None:
         mixed = "mixed_dtypes" in MODELS[case.model.name].traits
         return ("float32" if case.model.dtype == "float64" else "bfloat16") if mixed else None
-    found = {case.model.dtype, *(spec.dtype or case.model.dtype for spec in parameters(case.model.tree))}
-    return max(found, key=lambda name: UNIT_ROUNDOFF[name]) if len(found) > 1 else None
+    dtypes = {case.model.dtype, *(spec.dtype or case.model.dtype for spec in parameters(case.model.tree))}
+    return max(dtypes, key=lambda name: UNIT_ROUNDOFF[name]) if len(dtypes) > 1 else None
 
 
 def _overflows(expectation: Expectation) -> bool:

@@ -1,4 +1,4 @@
-"""How do a rank's observations survive the rank? Each is appended to a file as soon as its case is over.
+"""Keeps a rank's observations when the rank is lost: each is appended to a file as soon as its case is over.
 
 A batch that ends badly in its tenth case has reported everything of the first nine. The files lie in a directory that
 the controller made for itself (mode 0700) and removes; they are read by processes of the same campaign only.
@@ -82,12 +82,12 @@ def read(directory: str, rank: int) -> list[CaseRecord]:
     except FileNotFoundError:
         return []
     records: list[Any] = []
-    place = 0
-    while place + _HEADER.size <= len(data):
-        (length,) = _HEADER.unpack_from(data, place)
-        end = place + _HEADER.size + length
+    position = 0
+    while position + _HEADER.size <= len(data):
+        (length,) = _HEADER.unpack_from(data, position)
+        end = position + _HEADER.size + length
         if end > len(data):
             break
-        records.append(loads(data[place + _HEADER.size : end]))
-        place = end
+        records.append(loads(data[position + _HEADER.size : end]))
+        position = end
     return records

@@ -1,4 +1,4 @@
-"""Where do cases run? On worlds of one pool, for several threads at once, until somebody interrupts them."""
+"""Runs jobs on worlds of one pool, for several threads at once, until somebody interrupts them."""
 
 from __future__ import annotations
 

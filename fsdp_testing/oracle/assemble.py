@@ -1,4 +1,4 @@
-"""What do the ranks hold together? Local pieces put side by side, with holes and contradictions named."""
+"""Puts the local pieces of all ranks side by side, with holes and contradictions named."""
 
 from __future__ import annotations
 
@@ -101,12 +101,12 @@ def _contradiction(
     flat: torch.Tensor, source: torch.Tensor, rank: int, piece: ObservedPiece
 ) -> list[tuple[int, int, int]]:
     """Where `piece` differs from what an earlier rank holds of the same elements."""
-    known = source[piece.start : piece.stop] >= 0
-    if not bool(known.any()):
+    covered = source[piece.start : piece.stop] >= 0
+    if not bool(covered.any()):
         return []
-    before, now = flat[piece.start : piece.stop][known], piece.value[known]
+    before, now = flat[piece.start : piece.stop][covered], piece.value[covered]
     if same_bits(before, now):
         return []
-    positions = known.nonzero().reshape(-1) + piece.start
+    positions = covered.nonzero().reshape(-1) + piece.start
     first = int(positions[bits(before) != bits(now)][0] if before.dtype == now.dtype else positions[0])
     return [(int(source[first]), rank, first)]

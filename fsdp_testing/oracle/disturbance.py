@@ -1,4 +1,4 @@
-"""How sensitive is a program to roundings? A replay disturbed by as much as rounding may do shows it.
+"""Measures how sensitive a program is to roundings: a replay disturbed by as much as rounding may do shows it.
 
 An a-priori bound over several iterations would need Lipschitz constants of the model and the optimizer. Instead the
 same program runs twice, once with every reduced gradient, clipped gradient and stepped parameter moved by the largest

@@ -1,4 +1,4 @@
-"""How does one rank run a case through an implementation?
+"""Runs a case through an implementation on one rank.
 
 It builds the model, wraps it, runs the program operation by operation, and reports what it sees: results of operations,
 and its own local pieces at marked points and at the end. An exception is recorded at the operation that raised it; the
@@ -152,13 +152,13 @@ class RankProgram:
 
     def set_requires_grad(self, patterns: tuple[str, ...], flag: bool) -> None:
         """Set the flag on the parameters that match."""
-        found = matching(self.adapter.named_parameters(self.model), patterns)
-        if not found:
+        parameters = matching(self.adapter.named_parameters(self.model), patterns)
+        if not parameters:
             raise InvalidImplementation(
                 f"{self.adapter.name}.named_parameters: expected a parameter that matches {patterns}, got none. "
                 "Name parameters as the unwrapped module does, or do not claim `thawed_parameters`."
             )
-        user_code.set_requires_grad([parameter for _, parameter in found], flag)
+        user_code.set_requires_grad([parameter for _, parameter in parameters], flag)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -212,8 +212,8 @@ class RankProgram:
         """
         group = self.make_group(ranks)
         if self.rank in ranks:
-            place, adapter = ranks.index(self.rank), self.adapter
-            module, init_module = module_to_wrap(replace(case, seed=case.seed + 2), place, flags)
+            new_rank, adapter = ranks.index(self.rank), self.adapter
+            module, init_module = module_to_wrap(replace(case, seed=case.seed + 2), new_rank, flags)
             setup = replace(setup_among(case, module, ranks, group), init_module=init_module)
             with self._inside():
                 model, optimizer = adapter.wrap(module, setup), None
@@ -221,7 +221,7 @@ class RankProgram:
                 if self.optimizer is not None:
                     optimizer = adapter.build_optimizer(model, partial(models.build_optimizer, case))
                     saved.load_optimizer(adapter, model, optimizer, group)
-                loss = models.forward(model, case, batch, place, models.make_inputs(case, batch, place)).loss
+                loss = models.forward(model, case, batch, new_rank, models.make_inputs(case, batch, new_rank)).loss
                 if loss.requires_grad:
                     adapter.backward(model, loss)
                 if optimizer is not None:

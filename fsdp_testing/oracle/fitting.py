@@ -1,4 +1,4 @@
-"""What is asked of this very implementation, and what of the oracle? The case in the terms of each.
+"""States a case in the terms of this very implementation, and in those of the oracle.
 
 An engine that owns its step may clear gradients there, and may train in no dtype wider than float32: such a case is asked,
 of the engine and of the oracle alike, with gradients cleared after each step and in that dtype. Fitting twice is

@@ -1,4 +1,4 @@
-"""Of what is a gradient the sum? One term for each backward of each rank and each use of the parameter, in one process.
+"""Splits a gradient into its terms: one for each backward of each rank and each use of the parameter, in one process.
 
 Each call of a module computes with a view of its own of each of its parameters, and the gradient of that view is the
 contribution of that call. What is used in any other way is the rest of the gradient.
@@ -120,8 +120,8 @@ class _Uses:
             whole = gradient.double()
             rest = whole - sum(uses.values(), torch.zeros_like(whole))
             largest = max((float(use.abs().max()) for use in (whole, *uses.values()) if use.numel()), default=0.0)
-            known = rest.numel() == 0 or float(rest.abs().max()) <= 1e-12 * largest
-            result[fqn] = uses if known and uses else {**uses, ELSEWHERE: rest}
+            accounted = rest.numel() == 0 or float(rest.abs().max()) <= 1e-12 * largest
+            result[fqn] = uses if accounted and uses else {**uses, ELSEWHERE: rest}
         return result
 
     def _enter(self, path: str, own: dict[str, nn.Parameter], module: nn.Module, args: Any) -> None:

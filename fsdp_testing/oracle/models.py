@@ -1,4 +1,4 @@
-"""How do a case's model, inputs and loss come to be? The same way in the engine and in the oracle."""
+"""Makes a case's model, inputs and loss, the same way in the engine and in the oracle."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Forwarded:
 
     def values(self) -> dict[str, torch.Tensor]:
         """Return detached copies by name, for reports."""
-        shown = {f"output.{place}": tensor.detach().clone() for place, tensor in enumerate(self.outputs)}
+        shown = {f"output.{index}": tensor.detach().clone() for index, tensor in enumerate(self.outputs)}
         return {**shown, "loss": self.loss.detach().clone()}
 
 

@@ -1,4 +1,4 @@
-"""What does a rank see of its own state? Local pieces, copied; no communication, no change of state."""
+"""Takes the snapshot of a rank: local pieces, copied; no communication, no change of state."""
 
 from __future__ import annotations
 

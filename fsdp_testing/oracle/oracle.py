@@ -1,4 +1,4 @@
-"""What must an implementation's run of a case give, and how far off may it be?
+"""Says what an implementation's run of a case must give, and how far off it may be.
 
 Runs in a rank process of a world of one, never in the controller: the rank's threads and torch state are the engine's.
 """
@@ -149,20 +149,26 @@ def _roundings_of_cuts(point: ReplayPoint, case: Case) -> dict[Quantity, float]:
     return {q: tensor_axis.roundings_of_cut_sums(case, point.index, q, size) for q, size in sizes.items()}
 
 
-def _wider(one: Slack, other: Slack) -> Slack:
+def _wider(slack: Slack, rival: Slack) -> Slack:
     """Return the wider one: the displaced replay knows what each call of a unit contributed, so how large summands may be."""
-    if one is other:
-        return one
-    bounds = torch.as_tensor(one[0]), torch.as_tensor(other[0])
+    if slack is rival:
+        return slack
+    bounds = torch.as_tensor(slack[0]), torch.as_tensor(rival[0])
     if bool((bounds[1] <= bounds[0]).all()):
-        return one
-    return torch.maximum(*torch.broadcast_tensors(*bounds)), other[1]
+        return slack
+    return torch.maximum(*torch.broadcast_tensors(*bounds)), rival[1]
 
 
-def _apart(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
-    if one is other or one is None or other is None or not one.is_floating_point() or torch.equal(one, other):
+def _apart(value: torch.Tensor | None, displaced: torch.Tensor | None) -> float:
+    if (
+        value is displaced
+        or value is None
+        or displaced is None
+        or not value.is_floating_point()
+        or torch.equal(value, displaced)
+    ):
         return 0.0
-    return float((one - other).abs().nan_to_num(0.0).max())
+    return float((value - displaced).abs().nan_to_num(0.0).max())
 
 
 def _point(point: ReplayPoint, quantities: dict[Quantity, Expected]) -> ExpectedPoint:

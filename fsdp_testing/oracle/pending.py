@@ -29,10 +29,10 @@ class LocalGradients:
 
     def only(self, names: Collection[str]) -> LocalGradients:
         """Return the gradients of these parameters."""
-        kept = [
+        pair = [
             {fqn: tensor for fqn, tensor in tensors.items() if fqn in names} for tensors in (self.values, self.sizes)
         ]
-        return LocalGradients(*kept)
+        return LocalGradients(*pair)
 
 
 @dataclass(slots=True)
@@ -52,13 +52,13 @@ class PendingGradients:
     def __bool__(self) -> bool:
         return bool(self.values)
 
-    def add(self, one: LocalGradients) -> None:
+    def add(self, gradients: LocalGradients) -> None:
         """Add the gradients of one more micro-batch to those that are there."""
-        for fqn, gradient in one.values.items():
-            known = fqn in self.values
+        for fqn, gradient in gradients.values.items():
+            pending = fqn in self.values
             wider = gradient.dtype if self.wire is None else torch.promote_types(gradient.dtype, self.wire)
-            self.values[fqn] = self.values[fqn] + gradient if known else gradient.to(wider, copy=True)
-            self.sizes[fqn] = self.sizes[fqn] + one.sizes[fqn] if known else one.sizes[fqn]
+            self.values[fqn] = self.values[fqn] + gradient if pending else gradient.to(wider, copy=True)
+            self.sizes[fqn] = self.sizes[fqn] + gradients.sizes[fqn] if pending else gradients.sizes[fqn]
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients that are there."""
@@ -67,8 +67,8 @@ class PendingGradients:
 
 def mean_size(ranks: Sequence[PendingGradients], fqn: str, like: torch.Tensor) -> torch.Tensor:
     """Return the sizes of all that is added up for one parameter, divided by the number of ranks, in the dtype of `like`."""
-    known = [rank.sizes[fqn].to(like.dtype) for rank in ranks if fqn in rank.sizes]
-    return sum(known, torch.zeros_like(like)) / len(ranks)
+    sizes = [rank.sizes[fqn].to(like.dtype) for rank in ranks if fqn in rank.sizes]
+    return sum(sizes, torch.zeros_like(like)) / len(ranks)
 
 
 def gradients_of(
@@ -84,6 +84,6 @@ def gradients_of(
     sizes = {fqn: gradient.abs().double() for fqn, gradient in values.items()}
     for fqn, size in sizes.items():
         # A parameter of two units may be watched in one of them only.
-        known = contributions.get(id(parameters[fqn]))
-        sizes[fqn] = size if known is None else torch.maximum(size, known)
+        contributed = contributions.get(id(parameters[fqn]))
+        sizes[fqn] = size if contributed is None else torch.maximum(size, contributed)
     return LocalGradients(values, sizes)

@@ -1,4 +1,4 @@
-"""What is the mean of the ranks' gradients, cast by cast, and how far may a correct implementation be from it?"""
+"""Computes the mean of the ranks' gradients, cast by cast, and how far a correct implementation may be from it."""
 
 from __future__ import annotations
 

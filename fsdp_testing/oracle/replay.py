@@ -1,4 +1,4 @@
-"""What would one process compute, given all ranks' inputs? The oracle's own run of a program.
+"""Computes what one process would compute, given all ranks' inputs: the oracle's own run of a program.
 
 One plain module, no sharding, no communication. Every rank has a replica with buffers of its own that computes on that
 rank's inputs; the replicas share one set of parameters, whose gradient is the mean of the ranks'. In low precision the
@@ -191,16 +191,18 @@ class Replay:
         require_backward(unreduced=self.unreduced)
         reduced: dict[str, tuple[Reduced, torch.dtype]] = {}
         for fqn, parameter in self.parameters.items():
-            held = [pending.values.get(fqn) for pending in self.pending[:: self.case.world.tensor_parallel]]
-            if any(gradient is not None for gradient in held):
-                parts = [torch.zeros_like(self.compute[fqn]) if gradient is None else gradient for gradient in held]
-                summed = next(gradient.dtype for gradient in held if gradient is not None)
+            gradients = [pending.values.get(fqn) for pending in self.pending[:: self.case.world.tensor_parallel]]
+            if any(gradient is not None for gradient in gradients):
+                parts = [
+                    torch.zeros_like(self.compute[fqn]) if gradient is None else gradient for gradient in gradients
+                ]
+                summed = next(gradient.dtype for gradient in gradients if gradient is not None)
                 wire = self.precision.on_the_wire or summed
                 reduced[fqn] = reduce(parts, wire, parameter.dtype, self.division), summed
         largest = max((float(r.magnitude.max()) for r, _ in reduced.values() if r.magnitude.numel()), default=0.0)
-        for fqn, (one, summed) in reduced.items():
-            one = replace(one, mean=self.disturbance.gradient(one.mean, one.magnitude, largest))
-            self._add_mean(fqn, self.parameters[fqn], one, summed)
+        for fqn, (reduction, summed) in reduced.items():
+            reduction = replace(reduction, mean=self.disturbance.gradient(reduction.mean, reduction.magnitude, largest))
+            self._add_mean(fqn, self.parameters[fqn], reduction, summed)
         self._nothing_pending()
 
     def _nothing_pending(self) -> None:
@@ -289,17 +291,22 @@ class Replay:
     def train_among(self, ranks: int, batch: Batch) -> None:
         """Make a step on the mean of the gradients of so many ranks, from the first on; of one nothing is averaged."""
         self.refresh()
-        found = [self.local_gradients(rank, batch)[1].values for rank in range(ranks)]
-        names = dict.fromkeys(fqn for gradients in found for fqn in gradients)
+        by_rank = [self.local_gradients(rank, batch)[1].values for rank in range(ranks)]
+        names = dict.fromkeys(fqn for gradients in by_rank for fqn in gradients)
         zero = {fqn: torch.zeros_like(self.compute[fqn]) for fqn in names}
         reduced = {
-            fqn: reduce([g.get(fqn, zero[fqn]) for g in found], zero[fqn].dtype, self.parameters[fqn].dtype, None)
+            fqn: reduce([g.get(fqn, zero[fqn]) for g in by_rank], zero[fqn].dtype, self.parameters[fqn].dtype, None)
             for fqn in names
         }
-        largest = max((float(one.magnitude.max()) for one in reduced.values() if one.magnitude.numel()), default=0.0)
+        largest = max(
+            (float(reduction.magnitude.max()) for reduction in reduced.values() if reduction.magnitude.numel()),
+            default=0.0,
+        )
         if self.optimizer is not None:
-            for fqn, one in reduced.items():
-                self.parameters[fqn].grad = self.disturbance.gradient(one.mean, one.magnitude, largest).clone()
+            for fqn, reduction in reduced.items():
+                self.parameters[fqn].grad = self.disturbance.gradient(
+                    reduction.mean, reduction.magnitude, largest
+                ).clone()
             self.optimizer.step()
             self.disturbance.step(self.parameters)
         self.clear_gradients()

@@ -1,4 +1,4 @@
-"""What does an implementation get to know about a case? The case, translated into the implementations' own vocabulary."""
+"""Translates a case into the implementations' own vocabulary: all that one gets to know about it."""
 
 from __future__ import annotations
 
@@ -119,11 +119,11 @@ def policy_of(spec: PolicySpec | None, module: nn.Module) -> WrapPolicy | None:
         return WrapPolicy(min_numel=spec.min_numel)
     if spec.kind == "always":
         return WrapPolicy(min_numel=1)
-    found = {type(inner).__name__: type(inner) for inner in module.modules()}
-    unknown = sorted(set(spec.classes) - set(found))
+    by_name = {type(inner).__name__: type(inner) for inner in module.modules()}
+    unknown = sorted(set(spec.classes) - set(by_name))
     if unknown:
         raise InvalidRecord(
-            f"case.wrapping.policy.classes: expected classes of the model ({', '.join(sorted(found))}), "
+            f"case.wrapping.policy.classes: expected classes of the model ({', '.join(sorted(by_name))}), "
             f"got {unknown}. Mend the case."
         )
-    return WrapPolicy(classes=tuple(found[name] for name in spec.classes))
+    return WrapPolicy(classes=tuple(by_name[name] for name in spec.classes))

@@ -1,4 +1,4 @@
-"""What does a rank's module hold before it is wrapped? The case's values, unless wrapping is to bring them.
+"""Makes the module that a rank wraps: it holds the case's values, unless wrapping is to bring them.
 
 Where rank 0's values are to be broadcast, the other ranks begin with other ones; where modules are to be initialised
 while they are wrapped, their tensors are on the meta device until then. Ignored modules are nobody's to bring: they hold

@@ -1,4 +1,4 @@
-"""Which much simpler cases are worth a try before a failure is taken apart piece by piece?
+"""Much simpler cases that are worth a try before a failure is taken apart piece by piece.
 
 Most failures need two operations, the simplest settings and hardly any model. Asking for that outright costs a few
 attempts, where one part at a time costs dozens.
@@ -57,7 +57,7 @@ def _plain_settings(case: Case) -> Case:
 def beginnings(case: Case, signature: Signature) -> list[Case]:
     """Return the case up to each operation after which it may be that the failure shows; the shortest first."""
     length = len(case.program)
-    ends = [place + 1 for place, one in enumerate(case.program) if one.kind == signature.operation]
+    ends = [index + 1 for index, operation in enumerate(case.program) if operation.kind == signature.operation]
     ends = ends or sorted({length // 4, length // 2, 3 * length // 4, length} - {0})
     return [replace(case, program=case.program[:end]) for end in ends]
 
@@ -67,14 +67,14 @@ def minimal_programs(case: Case) -> Iterator[Case]:
     if len(case.program) > 2:
         *before, last = case.program
         yield replace(case, program=(last,))
-        for one in reversed(before):
-            yield replace(case, program=(one, last))
+        for operation in reversed(before):
+            yield replace(case, program=(operation, last))
 
 
 def minimal_programs_of_beginnings(case: Case, signature: Signature) -> Iterator[Case]:
     """Yield the minimal programs of all beginnings, the smallest first."""
-    found = [candidate for one in beginnings(case, signature) for candidate in minimal_programs(one)]
-    yield from sorted(found, key=lambda candidate: len(candidate.program))
+    candidates = [candidate for beginning in beginnings(case, signature) for candidate in minimal_programs(beginning)]
+    yield from sorted(candidates, key=lambda candidate: len(candidate.program))
 
 
 def simplest(case: Case) -> Case:

@@ -1,4 +1,4 @@
-"""In which ways can a case become simpler by one part? Every way as a step; the boldest first, so that few attempts go far."""
+"""The ways in which a case becomes simpler by one part, as steps; the boldest first, so that few attempts go far."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PLAIN_OPTIMIZER = OptimizerSpec("sgd", {"lr": 0.1})
 
 def deletions(case: Case) -> Iterator[Reduction]:
     """Yield the case without one of its operations, the last one first."""
-    for place in reversed(range(len(case.program))):
-        yield Reduction((place,), case.without_operation(place))
+    for index in reversed(range(len(case.program))):
+        yield Reduction((index,), case.without_operation(index))
 
 
 _FEW = 6
@@ -30,9 +30,9 @@ _FEW = 6
 def pairs(case: Case) -> Iterator[Reduction]:
     """Yield the case without two of its operations: some are needed, or not, together only."""
     length = len(case.program)
-    for one in range(length if length > 2 else 0):
-        for other in range(one + 1, length if length <= _FEW else min(one + 2, length)):
-            yield Reduction((one, other), case.without_operation(other).without_operation(one))
+    for first in range(length if length > 2 else 0):
+        for second in range(first + 1, length if length <= _FEW else min(first + 2, length)):
+            yield Reduction((first, second), case.without_operation(second).without_operation(first))
 
 
 def settings(case: Case) -> Iterator[Reduction]:
@@ -77,10 +77,10 @@ def _plans(case: Case) -> Iterator[Reduction]:
             yield Reduction(("wrapping", ".ignored"), replace(case, wrapping=replace(plan, ignored=())))
         for fqn, layout in plan.layouts:
             # Paired ones, whose partner would have no meaning alone, become whole on their own first.
-            others = {**dict(plan.layouts), fqn: layout.removesuffix("_cut")}
-            simpler = [others] if others != dict(plan.layouts) else []
-            simpler += [{**others, fqn: "replicated"}] if layout != "replicated" else []
-            simpler.append({name: one for name, one in others.items() if name != fqn})
+            layouts_by_fqn = {**dict(plan.layouts), fqn: layout.removesuffix("_cut")}
+            simpler = [layouts_by_fqn] if layouts_by_fqn != dict(plan.layouts) else []
+            simpler += [{**layouts_by_fqn, fqn: "replicated"}] if layout != "replicated" else []
+            simpler.append({name: layout_of for name, layout_of in layouts_by_fqn.items() if name != fqn})
             for number, layouts in enumerate(simpler):
                 changed = replace(plan, layouts=tuple(layouts.items()))
                 yield Reduction(("wrapping", ".layouts", fqn, number), replace(case, wrapping=changed))
@@ -92,11 +92,11 @@ def _plans(case: Case) -> Iterator[Reduction]:
 
 def operations(case: Case) -> Iterator[Reduction]:
     """Yield the case with one operation simplified."""
-    for place, operation in enumerate(case.program):
+    for index, operation in enumerate(case.program):
         for number, simpler in enumerate(operation.simpler()):
             if simpler != operation:
-                program = (*case.program[:place], simpler, *case.program[place + 1 :])
-                yield Reduction((place, number), replace(case, program=program))
+                program = (*case.program[:index], simpler, *case.program[index + 1 :])
+                yield Reduction((index, number), replace(case, program=program))
 
 
 def cuts(case: Case) -> Iterator[Reduction]:
@@ -131,8 +131,8 @@ def _smaller_trees(tree: dict[str, Any]) -> Iterator[_Smaller]:
 
 def _simpler_nodes(tree: dict[str, Any], path: tuple[int, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
     siblings: list[Node] = tree["nodes"]
-    for place in path[:-1]:
-        siblings = siblings[place]["nodes"]
+    for index in path[:-1]:
+        siblings = siblings[index]["nodes"]
     node = siblings[path[-1]]
     if node["kind"] == "group":
         yield "inline", _with_nodes(tree, path, _renamed(siblings, path[-1]))
@@ -143,11 +143,11 @@ def _simpler_nodes(tree: dict[str, Any], path: tuple[int, ...]) -> Iterator[tupl
             yield name, _with_nodes(tree, path, [{key: value for key, value in node.items() if key != name}])
 
 
-def _renamed(nodes: list[Node], place: int) -> list[Node]:
+def _renamed(nodes: list[Node], position: int) -> list[Node]:
     """The nodes of a group under names that are free outside it."""
-    taken = {node["name"] for index, node in enumerate(nodes) if index != place}
+    taken = {node["name"] for index, node in enumerate(nodes) if index != position}
     inner = []
-    for node in get(nodes[place], "nodes"):
+    for node in get(nodes[position], "nodes"):
         name = node["name"]
         while name in taken:
             name += "x"
@@ -173,14 +173,14 @@ def _all(nodes: list[Node]) -> Iterator[Node]:
 
 
 def _paths(nodes: list[Node], prefix: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    for place, node in enumerate(nodes):
-        yield (*prefix, place)
-        yield from _paths(node.get("nodes", []), (*prefix, place))
+    for index, node in enumerate(nodes):
+        yield (*prefix, index)
+        yield from _paths(node.get("nodes", []), (*prefix, index))
 
 
-def _with_nodes(tree: dict[str, Any], path: tuple[int, ...], others: list[Node]) -> dict[str, Any]:
+def _with_nodes(tree: dict[str, Any], path: tuple[int, ...], replacements: list[Node]) -> dict[str, Any]:
     """The tree with other nodes in the place of one of its own."""
-    place, *rest = path
+    index, *rest = path
     nodes = tree["nodes"]
-    made = [_with_nodes(nodes[place], tuple(rest), others)] if rest else others
-    return {**tree, "nodes": [*nodes[:place], *made, *nodes[place + 1 :]]}
+    made = [_with_nodes(nodes[index], tuple(rest), replacements)] if rest else replacements
+    return {**tree, "nodes": [*nodes[:index], *made, *nodes[index + 1 :]]}

@@ -1,4 +1,4 @@
-"""Does a run on N ranks give what one process gives, and do the ranks agree with one another?
+"""Compares a run on N ranks with what one process gives, and the ranks with one another.
 
 Compares point by point in the order of the program and stops after the first point at which anything diverges: what
 follows is a consequence.
@@ -38,26 +38,30 @@ def compare(expectation: Expectation, ranks: Sequence[RankObservation], comparis
 
 
 def _check_point(
-    tally: Compared, point: ExpectedPoint, expectation: Expectation, ranks: Sequence[RankObservation], asked: Comparison
+    tally: Compared,
+    point: ExpectedPoint,
+    expectation: Expectation,
+    ranks: Sequence[RankObservation],
+    comparison: Comparison,
 ) -> None:
     index = point.index
     if not point.snapshot:
-        if asked.outputs:
-            results = [next((one for one in rank.results if one.index == index), None) for rank in ranks]
+        if comparison.outputs:
+            results = [next((reported for reported in rank.results if reported.index == index), None) for rank in ranks]
             check_results(tally, point, results)
         return
-    snapshots = [next((one for one in rank.snapshots if one.index == index), None) for rank in ranks]
+    snapshots = [next((reported for reported in rank.snapshots if reported.index == index), None) for rank in ranks]
     absent = tuple(rank.rank for rank, snapshot in zip(ranks, snapshots) if snapshot is None)
     if absent:
         state = Quantity("result", "state")
         tally.add(Divergence(FailureKind.MISSING, state, index, absent, "was not reported"))
         return
     present = [snapshot for snapshot in snapshots if snapshot is not None]
-    StateCheck(tally, point, expectation.shapes, present, asked).run()
+    StateCheck(tally, point, expectation.shapes, present, comparison).run()
 
 
 def review(
-    case: Case, expectation: Expectation, ranks: Sequence[RankObservation], asked: Comparison, about: str
+    case: Case, expectation: Expectation, ranks: Sequence[RankObservation], comparison: Comparison, about: str
 ) -> tuple[Finding | None, Compared]:
     """Compare what ranks report of something besides the case itself.
 
@@ -65,7 +69,7 @@ def review(
         case: The case.
         expectation: What that is to be.
         ranks: What it is.
-        asked: What is compared.
+        comparison: What is compared.
         about: What it is, in words, with which the sentence of a finding begins.
 
     Returns:
@@ -74,26 +78,17 @@ def review(
     Raises:
         HarnessError: Something passes that nothing follows from.
     """
-    tally = compare(expectation, ranks, asked)
+    tally = compare(expectation, ranks, comparison)
     if not tally.divergences:
         require_decided(tally)
         return None, tally
-    found = finding_of(case, first(tally.divergences), tally.divergences)
-    return replace(found, explanation=f"{about}: {found.explanation}"), tally
+    finding = finding_of(case, first(tally.divergences), tally.divergences)
+    return replace(finding, explanation=f"{about}: {finding.explanation}"), tally
 
 
-def wrong_numbers(
-    expectation: Expectation, ranks: Sequence[RankObservation], asked: Comparison
-) -> tuple[int, list[Quantity]]:
-    """Return the operation after which numbers diverge first, and which ones; none where a difference has no size."""
-    divergences = compare(expectation, ranks, asked).divergences
-    sized = bool(divergences) and all(divergence.max_error is not None for divergence in divergences)
-    return (divergences[0].index, [divergence.quantity for divergence in divergences]) if sized else (-1, [])
-
-
-def agrees(expectation: Expectation, ranks: Sequence[RankObservation], asked: Comparison) -> bool:
+def agrees(expectation: Expectation, ranks: Sequence[RankObservation], comparison: Comparison) -> bool:
     """Return whether something is compared, and all of it agrees for certain."""
-    tally = compare(expectation, ranks, asked)
+    tally = compare(expectation, ranks, comparison)
     return tally.comparisons > 0 and not tally.divergences and not tally.undecided
 
 
@@ -104,8 +99,10 @@ def require_decided(tally: Compared) -> None:
         HarnessError: Numbers are within their bound only because it admits nearly everything.
     """
     if tally.undecided:
-        one = tally.undecided[0]
-        raise HarnessError(f"{one.quantity}: {one.sentence}. Take fewer steps, or a smaller learning rate.")
+        divergence = tally.undecided[0]
+        raise HarnessError(
+            f"{divergence.quantity}: {divergence.sentence}. Take fewer steps, or a smaller learning rate."
+        )
 
 
 def first(divergences: Sequence[Divergence]) -> Divergence:

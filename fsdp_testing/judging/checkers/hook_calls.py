@@ -1,4 +1,4 @@
-"""Was the user's reduction called when it must be, and given what it must be given? Pure: from recorded calls.
+"""Checks when the user's reduction was called, and what it was given. Pure: from recorded calls.
 
 A hook is called once for every unit that holds trainable parameters, in every backward that reduces, and never else.
 What it is given is the unit's whole gradient on this rank: nothing lost, nothing doubled, not divided. The sum of

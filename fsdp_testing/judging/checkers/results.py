@@ -1,4 +1,4 @@
-"""Are the losses, outputs and norms of one operation what they must be, on every rank?"""
+"""Compares the losses, outputs and norms of one operation, on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does the recorder see every collective, whichever way it is called, at the price of a few microseconds?
+"""Shows the recorder every collective, whichever way it is called, at the price of a few microseconds.
 
 Three ways lead to a backend, each watched where it is cheapest:
 
@@ -228,13 +228,13 @@ def _announcing_cpp(caller: Any) -> Any:
 
 def _line_of(group: Any) -> Line | None:
     """Return the line of `group`; None for a group whose ranks the ledger cannot name."""
-    found = id(group)
-    if found in _lines:
-        return _lines[found]
-    line = _lines[found] = _make_line(group)
-    if found not in _alive:
-        _alive[found] = weakref.ref(
-            group, lambda _: [known.pop(found, None) for known in (_lines, _identities, _alive)]
+    identity = id(group)
+    if identity in _lines:
+        return _lines[identity]
+    line = _lines[identity] = _make_line(group)
+    if identity not in _alive:
+        _alive[identity] = weakref.ref(
+            group, lambda _: [known.pop(identity, None) for known in (_lines, _identities, _alive)]
         )
     return line
 
@@ -247,9 +247,9 @@ def _make_line(group: Any) -> Line | None:
     if not alone and (dist.get_rank() != recorder.rank or dist.get_world_size() != recorder.world_size):
         # The default group was replaced by one with other ranks: members no longer have ranks of the world.
         return None
-    known = _identities.get(id(group))
-    if known is not None:
-        return recorder.line(known)
+    earlier = _identities.get(id(group))
+    if earlier is not None:
+        return recorder.line(earlier)
     try:
         members = tuple(dist.get_process_group_ranks(group))
         backends, name = str(dist.get_backend_config(group)), group.group_name

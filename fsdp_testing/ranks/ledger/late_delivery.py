@@ -1,4 +1,4 @@
-"""When does the result of an asynchronous collective arrive? Here: no sooner than somebody waits for it.
+"""Delivers the result of an asynchronous collective no sooner than somebody waits for it.
 
 A collective between processes of one machine is often over before the caller's next line, so that code which forgot to
 wait computes the right numbers nearly every time. Inside `deliver_late` the backend works on memory of ours. The memory

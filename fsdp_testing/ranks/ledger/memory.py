@@ -1,4 +1,4 @@
-"""Where is the ledger kept? In one shared-memory file per world, which outlives any rank.
+"""Where the ledger lies: in one shared-memory file per world, which outlives any rank.
 
 One area per rank; only that rank writes it, everybody reads it:
 
@@ -160,9 +160,9 @@ class Area:
     def _written(self, length: int) -> int:
         """Return the length of a table in this job, such that what it counts can be read; the epoch was looked at before."""
         self._fence.cross()
-        found = self.words[self._head + length]
+        count = self.words[self._head + length]
         self._fence.cross()
-        return found
+        return count
 
     def issued(self, key: int) -> int:
         """Return how many collectives of group `key` the owner has issued in this job."""

@@ -1,4 +1,4 @@
-"""Which messages from one rank to another did this rank begin and never wait for?
+"""Messages from one rank to another that this rank began and never waited for.
 
 What nobody waits for stays under way: gloo gives a message that was sent to whoever receives next, and a receive that was
 left takes the message that is sent next. So a later call would get another one's numbers, or wait for ever.

@@ -1,4 +1,4 @@
-"""What does the ledger of a rank say, read from outside, also when the rank is dead or stuck?"""
+"""Reads the ledger of a rank from outside, also when the rank is dead or stuck."""
 
 from __future__ import annotations
 

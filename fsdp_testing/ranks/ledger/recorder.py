@@ -1,4 +1,4 @@
-"""What does a rank do at each collective? Record it, compare it with the peers, refuse a mismatch before bytes move.
+"""What a rank does at each collective: record it, compare it with the peers, refuse a mismatch before bytes move.
 
 The comparison needs no message: each rank writes into shared memory and reads what its peers wrote. Whoever comes
 second notices a difference, so a mismatch is reported within microseconds instead of after a timeout, and the collective
@@ -112,8 +112,8 @@ class Recorder:
                 if slot is not None and group.key not in self._named:
                     self._named.add(group.key)
                     self._area.put_string(group_string(group))
-                others = [peer for peer in group.members if peer != self.rank] if self.compare else []
-                line = self._lines[group.key] = Line(group, slot, [[self._areas[peer], None] for peer in others])
+                peers = [peer for peer in group.members if peer != self.rank] if self.compare else []
+                line = self._lines[group.key] = Line(group, slot, [[self._areas[peer], None] for peer in peers])
             return line
 
     def record(self, line: Line, call: Call, blocking: bool, attempt: Attempt | None = None) -> bool:
@@ -140,9 +140,9 @@ class Recorder:
         mark = number << 32 | self._epoch
         line.digest_before = line.digest
         digest = line.digest = hash((line.digest, signature)) & _MASK
-        site, place, _ = self._call_site()
+        site, where, _ = self._call_site()
         if self.listener is not None:
-            self.listener(line.group, call, place)
+            self.listener(line.group, call, where)
         self._words[self._inside] = mark
         self._area.put_entry(slot, (mark, signature, time.monotonic_ns(), description, site, mark), digest)
         if not line.peers:
@@ -191,14 +191,14 @@ class Recorder:
             # Likewise: of two ranks that block at the same moment, one sees the other.
             self._cross()
         if alone and self._deadlocks.possible(self._lines, group.key, self._epoch):
-            found = self._deadlocks.find(line, awaited, self._epoch)
-            if found:
+            chain = self._deadlocks.find(line, awaited, self._epoch)
+            if chain:
                 time.sleep(_PAUSE_SECONDS)
                 # A deadlock lasts; a wait that was read half-written does not.
-                found = self._deadlocks.find(line, awaited, self._epoch)
-            if found:
+                chain = self._deadlocks.find(line, awaited, self._epoch)
+            if chain:
                 self._area.put_refused()
-                raise CollectiveMismatch(self._deadlocks.explain(found, line))
+                raise CollectiveMismatch(self._deadlocks.explain(chain, line))
 
     def _find_peer(self, peer: list[Any], key: int) -> int | None:
         area: Area = peer[0]
@@ -210,12 +210,12 @@ class Recorder:
     def _learn(self, call: Call) -> tuple[int, int]:
         digest = hashlib.blake2b(repr(call.what).encode(), digest_size=8).digest()
         with self._rare:
-            known = self._known[call] = int.from_bytes(digest, "little"), self._area.put_string(call.text)
-        return known
+            learnt = self._known[call] = int.from_bytes(digest, "little"), self._area.put_string(call.text)
+        return learnt
 
     def _call_site(self) -> tuple[int, str, Any]:
         # The code object by identity and the instruction: cheaper than a hash of the code and the search for a line.
-        frame: FrameType | None = sys._getframe(3)
+        frame: FrameType | None = sys._getframe()
         own = self._is_own
         while frame is not None:
             code = frame.f_code
@@ -257,11 +257,11 @@ class Recorder:
 
     def _explain_difference(self, line: Line, peer: list[Any]) -> str:
         area: Area = peer[0]
-        other = self._areas.index(area)
+        rank = self._areas.index(area)
         theirs, mine = area.entry(peer[1], line.number), self._area.entry(line.slot or 0, line.number)
         return (
             f"collective #{line.number} of the {line.group.label} differs: "
-            f"rank {other} issued {deadlock.entry_text(area, theirs)}; "
+            f"rank {rank} issued {deadlock.entry_text(area, theirs)}; "
             f"rank {self.rank} issues {deadlock.entry_text(self._area, mine)}. "
             "All ranks of a group must issue the same collectives in the same order."
         )

@@ -1,4 +1,4 @@
-"""Which one fact explains what became of a world? Each kind as data; its sentence is made here, and nowhere read again."""
+"""The causes that a world's outcome can have, as data; each makes its sentence, and nothing parses one."""
 
 from __future__ import annotations
 

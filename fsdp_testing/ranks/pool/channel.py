@@ -1,4 +1,4 @@
-"""How do controller and rank exchange messages? Length-prefixed pickles over one inherited socket pair.
+"""Messages between controller and rank: length-prefixed pickles over one inherited socket pair.
 
 Trust: the socket is a nameless pair that only the controller and its own child hold, so a pickle can come from
 nobody else. Tensors travel as raw bytes with dtype and shape, not through `torch.load`.

@@ -1,4 +1,4 @@
-"""Who keeps the worlds? The pool: makes one on first use, lends it again, replaces it when it cannot be trusted."""
+"""The pool keeps the worlds: makes one on first use, lends it again, replaces it when it cannot be trusted."""
 
 from __future__ import annotations
 
@@ -144,9 +144,9 @@ class Pool:
         lease = self._lease_of(key)
         with self._lock:
             # The store of a world without a group would keep what an earlier test wrote, and the next group would find that.
-            kept = isolation == "warm" and backend_named(backend).makes_group
+            reusable = isolation == "warm" and backend_named(backend).makes_group
             try:
-                world = PooledWorld(self, key, kept=kept, lease=lease)
+                world = PooledWorld(self, key, kept=reusable, lease=lease)
             except BaseException as error:
                 if lease is not None:
                     lease.release()

@@ -1,4 +1,4 @@
-"""Which one fact explains the rest? Pure: from every rank's outcome to the cause that leads the report."""
+"""Finds the one fact that explains the rest. Pure: from every rank's outcome to the cause that leads the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where do ranks come from? From one process that has imported and never computed.
+"""The process that ranks are forked from: it has imported and never computed.
 
 A process that has run one parallel operation holds threads which do not survive a fork, so pytest's own process is
 never forked. This one imports torch and forks. It is single-threaded by rule.
@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from fsdp_testing.ranks.pool import large_pages
-from fsdp_testing.ranks.pool.hygiene_process import children
+from fsdp_testing.ranks.pool.hygiene_leftovers import children
 
 COMMAND = "from fsdp_testing.ranks.pool.forkserver import main; main"
 FORK = b"F"
@@ -132,10 +132,10 @@ class _ForkServer:
         # A page that this writes to is written once here, not once in every rank. A rank does it itself when it failed here.
         with contextlib.suppress(Exception):
             from fsdp_testing.ranks.ledger import interception
-            from fsdp_testing.ranks.pool import hygiene_names
+            from fsdp_testing.ranks.pool import hygiene
 
             interception.install()
-            hygiene_names.remember()
+            hygiene.remember()
         self._modules = frozenset(sys.modules)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -314,7 +314,7 @@ def _unheard() -> Iterator[None]:
     By descriptor: the stream object stays the same for the log handlers that modules make, the filters for those they add.
     """
     sys.stderr.flush()
-    kept = os.dup(2)
+    stderr = os.dup(2)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     os.close(null)
@@ -322,5 +322,5 @@ def _unheard() -> Iterator[None]:
         yield
     finally:
         sys.stderr.flush()
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(stderr)

@@ -1,4 +1,4 @@
-"""Where do the ranks of a world meet, unseen by anybody else on this machine? In a file in memory that has no name.
+"""The store in which the ranks of a world meet, unseen by anybody else on this machine: a memory file without a name.
 
 torch's own store listens on a port of the loopback address: every user of the machine can connect to it, list its keys, read
 and write them. This one is a log in a memory file of which only the controller's children hold a descriptor. Each rank keeps

@@ -1,4 +1,4 @@
-"""How does the controller watch and end one rank's process, and what does it hand to it?"""
+"""One rank's process, as the controller watches and ends it, and what it hands to it."""
 
 from __future__ import annotations
 

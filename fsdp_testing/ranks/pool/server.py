@@ -1,4 +1,4 @@
-"""How does the controller talk to the process that forks ranks?"""
+"""The controller's end of the process that forks ranks."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ class ForkServer:
             raise PoolBroken(self._lost(str(error))) from error
         if not message.startswith(READY):
             raise PoolBroken(self._lost("it ended while importing"))
-        said = json.loads(message[1:])
-        threads, self._current = said["threads"], said["pid"]
+        answer = json.loads(message[1:])
+        threads, self._current = answer["threads"], answer["pid"]
         if threads > 1:
             self._broken = True
             raise PoolBroken(
@@ -270,8 +270,8 @@ def _has_other_copy(entry: str) -> bool:
     pytest may have put a checkout in front when the installed package was imported already. The fork server must find that
     one too; once it has, the order of the path decides about everything else, as it does here.
     """
-    found = Path(entry, _PACKAGE.name)
-    return found.is_dir() and not found.samefile(_PACKAGE)
+    folder = Path(entry, _PACKAGE.name)
+    return folder.is_dir() and not folder.samefile(_PACKAGE)
 
 
 def _memory_file(text: str) -> int:

@@ -1,4 +1,4 @@
-"""How is a job watched to its end? Every rank's report, death or silence, within the deadline and the grace period.
+"""Watches a job to its end: every rank's report, death or silence, within the deadline and the grace period.
 
 The grace period starts with the first bad news: the others get half a second to give their own account, and longer while
 one of them computes; then their stacks are taken and they are stopped. A rank that waits for one that has already
@@ -234,16 +234,16 @@ class Supervision:
         for process in running:
             process.look()
             behind = {
-                key: [other for other in gone if issued[other].get(key, 0) < count]
+                key: [peer for peer in gone if issued[peer].get(key, 0) < count]
                 for key, count in process.ledger.counts(epoch).items()
             }
             if not any(behind.values()):
                 continue
             members = process.ledger.read(epoch, 1).members
-            for key, others in behind.items():
+            for key, missing in behind.items():
                 # A full ledger does not say how often its rank used the group.
-                known = [other for other in others if key in issued[other] or not gone[other].uncompared()]
-                if any(other in members.get(key, ()) for other in known):
+                countable = [peer for peer in missing if key in issued[peer] or not gone[peer].uncompared()]
+                if any(peer in members.get(key, ()) for peer in countable):
                     return True
         return False
 

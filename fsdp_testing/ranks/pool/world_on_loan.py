@@ -1,4 +1,4 @@
-"""What can a borrower do with a world? Run calls on it, one at a time, and give it back."""
+"""A world on loan: runs calls, one at a time, until it is given back."""
 
 from __future__ import annotations
 
@@ -247,10 +247,10 @@ class PooledWorld:
         if not lost and not self._pool.given_up:
             return
         self.discard()
-        said = "; ".join(f"rank {process.rank} was lost with {process.host}" for process in lost)
+        losses = "; ".join(f"rank {process.rank} was lost with {process.host}" for process in lost)
         if lost:
             self._pool.give_up(f"{', '.join(dict.fromkeys(process.host for process in lost))} vanished")
-        raise PoolBroken(f"{outcome.name}: {said or self._pool.given_up}\n{outcome.describe()}")
+        raise PoolBroken(f"{outcome.name}: {losses or self._pool.given_up}\n{outcome.describe()}")
 
     def _replace_processes(self) -> None:
         for process in self._processes:

@@ -220,13 +220,13 @@ def run_noted(recorder: Recorder, operator: Operator, args: tuple[Any, ...], kwa
         return _functional(recorder, operator, args, kwargs)
     # Inputs first: what the operator is the last to refer to is noted before it may be freed.
     reads, writes = _touched(operator, args, kwargs)
-    known = {_key(tensor) for tensor in _tensors((args, kwargs))}
+    arguments = {_key(tensor) for tensor in _tensors((args, kwargs))}
     for tensor in (*reads, *writes):
         recorder.block(tensor)
     result = operator.call(*args, **kwargs)
     if operator.name == "lift_fresh":
         recorder.block(result, made=True)  # of `torch.tensor`, which makes it out of sight, just now
-    made = [each for each in _tensors(result) if each.numel() and _key(each) not in known]
+    made = [each for each in _tensors(result) if each.numel() and _key(each) not in arguments]
     for tensor in made:
         recorder.block(tensor, made=True)
     idle = operator.is_view and not made and not writes
@@ -290,7 +290,7 @@ def _key(tensor: Tensor) -> int:
 
 def _site() -> Site:
     places: list[str] = []
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe()
     while frame is not None and len(places) < _FRAMES:
         name = frame.f_code.co_filename
         if not name.startswith(_PASSED_OVER):

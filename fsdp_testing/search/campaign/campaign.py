@@ -16,10 +16,10 @@ from fsdp_testing.base.document import read_text
 from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices, needs_of_case
 from fsdp_testing.cases.records import Case, Verdict
 from fsdp_testing.checks.findings.discovery import Discovery
-from fsdp_testing.checks.findings.known import KnownFailures, Rule, joined
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.judging.batch import Watch
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
+from fsdp_testing.judging.known import KnownFailures, Rule, joined
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.ranks.pool import Pool
 from fsdp_testing.search.campaign.case_queue import CaseQueue, QueuedCase
@@ -313,10 +313,9 @@ class Campaign:
         signature, judgement = judged.signature, judged.judgement
         if signature is None:
             return []
-        at, rules = judgement.operation, self._causes.rules
-        if known := rules.recognizing(signature, judged.case, at, judgement.cause, judged.units):
+        if known := self._causes.rules.recognizing(signature, judged.features, judgement.cause):
             return known
-        rule = self._causes.by_looks(signature, judged.case, at)
+        rule = self._causes.by_looks(signature, judged.case, judgement.operation)
         # One in many is looked at itself: what looks so among others may by now be another failure.
         again = rule is not None and (self.tally.known[rule.name] + 1) % _INVESTIGATED_LATER_ONE_IN == 0
         return [rule] if rule is not None and not again else []

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from fsdp_testing.cases.records import Case
-from fsdp_testing.checks.findings.known import KnownFailures, Rule
+from fsdp_testing.judging.known import KnownFailures, Rule
 from fsdp_testing.search.loop import Budget
 from fsdp_testing.search.state import Verdicts
 

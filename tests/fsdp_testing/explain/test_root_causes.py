@@ -29,9 +29,9 @@ from fsdp_testing.cases.records import (
 )
 from fsdp_testing.checks.conformance import run_conformance
 from fsdp_testing.errors import PoolBroken, WorldFailed
-from fsdp_testing.explain import shortest
 from fsdp_testing.explain.inquiry import How
 from fsdp_testing.explain.root_causes import explain_results
+from fsdp_testing.explain.shrinking import shrink
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.judging.checkers.lifecycle import unsharded_before
 from fsdp_testing.oracle.comparison import Comparison
@@ -270,7 +270,7 @@ def test_the_budget_is_runs_and_what_it_does_not_reach_says_so(monkeypatch: pyte
     assert [finding.unexplained for result in done for finding in result.findings] == ["", ""]
     assert done[0].findings[0].shortest is not None
     assert done[0].findings[0].shortest.complete
-    runs = 1 / shortest.RUNS_PER_SECOND
+    runs = 1 / shrink.RUNS_PER_SECOND
     done = explain_results(results, lambda check: How(Comparison()), TwoDefects(), runs)  # type: ignore[arg-type]
     assert [finding.unexplained for result in done for finding in result.findings] == ["", "not examined (time)"]
     assert done[0].findings[0].shortest is not None
@@ -296,7 +296,7 @@ def test_a_program_that_hangs_uses_up_the_budget_as_the_time_that_it_costs() -> 
         runner,  # type: ignore[arg-type]
         10.0,
     )
-    assert len(runner.judged) == 10 * shortest.RUNS_PER_SECOND // shortest.RUNS_OF_A_HANG == 2
+    assert len(runner.judged) == 10 * shrink.RUNS_PER_SECOND // shrink.RUNS_OF_A_HANG == 2
     assert done.findings[0].shortest is not None
     assert not done.findings[0].shortest.complete
 
