@@ -84,6 +84,7 @@ def _certificates(texts: dict[str, str], paths: dict[str, Path], options: argpar
 
 
 def _campaigns(options: argparse.Namespace, paths: dict[str, Path], console: Output) -> int:
+    from fsdp_testing.cases.records import Verdict
     from fsdp_testing.report.sheet import Sheet
     from fsdp_testing.search.merging import merge_campaigns
 
@@ -96,9 +97,11 @@ def _campaigns(options: argparse.Namespace, paths: dict[str, Path], console: Out
     merged = merge_campaigns(options.reports, options.state)
     for discovery in merged.discoveries:
         console.say(discovery.sentence())
-    whole = merged.state
-    text = (
-        f"{whole.counts().total()} cases in {whole.seconds:.1f} s of all parts; {len(merged.discoveries)} findings, met again in "
+    whole, counts = merged.state, merged.state.counts()
+    others = ((Verdict.FAIL, "fail"), (Verdict.UNKNOWN, "are unknown"))
+    text = "".join(f"{counts[verdict]} cases {verb}; " for verdict, verb in others if counts[verdict])
+    text += (
+        f"{counts.total()} cases in {whole.seconds:.1f} s of all parts; {len(merged.discoveries)} findings, met again in "
         f"other parts {merged.repeated} times; {len(whole.unfinished)} cases left for the next campaign; "
         f"state in {options.state}"
     )

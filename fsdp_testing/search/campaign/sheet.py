@@ -66,6 +66,8 @@ def _conclusions(tally: CampaignTally) -> Iterator[str]:
         yield f"{sum(tally.found_before.values())} cases failed as an earlier run of this campaign found"
     if tally.not_investigated:
         yield f"{tally.not_investigated} cases fail like others that were investigated"
+    if not (confirmed or tally.found_before or tally.not_investigated) and tally.verdicts[Verdict.FAIL]:
+        yield f"{tally.verdicts[Verdict.FAIL]} cases fail"
     if tally.exit_code == 3:
         yield from tally.unknown()
     if tally.exit_code == 0:

@@ -28,6 +28,7 @@ from fsdp_testing.cli import fuzz as fuzz_command
 from fsdp_testing.cli.main import main
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.judging.checkers.explain import finding
+from fsdp_testing.search.campaign.sheet import campaign_sheet
 from fsdp_testing.search.campaign.tally import CampaignTally
 from fsdp_testing.search.state import State, read_state, write_state
 
@@ -126,6 +127,7 @@ def test_what_failed_once_and_passes_alone_ends_with_3(
 def test_suspects_that_nobody_looked_at_are_failures():
     tally = CampaignTally(verdicts=Counter({Verdict.PASS: 100, Verdict.FAIL: 4}))
     assert tally.exit_code == 1
+    assert campaign_sheet(tally, "toy", Path("s")).conclusion == "4 cases fail"
 
 
 def test_a_refusal_of_what_is_claimed_and_a_model_that_stays_end_with_1():
