@@ -174,6 +174,7 @@ def ask_here(adapter: Adapter, case: Case, ranks: Sequence[RankObservation], *, 
 
 
 _LATEST: list[tuple[Case, bool, Replay]] = []
+# Those used last come first; what a batch asks again is nearly always among them.
 _LATEST_KEPT = 16
 
 

@@ -217,6 +217,7 @@ class CaseRunner:
         """
         start = time.perf_counter()
         closely = closely or comparison.lockstep
+        # Fitted before the identity is taken: the runs of one case as it is asked share what is kept.
         adapter = registry.adapter_of(implementation)
         case = fitted(case, adapter)
         question = _Question(adapter, case, case.identity, as_observed(comparison, adapter), mode)
@@ -297,6 +298,7 @@ class CaseRunner:
             ranks.append(reported)
             return Attempt((judgement,))
 
+        # The first run is shown; a second one only says whether to believe it.
         (judgement,) = settle([question.case], run, repeats=self._repeats)
         return judgement, ranks[0]
 

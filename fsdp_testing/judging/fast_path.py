@@ -32,6 +32,7 @@ def fast_path_agrees(replay: Replay, ranks: Sequence[RankObservation], compariso
         ranks: What each rank reports, by rank.
         comparison: Which kinds to compare, and whether a gradient of zeros may stand for None.
     """
+    # The comparison ends before the operation that raised, and would clear what it has not seen.
     if any(rank.error is not None for rank in ranks):
         return -1
     tally = agreement.compare(_expectation(replay), ranks, comparison)

@@ -67,12 +67,15 @@ def judge(
     """
     ranks = [record.observation for record in records]
     errors = {rank.rank: rank.error for rank in ranks if rank.error is not None}
+    # First: what a broken harness or adapter gives says nothing of the implementation.
     fault = next((error for error in errors.values() if error.not_implementation_fault), None)
     if fault is not None:
         return Judgement(Verdict.UNKNOWN, reason=f"{fault.type_name}: {fault.message.strip()}", detail=fault.traceback)
+    # Before the numbers, which need what every rank reported.
     if len(records) < case.world.size:
         return _incomplete(case, errors, outcome)
     numbers = ask(ranks)
+    # In the order above: `or` ends at the first fact that refutes, and what comes later may follow from it.
     refutation = (
         _diverged(case, numbers)
         or (raised_finding(case, errors) if errors else None)
@@ -123,6 +126,7 @@ def lost_ranks(case: Case, outcome: WorldOutcome) -> Judgement:
 
 def _incomplete(case: Case, errors: Mapping[int, RaisedError], outcome: WorldOutcome | None) -> Judgement:
     """An exception explains why the others wait, and a death what the others raise."""
+    # With a death among the fates, exceptions are what survivors say of a peer that is gone.
     died = outcome is not None and any(rank.fate is Fate.DIED for rank in outcome.ranks)
     if errors and not died:
         raised = raised_finding(case, errors)

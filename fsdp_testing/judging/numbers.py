@@ -48,6 +48,7 @@ def compare_numbers(
     case: Case, expectation: Expectation, ranks: Sequence[RankObservation], comparison: Comparison
 ) -> Numbers:
     """Compare what all ranks report with what the oracle expects of `case`."""
+    # In lockstep the oracle makes the same casts at the same places, from the same numbers.
     if expectation.notes.get("mode") == "free":
         expectation = _widened(expectation, case)
     tally = agreement.compare(expectation, ranks, comparison)

@@ -86,6 +86,7 @@ def read(directory: str, rank: int) -> list[CaseRecord]:
     while position + _HEADER.size <= len(data):
         (length,) = _HEADER.unpack_from(data, position)
         end = position + _HEADER.size + length
+        # Cut short by the death of the rank, which only ever loses the last record.
         if end > len(data):
             break
         records.append(loads(data[position + _HEADER.size : end]))

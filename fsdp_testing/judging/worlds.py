@@ -58,6 +58,7 @@ class Worlds:
             raise PoolBroken("the run was interrupted")
         with self.pool.lend(spec.size, backend=spec.backend) as world:
             try:
+                # Under the lock that `interrupt` takes: a world is either killed there, or never begun.
                 with self._lock:
                     if self._interrupted:
                         raise PoolBroken("the run was interrupted")
@@ -77,6 +78,7 @@ class Worlds:
         with self._lock:
             self._batches[world] = self._batches.get(world, 0) + 1
             enough = self._batches[world] >= BATCHES_PER_WORLD
+        # Outside the lock: ranks may take a moment to leave.
         if enough:
             world.leave()
 
@@ -118,6 +120,7 @@ class Worlds:
                 if not running:
                     return
                 done, running = wait(running, return_when=FIRST_COMPLETED)
+                # In this thread: what `take` changes needs no lock.
                 for future in done:
                     take(future.result())
                 if time.monotonic() - saved > _SAVE_SECONDS:

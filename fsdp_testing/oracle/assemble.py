@@ -79,6 +79,7 @@ def _plain(ranks: Sequence[RankPieces], numel: int) -> Assembled | None:
                 continue
             value = piece.value if piece.value.dim() == 1 else piece.value.reshape(-1)
             first = spans.setdefault((piece.start, piece.stop), value)
+            # The slow way names the ranks that differ, and the element.
             if first is not value and not same_bits(first, value):
                 return None
     end = 0

@@ -82,6 +82,7 @@ class RankProgram:
                 filled_with_garbage() if self.garbage else nullcontext(),
             ):
                 self._run(observe_all=observe_all)
+        # After the contexts: memory and collectives are ordinary again while the traceback is taken apart.
         except Exception as raised:  # noqa: BLE001 - whatever a foreign implementation raises is a finding
             error = self.record(raised)
         return RankObservation(
@@ -101,6 +102,7 @@ class RankProgram:
     def run_operations(self, *, observe_all: bool = False) -> None:
         """Run the case's operations on the model as it is, and take a snapshot at the end."""
         for planned in plan(self.case):
+            # First: whatever raises from here on is put to this operation's account.
             self.index = planned.index
             if planned.void:
                 continue
@@ -210,6 +212,7 @@ class RankProgram:
 
         Collectives: a group is made, and the new state is sent by the first of `ranks`; every rank of the world calls.
         """
+        # Outside the branch: every rank of the world takes part in making a group.
         group = self.make_group(ranks)
         if self.rank in ranks:
             new_rank, adapter = ranks.index(self.rank), self.adapter
@@ -228,6 +231,7 @@ class RankProgram:
                     adapter.step(model, optimizer)
                 saved.save(adapter, model, optimizer, group)
                 adapter.finish(model)
+        # Outside the branch as well: every rank gets what some of them have saved.
         saved.send(ranks[0])
 
     @contextmanager

@@ -73,6 +73,7 @@ class _TermReplay(Replay):
         watch = _Uses(self.replicas[rank], {id(p): fqn for fqn, p in self.compute.items()})
         with watch.watching():
             forwarded, gradients = super().local_gradients(rank, batch, penalised=penalised)
+        # By identity, which lasts as long as the gradients: until `accumulate` or `interrupted` has noted them.
         self._uses[id(gradients)] = watch.divided(gradients)
         return forwarded, gradients
 
@@ -105,6 +106,7 @@ class _Uses:
             own = {name: p for name, p in module._parameters.items() if p is not None and id(p) in self.names}
             if own:
                 handles.append(module.register_forward_pre_hook(partial(self._enter, path, own), prepend=True))
+                # Also after an exception: the replica runs again, with its own parameters.
                 handles.append(module.register_forward_hook(partial(self._leave, own), always_call=True))
         try:
             yield

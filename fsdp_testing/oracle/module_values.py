@@ -99,6 +99,7 @@ class ModuleWatch:
         key = operation, rank, batch
         self._now = operation, (batch, self._forwards[key]), rank
         self._forwards[key] += 1
+        # Calls are counted within one forward, so that the same call has the same name on a rank and in one process.
         self._calls.clear()
         try:
             yield

@@ -62,5 +62,6 @@ def _state(fqn: str, entries: Mapping[str, protocol.StateEntry]) -> OptimizerObs
     return OptimizerObservation(fqn, tensors, scalars)
 
 
+# Copies: the implementation goes on with the memory that it shows.
 def _copied(start: int, stop: int, value: torch.Tensor) -> ObservedPiece:
     return ObservedPiece(start, stop, value.detach().reshape(-1).clone())

@@ -39,6 +39,7 @@ def expect_free(
     make = make or (lambda disturbance: Replay(case, disturbance=disturbance))
     replay = make(NO_DISTURBANCE)
     plain = replay.run(observe_all=observe_all)
+    # One for each replay: it remembers which directions it drew and where it put parameters.
     disturbances = (Disturbance(case.seed + draw, roundings, displaced=True) for draw in range(DRAWS))
     disturbed = [make(disturbance).run(observe_all=observe_all) for disturbance in disturbances]
     numel = sum(parameter.numel() for parameter in replay.parameters.values())
@@ -66,6 +67,7 @@ def expect_lockstep(
     """
     replay = Replay(case, division, adopted=adopted, sums=sums)
     plain = replay.run(observe_all=True)
+    # Without a second replay nothing is apart, and bounds are the narrowest.
     moved = plain
     if displaced:
         elsewhere = Disturbance(case.seed, 0, displaced=True)
@@ -114,6 +116,7 @@ def _free_bound(
     if not value.is_floating_point():
         return Expected(value, 0.0, "integers are exact")
     name = dtype_name(value.dtype)
+    # From the undisturbed replay, not from one another: that is what ranks are compared with.
     deviation = max((float((value - moved).abs().max()) for moved in disturbed if moved is not None), default=0.0)
     own = roundings * UNIT_ROUNDOFF[name] * scale
     bound = DIRECTIONS * deviation + own

@@ -47,6 +47,7 @@ def reduce(
     parts = [contribution.to(wire) for contribution in contributions]
     if before != 1.0:
         parts = [part / before for part in parts]
+    # A copy: where nothing is cast, added or divided, the mean would be the rank's own gradient.
     total = parts[0].clone()
     for part in parts[1:]:
         total = total + part

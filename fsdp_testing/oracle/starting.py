@@ -31,6 +31,7 @@ def module_to_wrap(case: Case, rank: int, flags: Mapping[str, bool]) -> tuple[nn
         parameter.requires_grad_(flags.get(name, parameter.requires_grad))
     outside = {inner for name in case.wrapping.ignored for inner in module.get_submodule(name).modules()}
     managed = [inner for inner in module.modules() if inner not in outside]
+    # Only what wrapping is to bring: ignored modules must be right from the beginning.
     if case.wrapping.sync_module_states and rank:
         _change_all(managed, rank)
     return module, _emptied(managed) if case.wrapping.meta_init else None

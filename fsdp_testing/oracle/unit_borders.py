@@ -57,6 +57,7 @@ def _part(unit: nn.Module, other_units: set[int], noted: Contributions) -> Itera
                 vars(module).pop(name, None)
 
     yield unit.register_forward_pre_hook(begin, with_kwargs=True)
+    # Also after an exception: a view of a call that is over must not be used by the next one.
     yield unit.register_forward_hook(end, always_call=True)
 
 

@@ -264,6 +264,7 @@ def carried_in_directory(parent: Path) -> Iterator[InDirectory]:
     dist.broadcast_object_list(box, src=0)
     try:
         yield InDirectory(Path(box[0]))
+        # Rank 0 must not remove what others still read. Not after an exception: the others may never come here.
         dist.barrier()
     finally:
         if rank == 0:

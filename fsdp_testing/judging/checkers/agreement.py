@@ -29,6 +29,7 @@ def compare(expectation: Expectation, ranks: Sequence[RankObservation], comparis
     tally = Compared()
     last = min((rank.error.index for rank in ranks if rank.error is not None), default=None)
     for point in expectation.points:
+        # Ranks stopped in the operation that raised: from there on each stands somewhere else.
         if last is not None and point.index >= last:
             break
         _check_point(tally, point, expectation, ranks, comparison)

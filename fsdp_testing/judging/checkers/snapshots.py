@@ -146,6 +146,7 @@ class StateCheck:
             where = "" if whole is None else f" from element {whole.first_hole()} on"
             self._report(FailureKind.MISSING, quantity, (), f"is held by no rank{where}")
             return
+        # Before the bound: ranks that hold different bits disagree, however near both are to the oracle.
         for first, second, position in whole.contradictions[:1]:
             sentence = f"differs between ranks {first} and {second}, first in element {position}"
             self._report(FailureKind.DISAGREED, quantity, (first, second), sentence)

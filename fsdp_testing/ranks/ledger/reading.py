@@ -107,6 +107,7 @@ def read_rank(area: Area, epoch: int, last: int = 8) -> RankLedger:
     """Read `area`; empty when the rank has not begun job `epoch`."""
     if area.epoch() != epoch:
         return RankLedger(False, (), {}, {}, {})
+    # Strings first: a group or a text that is added meanwhile stays without a name, and gets no wrong one.
     strings = area.strings()
     groups = area.groups()
     entries: list[CollectiveRecord] = []

@@ -141,6 +141,7 @@ class Pool:
                 self._worlds.remove(world)
                 self._worlds.append(world.lend())
                 return world
+        # Outside the lock: devices may be waited for ten minutes, and threads that need none must not wait with this one.
         lease = self._lease_of(key)
         with self._lock:
             # The store of a world without a group would keep what an earlier test wrote, and the next group would find that.
@@ -203,6 +204,7 @@ class Pool:
                 if surplus <= 0:
                     break
                 surplus -= len(world.pids)
+                # Taken under the lock, so that nobody is lent it; ended outside, since ranks may have something to save.
                 world.lend()
                 leaving.append(world)
         for world in leaving:
@@ -265,6 +267,7 @@ class Pool:
         with self._lock:
             try:
                 for world in list(self._worlds):
+                    # A thread waits in it, notices, and releases the rest.
                     if world.busy:
                         world.kill_ranks()
                     else:

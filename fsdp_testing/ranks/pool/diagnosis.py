@@ -35,6 +35,7 @@ def cause_of(ranks: Sequence[RankOutcome], members: Members, deadline: float | N
     """
     died = sorted((r for r in ranks if r.fate is Fate.DIED), key=lambda r: r.finished_at)
     raised = sorted((r for r in ranks if r.fate is Fate.RAISED), key=lambda r: (_is_consequence(r), r.finished_at))
+    # What is raised after the first death is its echo, whatever it says.
     own = [r for r in raised if not _is_consequence(r) and not (died and r.finished_at > died[0].finished_at)]
     for rank in ranks:
         if rank.error is not None and rank.error.type_name == "CollectiveMismatch":

@@ -88,6 +88,7 @@ class Supervision:
         started = time.monotonic()
         watches = [_Watch(process, joined=self.joined) for process in self.processes]
         for watch in watches:
+            # What was written after the end of an earlier job must not pass for output of this one.
             watch.process.take_output("stacks")
             watch.process.empty_output()
         try:
@@ -97,6 +98,7 @@ class Supervision:
             raise
         running = [watch for watch in watches if not watch.ended]
         for watch in running:
+            # The last news of a rank on another host, before anything is done to it; here nothing is to be waited for.
             watch.process.look(wait=True)
             if isinstance(watch.process, RemoteRank):
                 watch.exit = watch.process.read_exit()  # its host may have vanished
@@ -111,6 +113,7 @@ class Supervision:
         outcomes = tuple(
             self._outcome(watch, ledger, hung=watch in hung) for watch, ledger in zip(watches, ledgers, strict=True)
         )
+        # Where ranks need not issue the same collectives, nothing follows from what one of them lacks.
         members: dict[int, tuple[int, ...]] = {}
         if self.lockstep:
             for ledger in ledgers:
@@ -142,6 +145,7 @@ class Supervision:
 
     def _watch(self, watches: list[_Watch], started: float) -> bool:
         """Wait until all have ended, or the grace period or deadline ends; True when the deadline did it."""
+        # Two clocks, one after the other: coming into the world takes none of the time that the call has.
         deadline: float | None = started + _JOIN_SECONDS
         stop_at: float | None = None
         # Most jobs are over by then, and reading ledgers would take time from ranks that are about to end.
@@ -156,6 +160,7 @@ class Supervision:
                 if not clock_runs and all(watch.joined for watch in watches):
                     clock_runs = self.joined = True
                     self._send(watches)
+                    # Sending large arguments takes time, which is not the call's.
                     now = time.monotonic()
                     deadline = None if self.timeout is None else now + self.timeout
                 if not running:
@@ -201,6 +206,7 @@ class Supervision:
         for key, _ in selector.select(max(0.0, min(limits)) if limits else None):
             watch: _Watch = key.data
             if key.fileobj is not watch.process.channel:
+                # What the rank said before its end is still in the channel, and a report outranks the exit status (`_ending`).
                 watch.exit = watch.process.read_exit()
                 self._forget(selector, key.fileobj)
             self._take_news(selector, watch)
@@ -239,6 +245,7 @@ class Supervision:
             }
             if not any(behind.values()):
                 continue
+            # Counts are cheap and nearly always say that nothing is missing; members are read only where a count lags behind.
             members = process.ledger.read(epoch, 1).members
             for key, missing in behind.items():
                 # A full ledger does not say how often its rank used the group.
@@ -305,6 +312,8 @@ class Supervision:
 
 def _ending(watch: _Watch, *, hung: bool) -> dict[str, Any]:
     """Return the fate of a rank, with what it came with, as fields of `RankOutcome`."""
+    # By what is known best: how joining failed, the rank's own report, its exit, garbage in its channel. Only a rank of which
+    # nothing came hung, or was stopped.
     report, left, garbled = watch.report, watch.exit, watch.process.channel.problem
     if watch.join_problem is not None:
         return _raised(watch.join_problem)

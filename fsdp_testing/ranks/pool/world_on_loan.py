@@ -101,6 +101,7 @@ class PooledWorld:
                     process = host.start(StartRank(self._number, count, mine, serves))
                     port = process.store_port
                 processes.append(process)
+                # Undone backwards: killed first, then released.
                 undo.callback(process.close)
                 undo.callback(process.kill)
                 boot = replace(boot, store_port=port)
@@ -206,6 +207,7 @@ class PooledWorld:
         if not outcome.ok or any(rank.dirt for rank in outcome.ranks):
             self.trusted = False
         garbled = any(rank.error is not None and rank.error.type_name == "ChannelGarbled" for rank in outcome.ranks)
+        # Where a rank died, hung or was stopped nobody knows where the others are: no second call on any of them.
         if garbled or any(rank.fate not in (Fate.RETURNED, Fate.RAISED) for rank in outcome.ranks):
             self.discard()
 
@@ -272,6 +274,7 @@ class PooledWorld:
         count = 1 if self._single else self.key.size
         with contextlib.ExitStack() as opened:
             ledger_fd = memory.create(count)
+            # Closed once all ranks are forked: each has a copy of its own.
             opened.callback(os.close, ledger_fd)
             store = None
             # Ranks of other hosts, and code that makes groups as under torchrun, can only be reached by network.
@@ -314,6 +317,7 @@ class PooledWorld:
             self._place = Place(0, self.key.size)
         if not self.trusted or not self.kept or (self._lease is not None and self._pool.devices_awaited()):
             self.leave()
+        # Last: from now on another thread may be lent it.
         self.busy = False
 
     def leave(self) -> None:
@@ -322,6 +326,7 @@ class PooledWorld:
             return
         try:
             while self.before_leaving and self._processes:
+                # Taken out before it is called: a callback may end the world, which calls the others.
                 self.before_leaving.pop(0)(self)
             if self._pool.coverage is not None:
                 self._close_gracefully()
@@ -353,6 +358,7 @@ class PooledWorld:
             return
         self.trusted = False
         self.before_leaving.clear()
+        # Exchanged first: who comes second, from another thread or a callback, finds nothing left to do.
         processes, self._processes = self._processes, []
         for process in processes:
             process.kill()
