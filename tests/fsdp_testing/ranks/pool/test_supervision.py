@@ -195,13 +195,6 @@ def test_a_rank_that_ends_when_its_stacks_are_taken_hung_and_said_nothing_of_tha
     assert "Segmentation fault" not in outcome.describe()
 
 
-def test_raising_or_dying_is_noticed_long_before_the_deadline(pool: Pool) -> None:
-    """How soon: benchmarks/pool.py."""
-    for function in (raise_on_one, killed, segfaults, returns_early):
-        run(pool, sum_of_ones)
-        assert run(pool, function, timeout=600.0).seconds < 60.0, function
-
-
 def test_a_rank_that_still_computes_gives_its_own_account(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = run(pool, raise_late_on_one, 3 * GRACE_SECONDS)
     assert [rank.fate for rank in outcome.ranks] == [A, A], outcome.describe()
