@@ -65,17 +65,17 @@ def table(text: str) -> list[list[str]]:
 
 
 CAUSES = """
-faults_gradients:SumForMean            | training.gradients_are_means       | is 2 times what is due, as if the sum over
-faults_gradients:OneRankIgnored        | training.gradients_are_means       | lacks the inputs of rank 1;
-faults_gradients:LastLocalLost         | accumulation.no_sync_then_reduced  | lacks operation 1, forward-backward in no_sync;
-faults_gradients:RescaledEachTime      | accumulation.no_sync_then_reduced  | counts operation 0, forward-backward in no_sync, 1/2 t
-faults_gradients:ZeroGradByShape       | zero_grad.both_forms               | (and of 5 more) lacks every term;
-faults_gradients:WeightedByRows        | training.empty_batches             | by the 1 rank that contributes instead of all 2
-faults_gradients:FirstCallOnly         | shared.module_called_twice         | is 1/2 of what is due, as if its 2 uses were averaged
-faults_gradients:StaleGradientOfUnused | unused.sometimes                   | still counts the inputs of rank 0, which was cleared, twice
-faults_gradients:NotReduced            | training.gradients_are_means       | on rank 0 is that of its own inputs alone, not reduced over
-stale_adapter:KEEPS_OLD_WEIGHTS        | forward_only.eval                  | the weights from before operation
-stale_adapter:KEEPS_ONE_UNIT           | forward_only.eval                  | unit `layers.1` still holds the weights from before operation 2
+faults_gradients:SumForMean | training.gradients_are_means | is 2 times what is due, as if the sum over
+faults_gradients:OneRankIgnored | training.gradients_are_means | lacks the inputs of rank 1;
+faults_gradients:LastLocalLost | accumulation.no_sync_then_reduced | lacks operation 1, forward-backward in no_sync;
+faults_gradients:RescaledEachTime | accumulation.no_sync_then_reduced | counts operation 0, forward-backward in no_sync, 1/2 t
+faults_gradients:ZeroGradByShape | zero_grad.both_forms | (and of 5 more) lacks every term;
+faults_gradients:WeightedByRows | training.empty_batches | by the 1 rank that contributes instead of all 2
+faults_gradients:FirstCallOnly | shared.module_called_twice | is 1/2 of what is due, as if its 2 uses were averaged
+faults_gradients:StaleGradientOfUnused | unused.sometimes | still counts the inputs of rank 0, which was cleared, twice
+faults_gradients:NotReduced | training.gradients_are_means | on rank 0 is that of its own inputs alone, not reduced over
+stale_adapter:KEEPS_OLD_WEIGHTS | forward_only.eval | the weights from before operation
+stale_adapter:KEEPS_ONE_UNIT | forward_only.eval | unit `layers.1` still holds the weights from before operation 2
 """
 
 
