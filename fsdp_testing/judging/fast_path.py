@@ -17,7 +17,8 @@ from fsdp_testing.cases.records import UNIT_ROUNDOFF, RankObservation
 from fsdp_testing.judging.checkers import agreement
 from fsdp_testing.oracle.comparison import Comparison
 from fsdp_testing.oracle.models import dtype_name
-from fsdp_testing.oracle.quantities import Expectation, Expected, ExpectedPoint
+from fsdp_testing.oracle.oracle import point_of
+from fsdp_testing.oracle.quantities import Expectation, Expected
 from fsdp_testing.oracle.replay import Replay
 
 ROUNDINGS = 12
@@ -42,14 +43,7 @@ def fast_path_agrees(replay: Replay, ranks: Sequence[RankObservation], compariso
 @functools.lru_cache(maxsize=16)  # of one replay many cases are compared with
 def _expectation(replay: Replay) -> Expectation:
     points = tuple(
-        ExpectedPoint(
-            point.index,
-            {quantity: _closely(value) for quantity, value in point.values.items()},
-            point.requires_grad,
-            point.dtypes,
-            point.snapshot,
-            point.pending,
-        )
+        point_of(point, {quantity: _closely(value) for quantity, value in point.values.items()})
         for point in replay.points
     )
     return Expectation(points, replay.shapes)

@@ -101,7 +101,7 @@ def _free_point(plain: ReplayPoint, disturbed: Sequence[ReplayPoint], roundings:
         # A norm adds up every element of the model, in any order.
         count = roundings + (numel if quantity.name == "total_norm" else 0)
         quantities[quantity] = _free_bound(value, [moved.values.get(quantity) for moved in disturbed], count, scale)
-    return _point(plain, quantities)
+    return point_of(plain, quantities)
 
 
 def _largest(value: torch.Tensor | None) -> float:
@@ -141,7 +141,7 @@ def _lockstep_point(point: ReplayPoint, displaced: ReplayPoint, case: Case) -> E
         if cut:
             bound, why = bound + cut, f"{why}; {cut:.2e} for sums that tensor parallelism cuts"
         quantities[quantity] = Expected(value, bound, why)
-    return _point(point, quantities)
+    return point_of(point, quantities)
 
 
 def _roundings_of_cuts(point: ReplayPoint, case: Case) -> dict[Quantity, float]:
@@ -174,5 +174,6 @@ def _apart(value: torch.Tensor | None, displaced: torch.Tensor | None) -> float:
     return float((value - displaced).abs().nan_to_num(0.0).max())
 
 
-def _point(point: ReplayPoint, quantities: dict[Quantity, Expected]) -> ExpectedPoint:
+def point_of(point: ReplayPoint, quantities: dict[Quantity, Expected]) -> ExpectedPoint:
+    """Return what is expected at a point of a replay, with `quantities` and their bounds."""
     return ExpectedPoint(point.index, quantities, point.requires_grad, point.dtypes, point.snapshot, point.pending)

@@ -26,8 +26,7 @@ from fsdp_testing.oracle.models import dtype_of
 from fsdp_testing.oracle.module_values import Seen, WatchedObservation, WatchedProgram
 from fsdp_testing.oracle.module_values import expect_modules as modules_of
 from fsdp_testing.oracle.quantities import Expectation, Expected
-from fsdp_testing.oracle.setup import division_of
-from fsdp_testing.oracle.starting import module_to_wrap
+from fsdp_testing.oracle.setup import division_of, module_to_wrap
 from fsdp_testing.ranks.ledger.interception import listen
 from fsdp_testing.ranks.ledger.records import Call
 from fsdp_testing.ranks.pool import Failed

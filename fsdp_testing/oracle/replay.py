@@ -26,9 +26,17 @@ from fsdp_testing.cases.records.schedule import builds_late
 from fsdp_testing.oracle import models
 from fsdp_testing.oracle.disturbance import NO_DISTURBANCE, Disturbance
 from fsdp_testing.oracle.gathered_state import GatheredState
-from fsdp_testing.oracle.pending import LocalGradients, PendingGradients, gradients_of, mean_size
 from fsdp_testing.oracle.quantities import Quantity
-from fsdp_testing.oracle.reduction import Reduced, reduce, require_backward, roundings
+from fsdp_testing.oracle.reduction import (
+    LocalGradients,
+    PendingGradients,
+    Reduced,
+    gradients_of,
+    mean_size,
+    reduce,
+    require_backward,
+    roundings,
+)
 from fsdp_testing.oracle.replicas import replica_of
 from fsdp_testing.oracle.setup import precision_of
 from fsdp_testing.oracle.tensor_axis import compute_in_parts

@@ -23,8 +23,7 @@ from fsdp_testing.checks.suites.schedules import forward, iteration, iterations,
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.judging.checkers.copies import Copied, CopyingObservation, review_copies
 from fsdp_testing.oracle import models, rank_jobs
-from fsdp_testing.oracle.execute import RankProgram
-from fsdp_testing.oracle.observe import snapshot_of
+from fsdp_testing.oracle.execute import RankProgram, snapshot_of
 from fsdp_testing.ranks.pool import Failed
 from fsdp_testing.ranks.pool.world import current_world
 

@@ -13,8 +13,7 @@ from fsdp_testing.cases.records import Case, FailureKind, Finding, RankObservati
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.judging.checkers.divergence import Compared, Divergence
 from fsdp_testing.judging.checkers.explain import finding_of
-from fsdp_testing.judging.checkers.results import check_results
-from fsdp_testing.judging.checkers.snapshots import StateCheck
+from fsdp_testing.judging.checkers.snapshots import StateCheck, check_results
 from fsdp_testing.oracle.comparison import Comparison
 from fsdp_testing.oracle.quantities import Expectation, ExpectedPoint, Quantity
 

@@ -17,9 +17,8 @@ from typing import Any
 
 from fsdp_testing.base.backends import backend_named
 from fsdp_testing.ranks.ledger.reading import RankLedger
-from fsdp_testing.ranks.pool.cause import NotJoined
+from fsdp_testing.ranks.pool.cause import NotJoined, cause_of
 from fsdp_testing.ranks.pool.channel import dumps, loads
-from fsdp_testing.ranks.pool.diagnosis import cause_of
 from fsdp_testing.ranks.pool.jobs import Exit, Job, Report
 from fsdp_testing.ranks.pool.outcome import ErrorRecord, Fate, RankOutcome, WorldOutcome, account_lines
 from fsdp_testing.ranks.pool.processes import RankProcess
