@@ -1,127 +1,157 @@
-"""Writes docs/findings/known-defects.md: which defects of the public record torch shows, and what exposes each of them.
+"""Makes the tables of known failures in the documentation from the one list of them.
 
-    python ci/known_defects.py            # write the page
-    python ci/known_defects.py --run      # run every script and check, and say what is no longer so
+    python ci/known_defects.py            # write the pages
+    python ci/known_defects.py --run      # run every script and check of what was known before, and say what is no longer so
 
-The table is docs/findings/known/defects.toml; the page is made from it and from the first line of each script.
+The list is fsdp_testing/checks/findings/known_failures.toml. Text around the tables is written by hand.
 """
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
-import tomllib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from fsdp_testing.cases.records import Verdict
+from fsdp_testing.cases.records import Case, Verdict
 from fsdp_testing.checks.conformance import run_check
+from fsdp_testing.checks.findings.known import Defect, shipped
+from fsdp_testing.judging.tags import tokens
 
-FINDINGS = Path(__file__).parent.parent / "docs" / "findings"
-TABLE = FINDINGS / "known" / "defects.toml"
-PAGE = FINDINGS / "known-defects.md"
-SHARED = "ranks"
-"""What the scripts import; no script itself."""
+ROOT = Path(__file__).parent.parent
+FINDINGS = ROOT / "docs" / "findings"
 LONGEST_S = 180.0
-
-_INTRODUCTION = """# Defects that were known, and what exposes them
-
-Made by `python ci/known_defects.py`. The set was drawn up from torch's issues and pull requests and from those of projects
-that build on it, before anything was asked of the checks: whatever torch 2.13.0 shows on the CPU over gloo. A script with
-torch alone shows each (exit code 1 and a line; 0 once it is gone; those in `scripts/` end with 0 as long as it shows).
-What [the checks themselves found](README.md) is in the set only where the record names it, too. `NAME+capability` is NAME asked
-for something that it does not claim, as in [limits.md](limits.md)."""
+BEGIN, END = "<!-- begin: python ci/known_defects.py -->", "<!-- end -->"
 
 
-@dataclass(frozen=True, slots=True)
-class Defect:
-    """One line of the table.
-
-    Attributes:
-        id: Name of its script.
-        source: Where it was reported or documented.
-        on: Implementation whose check exposes it, maybe with a capability that it does not claim; empty for none.
-        check: That check.
-        why: Why nothing exposes it.
-    """
-
-    id: str
-    source: str
-    on: str = ""
-    check: str = ""
-    why: str = ""
-
-    @property
-    def script(self) -> Path:
-        """Its script, which may be that of a finding."""
-        own = FINDINGS / "known" / f"{self.id}.py"
-        return own if own.exists() else FINDINGS / "scripts" / f"{self.id}.py"
-
-    @property
-    def implementation(self) -> str:
-        """What the check is run on, as the registry takes it."""
-        return f"fsdp_testing.checks.suites.beyond_claims:{self.on}" if "+" in self.on else self.on
-
-    @property
-    def sentence(self) -> str:
-        """The first line of its script."""
-        text = ast.get_docstring(ast.parse(self.script.read_text(encoding="utf-8"))) or ""
-        return text.splitlines()[0]
+def script_of(defect: Defect) -> Path | None:
+    """The script with torch alone that shows a defect."""
+    if defect.page.endswith(".py"):
+        return FINDINGS / defect.page
+    return FINDINGS / "scripts" / f"{Path(defect.page).stem}.py" if defect.page.endswith(".md") else None
 
 
-def read() -> list[Defect]:
-    """The table, by name."""
-    rows = tomllib.loads(TABLE.read_text(encoding="utf-8"))["defect"]
-    return sorted((Defect(**row) for row in rows), key=lambda one: one.id)
+def checks_of(defect: Defect) -> list[str]:
+    """The checks that fail because of a defect."""
+    return list(dict.fromkeys([*(check for entry in defect.expected for check in entry.checks), *defect.shown[:1]]))
 
 
-def page(defects: list[Defect]) -> str:
-    """The page."""
-    exposed = [one for one in defects if one.check]
-    share = f"{len(exposed)} of {len(defects)} are exposed ({len(exposed) / len(defects):.0%})."
-    lines = [_INTRODUCTION, "", share, "", "| defect | reported | exposed by |", "|---|---|---|"]
-    for one in defects:
-        how = f"`{one.check}` on {one.on}" if one.check else f"**nothing**: {one.why}"
-        lines.append(f"| [{one.sentence}]({one.script.relative_to(FINDINGS)}) | {one.source} | {how} |")
-    return "\n".join([*lines, ""])
+def on_of(defect: Defect) -> list[str]:
+    """The implementations whose checks are expected to fail because of a defect."""
+    return [name for entry in defect.expected for name in entry.on]
+
+
+def known_before(defects: Iterable[Defect]) -> list[Defect]:
+    """The defects that the public record names, by name."""
+    return sorted((defect for defect in defects if defect.reported), key=lambda defect: defect.name)
+
+
+def table(head: str, rows: Iterable[Iterable[str]]) -> str:
+    """A table whose columns are named in a line."""
+    columns = head.split(" | ")
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def findings(defects: Iterable[Defect]) -> str:
+    """What was found, with a page each."""
+    rows = []
+    for defect in defects:
+        if defect.page.endswith(".md"):
+            names = ", ".join(f"`{check}`" for check in checks_of(defect))
+            beside = defect.expected and all(name.endswith(".tensor_parallel") for name in on_of(defect))
+            found = names + ", with `--tensor-parallel 2`" * bool(beside)
+            found = found or f"none; found by {defect.found or 'the fuzzer'}"
+            rows.append((f"[{defect.reason}]({defect.page})", defect.affects, defect.effect, found))
+    return table("finding | implementations | kind | checks that fail", rows)
+
+
+def exposures(defects: Iterable[Defect]) -> str:
+    """What was known before, and what exposes it."""
+    known = known_before(defects)
+    shown = [defect for defect in known if defect.shown]
+    rows = []
+    for defect in known:
+        how = "`{}` on {}".format(*defect.shown) if defect.shown else f"**nothing**: {defect.not_shown}"
+        script = script_of(defect)
+        assert script is not None
+        rows.append((f"[{defect.reason}]({script.relative_to(FINDINGS)})", defect.reported, how))
+    share = f"{len(shown)} of {len(known)} are exposed ({len(shown) / len(known):.0%})."
+    return share + "\n\n" + table("defect | reported | exposed by", rows)
+
+
+def programs(defects: Iterable[Defect]) -> str:
+    """The shortest program that shows each defect of which the fuzzer has rules."""
+    rows = []
+    for defect in defects:
+        cases = [Case.from_json(rule.example, rule.name) for rule in defect.rules if rule.example]
+        if not cases:
+            continue
+        program = min(map(tokens, cases), key=len)
+        place = f"findings/{defect.page}" if defect.place.startswith("docs/") else defect.page
+        links = [f"[described]({place})"] if place else []
+        links += [f"[reported]({defect.issue})"] if defect.issue else []
+        names = ", ".join(f"`{name}`" for name in defect.implementations)
+        rows.append((", ".join(program) or "wrapping", names, defect.reason, ", ".join(links)))
+    return table("program | implementations | what happens | where", rows)
+
+
+PAGES = {
+    FINDINGS / "README.md": findings,
+    FINDINGS / "known-defects.md": exposures,
+    ROOT / "docs" / "found-by-fuzzing.md": programs,
+}
+
+
+def page(path: Path, defects: Iterable[Defect]) -> str:
+    """The text of a page with its table as the list has it."""
+    before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    return f"{before}{BEGIN}\n{PAGES[path](defects)}\n{END}{rest.partition(END)[2]}"
 
 
 def shows(defect: Defect) -> str:
     """Run the script; an empty text if it shows the defect, else what it said."""
+    script = script_of(defect)
+    assert script is not None
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(defect.script)],
+        [sys.executable, "-W", "ignore", str(script)],
         capture_output=True,
         text=True,
         timeout=LONGEST_S,
         check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-    due = 1 if defect.script.parent.name == "known" else 0
-    return "" if done.returncode == due else f"{defect.id}: the script ended with {done.returncode}: {done.stdout}"
+    due = 1 if script.parent.name == "known" else 0
+    return "" if done.returncode == due else f"{defect.name}: the script ended with {done.returncode}: {done.stdout}"
 
 
 def exposes(defect: Defect) -> str:
     """Run the check; an empty text if it fails, else its verdict."""
-    found = run_check(defect.implementation, defect.check, world_sizes=(2,), stop_at_first=True)
-    return "" if found.verdict is Verdict.FAIL else f"{defect.id}: {defect.check} on {defect.on}: {found.verdict}"
+    check, on = defect.shown
+    found = run_check(implementation(on), check, world_sizes=(2,), stop_at_first=True)
+    return "" if found.verdict is Verdict.FAIL else f"{defect.name}: {check} on {on}: {found.verdict}"
 
 
-def wrong(defects: list[Defect]) -> Iterator[str]:
+def implementation(on: str) -> str:
+    """What a check is run on, as the registry takes it."""
+    return f"fsdp_testing.checks.suites.beyond_claims:{on}" if "+" in on else on
+
+
+def wrong(defects: Iterable[Defect]) -> Iterator[str]:
     """What is no longer so."""
-    for one in defects:
-        yield from filter(None, (shows(one), exposes(one) if one.check else ""))
+    for defect in defects:
+        yield from filter(None, (shows(defect), exposes(defect) if defect.shown else ""))
 
 
 def main(arguments: list[str]) -> None:
-    """Write the page, or run everything."""
+    """Write the pages, or run everything."""
     if arguments == ["--run"]:
-        found = list(wrong(read()))
-        sys.stdout.write("\n".join([*found, ""]))
-        raise SystemExit(bool(found))
-    PAGE.write_text(page(read()), encoding="utf-8")
+        lines = list(wrong(known_before(shipped())))
+        sys.stdout.write("\n".join([*lines, ""]))
+        raise SystemExit(bool(lines))
+    for path in PAGES:
+        path.write_text(page(path, shipped()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ from typing import NamedTuple
 from fsdp_testing.adapters import registry
 from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices
 from fsdp_testing.cases.records import Case, FailureKind
-from fsdp_testing.checks.findings.known import Rule, shipped_known
-from fsdp_testing.checks.findings.tags import units_of_tree
+from fsdp_testing.checks.findings.known import shipped_known
+from fsdp_testing.judging.known import Rule
 from fsdp_testing.judging.signature import Signature, operation_kind
+from fsdp_testing.judging.tags import units_of_tree
 
 CASES = 400
 NAMES = ("torch-ddp", "torch-fsdp1", "torch-fsdp1-flat", "torch-fsdp2")

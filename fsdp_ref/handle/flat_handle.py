@@ -145,8 +145,7 @@ class FlatHandle:
         self.reshard()
         self.precision = self.grads.sum.precision = Precision.of(dtype, self.config.mixed_precision)
         self.replace_shard(offload.another_home(self.shard_S, dtype))
-        for buffer in self._buffers.values():
-            buffer.free()
+        self.streams.free_rest()
         self._buffers.clear()
         self._views.clear()
 
@@ -183,6 +182,7 @@ class FlatHandle:
         except BaseException:
             # Nothing will fill the buffer. Whoever comes next gathers anew instead of waiting for this.
             self._pending = self._cast_S = None
+            self.streams.free_rest()  # the buffer may be among them: then it is still read
             self.buffer(self.compute_dtype).free()
             self.life.move(UnitState.SHARDED, self.name)
             raise
@@ -191,15 +191,12 @@ class FlatHandle:
     def _gather(self) -> None:
         with self.streams.pre_unshard(), torch.no_grad():
             source_S = offload.fetch(self.shard_S, self.config.device, self.compute_dtype)
-        # The host stops here when the device is behind: a buffer that is freed on the host is not free on the device
-        # before the kernels that read it have run, and gathers would pile up memory.
-        self.streams.limit_gathers()
         self.streams.gather_after_prepare()
         buffer = self.buffer(self.compute_dtype)
-        # Allocated on the stream that fills it: the allocator may hand out memory whose last reader ran there, and the
-        # current stream waits for this one before it reads (:meth:`_wait_for_gather`).
+        # Allocated on the stream that issues the fill: the allocator may hand out memory whose last reader ran there, and
+        # the current stream waits for this one before it reads (:meth:`_wait_for_gather`).
+        self.streams.allocate(buffer)
         with self.streams.unshard(), torch.no_grad():
-            buffer.allocate()
             if self.sharded:
                 self._pending = self._gathering.all_gather(buffer.tensor, source_S, self.groups.shard, self.name)
             else:
@@ -264,12 +261,8 @@ class FlatHandle:
         if self.life.state is UnitState.GATHERING:
             self._wait_for_gather()
         if self.needs_buffer:
-            buffer = self.buffer(self.compute_dtype)
-            # Kernels of the current stream that were issued before may run after the host has freed here; the
-            # allocator keeps the memory from other streams until they are done.
-            self.streams.used_by_compute(buffer.tensor)
-            buffer.free()
-            self.streams.note_free()
+            # Kernels of the current stream that were issued before may run after the host has come here.
+            self.streams.free(self.buffer(self.compute_dtype))
         self.life.move(UnitState.SHARDED, self.name)
 
     def set_full_precision(self, wanted: bool) -> None:

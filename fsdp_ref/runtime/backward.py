@@ -213,13 +213,14 @@ def end_backward(root: Root) -> None:
         root.streams.compute_after_reduce()
         if root.offloads:
             # Nothing else stops the host, which may run ahead into the next step; offloaded gradients it reads itself.
-            root.streams.host_after_reduce()
+            root.streams.host_after_copies()
         for unit in root.units:
             # What a backward without synchronisation kept is freed by the next one with it, used there or not.
             if unit.life.state is UnitState.ACCUMULATING and not unit.sync_gradients:
                 unit.end_pass()
             else:
                 unit.reshard(ReshardReason.AFTER_BACKWARD)
+        root.streams.free_rest()
         for look in root.guards.gradients_ready:
             look()
         publish(root.in_pass)

@@ -195,10 +195,12 @@ class Root:
         for unit in self.units:
             if unit.life.state is UnitState.GATHERING and unit.ahead is not Ahead.USER:
                 unit.reshard(ReshardReason.UNUSED)
+        # What waits for the next gather to free it would wait as long as the user makes none.
+        self.streams.free_rest()
         if self.offloads:
             # Shards on the host are read by the device when it gets there. No backward may follow in which the host
             # waits, and the optimizer that runs on the host would write to them before.
-            self.streams.host_after_prepare()
+            self.streams.host_after_copies()
 
     # ------------------------------------------------------------------ backward passes
 

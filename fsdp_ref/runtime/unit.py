@@ -238,6 +238,7 @@ class Unit:
         # A gather in flight waits for other ranks; an exception must not. ``Root.recover`` ends it later.
         if not (reason is ReshardReason.FAILED and self.life.state is UnitState.GATHERING):
             handle.reshard()
+            handle.streams.free_rest()  # no gather of the same pass follows that would
         handle.originals.show_sharded()
 
     def drop_out_of_date(self) -> None:

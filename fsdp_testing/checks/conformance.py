@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from fsdp_testing.adapters import registry, validation
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.base.backends import backend_named
-from fsdp_testing.cases.records import Case, CheckResult, Expectation, Portrait, Request, RunReport, check_case
+from fsdp_testing.cases.records import Case, CheckResult, Portrait, Request, RunReport, check_case
 from fsdp_testing.checks.suites import CHECKS, Check
 from fsdp_testing.checks.suites.check import needs_of
 from fsdp_testing.checks.suites.run import Where, judge_check
@@ -28,7 +28,7 @@ from fsdp_testing.explain.shrinking.shrink import EXPLAIN_SECONDS
 from fsdp_testing.explain.trace import portrait
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.judging.concurrency import Shared
-from fsdp_testing.judging.expected import as_expected, digest, expectations
+from fsdp_testing.judging.expected import Expectation, as_expected, digest, expectations
 from fsdp_testing.ranks.pool import Pool, default_pool
 
 

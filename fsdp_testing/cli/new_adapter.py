@@ -88,7 +88,7 @@ def add(commands: Subparsers[Command]) -> Command:
 
 def execute(options: argparse.Namespace) -> int:
     """Write the file and say what to do with it."""
-    from fsdp_testing.report import write_atomically
+    from fsdp_testing.report.files import write_atomically
 
     if not re.fullmatch(r"\w[\w.+-]*", options.name):
         raise InvalidArgument(

@@ -11,8 +11,7 @@ from typing import Any
 
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.adapters.protocol import Division
-from fsdp_testing.cases.models.tree import unit_of
-from fsdp_testing.cases.records import Case, CaseRecord, Finding, Judgement, RankObservation, Verdict, WorldSpec
+from fsdp_testing.cases.records import Case, CaseRecord, Judgement, RankObservation, Verdict, WorldSpec
 from fsdp_testing.errors import PoolBroken
 from fsdp_testing.judging import record_stream
 from fsdp_testing.judging.attempts import Attempt
@@ -112,14 +111,6 @@ def judge_batch(
         records = [of_rank[index] for of_rank in reported if index in of_rank]
         judgements.append(_judged(adapter, fitted(case, adapter), records, observe_all=observe_all))
     return judgements
-
-
-def units_of(finding: Finding) -> tuple[str, ...] | None:
-    """Return the units in which it fails; None where that is not known."""
-    if finding.overrun is not None:
-        return tuple(unit for unit, _ in finding.overrun.units) or None
-    named = finding.case.wrapping.units if finding.case.wrapping.policy is None else None
-    return (unit_of(finding.fqn, named),) if finding.fqn and named is not None else None
 
 
 def comparison_for(case: Case, adapter: Adapter) -> Comparison:

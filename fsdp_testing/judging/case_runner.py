@@ -29,9 +29,10 @@ from fsdp_testing.cases.records import (
 from fsdp_testing.errors import PoolBroken
 from fsdp_testing.judging.attempts import Attempt, settle
 from fsdp_testing.judging.batch import Watch
-from fsdp_testing.judging.batch_judge import attempt_batch, units_of
+from fsdp_testing.judging.batch_judge import attempt_batch
 from fsdp_testing.judging.concurrency import Shared
 from fsdp_testing.judging.judge import Review, judge
+from fsdp_testing.judging.known import CaseFeatures, features_of
 from fsdp_testing.judging.numbers import Numbers, compare_numbers
 from fsdp_testing.judging.signature import Signature, signature_of
 from fsdp_testing.judging.worlds import Worlds
@@ -118,9 +119,9 @@ class JudgedCase:
         return signature_of(self.judgement.finding) if self.judgement.finding is not None else None
 
     @property
-    def units(self) -> tuple[str, ...] | None:
-        """Return the units in which it fails; None where that is not known."""
-        return units_of(self.judgement.finding) if self.judgement.finding is not None else None
+    def features(self) -> CaseFeatures:
+        """Return what rules of known failures ask: the case in words, and where in it it fails."""
+        return CaseFeatures(self.case) if self.finding is None else features_of(self.finding)
 
     @property
     def outcome(self) -> CaseOutcome:

@@ -2,17 +2,16 @@
 
 An entry that only names a check would excuse whatever goes wrong there: a new error in place of a known rounding, all
 numbers in place of one. So an entry says kind, quantity and operation, as `Signature` does, and may say the parameter and
-the cause. A check fails as expected if each of its failing cases does.
+the cause; it is read into a rule as the fuzzer has them (`known.py`), which decides. A check fails as expected if each of
+its failing cases does.
 """
 
 from __future__ import annotations
 
 import difflib
 import hashlib
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_testing.base.document import to_json
@@ -20,7 +19,6 @@ from fsdp_testing.cases.records import (
     LOSES_RANKS,
     RAISES,
     CheckResult,
-    Expectation,
     ExpectedFailure,
     FailureKind,
     Finding,
@@ -28,13 +26,33 @@ from fsdp_testing.cases.records import (
     merge,
 )
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.judging.signature import as_pattern, has_cause, looks_like, signature_of
+from fsdp_testing.judging.entry import FIELDS, entry_line, look_of
+from fsdp_testing.judging.known import KnownFailures, Rule, features_of
+from fsdp_testing.judging.signature import signature_of
 
 CauseOf = Callable[[Finding], str]
 """What one process would have to do to give the wrong numbers of a finding, as a clause; empty if unknown."""
 
-FIELDS = tuple(field.name for field in fields(ExpectedFailure))
 _WITHOUT_OPERATION = LOSES_RANKS | {FailureKind.LEAKED}
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What a user expects of one check on one implementation.
+
+    Attributes:
+        failures: The known failures; each names how it fails.
+        bare: A reason without how it fails; it excuses nothing, for it would excuse anything.
+    """
+
+    failures: tuple[Rule, ...] = ()
+    bare: str = ""
+
+    @property
+    def reason(self) -> str:
+        """All reasons in a line."""
+        reasons = [entry.text for rule in self.failures for entry in rule.entries()]
+        return "; ".join(dict.fromkeys([*reasons, *filter(None, [self.bare])]))
 
 
 def read_expectation(given: Any, where: str, problems: list[str]) -> Expectation:
@@ -98,8 +116,11 @@ def digest(expected: Mapping[str, Mapping[str, Expectation]]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16] if text != "{}" else ""
 
 
-def _entries(given: Iterable[Any], where: str, problems: list[str]) -> Iterator[ExpectedFailure]:
+def _entries(given: Iterable[Any], where: str, problems: list[str]) -> Iterator[Rule]:
     for entry in given:
+        if isinstance(entry, Rule):
+            yield entry
+            continue
         if isinstance(entry, ExpectedFailure):
             entry = {name: getattr(entry, name) for name in FIELDS}
         if not isinstance(entry, Mapping):
@@ -108,7 +129,7 @@ def _entries(given: Iterable[Any], where: str, problems: list[str]) -> Iterator[
         wrong = list(_wrong(entry))
         problems += [f"{where}: {text}" for text in wrong]
         if not wrong:
-            yield ExpectedFailure(**{**entry, "kind": FailureKind(entry["kind"])})
+            yield Rule.of_entry(ExpectedFailure(**{**entry, "kind": FailureKind(entry["kind"])}))
 
 
 def _wrong(entry: Mapping[str, Any]) -> Iterator[str]:
@@ -158,29 +179,26 @@ def as_expected(result: CheckResult, expectation: Expectation, cause_of: CauseOf
             seen, findings=(*new, *known), explanation=said, remark=_unexpected(result, expectation, new, known)
         )
     verdicts = [Verdict.EXPECTED_FAILURE if case.verdict is Verdict.FAIL else case.verdict for case in result.cases]
-    idle = [entry.look for entry in expectation.failures if entry not in [finding.expected for finding in known]]
+    met = {finding.expected for finding in known}
+    idle = [entry.look for rule in expectation.failures for entry in rule.entries() if entry not in met]
     remark = f"of what is listed, nothing fails so: {'; '.join(idle)}" if idle else ""
     return replace(seen, findings=tuple(known), verdict=merge([*verdicts, Verdict.EXPECTED_FAILURE]), remark=remark)
 
 
-def _recognised(finding: Finding, entries: Iterable[ExpectedFailure], cause_of: CauseOf) -> Finding:
+def _recognised(finding: Finding, rules: Iterable[Rule], cause_of: CauseOf) -> Finding:
     """The finding with the entry that it is, or as it was; with its cause, where that was asked for."""
-    fitting = [entry for entry in entries if _looks_like(entry, finding)]
-    known = next((entry for entry in fitting if not entry.cause), None)
+    signature = signature_of(finding)
+    fitting = KnownFailures(tuple(rules)).recognizing(signature, features_of(finding))
+    known = next((rule for rule in fitting if not rule.asks_cause(signature)), None)
     if known is not None or not fitting:
-        return replace(finding, expected=known)
+        return replace(finding, expected=known.entry_for(signature) if known is not None else None)
     cause = ""
     for _ in range(2):  # a world that is lost on the way leaves the cause unknown, which must not look like another one
         cause = cause_of(finding) or cause
-        known = next((entry for entry in fitting if has_cause(cause, entry.cause)), None)
+        known = next((rule for rule in fitting if rule.is_by_cause(signature, cause)), None)
         if known is not None:
             break
-    return replace(finding, expected=known, happened=cause)
-
-
-def _looks_like(entry: ExpectedFailure, finding: Finding) -> bool:
-    alike = looks_like(signature_of(finding), entry.kind, entry.quantity, entry.operation)
-    return alike and fnmatchcase(finding.fqn, entry.parameter or "*")
+    return replace(finding, expected=known.entry_for(signature, cause) if known is not None else None, happened=cause)
 
 
 def _unexpected(result: CheckResult, expectation: Expectation, new: Sequence[Finding], known: Sequence[Finding]) -> str:
@@ -190,48 +208,6 @@ def _unexpected(result: CheckResult, expectation: Expectation, new: Sequence[Fin
             f"excuses none. If this is it, write {entry_line(result.check, new)}"
         )
     beside = f"{len(known)} of its failing cases {'is' if len(known) == 1 else 'are'} known; " if known else ""
-    looks = "; ".join(dict.fromkeys(entry.look for entry in expectation.failures))
+    looks = "; ".join(dict.fromkeys(entry.look for rule in expectation.failures for entry in rule.entries()))
     got = "; ".join(dict.fromkeys(look_of(finding) for finding in new)) or "a failure without an account"
     return f"{beside}listed as known is {looks}; new is {got}"
-
-
-def look_of(finding: Finding) -> str:
-    """Return how a finding fails, as the entry of a list would say it."""
-    return entry_of(finding).look
-
-
-def entry_of(finding: Finding) -> ExpectedFailure:
-    """Return the entry that expects a finding; its reason and page are for a person to write.
-
-    What the cause says of operations, ranks, units and how many more are wrong is left open.
-    """
-    look = signature_of(finding)
-    happened = finding.happened or (finding.shortest.happened if finding.shortest is not None else "")
-    return ExpectedFailure("WHY", look.kind, look.quantity, look.operation, cause=as_pattern(happened), page="PAGE")
-
-
-def entry_line(check: str, findings: Iterable[Finding]) -> str:
-    """Return the line of TOML that expects the new failures of a check, with `WHY` and `PAGE` to be filled in."""
-    entries = list(dict.fromkeys(entry_of(finding) for finding in findings if finding.expected is None))
-    tables = [_table(entry) for entry in entries]
-    value = tables[0] if len(tables) == 1 else "\n".join(["[", *(f"  {table}," for table in tables), "]"])
-    return f"{_quoted(check)} = {value}"
-
-
-def entry_literal(check: str, findings: Iterable[Finding]) -> str:
-    """Return the same as an item of a Python dictionary."""
-    new = [finding for finding in findings if finding.expected is None]
-    entries = [_given(entry) for entry in dict.fromkeys(map(entry_of, new))]
-    return f"{check!r}: {entries[0] if len(entries) == 1 else entries}"
-
-
-def _given(entry: ExpectedFailure) -> dict[str, str]:
-    return {name: str(getattr(entry, name)) for name in FIELDS if getattr(entry, name)}
-
-
-def _table(entry: ExpectedFailure) -> str:
-    return f"{{ {', '.join(f'{name} = {_quoted(value)}' for name, value in _given(entry).items())} }}"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

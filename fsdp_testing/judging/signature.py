@@ -51,7 +51,7 @@ class FineSignature(NamedTuple):
 
 def signature_of(finding: Finding) -> Signature:
     """Return what a finding looks like."""
-    kind, sort = finding.kind, finding.sort or finding.quantity
+    kind, sort = finding.kind, _without_place(finding.sort or finding.quantity)
     operation = operation_kind(finding.case, finding.operation)
     if kind in RAISES:
         line = next(iter(finding.message.splitlines()), "")
@@ -80,8 +80,10 @@ def alike(quantity: str, found: Signature) -> bool:
 
     A type alone, `AssertionError:`, is an exception without a message, not any of this type.
     """
-    begins = found.kind in RAISES and not quantity.rstrip().endswith(":") and found.quantity.startswith(quantity)
-    return begins or found.quantity.strip() == quantity.strip()
+    if found.kind not in RAISES:
+        return found.quantity.strip() == quantity.strip()
+    met, quantity = _without_place(found.quantity), _without_place(quantity)
+    return (met.startswith(quantity) and not quantity.rstrip().endswith(":")) or met.strip() == quantity.strip()
 
 
 def looks_like(found: Signature, kind: FailureKind, quantity: str = "", operation: str = "") -> bool:
@@ -110,6 +112,11 @@ def operation_kind(case: Case, index: int) -> str:
     if index < 0:
         return "build"
     return case.program[index].kind if index < len(case.program) else "end"
+
+
+def _without_place(text: str) -> str:
+    """The type of an exception without the module of ours that has it: one that moves would hide what is known."""
+    return re.sub(r"^fsdp_(?:testing|ref)(?:\.[a-z_]\w*)*\.(?=[A-Z])", "", text)
 
 
 def _without_particulars(message: str, *, words_stay: bool) -> str:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from fsdp_testing.adapters.protocol import Division
 from fsdp_testing.cases.records import OUTLIVES, UNIT_ROUNDOFF, Case, RankObservation
 from fsdp_testing.oracle import oracle
 from fsdp_testing.oracle.accounts import AccountedObservation, AccountedProgram, program_for
+from fsdp_testing.oracle.disturbance import Disturbance
 from fsdp_testing.oracle.execute import RankProgram
 from fsdp_testing.oracle.gathered_state import GatheredState
 from fsdp_testing.oracle.gradient_terms import GradientTerm
@@ -26,6 +28,7 @@ from fsdp_testing.oracle.models import dtype_of
 from fsdp_testing.oracle.module_values import Seen, WatchedObservation, WatchedProgram
 from fsdp_testing.oracle.module_values import expect_modules as modules_of
 from fsdp_testing.oracle.quantities import Expectation, Expected
+from fsdp_testing.oracle.replay import Replay
 from fsdp_testing.oracle.setup import division_of, module_to_wrap
 from fsdp_testing.ranks.ledger.interception import listen
 from fsdp_testing.ranks.ledger.records import Call
@@ -139,6 +142,50 @@ def run_luckily(
     program = RankProgram(case, registry.adapter_of(implementation), current_world().rank)
     program.late, program.garbage = late, garbage
     return run_program(program, observe_all)
+
+
+def run_as(
+    implementation: Adapter | str,
+    case: Case,
+    observe_all: bool,
+    program: type[RankProgram],
+    settings: Mapping[str, Any],
+) -> RankObservation | Failed:
+    """Run `case` through an implementation as a program of another class does.
+
+    Args:
+        implementation: Which.
+        case: The case.
+        observe_all: Observe after every operation.
+        program: The class.
+        settings: Its attributes that are not as the class has them.
+
+    Collectives: those of the implementation and of the class; every rank of the world runs the same call.
+    """
+    run = program(case, registry.adapter_of(implementation), current_world().rank)
+    for name, value in settings.items():
+        setattr(run, name, value)
+    return run_program(run, observe_all)
+
+
+def expect_as(case: Case, observe_all: bool, replay: type[Replay], settings: Mapping[str, Any]) -> Expectation:
+    """Run the oracle freely as a replay of another class does, in this process alone.
+
+    Args:
+        case: The case.
+        observe_all: Expect an observation after every operation.
+        replay: The class.
+        settings: Its attributes that are not as the class has them.
+    """
+
+    def make(disturbance: Disturbance) -> Replay:
+        run = replay(case, disturbance=disturbance)
+        for name, value in settings.items():
+            setattr(run, name, value)
+        return run
+
+    with no_warnings():
+        return oracle.expect_free(case, observe_all=observe_all, make=make)
 
 
 def run_watched(implementation: Adapter | str, case: Case, observe_all: bool) -> RankObservation | Failed:

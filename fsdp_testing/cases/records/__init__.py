@@ -44,7 +44,7 @@ from fsdp_testing.cases.records.event import (
     UnitEvent,
     WaitEvent,
 )
-from fsdp_testing.cases.records.expected import Expectation, ExpectedFailure
+from fsdp_testing.cases.records.expected import ExpectedFailure
 from fsdp_testing.cases.records.failure import ENDS_RANKS, LOSES_RANKS, RAISES, FailureKind, Mismatch
 from fsdp_testing.cases.records.finding import Explanation, Finding
 from fsdp_testing.cases.records.judgement import NOTHING_COMPARED, Judgement, Tally

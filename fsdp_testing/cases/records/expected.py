@@ -44,21 +44,3 @@ class ExpectedFailure:
         """The reason, with where it is written up and reported."""
         places = ", ".join(filter(None, (self.page, self.issue)))
         return f"{self.reason}: {places}" if places else self.reason
-
-
-@dataclass(frozen=True, slots=True)
-class Expectation:
-    """What a user expects of one check on one implementation.
-
-    Attributes:
-        failures: The known failures; each names how it fails.
-        bare: A reason without how it fails; it excuses nothing, for it would excuse anything.
-    """
-
-    failures: tuple[ExpectedFailure, ...] = ()
-    bare: str = ""
-
-    @property
-    def reason(self) -> str:
-        """All reasons in a line."""
-        return "; ".join(dict.fromkeys([*(failure.text for failure in self.failures), *filter(None, [self.bare])]))

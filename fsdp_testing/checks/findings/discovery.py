@@ -8,9 +8,9 @@ from typing import Any
 
 from fsdp_testing.base.document import Format, decode, encode
 from fsdp_testing.cases.records import Case, Overrun
-from fsdp_testing.checks.findings.known import Rule
-from fsdp_testing.checks.findings.tags import tags, tokens
+from fsdp_testing.judging.known import Rule
 from fsdp_testing.judging.signature import Signature, as_pattern
+from fsdp_testing.judging.tags import tags, tokens
 
 FORMAT = Format("fsdp_testing/fuzz_finding", 1)
 

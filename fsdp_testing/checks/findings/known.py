@@ -1,333 +1,161 @@
-"""Which failures are known, so that a campaign counts them and goes on looking for unknown ones?
+"""What is known to fail: one list, a record for each defect, from which each command takes what it asks.
 
-Rules are data: what a failure looks like, and what the cases have in which it was seen. A rule is asked after a case
-was judged: it changes no case and leaves none out. It has a reason and a link, and an example, which campaigns run
-again: a rule whose example passes is dropped.
+`fuzz` and `certify` take the rules of an implementation, `run` what it expects of each check, `ci/known_defects.py` makes
+the tables of docs/findings. A user's list has this form, or one of the two that are older: rules alone (JSON), and entries
+by check (TOML).
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+import functools
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_testing.base.document import Format, decode, encode, load_json, to_json
-from fsdp_testing.cases.records import ENDS_RANKS, Case, FailureKind, ModelSpec, WorldSpec
-from fsdp_testing.checks.findings.tags import NEW_MODEL, NEW_OPTIMIZER, UNITS, tags, units_with, words, words_of
+from fsdp_testing.base.document import Format, decode
 from fsdp_testing.errors import InvalidRecord
-from fsdp_testing.judging.signature import Signature, has_cause, looks_like
+from fsdp_testing.judging.known import KnownFailures, Rule, check_rules, read_known
 
-FORMAT = Format("fsdp_testing/known_failures", 2)
-SHIPPED = Path(__file__).parent / "known_failures"
-
-
-class CaseFeatures:
-    """A case in words, found out once for however many rules ask: that takes longer than drawing the case.
-
-    Args:
-        case: The case.
-        at: Operation in or after which it fails: what comes later did not bring the failure about. None if that is not known.
-        units: Units in which it fails; None if that is not known.
-    """
-
-    def __init__(self, case: Case, at: int | None = None, units: Collection[str] | None = None) -> None:
-        self._case = case
-        self._units = units
-        places = (frozenset({"begin", NEW_MODEL, NEW_OPTIMIZER}), *words_of(case.program))
-        self.places = places if at is None else places[: at + 2]
-
-    @cached_property
-    def tags(self) -> frozenset[str]:
-        """Return what `tags` says of it."""
-        return tags(self._case)
-
-    def fails_in(self, word: str) -> bool:
-        """Return whether it fails in units that a word of `UNITS` names alone, as far as is known."""
-        named = units_with(self._case, word) if word and self._units is not None else None
-        return named is None or named.issuperset(self._units or ())
+LIST = Path(__file__).parent / "known_failures.toml"
+FORMAT = Format("fsdp_testing/known_defects", 1)
+PAGES = "docs/findings/"
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """One known failure.
+class Expected:
+    """How checks fail because of a defect.
 
     Attributes:
-        name: Unique in its file.
+        on: Implementations; `NAME.tensor_parallel` is NAME over tensor parallelism.
+        checks: Names of the checks, each of which fails in all these ways.
+        signatures: As of a rule.
+        reason: What goes wrong here, where that is more than the defect says.
+    """
+
+    on: tuple[str, ...]
+    checks: tuple[str, ...]
+    signatures: tuple[tuple[str, ...], ...]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """One defect.
+
+    Attributes:
+        name: Unique in the list.
         reason: What goes wrong, in one sentence.
-        page: File or address where it is written up.
-        signatures: What it looks like, in each way that it was seen: kind, quantity (of an exception its beginning),
-            operation, and what one process would have to do to give its wrong numbers, as a pattern (fnmatch) of a part of
-            that sentence; what is not given may be anything. A campaign asks the cause of the first failures that it knows
-            by such a rule, and of every so many later ones.
-        operations: Tokens that occur in this order (others may lie between them); empty matches any program. A token
-            may end in `*`; `@backward`, `@local`, `@reduced`, `@trained`, `@new_model`, `@new_optimizer` and
-            `@optimizer_saved` are any operation that does this (`tags.words_of`); `begin`, which is new too, stands before
-            the first operation.
-        unless: Tokens that may not lie between them.
-        tags: Tags that the case has, all of them; a tag may end in `*`.
-        units: Word of `tags.UNITS` for the units in which it fails, all of them; empty for any.
-        without: Token of the operations without which it does not show; a case in which it was met is run once more
-            without them, for what it may have hidden. Empty where no such operation is known.
-        instead: What of the case is other in that run, by field, where no operation brings the failure about:
-            `{"world": {"mesh": [1, 2]}}` leaves the size of the world as it is.
-        issue: Where it is reported.
-        link: What files of earlier versions say instead of `page` and `issue`; empty once a file is read.
-        example: A case that fails because of it, to notice when it no longer does.
-        unlike: The case nearest to it that was seen to pass: the rule may not ask for less than what it lacks.
+        page: Where it is written up: below docs/findings a page, or the script alone; or an address.
+        issue: Where it is reported, if one thread is about it.
+        affects: What has it, for people.
+        effect: What it does to a user, in a word or two: silent, or an error.
+        reported: The public record that names it, of a defect that was known before it was looked for.
+        shown: A check and the implementation on which it fails because of it; `NAME+capability` is NAME asked for something
+            that it does not claim. Of defects whose check `expected` does not name.
+        not_shown: Why no check shows it.
+        found: How it was found, if neither by a check nor by a rule's program.
+        expected: The checks in which it shows.
+        rules: How it shows in any case. Page and issue are the defect's where a rule has none.
     """
 
     name: str
     reason: str
     page: str = ""
-    signatures: tuple[tuple[str, ...], ...] = ()
-    operations: tuple[str, ...] = ()
-    unless: tuple[str, ...] = ()
-    tags: tuple[str, ...] = ()
-    units: str = ""
-    without: str = ""
-    instead: Mapping[str, Any] = field(default_factory=dict)
     issue: str = ""
-    link: str = ""
-    example: Any = None
-    unlike: Any = None
-
-    @property
-    def places(self) -> str:
-        """Return where it is written up and reported."""
-        return ", ".join(filter(None, (self.page, self.issue)))
-
-    @property
-    def ends_ranks(self) -> bool:
-        """Return whether it costs the ranks in one of the ways in which it was seen."""
-        return any(FailureKind(signature[0]) in ENDS_RANKS for signature in self.signatures)
-
-    def fits(self, features: CaseFeatures) -> bool:
-        """Return whether a case has what the cases have in which it was seen."""
-        in_order = _in_order(self.operations, features.places, self.unless)
-        return in_order and all(any(_matches(pattern, tag) for tag in features.tags) for pattern in self.tags)
-
-    def knows(self, signature: Signature, features: CaseFeatures) -> bool:
-        """Return whether a failure with this signature, met in such a case, is this one."""
-        looks = any(_looks_like(known, signature) for known in self.signatures)
-        return looks and self.fits(features) and features.fails_in(self.units)
-
-    def asks_cause(self, signature: Signature) -> bool:
-        """Return whether a failure that looks so is this one only by its cause."""
-        causes = self._causes(signature)
-        return bool(causes) and all(causes)
-
-    def is_by_cause(self, signature: Signature, cause: str | None) -> bool:
-        """Return whether the cause of a failure, where it was looked for, is that of this one."""
-        return cause is None or any(has_cause(cause, known) for known in self._causes(signature))
-
-    def _causes(self, signature: Signature) -> list[str]:
-        return [(*known, "", "", "")[3] for known in self.signatures if _looks_like(known, signature)]
-
-    def variant(self, case: Case) -> Case | None:
-        """Return the case without what brings the failure about; None where nothing is left, or nobody knows how."""
-        variant = self._changed(case, f"known failure {self.name}: instead")
-        while self.without and self.fits(CaseFeatures(variant)):
-            places = [place for place, one in enumerate(variant.program) if _is(self.without, words(one))]
-            if not places:
-                return None
-            variant = variant.without_operation(places[-1])
-        return variant if variant != case and variant.program else None
-
-    def check(self, where: str) -> None:
-        """Check that `instead` names fields of a case, and `units` some of its units.
-
-        Raises:
-            InvalidRecord: One is unknown, or cannot have this value.
-        """
-        self._changed(Case(ModelSpec("tree"), WorldSpec(1), ()), f"{where}: {self.name}.instead")
-        if self.units and self.units not in UNITS:
-            raise InvalidRecord(
-                f"{where}: {self.name}.units: expected one of {', '.join(UNITS)}, got {self.units!r}. Choose one, or none."
-            )
-
-    def _changed(self, case: Case, where: str) -> Case:
-        return decode(Case, _merged(encode(case), self.instead), where) if self.instead else case
-
-
-def _merged(data: Any, change: Any) -> Any:
-    if not isinstance(change, Mapping):
-        return change
-    known = data if isinstance(data, Mapping) else {}
-    return {**known, **{name: _merged(known.get(name), value) for name, value in change.items()}}
-
-
-def _looks_like(known: Sequence[str], signature: Signature) -> bool:
-    return looks_like(signature, FailureKind(known[0]), *known[1:3])
-
-
-def _matches(pattern: str, text: str) -> bool:
-    return text.startswith(pattern[:-1]) if pattern.endswith("*") else text == pattern
-
-
-def _is(pattern: str, operation: Iterable[str]) -> bool:
-    return any(_matches(pattern, word) for word in operation)
-
-
-def _in_order(wanted: Sequence[str], found: Sequence[frozenset[str]], unless: Sequence[str]) -> bool:
-    if not wanted:
-        return True
-    return any(
-        _is(wanted[0], operation) and _goes_on(wanted[1:], found[place + 1 :], unless)
-        for place, operation in enumerate(found)
-    )
-
-
-def _goes_on(wanted: Sequence[str], found: Sequence[frozenset[str]], unless: Sequence[str]) -> bool:
-    for operation in found:
-        if not wanted:
-            break
-        if _is(wanted[0], operation):
-            wanted = wanted[1:]
-        elif any(_is(pattern, operation) for pattern in unless):
-            return False
-    return not wanted
-
-
-@dataclass(frozen=True, slots=True)
-class KnownFailures:
-    """The known failures of one implementation."""
-
+    affects: str = ""
+    effect: str = ""
+    reported: str = ""
+    shown: tuple[str, ...] = ()
+    not_shown: str = ""
+    found: str = ""
+    expected: tuple[Expected, ...] = ()
     rules: tuple[Rule, ...] = ()
 
     @property
-    def digest(self) -> str:
-        """Return what differs where rules do."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+    def place(self) -> str:
+        """Return the page by its path from the root of a checkout, or the address."""
+        return PAGES + self.page if self.page and ":" not in self.page else self.page
 
-    def recognize(
-        self,
-        signature: Signature,
-        case: Case,
-        at: int | None = None,
-        cause: str | None = None,
-        units: Collection[str] | None = None,
-    ) -> Rule | None:
-        """Return the first rule that knows a failure.
+    def rules_on(self, name: str) -> Iterator[Rule]:
+        """Yield its rules for an implementation."""
+        for rule in self.rules:
+            if name in rule.on:
+                yield replace(rule.of(name), page=rule.page or self.place, issue=rule.issue or self.issue)
 
-        Args:
-            signature: What it looks like.
-            case: In which it was met.
-            at: In or after which operation; None if that is not known.
-            cause: Its cause as it was found; None if nobody looked for it.
-            units: In which units; None if that is not known.
-        """
-        return next(iter(self.recognizing(signature, case, at, cause, units)), None)
+    def expected_on(self, name: str) -> Iterator[tuple[str, Rule]]:
+        """Yield a check that fails because of it, with each way in which it does."""
+        for entry in self.expected:
+            rule = Rule(self.name, entry.reason or self.reason, self.place, entry.signatures, issue=self.issue)
+            yield from ((check, rule) for check in entry.checks if name in entry.on)
 
-    def recognizing(
-        self,
-        signature: Signature,
-        case: Case,
-        at: int | None = None,
-        cause: str | None = None,
-        units: Collection[str] | None = None,
-    ) -> list[Rule]:
-        """Return every rule that knows a failure, as `recognize`."""
-        features = CaseFeatures(case, at, units)
-        knowing = [rule for rule in self.rules if rule.knows(signature, features)]
-        return [rule for rule in knowing if rule.is_by_cause(signature, cause)]
-
-    def may_end_ranks(self, case: Case) -> Rule | None:
-        """Return a rule of a failure that costs the ranks and was seen in such cases."""
-        return self.fitting([rule.name for rule in self.rules if rule.ends_ranks], case)
-
-    def fitting(self, names: Iterable[str], case: Case, at: int | None = None) -> Rule | None:
-        """Return the first of the named rules whose failure was seen in such cases."""
-        wanted = frozenset(names)
-        features = CaseFeatures(case, at)
-        return next((rule for rule in self.rules if rule.name in wanted and rule.fits(features)), None)
-
-    def with_rule(self, rule: Rule) -> KnownFailures:
-        """Return these rules and one more, in the place of one that has its name."""
-        return KnownFailures((*self.without_rules([rule.name]).rules, rule))
-
-    def without_rules(self, names: Iterable[str]) -> KnownFailures:
-        """Return these rules except those of the given names."""
-        gone = frozenset(names)
-        return KnownFailures(tuple(rule for rule in self.rules if rule.name not in gone))
-
-    def examples(self) -> list[tuple[Rule, Case]]:
-        """Return the rules that have an example, with it."""
-        return [
-            (rule, Case.from_json(rule.example, f"known failure {rule.name}"))
-            for rule in self.rules
-            if rule.example is not None
-        ]
-
-    def counter_examples(self) -> list[tuple[Rule, Case]]:
-        """Return the rules that have a case which passes and is not theirs, with it."""
-        return [
-            (rule, Case.from_json(rule.unlike, f"what is unlike known failure {rule.name}"))
-            for rule in self.rules
-            if rule.unlike is not None
-        ]
-
-    def to_json(self) -> str:
-        """Return the rules as a JSON document, one line for each field of a rule."""
-        rules = ",\n".join(_rule_json(rule) for rule in self.rules)
-        return f'{{"format": "{FORMAT.name}", "version": {FORMAT.version}, "rules": [\n{rules}\n]}}\n'
+    @property
+    def implementations(self) -> list[str]:
+        """Return the implementations that have it, as far as it was seen."""
+        named = [name for entry in (*self.rules, *self.expected) for name in entry.on]
+        return list(dict.fromkeys(name.partition(".")[0] for name in (*named, *self.shown[1:])))
 
 
-def _rule_json(rule: Rule) -> str:
-    given = {name: value for name, value in encode(rule).items() if value not in ("", [], {}, None)}
-    return "  {\n" + ",\n".join(f"    {to_json(name)}: {to_json(value)}" for name, value in given.items()) + "\n  }"
+def is_list(document: Mapping[str, Any]) -> bool:
+    """Return whether a document is a list of defects."""
+    return "format" in document and isinstance(document.get("defect"), list)
 
 
-def read_known(text: str, where: str) -> KnownFailures:
-    """Read a file of rules.
+def read_list(document: Mapping[str, Any], where: str) -> tuple[Defect, ...]:
+    """Read a list of defects.
 
     Raises:
-        InvalidRecord: It is damaged, of another version, names a rule twice, or has one without a signature.
+        InvalidRecord: It is damaged, newer than this version, names a defect twice, or has a rule that says too little.
     """
-    data = load_json(text, where)
-    known = decode(KnownFailures, {"rules": FORMAT.read(data, where).get("rules", [])}, where)
-    if data["version"] < FORMAT.version:
-        raise InvalidRecord(
-            f"{where}.version: expected {FORMAT.version}, got {data['version']}. Rules of that version took operations "
-            "out of cases; now a rule recognises a failure by its signatures. Give each rule `signatures` (a campaign "
-            "with --no-known writes them in finding.json) and rename `drop` to `without`."
-        )
-    names = [rule.name for rule in known.rules]
+    body = FORMAT.read(dict(document), where)
+    defects = tuple(decode(Defect, given, f"{where}: defect {at}") for at, given in enumerate(body.get("defect", ())))
+    names = [defect.name for defect in defects]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise InvalidRecord(f"{where}: expected rules with names of their own, got {twice} twice. Rename them.")
-    bare = [rule.name for rule in known.rules if not rule.signatures or not all(rule.signatures)]
-    if bare:
-        raise InvalidRecord(
-            f"{where}: expected rules with `signatures` (kind, quantity, operation), got none in {bare}. "
-            "A rule without one would know every failure."
-        )
-    for rule in known.rules:
-        rule.check(where)
-    return KnownFailures(tuple(map(_with_places, known.rules)))
+        raise InvalidRecord(f"{where}: expected defects with names of their own, got {twice} twice. Rename them.")
+    for name in sorted({name for defect in defects for rule in defect.rules for name in rule.on}):
+        check_rules(rules_of(defects, name), where)
+    return defects
 
 
-def _with_places(rule: Rule) -> Rule:
-    """Put the link of an earlier version where it belongs."""
-    if not rule.link:
-        return rule
-    reported = re.search(r"/(issues|pull)/\d+", rule.link) is not None
-    return replace(rule, link="", issue=rule.link) if reported else replace(rule, link="", page=rule.link)
+def rules_of(defects: Iterable[Defect], name: str) -> KnownFailures:
+    """Return what a list knows of cases of one implementation."""
+    return KnownFailures(tuple(rule for defect in defects for rule in defect.rules_on(name)))
+
+
+def tables_of(defects: Iterable[Defect]) -> dict[str, dict[str, Any]]:
+    """Return what a list expects of each check, by implementation, as a list of entries by check says it."""
+    tables: dict[str, dict[str, Any]] = {}
+    for defect in defects:
+        for name in dict.fromkeys(name for entry in defect.expected for name in entry.on):
+            own, _, beside = name.partition(".")
+            table = tables.setdefault(own, {})
+            table = table.setdefault(beside, {}) if beside else table
+            for check, rule in defect.expected_on(name):
+                table.setdefault(check, []).append(rule)
+    return tables
+
+
+@functools.cache
+def shipped() -> tuple[Defect, ...]:
+    """Return the list that ships with fsdp_testing."""
+    return read_list(tomllib.loads(LIST.read_text(encoding="utf-8")), str(LIST))
 
 
 def shipped_known(name: str) -> KnownFailures:
     """Return the rules that ship with fsdp_testing for implementation `name`; none for one that we do not know."""
-    path = SHIPPED / f"{name}.json"
-    return read_known(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else KnownFailures()
+    return rules_of(shipped(), name)
 
 
-def joined(parts: Iterable[KnownFailures]) -> KnownFailures:
-    """Return all rules together; of two with one name the first stays."""
-    rules: dict[str, Rule] = {}
-    for part in parts:
-        for rule in part.rules:
-            rules.setdefault(rule.name, rule)
-    return KnownFailures(tuple(rules.values()))
+def read_rules(text: str, where: str, name: str) -> KnownFailures:
+    """Read a file of rules, or those of a list for one implementation.
+
+    Raises:
+        InvalidRecord: It is neither, or damaged.
+    """
+    try:
+        document = tomllib.loads(text)
+    except ValueError:
+        return read_known(text, where)
+    return rules_of(read_list(document, where), name)

@@ -224,7 +224,7 @@ class Recorder:
 
     def _call_site(self) -> tuple[int, str, Any]:
         # The code object by identity and the instruction: cheaper than a hash of the code and the search for a line.
-        frame: FrameType | None = sys._getframe(3)
+        frame: FrameType | None = sys._getframe()
         own = self._is_own
         while frame is not None:
             code = frame.f_code

@@ -290,7 +290,7 @@ def _key(tensor: Tensor) -> int:
 
 def _site() -> Site:
     places: list[str] = []
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe()
     while frame is not None and len(places) < _FRAMES:
         name = frame.f_code.co_filename
         if not name.startswith(_PASSED_OVER):

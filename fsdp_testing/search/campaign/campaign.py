@@ -14,10 +14,10 @@ from fsdp_testing.base.document import read_text
 from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices, needs_of_case
 from fsdp_testing.cases.records import Case, Verdict
 from fsdp_testing.checks.findings.discovery import Discovery
-from fsdp_testing.checks.findings.known import KnownFailures, Rule, joined
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.judging.batch import Watch
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
+from fsdp_testing.judging.known import KnownFailures, Rule, joined
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.ranks.pool import Pool
 from fsdp_testing.search.campaign.case_queue import CaseQueue, QueuedCase
@@ -254,7 +254,7 @@ class Campaign:
         signature, judgement = judged.signature, judged.judgement
         if signature is None:
             return None
-        rule = self._known.recognize(signature, queued.case, judgement.operation, judgement.cause, judged.units)
+        rule = self._known.recognize(signature, judged.features, judgement.cause)
         if rule is None:
             rule = self._known.fitting(self._also.get(signature, ()), queued.case, judgement.operation)
             if rule is None or (self.tally.known[rule.name] + 1) % _INVESTIGATED_LATER_ONE_IN == 0:
@@ -265,7 +265,7 @@ class Campaign:
         """Run the case without what brings about each known failure that it may be, for what that may have hidden."""
         signature, judgement = judged.signature, judged.judgement
         assert signature is not None
-        others = self._known.recognizing(signature, queued.case, judgement.operation, judgement.cause, judged.units)
+        others = self._known.recognizing(signature, judged.features, judgement.cause)
         for each in {each.name: each for each in (rule, *others)}.values():
             self._queue.add_variant(queued, each, self._drawer.shape, self._fair)
 

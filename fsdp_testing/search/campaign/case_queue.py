@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from fsdp_testing.cases.records import Case
-from fsdp_testing.checks.findings.known import KnownFailures, Rule
+from fsdp_testing.judging.known import KnownFailures, Rule
 
 BATCH = 24
 COSTLY_ONE_IN = 20

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from fsdp_testing.cases.records import ENDS_RANKS, Case, FailureKind, Verdict
-from fsdp_testing.checks.findings.known import KnownFailures, Rule
 from fsdp_testing.judging.batch import Watch
 from fsdp_testing.judging.case_runner import JudgedCase
+from fsdp_testing.judging.known import KnownFailures, Rule
 
 SHARE = 0.2
 """Part of the time, or of the cases, of a campaign that examples may take."""
@@ -71,7 +71,7 @@ def check_examples(
 def _sort_in(checked: Checked, rule: Rule, judged: JudgedCase) -> None:
     checked.ran.append(rule.name)
     signature, judgement = judged.signature, judged.judgement
-    if signature is not None and KnownFailures((rule,)).recognize(signature, judged.case, judgement.operation):
+    if signature is not None and KnownFailures((rule,)).recognize(signature, judged.features):
         checked.still.append(rule.name)
     elif judged.verdict is Verdict.PASS or judgement.only_model_stays:
         checked.gone.append(rule.name)

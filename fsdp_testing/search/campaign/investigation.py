@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from fsdp_testing.cases.records import ENDS_RANKS, Case, FailureKind, Verdict
 from fsdp_testing.checks.findings.discovery import Discovery
-from fsdp_testing.checks.findings.known import KnownFailures, Rule
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.explain.inquiry import WRONG_NUMBERS
 from fsdp_testing.explain.root_causes import cause_of
 from fsdp_testing.explain.shrinking.shrink import Attempt, shrink
 from fsdp_testing.judging.batch import Watch
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
+from fsdp_testing.judging.known import KnownFailures, Rule
 from fsdp_testing.judging.signature import Signature
 
 _HUNG_SECONDS = 5.0
@@ -132,9 +132,7 @@ class Investigator:
         )
         # While it shrank it may have turned into what is known already.
         cause = kept.judgement.cause if kept.judgement.cause is not None else discovery.cause
-        again = (
-            known.recognize(signature, kept.case, kept.judgement.operation, cause, kept.units) if confirmed else None
-        )
+        again = known.recognize(signature, kept.features, cause) if confirmed else None
         if again is None and confirmed and (not cause or cause.startswith(_PLACE_ALONE)):
             again = self._gone_without(runner, kept, known)
         return Investigated(met_as, discovery, again)
@@ -142,7 +140,7 @@ class Investigator:
     def _gone_without(self, runner: CaseRunner, kept: JudgedCase, known: KnownFailures) -> Rule | None:
         """The rule that knows the looks of the simplest case, which passes without what brings that failure about."""
         assert kept.signature is not None
-        for rule in known.recognizing(kept.signature, kept.case, kept.judgement.operation, None, kept.units):
+        for rule in known.recognizing(kept.signature, kept.features):
             variant = rule.variant(kept.case)
             variant = None if variant is None else self.shape(variant)
             if variant is None or variant == kept.case or not self.fair(variant):
@@ -156,10 +154,10 @@ class Investigator:
         """The rule that knows a failure, by its cause where the rule names one."""
         signature, judgement = alone.signature, alone.judgement
         assert signature is not None
-        rule = known.recognize(signature, alone.case, judgement.operation, judgement.cause, alone.units)
+        rule = known.recognize(signature, alone.features, judgement.cause)
         if rule is None or judgement.cause is not None or not rule.asks_cause(signature):
             return rule
-        return known.recognize(signature, alone.case, judgement.operation, self._cause(runner, alone.case), alone.units)
+        return known.recognize(signature, alone.features, self._cause(runner, alone.case))
 
     def _cause(self, runner: CaseRunner, case: Case) -> str:
         """What the wrong numbers are equal to; a world that is lost on the way leaves it unknown."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.checks.findings.script import script_for
-from fsdp_testing.checks.findings.tags import tokens
+from fsdp_testing.judging.tags import tokens
 from fsdp_testing.report.files import write_atomically
 from fsdp_testing.search.campaign.state import StateDirectory
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fsdp_testing.cases.drawing import legal_case, needs_of_case
 from fsdp_testing.cases.records import Case, Operation
 from fsdp_testing.checks.findings.discovery import Discovery
-from fsdp_testing.checks.findings.known import KnownFailures, Rule
+from fsdp_testing.judging.known import KnownFailures, Rule
 from fsdp_testing.judging.signature import Signature, as_pattern
 from fsdp_testing.search.campaign.investigation import Investigator, Suspect
 from fsdp_testing.search.certificate.axes import Cell

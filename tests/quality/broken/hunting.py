@@ -16,10 +16,11 @@ from fsdp_testing.adapters import registry
 from fsdp_testing.cases.drawing import Scope
 from fsdp_testing.cases.records import Case, Verdict
 from fsdp_testing.checks.findings.discovery import Discovery
-from fsdp_testing.checks.findings.known import KnownFailures, Rule, joined, shipped_known
+from fsdp_testing.checks.findings.known import shipped_known
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.judging.batch import Watch
 from fsdp_testing.judging.case_runner import CaseRunner
+from fsdp_testing.judging.known import KnownFailures, Rule, joined
 from fsdp_testing.ranks.pool import Pool, default_pool
 from fsdp_testing.search.campaign.campaign import Campaign, Plan
 

@@ -12,13 +12,13 @@ from fuzz_cases import case, micro
 
 from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices, legal_case
 from fsdp_testing.cases.records import Case, Clip, Forward, ModelSpec, Step
-from fsdp_testing.checks.findings.tags import tags, tokens
 from fsdp_testing.explain.shrinking import minimal_candidates, reductions
 from fsdp_testing.explain.shrinking.ddmin import Kind, joined
 from fsdp_testing.explain.shrinking.shrink import KINDS, shrink
 from fsdp_testing.judging.batch import Watch
 from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.judging.signature import Signature
+from fsdp_testing.judging.tags import tags, tokens
 from fsdp_testing.ranks.pool import default_pool
 from fsdp_testing.search.campaign.investigation import attempts_on
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import os
+import queue
 import threading
 
 import pytest
@@ -71,9 +73,25 @@ def test_equal_sequences(ranks: list[recorder.Recorder], shared: LedgerMemory) -
     assert [ledger.issued for ledger in ledgers] == [{WORLD.key: 3}] * 3
     assert len({ledger.digests[WORLD.key] for ledger in ledgers}) == 1
     assert [entry.what for entry in ledgers[1].entries] == ["all_reduce(sum)", "all_reduce(max)", "all_reduce(sum)"]
-    assert ledgers[1].entries[0].call_site.endswith("in test_equal_sequences")
+    assert ledgers[1].entries[0].call_site.endswith("in issue")
     assert ledgers[2].members == {WORLD.key: (0, 1, 2)}
     assert AreaView(shared.areas[0]).counts(1) == {WORLD.key: 3}
+
+
+def test_a_thread_of_torch_has_few_frames_of_python(ranks: list[recorder.Recorder]) -> None:
+    # The autograd engine runs the backward of a device on a thread of its own; DDP's reducer calls collectives there.
+    outcome: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def call() -> None:
+        try:
+            ranks[0].record(ranks[0].line(WORLD), SUM, False)
+        except Exception as error:  # whatever it is, the test shows it
+            outcome.put(error)
+        else:
+            outcome.put(None)
+
+    _thread.start_new_thread(call, ())
+    assert outcome.get(timeout=60) is None
 
 
 def test_the_digest_knows_the_order(ranks: list[recorder.Recorder], shared: LedgerMemory) -> None:

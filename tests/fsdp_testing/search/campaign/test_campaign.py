@@ -16,11 +16,11 @@ from fsdp_testing.adapters import registry
 from fsdp_testing.cases.drawing import Scope
 from fsdp_testing.cases.records import Case, FailureKind, Judgement, Step, Verdict, ZeroGrad
 from fsdp_testing.checks.findings.discovery import Discovery
-from fsdp_testing.checks.findings.known import KnownFailures, Rule
-from fsdp_testing.checks.findings.tags import tokens
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.judging.checkers.explain import finding
+from fsdp_testing.judging.known import KnownFailures, Rule
 from fsdp_testing.judging.signature import Signature, signature_of
+from fsdp_testing.judging.tags import tokens
 from fsdp_testing.ranks.pool import default_pool
 from fsdp_testing.search.campaign import investigation
 from fsdp_testing.search.campaign.campaign import Campaign, Plan

@@ -11,7 +11,7 @@ from fuzz_cases import case, micro
 from fsdp_testing.adapters import registry
 from fsdp_testing.cases.drawing import Scope
 from fsdp_testing.cases.records import Batch, Case, Clip, Forward, Step, WorldSpec
-from fsdp_testing.checks.findings.known import KnownFailures, Rule
+from fsdp_testing.judging.known import KnownFailures, Rule
 from fsdp_testing.search.campaign.campaign import Campaign, Plan
 from fsdp_testing.search.campaign.case_queue import BATCH, COSTLY_ONE_IN, CaseQueue
 

@@ -12,9 +12,9 @@ from fsdp_testing.adapters import registry
 from fsdp_testing.cases.drawing import Scope
 from fsdp_testing.cases.records import FailureKind
 from fsdp_testing.checks.findings.discovery import Discovery
-from fsdp_testing.checks.findings.known import KnownFailures
 from fsdp_testing.cli.main import main
 from fsdp_testing.errors import InvalidArgument, InvalidRecord
+from fsdp_testing.judging.known import KnownFailures
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.ranks.pool import Pool
 from fsdp_testing.search.campaign.campaign import Campaign, Plan

@@ -10,9 +10,9 @@ import pytest
 
 from fsdp_testing.adapters import registry
 from fsdp_testing.cases.records import CAPABILITIES
-from fsdp_testing.checks.findings.known import KnownFailures
 from fsdp_testing.errors import PoolBroken
 from fsdp_testing.judging.case_runner import CaseRunner
+from fsdp_testing.judging.known import KnownFailures
 from fsdp_testing.oracle.models import uses_of
 from fsdp_testing.ranks.pool import default_pool
 from fsdp_testing.search.certificate.axes import CLEARING, EVERY_RANK, WORLDS, Cell, in_cube

@@ -1,0 +1,381 @@
+"""Which failures are known, so that a campaign counts them, and a run expects them?
+
+Rules are data: what a failure looks like, and what the cases have in which it was seen. A rule is asked after a case
+was judged: it changes no case and leaves none out. It has a reason and a page, and an example, which campaigns run
+again: a rule whose example passes is dropped. What a user expects of a check is read into the same rules (`expected.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any
+
+from fsdp_testing.base.document import Format, decode, encode, load_json, to_json
+from fsdp_testing.cases.models.tree import unit_of
+from fsdp_testing.cases.records import (
+    ENDS_RANKS,
+    LOSES_RANKS,
+    Case,
+    ExpectedFailure,
+    FailureKind,
+    Finding,
+    ModelSpec,
+    WorldSpec,
+)
+from fsdp_testing.errors import InvalidRecord
+from fsdp_testing.judging.signature import Signature, has_cause, looks_like
+from fsdp_testing.judging.tags import NEW_MODEL, NEW_OPTIMIZER, UNITS, tags, units_with, words, words_of
+
+FORMAT = Format("fsdp_testing/known_failures", 2)
+
+
+class CaseFeatures:
+    """A case in words, found out once for however many rules ask: that takes longer than drawing the case.
+
+    Args:
+        case: The case.
+        at: Operation in or after which it fails: what comes later did not bring the failure about. None if that is not known.
+        units: Units in which it fails; None if that is not known.
+        parameter: Name of the parameter that fails; empty if that is not known, or where none does.
+    """
+
+    def __init__(
+        self, case: Case, at: int | None = None, units: Collection[str] | None = None, parameter: str = ""
+    ) -> None:
+        self._case = case
+        self._at = at
+        self._units = units
+        self.parameter = parameter
+
+    @cached_property
+    def places(self) -> tuple[frozenset[str], ...]:
+        """Return the words of each operation that may have brought the failure about, the beginning first."""
+        places = (frozenset({"begin", NEW_MODEL, NEW_OPTIMIZER}), *words_of(self._case.program))
+        return places if self._at is None else places[: self._at + 2]
+
+    @cached_property
+    def tags(self) -> frozenset[str]:
+        """Return what `tags` says of it."""
+        return tags(self._case)
+
+    def fails_in(self, word: str) -> bool:
+        """Return whether it fails in units that a word of `UNITS` names alone, as far as is known."""
+        named = units_with(self._case, word) if word and self._units is not None else None
+        return named is None or named.issuperset(self._units or ())
+
+
+def features_of(finding: Finding) -> CaseFeatures:
+    """Return the case of a finding in words, and where in it it fails."""
+    if finding.overrun is not None:
+        units = tuple(unit for unit, _ in finding.overrun.units) or None
+    else:
+        named = finding.case.wrapping.units if finding.case.wrapping.policy is None else None
+        units = (unit_of(finding.fqn, named),) if finding.fqn and named is not None else None
+    at = None if finding.kind in LOSES_RANKS else finding.operation
+    return CaseFeatures(finding.case, at, units, finding.fqn)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One known failure.
+
+    Attributes:
+        name: Unique in its file.
+        reason: What goes wrong, in one sentence.
+        page: File or address where it is written up.
+        signatures: What it looks like, in each way that it was seen: kind, quantity (of an exception its beginning),
+            operation, and what one process would have to do to give its wrong numbers, as a pattern (fnmatch) of a part of
+            that sentence; what is not given may be anything. In a list for several implementations a fifth part is the one that
+            alone fails so, as a pattern. A campaign asks the cause of the first failures that it knows
+            by such a rule, and of every so many later ones.
+        operations: Tokens that occur in this order (others may lie between them); empty matches any program. A token
+            may end in `*`, and `a|b` is either; `@backward`, `@local`, `@reduced`, `@trained`, `@new_model`, `@new_optimizer` and
+            `@optimizer_saved` are any operation that does this (`tags.words_of`); `begin`, which is new too, stands before
+            the first operation.
+        unless: Tokens that may not lie between them.
+        tags: Tags that the case has, all of them; a tag may end in `*`.
+        units: Word of `tags.UNITS` for the units in which it fails, all of them; empty for any.
+        parameter: Name of the parameter that fails, as a pattern (fnmatch); empty for any.
+        without: Token of the operations without which it does not show; a case in which it was met is run once more
+            without them, for what it may have hidden. Empty where no such operation is known.
+        instead: What of the case is other in that run, by field, where no operation brings the failure about:
+            `{"world": {"mesh": [1, 2]}}` leaves the size of the world as it is; "none" is none (TOML has no null).
+        on: The implementations that have it, in a list for several of them.
+        issue: Where it is reported.
+        link: What files of earlier versions say instead of `page` and `issue`; empty once a file is read.
+        example: A case that fails because of it, to notice when it no longer does.
+        unlike: The case nearest to it that was seen to pass: the rule may not ask for less than what it lacks.
+    """
+
+    name: str
+    reason: str
+    page: str = ""
+    signatures: tuple[tuple[str, ...], ...] = ()
+    operations: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    units: str = ""
+    parameter: str = ""
+    without: str = ""
+    instead: Mapping[str, Any] = field(default_factory=dict)
+    on: tuple[str, ...] = ()
+    issue: str = ""
+    link: str = ""
+    example: Any = None
+    unlike: Any = None
+
+    @staticmethod
+    def of_entry(entry: ExpectedFailure) -> Rule:
+        """Return the rule that knows what one entry of a list of expected failures says."""
+        signature = (str(entry.kind), entry.quantity, entry.operation, entry.cause)
+        place = {"page": entry.page, "issue": entry.issue, "parameter": entry.parameter}
+        return Rule("", entry.reason, signatures=(signature,), **place)
+
+    def entries(self) -> list[ExpectedFailure]:
+        """Return the ways in which it was seen, as a report says each."""
+        return [self._entry(*signature) for signature in self.signatures]
+
+    def entry_for(self, signature: Signature, cause: str | None = None) -> ExpectedFailure:
+        """Return the way that knows a failure, by its cause where that was looked for."""
+        ways = [way for way in self.signatures if _looks_like(way, signature) and _has_cause(way, cause)]
+        return self._entry(*ways[0])
+
+    def _entry(self, kind: str, quantity: str = "", operation: str = "", cause: str = "") -> ExpectedFailure:
+        way = (FailureKind(kind), quantity, operation, self.parameter, cause)
+        return ExpectedFailure(self.reason, *way, page=self.page, issue=self.issue)
+
+    @property
+    def places(self) -> str:
+        """Return where it is written up and reported."""
+        return ", ".join(filter(None, (self.page, self.issue)))
+
+    @property
+    def ends_ranks(self) -> bool:
+        """Return whether it costs the ranks in one of the ways in which it was seen."""
+        return any(FailureKind(signature[0]) in ENDS_RANKS for signature in self.signatures)
+
+    def of(self, name: str) -> Rule:
+        """Return what the rule says of one implementation."""
+        return replace(
+            self,
+            on=(),
+            signatures=tuple(way[:4] for way in self.signatures if fnmatchcase(name, "".join(way[4:]) or "*")),
+        )
+
+    def fits(self, features: CaseFeatures) -> bool:
+        """Return whether a case has what the cases have in which it was seen."""
+        in_order = _in_order(self.operations, features.places, self.unless)
+        return in_order and all(_is(pattern, features.tags) for pattern in self.tags)
+
+    def knows(self, signature: Signature, features: CaseFeatures) -> bool:
+        """Return whether a failure with this signature, met in such a case, is this one."""
+        looks = any(_looks_like(known, signature) for known in self.signatures)
+        named = fnmatchcase(features.parameter, self.parameter or "*")
+        return looks and named and self.fits(features) and features.fails_in(self.units)
+
+    def asks_cause(self, signature: Signature) -> bool:
+        """Return whether a failure that looks so is this one only by its cause."""
+        ways = [way for way in self.signatures if _looks_like(way, signature)]
+        return bool(ways) and all(way[3:] and way[3] for way in ways)
+
+    def is_by_cause(self, signature: Signature, cause: str | None) -> bool:
+        """Return whether the cause of a failure, where it was looked for, is that of this one."""
+        return any(_looks_like(way, signature) and _has_cause(way, cause) for way in self.signatures)
+
+    def variant(self, case: Case) -> Case | None:
+        """Return the case without what brings the failure about; None where nothing is left, or nobody knows how."""
+        variant = self._changed(case, f"known failure {self.name}: instead")
+        while self.without and self.fits(CaseFeatures(variant)):
+            places = [place for place, one in enumerate(variant.program) if _is(self.without, words(one))]
+            if not places:
+                return None
+            variant = variant.without_operation(places[-1])
+        return variant if variant != case and variant.program else None
+
+    def check(self, where: str) -> None:
+        """Check that `instead` names fields of a case, and `units` some of its units.
+
+        Raises:
+            InvalidRecord: One is unknown, or cannot have this value.
+        """
+        self._changed(Case(ModelSpec("tree"), WorldSpec(1), ()), f"{where}: {self.name}.instead")
+        if self.units and self.units not in UNITS:
+            raise InvalidRecord(
+                f"{where}: {self.name}.units: expected one of {', '.join(UNITS)}, got {self.units!r}. Choose one, or none."
+            )
+
+    def _changed(self, case: Case, where: str) -> Case:
+        return decode(Case, _merged(encode(case), self.instead), where) if self.instead else case
+
+
+def _merged(data: Any, change: Any) -> Any:
+    if not isinstance(change, Mapping):
+        return None if change == "none" else change
+    known = data if isinstance(data, Mapping) else {}
+    return {**known, **{name: _merged(known.get(name), value) for name, value in change.items()}}
+
+
+def _looks_like(way: Sequence[str], signature: Signature) -> bool:
+    return looks_like(signature, FailureKind(way[0]), *way[1:3])
+
+
+def _has_cause(way: Sequence[str], cause: str | None) -> bool:
+    return cause is None or has_cause(cause, "".join(way[3:]))
+
+
+def _is(pattern: str, words: Iterable[str]) -> bool:
+    ways = pattern.split("|")
+    return any(word.startswith(way[:-1]) if way.endswith("*") else word == way for word in words for way in ways)
+
+
+def _in_order(wanted: Sequence[str], found: Sequence[frozenset[str]], unless: Sequence[str]) -> bool:
+    if not wanted:
+        return True
+    return any(
+        _is(wanted[0], operation) and _goes_on(wanted[1:], found[place + 1 :], unless)
+        for place, operation in enumerate(found)
+    )
+
+
+def _goes_on(wanted: Sequence[str], found: Sequence[frozenset[str]], unless: Sequence[str]) -> bool:
+    for operation in found:
+        if not wanted:
+            break
+        if _is(wanted[0], operation):
+            wanted = wanted[1:]
+        elif any(_is(pattern, operation) for pattern in unless):
+            return False
+    return not wanted
+
+
+@dataclass(frozen=True, slots=True)
+class KnownFailures:
+    """The known failures of one implementation."""
+
+    rules: tuple[Rule, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Return what differs where rules do."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def recognize(self, signature: Signature, met: Case | CaseFeatures, cause: str | None = None) -> Rule | None:
+        """Return the first rule that knows a failure.
+
+        Args:
+            signature: What it looks like.
+            met: The case in which it was met, and where in it as far as that is known.
+            cause: Its cause as it was found; None if nobody looked for it.
+        """
+        return next(iter(self.recognizing(signature, met, cause)), None)
+
+    def recognizing(self, signature: Signature, met: Case | CaseFeatures, cause: str | None = None) -> list[Rule]:
+        """Return every rule that knows a failure, as `recognize`."""
+        features = CaseFeatures(met) if isinstance(met, Case) else met
+        knowing = [rule for rule in self.rules if rule.knows(signature, features)]
+        return [rule for rule in knowing if rule.is_by_cause(signature, cause)]
+
+    def may_end_ranks(self, case: Case) -> Rule | None:
+        """Return a rule of a failure that costs the ranks and was seen in such cases."""
+        return self.fitting([rule.name for rule in self.rules if rule.ends_ranks], case)
+
+    def fitting(self, names: Iterable[str], case: Case, at: int | None = None) -> Rule | None:
+        """Return the first of the named rules whose failure was seen in such cases."""
+        wanted = frozenset(names)
+        features = CaseFeatures(case, at)
+        return next((rule for rule in self.rules if rule.name in wanted and rule.fits(features)), None)
+
+    def with_rule(self, rule: Rule) -> KnownFailures:
+        """Return these rules and one more, in the place of one that has its name."""
+        return KnownFailures((*self.without_rules([rule.name]).rules, rule))
+
+    def without_rules(self, names: Iterable[str]) -> KnownFailures:
+        """Return these rules except those of the given names."""
+        gone = frozenset(names)
+        return KnownFailures(tuple(rule for rule in self.rules if rule.name not in gone))
+
+    def examples(self) -> list[tuple[Rule, Case]]:
+        """Return the rules that have an example, with it."""
+        return [
+            (rule, Case.from_json(rule.example, f"known failure {rule.name}"))
+            for rule in self.rules
+            if rule.example is not None
+        ]
+
+    def counter_examples(self) -> list[tuple[Rule, Case]]:
+        """Return the rules that have a case which passes and is not theirs, with it."""
+        return [
+            (rule, Case.from_json(rule.unlike, f"what is unlike known failure {rule.name}"))
+            for rule in self.rules
+            if rule.unlike is not None
+        ]
+
+    def to_json(self) -> str:
+        """Return the rules as a JSON document, one line for each field of a rule."""
+        rules = ",\n".join(_rule_json(rule) for rule in self.rules)
+        return f'{{"format": "{FORMAT.name}", "version": {FORMAT.version}, "rules": [\n{rules}\n]}}\n'
+
+
+def _rule_json(rule: Rule) -> str:
+    given = {name: value for name, value in encode(rule).items() if value not in ("", [], {}, None)}
+    return "  {\n" + ",\n".join(f"    {to_json(name)}: {to_json(value)}" for name, value in given.items()) + "\n  }"
+
+
+def read_known(text: str, where: str) -> KnownFailures:
+    """Read a file of rules.
+
+    Raises:
+        InvalidRecord: It is damaged, of another version, names a rule twice, or has one without a signature.
+    """
+    data = load_json(text, where)
+    known = decode(KnownFailures, {"rules": FORMAT.read(data, where).get("rules", [])}, where)
+    if data["version"] < FORMAT.version:
+        raise InvalidRecord(
+            f"{where}.version: expected {FORMAT.version}, got {data['version']}. Rules of that version took operations "
+            "out of cases; now a rule recognises a failure by its signatures. Give each rule `signatures` (a campaign "
+            "with --no-known writes them in finding.json) and rename `drop` to `without`."
+        )
+    check_rules(known, where)
+    return KnownFailures(tuple(map(_with_places, known.rules)))
+
+
+def check_rules(known: KnownFailures, where: str) -> None:
+    """Check that rules of one implementation say how a failure looks, each under a name of its own.
+
+    Raises:
+        InvalidRecord: One does not.
+    """
+    names = [rule.name for rule in known.rules]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise InvalidRecord(f"{where}: expected rules with names of their own, got {twice} twice. Rename them.")
+    bare = [rule.name for rule in known.rules if not rule.signatures or not all(rule.signatures)]
+    if bare:
+        raise InvalidRecord(
+            f"{where}: expected rules with `signatures` (kind, quantity, operation), got none in {bare}. "
+            "A rule without one would know every failure."
+        )
+    for rule in known.rules:
+        rule.check(where)
+
+
+def _with_places(rule: Rule) -> Rule:
+    """Put the link of an earlier version where it belongs."""
+    if not rule.link:
+        return rule
+    reported = re.search(r"/(issues|pull)/\d+", rule.link) is not None
+    return replace(rule, link="", issue=rule.link) if reported else replace(rule, link="", page=rule.link)
+
+
+def joined(parts: Iterable[KnownFailures]) -> KnownFailures:
+    """Return all rules together; of two with one name the first stays."""
+    rules: dict[str, Rule] = {}
+    for part in parts:
+        for rule in part.rules:
+            rules.setdefault(rule.name, rule)
+    return KnownFailures(tuple(rules.values()))
