@@ -64,6 +64,7 @@ def settle(cases: Sequence[Case], run: Run, *, repeats: bool = True, until: Sign
         if lost is not None and judgements[0].finding is None:
             # Ranks were lost in this case, or by what an earlier one left behind.
             judgements[0] = _different(lost.cause, judgements[0], lost.describe())
+        # Only where it is the first time: after a loss this case has run on new ranks already.
         elif lost is None and repeats and judgements[0].loses_ranks:
             judgements[0] = _again(cases[start], judgements[0], run(start, start + 1))
         # Lost after the last report: any case of the batch may have done it.
@@ -109,6 +110,7 @@ def _read(cases: Sequence[Case], attempt: Attempt) -> _Part:
         if judgement.verdict is not Verdict.PASS and not judgement.only_model_stays and not outcome.ok:
             judgement = replace(judgement, account=outcome.describe())
         read.append(judgement)
+        # What comes after it did not run on these ranks.
         if judgement.loses_ranks:
             break
     if not _is_unexplained(outcome, read):

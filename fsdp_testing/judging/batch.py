@@ -95,7 +95,7 @@ def run_batch(adapter: Adapter, cases: Sequence[Case], directory: str, watch: Wa
 
 @contextmanager
 def _garbage_kept() -> Iterator[None]:
-    """Put collection off during a batch: it would go through all that torch keeps, again and again, at random places."""
+    """Disable the garbage collector: a full collection walks all of torch's objects, at unpredictable points."""
     gc.disable()
     try:
         yield

@@ -153,6 +153,7 @@ class Shared(Generic[A]):
         with self._lock:
             known = self._results.get(key)
             future: Future[A] = Future() if known is None else known
+            # Entered before it is made: who asks meanwhile waits for this one.
             self._results[key] = future
             self._results.move_to_end(key)
             if len(self._results) > self._room:

@@ -99,6 +99,7 @@ def lost_ranks(case: Case, outcome: WorldOutcome) -> Judgement:
     to its end, never joined would have waited for ever.
     """
     fates = [rank.fate for rank in outcome.ranks]
+    # A death first: it explains what is raised; and what is raised explains who waits.
     fate = next((candidate for candidate in (Fate.DIED, Fate.RAISED, Fate.HUNG) if candidate in fates), None)
     if fate is None and isinstance(outcome.diagnosis, _RANKS_DISAGREE):
         return Judgement(Verdict.FAIL, _different_collectives(case, outcome.cause, outcome.describe()))
@@ -147,7 +148,7 @@ def _diverged(case: Case, numbers: Numbers) -> Finding | None:
 
 
 def _uncoordinated(case: Case, records: Sequence[CaseRecord], outcome: WorldOutcome | None) -> Finding | None:
-    """Whether ranks that all came to the end communicated alike: by the ledger, or by what each counted."""
+    """Return the finding that ranks issued different collectives: by the ledger's account, else by each rank's own digests."""
     statement, detail = "", ""
     if outcome is not None and not outcome.ok:
         statement, detail = outcome.cause, outcome.describe()
@@ -155,6 +156,7 @@ def _uncoordinated(case: Case, records: Sequence[CaseRecord], outcome: WorldOutc
         counted = {record.observation.rank: record.collectives for record in records if record.collectives is not None}
         members = {key: ranks for record in records for key, ranks in record.groups.items()}
         nothing = (0, 0)
+        # By group: ranks that are in different groups issue different collectives.
         for key in {key for counts in counted.values() for key in counts}:
             # A member that did not use a group at all issued nothing in it.
             ranks = [rank for rank, counts in counted.items() if key in counts or rank in members.get(key, ())]

@@ -70,6 +70,7 @@ class Worlds:
                     self._limit_batches(world)
                 return outcome
             finally:
+                # Before the world is given back: `interrupt` must not end ranks that are lent to somebody else by then.
                 with self._lock:
                     self._busy.discard(world)
 

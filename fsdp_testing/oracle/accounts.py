@@ -99,6 +99,7 @@ class AccountedProgram(RankProgram):
 
     @index.setter
     def index(self, index: int) -> None:
+        # The last operation ends where the next one begins: nothing of that one may be on its account.
         if self._index is not None:
             self._ended(self._index)
         self._index = index

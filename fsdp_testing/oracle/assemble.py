@@ -62,6 +62,7 @@ def assemble(ranks: Iterable[RankPieces], shape: Sequence[int]) -> Assembled | N
                 continue
             if piece.stop > piece.start:
                 contradictions += _contradiction(flat, source, rank, piece)
+                # The first rank that holds an element gives it; what others hold of it was compared just now.
                 fresh = source[piece.start : piece.stop] < 0
                 flat[piece.start : piece.stop][fresh] = piece.value[fresh].to(flat.dtype)
                 source[piece.start : piece.stop][fresh] = rank

@@ -42,6 +42,7 @@ class Disturbance:
         self._placed = 0
         self.contributions: dict[int, torch.Tensor] = {}
         self._borders: dict[int, list[unit_borders.Removable]] = {}
+        # Of its own: the global one is seeded before every forward.
         self._generator = torch.Generator().manual_seed(derive(seed, "disturbance"))
 
     def place(self, values: torch.Tensor) -> torch.Tensor:

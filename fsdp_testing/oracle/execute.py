@@ -87,7 +87,7 @@ class RankProgram:
         start = time.perf_counter()
         error: RaisedError | None = None
         try:
-            # Luck is to help nobody: neither a quick network nor memory that holds zeros or yesterday's weights.
+            # Rule out lucky passes: results arrive as late as allowed, fresh memory holds garbage.
             with (
                 deliver_late() if self.late else nullcontext(),
                 filled_with_garbage() if self.garbage else nullcontext(),
@@ -227,6 +227,7 @@ class RankProgram:
         group = self.make_group(ranks)
         if self.rank in ranks:
             new_rank, adapter = ranks.index(self.rank), self.adapter
+            # Other values than the saved ones: what is not loaded shows.
             module, init_module = module_to_wrap(replace(case, seed=case.seed + 2), new_rank, flags)
             setup = replace(setup_among(case, module, ranks, group), init_module=init_module)
             with self._inside():

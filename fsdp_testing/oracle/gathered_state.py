@@ -61,6 +61,7 @@ def _state(snapshots: Sequence[Snapshot]) -> GatheredState:
 def _optimizer(
     snapshots: Sequence[Snapshot], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, dict[str, torch.Tensor | float]] | None:
+    # One rank that shows none hides its part of every whole.
     if any(snapshot.optimizer is None for snapshot in snapshots):
         return None
     result: dict[str, dict[str, torch.Tensor | float]] = {}

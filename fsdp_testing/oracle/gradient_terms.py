@@ -72,6 +72,7 @@ class _TermReplay(Replay):
     ) -> tuple[models.Forwarded, LocalGradients]:
         watch = _Uses(self.replicas[rank], {id(p): fqn for fqn, p in self.compute.items()})
         with watch.watching():
+            # Watched from forward to backward: a view reports its gradient when backward reaches it.
             forwarded, gradients = super().local_gradients(rank, batch, penalised=penalised)
         # By identity, which lasts as long as the gradients: until `accumulate` or `interrupted` has noted them.
         self._uses[id(gradients)] = watch.divided(gradients)

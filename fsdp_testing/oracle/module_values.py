@@ -176,6 +176,7 @@ class WatchedReplay(Replay):
         disturbance: Disturbance = NO_DISTURBANCE,
         adopted: Mapping[int, GatheredState] | None = None,
     ) -> None:
+        # Before the replay makes its replicas, which are watched as they are made.
         self.watch = ModuleWatch()
         super().__init__(case, division, disturbance, adopted)
 

@@ -140,6 +140,7 @@ def run_luckily(
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
     program = RankProgram(case, registry.adapter_of(implementation), current_world().rank)
+    # Set on the program, not for the process: what ran before or runs after keeps its own.
     program.late, program.garbage = late, garbage
     return run_program(program, observe_all)
 

@@ -109,6 +109,7 @@ class Replay:
             # The oracle's state was compared; the next operation begins with what the implementation made of the last one.
             if self.adopted is not None and not self._adopt(planned.index, pending=planned.pending):
                 return self.points
+        # The end is a point of its own, at which no operation widens a bound.
         self.slack = {}
         self.points.append(self._observed(len(self.case.program), pending=any(self.pending)))
         return self.points
@@ -122,6 +123,7 @@ class Replay:
 
     def _compute_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return what the replicas compute with: the stored numbers themselves, or a copy in `param_dtype`."""
+        # Detached, it shares the stored numbers: where nothing casts or displaces them, a step shows without `refresh`.
         stored, dtype = parameter.detach(), self.precision.param_dtype
         values = stored if dtype is None else models.cast_floats(stored, dtype)
         return nn.Parameter(self.disturbance.place(values), requires_grad=parameter.requires_grad)
@@ -136,6 +138,7 @@ class Replay:
                             name, buffer.to(self.precision.buffer_dtype), name not in module._non_persistent_buffers_set
                         )
         if self.disturbance.displaced:
+            # In the displaced replay alone: how far it is from the other one shows what the order of such sums does.
             compute_in_parts(replica, self.case)
         return self.disturbance.divided(replica, self.case.wrapping)
 
@@ -189,12 +192,13 @@ class Replay:
         return forwarded, gradients_of(self.compute, self.disturbance.contributions)
 
     def begin_micro_batch(self) -> None:
-        """Count the local additions to gradients that await reduction: one for each use of a part."""
+        """Count unreduced accumulations, for the rounding bound: one for each use of a part."""
         self.unreduced = any(self.pending)
         self.pending_roundings += models.most_uses(self.case) if self.unreduced else 0
 
     def accumulate(self, rank: int, gradients: LocalGradients) -> None:
         """Add gradients of `rank` to those that await reduction."""
+        # One rank whose backward gives anything is enough: then all of them reduce.
         self.unreduced = self.unreduced and not gradients.values
         self.pending[rank].add(gradients)
 

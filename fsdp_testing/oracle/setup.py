@@ -40,6 +40,7 @@ def setup_of(
     Collectives: making a mesh of two axes creates subgroups; every rank must call.
     """
     shape, parts, tensor_mesh = case.world.mesh_shape, case.world.tensor_parallel, None
+    # Made by all ranks at one place: a mesh of two axes makes groups, which is a collective.
     if group is not None and (mesh is None or mesh.ndim == 1):
         mesh = mesh_of_two_axes(case.world, device) or mesh
     if parts > 1 and group is not None and mesh is not None:

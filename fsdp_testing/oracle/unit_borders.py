@@ -48,6 +48,7 @@ def _part(unit: nn.Module, other_units: set[int], noted: Contributions) -> Itera
     own = list(_modules_of(unit, other_units))
 
     def begin(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        # Anew for each call, as implementations make theirs.
         _give_views(own, noted)
         return map_tensors(_behind_a_node, (args, dict(kwargs)))
 

@@ -143,6 +143,7 @@ class Source:
     def __init__(self, way: str, folder: Path, group: Any = None) -> None:
         self._folder = folder
         self._group = group
+        # A full state is read once; shards are read where they are loaded, each rank its own.
         self._full = None if way in _DIRECTORIES else read(way, folder)
 
     def load_model(self, adapter: Adapter, model: nn.Module) -> None:

@@ -32,6 +32,7 @@ def compare(expectation: Expectation, ranks: Sequence[RankObservation], comparis
         if last is not None and point.index >= last:
             break
         _check_point(tally, point, expectation, ranks, comparison)
+        # What follows is a consequence: everything later was computed from this.
         if tally.divergences:
             break
     return tally

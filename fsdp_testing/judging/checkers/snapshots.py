@@ -100,6 +100,7 @@ class StateCheck:
     def run(self) -> None:
         """Compare every quantity that is asked for, in the oracle's order."""
         checks = {"value": self._value}
+        # What awaits reduction is each rank's own, and nobody's gradient yet.
         checks |= {"gradient": self._gradient} if self.comparison.gradients and not self.point.pending else {}
         checks |= {"optimizer": self._optimizer} if self.comparison.optimizer else {}
         checks |= {"buffer": self._buffer} if self.comparison.buffers else {}

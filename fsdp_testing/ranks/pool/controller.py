@@ -147,7 +147,7 @@ class Pool:
             # The store of a world without a group would keep what an earlier test wrote, and the next group would find that.
             reusable = isolation == "warm" and backend_named(backend).makes_group
             try:
-                world = PooledWorld(self, key, kept=reusable, lease=lease)
+                world = PooledWorld(self, key, reusable=reusable, lease=lease)
             except BaseException as error:
                 if lease is not None:
                     lease.release()
@@ -187,7 +187,7 @@ class Pool:
 
     def _idle(self, key: WorldKey) -> PooledWorld | None:
         for world in list(self._worlds):
-            if world.key == key and world.kept and world.trusted and not world.busy:
+            if world.key == key and world.reusable and world.trusted and not world.busy:
                 if world.whole:
                     return world
                 # A rank ended while nothing ran in it; no call is to blame.

@@ -47,15 +47,15 @@ class PooledWorld:
 
     Attributes:
         key: Size and backend.
-        kept: Whether the world is lent again after it was given back.
+        reusable: Whether the world is lent again after it was given back.
         trusted: False once anything went wrong in it or was left behind; it is not lent again then.
         busy: Whether it is on loan.
         before_leaving: Called with the world when it is about to end and its ranks still answer.
     """
 
-    def __init__(self, pool: Pool, key: WorldKey, *, kept: bool, lease: Lease | None = None) -> None:
+    def __init__(self, pool: Pool, key: WorldKey, *, reusable: bool, lease: Lease | None = None) -> None:
         self.key = key
-        self.kept = kept
+        self.reusable = reusable
         self.trusted = True
         self.busy = False
         self.before_leaving: list[Callable[[PooledWorld], None]] = []
@@ -315,7 +315,7 @@ class PooledWorld:
             return
         if self._single:
             self._place = Place(0, self.key.size)
-        if not self.trusted or not self.kept or (self._lease is not None and self._pool.devices_awaited()):
+        if not self.trusted or not self.reusable or (self._lease is not None and self._pool.devices_awaited()):
             self.leave()
         # Last: from now on another thread may be lent it.
         self.busy = False
