@@ -51,7 +51,7 @@ _RECORDS = (
 )
 
 
-class _Pickler(pickle.Pickler):
+class _RecordPickler(pickle.Pickler):
     """Write the records of this file by position and tensors as bytes: a case has some hundred of them."""
 
     dispatch_table = {
@@ -69,7 +69,7 @@ def path_of(directory: str, rank: int) -> Path:
 def append(file: BinaryIO, record: CaseRecord) -> None:
     """Write one record and hands it to the kernel, where the death of this process does not matter."""
     buffer = io.BytesIO()
-    _Pickler(buffer, protocol=5).dump(record)
+    _RecordPickler(buffer, protocol=5).dump(record)
     data = buffer.getvalue()
     file.write(_HEADER.pack(len(data)) + data)
     file.flush()

@@ -51,7 +51,7 @@ def main(control_fd: int, setup_fd: int, controller_pid: int) -> NoReturn:
         settings = json.load(stream)
     sys.path[:] = settings["sys_path"]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = _ForkServer(socket.socket(fileno=control_fd), watch_process(controller_pid))
+    server = _ServerLoop(socket.socket(fileno=control_fd), watch_process(controller_pid))
     for module in settings["modules"]:
         _import_ahead(module)
     for target, argument in settings["preparations"]:
@@ -115,7 +115,7 @@ def thread_count() -> int:
         return 1
 
 
-class _ForkServer:
+class _ServerLoop:
     def __init__(self, control: socket.socket, controller: int | None) -> None:
         self._control = control
         self._controller = controller
@@ -297,7 +297,7 @@ class _ForkServer:
 
 
 def _succeed(control: socket.socket, controller: int | None, modules: list[str]) -> NoReturn:
-    server = _ForkServer(control, controller)
+    server = _ServerLoop(control, controller)
     gc.enable()
     for module in modules:
         if module in sys.modules:

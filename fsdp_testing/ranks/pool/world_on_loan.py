@@ -18,7 +18,7 @@ from fsdp_testing.ranks.ledger import memory
 from fsdp_testing.ranks.ledger.reading import AreaView
 from fsdp_testing.ranks.pool.channel import dumps, readable
 from fsdp_testing.ranks.pool.device_slots import Lease
-from fsdp_testing.ranks.pool.jobs import Bootstrap, Job, Place
+from fsdp_testing.ranks.pool.jobs import Bootstrap, Job, StandInRank
 from fsdp_testing.ranks.pool.outcome import Fate, WorldOutcome
 from fsdp_testing.ranks.pool.processes import RankProcess, environment_for_ranks, loopback, memory_file, start_rank
 from fsdp_testing.ranks.pool.remote_rank import RemoteRank, StartRank
@@ -68,7 +68,7 @@ class PooledWorld:
         self._jobs = 0
         self._number = pool.next_number()
         self._joined = False
-        self._place = Place(0, key.size) if self._single else None
+        self._place = StandInRank(0, key.size) if self._single else None
         self._before = ""
         self._sys_path: list[str] = []
         self._directory = ""
@@ -138,7 +138,7 @@ class PooledWorld:
             )
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.key.size:
             raise InvalidArgument(f"world.at: expected a rank from 0 to {self.key.size - 1}, got {rank!r}.")
-        self._place = Place(rank, self.key.size)
+        self._place = StandInRank(rank, self.key.size)
         return self
 
     def execute(
@@ -314,7 +314,7 @@ class PooledWorld:
         if os.getpid() != self._owner:
             return
         if self._single:
-            self._place = Place(0, self.key.size)
+            self._place = StandInRank(0, self.key.size)
         if not self.trusted or not self.reusable or (self._lease is not None and self._pool.devices_awaited()):
             self.leave()
         # Last: from now on another thread may be lent it.

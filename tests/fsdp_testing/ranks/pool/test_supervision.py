@@ -179,7 +179,7 @@ class SlowStack:
 def test_a_stack_that_comes_line_by_line_is_waited_for() -> None:
     lines = ["Current thread:\n", '  File "a.py", line 1 in f\n', '  File "<string>", line 1 in <module>\n']
     rank = SlowStack(*lines)
-    watch = supervision._Watch(rank)  # type: ignore[arg-type]  # what is used of it
+    watch = supervision._RankWatch(rank)  # type: ignore[arg-type]  # what is used of it
     supervision.Supervision([], None, 1, "gloo", None)._take_stacks([watch])  # type: ignore[arg-type]  # no job
     assert watch.stack == "".join(lines)
     assert len(rank.looks) == 5, "the outermost line ends the waiting"
