@@ -23,7 +23,7 @@ from fsdp_testing.errors import BackendUnavailable
 from fsdp_testing.ranks.ledger.memory import LedgerMemory
 from fsdp_testing.ranks.pool import world as world_place
 from fsdp_testing.ranks.pool.channel import Channel, dumps, loads
-from fsdp_testing.ranks.pool.jobs import Bootstrap, Failed, Job, StandInRank, Report
+from fsdp_testing.ranks.pool.jobs import Bootstrap, Failed, Job, Report, StandInRank
 from fsdp_testing.ranks.pool.outcome import Dirt, ErrorRecord
 from fsdp_testing.ranks.pool.targets import resolve
 
