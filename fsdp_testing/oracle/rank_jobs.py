@@ -30,8 +30,7 @@ from fsdp_testing.oracle.module_values import Seen, WatchedObservation, WatchedP
 from fsdp_testing.oracle.module_values import expect_modules as modules_of
 from fsdp_testing.oracle.quantities import Expectation, Expected
 from fsdp_testing.oracle.replay import Replay
-from fsdp_testing.oracle.setup import division_of
-from fsdp_testing.oracle.starting import module_to_wrap
+from fsdp_testing.oracle.setup import division_of, module_to_wrap
 from fsdp_testing.ranks.ledger.interception import listen
 from fsdp_testing.ranks.ledger.records import Call
 from fsdp_testing.ranks.pool import Failed
@@ -148,6 +147,7 @@ def run_luckily(
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
     program = RankProgram(case, registry.adapter_of(implementation), current_world().rank)
+    # Set on the program, not for the process: what ran before or runs after keeps its own.
     program.late, program.garbage = late, garbage
     return run_program(program, observe_all)
 
