@@ -23,8 +23,7 @@ from fsdp_testing.report.sheet import (
 )
 from fsdp_testing.search.certificate.axes import WORLDS
 from fsdp_testing.search.certificate.causes import CellCause
-from fsdp_testing.search.certificate.summary import FACES, Summary
-from fsdp_testing.search.certificate.verdicts import FAILS, HOLDS, UNKNOWN
+from fsdp_testing.search.certificate.summary import FACES, VERDICTS, Summary
 
 REASONS_AT_SIGHT = 8
 CAPTION = (
@@ -75,14 +74,14 @@ def _faces(summary: Summary) -> Table:
     rows = []
     for label, mesh, face in faces:
         counted = [summary.at(f"{strategy} {mesh}".strip(), face) for strategy in strategies]
-        if not label.startswith("first: ") or any(set(counts) - {HOLDS} for counts in counted):
+        if not label.startswith("first: ") or any(set(counts) - {VERDICTS[0]} for counts in counted):
             rows.append(Row(label, tuple(map(_cell, counted))))
     return Table("cells that hold", tuple(strategies), (RowGroup(tuple(rows)),), numbers=True)
 
 
 def _cell(counts: Counter[str]) -> Cell:
-    total, held = sum(counts.values()), counts[HOLDS]
+    total, (passes, fails, unknown) = sum(counts.values()), (counts[word] for word in VERDICTS)
     if not total:
         return Cell("-", "not_claimed")
-    kind = "fail" if counts[FAILS] else "unknown" if counts[UNKNOWN] else ""
-    return Cell(f"{held:,}" if held == total else f"{held:,} of {total:,}", kind)
+    kind = "fail" if fails else "unknown" if unknown else ""
+    return Cell(f"{passes:,}" if passes == total else f"{passes:,} of {total:,}", kind)

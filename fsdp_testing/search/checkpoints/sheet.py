@@ -24,8 +24,8 @@ from fsdp_testing.search.checkpoints.exchange import Result
 from fsdp_testing.search.checkpoints.summary import MARKS, SAVED, Cause, Summary, worst
 
 CAUSES_AT_SIGHT = 12
-SHADES = {"X": "fails", "?": "unknown", "r": "refused", "=": "holds"}
-"""Class of a square in the drawing, by the mark of a state."""
+SHADES = {"X": "fail", "?": "unknown", "r": "refused", "=": "pass"}
+"""What the drawing calls a state, by its mark."""
 KINDS = {"X": "fail", "?": "unknown", "r": "expected_failure", "=": ""}
 WORDS = {"X": "fails", "?": "unknown", "r": "refused: an error on every rank"}
 CAPTION = (
