@@ -7,6 +7,8 @@ ranks together, and the most memory that rank 0, and any other rank, had beside 
     python benchmarks/checkpoint.py
     python benchmarks/checkpoint.py --params 2_000_000 --repeats 1 --json out.json
 
+`bench.py` runs it beside everything else, with intervals.
+
 `full`: whole tensors on rank 0 alone, `torch.save`; every rank reads the file and loads it (the optimizer's: rank 0 reads and
 sends). `sharded`: each rank's rows, `torch.distributed.checkpoint`. Both figures of memory include the state that was asked
 for: all 12 units of the model (24 of Adam's two moments) where it is full, 1/ranks of that where it is sharded; torch's FSDP2
@@ -26,7 +28,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -37,6 +39,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+from figures import Comparison
 from step import Block, Setting, ours_composable, ours_wrapper, resident_bytes, torch_fsdp1, torch_fsdp2
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -270,20 +273,36 @@ def summary(found: dict[str, dict[str, list[dict[str, float]]]]) -> dict[str, An
     return made
 
 
+def costs(params: int, repeats: int) -> tuple[int, dict[str, dict[str, list[dict[str, float]]]]]:
+    """Return bytes of one unit, and the costs of each repeat by what was done and implementation."""
+    width = max(1, round((params / UNITS / 8) ** 0.5))
+    setting = Setting("blocks", RANKS, "FULL_SHARD", width, UNITS, 1, 0)
+    memory = Path("/dev/shm")
+    usable = memory if memory.is_dir() and os.access(memory, os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=usable) as folder:
+        mp.start_processes(measure, (folder, setting, repeats), nprocs=RANKS, start_method="fork")
+        repeated = json.loads(Path(folder, "out.json").read_text(encoding="utf-8"))
+    return sum(p.numel() for p in Block(width).parameters()) * 4, repeated
+
+
+def comparisons(*, quick: bool) -> Iterator[Comparison]:
+    """Measure each save and load: the clock, and the processors of all ranks."""
+    params = 12_000_000 if quick else 200_000_000
+    _, repeated = costs(params, 5)
+    for what, by_name in repeated.items():
+        for figure, unit in (("seconds", "s"), ("processor", "processor s")):
+            samples = {name: [run[figure] for run in runs] for name, runs in by_name.items()}
+            yield Comparison(f"{what}, {params:,} parameters, {RANKS} ranks, {unit}", unit, samples, BASELINES)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--params", type=int, default=200_000_000, help="number of parameters (default 200 million)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args()
-    width = max(1, round((options.params / UNITS / 8) ** 0.5))
-    setting = Setting("blocks", RANKS, "FULL_SHARD", width, UNITS, 1, 0)
-    memory = Path("/dev/shm")
-    usable = memory if memory.is_dir() and os.access(memory, os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=usable) as folder:
-        mp.start_processes(measure, (folder, setting, options.repeats), nprocs=RANKS, start_method="fork")
-        made = summary(json.loads(Path(folder, "out.json").read_text(encoding="utf-8")))
-    unit = sum(p.numel() for p in Block(width).parameters()) * 4
+    unit, repeated = costs(options.params, options.repeats)
+    made = summary(repeated)
     print(
         f"{UNITS} units of {unit / 1e6:.1f} MB on {RANKS} ranks; ratio to the faster of torch's two; most memory beside"
     )

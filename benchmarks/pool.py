@@ -17,11 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from figures import Comparison
 from pool_setups import CLOCK, SETUPS, Setup
 
 
@@ -243,24 +244,54 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(chosen: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+def in_turns(
+    setups: Sequence[Setup], sizes: Sequence[int], rounds: int, *, quick: bool
+) -> dict[tuple[int, str], Times]:
+    """Run each setup on each number of ranks, `rounds` times in turn, and return what its tests took."""
+    times = {(size, setup.name): Times() for size in sizes for setup in setups}
+    with tempfile.TemporaryDirectory(prefix="pool-benchmark-") as scratch:
+        for _ in range(rounds):
+            for size in sizes:
+                for index, setup in enumerate(setups):
+                    tests = setup.quick if quick else setup.tests
+                    seconds, problem = run_setup(setup, size, tests, Path(scratch) / f"{size}-{index}")
+                    expected = times[size, setup.name]
+                    expected.problem = expected.problem or problem
+                    expected.first += seconds[:1]
+                    expected.later += seconds[1:]
+                    print(f"{size} ranks, {setup.name}: {problem or shown(summary(seconds[1:]))}", file=sys.stderr)
+    return times
+
+
+CONTINUOUS = "MultiProcContinuousTest"
+GOALS = {"": 0.9, "FSDP2 parity, ": 1.1}
+"""Highest ratio to torch's own class that is promised for an empty test, and for one that trains."""
+
+
+def comparisons(*, quick: bool) -> Iterator[Comparison]:
+    """Measure warm tests beside those of torch's class that keeps its processes."""
+    setups = [setup for setup in SETUPS if "warm" in setup.name or CONTINUOUS in setup.name]
+    times = in_turns(setups, (2, 4), 2 if quick else 5, quick=quick)
+    for size in (2, 4):
+        for prefix, goal in GOALS.items():
+            samples = {
+                setup.name.removeprefix(prefix): [1000 * seconds for seconds in times[size, setup.name].later]
+                for setup in setups
+                if setup.name.startswith("FSDP2") == bool(prefix) and times[size, setup.name].later
+            }
+            kind = "a test of FSDP2 parity" if prefix else "an empty test"
+            if CONTINUOUS in samples:
+                goals = {name: goal for name in samples if name != CONTINUOUS}
+                yield Comparison(f"{kind}, {size} ranks", "ms", samples, (CONTINUOUS,), goal=goals)
+
+
+def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     rounds = 1 if chosen.quick else 3
     wanted = [word for word in chosen.only.split(",") if word]
     setups = [setup for setup in SETUPS if not wanted or any(word in setup.name for word in wanted)]
     sizes = [int(size) for size in chosen.ranks.split(",")]
-    times = {(size, setup.name): Times() for size in sizes for setup in setups}
-    cold: list[float] = []
-    for _ in range(rounds):
-        cold += cold_import(2)
-        for size in sizes:
-            for index, setup in enumerate(setups):
-                tests = setup.quick if chosen.quick else setup.tests
-                expected = times[size, setup.name]
-                seconds, problem = run_setup(setup, size, tests, scratch / f"{size}-{index}")
-                expected.problem = expected.problem or problem
-                expected.first += seconds[:1]
-                expected.later += seconds[1:]
-                print(f"{size} ranks, {setup.name}: {problem or shown(summary(seconds[1:]))}", file=sys.stderr)
+    cold = cold_import(2 * rounds)
+    times = in_turns(setups, sizes, rounds, quick=chosen.quick)
     report: dict[str, Any] = {"cold import torch": summary(cold), "setups": {}, "ledger": {}}
     for (size, name), expected in times.items():
         entry = {"problem": expected.problem} if expected.problem else {
@@ -288,8 +319,7 @@ def measure_here(report: dict[str, Any], *, quick: bool) -> None:
 
 def main() -> None:
     chosen = options()
-    with tempfile.TemporaryDirectory(prefix="pool-benchmark-") as scratch:
-        report = measure(chosen, Path(scratch))
+    report = measure(chosen)
     measure_here(report, quick=chosen.quick)
     print_report(report)
     if chosen.json is not None:

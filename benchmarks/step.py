@@ -1,38 +1,27 @@
 """How long is a training step, and what does it cost in memory, beside torch's own data parallelism?
 
 Every implementation trains the same model in the same processes, interleaved step by step, so that whatever else the
-machine does hits all of them alike. Reported are medians over steps of the slowest rank, and ratios to the faster of
-torch's FSDP1 and FSDP2.
-
-    python benchmarks/step.py --ranks 2 4
-    python benchmarks/step.py --quick --json out.json
-    python benchmarks/step.py --setup
-
-Only run it on an otherwise idle machine; the figures are relative, and a ratio from one busy run says little.
+machine does hits all of them alike. A sample is a step of the slowest rank. `bench.py` runs it.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import json
 import os
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from figures import Comparison
 from torch import nn
 
 
@@ -186,8 +175,7 @@ def measure(rank: int, setting: Setting, store: str, out: str, names: list[str])
     slowest = {name: [max(times) for times in zip(*(each[name] for each in every))] for name in names}
     memory = measure_memory(setting) if setting.name == "blocks" else {}
     if rank == 0:
-        medians = {name: statistics.median(times) for name, times in slowest.items()}
-        Path(out).write_text(json.dumps({"medians": medians, "memory": memory}), encoding="utf-8")
+        Path(out).write_text(json.dumps({"samples": slowest, "memory": memory}), encoding="utf-8")
     dist.destroy_process_group()
 
 
@@ -199,7 +187,7 @@ def measure_memory(setting: Setting) -> dict[str, float]:
     runner = Runner(ours_wrapper, setting)
     for _ in range(20):
         runner.step()
-    handles = [unit.handle for unit in units_in(runner.model) if unit.handle is not None]
+    handles = [unit.handle for unit in units_in(runner.model)]
     buffers = [handle.full_F().untyped_storage() for handle in handles]
     peak = 0
 
@@ -216,138 +204,56 @@ def measure_memory(setting: Setting) -> dict[str, float]:
     return {"peak_units": peak / block, "resident_growth_bytes": resident_bytes() - before}
 
 
-IMPORTING = "import torch, time; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
-
-
-def measure_import(statement: str, folder: str) -> float:
-    """Return the median of seconds that an import takes in new processes, after torch; from bytecode, as when installed."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    command = [sys.executable, "-X", f"pycache_prefix={folder}", "-c", IMPORTING.format(statement)]
-    runs = [subprocess.run(command, env=environment, capture_output=True, text=True, check=True) for _ in range(6)]
-    return statistics.median(float(run.stdout) for run in runs[1:])  # the first writes the bytecode
-
-
-def many_parameters(units: int, layers: int) -> nn.Module:
-    """Return a stack of ``units`` blocks with ``2 * layers`` small parameters each."""
-    block = lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
-    return nn.Sequential(*(block() for _ in range(units)))
-
-
-def build(rank: int, store: str, out: str) -> None:
-    """Shard 10,000 parameters, in 100 units and in one, by each way of ours and torch's, on two ranks."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    from torch.distributed import fsdp
-
-    from fsdp_ref import FullyShardedDataParallel, fully_shard
-    from fsdp_ref.wrap import ModuleWrapPolicy
-
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    mesh, cpu = dist.device_mesh.init_device_mesh("cpu", (2,)), torch.device("cpu")
-    blocks = ModuleWrapPolicy({nn.Sequential})
-    fsdp1 = partial(fsdp.FullyShardedDataParallel, use_orig_params=True, device_id=cpu)
-    fsdp2 = partial(fsdp.fully_shard, mesh=mesh)
-    ways: dict[str, Callable[[nn.Module], nn.Module]] = {
-        "torch-fsdp1, 100 units": lambda m: fsdp1(m, auto_wrap_policy=fsdp.wrap.ModuleWrapPolicy({nn.Sequential})),
-        "torch-fsdp1, 1 unit": fsdp1,
-        "torch-fsdp2, 100 units": lambda m: fsdp2(nn.Sequential(*map(fsdp2, m))),
-        "torch-fsdp2, 1 unit": fsdp2,
-        "wrapper, 100 units": lambda m: FullyShardedDataParallel(m, auto_wrap_policy=blocks, use_orig_params=True),
-        "wrapper, 1 unit": lambda m: FullyShardedDataParallel(m, use_orig_params=True),
-        "composable, 100 units": lambda m: fully_shard(m, policy=blocks),
-        "composable, 1 unit": fully_shard,
-    }
-    for shard in ways.values():
-        shard(many_parameters(2, 2))  # what is imported and made once
-    seconds = {}
-    for name, shard in ways.items():
-        model = many_parameters(100, 50)
-        assert sum(1 for _ in model.parameters()) == 10_000
-        dist.barrier()
-        start = time.process_time()
-        kept = shard(model)
-        seconds[name] = time.process_time() - start
-        del kept
-    if rank == 0:
-        Path(out).write_text(json.dumps(seconds), encoding="utf-8")
-    dist.destroy_process_group()
-
-
-def measure_setup() -> dict[str, float]:
-    """Return seconds before the first step: importing, and processor time of rank 0 for sharding 10,000 parameters."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = f"{folder}/out.json"
-        mp.start_processes(build, args=(f"{folder}/store", out), nprocs=2, start_method="fork")
-        built = json.loads(Path(out).read_text(encoding="utf-8"))
-        names = ("import fsdp_ref", "from fsdp_ref import FullyShardedDataParallel")
-        imports = {f"{name}, after torch": measure_import(name, folder) for name in names}
-    return imports | {f"10,000 parameters, {name}": seconds for name, seconds in built.items()}
-
-
-def show_setup(setup: dict[str, float]) -> None:
-    print("setup")
-    for name, seconds in setup.items():
-        base = setup.get(f"10,000 parameters, torch-fsdp1, {name.rpartition(', ')[2]}")
-        print(f"  {name:58s} {1000 * seconds:9.2f} ms" + ("" if base is None else f"  {seconds / base:5.2f}"))
-
-
 def run(setting: Setting, names: list[str]) -> dict[str, Any]:
+    """Return `samples`, seconds of each step of the slowest rank by implementation, and `memory`."""
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/out.json"
         mp.start_processes(
             measure, args=(setting, f"{folder}/store", out, names), nprocs=setting.ranks, start_method="fork"
         )
-        result = json.loads(Path(out).read_text(encoding="utf-8"))
-    medians = result["medians"]
-    base = min((medians[name] for name in BASELINES if name in medians), default=None)
-    result["ratios"] = {} if base is None else {name: value / base for name, value in medians.items()}
-    return {"setting": asdict(setting), **result}
+        return json.loads(Path(out).read_text(encoding="utf-8"))
 
 
-def settings(ranks: list[int], *, quick: bool) -> list[Setting]:
+GOALS = {("overhead", 2): 0.50, ("blocks", 2): 0.60, ("blocks", 4): 0.75}
+"""Highest ratio to the faster of FSDP1 and FSDP2 that is promised, by model and ranks."""
+
+
+def compared(setting: Setting, names: list[str]) -> Comparison:
+    """Measure one setting."""
+    result = run(setting, names)
+    if result["memory"]:
+        print(f"memory of fsdp_ref-wrapper, {setting.width} wide: {result['memory']}", flush=True)
+    size = f"{setting.units} {'small units' if setting.name == 'overhead' else f'blocks of width {setting.width}'}"
+    goal = GOALS.get((setting.name, setting.ranks))
+    return Comparison(
+        f"a step of {size}, {setting.strategy}, {setting.ranks} ranks",
+        "ms",
+        {name: [1000 * seconds for seconds in samples] for name, samples in result["samples"].items()},
+        tuple(name for name in BASELINES if name in names),
+        curve="a step by small units" if setting == overhead(setting.ranks, setting.strategy, setting.units) else "",
+        size=setting.units,
+        goal=dict.fromkeys(("fsdp_ref-wrapper", "fsdp_ref-composable"), goal) if goal else None,
+    )
+
+
+def overhead(ranks: int, strategy: str, units: int) -> Setting:
+    """Return the setting of many small units, in which nothing but overhead counts."""
+    return Setting("overhead", ranks, strategy, 64, units, 8, 25)
+
+
+def settings(ranks: Sequence[int], *, quick: bool) -> list[Setting]:
+    """Return what is measured: blocks, small units, and small units of several numbers for the curve."""
     chosen = []
     for size in ranks:
         for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
-            chosen.append(Setting("blocks", size, strategy, 512, 8, 64, 8 if quick else 25))
+            chosen.append(Setting("blocks", size, strategy, 512, 8, 64, 25))
             if not quick:
                 chosen.append(Setting("blocks", size, strategy, 720, 12, 64, 15))
-            chosen.append(Setting("overhead", size, strategy, 64, 60 if quick else 200, 8, 5 if quick else 10))
-    return chosen
+            chosen.append(overhead(size, strategy, 60))
+    return chosen + [overhead(2, "FULL_SHARD", units) for units in (15, 30, 120, 240)[: 3 if quick else 4]]
 
 
-def show(result: dict[str, Any]) -> None:
-    setting = result["setting"]
-    print(
-        f"{setting['name']} ranks={setting['ranks']} {setting['strategy']} width={setting['width']} units={setting['units']}"
-    )
-    for name, value in result["medians"].items():
-        ratio = result["ratios"].get(name)
-        print(f"  {name:22s} {1000 * value:9.2f} ms" + ("" if ratio is None else f"  {ratio:5.2f}"))
-    if result["memory"]:
-        print("  memory of fsdp_ref-wrapper:", result["memory"])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--quick", action="store_true", help="small models, few steps")
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--only", nargs="+", choices=list(IMPLEMENTATIONS), default=list(IMPLEMENTATIONS))
-    parser.add_argument("--setting", choices=["blocks", "overhead"], help="only these")
-    parser.add_argument("--setup", action="store_true", help="only importing and sharding, no steps")
-    options = parser.parse_args()
-    setup = measure_setup()
-    show_setup(setup)
-    results: list[dict[str, Any]] = [{"setup": setup}]
-    if options.setup:
-        options.ranks = []
-    for setting in settings(options.ranks, quick=options.quick):
-        if options.setting is None or setting.name == options.setting:
-            results.append(run(setting, options.only))
-            show(results[-1])
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+def comparisons(*, quick: bool, ranks: Sequence[int] = (2, 4), only: Sequence[str] = ()) -> Iterator[Comparison]:
+    """Measure a step of every setting."""
+    for setting in settings(ranks, quick=quick):
+        yield compared(setting, list(only or IMPLEMENTATIONS))

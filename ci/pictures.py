@@ -21,7 +21,8 @@ from rich.text import Text
 
 from fsdp_testing import run_conformance
 from fsdp_testing.cases.records import RunReport
-from fsdp_testing.report.terminal import closing_lines, in_short
+from fsdp_testing.report.conformance import short_sheet
+from fsdp_testing.report.terminal import print_sheet, say_ending
 
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "silent-bug.svg"
 NAME, CHECK = "torch-fsdp2", "forward_only.eval"
@@ -66,8 +67,9 @@ def picture(report: RunReport) -> str:
     """Return the report as it looks in a terminal, after the command that gives it."""
     console = Recorder(width=WIDTH, record=True, force_terminal=True, color_system="truecolor", file=io.StringIO())
     console.print(Text.assemble(("$ ", "green"), (f"fsdp-verify run {NAME} --check {CHECK}", "bold")))
-    for part in (*in_short(report, WIDTH), *closing_lines(report)):
-        console.print(part)
+    sheet = short_sheet(report)
+    print_sheet(sheet, console)
+    say_ending(sheet, console)
     return console.export_svg(title="fsdp-verify", theme=THEME, code_format=FORMAT, unique_id="run")
 
 

@@ -1,9 +1,9 @@
-"""On which device does a unit compute?"""
+"""The device that a unit computes on."""
 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,8 +37,8 @@ def explicit_device(device_id: object) -> torch.device | None:
     except RuntimeError:
         device = None
     if isinstance(device, int):
-        _refuse_missing(device_id, device)
-        return torch.device("cuda", device)
+        _refuse_missing(device_id, _accelerator(), device)
+        return torch.device(_accelerator(), device)
     if not isinstance(device, torch.device) or device.type == "meta":
         raise FsdpValueError(
             f"device_id: expected an int, a string or a torch.device that holds values, got {device_id!r}. "
@@ -46,9 +46,7 @@ def explicit_device(device_id: object) -> torch.device | None:
         )
     if device.type == "cpu":
         return CPU  # tensors on the CPU have no index
-    if device.type != "cuda":
-        return device
-    _refuse_missing(device_id, device.index)
+    _refuse_missing(device_id, device.type, device.index)
     if device.index is not None:
         return device
     warnings.warn(
@@ -57,11 +55,20 @@ def explicit_device(device_id: object) -> torch.device | None:
         UserWarning,
         stacklevel=5,
     )
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(device.type, torch.get_device_module(device).current_device())
 
 
-def _refuse_missing(device_id: object, index: int | None) -> None:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+def _accelerator() -> str:
+    """Return the type of this process's accelerator: the one that a number names."""
+    current = torch.accelerator.current_accelerator()
+    return "cuda" if current is None else current.type
+
+
+def _refuse_missing(device_id: object, device_type: str, index: int | None) -> None:
+    module: Any = getattr(torch, device_type, None)
+    if not hasattr(module, "device_count"):
+        return  # who registered the device counts none: its own errors speak
+    count = module.device_count() if module.is_available() else 0
     if count and (index is None or 0 <= index < count):
         return
     raise FsdpRuntimeError(
@@ -69,7 +76,7 @@ def _refuse_missing(device_id: object, index: int | None) -> None:
             f"device_id={device_id!r}",
             expected=f"one of the {count} accelerators that this process has"
             if count
-            else "an accelerator, which an integer or 'cuda' names",
+            else f"an accelerator, which an integer or {device_type!r} names",
             got=f"index {index}" if count else "none on this host",
             remedy=f"Pass 0 to {count - 1}" if count else "Pass torch.device('cpu')",
         )

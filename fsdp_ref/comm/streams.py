@@ -1,23 +1,26 @@
-"""On which stream does which part of a unit's work run, and who waits for whom?
+"""The streams that a unit's work runs on, and who waits for whom.
 
 Gathers run on the *unshard* stream, casts and host-to-device copies before them on the *pre-unshard* stream, gradient
-casts and reductions on the *post-backward* stream, compute on whatever stream is current. Where the device's module
-(``torch.get_device_module``) has no streams, and on the CPU, whose streams do nothing, :class:`Streams` has the same methods
-and does nothing, so that the runtime has one path.
+casts and reductions on the *post-backward* stream, compute on whatever stream is current. Any device whose module in torch
+has streams gets these; elsewhere, and on the CPU, whose streams do nothing, :class:`Streams` has the same methods and does
+nothing, so that the runtime has one path.
 
-Discipline, in one place: (1) memory is allocated on the stream that fills it; (2) whoever reads on another stream
-first waits for an event; (3) memory freed after use on another stream is recorded there (``record_stream``), so that
-the caching allocator does not hand it out too early. No call to a device happens before a unit on it exists.
+Discipline, in one place: (1) memory is allocated on the stream that issues its fill; (2) whoever reads on another stream
+first waits for an event; (3) a full buffer goes back to the stream that it came from, once that stream or the host has
+waited for its last reader; smaller memory (casts of shards, gradients) is recorded on the stream that reads it
+(``record_stream``). No call to a device happens before a unit on it exists.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fsdp_ref.storage.flat_buffer import FlatBuffer
+from fsdp_ref.storage.offload import pins_memory
 
 _HERE = nullcontext()
 
@@ -39,7 +42,8 @@ class _OnItsWay(Later):
 
     def __init__(self, tensor: Tensor, device: torch.device) -> None:
         module = torch.get_device_module(device)
-        super().__init__(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=device.type != "cpu"))
+        super().__init__(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins_memory(device)))
+        # On the current stream, which made the values; the event says when the host may look.
         self._tensor.copy_(tensor, non_blocking=True)
         self._copied = module.Event()
         self._copied.record(module.current_stream(device))
@@ -80,11 +84,8 @@ class Streams:
     def compute_after_reduce(self) -> None:
         """Make the current stream wait for the post-backward stream."""
 
-    def host_after_prepare(self) -> None:
-        """Make the host wait for the pre-unshard stream, which copies shards from it without blocking."""
-
-    def host_after_reduce(self) -> None:
-        """Make the host wait for the post-backward stream, which copied gradients to it without blocking."""
+    def host_after_copies(self) -> None:
+        """Make the host wait for copies that do not block it: of shards from its memory, of gradients to it."""
 
     def used_by_compute(self, tensor: Tensor) -> None:
         """Record that the current stream reads ``tensor``, which is about to be freed."""
@@ -96,11 +97,16 @@ class Streams:
         """Begin to copy a small tensor of booleans to the host, which reads it later."""
         return Later(tensor)
 
-    def limit_gathers(self) -> None:
-        """Block the host until at most two freed full parameters are still in use by the device."""
+    def allocate(self, buffer: FlatBuffer) -> None:
+        """Give a full buffer its memory, on the unshard stream; call it before anything is issued that fills it."""
+        buffer.allocate()
 
-    def note_free(self) -> None:
-        """Remember that a full parameter was freed here (see :meth:`limit_gathers`)."""
+    def free(self, buffer: FlatBuffer) -> None:
+        """Take the memory of a full buffer, which the current stream read last; maybe not before :meth:`free_rest`."""
+        buffer.free()
+
+    def free_rest(self) -> None:
+        """Take the memory of all buffers that were given to :meth:`free`, without stopping the host."""
 
 
 class DeviceStreams(Streams):
@@ -108,10 +114,10 @@ class DeviceStreams(Streams):
 
     Args:
         device: the compute device.
-        limit_all_gathers: whether the host may run ahead of the device by two full parameters only.
+        limit_all_gathers: the host waits until at most one full buffer that was given up is still read by the device.
     """
 
-    MAX_INFLIGHT = 2
+    MAX_UNFREED = 1
 
     def __init__(self, device: torch.device, *, limit_all_gathers: bool) -> None:
         self._device = device
@@ -121,8 +127,10 @@ class DeviceStreams(Streams):
         self._unshard = self._module.Stream(device, priority=-1)
         # Apart from the gathers, so that the next shard is cast or fetched while the present one is gathered.
         self._pre_unshard = self._module.Stream(device, priority=-1)
+        # Apart again: a reduction waits for its gradients, and must not hold up the gather that backward needs next.
         self._post_backward = self._module.Stream(device, priority=-1)
-        self._frees: deque[Any] = deque()
+        # Full buffers that were given up and still have their memory, each with the end of its last reader; oldest first.
+        self._unfreed: dict[FlatBuffer, Any] = {}
 
     def unshard(self) -> AbstractContextManager[object]:
         return self._module.stream(self._unshard)
@@ -151,13 +159,13 @@ class DeviceStreams(Streams):
     def compute_after_reduce(self) -> None:
         self._module.current_stream(self._device).wait_stream(self._post_backward)
 
-    def host_after_reduce(self) -> None:
+    def host_after_copies(self) -> None:
+        # Both: after forward shards may still be read from the host, after backward gradients are written to it.
+        self._pre_unshard.synchronize()
         self._post_backward.synchronize()
 
-    def host_after_prepare(self) -> None:
-        self._pre_unshard.synchronize()
-
     def used_by_compute(self, tensor: Tensor) -> None:
+        # The current stream has waited for the gather by now: what it is given later comes after the gather's read.
         tensor.record_stream(self._module.current_stream(self._device))
 
     def used_by_reduce(self, tensor: Tensor) -> None:
@@ -166,17 +174,36 @@ class DeviceStreams(Streams):
     def read_later(self, tensor: Tensor) -> Later:
         return _OnItsWay(tensor, self._device)
 
-    def limit_gathers(self) -> None:
-        # The oldest first: its readers are the first to end.
-        while self._limit and len(self._frees) >= self.MAX_INFLIGHT:
-            self._frees.popleft().synchronize()
+    def allocate(self, buffer: FlatBuffer) -> None:
+        last_read = self._unfreed.pop(buffer, None)
+        while len(self._unfreed) > self.MAX_UNFREED:
+            # The oldest: its readers are the first to end, and the youngest's are what this gather shall overlap with.
+            oldest = next(iter(self._unfreed))
+            if self._limit:
+                # Here, and not on the unshard stream alone: gradients, too, are held by kernels that the host issued ahead.
+                self._unfreed[oldest].synchronize()
+            self._free(oldest)
+        with self.unshard():
+            if last_read is not None:
+                # Gathered again before it was freed: the memory is there, and the gather writes over what was read last.
+                self._unshard.wait_event(last_read)
+            buffer.allocate()
 
-    def note_free(self) -> None:
-        if self._limit:
-            # On the current stream, which read the freed memory last.
-            event = self._module.Event()
-            event.record(self._module.current_stream(self._device))
-            self._frees.append(event)
+    def free(self, buffer: FlatBuffer) -> None:
+        # Not at once: the allocator would hand the memory to the next gather while kernels of this stream still read it.
+        # The unshard stream does not wait here either, for then the next gather would not overlap with this computation.
+        event = self._module.Event()
+        event.record(self._module.current_stream(self._device))
+        self._unfreed[buffer] = event
+
+    def free_rest(self) -> None:
+        for buffer in list(self._unfreed):
+            self._free(buffer)
+
+    def _free(self, buffer: FlatBuffer) -> None:
+        # The memory goes back to the unshard stream, on which later gathers take it: it comes after the last reader.
+        self._unshard.wait_event(self._unfreed.pop(buffer))
+        buffer.free()
 
 
 def streams_for(device: torch.device, *, limit_all_gathers: bool) -> Streams:
@@ -190,4 +217,5 @@ def _has_streams(device: torch.device) -> bool:
     if device.type == "cpu":
         # torch's own do nothing; whoever puts others in their place watches what is asked of them.
         return torch.cpu.Stream.__module__ != "torch.cpu"
-    return device.type != "meta" and hasattr(torch.get_device_module(device), "Stream")
+    # A device that another package registered may have no module: ``torch.get_device_module`` would raise.
+    return device.type != "meta" and hasattr(getattr(torch, device.type, None), "Stream")

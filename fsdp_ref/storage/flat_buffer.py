@@ -1,4 +1,4 @@
-"""Who owns the memory of full parameters, and how is it given back?
+"""The memory of full parameters: freed and refilled in place.
 
 A :class:`FlatBuffer` is one flat tensor whose storage is freed and refilled in place: the tensor object, and every
 view of it, outlives its memory. That is what lets autograd and modules hold views of parameters while the bytes are

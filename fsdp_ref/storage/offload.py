@@ -1,20 +1,35 @@
-"""Where do shards and reduced gradients live while nobody computes with them?
+"""The place of shards and reduced gradients while nobody computes with them.
 
 At home: on the device of computation, or with offload on the host, where the optimizer then runs. Copies between the
-two do not block the host; who waits for them stands in ``comm.streams`` (``host_after_prepare``, ``host_after_reduce``).
+two do not block the host; who waits for them stands in ``comm.streams`` (``host_after_copies``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
 
+def pins_memory(device: torch.device) -> bool:
+    """Return whether ``device`` reads and writes pinned memory of the host by itself."""
+    return device.type not in {"cpu", "meta"} and _pinned_exists(device.type)
+
+
+@cache
+def _pinned_exists(device_type: str) -> bool:
+    try:
+        torch.empty(1, pin_memory=True)
+    except (RuntimeError, NotImplementedError):
+        return False  # an accelerator whose allocator of pinned memory nobody registered: copies block the host
+    return True
+
+
 def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a few values on a device, without stopping the host: from memory of other kinds it would wait for its copy."""
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, pin_memory=pins_memory(device)).to(device, non_blocking=True)
 
 
 def another_home(shard_S: Tensor, dtype: torch.dtype) -> Tensor:
@@ -29,7 +44,7 @@ def send_home(shard_S: Tensor, device: torch.device, *, offload: bool) -> Tensor
         return shard_S.to(device)
     at_home = shard_S.to("cpu")
     # The device reads pinned memory by itself; from other memory the host would copy, and wait.
-    return at_home.pin_memory() if device.type == "cuda" else at_home
+    return at_home.pin_memory() if pins_memory(device) else at_home
 
 
 def fetch(shard_S: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

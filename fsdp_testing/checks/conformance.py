@@ -22,9 +22,9 @@ from fsdp_testing.checks.suites import CHECKS, Check
 from fsdp_testing.checks.suites.check import needs_of
 from fsdp_testing.checks.suites.run import Where, judge_check
 from fsdp_testing.errors import BackendUnavailable, InvalidArgument, PoolBroken
-from fsdp_testing.explain import shortest
 from fsdp_testing.explain.inquiry import How, Inquiry
 from fsdp_testing.explain.root_causes import explain_results, happened
+from fsdp_testing.explain.shrinking.shrink import EXPLAIN_SECONDS
 from fsdp_testing.explain.trace import portrait
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.judging.concurrency import Shared
@@ -57,7 +57,7 @@ def run_conformance(
     shard: tuple[int, int] | tuple[()] = (),
     expected_failures: Mapping[str, Any] | None = None,
     extended: bool = False,
-    explain: float = shortest.SECONDS,
+    explain: float = EXPLAIN_SECONDS,
     portraits: bool = False,
     listener: RunListener | None = None,
     runner: CaseRunner | None = None,

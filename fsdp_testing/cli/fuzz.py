@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsdp_testing.cli.museum import planted_bugs
 from fsdp_testing.cli.options import (
@@ -24,14 +24,15 @@ from fsdp_testing.cli.options import (
     seconds,
     warn_old_spelling,
 )
+from fsdp_testing.cli.outputs import present
 from fsdp_testing.errors import HarnessError, InvalidArgument, PoolBroken
 
 if TYPE_CHECKING:
     from fsdp_testing.adapters.adapter import Adapter
     from fsdp_testing.checks.findings.discovery import Discovery
+    from fsdp_testing.report.progress import Display
     from fsdp_testing.report.terminal import Output
-    from fsdp_testing.search.campaign.campaign import Campaign, Plan
-    from fsdp_testing.search.campaign.state import StateDirectory
+    from fsdp_testing.search.campaign.campaign import Plan
     from fsdp_testing.search.campaign.tally import CampaignTally
 
 DESCRIPTION = """\
@@ -89,18 +90,22 @@ def execute(options: argparse.Namespace) -> int:
         raise InvalidArgument("fuzz: expected NAME alone. Say what is to be fuzzed; exhibits: `museum --exhibits N`.")
     from fsdp_testing.adapters import registry
     from fsdp_testing.ranks.pool import default_pool
-    from fsdp_testing.report.terminal import open_console
+    from fsdp_testing.report.progress import Display
+    from fsdp_testing.report.terminal import open_console, print_sheet
     from fsdp_testing.search.campaign.campaign import Campaign
+    from fsdp_testing.search.campaign.sheet import campaign_sheet
 
     adapter = registry.load(options.name)
     plan = _plan(options, adapter)
     console = open_console()
     missing = plan.scope.not_claimed()
     if missing:
-        said = f"{len(missing)} features are not drawn, for {adapter.name} does not claim them"
-        console.say(f"{said}: {', '.join(sorted(missing))}", style="dim")
-    with _Display(console) as display:
-        campaign = Campaign(plan, default_pool(), display.progress, display.found)
+        features = f"{len(missing)} features are not drawn, for {adapter.name} does not claim them"
+        console.say(f"{features}: {', '.join(sorted(missing))}", style="dim")
+    with Display(console, "cases") as display:
+        findings = _Findings(display)
+        display.stage("starting ranks, then drawing and running cases")
+        campaign = Campaign(plan, default_pool(), findings.progress, findings.found)
         for message in campaign.damaged:
             console.say(f"left out: {message}")
         try:
@@ -108,14 +113,11 @@ def execute(options: argparse.Namespace) -> int:
         except (KeyboardInterrupt, PoolBroken) as end:
             how = "interrupted" if isinstance(end, KeyboardInterrupt) else "ended before its time"
             console.say(f"{how}; everything up to here is in {plan.state}")
-            _report_end(console, campaign, plan)
+            print_sheet(campaign_sheet(campaign.tally, adapter.name, plan.state), console)
             raise
-    _report_end(console, campaign, plan)
     if not options.no_scripts:
-        _try_scripts(console, display.folders)
-    if tally.exit_code == 3:
-        console.say(f"exit code 3: {'; '.join(tally.unknown())}")
-    return tally.exit_code
+        _try_scripts(console, findings.folders)
+    return present(campaign_sheet(tally, adapter.name, plan.state), console, {}, {})
 
 
 def batches_at_a_time(asked: int | None, largest: int) -> int:
@@ -160,89 +162,25 @@ def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
     )
 
 
-class _Display:
-    """What a person sees: one moving line, and each finding when it is made."""
+class _Findings:
+    """Tells each finding when it is made, and how far the campaign is."""
 
-    def __init__(self, console: Output) -> None:
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-        self.console = console
-        self._progress = Progress(
-            SpinnerColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}"),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._progress.add_task("starting ranks", total=None)
+    def __init__(self, display: Display) -> None:
+        self._display = display
         self.folders: list[Path] = []
 
-    def __enter__(self) -> _Display:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
     def progress(self, tally: CampaignTally) -> None:
-        text = (
-            f"{tally.run} cases, {tally.rate:.0f}/s, {tally.statuses['known']} known, {len(tally.discovered)} findings"
-        )
-        self._progress.update(self._task, description=text)
+        text = f"{tally.rate:.0f}/s, {sum(tally.known.values())} known, {len(tally.discovered)} findings"
+        self._display.at(tally.run, text)
 
-    def found(self, found: Discovery, state: StateDirectory) -> None:
+    def found(self, discovery: Discovery, state: Path) -> None:
         from fsdp_testing.search.campaign.writing import write_discovery
 
-        folder = write_discovery(found, state)
+        folder, console = write_discovery(discovery, state), self._display.console
         self.folders.append(folder)
-        self.console.say(("" if found.confirmed else "(once, not again alone) ") + found.sentence())
+        console.say(("" if discovery.confirmed else "(once, not again alone) ") + discovery.sentence())
         again = shlex.join(["fsdp-verify", "replay", str((folder / "finding.json").resolve())])
-        self.console.say(f"  {folder}; run it again, from anywhere: {again}")
-
-
-def _report_end(console: Output, campaign: Campaign, plan: Plan) -> None:
-    tally = campaign.tally
-    mean = tally.operations / tally.run if tally.run else 0.0
-    extra = f", {tally.variants} of them for what a known failure may hide" if tally.variants else ""
-    console.say(
-        f"{tally.run} cases in {tally.seconds:.1f} s ({tally.rate:.1f}/s, {mean:.1f} operations each{extra}); "
-        f"{len(tally.discovered)} findings, met again {sum(tally.duplicates.values())} times; "
-        f"{tally.drawn} cases drawn, {tally.left} left for the next campaign, {tally.discarded} discarded; "
-        f"state in {plan.state}"
-    )
-    _report_known(console, tally)
-    _report_counts(console, "could not be judged", tally.unjudged)
-    if tally.not_investigated:
-        console.say(
-            f"cases that fail like others that were investigated, and were not themselves: {tally.not_investigated}"
-        )
-    if tally.found_before:
-        console.say(f"cases that failed as an earlier run of this campaign found: {sum(tally.found_before.values())}")
-        for name, number in tally.found_before.most_common():
-            console.say(f"  {number} x {name}")
-
-
-def _report_known(console: Output, tally: CampaignTally) -> None:
-    ran, there = tally.examples
-    if there:
-        console.say(f"examples of known failures run again: {ran} of {there}; {len(tally.gone)} pass now")
-    for name in tally.gone:
-        console.say(f"  the example of known failure {name!r} passes: its rule was dropped", style="yellow")
-    if tally.statuses["known"]:
-        share = tally.statuses["known"] / tally.run
-        console.say(f"cases that failed by a known failure: {tally.statuses['known']} ({share:.1%})")
-    for rule in dict.fromkeys([*(name for name, _ in tally.known.most_common()), *tally.postponed]):
-        met, postponed = tally.known[rule], tally.postponed[rule]
-        later = f", {postponed} put off, since it costs the ranks" if postponed else ""
-        console.say(f"  {met / max(tally.run, 1):.1%} ({met} cases{later}): {rule}", style="dim")
-
-
-def _report_counts(console: Output, what: str, counts: Any) -> None:
-    if counts:
-        console.say(f"{what}: {sum(counts.values())}")
-        for reason, number in counts.most_common(10):
-            console.say(f"  {number} x {reason}", style="dim")
+        console.say(f"  {folder}; run it again, from anywhere: {again}")
 
 
 def _try_scripts(console: Output, folders: list[Path]) -> None:

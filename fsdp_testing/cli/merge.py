@@ -1,4 +1,4 @@
-"""`fsdp-verify merge PART...`: what do the parts of a run, a certificate, or a campaign of the fuzzer say together?"""
+"""`fsdp-verify merge PART...`: the parts of a run, a certificate, or a campaign of the fuzzer, put together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_testing.cli.options import Command, Subparsers, declare
-from fsdp_testing.cli.run import add_outputs, outputs, present
+from fsdp_testing.cli.outputs import checked_outputs, present
+from fsdp_testing.cli.run import add_report_outputs, present_report
 from fsdp_testing.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -32,24 +33,22 @@ def add(commands: Subparsers[Command]) -> Command:
         help="what `run` or `certify --shard --json`, or `fuzz --shard --state`, wrote",
     )
     command.add_argument("--state", type=Path, metavar="DIR", help="of campaigns: a new directory for the whole one")
-    add_outputs(command)
+    add_report_outputs(command)
     return command
 
 
 def execute(options: argparse.Namespace) -> int:
     """Read, merge, print, write."""
     from fsdp_testing.cases.records import RunReport
-    from fsdp_testing.report import check_writable
     from fsdp_testing.report.merging import merged
     from fsdp_testing.report.terminal import open_console
 
-    for option, path in outputs(options).items():
-        check_writable(path, option)
+    paths = checked_outputs(options)
     repeated = sorted({str(path) for path in options.reports if options.reports.count(path) > 1})
     if repeated:
         raise InvalidArgument(f"merge: expected each report once, got {', '.join(repeated)} more than once. Drop one.")
     if options.state is not None or all(path.is_dir() for path in options.reports):
-        return _campaigns(options, open_console())
+        return _campaigns(options, paths, open_console())
     texts = {}
     for path in options.reports:
         try:
@@ -59,9 +58,9 @@ def execute(options: argparse.Namespace) -> int:
                 f"merge: expected a report, got {str(path)!r} ({error}). Give what `--json` wrote."
             ) from error
     if any(_is_certificate(text, path) for path, text in texts.items()):
-        return _certificates(texts, options)
+        return _certificates(texts, paths, options)
     reports = {path: RunReport.from_json(text, path) for path, text in texts.items()}
-    return present(merged(reports), options, open_console())
+    return present_report(merged(reports), options, open_console(), paths)
 
 
 def _is_certificate(text: str, path: str) -> bool:
@@ -71,33 +70,39 @@ def _is_certificate(text: str, path: str) -> bool:
     return isinstance(data, dict) and data.get("format") == "fsdp_testing/certificate"
 
 
-def _certificates(texts: dict[str, str], options: argparse.Namespace) -> int:
-    from fsdp_testing.cli import certify
+def _certificates(texts: dict[str, str], paths: dict[str, Path], options: argparse.Namespace) -> int:
     from fsdp_testing.report.terminal import open_console
-    from fsdp_testing.search.certificate.merging import merged, read_summary
+    from fsdp_testing.search.certificate.sheet import certificate_sheet
+    from fsdp_testing.search.certificate.summary import read_summary
+    from fsdp_testing.search.merging import merge_certificates
 
     unwanted = [name for name, given in (("--junit", options.junit), ("--full", options.full)) if given]
     if unwanted:
         raise InvalidArgument(f"merge: expected --html or --json for certificates, got {', '.join(unwanted)}. Drop it.")
-    return certify.present(merged({p: read_summary(text, p) for p, text in texts.items()}), options, open_console())
+    summary = merge_certificates({path: read_summary(text, path) for path, text in texts.items()})
+    return present(certificate_sheet(summary), open_console(), paths, {"--json": lambda: summary.to_json() + "\n"})
 
 
-def _campaigns(options: argparse.Namespace, console: Output) -> int:
-    from fsdp_testing.search.campaign.merging import merge_campaigns
+def _campaigns(options: argparse.Namespace, paths: dict[str, Path], console: Output) -> int:
+    from fsdp_testing.cases.records import Verdict
+    from fsdp_testing.report.sheet import Sheet
+    from fsdp_testing.search.merging import merge_campaigns
 
-    unwanted = [*outputs(options), *(["--full"] if options.full else [])]
+    unwanted = [*paths, *(["--full"] if options.full else [])]
     if options.state is None or unwanted:
         raise InvalidArgument(
             f"merge: expected --state DIR alone for campaigns of the fuzzer, got {', '.join(unwanted) or 'no --state'}. "
             "Reports are of `run`."
         )
     merged = merge_campaigns(options.reports, options.state)
-    for found in merged.found:
-        console.say(found.sentence())
-    progress = merged.progress
-    console.say(
-        f"{progress.run} cases in {progress.seconds:.1f} s of all parts; {len(merged.found)} findings, met again in "
-        f"other parts {merged.repeated} times; {len(progress.unfinished)} cases left for the next campaign; "
+    for discovery in merged.discoveries:
+        console.say(discovery.sentence())
+    whole, counts = merged.state, merged.state.counts()
+    others = ((Verdict.FAIL, "fail"), (Verdict.UNKNOWN, "are unknown"))
+    text = "".join(f"{counts[verdict]} cases {verb}; " for verdict, verb in others if counts[verdict])
+    text += (
+        f"{counts.total()} cases in {whole.seconds:.1f} s of all parts; {len(merged.discoveries)} findings, met again in "
+        f"other parts {merged.repeated} times; {len(whole.unfinished)} cases left for the next campaign; "
         f"state in {options.state}"
     )
-    return merged.exit_code
+    return present(Sheet("Campaign", merged.exit_code, text), console, {}, {})

@@ -1,4 +1,4 @@
-"""`fsdp-verify new-adapter NAME`: how does one begin to have an implementation of one's own judged?"""
+"""`fsdp-verify new-adapter NAME`: the skeleton of an adapter, for an implementation of your own."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def add(commands: Subparsers[Command]) -> Command:
 
 def execute(options: argparse.Namespace) -> int:
     """Write the file and say what to do with it."""
-    from fsdp_testing.report import write_atomically
+    from fsdp_testing.report.files import write_atomically
 
     if not re.fullmatch(r"\w[\w.+-]*", options.name):
         raise InvalidArgument(

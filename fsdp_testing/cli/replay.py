@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_testing.cli.options import Command, Subparsers, add_timeout, declare
+from fsdp_testing.cli.outputs import present
 from fsdp_testing.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from fsdp_testing.checks.findings.rerun import Recorded
     from fsdp_testing.judging.case_runner import JudgedCase
     from fsdp_testing.report.terminal import Output
-    from fsdp_testing.search.campaign.rerun import Recorded
 
 DESCRIPTION = """\
 Run the case in FILE (a case, a finding of `fuzz`, or the failures of a JSON report) twice, each time on new processes,
@@ -37,18 +39,21 @@ def add(commands: Subparsers[Command]) -> Command:
 
 def execute(options: argparse.Namespace) -> int:
     """Replay every case in the file; the worst outcome is the exit code."""
+    from fsdp_testing.checks.findings.rerun import read_recorded
+    from fsdp_testing.report.sheet import Sheet, listed, numbered
     from fsdp_testing.report.terminal import open_console
-    from fsdp_testing.search.campaign.rerun import read_recorded
 
     console = open_console()
-    codes = [_replay(console, recorded, options) for recorded in read_recorded(options.file)]
-    return 1 if 1 in codes else max(codes)
+    words = Counter(_replay(console, recorded, options) for recorded in read_recorded(options.file))
+    code = next(CODES[word] for word in (FAILS, UNKNOWN, PASSED) if words[word])
+    counts = listed(f"{numbered(words[word], 'case')} {word}" for word in CODES if words[word])
+    return present(Sheet(str(options.file), code, counts), console, {}, {})
 
 
-def _replay(console: Output, recorded: Recorded, options: argparse.Namespace) -> int:
+def _replay(console: Output, recorded: Recorded, options: argparse.Namespace) -> str:
     from fsdp_testing.adapters import registry
+    from fsdp_testing.checks.findings.rerun import check_claims, replay
     from fsdp_testing.ranks.pool import Pool
-    from fsdp_testing.search.campaign.rerun import check_claims, replay
 
     name = options.implementation or recorded.implementation
     if not name:
@@ -65,14 +70,14 @@ def _replay(console: Output, recorded: Recorded, options: argparse.Namespace) ->
             runs.append(replay(pool, adapter, recorded.case, options.timeout))
         finally:
             pool.close()
-    word, lines = _told(runs)
+    word, lines = _account(runs)
     console.say(f"case {recorded.case.identity} on {name}: {word}")
     for line in lines:
         console.say(line)
-    return CODES[word]
+    return word
 
 
-def _told(runs: Sequence[tuple[JudgedCase, str]]) -> tuple[str, list[str]]:
+def _account(runs: Sequence[tuple[JudgedCase, str]]) -> tuple[str, list[str]]:
     """Return the word for what the runs gave, and what there is to say of them."""
     words = [_WORDS.get(judged.verdict.value, UNKNOWN) for judged, _ in runs]
     lines = []

@@ -1,9 +1,10 @@
-"""`fsdp-verify run NAME...`: which claims of these implementations hold?"""
+"""`fsdp-verify run NAME...`: implementations, judged check by check."""
 
 from __future__ import annotations
 
 import argparse
 import tomllib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,11 +21,10 @@ from fsdp_testing.cli.options import (
     declare,
     part,
 )
+from fsdp_testing.cli.outputs import add_html, add_json, checked_outputs, present
 from fsdp_testing.errors import BackendUnavailable, InvalidArgument
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from fsdp_testing.cases.records import RunReport
     from fsdp_testing.report.terminal import Output
 
@@ -80,15 +80,15 @@ def add(commands: Subparsers[Command]) -> Command:
         metavar="SECONDS",
         help="of an idle machine, for the shortest schedules and causes of each implementation (default 10; 0: none)",
     )
-    add_outputs(command)
+    add_report_outputs(command)
     return command
 
 
-def add_outputs(command: Command) -> None:
+def add_report_outputs(command: Command) -> None:
     """Declare in which forms a report may be written."""
     out = command.add_argument_group("what is written")
-    out.add_argument("--html", type=Path, metavar="DIR", help="write DIR/index.html")
-    out.add_argument("--json", type=Path, metavar="FILE", help="write the report as one JSON document")
+    add_html(out)
+    add_json(out, "the report")
     out.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML")
     out.add_argument("--full", action="store_true", help="show every check, and complete accounts of what failed")
 
@@ -96,13 +96,11 @@ def add_outputs(command: Command) -> None:
 def execute(options: argparse.Namespace) -> int:
     """Judge, print, write."""
     from fsdp_testing.ranks.pool import default_pool
-    from fsdp_testing.report import check_writable
-    from fsdp_testing.report.terminal import open_console, print_report
+    from fsdp_testing.report.terminal import open_console
 
     if options.all and options.names:
         raise InvalidArgument(f"run: expected names or --all, got both ({', '.join(options.names)}). Drop one of them.")
-    for option, path in outputs(options).items():
-        check_writable(path, option)
+    paths = checked_outputs(options)
     default_pool().start()  # torch is imported there and, with the registry, here: at the same time
     from fsdp_testing.adapters import registry
     from fsdp_testing.checks.conformance import select_checks
@@ -116,31 +114,29 @@ def execute(options: argparse.Namespace) -> int:
     console = open_console()
     part_of = "part {} of {}; ".format(*options.shard) if options.shard else ""
     for name in unknown_tables(options.expected_failures, names):
-        said = f"--expected-failures: [{name}] is no implementation of this run, and none is registered under that name"
-        console.say(said, style="bold yellow")
+        whose = f"--expected-failures: [{name}] is no implementation of this run"
+        console.say(f"{whose}, and none is registered under that name", style="bold yellow")
     console.say(f"{part_of}checks under way at a time: {room.said(options.jobs)}")
     report, interrupted = judged(names, expected, options, console)
     # A registered name is the adapter's own; an import string is not.
     own = {name: registry.adapter_of(name).name for name in report.implementations if ":" in name}
     report = replace(report, own_names=own)
-    if interrupted:
-        print_report(report, console, full=options.full)
-        # A report of half a run must not replace one of a whole run.
-        console.say("interrupted: this is what was known by then; no file was written", style="bold red")
-        return INTERRUPTED
-    return present(report, options, console)
+    if not interrupted:
+        return present_report(report, options, console, paths)
+    present_report(report, options, console, {})
+    # A report of half a run must not replace one of a whole run.
+    console.say("interrupted: this is what was known by then; no file was written", style="bold red")
+    return INTERRUPTED
 
 
-def present(report: RunReport, options: argparse.Namespace, console: Output) -> int:
+def present_report(report: RunReport, options: argparse.Namespace, console: Output, paths: Mapping[str, Path]) -> int:
     """Print a report, write it in the forms that are asked for, and return its exit code."""
-    from fsdp_testing.report import TEXTS, report_exit_code, write_atomically
-    from fsdp_testing.report.terminal import print_report
+    from fsdp_testing.report.conformance import complete_sheet, short_sheet
+    from fsdp_testing.report.junit import junit_text
 
-    print_report(report, console, full=options.full)
-    for option, path in outputs(options).items():
-        write_atomically(path, TEXTS[option](report), option)
-        console.say(f"written: {path}")
-    return report_exit_code(report)
+    texts = {"--json": lambda: report.to_json(indent=1) + "\n", "--junit": lambda: junit_text(report)}
+    sheet = complete_sheet(replace(report, own_names={})) if options.full else short_sheet(report)
+    return present(sheet, console, paths, texts, page=lambda: complete_sheet(report), full=options.full)
 
 
 def check_backend(name: str, size: int) -> None:
@@ -191,7 +187,7 @@ def expectations(path: Path | None, names: tuple[str, ...], tensor_parallel: int
 
     def from_here(entry: Any) -> Any:
         if isinstance(entry, list):
-            return [from_here(one) for one in entry]
+            return [from_here(item) for item in entry]
         if not isinstance(entry, dict) or not isinstance(entry.get("page"), str):
             return entry
         page = path.parent / entry["page"]
@@ -234,7 +230,7 @@ def tables(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def judged(
-    names: tuple[str, ...], expected: dict[str, dict[str, Any]], options: argparse.Namespace, console: Console
+    names: tuple[str, ...], expected: dict[str, dict[str, Any]], options: argparse.Namespace, console: Output
 ) -> tuple[RunReport, bool]:
     """Return the report, and whether the user interrupted the run before it was complete."""
     from fsdp_testing.cases.records import RunReport
@@ -265,10 +261,3 @@ def judged(
             known = RunReport(tuple(progress.results), names, environment(), options.world_size, options.backend)
             return replace(known, tensor_parallel=options.tensor_parallel), True
     return report, False
-
-
-def outputs(options: argparse.Namespace) -> dict[str, Path]:
-    """Return the files that are asked for, by option."""
-    page = options.html / "index.html" if options.html is not None else None
-    given = {"--html": page, "--json": options.json, "--junit": options.junit}
-    return {option: path for option, path in given.items() if path is not None}

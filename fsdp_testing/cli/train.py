@@ -1,4 +1,4 @@
-"""`fsdp-verify train SCRIPT ARGS...`: does a training script that nobody changed give on N ranks what one process gives?"""
+"""`fsdp-verify train SCRIPT ARGS...`: a training script that nobody changed on N ranks, against one process."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import argparse
 import shlex
 import time
 from collections.abc import Container, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_testing.cli.options import Command, Subparsers, add_timeout, count, declare, sizes
+from fsdp_testing.cli.outputs import add_html, add_json, checked_outputs, present
 from fsdp_testing.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from fsdp_testing.ranks.pool import WorldOutcome
-    from fsdp_testing.report.progress import StageProgress
+    from fsdp_testing.report.progress import Display
     from fsdp_testing.report.terminal import Output
-    from fsdp_testing.train.report import TrainReport
 
 DESCRIPTION = """\
 Run an unmodified training script as torchrun would start it, on each number of ranks, and compare it step by step with one
@@ -63,8 +62,8 @@ def add(commands: Subparsers[Command]) -> Command:
             "batch-norm-per-rank, loss-per-rank (a router's balance, a contrastive loss)",
         ),
         add_timeout(command, 300.0),
-        option("--html", type=Path, metavar="DIR", help="write DIR/index.html, or a file that ends in .html"),
-        option("--json", type=Path, metavar="FILE", help="write the report as one JSON document"),
+        add_html(command),
+        add_json(command, "the report"),
     ]
     option("--show-output", action="store_true", help="print what the script writes, after each run of it")
     option("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
@@ -99,18 +98,15 @@ def _attached(words: Sequence[str], valued: Container[str]) -> list[str]:
 
 def execute(options: argparse.Namespace) -> int:
     """Judge the script: 0 all worlds pass, 1 one differs, 3 of one nothing can be said."""
-    from fsdp_testing.report import check_writable
-    from fsdp_testing.report.progress import StageProgress
+    from fsdp_testing.checks.conformance import environment
+    from fsdp_testing.report.progress import Display
     from fsdp_testing.report.terminal import open_console
+    from fsdp_testing.train.report import training_sheet
     from fsdp_testing.train.script import Launch, examine
 
     if not options.script:
         raise InvalidArgument("train: expected a script, got none. Name the file that torchrun would start.")
-    if options.html is not None and options.html.suffix != ".html":
-        options.html /= "index.html"
-    for option, path in (("--html", options.html), ("--json", options.json)):
-        if path is not None:
-            check_writable(path, option)
+    paths = checked_outputs(options)
     launch = Launch(
         options.script,
         tuple(options.arguments),
@@ -122,18 +118,23 @@ def execute(options: argparse.Namespace) -> int:
         accept=tuple(options.accept),
     )
     console, began = open_console(), time.monotonic()
-    with StageProgress(console) as progress:
-        report = examine(launch, options.world_sizes, listener=_Listener(progress, console, shows=options.show_output))
-    console.say(str(report))
-    _write(report, options, console, time.monotonic() - began)
-    console.say(report.conclusion, style={0: "bold green", 1: "bold red"}.get(report.exit_code, "bold magenta"))
-    return report.exit_code
+    with Display(console) as display:
+        report = examine(launch, options.world_sizes, listener=_Listener(display, console, shows=options.show_output))
+    facts: dict[str, Any] = {
+        "arguments": options.arguments,
+        "steps": options.steps,
+        "world_sizes": options.world_sizes,
+        "seconds": time.monotonic() - began,
+        "environment": environment(),
+    }
+    sheet = training_sheet(report, **facts)
+    return present(sheet, console, paths, {"--json": lambda: report.to_json(**facts)}, full=True)
 
 
 class _Listener:
     """Shows which run of the script is under way, and what it wrote where that was asked for."""
 
-    def __init__(self, progress: StageProgress, console: Output, *, shows: bool) -> None:
+    def __init__(self, progress: Display, console: Output, *, shows: bool) -> None:
         self._progress, self._console, self._shows = progress, console, shows
         self._begun: set[str] = set()
 
@@ -149,25 +150,3 @@ class _Listener:
             for stream, text in (("", rank.stdout), (" (stderr)", rank.stderr)):
                 for line in text.splitlines():
                     self._console.say(f"rank {rank.rank}{stream}: {line}")
-
-
-def _write(report: TrainReport, options: argparse.Namespace, console: Output, seconds: float) -> None:
-    if options.html is None and options.json is None:
-        return
-    from fsdp_testing.checks.conformance import environment
-    from fsdp_testing.report import write_atomically
-    from fsdp_testing.report.script_page import script_text
-
-    facts = {
-        "arguments": options.arguments,
-        "steps": options.steps,
-        "world_sizes": options.world_sizes,
-        "seconds": seconds,
-        "environment": environment(),
-    }
-    if options.html is not None:
-        write_atomically(options.html, script_text(report, facts), "--html")
-        console.say(f"written: {options.html}")
-    if options.json is not None:
-        write_atomically(options.json, report.to_json(**facts), "--json")
-        console.say(f"written: {options.json}")

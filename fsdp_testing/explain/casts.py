@@ -1,4 +1,4 @@
-"""In which dtype, or in which order, was it done instead? Tried for wrong numbers whose casts are known one by one.
+"""Names the dtype, or the order, in which something was done instead: for wrong numbers whose casts are known one by one.
 
 The oracle replays the same operations, each from the implementation's own state, with other casts: gradients reduced in
 another dtype, local micro-batches added up in one, divided at another place, or nothing computed in a lower one. At two
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from fsdp_testing.adapters.protocol import Division
 from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case, MixedPrecisionSpec, RankObservation
-from fsdp_testing.explain.held import held
+from fsdp_testing.explain.compared_pieces import compared_pieces
 from fsdp_testing.judging.checkers import agreement
 from fsdp_testing.oracle.comparison import Comparison
 from fsdp_testing.oracle.quantities import Expectation
@@ -55,11 +55,11 @@ def other_cast(
         division: How the implementation says that it divides.
     """
     divergences = agreement.compare(oracle(case, _AS_SAID), ranks, comparison).divergences
-    wrong = {one.quantity for one in divergences}
+    wrong = {divergence.quantity for divergence in divergences}
     for cast in _others(case, division) if wrong else ():
         expected = oracle(replace(case, mixed_precision=cast.precision), cast.otherwise)
         points = (p for p in expected.points if p.index == divergences[0].index and wrong <= set(p.quantities))
-        pieces = [piece for point in points for piece in held(ranks, point, wrong)]
+        pieces = [piece for point in points for piece in compared_pieces(ranks, point, wrong)]
         agrees = bool(pieces) and not any(piece.wrong for piece in pieces)
         if agrees and {piece.quantity for piece in pieces} == wrong and (not cast.wire or cast.wire in reduced_in()):
             return cast.words
@@ -67,24 +67,24 @@ def other_cast(
 
 
 def _others(case: Case, division: Division | None) -> Iterator[_Cast]:
-    asked, stored = case.mixed_precision or MixedPrecisionSpec(), case.model.dtype
-    wire = asked.reduce_dtype or asked.param_dtype or stored
-    computed = asked.param_dtype or stored
+    precision, stored = case.mixed_precision or MixedPrecisionSpec(), case.model.dtype
+    wire = precision.reduce_dtype or precision.param_dtype or stored
+    computed = precision.param_dtype or stored
     if UNIT_ROUNDOFF[computed] > UNIT_ROUNDOFF[wire]:
         words = f"local micro-batches are added up in {computed} where {wire} is due"
-        yield _Cast(words, asked, Otherwise(sums=computed))
-    for dtype in dict.fromkeys((asked.param_dtype, stored, "float32", "bfloat16", "float16")):
+        yield _Cast(words, precision, Otherwise(sums=computed))
+    for dtype in dict.fromkeys((precision.param_dtype, stored, "float32", "bfloat16", "float16")):
         if dtype is not None and dtype != wire:
             words = f"gradients are reduced in {dtype} where {wire} is due"
-            yield _Cast(words, replace(asked, reduce_dtype=dtype), wire=dtype)
+            yield _Cast(words, replace(precision, reduce_dtype=dtype), wire=dtype)
     for before, after in ((float(case.world.size), 1.0), (1.0, float(case.world.size))):
         if division is not None and (division.before, division.after) != (before, after):
             when = "before the sum over ranks" if after == 1.0 else "after the sum over ranks"
             words = f"gradients are divided {when}, which is not where the adapter says that they are"
-            yield _Cast(words, asked, Otherwise(division=Division(before, after)))
-    if asked.param_dtype is not None:
-        full = replace(asked, param_dtype=None, reduce_dtype=wire)
-        yield _Cast(f"forward and backward run in {stored} where {asked.param_dtype} is due", full)
-    if asked.buffer_dtype is not None:
-        kept = replace(asked, buffer_dtype=None)
-        yield _Cast(f"buffers are not cast to {asked.buffer_dtype}", kept)
+            yield _Cast(words, precision, Otherwise(division=Division(before, after)))
+    if precision.param_dtype is not None:
+        full = replace(precision, param_dtype=None, reduce_dtype=wire)
+        yield _Cast(f"forward and backward run in {stored} where {precision.param_dtype} is due", full)
+    if precision.buffer_dtype is not None:
+        uncast = replace(precision, buffer_dtype=None)
+        yield _Cast(f"buffers are not cast to {precision.buffer_dtype}", uncast)

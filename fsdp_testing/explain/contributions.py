@@ -1,4 +1,4 @@
-"""Which terms does a wrong gradient contain, and how often each?
+"""Finds which terms a wrong gradient contains, and how often each.
 
 A gradient is a sum of terms: one for each backward of each rank (and, where needed, for each use of the parameter). One
 process knows them one by one. The wrong numbers are decomposed into them by least squares: where the terms are linearly
@@ -93,20 +93,20 @@ def contributions(
         terms: What each backward added, in one process.
         unit_roundoff: Of the narrowest dtype in which they are added up, where bounds do not allow for another sum.
     """
-    due = {fqn: one.value for fqn, one in expected.items() if one.value is not None}
-    held = [_flat(rank, index, due) for rank in ranks]
-    everything = _merged(held)
-    by_rank = [(number, one) for number, one in enumerate(held) if any(bool((~v.isnan()).any()) for v in one.values())]
+    due = {fqn: expectation.value for fqn, expectation in expected.items() if expectation.value is not None}
+    flats = [_flat(rank, index, due) for rank in ranks]
+    everything = _merged(flats)
+    by_rank = [(rank, flat) for rank, flat in enumerate(flats) if any(bool((~v.isnan()).any()) for v in flat.values())]
     for fqns in dict.fromkeys(((*due,), *((fqn,) for fqn in due))):
         for by_use in (False, True):
             columns = _columns(terms, fqns, due, by_use=by_use)
             wanted = {fqn: expected[fqn] for fqn in fqns}
             if everything is not None:
-                found = _decoded(columns, wanted, everything, len(ranks), unit_roundoff)
-                if found is not None and _any_wrong(found):
-                    return Contributions(found, fqns, _uses(terms, fqns))
-            parts = [(number, _decoded(columns, wanted, one, len(ranks), unit_roundoff)) for number, one in by_rank]
-            if parts and all(found is not None for _, found in parts):
+                weights = _decoded(columns, wanted, everything, len(ranks), unit_roundoff)
+                if weights is not None and _any_wrong(weights):
+                    return Contributions(weights, fqns, _uses(terms, fqns))
+            parts = [(rank, _decoded(columns, wanted, flat, len(ranks), unit_roundoff)) for rank, flat in by_rank]
+            if parts and all(weights is not None for _, weights in parts):
                 return _first_wrong(parts, fqns, _uses(terms, fqns))
     return None
 
@@ -115,10 +115,10 @@ def _first_wrong(
     parts: Sequence[tuple[int, tuple[Weight, ...] | None]], fqns: tuple[str, ...], uses: int
 ) -> Contributions | None:
     """What the first rank with wrong weights has, with the other ranks that have the same."""
-    for _, found in parts:
-        if found is not None and _any_wrong(found):
-            ranks = tuple(number for number, other in parts if other == found)
-            return Contributions(found, fqns, uses, ranks if len(ranks) < max(len(parts), 2) else ())
+    for _, weights in parts:
+        if weights is not None and _any_wrong(weights):
+            ranks = tuple(number for number, weights_of in parts if weights_of == weights)
+            return Contributions(weights, fqns, uses, ranks if len(ranks) < max(len(parts), 2) else ())
     return None
 
 
@@ -133,24 +133,24 @@ def _uses(terms: Iterable[GradientTerm], fqns: Iterable[str]) -> int:
 
 def _flat(rank: RankObservation, index: int, due: Gradients) -> dict[str, torch.Tensor]:
     """The gradients of one rank, flat and in float64; what it does not have is NaN."""
-    snapshot = next((one for one in rank.snapshots if one.index == index), None)
+    snapshot = next((reported for reported in rank.snapshots if reported.index == index), None)
     result: dict[str, torch.Tensor] = {}
     for fqn, expected in due.items():
         flat = torch.full((expected.numel(),), torch.nan, dtype=torch.float64)
-        seen = snapshot.parameters.get(fqn) if snapshot is not None else None
-        if seen is not None:
-            for piece in seen.pieces if seen.grad_pieces is None else seen.grad_pieces:
+        parameter = snapshot.parameters.get(fqn) if snapshot is not None else None
+        if parameter is not None:
+            for piece in parameter.pieces if parameter.grad_pieces is None else parameter.grad_pieces:
                 # Where there is no gradient, there is nothing of any term.
-                flat[piece.start : piece.stop] = 0.0 if seen.grad_pieces is None else piece.value.double()
+                flat[piece.start : piece.stop] = 0.0 if parameter.grad_pieces is None else piece.value.double()
         result[fqn] = flat
     return result
 
 
-def _merged(held: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor] | None:
+def _merged(ranks: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor] | None:
     """The ranks' gradients put together; None if they contradict one another."""
-    merged = {fqn: flat.clone() for fqn, flat in held[0].items()}
-    for other in held[1:]:
-        for fqn, flat in other.items():
+    merged = {fqn: flat.clone() for fqn, flat in ranks[0].items()}
+    for gradients in ranks[1:]:
+        for fqn, flat in gradients.items():
             both = ~flat.isnan() & ~merged[fqn].isnan()
             if not torch.equal(flat[both], merged[fqn][both]):
                 return None
@@ -213,9 +213,9 @@ def _decoded(
     )
 
 
-def _bound(one: Expected) -> torch.Tensor:
-    like = torch.zeros_like(one.value, dtype=torch.float64) if one.value is not None else torch.zeros(0)
-    return (like + one.bound).reshape(-1)
+def _bound(expected: Expected) -> torch.Tensor:
+    like = torch.zeros_like(expected.value, dtype=torch.float64) if expected.value is not None else torch.zeros(0)
+    return (like + expected.bound).reshape(-1)
 
 
 def _independent(matrix: torch.Tensor) -> bool:
@@ -246,56 +246,56 @@ def of_program(case: Case) -> BatchName:
     return name
 
 
-def sentence(found: Contributions, size: int, name_of: BatchName) -> str:
+def sentence(sums: Contributions, size: int, name_of: BatchName) -> str:
     """Return what is wrong with the sum, such as "the gradient of a on rank 1 lacks operation 0 of rank 2".
 
     Args:
-        found: What it is the sum of.
+        sums: What it is the sum of.
         size: Number of ranks.
         name_of: Names micro-batches.
     """
-    name = found.fqns[0] if len(found.fqns) == 1 else f"{found.fqns[0]} (and of {len(found.fqns) - 1} more)"
-    where = f" on {ranks_text(found.ranks)}" if found.ranks else ""
-    return f"the gradient of {name}{where} {', and '.join(_clauses(found, size, name_of))}"
+    name = sums.fqns[0] if len(sums.fqns) == 1 else f"{sums.fqns[0]} (and of {len(sums.fqns) - 1} more)"
+    where = f" on {ranks_text(sums.ranks)}" if sums.ranks else ""
+    return f"the gradient of {name}{where} {', and '.join(_clauses(sums, size, name_of))}"
 
 
-def _clauses(found: Contributions, size: int, name_of: BatchName) -> list[str]:
-    due = [weight for weight in found.weights if weight.due]
+def _clauses(sums: Contributions, size: int, name_of: BatchName) -> list[str]:
+    due = [weight for weight in sums.weights if weight.due]
     factors = {weight.got for weight in due}
     if (
         len(factors) == 1
         and factors != {Fraction(1)}
-        and not any(weight.got for weight in found.weights if not weight.due)
+        and not any(weight.got for weight in sums.weights if not weight.due)
     ):
-        return [_of_all(found, next(iter(factors)), size)]
+        return [_of_all(sums, next(iter(factors)), size)]
     clauses = []
-    own = [weight for weight in due if weight.got]
-    if size > 1 and found.ranks and {weight.rank for weight in own} == set(found.ranks) and len(found.ranks) == 1:
+    counted = [weight for weight in due if weight.got]
+    if size > 1 and sums.ranks and {weight.rank for weight in counted} == set(sums.ranks) and len(sums.ranks) == 1:
         scale = "" if factors == {Fraction(0), Fraction(size)} else ", divided by the number of ranks"
         return [f"is that of its own inputs alone, not reduced over the ranks{scale}"]
     for factor in sorted(factors - {Fraction(1)}):
-        terms = _terms(name_of, found, [weight for weight in due if weight.got == factor])
+        terms = _terms(name_of, sums, [weight for weight in due if weight.got == factor])
         clauses.append(f"lacks {terms.rstrip(',')}" if not factor else f"counts {terms} {_times(factor)}")
-    extra = [weight for weight in found.weights if not weight.due and weight.got]
+    extra = [weight for weight in sums.weights if not weight.due and weight.got]
     if extra:
         often = {weight.got for weight in extra}
-        terms = f"{_terms(name_of, found, extra).rstrip(',')}, which was cleared"
+        terms = f"{_terms(name_of, sums, extra).rstrip(',')}, which was cleared"
         clauses.append(
             f"still contains {terms}" if often == {Fraction(1)} else f"still counts {terms}, {_times(max(often))}"
         )
     return clauses
 
 
-def _of_all(found: Contributions, factor: Fraction, size: int) -> str:
+def _of_all(sums: Contributions, factor: Fraction, size: int) -> str:
     """Every term counts so many times; "as if" says what would do that, and no more."""
     if not factor:
         return "lacks every term"
     often = f"{factor} times what is due" if factor > 1 else f"{factor} of what is due"
     if factor.numerator > _LARGEST_DENOMINATOR:
         return f"is {often}"  # no number of ranks or uses
-    busy = len({weight.rank for weight in found.weights if weight.due})
-    if found.uses > 1 and factor in (found.uses, Fraction(1, found.uses)):
-        return f"is {often}, as if its {found.uses} uses were {'multiplied' if factor > 1 else 'averaged'}"
+    busy = len({weight.rank for weight in sums.weights if weight.due})
+    if sums.uses > 1 and factor in (sums.uses, Fraction(1, sums.uses)):
+        return f"is {often}, as if its {sums.uses} uses were {'multiplied' if factor > 1 else 'averaged'}"
     if busy < size and factor == Fraction(size, busy):
         ranks = "the 1 rank that contributes" if busy == 1 else f"the {busy} ranks that contribute"
         return f"is {often}, as if divided by {ranks} instead of all {size}"
@@ -306,9 +306,9 @@ def _times(factor: Fraction) -> str:
     return {Fraction(2): "twice"}.get(factor, f"{factor} times")
 
 
-def _terms(name_of: BatchName, found: Contributions, wanted: Sequence[Weight]) -> str:
+def _terms(name_of: BatchName, sums: Contributions, wanted: Sequence[Weight]) -> str:
     """Terms in words: whole ranks and whole micro-batches by their name, else one by one."""
-    chosen, peers = {_key(w) for w in wanted}, [w for w in found.weights if w.due == wanted[0].due]
+    chosen, peers = {_key(w) for w in wanted}, [w for w in sums.weights if w.due == wanted[0].due]
     for name, part in (
         ("rank", lambda w: w.rank),
         ("batch", lambda w: (w.operation, w.micro_batch)),
@@ -317,26 +317,26 @@ def _terms(name_of: BatchName, found: Contributions, wanted: Sequence[Weight]) -
         values = dict.fromkeys(part(w) for w in wanted)
         whole = {_key(w) for w in peers if part(w) in values}
         if whole == chosen and (name == "batch" or len(values) < len({part(w) for w in peers})):
-            return _listed([_named(name_of, found, name, value) for value in values])
-    return _listed([_one(name_of, found, weight) for weight in wanted])
+            return _listed([_named(name_of, sums, name, value) for value in values])
+    return _listed([_one(name_of, sums, weight) for weight in wanted])
 
 
-def _named(name_of: BatchName, found: Contributions, name: str, value: object) -> str:
+def _named(name_of: BatchName, sums: Contributions, name: str, value: object) -> str:
     if name == "rank":
         return f"the inputs of rank {value}"
     if name == "use":
         return _use(value)
     assert isinstance(value, tuple)
-    return _batch(name_of, found, *value)
+    return _batch(name_of, sums, *value)
 
 
-def _one(name_of: BatchName, found: Contributions, weight: Weight) -> str:
-    parts = [_batch(name_of, found, weight.operation, weight.micro_batch), f"of rank {weight.rank}"]
+def _one(name_of: BatchName, sums: Contributions, weight: Weight) -> str:
+    parts = [_batch(name_of, sums, weight.operation, weight.micro_batch), f"of rank {weight.rank}"]
     return " ".join(parts if weight.use is None else [*parts, f"({_use(weight.use)})"])
 
 
-def _batch(name_of: BatchName, found: Contributions, operation: int, micro_batch: int) -> str:
-    several = any(weight.operation == operation and weight.micro_batch for weight in found.weights)
+def _batch(name_of: BatchName, sums: Contributions, operation: int, micro_batch: int) -> str:
+    several = any(weight.operation == operation and weight.micro_batch for weight in sums.weights)
     return name_of(operation, micro_batch if several else None)
 
 

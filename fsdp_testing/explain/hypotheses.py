@@ -1,4 +1,4 @@
-"""What would one process have to do to give these wrong numbers?
+"""Finds what one process would have to do to give the wrong numbers of a failure.
 
 The oracle runs the program again with one operation left out, or done with another setting. Where the implementation's
 numbers are, within the bound, what the oracle gives then, that is what happened, such as a step that the weights in use
@@ -28,8 +28,8 @@ from fsdp_testing.cases.records import (
     RankObservation,
 )
 from fsdp_testing.errors import HarnessError
+from fsdp_testing.explain.compared_pieces import ComparedPiece, compared_pieces
 from fsdp_testing.explain.contributions import Contributions, contributions
-from fsdp_testing.explain.held import Held, held
 from fsdp_testing.explain.norms import Norm, norm_of_what
 from fsdp_testing.explain.patterns import Pattern, pattern_of
 from fsdp_testing.judging.checkers import agreement
@@ -100,6 +100,12 @@ class Hypothesis:
     happened: str = ""
     confirmed: str = "is what one process gives with that"
 
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What is the same for one defect on schedules of one shape."""
+        likeness = self.contributions and self.contributions.shape, self.pattern and self.pattern.kind
+        return self.left_out, self.kinds, self.happened, *likeness
+
 
 _KINDS = {
     "gradient": "gradients",
@@ -116,18 +122,11 @@ def kinds_text(kinds: Iterable[str]) -> str:
     return listed(sorted(_KINDS[kind] for kind in kinds))
 
 
-def contradict(one: Hypothesis | None, other: Hypothesis | None) -> bool:
+def contradict(like: Hypothesis | None, rival: Hypothesis | None) -> bool:
     """Return whether both are known and cannot be the same defect, on schedules of the same shape."""
-    if one is None or other is None:
+    if like is None or rival is None:
         return False
-    mine, theirs = (
-        (
-            *(like.left_out, like.kinds, like.happened),
-            *(like.contributions and like.contributions.shape, like.pattern and like.pattern.kind),
-        )
-        for like in (one, other)
-    )
-    return mine != theirs
+    return like.shape != rival.shape
 
 
 class WrongNumbers:
@@ -149,13 +148,13 @@ class WrongNumbers:
         self._shapes = truth.shapes
         self._points = truth.points
         self._divergences = agreement.compare(truth, ranks, comparison).divergences
-        wanted = dict.fromkeys(one.quantity for one in self._divergences)
+        wanted = dict.fromkeys(divergence.quantity for divergence in self._divergences)
         wanted = {q if q.kind != "optimizer" else q._replace(rank=-1): None for q in wanted}
         self._index = self._divergences[0].index if wanted else -1
         places = (p for p in truth.points if p.index == self._index and set(wanted) <= set(p.quantities))
         self._point = next(places, None) if wanted else None
-        self._pieces = [] if self._point is None else held(ranks, self._point, wanted)
-        self._wrong = [one for one in self._pieces if one.wrong]
+        self._pieces = [] if self._point is None else compared_pieces(ranks, self._point, wanted)
+        self._wrong = [piece for piece in self._pieces if piece.wrong]
         self._kinds = frozenset("state" if q.name.startswith("state.") else q.kind for q in wanted)
 
     def hypothesis(self, unsharded: UnshardedUnits) -> Hypothesis | None:
@@ -167,36 +166,43 @@ class WrongNumbers:
             unsharded: Which units were gathered when an operation began.
         """
         point, free = self._point, not self._comparison.lockstep
-        wrong = {one.quantity for one in self._wrong}
-        if point is None or not self._wrong or {one.quantity for one in self._pieces} != wrong:
+        wrong = {piece.quantity for piece in self._wrong}
+        if point is None or not self._wrong or {piece.quantity for piece in self._pieces} != wrong:
             return None  # something else than numbers differs as well
-        found = self._besides(point) or self._contributions(point) or self._begun()
-        if found is None and free:
-            found = self._other_program(point) or self._stale_units(point, unsharded)
-        return found or self._needless(point) or (self._norm(point) if free else None) or self._pattern(point)
+        cause = self._besides(point) or self._contributions(point) or self._begun()
+        if cause is None and free:
+            cause = self._other_program(point) or self._stale_units(point, unsharded)
+        return cause or self._needless(point) or (self._norm(point) if free else None) or self._pattern(point)
 
     # ------------------------------------------------------------------------------------------- gradients
 
     def _contributions(self, point: ExpectedPoint) -> Hypothesis | None:
-        if any(one.quantity.kind != "gradient" or one.mismatch not in _SUMS for one in self._divergences):
+        if any(
+            divergence.quantity.kind != "gradient" or divergence.mismatch not in _SUMS
+            for divergence in self._divergences
+        ):
             return None
-        names = {one.quantity for one in self._divergences if one.kind is not FailureKind.MISSING}
-        bound = max(float(torch.as_tensor(one.bound).max()) for one in point.quantities.values())
+        names = {divergence.quantity for divergence in self._divergences if divergence.kind is not FailureKind.MISSING}
+        bound = max(float(torch.as_tensor(expected.bound).max()) for expected in point.quantities.values())
         due = {
-            quantity.name: Expected(torch.zeros(self._shapes[quantity.name]), bound) if one.value is None else one
-            for quantity, one in point.quantities.items()
+            quantity.name: Expected(torch.zeros(self._shapes[quantity.name]), bound)
+            if expected.value is None
+            else expected
+            for quantity, expected in point.quantities.items()
             if quantity in names
         }
         terms = self._sources.terms(self._case, self._index) if due else ()
-        found = contributions(self._index, due, self._ranks, terms, self._unit_roundoff()) if due else None
-        return None if found is None else Hypothesis(-1, self._kinds, contributions=found)
+        sums = contributions(self._index, due, self._ranks, terms, self._unit_roundoff()) if due else None
+        return None if sums is None else Hypothesis(-1, self._kinds, contributions=sums)
 
     def _needless(self, point: ExpectedPoint) -> Hypothesis | None:
         """Gradients where one process has none: of what is frozen, or not used, or of no backward at all."""
-        if any(one.quantity.kind != "gradient" or one.due is not None or one.got is None for one in self._wrong):
+        if any(
+            piece.quantity.kind != "gradient" or piece.due is not None or piece.got is None for piece in self._wrong
+        ):
             return None
-        names = {one.quantity.name for one in self._wrong}
-        zeros = " of zeros" if not any(bool(one.got.any()) for one in self._wrong if one.got is not None) else ""
+        names = {piece.quantity.name for piece in self._wrong}
+        zeros = " of zeros" if not any(bool(piece.got.any()) for piece in self._wrong if piece.got is not None) else ""
         if zeros and (self._comparison.none_is_zero or not self._sources.claims(GRADIENT_IS_NONE)):
             return None  # zeros are as good as none then, and explain nothing
         operation = self._case.program[point.index] if point.index < len(self._case.program) else None
@@ -214,8 +220,8 @@ class WrongNumbers:
         """That of the narrowest dtype of a reduction; 0 where bounds allow for any order of the same sum."""
         if not self._comparison.lockstep:
             return 0.0
-        asked, stored = self._case.mixed_precision, self._case.model.dtype
-        wire = stored if asked is None else asked.reduce_dtype or asked.param_dtype or stored
+        precision, stored = self._case.mixed_precision, self._case.model.dtype
+        wire = stored if precision is None else precision.reduce_dtype or precision.param_dtype or stored
         return max(UNIT_ROUNDOFF[stored], UNIT_ROUNDOFF[wire])
 
     # ------------------------------------------------------------------------------------------- other programs
@@ -234,13 +240,13 @@ class WrongNumbers:
                 lost = index < point.index and point.snapshot
                 what = f"what {name}, did to {kinds_text(self._kinds)} is lost" if lost else ""
                 return Hypothesis(index, self._kinds, ranks=self._affected(), happened=what)
-            for setting, other in operation.other_settings():
+            for setting, variant in operation.other_settings():
                 presumed = (
-                    operation.required() | other.required() | _PRESUMED.get((operation.kind, setting), frozenset())
+                    operation.required() | variant.required() | _PRESUMED.get((operation.kind, setting), frozenset())
                 )
-                if self._sources.claims(*presumed) and self._is_like(self._replaced(index, other), point):
-                    done, asked = (f"{getattr(one, setting)!r}" for one in (other, operation))
-                    what = f"{name}, works as if {setting}={done} were asked for, not {asked}"
+                if self._sources.claims(*presumed) and self._is_like(self._replaced(index, variant), point):
+                    done, due = (repr(getattr(done_or_due, setting)) for done_or_due in (variant, operation))
+                    what = f"{name}, works as if {setting}={done} were asked for, not {due}"
                     return Hypothesis(-1, self._kinds, happened=what, ranks=self._affected())
             if operation.saves_optimizer and self._is_like(self._after(IdleStep(), index), point, later=1):
                 what = f"{name}, saves the optimizer's state as if a step on zeros had been made"
@@ -251,9 +257,9 @@ class WrongNumbers:
         program = self._case.program
         return replace(self._case, program=(*program[:index], first, *program[index:]))
 
-    def _replaced(self, index: int, other: Operation) -> Case:
+    def _replaced(self, index: int, operation: Operation) -> Case:
         program = self._case.program
-        return replace(self._case, program=(*program[:index], other, *program[index + 1 :]))
+        return replace(self._case, program=(*program[:index], operation, *program[index + 1 :]))
 
     def _stale_units(self, point: ExpectedPoint, unsharded: UnshardedUnits) -> Hypothesis | None:
         """Whether some units alone took no part in a step: those that were gathered when it was made.
@@ -281,25 +287,27 @@ class WrongNumbers:
             return None
         return Hypothesis(-1, self._kinds, happened=f"{what} has no effect", ranks=self._affected())
 
-    def _is_like(self, other: Case, point: ExpectedPoint, *, later: int = 0, oracle: Oracle | None = None) -> bool:
+    def _is_like(self, variant: Case, point: ExpectedPoint, *, later: int = 0, oracle: Oracle | None = None) -> bool:
         """Whether another run of the oracle gives what is wrong here, at the same place."""
         with suppress(HarnessError):  # an oracle that cannot run it says nothing of it
-            there = (oracle or self._sources.oracle)(other).points
-            places = [p for p in there if p.snapshot == point.snapshot and p.index == point.index + later]
-            return bool(places) and all(_decided(one, places[-1].quantities.get(one.quantity)) for one in self._wrong)
+            points = (oracle or self._sources.oracle)(variant).points
+            places = [p for p in points if p.snapshot == point.snapshot and p.index == point.index + later]
+            return bool(places) and all(
+                _decided(piece, places[-1].quantities.get(piece.quantity)) for piece in self._wrong
+            )
         return False
 
     # ------------------------------------------------------------------------------------------- other numbers
 
     def _begun(self) -> Hypothesis | None:
         """Whether these are values with which models begin: the rank's own, another rank's, or those of a new model."""
-        if not self._kinds <= {"value", "buffer"} or sum(one.span[1] - one.span[0] for one in self._wrong) < 2:
+        if not self._kinds <= {"value", "buffer"} or sum(piece.span[1] - piece.span[0] for piece in self._wrong) < 2:
             return None
         program = self._case.program[: self._index + 1]
         renewed = max((i for i, operation in enumerate(program) if operation.renews_model), default=-1)
         starts = self._sources.starts(self._case, renewed >= 0)
         for rank in (None, *range(1, len(starts))) if starts else ():
-            if all(self._began(one, starts[one.rank if rank is None else rank]) for one in self._wrong):
+            if all(self._began(piece, starts[piece.rank if rank is None else rank]) for piece in self._wrong):
                 what = f"what rank {rank} began with is given to all ranks, not what rank 0 began with"
                 if renewed >= 0:
                     what = f"{_name(self._case, renewed)}, does not load what is wrong: the new model's own values stay"
@@ -308,69 +316,72 @@ class WrongNumbers:
                 return Hypothesis(-1, self._kinds, happened=what, ranks=self._affected())
         return None
 
-    def _began(self, one: Held, start: Mapping[str, torch.Tensor]) -> bool:
-        value = start.get(one.quantity.name)
-        return value is not None and one.is_like(Expected(value))
+    def _began(self, piece: ComparedPiece, start: Mapping[str, torch.Tensor]) -> bool:
+        value = start.get(piece.quantity.name)
+        return value is not None and piece.is_like(Expected(value))
 
     def _norm(self, point: ExpectedPoint) -> Hypothesis | None:
         """Of which gradients a total norm is; the same on every rank where it is wrong."""
-        if {one.quantity.name for one in self._wrong} != {"total_norm"}:
+        if {piece.quantity.name for piece in self._wrong} != {"total_norm"}:
             return None
         before = next((p for p in self._points if p.snapshot and p.index == point.index - 1), None)
         norm_type = getattr(self._case.program[point.index], "norm_type", None)
         if norm_type is None or (before is not None and before.pending):
             return None
-        names = [q for q, one in before.quantities.items() if q.kind == "gradient"] if before is not None else []
-        parts = held(self._ranks, before, names) if before is not None else []
+        names = [q for q in before.quantities if q.kind == "gradient"] if before is not None else []
+        parts = compared_pieces(self._ranks, before, names) if before is not None else []
         gradients = {q.name: before.quantities[q].value for q in names} if before is not None else {}
         measured = {fqn: value for fqn, value in gradients.items() if value is not None and value.numel()}
         earlier = {
-            p.index: float(one.value)
+            p.index: float(expected.value)
             for p in self._points
-            for q, one in p.quantities.items()
-            if q.name == "total_norm" and p.index < point.index and one.value is not None
+            for q, expected in p.quantities.items()
+            if q.name == "total_norm" and p.index < point.index and expected.value is not None
         }
-        found = set()
+        accounts = set()
         # A policy makes units that a case does not name.
         named = self._case.wrapping.units if self._case.wrapping.policy is None else None
         units = {} if named is None else {fqn: unit_of(fqn, named) for fqn in measured}
         lacking = {rank.rank for rank in self._ranks if self._lacks_elements(rank)}
-        lacking = lacking if lacking == {one.rank for one in self._wrong} and len(lacking) < len(self._ranks) else set()
-        for one in self._wrong:
-            if one.got is None or one.due is None:
+        if len(lacking) == len(self._ranks) or lacking != {piece.rank for piece in self._wrong}:
+            lacking = set()
+        for piece in self._wrong:
+            if piece.got is None or piece.due is None:
                 return None
-            mine = [part.got for part in parts if part.rank == one.rank and part.got is not None]
-            bound = float(torch.as_tensor(one.bound).max())
-            norm = Norm(float(one.got), float(one.due), bound, norm_type, str(one.due.dtype).removeprefix("torch."))
-            found.add(norm_of_what(norm, measured, mine, earlier, lacks_elements=one.rank in lacking, units=units))
-        if len(found) != 1 or not any(found):
+            mine = [part.got for part in parts if part.rank == piece.rank and part.got is not None]
+            bound = float(torch.as_tensor(piece.bound).max())
+            dtype = str(piece.due.dtype).removeprefix("torch.")
+            norm = Norm(float(piece.got), float(piece.due), bound, norm_type, dtype)
+            accounts.add(norm_of_what(norm, measured, mine, earlier, lacks_elements=piece.rank in lacking, units=units))
+        if len(accounts) != 1 or not any(accounts):
             return None
-        return Hypothesis(-1, self._kinds, pattern=Pattern("norm", found.pop()), ranks=self._affected())
+        return Hypothesis(-1, self._kinds, pattern=Pattern("norm", accounts.pop()), ranks=self._affected())
 
     def _lacks_elements(self, rank: RankObservation) -> bool:
         """Whether a rank has no element of some parameter that others have elements of."""
-        seen = rank.snapshots[-1].parameters if rank.snapshots else {}
-        return any(math.prod(one.shape) and not any(p.stop > p.start for p in one.pieces) for one in seen.values())
+        parameters = rank.snapshots[-1].parameters.values() if rank.snapshots else ()
+        return any(math.prod(p.shape) and all(piece.stop <= piece.start for piece in p.pieces) for p in parameters)
 
     def _pattern(self, point: ExpectedPoint) -> Hypothesis | None:
         """What everything that is wrong is like, if all is like the same."""
-        found = pattern_of(self._pieces, point.quantities)
-        return None if found is None else Hypothesis(-1, self._kinds, pattern=found, ranks=self._affected())
+        pattern = pattern_of(self._pieces, point.quantities)
+        return None if pattern is None else Hypothesis(-1, self._kinds, pattern=pattern, ranks=self._affected())
 
     def _affected(self) -> tuple[int, ...]:
         """The ranks on which something is wrong, where others have the same quantities right; else empty."""
-        wrong = {one.rank for one in self._wrong}
-        return () if wrong == {one.rank for one in self._pieces} else tuple(sorted(wrong))
+        wrong = {piece.rank for piece in self._wrong}
+        return () if wrong == {piece.rank for piece in self._pieces} else tuple(sorted(wrong))
 
 
-def _decided(one: Held, other: Expected | None) -> bool:
+def _decided(piece: ComparedPiece, variant: Expected | None) -> bool:
     """Whether numbers are those of another run, and that run's bound leaves no doubt."""
-    if other is None or not one.is_like(other):
+    if variant is None or not piece.is_like(variant):
         return False
-    if other.value is None or not other.value.numel() or one.got is None or not other.value.is_floating_point():
+    if variant.value is None or not variant.value.numel() or piece.got is None or not variant.value.is_floating_point():
         return True
-    apart = (one.got.double() - one.part_of(other.value).double()).abs()
-    largest = float(other.value[other.value.isfinite()].abs().max()) if bool(other.value.isfinite().any()) else 0.0
+    apart = (piece.got.double() - piece.part_of(variant.value).double()).abs()
+    finite = variant.value[variant.value.isfinite()].abs()
+    largest = float(finite.max()) if finite.numel() else 0.0
     return float(apart.nan_to_num(0.0).max()) <= DECISIVE * largest
 
 

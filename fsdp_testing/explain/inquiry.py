@@ -1,4 +1,4 @@
-"""What is asked about one failure? The runner is asked to run it again, watched or traced, and one process to repeat it."""
+"""Runs a failure again with instrumentation, and asks the oracle for variants of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp_testing.errors import HarnessError
 from fsdp_testing.explain.casts import other_cast
 from fsdp_testing.explain.hypotheses import Hypothesis, Sources, WrongNumbers
 from fsdp_testing.explain.modules import first_wrong_module
-from fsdp_testing.explain.shortest import RUNS_OF_A_HANG
+from fsdp_testing.explain.shrinking.shrink import RUNS_OF_A_HANG
 from fsdp_testing.explain.trace.run import Trace, trace
 from fsdp_testing.judging.case_runner import ORDINARY, CaseRunner, JudgedCase, RunMode
 from fsdp_testing.judging.checkers.lifecycle import unsharded_before
@@ -145,9 +145,9 @@ class Inquiry:
 
     def _cast(self, finding: Finding, how: How) -> str:
         """In which dtype, or where, it was done instead, where the casts of wrong numbers are known one by one."""
-        seen = how.mode.seen_as(finding.case)
-        known = how.comparison.lockstep or (seen.mixed_precision is None and seen.model.dtype != "float64")
-        if finding.kind not in WRONG_NUMBERS or how.mode.expect is not None or not known:
+        case = how.mode.seen_as(finding.case)
+        decidable = how.comparison.lockstep or (case.mixed_precision is None and case.model.dtype != "float64")
+        if finding.kind not in WRONG_NUMBERS or how.mode.expect is not None or not decidable:
             return ""
         with suppress(HarnessError):  # an oracle that cannot run a variant leaves the failure without a cause
             ranks, adapter = self._ranks(finding.case, how), registry.adapter_of(self._name)
@@ -159,12 +159,12 @@ class Inquiry:
                 return set().union(*found)
 
             return other_cast(
-                seen,
+                case,
                 ranks,
                 replace(as_observed(how.comparison, adapter), lockstep=True),
                 partial(self._lockstep, adopted=gathered_state.states(ranks)),
                 reduced_in=reduced_in if how.mode.seen_as(finding.case) == finding.case else lambda: set(UNIT_ROUNDOFF),
-                division=division_of(seen, adapter),
+                division=division_of(case, adapter),
             )
         return ""
 
@@ -174,9 +174,9 @@ class Inquiry:
             return ""
         with suppress(HarnessError):  # what cannot be watched is explained without it
             case, watched = finding.case, RunMode(job=rank_jobs.run_watched)
-            seen = self.judge(case, replace(how, mode=watched))
-            ranks = [one for one in seen.ranks if isinstance(one, WatchedObservation)]
-            same = seen.finding is not None and signature_of(seen.finding) == signature_of(finding)
+            judged = self.judge(case, replace(how, mode=watched))
+            ranks = [rank for rank in judged.ranks if isinstance(rank, WatchedObservation)]
+            same = judged.finding is not None and signature_of(judged.finding) == signature_of(finding)
             if not same or len(ranks) < case.world.size:
                 return ""
             adopted = gathered_state.states(ranks) if how.comparison.lockstep else None
@@ -184,14 +184,14 @@ class Inquiry:
             truth = self._oracle(case) if adopted is None else self._lockstep(case, adopted=adopted)
             comparison = as_observed(how.comparison, registry.adapter_of(self._name))
             wrong = compare_numbers(case, truth, ranks, comparison).tally.divergences
-            return first_wrong_module(case, finding.operation, expected, [one.modules or {} for one in ranks], wrong)
+            return first_wrong_module(case, finding.operation, expected, [rank.modules or {} for rank in ranks], wrong)
         return ""
 
     def _lockstep(
         self, case: Case, otherwise: rank_jobs.Otherwise | None = None, *, adopted: Mapping[int, GatheredState]
     ) -> Expectation:
-        asked = (case, self._name, adopted, otherwise)
-        expected: Expectation = self._on_ranks(rank_jobs.expect_lockstep, *asked, size=1)[0]
+        arguments = (case, self._name, adopted, otherwise)
+        expected: Expectation = self._on_ranks(rank_jobs.expect_lockstep, *arguments, size=1)[0]
         return expected
 
     def traced(self, finding: Finding) -> Trace | None:
@@ -213,8 +213,8 @@ class Inquiry:
     def _starts(self, case: Case, new: bool) -> Sequence[Mapping[str, torch.Tensor]]:
         if not (new or case.wrapping.sync_module_states):
             return ()
-        found: Sequence[Mapping[str, torch.Tensor]] = self._on_ranks(rank_jobs.first_values, case, new, size=1)[0]
-        return found
+        starts: Sequence[Mapping[str, torch.Tensor]] = self._on_ranks(rank_jobs.first_values, case, new, size=1)[0]
+        return starts
 
     def _terms(self, case: Case, last: int, adopted: Mapping[int, GatheredState] | None) -> Sequence[GradientTerm]:
         terms: Sequence[GradientTerm] = self._on_ranks(rank_jobs.gradient_terms, case, last, adopted, size=1)[0]

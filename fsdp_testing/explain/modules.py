@@ -1,4 +1,4 @@
-"""Which module is the first whose numbers are wrong? What each computes with and gives, in the order in which it arises.
+"""Names the first module whose numbers are wrong, by what each computes with and gives, in the order in which it arises.
 
 The inputs and parameters of each call, its outputs and their gradients are compared with those of one process. Where all
 of them are right, it is what the operation left: gradients of parameters, or what a step made of them. Only what was
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fsdp_testing.cases.records import Case
-from fsdp_testing.explain.held import Held
+from fsdp_testing.explain.compared_pieces import ComparedPiece
 from fsdp_testing.explain.patterns import pattern_of
 from fsdp_testing.judging.checkers.divergence import Divergence
 from fsdp_testing.judging.checkers.explain import ranks_text
@@ -48,68 +48,73 @@ def first_wrong_module(
         ranks: What it gave on each rank.
         wrong: What diverges after the operation.
     """
-    calls = {seen: one for seen, one in expected.items() if seen.operation <= last}
-    compared = [(seen, found) for seen, one in calls.items() if (found := _compared(ranks, seen, one)) is not None]
-    if not any(seen.what == OUTPUT for seen, _ in compared):
+    calls = {tensor: expectation for tensor, expectation in expected.items() if tensor.operation <= last}
+    pairs = ((tensor, _compared(ranks, tensor, expectation)) for tensor, expectation in calls.items())
+    compared = [(tensor, gap) for tensor, gap in pairs if gap is not None]
+    if not any(tensor.what == OUTPUT for tensor, _ in compared):
         return ""
-    off = [(seen, found) for seen, found in compared if found.exceeded]
-    if off:
+    beyond = [(tensor, gap) for tensor, gap in compared if gap.exceeded]
+    if beyond:
         # Ranks compute side by side: first is what is first on any of them.
         order = {
-            seen: place for rank in range(len(ranks)) for place, seen in enumerate(s for s in calls if s.rank == rank)
+            tensor: position
+            for rank in range(len(ranks))
+            for position, tensor in enumerate(s for s in calls if s.rank == rank)
         }
-        seen, found = min(off, key=lambda one: (one[0].operation, order[one[0]], one[0].rank))
-        alike = tuple(sorted(other.rank for other, _ in off if other._replace(rank=0) == seen._replace(rank=0)))
-        own = {one.part for one, _ in compared if one[:5] == seen[:5] and one.what == PARAMETER}
-        more = "; its parameters are right" if own and seen.what == OUTPUT else ""
-        return _of_call(case, _Wrong(seen, alike, found), more or _like(seen, ranks, calls))
+        tensor, gap = min(beyond, key=lambda pair: (pair[0].operation, order[pair[0]], pair[0].rank))
+        alike = tuple(
+            sorted(sibling.rank for sibling, _ in beyond if sibling._replace(rank=0) == tensor._replace(rank=0))
+        )
+        own = {sibling.part for sibling, _ in compared if sibling[:5] == tensor[:5] and sibling.what == PARAMETER}
+        more = "; its parameters are right" if own and tensor.what == OUTPUT else ""
+        return _of_call(case, _Wrong(tensor, alike, gap), more or _like(tensor, ranks, calls))
     return _of_state(
-        case, last, [seen for seen in calls if seen.operation == last], {seen for seen, _ in compared}, wrong
+        case, last, [tensor for tensor in calls if tensor.operation == last], {tensor for tensor, _ in compared}, wrong
     )
 
 
-def _compared(ranks: Sequence[Shown], seen: Seen, one: Expected) -> Difference | None:
+def _compared(ranks: Sequence[Shown], tensor: Seen, expectation: Expected) -> Difference | None:
     """How far a tensor is from one process; None where a rank did not show it, or in another form."""
-    got = ranks[seen.rank].get(seen)
-    value = one.value
+    got = ranks[tensor.rank].get(tensor)
+    value = expectation.value
     if got is None or value is None or got.shape != value.shape or got.dtype != value.dtype:
         return None
-    return difference(got, value, one.bound)
+    return difference(got, value, expectation.bound)
 
 
-def _like(seen: Seen, ranks: Sequence[Shown], calls: Mapping[Seen, Expected]) -> str:
+def _like(tensor: Seen, ranks: Sequence[Shown], calls: Mapping[Seen, Expected]) -> str:
     """What a parameter is like with which a module computes; empty if like nothing that is tried."""
-    one = calls[seen]
-    if seen.what not in (PARAMETER, INPUT) or one.value is None:
+    expectation = calls[tensor]
+    if tensor.what not in (PARAMETER, INPUT) or expectation.value is None:
         return ""
     beside = {
-        Quantity("value", _fqn(other)): expected
-        for other, expected in calls.items()
-        if other.what == PARAMETER and (other.operation, other.rank) == (seen.operation, seen.rank)
+        Quantity("value", _fqn(sibling)): expected
+        for sibling, expected in calls.items()
+        if sibling.what == PARAMETER and (sibling.operation, sibling.rank) == (tensor.operation, tensor.rank)
     }
-    got, due = ranks[seen.rank][seen].reshape(-1), one.value.reshape(-1)
-    quantity = Quantity("value" if seen.what == PARAMETER else "result", _fqn(seen))
-    like = pattern_of([Held(quantity, seen.rank, (0, due.numel()), got, due, one.bound)], beside)
+    got, due = ranks[tensor.rank][tensor].reshape(-1), expectation.value.reshape(-1)
+    quantity = Quantity("value" if tensor.what == PARAMETER else "result", _fqn(tensor))
+    like = pattern_of([ComparedPiece(quantity, tensor.rank, (0, due.numel()), got, due, expectation.bound)], beside)
     return "" if like is None else f": {like.words}"
 
 
-def _fqn(seen: Seen) -> str:
-    return f"{seen.module}.{seen.part}".lstrip(".")
+def _fqn(tensor: Seen) -> str:
+    return f"{tensor.module}.{tensor.part}".lstrip(".")
 
 
 def _of_call(case: Case, wrong: _Wrong, more: str) -> str:
-    seen, by = wrong.seen, wrong.by
-    where = f"on {ranks_text(wrong.ranks)} in operation {seen.operation}, {case.program[seen.operation].words()}"
-    numbers = [f"{number:.6g}" for number in (by.actual, by.expected)]
-    got, due = numbers if len(set(numbers)) > 1 else (repr(by.actual), repr(by.expected))
-    size = f"(element {by.position}: got {got}, expected {due})"
-    name = module_text(seen.module)
-    if seen.what == PARAMETER:
-        return f"{name} is the first module that computes with wrong numbers: its {seen.part} {where} {size}{more}"
-    if seen.what == INPUT:
-        before = "; what is computed before it is right" if seen.module else ""
+    tensor, gap = wrong.seen, wrong.by
+    where = f"on {ranks_text(wrong.ranks)} in operation {tensor.operation}, {case.program[tensor.operation].words()}"
+    numbers = [f"{number:.6g}" for number in (gap.actual, gap.expected)]
+    got, due = numbers if len(set(numbers)) > 1 else (repr(gap.actual), repr(gap.expected))
+    size = f"(element {gap.position}: got {got}, expected {due})"
+    name = module_text(tensor.module)
+    if tensor.what == PARAMETER:
+        return f"{name} is the first module that computes with wrong numbers: its {tensor.part} {where} {size}{more}"
+    if tensor.what == INPUT:
+        before = "; what is computed before it is right" if tensor.module else ""
         return f"what comes into {name} is the first that is wrong, {where} {size}{more}{before}"
-    if seen.what == OUTPUT:
+    if tensor.what == OUTPUT:
         return f"{name} is the first module whose output is wrong, {where} {size}{more}"
     return f"every output is right; the gradient of the output of {name} is the first that is wrong, {where} {size}"
 
@@ -125,20 +130,22 @@ def _of_state(case: Case, last: int, now: Sequence[Seen], right: set[Seen], wron
         wrong: What diverges after the operation.
     """
     sorts = {divergence.quantity.kind for divergence in wrong}
-    sort = next((one for one in ("gradient", "value", "optimizer", "buffer") if one in sorts), "")
+    sort = next((kind for kind in ("gradient", "value", "optimizer", "buffer") if kind in sorts), "")
     if not sort or "result" in sorts or last >= len(case.program):
         return ""
-    found = [divergence for divergence in wrong if divergence.quantity.kind == sort]
+    divergences = [divergence for divergence in wrong if divergence.quantity.kind == sort]
     # Gradients come into being from the last module to the first.
-    used = {_fqn(seen): place for place, seen in enumerate(now) if seen.what == PARAMETER}
-    first = max(found, key=lambda one: used.get(one.quantity.fqn, -1)) if sort == "gradient" else found[0]
+    used = {_fqn(tensor): position for position, tensor in enumerate(now) if tensor.what == PARAMETER}
+    first = divergences[0]
+    if sort == "gradient":
+        first = max(divergences, key=lambda divergence: used.get(divergence.quantity.fqn, -1))
     module, _, part = first.quantity.fqn.rpartition(".")
     what = STATE.get(sort, f"the {first.quantity.part} of its {{}}").format(part)
-    others = len({divergence.quantity.fqn for divergence in found}) - 1
-    more = f" (and that of {others} more)" if others and sort == "gradient" else ""
+    count = len({divergence.quantity.fqn for divergence in divergences}) - 1
+    more = f" (and that of {count} more)" if count and sort == "gradient" else ""
     ranks = first.ranks or (() if first.quantity.rank < 0 else (first.quantity.rank,))
     where = f" on {ranks_text(ranks)}" if ranks else ""
-    own = [seen for seen in now if seen.module == module]
+    own = [tensor for tensor in now if tensor.module == module]
     operation = f"operation {last}, {case.program[last].words()}"
     before = _what_is_right(own, right) if own else f"it is not called in {operation}, "
     if not now:
@@ -148,7 +155,7 @@ def _of_state(case: Case, last: int, now: Sequence[Seen], right: set[Seen], wron
 
 def _what_is_right(own: Sequence[Seen], right: set[Seen]) -> str:
     """What a module shows that is as in one process on every rank; empty where something was not compared."""
-    whats = {seen.what for seen in own} - {seen.what for seen in own if seen not in right}
+    whats = {tensor.what for tensor in own} - {tensor.what for tensor in own if tensor not in right}
     if OUTPUT not in whats:
         return ""
     return "its output and the gradient of its output are right, " if GRADIENT in whats else "its output is right, "

@@ -1,4 +1,4 @@
-"""Of what is a wrong total norm? Of some of the gradients, of one rank's own, by another power, or more than a norm.
+"""Names of what a wrong total norm is: of some of the gradients, of one rank's own, by another power, or more than a norm.
 
 A p-norm is a sum of powers: what is there beyond the right sum, or lacks, is compared with what each parameter, module and
 dtype adds to it. Said only if one alone accounts for it, within the bound.
@@ -7,7 +7,7 @@ dtype adds to it. Said only if one alone accounts for it, within the bound.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from fsdp_testing.cases.records import UNIT_ROUNDOFF
 
 _POWERS = (1.0, 2.0, 3.0, math.inf)
+_NO_NORMS: Mapping[int, float] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +38,27 @@ class Norm:
 
     def near(self, value: float) -> bool:
         """Whether it is another number, within the bound and a few roundings."""
-        return abs(self.got - value) <= self.bound + 8 * UNIT_ROUNDOFF.get(self.dtype, 0.0) * abs(value)
+        return abs(self.got - value) <= self.bound + self._roundings(value)
+
+    def is_of(self, gradients: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the right norm is that of these gradients."""
+        return abs(power_norm(gradients.values(), self.p) - self.due) <= self.bound + self._roundings(self.due)
+
+    def _roundings(self, value: float) -> float:
+        return 8 * UNIT_ROUNDOFF.get(self.dtype, 0.0) * abs(value)
+
+
+def power_norm(tensors: Iterable[torch.Tensor], p: float) -> float:
+    """Return the p-norm of all elements, in float64."""
+    filled = [tensor.double().reshape(-1) for tensor in tensors if tensor.numel()]
+    return float(torch.linalg.vector_norm(torch.cat(filled), p)) if filled else 0.0
 
 
 def norm_of_what(
     norm: Norm,
     gradients: Mapping[str, torch.Tensor],
     mine: Sequence[torch.Tensor] | None = None,
-    earlier: Mapping[int, float] | None = None,
+    earlier: Mapping[int, float] = _NO_NORMS,
     *,
     lacks_elements: bool = False,
     units: Mapping[str, str] | None = None,
@@ -67,27 +81,21 @@ def norm_of_what(
         return "1, as any number to the power of 1/p is for an infinite p"
     if not norm.due or not math.isfinite(norm.due) or not math.isfinite(norm.got) or not gradients:
         return ""
-    # One element may be in two norms, and look like a gradient that counts twice.
-    kept = list(_with_an_earlier_one(norm, earlier or {}))
-    if len(kept) == 1:
-        return kept[0]
-    found = [
-        *_other_norms(norm, gradients, mine, earlier or {}),
-        *(_parts(norm, gradients, units or {}) if norm.p != math.inf else ()),
-    ]
-    return found[0] if len(found) == 1 else ""
+    # Asked first: one element may be in two norms, and look like a gradient that counts twice.
+    summed = list(_with_an_earlier_one(norm, earlier))
+    if len(summed) == 1:
+        return summed[0]
+    accounts = list(_other_norms(norm, gradients, mine, earlier)) if norm.is_of(gradients) else []
+    accounts += _parts(norm, gradients, units or {}) if norm.p != math.inf else ()
+    return accounts[0] if len(accounts) == 1 else ""
 
 
 def _with_an_earlier_one(norm: Norm, earlier: Mapping[int, float]) -> Iterator[str]:
     for index, value in earlier.items():
-        larger = value > norm.due and math.isfinite(value)
-        both = (
-            value
-            if math.isinf(norm.p) and larger
-            else 0.0
-            if math.isinf(norm.p)
-            else (norm.due**norm.p + value**norm.p) ** (1 / norm.p)
-        )
+        if math.isinf(norm.p):
+            both = value if value > norm.due and math.isfinite(value) else 0.0
+        else:
+            both = (norm.due**norm.p + value**norm.p) ** (1 / norm.p)
         if value and both and norm.near(both):
             yield f"that of the gradients and of the norm of operation {index}"
 
@@ -95,29 +103,17 @@ def _with_an_earlier_one(norm: Norm, earlier: Mapping[int, float]) -> Iterator[s
 def _other_norms(
     norm: Norm, gradients: Mapping[str, torch.Tensor], mine: Sequence[torch.Tensor] | None, earlier: Mapping[int, float]
 ) -> Iterator[str]:
-    whole = _power_norm(list(gradients.values()), norm.p)
-    if abs(whole - norm.due) > norm.bound + 8 * UNIT_ROUNDOFF.get(norm.dtype, 0.0) * norm.due:
-        return
-    if mine is not None and norm.near(_power_norm(mine, norm.p)):
+    if mine is not None and norm.near(power_norm(mine, norm.p)):
         yield "that of the rank's own part of the gradients"
     for p in _POWERS:
-        if p != norm.p and norm.near(_power_norm(list(gradients.values()), p)):
+        if p != norm.p and norm.near(power_norm(gradients.values(), p)):
             yield f"the {'largest element' if math.isinf(p) else f'{p:g}-norm'}"
     for index, value in earlier.items():
         if value and norm.near(norm.due + value):
             yield f"the right norm and that of operation {index} added up"
-    narrow = float(torch.tensor(norm.got, dtype=torch.float64).float())
-    if (
-        norm.dtype == "float64"
-        and narrow == norm.got
-        and abs(norm.got - norm.due) <= UNIT_ROUNDOFF["float32"] * norm.due
-    ):
+    narrow = float(torch.tensor(norm.got, dtype=torch.float64).float()) == norm.got
+    if narrow and norm.dtype == "float64" and abs(norm.got - norm.due) <= UNIT_ROUNDOFF["float32"] * norm.due:
         yield "what is due, rounded to float32"
-
-
-def _power_norm(tensors: Sequence[torch.Tensor], p: float) -> float:
-    filled = [tensor.double().reshape(-1) for tensor in tensors if tensor.numel()]
-    return float(torch.linalg.vector_norm(torch.cat(filled), p)) if filled else 0.0
 
 
 def _parts(norm: Norm, gradients: Mapping[str, torch.Tensor], units: Mapping[str, str]) -> Iterator[str]:
@@ -125,18 +121,17 @@ def _parts(norm: Norm, gradients: Mapping[str, torch.Tensor], units: Mapping[str
     whole = sum(powers.values())
     # How far the power of a norm may be off that is itself off by the bound.
     room = norm.p * max(norm.got, norm.due) ** (norm.p - 1) * norm.bound
-    if abs(whole - norm.due**norm.p) > room:
-        return
-    for words, power in _candidates(whole, powers, gradients, units).items():
-        if abs(power - norm.got**norm.p) <= room:
-            yield words
+    if abs(whole - norm.due**norm.p) <= room:
+        for words, power in _sums_of_powers(whole, powers, gradients, units).items():
+            if abs(power - norm.got**norm.p) <= room:
+                yield words
 
 
-def _candidates(
+def _sums_of_powers(
     whole: float, powers: Mapping[str, float], gradients: Mapping[str, torch.Tensor], units: Mapping[str, str]
 ) -> dict[str, float]:
     """Sums of powers by what they would be the norm of."""
-    tried = {f"that of all gradients, each counted {often} times": whole * often for often in range(2, 9)}
+    sums = {f"that of all gradients, each counted {often} times": whole * often for often in range(2, 9)}
     groups: dict[str, set[str]] = {}
     for fqn, gradient in gradients.items():
         parents = [".".join(fqn.split(".")[:depth]) for depth in range(1, fqn.count(".") + 1)]
@@ -147,6 +142,6 @@ def _candidates(
         name = next(group for group, inside in groups.items() if inside == members)
         part = sum(powers[fqn] for fqn in members)
         if part:
-            tried[f"that of all gradients but {name}"] = whole - part
-            tried[f"that of all gradients, with {name} twice"] = whole + part
-    return tried
+            sums[f"that of all gradients but {name}"] = whole - part
+            sums[f"that of all gradients, with {name} twice"] = whole + part
+    return sums

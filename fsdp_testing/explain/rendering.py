@@ -1,4 +1,4 @@
-"""How is a reduced failure explained? In one or two sentences: schedule, what is wrong, by how much, and what it is like."""
+"""Words a reduced failure in one or two sentences: schedule, what is wrong, by how much, and what it is like."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def clause(case: Case, like: Hypothesis, unsharded: UnshardedUnits) -> str:
     name = f"operation {like.left_out}, {operation.words()}"
     if like.kinds == {"result"} and operation.writes_parameters:
         if unsharded:
-            where = ranks_text(tuple(sorted({rank for ranks in unsharded.values() for rank in ranks})))
+            place = ranks_text(tuple(sorted({rank for ranks in unsharded.values() for rank in ranks})))
             verb = "holds" if len(unsharded) == 1 else "hold"
-            return f"{units_text(tuple(unsharded))} still {verb} the weights from before {name}, on {where}"
+            return f"{units_text(tuple(unsharded))} still {verb} the weights from before {name}, on {place}"
         return f"the weights from before {name}, are still in use"
     return f"{name}, had no effect on {kinds_text(like.kinds)}{_where(like)}"
 

@@ -1,4 +1,4 @@
-"""Why do the checks of a run fail? One explanation for each root cause, put on the findings it belongs to.
+"""Groups the failures of a run by root cause, and puts one explanation on the findings that belong to each.
 
 Findings of one implementation that look alike are candidates for one cause. Of each such set one is reduced to its
 shortest schedule. Another one belongs to the same cause if that schedule, taken from its own program, shows the same
@@ -26,7 +26,7 @@ from fsdp_testing.cases.records import (
 from fsdp_testing.explain.hypotheses import Hypothesis, contradict
 from fsdp_testing.explain.inquiry import WRONG_NUMBERS, How, Inquiry
 from fsdp_testing.explain.rendering import clause, render
-from fsdp_testing.explain.shortest import NOT_EXAMINED, Budget, shorten, with_schedule
+from fsdp_testing.explain.shrinking.shrink import NOT_EXAMINED, Budget, shorten, with_schedule
 from fsdp_testing.explain.trace.portrait import portrait_of
 from fsdp_testing.explain.trace.run import Trace
 from fsdp_testing.judging.case_runner import CaseRunner
@@ -58,7 +58,7 @@ class _Failing:
 
 
 @dataclass(slots=True)
-class _Cause:
+class _RootCause:
     """A root cause in the making.
 
     Attributes:
@@ -111,17 +111,17 @@ def explain_results(
         budget = Budget.of_seconds(seconds)
         try:
             explainer = _Explainer(Inquiry(runner.impatient(patience), name, draw, budget.count), budget, draw)
-            found = explainer.causes(_places(results, name, how_of))
+            causes = explainer.causes(_places(results, name, how_of))
         except Exception as error:  # noqa: BLE001 - a run of an hour must not be lost over the explanation of its failures
             why = f"{name}: failures are not explained: {type(error).__name__}: {error}"
             warnings.warn(why, RuntimeWarning, stacklevel=2)
             continue
-        for cause in found:
-            for number, place in enumerate(cause.members):
+        for cause in causes:
+            for number, failing in enumerate(cause.members):
                 shortest = cause.explanation if number == 0 else None
-                changed[place.result, place.number] = replace(place.finding, cause=cause.label, shortest=shortest)
-        for place in explainer.left if seconds > 0 else ():
-            changed[place.result, place.number] = replace(place.finding, unexplained=NOT_EXAMINED)
+                changed[failing.result, failing.number] = replace(failing.finding, cause=cause.label, shortest=shortest)
+        for failing in explainer.left if seconds > 0 else ():
+            changed[failing.result, failing.number] = replace(failing.finding, unexplained=NOT_EXAMINED)
     return tuple(
         replace(
             result,
@@ -133,13 +133,13 @@ def explain_results(
 
 def _places(results: Sequence[CheckResult], name: str, how_of: HowOf) -> list[_Failing]:
     """Findings that can be reduced, unexpected failures first and short programs before long ones."""
-    found = [
+    places = [
         _Failing(index, number, finding, how_of(result.check))
         for index, result in enumerate(results)
         for number, finding in enumerate(result.findings)
         if result.implementation == name and finding.kind in REDUCIBLE and finding.case.program
     ]
-    return sorted(found, key=lambda p: (results[p.result].verdict is not Verdict.FAIL, len(p.finding.case.program)))
+    return sorted(places, key=lambda p: (results[p.result].verdict is not Verdict.FAIL, len(p.finding.case.program)))
 
 
 def cause_of(runner: CaseRunner, implementation: str, case: Case) -> str:
@@ -181,87 +181,87 @@ class _Explainer:
     _draw: bool
     left: list[_Failing] = field(default_factory=list)
     """Failures that the budget did not reach."""
-    _added_up: list[_Cause] = field(default_factory=list)
+    _added_up: list[_RootCause] = field(default_factory=list)
     """Causes of which it is known what wrong gradients are the sum of: the same sum is the same cause, however it looks."""
 
-    def causes(self, places: Sequence[_Failing]) -> list[_Cause]:
+    def causes(self, places: Sequence[_Failing]) -> list[_RootCause]:
         """Return every root cause found, each with the findings that belong to it."""
-        found: dict[Signature, list[_Cause]] = {}
-        known: dict[FineSignature, list[_Cause]] = {}
-        for place in places:
-            fine = fine_signature_of(place.finding)
-            here = known.setdefault(fine, [])
-            cause = next((one for one in here if one.contained(place.finding)), None)
+        by_look: dict[Signature, list[_RootCause]] = {}
+        by_place: dict[FineSignature, list[_RootCause]] = {}
+        for failing in places:
+            fine = fine_signature_of(failing.finding)
+            same_place = by_place.setdefault(fine, [])
+            cause = next((candidate for candidate in same_place if candidate.contained(failing.finding)), None)
             if cause is None:
                 if self._budget.exhausted:
-                    self.left.append(place)
+                    self.left.append(failing)
                     continue
                 # Where ranks hold the same, they may disagree in what diverges where each holds a part.
                 kind = FailureKind.DIVERGED if fine.alike.kind in WRONG_NUMBERS else fine.alike.kind
-                alike = found.setdefault(fine.alike._replace(kind=kind), [])
-                cause = self._same(place, alike) or self._new(place, alike)
-                here.append(cause)
-            cause.members.append(place)
-        return [cause for causes in found.values() for cause in causes]
+                alike = by_look.setdefault(fine.alike._replace(kind=kind), [])
+                cause = self._same(failing, alike) or self._new(failing, alike)
+                same_place.append(cause)
+            cause.members.append(failing)
+        return [cause for causes in by_look.values() for cause in causes]
 
     def _judge(self, how: How) -> Callable[[Case], Finding | None]:
         def judge(case: Case) -> Finding | None:
-            asked = self._inquiry.judge(case, how)
-            return asked.finding
+            judged = self._inquiry.judge(case, how)
+            return judged.finding
 
         return judge
 
-    def _same(self, place: _Failing, causes: Sequence[_Cause]) -> _Cause | None:
+    def _same(self, failing: _Failing, causes: Sequence[_RootCause]) -> _RootCause | None:
         """The cause whose schedule shows this failure too, with numbers that do not contradict it.
 
         Wrong gradients may look different (None, other numbers, not alike on all ranks) and be the same wrong sum.
         """
-        if place.how is None:
+        if failing.how is None:
             return None
-        others = [one for one in self._added_up if one not in causes] if place.finding.sort == "gradient" else []
-        for cause in (*causes, *others):
-            for case in with_schedule(place.finding.case, cause.explanation.case.program):
-                found, known = self._judge(place.how)(case), cause.hypothesis
-                alike = found is not None and signature_of(found) == signature_of(place.finding)
-                if found is None or not (alike or (cause in others and found.sort == "gradient")):
+        gradient = failing.finding.sort == "gradient"
+        elsewhere = [candidate for candidate in self._added_up if gradient and candidate not in causes]
+        for cause in (*causes, *elsewhere):
+            for case in with_schedule(failing.finding.case, cause.explanation.case.program):
+                result, hypothesis = self._judge(failing.how)(case), cause.hypothesis
+                alike = result is not None and signature_of(result) == signature_of(failing.finding)
+                if result is None or not (alike or (cause in elsewhere and result.sort == "gradient")):
                     continue
-                like = None if known is None else self._inquiry.hypothesis(found, place.how, None)
-                if (alike or like is not None) and not contradict(like, known):
+                like = None if hypothesis is None else self._inquiry.hypothesis(result, failing.how, None)
+                if (alike or like is not None) and not contradict(like, hypothesis):
                     return cause
         return None
 
-    def _new(self, place: _Failing, causes: list[_Cause]) -> _Cause:
+    def _new(self, failing: _Failing, causes: list[_RootCause]) -> _RootCause:
         """The cause of a failure that is reduced now: a new one, unless it ends where another one did."""
-        if place.how is None:
-            return self._as_it_is(place.finding, causes)
+        if failing.how is None:
+            return self._as_it_is(failing.finding, causes)
         budget = self._budget.part()
-        short = shorten(place.finding, self._judge(place.how), budget)
-        case = short.finding.case
+        short, complete = shorten(failing.finding, self._judge(failing.how), budget)
+        case = short.case
         reached = not self._budget.exhausted
-        traced = self._inquiry.traced(short.finding) if reached else None
-        like = self._inquiry.hypothesis(short.finding, place.how, traced) if reached else None
-        alike = [*causes, *(known for known in self._added_up if like is not None and like.contributions)]
-        for known in alike:
-            if known.shape == _shape(case) and not contradict(like, known.hypothesis):
-                return known
-        like, cast = self._inquiry.cause(short.finding, place.how, like) if reached else (None, "")
+        traced = self._inquiry.traced(short) if reached else None
+        like = self._inquiry.hypothesis(short, failing.how, traced) if reached else None
+        alike = [*causes, *(candidate for candidate in self._added_up if like is not None and like.contributions)]
+        for candidate in alike:
+            if candidate.shape == _shape(case) and not contradict(like, candidate.hypothesis):
+                return candidate
+        like, cast = self._inquiry.cause(short, failing.how, like) if reached else (None, "")
         unsharded = _unsharded(traced, like)
         explanation = Explanation(
-            sentence=render(short.finding, like, unsharded, cast)
-            + ("" if reached else f" Its cause was {NOT_EXAMINED}."),
+            sentence=render(short, like, unsharded, cast) + ("" if reached else f" Its cause was {NOT_EXAMINED}."),
             schedule=tuple(_lines(case.program)),
             case=case,
-            left_out=len(place.finding.case.program) - len(case.program),
+            left_out=len(failing.finding.case.program) - len(case.program),
             runs=budget.runs,
             seconds=budget.seconds,
-            complete=short.complete,
-            place=NOT_EXAMINED if self._budget.exhausted else self._inquiry.module(short.finding, place.how),
+            complete=complete,
+            place=NOT_EXAMINED if self._budget.exhausted else self._inquiry.module(short, failing.how),
             portrait=portrait_of(traced) if traced is not None and self._draw else None,
             happened=cast or ("" if like is None else clause(case, like, unsharded)),
         )
-        return self._cause(short.finding, explanation, causes, like)
+        return self._cause(short, explanation, causes, like)
 
-    def _as_it_is(self, finding: Finding, causes: list[_Cause]) -> _Cause:
+    def _as_it_is(self, finding: Finding, causes: list[_RootCause]) -> _RootCause:
         """A failure of a check that judges in a way of its own: reported, not reduced."""
         sentence = f"{render(finding, None, {})} The check judges several runs together, so that none is shortened."
         schedule = tuple(_lines(finding.case.program))
@@ -269,11 +269,11 @@ class _Explainer:
         return self._cause(finding, whole, causes)
 
     def _cause(
-        self, finding: Finding, explanation: Explanation, causes: list[_Cause], hypothesis: Hypothesis | None = None
-    ) -> _Cause:
+        self, finding: Finding, explanation: Explanation, causes: list[_RootCause], hypothesis: Hypothesis | None = None
+    ) -> _RootCause:
         kind, sort, operation = signature_of(finding)
         label = f"{kind}: {sort} in {operation} ({' > '.join(_shape(explanation.case))})"
-        cause = _Cause(label if not causes else f"{label}, number {len(causes) + 1}", explanation, hypothesis)
+        cause = _RootCause(label if not causes else f"{label}, number {len(causes) + 1}", explanation, hypothesis)
         causes.append(cause)
         if hypothesis is not None and hypothesis.contributions is not None:
             self._added_up.append(cause)

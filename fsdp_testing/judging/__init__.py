@@ -1,1 +1,1 @@
-"""How is a case judged? Observations of ranks and the oracle's expectation in, a verdict out."""
+"""Judges a case: observations of ranks and the oracle's expectation in, a verdict out."""

@@ -1,4 +1,4 @@
-"""How does a batch run, and how is it judged? In a process of its own, while the ranks are busy with the next batch."""
+"""Runs a batch, and judges it in a process of its own, while the ranks are busy with the next one."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ def attempt_batch(
         on_records(directory)
         arguments = (adapter, cases, cases[0].world.size, directory, watch.operations)
         return Attempt(ask_judge(worlds, judge_batch, arguments, "a batch"), outcome)
+    # After the judgement, which reads the files in a process of its own.
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -158,6 +159,7 @@ def ask_here(adapter: Adapter, case: Case, ranks: Sequence[RankObservation], *, 
             return Numbers(Compared(comparisons=compared), fast=True)
         return compare_numbers(case, oracle.expect_free(case, observe_all=observe_all), ranks, comparison)
     division, states = division_of(case, adapter), gathered_state.states(ranks)
+    # The narrowest bounds first: what agrees within them agrees, and takes one replay instead of two.
     quick = compare_numbers(case, _undisplaced(case, division, states), ranks, comparison)
     if quick.decided:
         return quick
@@ -165,16 +167,17 @@ def ask_here(adapter: Adapter, case: Case, ranks: Sequence[RankObservation], *, 
 
 
 _LATEST: list[tuple[Case, bool, Replay]] = []
+# Those used last come first; what a batch asks again is nearly always among them.
 _LATEST_KEPT = 16
 
 
 def _undisturbed(case: Case, *, observe_all: bool) -> Replay:
     """Return the oracle's free replay, run; the last ones are kept, since cases may come that it sees as one."""
     view = oracle_view(case)
-    for place, (seen_as, observed_all, known) in enumerate(_LATEST):
+    for index, (seen_as, observed_all, kept_replay) in enumerate(_LATEST):
         if observed_all == observe_all and seen_as == view:
-            _LATEST.insert(0, _LATEST.pop(place))
-            return known
+            _LATEST.insert(0, _LATEST.pop(index))
+            return kept_replay
     replay = Replay(case)
     replay.run(observe_all=observe_all)
     _LATEST[:] = [(view, observe_all, replay), *_LATEST[: _LATEST_KEPT - 1]]
@@ -200,13 +203,13 @@ def _undisplaced(case: Case, division: Division | None, states: Mapping[int, Gat
     Implementations whose sums have one order hold the same numbers whatever their units are.
     """
     view = lockstep_view(case)
-    for known in _FOLLOWED:
-        if (known.division, known.seen_as) == (division, view) and _are_same(known.states, states):
-            return known.expectation
+    for followed in _FOLLOWED:
+        if (followed.division, followed.seen_as) == (division, view) and _are_same(followed.states, states):
+            return followed.expectation
     made = _Followed(view, division, states, oracle.expect_lockstep(view, division, states, displaced=False))
     _FOLLOWED[:] = [made, *_FOLLOWED[: _LATEST_KEPT - 1]]
     return made.expectation
 
 
-def _are_same(one: Mapping[int, GatheredState], other: Mapping[int, GatheredState]) -> bool:
-    return one.keys() == other.keys() and all(state.same_as(other[index]) for index, state in one.items())
+def _are_same(left: Mapping[int, GatheredState], right: Mapping[int, GatheredState]) -> bool:
+    return left.keys() == right.keys() and all(state.same_as(right[index]) for index, state in left.items())

@@ -1,4 +1,4 @@
-"""What does one pass over the parameters of a drawn model take? From the case alone, before anything runs."""
+"""What one pass over the parameters of a drawn model takes at most, from the case alone, before anything runs."""
 
 from __future__ import annotations
 

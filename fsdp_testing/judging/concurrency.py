@@ -1,4 +1,4 @@
-"""How do independent judgements go on side by side, and still come out in the order in which they were asked for?
+"""Runs independent judgements side by side, and yields them in the order in which they were asked for.
 
 A thread for each only waits: ranks and the oracle compute in processes of their own. How many are worth it depends on the
 processors, and on the memory and processes that the ranks of so many worlds take.
@@ -44,7 +44,7 @@ class Capacity:
     most: int
     reason: str
 
-    def jobs(self, asked: int | None, usual: int | None = None) -> int:
+    def jobs(self, count: int | None, usual: int | None = None) -> int:
         """Return how many jobs to run; if none are asked for, `usual`, or what keeps the processors busy.
 
         One job alone leaves processors idle: ranks wait for one another, then for the oracle. From two on they are busy.
@@ -52,14 +52,14 @@ class Capacity:
         Raises:
             InvalidArgument: More are asked for than there is room for, or none.
         """
-        if asked is None:
+        if count is None:
             wanted = max(2, 2 * self.processors // self.ranks) if self.processors > 1 else 1
             return min(usual or wanted, self.most)
-        if asked < 1:
-            raise InvalidArgument(f"jobs: expected a number of at least 1, got {asked}. Give 1 or more.")
-        if asked > self.most:
-            raise InvalidArgument(f"jobs: expected at most {self.most} here ({self.reason}), got {asked}. Give fewer.")
-        return asked
+        if count < 1:
+            raise InvalidArgument(f"jobs: expected a number of at least 1, got {count}. Give 1 or more.")
+        if count > self.most:
+            raise InvalidArgument(f"jobs: expected at most {self.most} here ({self.reason}), got {count}. Give fewer.")
+        return count
 
     def said(self, jobs: int) -> str:
         """The number of jobs, and what it follows from."""
@@ -125,6 +125,7 @@ def in_order(tasks: Sequence[Callable[[], A]], jobs: int, interrupt: Callable[[]
         for future in futures:
             yield future.result()
     except BaseException:
+        # Nothing new is begun, then what runs is made to end; waiting comes last.
         executor.shutdown(wait=False, cancel_futures=True)
         interrupt()
         begun = [future for future in futures if not future.cancelled()]  # `wait` would wait for the others for ever
@@ -152,15 +153,18 @@ class Shared(Generic[A]):
         with self._lock:
             known = self._results.get(key)
             future: Future[A] = Future() if known is None else known
+            # Entered before it is made: who asks meanwhile waits for this one.
             self._results[key] = future
             self._results.move_to_end(key)
             if len(self._results) > self._room:
                 self._results.popitem(last=False)
         if known is not None:
             return known.result()
+        # Outside the lock: who asks for something else must not wait for this.
         try:
             made = make()
         except BaseException as error:
+            # Forgotten before waiters hear of it: who asks from now on tries anew.
             self._forget(key, future)
             future.set_exception(error)
             raise

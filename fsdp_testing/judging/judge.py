@@ -1,4 +1,4 @@
-"""What does one case say of an implementation? The one judgement, whoever ran the case.
+"""Decides what one case says of an implementation: the one judgement, whoever ran the case.
 
 Three-valued: `PASS` needs something that was compared and found right, `FAIL` a fact that refutes, and everything else is
 `UNKNOWN`. What was not observed (`None` in a record) is not judged.
@@ -67,13 +67,16 @@ def judge(
     """
     ranks = [record.observation for record in records]
     errors = {rank.rank: rank.error for rank in ranks if rank.error is not None}
+    # First: what a broken harness or adapter gives says nothing of the implementation.
     fault = next((error for error in errors.values() if error.not_implementation_fault), None)
     if fault is not None:
         return Judgement(Verdict.UNKNOWN, reason=f"{fault.type_name}: {fault.message.strip()}", detail=fault.traceback)
+    # Before the numbers, which need what every rank reported.
     if len(records) < case.world.size:
         return _incomplete(case, errors, outcome)
     numbers = ask(ranks)
-    found = (
+    # In the order above: `or` ends at the first fact that refutes, and what comes later may follow from it.
+    refutation = (
         _diverged(case, numbers)
         or (raised_finding(case, errors) if errors else None)
         or _uncoordinated(case, records, outcome)
@@ -83,9 +86,9 @@ def judge(
         )
         or _left_behind(case, records)
     )
-    if found is None:
+    if refutation is None:
         return replace(_undecided(case, numbers) or _kept_model(case, records, numbers), tally=numbers.tally.tally)
-    return Judgement(Verdict.FAIL, found, tally=numbers.tally.tally)
+    return Judgement(Verdict.FAIL, refutation, tally=numbers.tally.tally)
 
 
 def lost_ranks(case: Case, outcome: WorldOutcome) -> Judgement:
@@ -96,15 +99,18 @@ def lost_ranks(case: Case, outcome: WorldOutcome) -> Judgement:
     to its end, never joined would have waited for ever.
     """
     fates = [rank.fate for rank in outcome.ranks]
-    fate = next((one for one in (Fate.DIED, Fate.RAISED, Fate.HUNG) if one in fates), None)
+    # A death first: it explains what is raised; and what is raised explains who waits.
+    fate = next((candidate for candidate in (Fate.DIED, Fate.RAISED, Fate.HUNG) if candidate in fates), None)
     if fate is None and isinstance(outcome.diagnosis, _RANKS_DISAGREE):
         return Judgement(Verdict.FAIL, _different_collectives(case, outcome.cause, outcome.describe()))
     if outcome.ok or fate not in (Fate.DIED, Fate.HUNG):
         why = outcome.cause or "a rank reported nothing of it"
         return Judgement(Verdict.UNKNOWN, reason=why, detail=outcome.describe())
     lost = [rank for rank in outcome.ranks if rank.fate is fate]
-    how = next((one.signal_name or f"exit code {one.exit_code}" for one in lost if fate is Fate.DIED), "")
-    found = Finding(
+    how = next(
+        (candidate.signal_name or f"exit code {candidate.exit_code}" for candidate in lost if fate is Fate.DIED), ""
+    )
+    loss = Finding(
         kind=FailureKind.DIED if fate is Fate.DIED else FailureKind.HUNG,
         quantity="the run",
         operation=-1,
@@ -116,16 +122,17 @@ def lost_ranks(case: Case, outcome: WorldOutcome) -> Judgement:
         statement=outcome.cause,
         message=how,
     )
-    return Judgement(Verdict.FAIL, found)
+    return Judgement(Verdict.FAIL, loss)
 
 
 def _incomplete(case: Case, errors: Mapping[int, RaisedError], outcome: WorldOutcome | None) -> Judgement:
     """An exception explains why the others wait, and a death what the others raise."""
+    # With a death among the fates, exceptions are what survivors say of a peer that is gone.
     died = outcome is not None and any(rank.fate is Fate.DIED for rank in outcome.ranks)
     if errors and not died:
-        found = raised_finding(case, errors)
-        found = replace(found, detail=outcome.describe()) if outcome is not None else found
-        return Judgement(Verdict.FAIL, found)
+        raised = raised_finding(case, errors)
+        raised = replace(raised, detail=outcome.describe()) if outcome is not None else raised
+        return Judgement(Verdict.FAIL, raised)
     if outcome is not None:
         return lost_ranks(case, outcome)
     return Judgement(Verdict.UNKNOWN, reason="not every rank reported", incomplete=True)
@@ -141,7 +148,7 @@ def _diverged(case: Case, numbers: Numbers) -> Finding | None:
 
 
 def _uncoordinated(case: Case, records: Sequence[CaseRecord], outcome: WorldOutcome | None) -> Finding | None:
-    """Whether ranks that all came to the end communicated alike: by the ledger, or by what each counted."""
+    """Return the finding that ranks issued different collectives: by the ledger's account, else by each rank's own digests."""
     statement, detail = "", ""
     if outcome is not None and not outcome.ok:
         statement, detail = outcome.cause, outcome.describe()
@@ -149,9 +156,10 @@ def _uncoordinated(case: Case, records: Sequence[CaseRecord], outcome: WorldOutc
         counted = {record.observation.rank: record.collectives for record in records if record.collectives is not None}
         members = {key: ranks for record in records for key, ranks in record.groups.items()}
         nothing = (0, 0)
-        for key in {key for one in counted.values() for key in one}:
+        # By group: ranks that are in different groups issue different collectives.
+        for key in {key for counts in counted.values() for key in counts}:
             # A member that did not use a group at all issued nothing in it.
-            ranks = [rank for rank, one in counted.items() if key in one or rank in members.get(key, ())]
+            ranks = [rank for rank, counts in counted.items() if key in counts or rank in members.get(key, ())]
             if len({counted[rank].get(key, nothing) for rank in ranks}) > 1:
                 statement = "the ranks did not issue the same collectives"
     return _different_collectives(case, statement, detail) if statement else None
@@ -165,8 +173,8 @@ def _different_collectives(case: Case, statement: str, detail: str) -> Finding:
 
 def _overrun(case: Case, records: Sequence[CaseRecord]) -> Finding | None:
     accounts = [record.accounts for record in records if record.accounts is not None]
-    found = overruns.first_overrun(case, accounts, budget_of(case)) if len(accounts) == len(records) else None
-    return None if found is None else overrun_finding(case, found)
+    overrun = overruns.first_overrun(case, accounts, budget_of(case)) if len(accounts) == len(records) else None
+    return None if overrun is None else overrun_finding(case, overrun)
 
 
 def _left_behind(case: Case, records: Sequence[CaseRecord]) -> Finding | None:
@@ -191,7 +199,7 @@ def _undecided(case: Case, numbers: Numbers) -> Judgement | None:
 
 def _kept_model(case: Case, records: Sequence[CaseRecord], numbers: Numbers) -> Judgement:
     """All is right; whether the model is still there is asked last, for the numbers stand."""
-    kept = [record.observation.rank for record in records if OUTLIVES in record.leaks]
-    if kept:
-        return Judgement(Verdict.FAIL, _leaked(case, OUTLIVES, kept[0], sort="model"))
+    ranks = [record.observation.rank for record in records if OUTLIVES in record.leaks]
+    if ranks:
+        return Judgement(Verdict.FAIL, _leaked(case, OUTLIVES, ranks[0], sort="model"))
     return Judgement(Verdict.PASS, fast=numbers.fast)

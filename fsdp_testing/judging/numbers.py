@@ -1,4 +1,4 @@
-"""Are the numbers of a case the oracle's? The comparison, with what widens a bound or makes it worthless."""
+"""Compares the numbers of a case with the oracle's, with what widens a bound or makes it worthless."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def compare_numbers(
     case: Case, expectation: Expectation, ranks: Sequence[RankObservation], comparison: Comparison
 ) -> Numbers:
     """Compare what all ranks report with what the oracle expects of `case`."""
+    # In lockstep the oracle makes the same casts at the same places, from the same numbers.
     if expectation.notes.get("mode") == "free":
         expectation = _widened(expectation, case)
     tally = agreement.compare(expectation, ranks, comparison)
@@ -55,6 +56,7 @@ def compare_numbers(
     complete = bool(expectation.points) and expectation.points[-1].index == len(case.program)
     if tally.divergences and _overflows(expectation):
         problem = "the oracle's own numbers overflow"
+    # Only where nothing diverges and nobody raised: else that is why the end is missing.
     elif not complete and not tally.divergences and all(rank.error is None for rank in ranks):
         problem = "the oracle did not come to the end of this case, and what it saw agrees"
     return Numbers(tally, expectation, problem)
@@ -97,8 +99,8 @@ def _narrowest(case: Case) -> str | None:
     if case.model.tree is None:
         mixed = "mixed_dtypes" in MODELS[case.model.name].traits
         return ("float32" if case.model.dtype == "float64" else "bfloat16") if mixed else None
-    found = {case.model.dtype, *(spec.dtype or case.model.dtype for spec in parameters(case.model.tree))}
-    return max(found, key=lambda name: UNIT_ROUNDOFF[name]) if len(found) > 1 else None
+    dtypes = {case.model.dtype, *(spec.dtype or case.model.dtype for spec in parameters(case.model.tree))}
+    return max(dtypes, key=lambda name: UNIT_ROUNDOFF[name]) if len(dtypes) > 1 else None
 
 
 def _overflows(expectation: Expectation) -> bool:

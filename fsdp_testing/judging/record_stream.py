@@ -1,4 +1,4 @@
-"""How do a rank's observations survive the rank? Each is appended to a file as soon as its case is over.
+"""Keeps a rank's observations when the rank is lost: each is appended to a file as soon as its case is over.
 
 A batch that ends badly in its tenth case has reported everything of the first nine. The files lie in a directory that
 the controller made for itself (mode 0700) and removes; they are read by processes of the same campaign only.
@@ -51,7 +51,7 @@ _RECORDS = (
 )
 
 
-class _Pickler(pickle.Pickler):
+class _RecordPickler(pickle.Pickler):
     """Write the records of this file by position and tensors as bytes: a case has some hundred of them."""
 
     dispatch_table = {
@@ -69,7 +69,7 @@ def path_of(directory: str, rank: int) -> Path:
 def append(file: BinaryIO, record: CaseRecord) -> None:
     """Write one record and hands it to the kernel, where the death of this process does not matter."""
     buffer = io.BytesIO()
-    _Pickler(buffer, protocol=5).dump(record)
+    _RecordPickler(buffer, protocol=5).dump(record)
     data = buffer.getvalue()
     file.write(_HEADER.pack(len(data)) + data)
     file.flush()
@@ -82,12 +82,13 @@ def read(directory: str, rank: int) -> list[CaseRecord]:
     except FileNotFoundError:
         return []
     records: list[Any] = []
-    place = 0
-    while place + _HEADER.size <= len(data):
-        (length,) = _HEADER.unpack_from(data, place)
-        end = place + _HEADER.size + length
+    position = 0
+    while position + _HEADER.size <= len(data):
+        (length,) = _HEADER.unpack_from(data, position)
+        end = position + _HEADER.size + length
+        # Cut short by the death of the rank, which only ever loses the last record.
         if end > len(data):
             break
-        records.append(loads(data[place + _HEADER.size : end]))
-        place = end
+        records.append(loads(data[position + _HEADER.size : end]))
+        position = end
     return records

@@ -1,1 +1,1 @@
-"""How is a case run: by an implementation on its ranks, and by the oracle in one process?"""
+"""Runs a case: through an implementation on its ranks, and through the oracle in one process."""

@@ -1,4 +1,4 @@
-"""How is the account of each operation taken while a case runs? By listening, and one observation between operations.
+"""Takes the account of each operation while a case runs: by listening, and one observation between operations.
 
 Nothing is asked of the ranks: transitions of units come through `trace_units`, collectives from the ledger, and bytes
 from the adapter where it reports them.
@@ -53,6 +53,7 @@ class AccountedProgram(RankProgram):
         """Return a `wrap` that subscribes to the units of the model that it makes."""
 
         def wrap(module: nn.Module, setup: Setup) -> nn.Module:
+            # A model that is wrapped anew takes the place of the one before, whose units nobody asks about any more.
             self._leave()
             self._model_watched = adapter.wrap(module, setup)
             self._subscription.enter_context(adapter.trace_units(self._model_watched, self._transition))
@@ -98,6 +99,7 @@ class AccountedProgram(RankProgram):
 
     @index.setter
     def index(self, index: int) -> None:
+        # The last operation ends where the next one begins: nothing of that one may be on its account.
         if self._index is not None:
             self._ended(self._index)
         self._index = index
@@ -124,8 +126,8 @@ class AccountedProgram(RankProgram):
         if self._model_watched is None:
             return ()
         # Memory decides where it is reported; else the transitions of the units.
-        found = self.adapter.gathered_bytes(self._model_watched) if self._reports_bytes else self._open
-        return tuple(sorted(found.items())) if found else ()
+        held_bytes = self.adapter.gathered_bytes(self._model_watched) if self._reports_bytes else self._open
+        return tuple(sorted(held_bytes.items())) if held_bytes else ()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Note whether a backward follows the operation's latest forward: without one, what that gathered may stay."""

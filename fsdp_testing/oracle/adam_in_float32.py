@@ -1,4 +1,4 @@
-"""How does a user's own optimizer keep moments in float32 beside parameters in bfloat16? torch's casts them on loading."""
+"""A user's own optimizer that keeps moments in float32 beside parameters in bfloat16; torch's casts them on loading."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class AdamInFloat32(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Any) -> None:
         """Load as every optimizer does, and keep the moments' dtype."""
         super().load_state_dict(state_dict)
-        places = [place for group in state_dict["param_groups"] for place in group["params"]]
+        places = [index for group in state_dict["param_groups"] for index in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for place, parameter in zip(places, parameters, strict=True):
+        for index, parameter in zip(places, parameters, strict=True):
             for name in MOMENTS:
-                if name in state_dict["state"].get(place, {}):
-                    self.state[parameter][name] = state_dict["state"][place][name].detach().clone()
+                if name in state_dict["state"].get(index, {}):
+                    self.state[parameter][name] = state_dict["state"][index][name].detach().clone()

@@ -1,4 +1,4 @@
-"""What do the ranks hold together? Local pieces put side by side, with holes and contradictions named."""
+"""Puts the local pieces of all ranks side by side, with holes and contradictions named."""
 
 from __future__ import annotations
 
@@ -62,6 +62,7 @@ def assemble(ranks: Iterable[RankPieces], shape: Sequence[int]) -> Assembled | N
                 continue
             if piece.stop > piece.start:
                 contradictions += _contradiction(flat, source, rank, piece)
+                # The first rank that holds an element gives it; what others hold of it was compared just now.
                 fresh = source[piece.start : piece.stop] < 0
                 flat[piece.start : piece.stop][fresh] = piece.value[fresh].to(flat.dtype)
                 source[piece.start : piece.stop][fresh] = rank
@@ -79,6 +80,7 @@ def _plain(ranks: Sequence[RankPieces], numel: int) -> Assembled | None:
                 continue
             value = piece.value if piece.value.dim() == 1 else piece.value.reshape(-1)
             first = spans.setdefault((piece.start, piece.stop), value)
+            # The slow way names the ranks that differ, and the element.
             if first is not value and not same_bits(first, value):
                 return None
     end = 0
@@ -101,12 +103,12 @@ def _contradiction(
     flat: torch.Tensor, source: torch.Tensor, rank: int, piece: ObservedPiece
 ) -> list[tuple[int, int, int]]:
     """Where `piece` differs from what an earlier rank holds of the same elements."""
-    known = source[piece.start : piece.stop] >= 0
-    if not bool(known.any()):
+    covered = source[piece.start : piece.stop] >= 0
+    if not bool(covered.any()):
         return []
-    before, now = flat[piece.start : piece.stop][known], piece.value[known]
+    before, now = flat[piece.start : piece.stop][covered], piece.value[covered]
     if same_bits(before, now):
         return []
-    positions = known.nonzero().reshape(-1) + piece.start
+    positions = covered.nonzero().reshape(-1) + piece.start
     first = int(positions[bits(before) != bits(now)][0] if before.dtype == now.dtype else positions[0])
     return [(int(source[first]), rank, first)]

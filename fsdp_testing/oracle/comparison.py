@@ -1,4 +1,4 @@
-"""What does a check ask to be compared? Read by every checker that compares states; it decides nothing itself."""
+"""What a check has compared. Read by every checker that compares states; it decides nothing itself."""
 
 from __future__ import annotations
 

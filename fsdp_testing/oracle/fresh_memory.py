@@ -1,4 +1,4 @@
-"""What is in memory that nobody has written to? While a case runs: numbers that no computation takes for right.
+"""Fills memory that nobody has written to, while a case runs, with numbers that no computation takes for right.
 
 A new process gets zeros, and memory that was freed a moment ago often still holds the right weights. Code that reads
 either passes by luck. The C library can fill what it hands out and what it takes back; it is asked to in judged programs
@@ -28,6 +28,7 @@ def filled_with_garbage() -> Iterator[None]:
     if set_option is None:
         yield
         return
+    # For the whole process, every thread of it; what is in use keeps its contents.
     set_option(_M_PERTURB, _BYTE)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What state is the implementation in after an operation? Whole tensors put together from all ranks, for the oracle."""
+"""The state of the implementation after an operation: whole tensors put together from all ranks, for the oracle."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ class GatheredState:
 
     def same_as(self, other: GatheredState) -> bool:
         """Return whether both hold the same to the bit."""
-        mine, theirs = ((one.values, one.gradients, one.optimizer, one.buffers) for one in (self, other))
+        mine, theirs = ((state.values, state.gradients, state.optimizer, state.buffers) for state in (self, other))
         return _are_same(mine, theirs)
 
 
 def states(ranks: Sequence[RankObservation]) -> dict[int, GatheredState]:
     """Return the state after every operation of which all ranks reported a snapshot."""
     everyone = [{snapshot.index: snapshot for snapshot in rank.snapshots} for rank in ranks]
+    # A rank that raised has fewer snapshots: beyond its last one there is no whole state.
     shared = set(everyone[0]).intersection(*everyone[1:]) if everyone else set()
-    return {index: _state([one[index] for one in everyone]) for index in sorted(shared)}
+    return {index: _state([snapshots[index] for snapshots in everyone]) for index in sorted(shared)}
 
 
 def _state(snapshots: Sequence[Snapshot]) -> GatheredState:
     values: dict[str, torch.Tensor] = {}
     gradients: dict[str, torch.Tensor | None] = {}
-    shapes = {fqn: seen.shape for snapshot in snapshots for fqn, seen in snapshot.parameters.items()}
+    shapes = {fqn: parameter.shape for snapshot in snapshots for fqn, parameter in snapshot.parameters.items()}
     for fqn, shape in shapes.items():
         by_rank = [(r, s.parameters[fqn].pieces) for r, s in enumerate(snapshots) if fqn in s.parameters]
         value = _whole(by_rank, shape)
@@ -60,6 +61,7 @@ def _state(snapshots: Sequence[Snapshot]) -> GatheredState:
 def _optimizer(
     snapshots: Sequence[Snapshot], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, dict[str, torch.Tensor | float]] | None:
+    # One rank that shows none hides its part of every whole.
     if any(snapshot.optimizer is None for snapshot in snapshots):
         return None
     result: dict[str, dict[str, torch.Tensor | float]] = {}
@@ -83,11 +85,11 @@ def _whole(by_rank: Sequence[tuple[int, Sequence[ObservedPiece]]], shape: tuple[
     return None if whole is None or not whole.complete else whole.flat.reshape(shape)
 
 
-def _are_same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return same_bits(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_are_same(value, other[key]) for key, value in one.items())
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_are_same, one, other))
-    return type(one) is type(other) and bool(one == other)
+def _are_same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return same_bits(left, right)
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(_are_same(value, right[key]) for key, value in left.items())
+    if isinstance(left, tuple) and isinstance(right, tuple):
+        return len(left) == len(right) and all(map(_are_same, left, right))
+    return type(left) is type(right) and bool(left == right)

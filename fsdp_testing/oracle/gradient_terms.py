@@ -1,4 +1,4 @@
-"""Of what is a gradient the sum? One term for each backward of each rank and each use of the parameter, in one process.
+"""Splits a gradient into its terms: one for each backward of each rank and each use of the parameter, in one process.
 
 Each call of a module computes with a view of its own of each of its parameters, and the gradient of that view is the
 contribution of that call. What is used in any other way is the rest of the gradient.
@@ -18,7 +18,7 @@ from torch import nn
 from fsdp_testing.cases.records import Case
 from fsdp_testing.oracle import models
 from fsdp_testing.oracle.gathered_state import GatheredState
-from fsdp_testing.oracle.pending import LocalGradients
+from fsdp_testing.oracle.reduction import LocalGradients
 from fsdp_testing.oracle.replay import Replay
 
 Use = tuple[str, int]
@@ -72,7 +72,9 @@ class _TermReplay(Replay):
     ) -> tuple[models.Forwarded, LocalGradients]:
         watch = _Uses(self.replicas[rank], {id(p): fqn for fqn, p in self.compute.items()})
         with watch.watching():
+            # Watched from forward to backward: a view reports its gradient when backward reaches it.
             forwarded, gradients = super().local_gradients(rank, batch, penalised=penalised)
+        # By identity, which lasts as long as the gradients: until `accumulate` or `interrupted` has noted them.
         self._uses[id(gradients)] = watch.divided(gradients)
         return forwarded, gradients
 
@@ -105,6 +107,7 @@ class _Uses:
             own = {name: p for name, p in module._parameters.items() if p is not None and id(p) in self.names}
             if own:
                 handles.append(module.register_forward_pre_hook(partial(self._enter, path, own), prepend=True))
+                # Also after an exception: the replica runs again, with its own parameters.
                 handles.append(module.register_forward_hook(partial(self._leave, own), always_call=True))
         try:
             yield
@@ -120,8 +123,8 @@ class _Uses:
             whole = gradient.double()
             rest = whole - sum(uses.values(), torch.zeros_like(whole))
             largest = max((float(use.abs().max()) for use in (whole, *uses.values()) if use.numel()), default=0.0)
-            known = rest.numel() == 0 or float(rest.abs().max()) <= 1e-12 * largest
-            result[fqn] = uses if known and uses else {**uses, ELSEWHERE: rest}
+            accounted = rest.numel() == 0 or float(rest.abs().max()) <= 1e-12 * largest
+            result[fqn] = uses if accounted and uses else {**uses, ELSEWHERE: rest}
         return result
 
     def _enter(self, path: str, own: dict[str, nn.Parameter], module: nn.Module, args: Any) -> None:

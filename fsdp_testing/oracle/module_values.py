@@ -1,4 +1,4 @@
-"""What does every call of every module compute with and give, on a rank and in one process, in the order in which it arises?
+"""Records what every call of every module computes with and gives, on a rank and in one process, in order.
 
 Forward hooks on the very modules that are wrapped, so that names are those of the unwrapped model whatever an
 implementation makes of it. Only the program's own forwards are recorded: what is recomputed in backward is not another
@@ -99,6 +99,7 @@ class ModuleWatch:
         key = operation, rank, batch
         self._now = operation, (batch, self._forwards[key]), rank
         self._forwards[key] += 1
+        # Calls are counted within one forward, so that the same call has the same name on a rank and in one process.
         self._calls.clear()
         try:
             yield
@@ -110,24 +111,24 @@ class ModuleWatch:
             return
         self._calls[name] += 1
         call = Seen(*self._now, name, self._calls[name] - 1, INPUT, "")
-        for place, tensor in enumerate(tensors_in((args, kwargs))):
-            self._note(call._replace(part=str(place)), tensor)
+        for index, tensor in enumerate(tensors_in((args, kwargs))):
+            self._note(call._replace(part=str(index)), tensor)
         for key in own:
             self._note(call._replace(what=PARAMETER, part=key), getattr(module, key, None))
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if self._now is None:
             return
-        for place, tensor in enumerate(tensors_in(output)):
-            seen = Seen(*self._now, name, self._calls[name] - 1, OUTPUT, str(place))
-            self._note(seen, tensor)
+        for index, tensor in enumerate(tensors_in(output)):
+            tensor_of = Seen(*self._now, name, self._calls[name] - 1, OUTPUT, str(index))
+            self._note(tensor_of, tensor)
             if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(partial(self._note, seen._replace(what=GRADIENT)))
+                tensor.register_hook(partial(self._note, tensor_of._replace(what=GRADIENT)))
 
-    def _note(self, seen: Seen, tensor: Any) -> None:
+    def _note(self, key: Seen, tensor: Any) -> None:
         # A piece of a parameter is not what the module computes with; of two backwards the first is kept.
         if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
-            self.values.setdefault(seen, tensor.detach().clone())
+            self.values.setdefault(key, tensor.detach().clone())
 
 
 # ------------------------------------------------------------------------------------------------------- on ranks
@@ -175,6 +176,7 @@ class WatchedReplay(Replay):
         disturbance: Disturbance = NO_DISTURBANCE,
         adopted: Mapping[int, GatheredState] | None = None,
     ) -> None:
+        # Before the replay makes its replicas, which are watched as they are made.
         self.watch = ModuleWatch()
         super().__init__(case, division, disturbance, adopted)
 
@@ -203,22 +205,22 @@ def expect_modules(
         adopted: Its state after every operation, for a replay in lockstep; None for a free one.
     """
     roundings = 0 if adopted is not None else oracle.roundings_of(case)
-    plain, other = (
+    plain, disturbed = (
         WatchedReplay(case, division, disturbance, adopted)
         for disturbance in (NO_DISTURBANCE, Disturbance(case.seed, roundings, displaced=True))
     )
-    for replay in (plain, other):
+    for replay in (plain, disturbed):
         replay.run(observe_all=True)
     units = [UNIT_ROUNDOFF[models.dtype_name(parameter.dtype)] for parameter in plain.parameters.values()]
     largest: dict[str, float] = {}
-    for seen, value in plain.watch.values.items():
-        largest[seen.what] = max(largest.get(seen.what, 0.0), _largest(value))
+    for key, value in plain.watch.values.items():
+        largest[key.what] = max(largest.get(key.what, 0.0), _largest(value))
     expected = {}
-    for seen, value in plain.watch.values.items():
-        moved = other.watch.values.get(seen)
+    for key, value in plain.watch.values.items():
+        moved = disturbed.watch.values.get(key)
         apart = 0.0 if moved is None or moved.shape != value.shape else _largest(moved.double() - value.double())
         unit = max([UNIT_ROUNDOFF.get(models.dtype_name(value.dtype), 0.0), *units])
-        expected[seen] = Expected(value, oracle.DIRECTIONS * apart + roundings * unit * largest[seen.what])
+        expected[key] = Expected(value, oracle.DIRECTIONS * apart + roundings * unit * largest[key.what])
     return expected
 
 

@@ -1,4 +1,4 @@
-"""What does one process make of a saved state? It loads it without sharding, trains a step, and saves again.
+"""Trains a saved state in one process: loads it without sharding, trains a step, and saves again.
 
 A world of one rank is a world of another size, and any rank can be it without the others: the model and the optimizer
 of this file are torch's own, so that a state that one process cannot load, or that it trains otherwise, shows.
@@ -44,6 +44,7 @@ def train_on(case: Case, batch: Batch, saved: Saved, trainable: Mapping[str, boo
     Returns:
         The same names and groups with the new values, on the CPU. Collectives: none.
     """
+    # Other values than any rank began with: what is not loaded shows.
     module = models.build_model(replace(case, seed=case.seed + 2))
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(trainable.get(name, parameter.requires_grad))
@@ -68,8 +69,8 @@ def train_on(case: Case, batch: Batch, saved: Saved, trainable: Mapping[str, boo
 def _load(optimizer: torch.optim.Optimizer, module: nn.Module, saved: Mapping[str, Any]) -> None:
     """Load by place what was saved by name: the optimizer's own way of loading."""
     names = [name for name, _ in module.named_parameters()]
-    asked = optimizer.state_dict()
-    for group, kept in zip(asked["param_groups"], saved["param_groups"]):
-        group["lr"] = kept["lr"]
-    entries = {place: saved["state"][name] for place, name in enumerate(names) if saved["state"].get(name)}
-    optimizer.load_state_dict({**asked, "state": copy.deepcopy(entries)})
+    state = optimizer.state_dict()
+    for group, saved_group in zip(state["param_groups"], saved["param_groups"]):
+        group["lr"] = saved_group["lr"]
+    entries = {index: saved["state"][name] for index, name in enumerate(names) if saved["state"].get(name)}
+    optimizer.load_state_dict({**state, "state": copy.deepcopy(entries)})

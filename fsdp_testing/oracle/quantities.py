@@ -1,4 +1,4 @@
-"""What is compared? Named quantities of a program, in the order in which they come into being."""
+"""The named quantities of a program that are compared, in the order in which they come into being."""
 
 from __future__ import annotations
 

@@ -1,13 +1,15 @@
-"""What do rank processes run for the harness? Functions that are named, not sent: one case per call."""
+"""The functions that rank processes run for the harness; they are named, not sent: one case per call."""
 
 from __future__ import annotations
 
 import gc
+import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +20,7 @@ from fsdp_testing.adapters.protocol import Division
 from fsdp_testing.cases.records import OUTLIVES, UNIT_ROUNDOFF, Case, RankObservation
 from fsdp_testing.oracle import oracle
 from fsdp_testing.oracle.accounts import AccountedObservation, AccountedProgram, program_for
+from fsdp_testing.oracle.disturbance import Disturbance
 from fsdp_testing.oracle.execute import RankProgram
 from fsdp_testing.oracle.gathered_state import GatheredState
 from fsdp_testing.oracle.gradient_terms import GradientTerm
@@ -26,8 +29,8 @@ from fsdp_testing.oracle.models import dtype_of
 from fsdp_testing.oracle.module_values import Seen, WatchedObservation, WatchedProgram
 from fsdp_testing.oracle.module_values import expect_modules as modules_of
 from fsdp_testing.oracle.quantities import Expectation, Expected
-from fsdp_testing.oracle.setup import division_of
-from fsdp_testing.oracle.starting import module_to_wrap
+from fsdp_testing.oracle.replay import Replay
+from fsdp_testing.oracle.setup import division_of, module_to_wrap
 from fsdp_testing.ranks.ledger.interception import listen
 from fsdp_testing.ranks.ledger.records import Call
 from fsdp_testing.ranks.pool import Failed
@@ -35,6 +38,7 @@ from fsdp_testing.ranks.pool.world import current_world
 
 _FREEZE_AFTER = 2
 _ROUNDS = 4
+_PAUSE_SECONDS, _PATIENCE_SECONDS = 0.01, 1.0
 _collections = [0]
 
 
@@ -86,6 +90,11 @@ def survivors(models: Sequence[tuple[int, weakref.ref[nn.Module]]]) -> list[int]
         gc.collect()
         if all(model() is None for _, model in models):
             break
+    limit = time.monotonic() + _PATIENCE_SECONDS
+    while any(model() is not None for _, model in models) and time.monotonic() < limit:
+        # The autograd engine's thread of a device lets go of the last graph after it has told the caller of backward.
+        time.sleep(_PAUSE_SECONDS)
+        gc.collect()
     _collections[0] += 1
     if _collections[0] == _FREEZE_AFTER:
         # What is imported and cached by now stays for good; leaving it out makes each later collection cheap.
@@ -138,8 +147,53 @@ def run_luckily(
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
     program = RankProgram(case, registry.adapter_of(implementation), current_world().rank)
+    # Set on the program, not for the process: what ran before or runs after keeps its own.
     program.late, program.garbage = late, garbage
     return run_program(program, observe_all)
+
+
+def run_as(
+    implementation: Adapter | str,
+    case: Case,
+    observe_all: bool,
+    program: type[RankProgram],
+    settings: Mapping[str, Any],
+) -> RankObservation | Failed:
+    """Run `case` through an implementation as a program of another class does.
+
+    Args:
+        implementation: Which.
+        case: The case.
+        observe_all: Observe after every operation.
+        program: The class.
+        settings: Its attributes that are not as the class has them.
+
+    Collectives: those of the implementation and of the class; every rank of the world runs the same call.
+    """
+    run = program(case, registry.adapter_of(implementation), current_world().rank)
+    for name, value in settings.items():
+        setattr(run, name, value)
+    return run_program(run, observe_all)
+
+
+def expect_as(case: Case, observe_all: bool, replay: type[Replay], settings: Mapping[str, Any]) -> Expectation:
+    """Run the oracle freely as a replay of another class does, in this process alone.
+
+    Args:
+        case: The case.
+        observe_all: Expect an observation after every operation.
+        replay: The class.
+        settings: Its attributes that are not as the class has them.
+    """
+
+    def make(disturbance: Disturbance) -> Replay:
+        run = replay(case, disturbance=disturbance)
+        for name, value in settings.items():
+            setattr(run, name, value)
+        return run
+
+    with no_warnings():
+        return oracle.expect_free(case, observe_all=observe_all, make=make)
 
 
 def run_watched(implementation: Adapter | str, case: Case, observe_all: bool) -> RankObservation | Failed:
@@ -148,8 +202,12 @@ def run_watched(implementation: Adapter | str, case: Case, observe_all: bool) ->
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
     program = WatchedProgram(case, registry.adapter_of(implementation), current_world().rank)
-    seen = run_program(program, observe_all)
-    return seen if isinstance(seen, Failed) else seen.extended(WatchedObservation, modules=program.watch.values)
+    observation = run_program(program, observe_all)
+    return (
+        observation
+        if isinstance(observation, Failed)
+        else observation.extended(WatchedObservation, modules=program.watch.values)
+    )
 
 
 def expect_modules(
@@ -171,10 +229,10 @@ def expect_lockstep(
         adopted: Its state after every operation.
         otherwise: What is done in another way than the implementation says; None for nothing.
     """
-    other = otherwise or Otherwise()
-    sums = None if other.sums is None else dtype_of(other.sums)
+    setting = otherwise or Otherwise()
+    sums = None if setting.sums is None else dtype_of(setting.sums)
     with no_warnings():
-        division = other.division or division_of(case, registry.adapter_of(implementation))
+        division = setting.division or division_of(case, registry.adapter_of(implementation))
         return oracle.expect_lockstep(case, division, adopted, sums=sums)
 
 
@@ -195,17 +253,17 @@ def reducing_dtypes(implementation: Adapter | str, case: Case) -> set[str]:
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
-    found: set[str] = set()
+    dtypes: set[str] = set()
 
     def note(_group: object, call: Call, _site: object) -> None:
         operation, *details = call.what
         if "reduce" in operation:
-            found.update(set(details) & set(UNIT_ROUNDOFF))
+            dtypes.update(set(details) & set(UNIT_ROUNDOFF))
 
     program = RankProgram(case, registry.adapter_of(implementation), current_world().rank)
     with listen(note):
         run_program(program, observe_all=False)
-    return found
+    return dtypes
 
 
 def gradient_terms(

@@ -1,4 +1,4 @@
-"""How does the oracle get a module for each rank that computes with parameters given to it? A copy, part by part.
+"""Copies a module for each rank, part by part, so that it computes with parameters given to it.
 
 `copy.deepcopy` looks at every hook table and every number of every module. Modules of drawn trees keep nothing but
 parameters, buffers, modules and plain data, so that theirs can be copied at a tenth of the price; any other model is
@@ -40,6 +40,7 @@ def _copied(
     made = modules.get(id(module))
     if made is not None:
         return made
+    # Entered before its parts are copied: a module with two names is one copy.
     made = modules[id(module)] = type(module).__new__(type(module))
     given = vars(module)
     fields: dict[str, Any] = {

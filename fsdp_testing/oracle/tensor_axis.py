@@ -1,4 +1,4 @@
-"""How does a case get a second axis, and what does the oracle know of it?
+"""Gives a case a second axis, and says what the oracle knows of it.
 
 A case has the axis in two places: `WorldSpec.tensor_parallel` says how many ranks hold one model together, and
 `WrappingPlan.layouts` what is made of which module. Those ranks have the same inputs, so that the oracle's mean is over
@@ -54,22 +54,22 @@ def layouts_of(
     for _, parameter in module.named_parameters(remove_duplicate=False):
         owners[id(parameter)] = owners.get(id(parameter), 0) + 1
     kinds = {nn.Linear: "replicated", nn.Embedding: "rowwise", nn.LayerNorm: "sequence", nn.Conv2d: "replicated"}
-    found: dict[str, str] = {}
+    layouts: dict[str, str] = {}
     columns = ""
     for fqn, inner in module.named_modules():
         if type(inner) not in kinds or f"{fqn}.".startswith(ignored):
             continue
         shared = any(owners[id(parameter)] > 1 for parameter in inner.parameters(recurse=False))
-        found[fqn] = "replicated" if shared else kinds[type(inner)]
+        layouts[fqn] = "replicated" if shared else kinds[type(inner)]
         if not isinstance(inner, nn.Linear) or shared:
             continue
         if not columns:
-            columns, found[fqn] = fqn, "colwise"
+            columns, layouts[fqn] = fqn, "colwise"
         else:
             paired = fqn in elementwise_before and inner.in_features % ranks == 0
-            found |= {columns: "colwise_cut", fqn: "rowwise_cut"} if paired else {fqn: "rowwise"}
+            layouts |= {columns: "colwise_cut", fqn: "rowwise_cut"} if paired else {fqn: "rowwise"}
             columns = ""
-    return found
+    return layouts
 
 
 def compute_in_parts(replica: nn.Module, case: Case) -> nn.Module:
@@ -124,8 +124,8 @@ def _micro_batches_in_sum(case: Case, index: int) -> int:
 
 def _in_parts(module: nn.Module, layout: str, ranks: int) -> Forward | None:
     if isinstance(module, nn.Linear):
-        known = {"colwise": _by_columns, "rowwise": _by_rows}
-        return partial(known[layout], module, ranks) if layout in known else None
+        by_layout = {"colwise": _by_columns, "rowwise": _by_rows}
+        return partial(by_layout[layout], module, ranks) if layout in by_layout else None
     return partial(_by_sequence, module, ranks) if layout == "sequence" else None
 
 
@@ -138,9 +138,9 @@ def _by_columns(module: nn.Linear, ranks: int, x: torch.Tensor) -> torch.Tensor:
 
 def _by_rows(module: nn.Linear, ranks: int, x: torch.Tensor) -> torch.Tensor:
     """Partial sums, the bias in the first of them."""
-    first, *others = zip(x.chunk(ranks, -1), module.weight.chunk(ranks, 1))
+    first, *more = zip(x.chunk(ranks, -1), module.weight.chunk(ranks, 1))
     whole = nn.functional.linear(*first, module.bias)
-    for part, weight in others:
+    for part, weight in more:
         whole = whole + nn.functional.linear(part, weight)
     return whole
 

@@ -1,4 +1,4 @@
-"""Are two tensors the same, within a bound or to the bit?"""
+"""Compares two tensors, within a bound or to the bit."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class Difference:
 EQUAL = Difference(0.0, 0.0, 0, 0.0, exceeded=False, actual=0.0, expected=0.0)
 
 
-def shortened(one: float, other: float) -> tuple[float, float]:
+def shortened(left: float, right: float) -> tuple[float, float]:
     """Return both numbers with as few digits, four or more, as still show how far they are apart, to a twentieth."""
-    allowed = abs(one - other) / 20
+    allowed = abs(left - right) / 20
     for digits in range(4, 17):
-        short = float(f"{one:.{digits}g}"), float(f"{other:.{digits}g}")
-        if not math.isfinite(allowed) or abs(short[0] - one) + abs(short[1] - other) <= allowed:
+        short = float(f"{left:.{digits}g}"), float(f"{right:.{digits}g}")
+        if not math.isfinite(allowed) or abs(short[0] - left) + abs(short[1] - right) <= allowed:
             return short
-    return one, other
+    return left, right
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,9 +72,22 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(_BITS[tensor.element_size()]) if tensor.dtype.is_floating_point else tensor
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether both hold the same dtype, shape and bits: NaN equals NaN, and 0.0 differs from -0.0."""
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bits(one), bits(other))
+    return left.dtype == right.dtype and left.shape == right.shape and torch.equal(bits(left), bits(right))
+
+
+def difference_in_bits(actual: torch.Tensor, expected: torch.Tensor) -> str:
+    """Return in what two tensors differ, to the bit, as a sentence goes on that begins with their name; empty if they do not."""
+    if same_bits(actual, expected):
+        return ""
+    if actual.shape != expected.shape:
+        return f": got shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    if actual.dtype != expected.dtype:
+        return f": got {actual.dtype}, expected {expected.dtype}"
+    got, wanted = actual.reshape(-1), expected.reshape(-1)
+    element = int((bits(got) != bits(wanted)).nonzero()[0])
+    return f", element {element}: got {got[element].item()!r}, expected {wanted[element].item()!r}"
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor, bound: float | torch.Tensor) -> Difference:

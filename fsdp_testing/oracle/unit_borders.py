@@ -1,4 +1,4 @@
-"""In which order are gradients added up where a unit begins and ends? As in a graph that is parted there.
+"""Adds gradients up where a unit begins and ends in the order of a graph that is parted there.
 
 A sum of three numbers depends on which two are added first. Implementations hook the inputs of a unit, and let it
 compute with views of its flat parameter that are made anew for each of its calls: a tensor that is used inside a unit
@@ -44,10 +44,11 @@ def draw(replica: nn.Module, plan: WrappingPlan, contributions: Contributions | 
     return [hook for unit in units.values() for hook in _part(unit, set(units) - {id(unit)}, noted)]
 
 
-def _part(unit: nn.Module, others: set[int], noted: Contributions) -> Iterator[Removable]:
-    own = list(_modules_of(unit, others))
+def _part(unit: nn.Module, other_units: set[int], noted: Contributions) -> Iterator[Removable]:
+    own = list(_modules_of(unit, other_units))
 
     def begin(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        # Anew for each call, as implementations make theirs.
         _give_views(own, noted)
         return map_tensors(_behind_a_node, (args, dict(kwargs)))
 
@@ -57,15 +58,16 @@ def _part(unit: nn.Module, others: set[int], noted: Contributions) -> Iterator[R
                 vars(module).pop(name, None)
 
     yield unit.register_forward_pre_hook(begin, with_kwargs=True)
+    # Also after an exception: a view of a call that is over must not be used by the next one.
     yield unit.register_forward_hook(end, always_call=True)
 
 
-def _modules_of(unit: nn.Module, others: set[int]) -> Iterator[nn.Module]:
+def _modules_of(unit: nn.Module, other_units: set[int]) -> Iterator[nn.Module]:
     """Yield the modules of a unit, without those of the units inside it."""
     yield unit
     for child in unit.children():
-        if id(child) not in others:
-            yield from _modules_of(child, others)
+        if id(child) not in other_units:
+            yield from _modules_of(child, other_units)
 
 
 def _give_views(modules: list[nn.Module], noted: Contributions) -> None:

@@ -1,4 +1,4 @@
-"""How does a state leave one run and enter another? As objects, as a file, or as a directory of shards.
+"""Carries a state from one run to another: as objects, as a file, or as a directory of shards.
 
 Each way is what users do: nothing is renamed, cast or completed on the way. What an adapter saves and how it loads is the
 adapter's; what lies in between is torch's own.
@@ -76,15 +76,19 @@ def save(way: str, adapter: Adapter, trained: Trained, folder: Path, group: Any 
 def _of_all_ranks(beside: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     everyone: list[Any] = [None] * current_world().size
     dist.all_gather_object(everyone, beside)
-    return {key: {name: value for one in everyone for name, value in one[key].items()} for key in beside}
+    return {key: {name: value for entries in everyone for name, value in entries[key].items()} for key in beside}
 
 
 @contextmanager
 def _other_numbers(model: nn.Module, optimizer: Any) -> Iterator[None]:
     """Change what this rank trains on, as the next steps do while files are written, and put it back."""
     states = optimizer.state.values() if optimizer is not None else ()
-    held: list[Any] = [*model.parameters(), *model.buffers(), *(entry for state in states for entry in state.values())]
-    local: list[torch.Tensor] = [_own_part(t).detach() for t in held if isinstance(t, torch.Tensor)]
+    tensors: list[Any] = [
+        *model.parameters(),
+        *model.buffers(),
+        *(entry for state in states for entry in state.values()),
+    ]
+    local: list[torch.Tensor] = [_own_part(t).detach() for t in tensors if isinstance(t, torch.Tensor)]
     before = [tensor.clone() for tensor in local]
     for tensor in local:
         tensor.add_(1)
@@ -139,6 +143,7 @@ class Source:
     def __init__(self, way: str, folder: Path, group: Any = None) -> None:
         self._folder = folder
         self._group = group
+        # A full state is read once; shards are read where they are loaded, each rank its own.
         self._full = None if way in _DIRECTORIES else read(way, folder)
 
     def load_model(self, adapter: Adapter, model: nn.Module) -> None:
@@ -260,6 +265,7 @@ def carried_in_directory(parent: Path) -> Iterator[InDirectory]:
     dist.broadcast_object_list(box, src=0)
     try:
         yield InDirectory(Path(box[0]))
+        # Rank 0 must not remove what others still read. Not after an exception: the others may never come here.
         dist.barrier()
     finally:
         if rank == 0:
@@ -298,17 +304,17 @@ def _blank(folder: Path, part: str) -> dict[str, Any]:
     for key, entry in entries.items():
         path = paths[key]
         if part in ("", path[0]):
-            held = room
+            level = room
             for name in path[:-1]:
-                held = held.setdefault(name, {})
+                level = level.setdefault(name, {})
             whole = isinstance(entry, TensorStorageMetadata)
-            held[path[-1]] = torch.zeros(entry.size, dtype=entry.properties.dtype) if whole else None
-    return {name: _with_lists(held) for name, held in room.items()}
+            level[path[-1]] = torch.zeros(entry.size, dtype=entry.properties.dtype) if whole else None
+    return {name: _with_lists(level) for name, level in room.items()}
 
 
-def _with_lists(held: Any) -> Any:
+def _with_lists(entry: Any) -> Any:
     """Return it with a list wherever a directory numbers what it holds."""
-    if not isinstance(held, dict):
-        return held
-    inner = {name: _with_lists(value) for name, value in held.items()}
-    return [inner[place] for place in sorted(inner)] if inner and all(type(n) is int for n in inner) else inner
+    if not isinstance(entry, dict):
+        return entry
+    inner = {name: _with_lists(value) for name, value in entry.items()}
+    return [inner[index] for index in sorted(inner)] if inner and all(type(n) is int for n in inner) else inner

@@ -20,11 +20,11 @@ from fsdp_testing.plugin import pytest_compat, rank_debugger, rank_side, rank_te
 from fsdp_testing.plugin.rank_side import RankPlugin, RankTemporaryPaths, group_count
 from fsdp_testing.plugin.records import ItemTask, RankResult
 from fsdp_testing.plugin.selection import shared_length
-from fsdp_testing.ranks.pool import hygiene_process
+from fsdp_testing.ranks.pool import hygiene_leftovers
 from fsdp_testing.ranks.pool.channel import dumps, loads
-from fsdp_testing.ranks.pool.dirt import Dirt
 from fsdp_testing.ranks.pool.hygiene import take_snapshot
 from fsdp_testing.ranks.pool.jobs import Failed
+from fsdp_testing.ranks.pool.outcome import Dirt
 from fsdp_testing.ranks.pool.targets import Target, resolve
 from fsdp_testing.ranks.pool.world import current_world
 
@@ -47,7 +47,7 @@ class RankSession:
         own = base / f"tmp{rank}"
         own.mkdir(parents=True, exist_ok=True)  # on another host than the controller's, the world's directory too
         env.update({"TMPDIR": str(own)})
-        hygiene_process.TEMPORARY.use(own)
+        hygiene_leftovers.TEMPORARY.use(own)
         started = rank_template.take(spec)
         self.config = started.config
         self.session = started.session

@@ -35,8 +35,7 @@ class Launched:
         """Meet the other processes, unless nothing is to be run."""
         if session.config.option.collectonly or session.testsfailed:
             return None
-        from fsdp_testing.ranks.pool.hosts import gathered
-        from fsdp_testing.ranks.pool.serving import serve
+        from fsdp_testing.ranks.pool.serving import gathered, serve
 
         try:
             if self._launch.rank == 0:

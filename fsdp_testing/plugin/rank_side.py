@@ -20,8 +20,8 @@ from fsdp_testing.base.backends import backend_named
 from fsdp_testing.errors import CollectiveMismatch
 from fsdp_testing.plugin.records import Phase, WarningRecord
 from fsdp_testing.plugin.selection import SIZE_FIXTURE, collected_id, parametrize_sizes
-from fsdp_testing.ranks.pool.dirt import Dirt
 from fsdp_testing.ranks.pool.hygiene import ENDS_WITH_PROCESS, Snapshot, take_snapshot
+from fsdp_testing.ranks.pool.outcome import Dirt
 from fsdp_testing.ranks.pool.world import World, current_world
 
 NAME = "fsdp_testing.rank"

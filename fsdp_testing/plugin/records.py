@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fsdp_testing.ranks.pool.dirt import Dirt
+from fsdp_testing.ranks.pool.outcome import Dirt
 
 
 @dataclass(frozen=True, slots=True)

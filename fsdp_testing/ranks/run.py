@@ -1,4 +1,4 @@
-"""How does one run a function on N ranks without pytest? `run_ranks`."""
+"""Runs a function on N ranks without pytest: `run_ranks`."""
 
 from __future__ import annotations
 

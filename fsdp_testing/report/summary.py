@@ -1,8 +1,4 @@
-"""What does a report say, once it is sorted for a reader?
-
-Pure functions from a `RunReport` to rows, tallies and sentences. Terminal, HTML and JUnit draw what is
-computed here, so that they cannot disagree.
-"""
+"""A run in rows, tallies and sentences. Pure: sheets and JUnit hold what is computed here, so that they cannot disagree."""
 
 from __future__ import annotations
 
@@ -10,10 +6,11 @@ import math
 import re
 import shlex
 from collections import Counter
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from fsdp_testing.base.documentation import page
-from fsdp_testing.cases.records import Case, CheckResult, ExpectedFailure, Finding, RunReport, Verdict, merge
+from fsdp_testing.cases.records import AXES, Case, CheckResult, ExpectedFailure, Finding, RunReport, Verdict, merge
 
 # Order in which a reader wants them: what is wrong, what is unclear, what was foreseen.
 ATTENTION = (Verdict.FAIL, Verdict.UNKNOWN, Verdict.STALE, Verdict.EXPECTED_FAILURE)
@@ -42,30 +39,6 @@ EXIT_MEANINGS = {
     2: "bad usage or a bad adapter",
     3: "of some claims nothing is known",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One check over all implementations; `results` has one entry for each, None where it was not run."""
-
-    suite: str
-    check: str
-    meaning: str
-    results: tuple[CheckResult | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """Checks by implementations, in the order in which they were asked."""
-
-    implementations: tuple[str, ...]
-    rows: tuple[Row, ...]
-
-    @property
-    def suites(self) -> tuple[tuple[str, tuple[Row, ...]], ...]:
-        """Rows by suite, suites in order of first appearance."""
-        names = dict.fromkeys(row.suite for row in self.rows)
-        return tuple((name, tuple(row for row in self.rows if row.suite == name)) for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +126,11 @@ def _known(members: list[tuple[ExpectedFailure, CheckResult, Finding]]) -> Known
 
 def _entry_in(text: str, finding: Finding) -> ExpectedFailure:
     """The entry that a report of an earlier version has as text: a reason, and the page that it names."""
-    found = PAGE.search(text)
-    if found is None:
+    match = PAGE.search(text)
+    if match is None:
         return ExpectedFailure(text, finding.kind)
-    reason = text[: found.start()].rstrip(" :;,(") or text
-    return ExpectedFailure(reason, finding.kind, page=found.group(), issue=text[found.end() :].strip(" ,;"))
+    reason = text[: match.start()].rstrip(" :;,(") or text
+    return ExpectedFailure(reason, finding.kind, page=match.group(), issue=text[match.end() :].strip(" ,;"))
 
 
 def implementations(report: RunReport) -> tuple[str, ...]:
@@ -165,22 +138,27 @@ def implementations(report: RunReport) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*report.implementations, *(result.implementation for result in report.results)]))
 
 
-def matrix(report: RunReport) -> Matrix:
-    """Check by implementations."""
-    names = implementations(report)
+def by_check(report: RunReport) -> dict[str, dict[str, CheckResult]]:
+    """Return check -> implementation -> its result, in the order in which they were asked."""
     cells: dict[str, dict[str, list[CheckResult]]] = {}
     for result in report.results:
         cells.setdefault(result.check, {}).setdefault(result.implementation, []).append(result)
-    rows = []
-    for check, found in cells.items():
-        # Of several results of one check on one implementation the one that decides: no verdict hides a worse one.
-        decisive = {name: merge(result.verdict for result in several) for name, several in found.items()}
-        results = tuple(
-            next((result for result in found.get(name, ()) if result.verdict is decisive[name]), None) for name in names
-        )
-        meaning = next(result.meaning for result in results if result is not None)
-        rows.append(Row(suite_of(check), check, meaning, results))
-    return Matrix(names, tuple(rows))
+    return {check: {name: _decisive(several) for name, several in row.items()} for check, row in cells.items()}
+
+
+def _decisive(results: list[CheckResult]) -> CheckResult:
+    """Of several results of one check on one implementation the one that decides: no verdict hides a worse one."""
+    worst = merge(result.verdict for result in results)
+    return next(result for result in results if result.verdict is worst)
+
+
+def suite_state(results: Iterable[CheckResult]) -> tuple[str, bool]:
+    """Return how the checks of one suite came out, in words, and whether a reader must look at them."""
+    counts = Counter(result.verdict for result in results)
+    if set(counts) <= {Verdict.PASS, Verdict.NOT_CLAIMED} and Verdict.PASS in counts:
+        return "all that is claimed holds", False
+    words = ", ".join(f"{counts[verdict]} {WORDS[verdict]}" for verdict in Verdict if counts[verdict])
+    return words, bool({Verdict.FAIL, Verdict.UNKNOWN, Verdict.STALE} & set(counts))
 
 
 def suite_of(check: str) -> str:
@@ -222,16 +200,16 @@ def _idle(report: RunReport) -> list[str]:
 
 
 def conclusion(report: RunReport) -> str:
-    """Return the last line a reader sees: what the exit code means, and for whom."""
+    """Return what the exit code means, and for whom."""
     code = report_exit_code(report)
     idle = _idle(report)
     if code == 3 and (idle or not report.results) and not report.count(Verdict.UNKNOWN):
         whose = f" of {', '.join(idle)}" if idle else ""
-        return f"exit code 3: no claim{whose} was checked, so nothing is known"
+        return f"no claim{whose} was checked, so nothing is known"
     foreseen = report.count(Verdict.EXPECTED_FAILURE)
     if code == 0 and foreseen:
-        return f"exit code 0: no new failure; {checks(foreseen)} failed as expected"
-    return f"exit code {code}: {EXIT_MEANINGS[code]}"
+        return f"no new failure; {checks(foreseen)} failed as expected"
+    return EXIT_MEANINGS[code]
 
 
 def headline(report: RunReport) -> str:
@@ -253,6 +231,41 @@ def headline(report: RunReport) -> str:
     if not parts:
         return f"All {held} claims that were checked hold" if held > 1 else "The one claim that was checked holds"
     return f"{', '.join(parts)}; {held} claim{'s' if held != 1 else ''} hold{'s' if held == 1 else ''}"
+
+
+def trust(report: RunReport) -> Iterator[str]:
+    """Return how much was compared with what, how close the closest came, and what was not looked at, a sentence each."""
+    cases = [case for result in report.results for case in result.cases]
+    sizes = " and ".join(map(str, report.world_sizes)) or "no"
+    compared = sum(case.comparisons for case in cases)
+    yield f"{compared:,} tensors compared with those of one process, in {len(cases):,} cases on {sizes} ranks."
+    for result, ratio in nearest(report, 1):
+        yield f"Of what passed, {result.check} on {result.implementation} came closest: {ratio:.2g} of its bound."
+    if unknown := report.count(Verdict.UNKNOWN):
+        yield f"Of {checks(unknown)} nothing is known; that is never counted as a pass."
+    if idle := report.count(Verdict.NOT_CLAIMED):
+        yield f"{checks(idle).capitalize()} did not run: they need what is not claimed."
+
+
+def facts(report: RunReport) -> dict[str, str]:
+    """Return where and how it ran, by name."""
+    return {
+        **report.environment,
+        "backend": report.backend,
+        "world sizes": ", ".join(map(str, report.world_sizes)) or "none",
+        "duration": f"{report.seconds:.1f} s",
+        "checks": str(len({result.check for result in report.results})),
+        "cases": str(sum(len(result.cases) for result in report.results)),
+    }
+
+
+def circumstances(report: RunReport) -> str:
+    """Return where and how it ran, in a line."""
+    worlds = f" on worlds of {', '.join(map(str, report.world_sizes))}" if report.world_sizes else ""
+    parts = [*(f"{key} {value}" for key, value in report.environment.items()), f"{report.backend}{worlds}"]
+    if report.tensor_parallel > 1:
+        parts.append(f"tensor parallelism over {report.tensor_parallel} ranks")
+    return f"{'; '.join(parts)}; {report.seconds:.1f} s in all"
 
 
 def checks(count: int) -> str:
@@ -291,14 +304,7 @@ def operation_place(finding: Finding) -> str:
 def world_text(case: Case) -> str:
     """Return a case in a few words: model, world, strategy, dtypes."""
     parts = [case.model.name, f"{case.world.size} ranks", case.strategy, case.model.dtype]
-    if case.mixed_precision is not None:
-        dtypes = astuple(case.mixed_precision)
-        parts.append("mixed precision " + "/".join(dtype or "-" for dtype in dtypes))
-    if case.cpu_offload:
-        parts.append("CPU offload")
-    if case.world.tensor_parallel > 1:
-        parts.append(f"tensor parallelism over {case.world.tensor_parallel}")
-    return ", ".join(parts)
+    return ", ".join([*parts, *(text for axis in AXES if (text := axis.text(case)))])
 
 
 def replay_line(result: CheckResult, report: RunReport) -> str:

@@ -1,8 +1,8 @@
-"""How does the verdict on a script read? What was compared is listed with every verdict. Pure."""
+"""The verdict on a training, as people and machines read it: what was compared is listed with every verdict. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from fsdp_testing.base.document import Format
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.cases.records.verdict import exit_code, merge
 from fsdp_testing.errors import HarnessError
+from fsdp_testing.report.sheet import Article, Block, Fold, Listing, Section, Sheet, bulleted, made_by
 from fsdp_testing.train.quantities import Kind, Quantity
 from fsdp_testing.train.whole import WholeRun
 
@@ -98,13 +99,13 @@ class TrainReport:
 
     @property
     def conclusion(self) -> str:
-        """The verdicts in one line, after the exit code."""
+        """The verdicts in one line."""
         verdicts = [
             f"{WORDS[verdict]} on {rank_count(sizes)}"
             for verdict in WORDS
             if (sizes := [one.size for one in self.judgements if one.verdict is verdict])
         ]
-        return f"exit code {self.exit_code}: {self.script}: {'; '.join(verdicts) or 'nothing was judged'}"
+        return f"{self.script}: {'; '.join(verdicts) or 'nothing was judged'}"
 
     def to_json(self, **facts: Any) -> str:
         """Return the report as a JSON document, with further `facts` of plain data."""
@@ -113,6 +114,42 @@ class TrainReport:
 
     def __str__(self) -> str:
         return "\n".join([self.script, *(line for judgement in self.judgements for line in judgement.lines())])
+
+
+def training_sheet(
+    report: TrainReport,
+    *,
+    arguments: Sequence[str],
+    steps: int,
+    seconds: float,
+    environment: Mapping[str, str],
+    **_: Any,
+) -> Sheet:
+    """Return the verdict as a sheet.
+
+    Args:
+        report: The verdict.
+        arguments: Of the script.
+        steps: How many were compared at most.
+        seconds: How long it took.
+        environment: Versions.
+    """
+    articles = []
+    for judgement in report.judgements:
+        told = [*judgement.compared, *judgement.unknown]
+        blocks: list[Block] = [bulleted(told)] if told else []
+        for title, lines in (("step by step", judgement.table), ("what the script said last", judgement.output)):
+            blocks += [Fold(title, (Listing("\n".join(lines)),), unfolded=True)] if lines else []
+        word, owner, kind = WORDS[judgement.verdict], rank_count([judgement.size]), judgement.verdict.value
+        articles.append(Article(word, tuple(blocks), owner, kind, sentence=judgement.sentence))
+    return Sheet(
+        title=report.script,
+        exit_code=report.exit_code,
+        conclusion=report.conclusion,
+        sections=(Section("", tuple(articles)),),
+        subject=" ".join([report.script, *arguments]),
+        foot=made_by(environment, f"{seconds:.1f} s, up to {steps} steps. "),
+    )
 
 
 def rank_count(sizes: Sequence[int]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_testing.explain.trace.order_parity import CaseParity, compare_case, parity_cases
-from fsdp_testing.report.parity_page import differing_aspects
+from fsdp_testing.report.parity import differing_aspects
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/parity.md").read_text(encoding="utf-8")
 PAIRS = [("fsdp_ref-wrapper", "fsdp_ref-composable"), ("torch-fsdp1", "torch-fsdp2")]

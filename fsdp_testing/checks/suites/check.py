@@ -1,8 +1,7 @@
-"""What is a check? Data: a name, a meaning, a source, the capabilities it needs, and the cases that decide it."""
+"""A check is data: a name, a meaning, a source, the capabilities it needs, and the cases that decide it."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -35,6 +34,9 @@ ADAMW = OptimizerSpec("adamw", {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1})
 """`eps` is large, so that a gradient that is zero but for rounding does not become a step of full size: Adam divides by
 `|g| + eps`, and nothing could be said of such a step."""
 
+LOCKSTEP = Comparison(lockstep=True)
+"""Each operation is judged from the implementation's own state before it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -52,38 +54,11 @@ class Place:
     backend: str = "gloo"
     mesh: tuple[int, ...] = ()
 
-    def case(
-        self,
-        model: str,
-        *program: Operation,
-        optimizer: OptimizerSpec = MOMENTUM,
-        wrapping: WrappingPlan | None = None,
-        precision: MixedPrecisionSpec | None = None,
-        **model_fields: Any,
-    ) -> Case:
-        """Return a case at this place.
-
-        Args:
-            model: Name of a zoo model.
-            program: Operations.
-            optimizer: Optimizer.
-            wrapping: Wrapping plan; every unit that the zoo suggests for the model by default.
-            precision: Mixed precision.
-            **model_fields: Fields of `ModelSpec` (`arguments`, `dtype`, `freeze`).
-        """
-        return Case(
-            model=ModelSpec(model, **model_fields),
-            world=WorldSpec(self.world_size, self.backend, self.mesh),
-            program=tuple(program),
-            seed=1,
-            wrapping=WrappingPlan(units=MODELS[model].units) if wrapping is None else wrapping,
-            strategy=self.strategy,
-            mixed_precision=precision,
-            optimizer=optimizer,
-        )
+    def put(self, case: Case) -> Case:
+        """Return the case at this place."""
+        return replace(case, world=WorldSpec(self.world_size, self.backend, self.mesh), strategy=self.strategy)
 
 
-Builder = Callable[[Place], Iterable[Case]]
 Judge = Callable[[CaseRunner, Adapter, Case, Comparison], JudgedCase]
 
 
@@ -94,8 +69,8 @@ class Check:
     Attributes:
         name: `suite.check`, unique.
         meaning: The claim in one line.
+        cases: What decides it, at every place.
         source: Where the behaviour is described or was once broken.
-        build: Gives the cases at a place.
         needs: Capabilities without which the check is not asked.
         comparison: How observations are compared with the oracle.
         mode: How its cases are run, where they are not run as they are.
@@ -103,12 +78,13 @@ class Check:
         profile: `default` runs always, `extended` when asked for.
         strategies: Strategies under which it runs, of those that are claimed.
         meshes: For hybrid strategies, the mesh shapes by world size.
+        fit: What a place changes in a case besides its world and strategy.
     """
 
     name: str
     meaning: str
+    cases: tuple[Case, ...]
     source: str
-    build: Builder
     needs: frozenset[str] = frozenset()
     comparison: Comparison = field(default_factory=Comparison)
     mode: RunMode = ORDINARY
@@ -116,16 +92,22 @@ class Check:
     profile: str = "default"
     strategies: tuple[str, ...] = FLAT
     meshes: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    fit: Callable[[Case], Case] | None = None
 
     def places(self, claimed: frozenset[str], world_sizes: Iterable[int], backend: str) -> list[Place]:
         """Return where the check runs for an implementation that claims `claimed`."""
         strategies = [name for name in self.strategies if STRATEGIES[name] in claimed]
-        found: list[Place] = []
+        places: list[Place] = []
         for size in world_sizes:
             for strategy in strategies:
                 meshes = self.meshes.get(size, ()) if strategy in HYBRID else ((),)
-                found += [Place(size, strategy, backend, mesh) for mesh in meshes]
-        return found
+                places += [Place(size, strategy, backend, mesh) for mesh in meshes]
+        return places
+
+    def build(self, place: Place) -> list[Case]:
+        """Return the check's cases at a place."""
+        cases = map(place.put, self.cases)
+        return list(map(self.fit, cases) if self.fit is not None else cases)
 
     def judged(self, runner: CaseRunner, adapter: Adapter, case: Case) -> JudgedCase:
         """Return what `case` shows of an implementation."""
@@ -139,44 +121,59 @@ class Check:
         return any(fnmatchcase(self.name, pattern) or suite == pattern for pattern in patterns)
 
 
-class Suite:
-    """The checks of one file, in the order in which a report lists them.
+def check(name: str, meaning: str, *cases: Iterable[Case], needs: Collection[str] = (), **options: Any) -> Check:
+    """Return a check; `partial` gives several of them a source or a way to run in common.
 
     Args:
-        needs: Capabilities that every check of the file needs, whatever its cases ask for.
-        **defaults: Fields of `Check` for those that do not say otherwise.
+        name: `suite.check`, unique.
+        meaning: The claim in one line.
+        cases: What decides it, as `cases` gives it.
+        needs: Capabilities without which the check is not asked, besides those that its cases ask for by themselves.
+        **options: The other fields of `Check`.
     """
+    every_case = tuple(case for group in cases for case in group)
+    inherent = frozenset[str]().union(*map(needs_of, every_case)) - set(STRATEGIES.values())
+    return Check(name, meaning, every_case, needs=inherent | set(needs), **options)
 
-    def __init__(self, *, needs: Collection[str] = (), **defaults: Any) -> None:
-        self.checks: list[Check] = []
-        self._needs = frozenset(needs)
-        self._defaults = defaults
 
-    def add(self, name: str, meaning: str, build: Builder, *, needs: Collection[str] = (), **options: Any) -> None:
-        """Add a check; several may share the function that builds their cases.
+def cases(
+    models: str,
+    *program: Operation,
+    optimizer: OptimizerSpec = MOMENTUM,
+    wrapping: WrappingPlan | None = None,
+    precision: MixedPrecisionSpec | None = None,
+    offload: bool = False,
+    **model_fields: Any,
+) -> tuple[Case, ...]:
+    """Return one program on each of several models, on two ranks until a place says otherwise.
 
-        Args:
-            name: `suite.check`, unique.
-            meaning: The claim in one line.
-            build: Gives the cases at a place; which capabilities they ask for depends on no place.
-            needs: Capabilities without which the check is not asked, besides those that its cases ask for by themselves.
-            **options: The other fields of `Check`.
-        """
-        fields: dict[str, Any] = self._defaults | options
-        found = Check(name, meaning, build=build, **fields)
-        strategy = found.strategies[0]
-        cases = build(Place(4, strategy, mesh=(2, 2) if strategy in HYBRID else ()))
-        asked = frozenset[str]().union(*map(needs_of, cases)) - set(STRATEGIES.values())
-        self.checks.append(replace(found, needs=asked | self._needs | set(needs)))
+    Args:
+        models: Names of zoo models, with spaces between.
+        program: Operations.
+        optimizer: Optimizer.
+        wrapping: Wrapping plan; every unit that the zoo suggests for the model by default.
+        precision: Mixed precision.
+        offload: Parameters live on the CPU.
+        **model_fields: Fields of `ModelSpec` (`arguments`, `dtype`, `freeze`).
+    """
+    return tuple(
+        Case(
+            model=ModelSpec(model, **model_fields),
+            world=WorldSpec(2),
+            program=program,
+            seed=1,
+            wrapping=every_unit(model) if wrapping is None else wrapping,
+            mixed_precision=precision,
+            cpu_offload=offload,
+            optimizer=optimizer,
+        )
+        for model in models.split()
+    )
 
-    def check(self, name: str, *, needs: Collection[str] = (), **options: Any) -> Callable[[Builder], Builder]:
-        """Make a check of the function that builds its cases; the function's docstring is the claim."""
 
-        def make(build: Builder) -> Builder:
-            self.add(name, inspect.getdoc(build) or "", build, needs=needs, **options)
-            return build
-
-        return make
+def every_unit(model: str, **fields: Any) -> WrappingPlan:
+    """Return a plan with every unit that the zoo suggests for a model, and other fields of `WrappingPlan`."""
+    return WrappingPlan(MODELS[model].units, **fields)
 
 
 def needs_of(case: Case) -> frozenset[str]:

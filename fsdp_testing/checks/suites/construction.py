@@ -1,97 +1,86 @@
-"""Construction: wrapping changes where numbers live, and no number."""
+"""Construction: wrapping changes where numbers live, and no number; first values are rank 0's, or the user's function's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 from fsdp_testing.cases.records import Case, Observe, OptimizerSpec, PolicySpec, WrappingPlan
-from fsdp_testing.checks.suites.check import ADAMW, Place, Suite
+from fsdp_testing.checks.suites.check import ADAMW, Check, cases, check, every_unit
 from fsdp_testing.checks.suites.schedules import forward, iteration, iterations, micro_batch
 from fsdp_testing.oracle.comparison import Comparison
 
-SUITE = Suite(source="https://pytorch.org/docs/stable/fsdp.html")
+_NESTED = {"nested_wrapping"}
+_LINEAR = WrappingPlan(policy=PolicySpec("module_class", classes=("Linear",)))
+_BIG = WrappingPlan(policy=PolicySpec("size", min_numel=100))
+_IGNORING = WrappingPlan(units=("layers.1", "layers.2"), ignored=("layers.0",))
+_AT_ONCE = OptimizerSpec("sgd", {"lr": 0.05, "momentum": 0.9, "foreach": True})
+
+documented = partial(check, source="https://pytorch.org/docs/stable/fsdp.html")
 
 
-@SUITE.check("construction.keeps_numbers")
-def _unchanged(place: Place) -> Iterable[Case]:
-    """Wrapping keeps every value, dtype and requires_grad flag."""
-    for model in ("mlp", "deep_nest", "uneven", "embedding"):
-        yield place.case(model)
+def _started(models: str, **starts: Any) -> tuple[Case, ...]:
+    """With every unit and with none, where a model has units: what the root holds begins in another way than inner units."""
+    return tuple(
+        case
+        for model in models.split()
+        for plan in dict.fromkeys((every_unit(model, **starts), WrappingPlan(**starts)))
+        for case in cases(model, Observe(), *iterations(2), wrapping=plan, optimizer=ADAMW)
+    )
 
 
-@SUITE.check("construction.keeps_buffers")
-def _buffers(place: Place) -> Iterable[Case]:
-    """Wrapping keeps every buffer."""
-    yield place.case("buffers")
+def _started_frozen(**starts: bool) -> tuple[Case, ...]:
+    return cases("mlp", Observe(), *iterations(2), wrapping=every_unit("mlp", **starts), freeze=("layers.1.*",))
 
 
-@SUITE.check("construction.first_forward")
-def _first_forward(place: Place) -> Iterable[Case]:
-    """The first forward gives what the unwrapped module gives."""
-    for model in ("mlp", "deep_nest", "keywords", "bare_root"):
-        yield place.case(model, forward(0, "train"), forward(1, "no_grad"))
-
-
-@SUITE.check("wrapping.root_only")
-def _root_only(place: Place) -> Iterable[Case]:
-    """One unit that holds the whole model trains as one process does."""
-    for model in ("mlp", "uneven"):
-        yield place.case(model, *iterations(2), wrapping=WrappingPlan())
-
-
-@SUITE.check("wrapping.nested", source="pytorch PR 90874", needs={"nested_wrapping"})
-def _nested(place: Place) -> Iterable[Case]:
-    """Units inside units, chosen by hand, train as one process does."""
-    yield place.case("deep_nest", *iterations(2))
-    yield place.case("deep_nest", *iterations(2), wrapping=WrappingPlan(units=("inner.inner",)))
-    yield place.case("mlp", *iterations(2), wrapping=WrappingPlan(units=("layers.1",)))
-    yield place.case("bare_root", *iterations(2))
-
-
-@SUITE.check("wrapping.class_policy", source="pytorch PR 91044")
-def _class_policy(place: Place) -> Iterable[Case]:
-    """Units chosen by module class train as one process does."""
-    plan = WrappingPlan(policy=PolicySpec("module_class", classes=("Linear",)))
-    for model in ("mlp", "deep_nest"):
-        yield place.case(model, *iterations(2), wrapping=plan)
-
-
-@SUITE.check("wrapping.size_policy", source="torch.distributed.fsdp.wrap.size_based_auto_wrap_policy")
-def _size_policy(place: Place) -> Iterable[Case]:
-    """Units chosen by number of elements train as one process does."""
-    yield place.case("deep_nest", *iterations(2), wrapping=WrappingPlan(policy=PolicySpec("size", min_numel=100)))
-
-
-@SUITE.check("wrapping.ignored_frozen", source="pytorch issue 104258, PR 104418", needs={"nested_wrapping"})
-def _ignored(place: Place) -> Iterable[Case]:
-    """Ignored frozen modules stay whole and unchanged while the rest trains."""
-    plan = WrappingPlan(units=("layers.1", "layers.2"), ignored=("layers.0",))
-    yield place.case("mlp", *iterations(2), wrapping=plan, freeze=("layers.0.*",), optimizer=ADAMW)
-
-
-@SUITE.check(
-    "wrapping.ignored_trained",
-    source="pytorch issue 98281",
-    needs={"nested_wrapping"},
-    comparison=Comparison(ignore=("layers.0.*",)),
-)
-def _ignored_trained(place: Place) -> Iterable[Case]:
-    """Ignored modules that train keep gradients of their own and disturb no one else's."""
-    plan = WrappingPlan(units=("layers.1", "layers.2"), ignored=("layers.0",))
-    yield place.case("mlp", micro_batch(0), Observe(), wrapping=plan)
-
-
-@SUITE.check("wrapping.ignored_stepped", source="pytorch issue 183207", needs={"nested_wrapping"})
-def _ignored_stepped(place: Place) -> Iterable[Case]:
-    """Parameters that stay outside are stepped with the others, by an optimizer that takes all of them at once."""
-    plan = WrappingPlan(units=("layers.1", "layers.2"), ignored=("layers.0",))
-    at_once = OptimizerSpec("sgd", {"lr": 0.05, "momentum": 0.9, "foreach": True})
+CHECKS: tuple[Check, ...] = (
+    documented("construction.keeps_numbers", "Wrapping keeps every value, dtype and requires_grad flag.",
+               cases("mlp deep_nest uneven embedding")),
+    documented("construction.keeps_buffers", "Wrapping keeps every buffer.", cases("buffers")),
+    documented("construction.first_forward", "The first forward gives what the unwrapped module gives.",
+               cases("mlp deep_nest keywords bare_root", forward(0, "train"), forward(1, "no_grad"))),
+    documented("wrapping.root_only", "One unit that holds the whole model trains as one process does.",
+               cases("mlp uneven", *iterations(2), wrapping=WrappingPlan())),
+    check("wrapping.nested", "Units inside units, chosen by hand, train as one process does.",
+          cases("deep_nest", *iterations(2)),
+          cases("deep_nest", *iterations(2), wrapping=WrappingPlan(units=("inner.inner",))),
+          cases("mlp", *iterations(2), wrapping=WrappingPlan(units=("layers.1",))),
+          cases("bare_root", *iterations(2)),
+          source="pytorch PR 90874", needs=_NESTED),
+    check("wrapping.class_policy", "Units chosen by module class train as one process does.",
+          cases("mlp deep_nest", *iterations(2), wrapping=_LINEAR), source="pytorch PR 91044"),
+    check("wrapping.size_policy", "Units chosen by number of elements train as one process does.",
+          cases("deep_nest", *iterations(2), wrapping=_BIG),
+          source="torch.distributed.fsdp.wrap.size_based_auto_wrap_policy"),
+    check("wrapping.ignored_frozen", "Ignored frozen modules stay whole and unchanged while the rest trains.",
+          cases("mlp", *iterations(2), wrapping=_IGNORING, freeze=("layers.0.*",), optimizer=ADAMW),
+          source="pytorch issue 104258, PR 104418", needs=_NESTED),
+    check("wrapping.ignored_trained", "Ignored modules that train keep gradients of their own and disturb no one else's.",
+          cases("mlp", micro_batch(0), Observe(), wrapping=_IGNORING),
+          source="pytorch issue 98281", needs=_NESTED, comparison=Comparison(ignore=("layers.0.*",))),
     # Nobody reduces what is ignored: with equal inputs it is equal on all ranks without that.
-    program = (*iteration(0, alike=True), *iteration(1, alike=True))
-    yield place.case("mlp", *program, wrapping=plan, optimizer=at_once)
+    check("wrapping.ignored_stepped",
+          "Parameters that stay outside are stepped with the others, by an optimizer that takes all of them at once.",
+          cases("mlp", *iteration(0, alike=True), *iteration(1, alike=True), wrapping=_IGNORING, optimizer=_AT_ONCE),
+          source="pytorch issue 183207", needs=_NESTED),
+    check("wrapping.keyword_inputs", "Keyword and nested inputs reach the module unchanged.",
+          cases("keywords", *iterations(2)), source="pytorch PR 91078"),
 
-
-@SUITE.check("wrapping.keyword_inputs", source="pytorch PR 91078")
-def _keyword_inputs(place: Place) -> Iterable[Case]:
-    """Keyword and nested inputs reach the module unchanged."""
-    yield place.case("keywords", *iterations(2))
+    documented("construction.rank_0_parameters",
+               "Ranks that begin with different parameters are given those of rank 0, nested units and frozen ones included.",
+               _started("deep_nest uneven", sync_module_states=True), _started_frozen(sync_module_states=True)),
+    documented("construction.rank_0_buffers",
+               "Ranks that begin with different buffers, saved or not and of every dtype, are given those of rank 0.",
+               _started("buffers batch_norm", sync_module_states=True)),
+    documented("construction.meta_parameters",
+               "Modules on the meta device are initialised by the user's function, and train as if they had never been there.",
+               _started("deep_nest uneven", meta_init=True), _started_frozen(meta_init=True)),
+    documented("construction.meta_buffers", "Buffers on the meta device are initialised with the parameters of their module.",
+               _started("batch_norm", meta_init=True)),
+    documented("construction.meta_then_rank_0", "What each rank initialises otherwise is rank 0's in the end.",
+               _started("deep_nest uneven", meta_init=True, sync_module_states=True)),
+    check("training.optimizer_state", "The optimizer's state of every parameter is that of one process after each step.",
+          cases("uneven", *iteration(0), Observe(), *iteration(1), Observe(), optimizer=ADAMW),
+          source="torch.optim.Optimizer.state", needs={"optimizer_pieces"}),
+)  # fmt: skip
+"""Wrapping, and where the first values come from."""

@@ -23,8 +23,6 @@ from fsdp_testing.oracle.execute import RankProgram
 from fsdp_testing.oracle.one_process import Saved
 from fsdp_testing.oracle.quantities import Expectation
 from fsdp_testing.oracle.replay import Replay
-from fsdp_testing.ranks.pool import Failed
-from fsdp_testing.ranks.pool.world import current_world
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,8 @@ def judge_moved(
         world = replace(case.world, size=ranks, tensor_parallel=each)
         moved = [operation.with_batches(partial(_reseeded, 10 * place)) for operation in case.program]
         cases.append(replace(case, world=world, program=tuple(moved)))
-        mode = RunMode(run_and_save, (saved, optimizer), expect_moved, (tuple(cases[:-1]), optimizer))
+        settings = {"saved": saved, "saves_optimizer": optimizer}
+        mode = RunMode(rank_jobs.run_as, (MovingProgram, settings), expect_moved, (tuple(cases[:-1]), optimizer))
         judgements.append(runner.judge(adapter, cases[-1], comparison, mode=mode))
         observed = judgements[-1].ranks
         saved = next((rank.saved for rank in observed if isinstance(rank, SavingObservation) and rank.saved), None)
@@ -106,18 +105,6 @@ class MovingProgram(RankProgram):
         if self.saved is not None and self.saved.optimizer is not None and self.optimizer is not None:
             with self._inside():
                 self.adapter.load_full_optimizer_state(self.model, self.optimizer, self.saved.optimizer)
-
-
-def run_and_save(
-    adapter: Adapter, case: Case, observe_all: bool, saved: Saved | None, optimizer: bool
-) -> RankObservation | Failed:
-    """Load what was saved, run the case, save the model and, if asked, the optimizer.
-
-    Collectives: those of the implementation; every rank of the world runs the same call.
-    """
-    program = MovingProgram(case, adapter, current_world().rank)
-    program.saved, program.saves_optimizer = saved, optimizer
-    return rank_jobs.run_program(program, observe_all)
 
 
 # ----------------------------------------------------------------------------------------------- in the oracle

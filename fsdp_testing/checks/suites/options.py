@@ -1,169 +1,178 @@
-"""Options that change no number: with each of them training is what it is without.
+"""Options that change no number: recomputation, prefetch, settings, and a hook of the user's that reduces gradients.
 
-Which options an implementation has it says by its claims (`fsdp_testing.cases.records.capabilities.SETTINGS`).
+Which options an implementation has it says by its claims (`fsdp_testing.cases.records.specs.SETTINGS`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 
-import torch
-from torch import nn
-
-from fsdp_testing.adapters.adapter import Adapter
-from fsdp_testing.cases.models import MODELS
 from fsdp_testing.cases.operations import EditFullParameters, Reload
-from fsdp_testing.cases.records import (
-    Case,
-    Observe,
-    Operation,
-    PolicySpec,
-    RankObservation,
-    Step,
-    WrappingPlan,
-    ZeroGrad,
+from fsdp_testing.cases.records import Case, MixedPrecisionSpec, Observe, PolicySpec, Step, WrappingPlan, ZeroGrad
+from fsdp_testing.checks.suites.check import ADAMW, HYBRID, LOCKSTEP, PLAIN_SGD, Check, cases, check, every_unit
+from fsdp_testing.checks.suites.hooks import AVERAGING, QUARTERING, REVIEWED, compressed_to
+from fsdp_testing.checks.suites.programs import PARTLY_OPTIMIZED, scaled
+from fsdp_testing.checks.suites.schedules import (
+    accumulated,
+    forward,
+    iteration,
+    iterations,
+    micro_batch,
+    no_sync_batch,
 )
-from fsdp_testing.checks.suites.check import ADAMW, HYBRID, MOMENTUM, PLAIN_SGD, Place, Suite
-from fsdp_testing.checks.suites.comm_hooks import expect_scaled
-from fsdp_testing.checks.suites.schedules import accumulated, forward, iteration, micro_batch, no_sync_batch
-from fsdp_testing.judging.case_runner import RunMode
-from fsdp_testing.oracle import models, oracle, rank_jobs
-from fsdp_testing.oracle.execute import RankProgram
-from fsdp_testing.oracle.quantities import Expectation
-from fsdp_testing.oracle.replay import Replay
-from fsdp_testing.ranks.pool import Failed
-from fsdp_testing.ranks.pool.world import current_world
+from fsdp_testing.oracle.comparison import Comparison
 
-_EVEN = {4: ((2, 2),), 2: ((2, 1),)}
+
+def recomputed(model: str, *, reentrant: bool = False, outside: bool = False) -> WrappingPlan:
+    """Return a plan with every unit that the zoo suggests, each recomputed.
+
+    The reentrant way gives no gradients to a module none of whose inputs needs one, so the first unit is left out.
+    """
+    units = every_unit(model).units
+    chosen = tuple(unit for unit in units if unit not in ("layers.0", "embed")) if reentrant else units
+    return WrappingPlan(units, checkpointed=chosen, checkpoint_reentrant=reentrant, checkpoint_outside=outside)
+
+
+def _recomputing(models: str, **how: bool) -> tuple[Case, ...]:
+    program = (*iterations(2), micro_batch(2))
+    return tuple(
+        case
+        for model in models.split()
+        for case in cases(model, *program, wrapping=recomputed(model, **how), optimizer=ADAMW)
+    )
+
+
+_SAME = "torch.utils.checkpoint: the same results with less memory"
+
+RECOMPUTATION: tuple[Check, ...] = (
+    *(check(f"activation_checkpointing.{name}", meaning, _recomputing(models, reentrant=reentrant, outside=outside),
+            source=source, comparison=LOCKSTEP) for name, meaning, models, reentrant, outside, source in (
+        ("inside_units", "Units whose modules recompute give the bits of a plain run.", "mlp embedding", False, False, _SAME),
+        ("around_units", "Recomputing whole units, gathered again in backward, gives the bits of a plain run.",
+         "mlp", False, True, _SAME),
+        ("reentrant_inside", "The reentrant way inside units gives the bits of a plain run.",
+         "mlp embedding", True, False, "pytorch PR 89791"),
+        ("reentrant_around", "The reentrant way around units gives the bits of a plain run.",
+         "mlp", True, True, "pytorch PR 89781, 87413; fairscale PR 780"),
+    )),
+    check("activation_checkpointing.nested",
+          "Recomputation inside recomputation, or of a part of a unit, trains as in one process.",
+          *(cases("deep_nest", *iterations(2), wrapping=plan) for plan in (
+              recomputed("deep_nest"), WrappingPlan(("inner",), checkpointed=("inner.inner",)))),
+          source=_SAME, needs={"nested_wrapping"}),
+    check("activation_checkpointing.accumulated", "Recomputed micro-batches inside and outside no_sync add up, each once.",
+          *(cases("mlp", *accumulated(0, 1, 2), Observe(), Step(), ZeroGrad(), *iteration(3),
+                  wrapping=recomputed("mlp", outside=outside), optimizer=PLAIN_SGD) for outside in (False, True)),
+          source="pytorch PR 90546"),
+    # A forward without gradients never runs again, and must leave nothing for a later backward.
+    check("activation_checkpointing.after_no_grad",
+          "A forward without gradients between recomputed iterations changes nothing.",
+          cases("mlp", *iteration(0), forward(5, "no_grad"), micro_batch(1), Step(), wrapping=recomputed("mlp")),
+          source="pytorch PR 110139"),
+    check("activation_checkpointing.mixed_precision", "The second forward casts as the first did.",
+          *(cases("mlp", *iterations(2), micro_batch(2), dtype="float32", optimizer=ADAMW,
+                  precision=MixedPrecisionSpec("bfloat16", "float32"), wrapping=recomputed("mlp", outside=outside))
+            for outside in (False, True)),
+          source="pytorch PR 90660", comparison=LOCKSTEP),
+)  # fmt: skip
+"""A forward that runs again in backward changes no number, whichever way it is done."""
+
+_USED, _UNUSED = ((True, True, True),), ((False, False, False),)
+
+PREFETCH: tuple[Check, ...] = (
+    check("prefetch.every_kind", "Gathering units ahead, in forward and in backward, changes no number.",
+          *(cases("mlp", *iterations(2), wrapping=every_unit("mlp", backward_prefetch=backward, forward_prefetch=ahead))
+            for backward, ahead in (("pre", True), ("post", False), ("none", False))),
+          source="PyTorch FSDP, VLDB 2023, section 3.3.2: prefetching"),
+    # What was prefetched by the order of the last iteration may not be wanted in this one.
+    check("prefetch.order_changes", "A unit gathered ahead that the pass then skips is neither stale nor lost later.",
+          cases("conditional", *iteration(0, usage=_USED), *iteration(1, usage=_UNUSED), forward(2, "no_grad", usage=_UNUSED),
+                micro_batch(3, usage=_USED), Observe(), Step(),
+                wrapping=every_unit("conditional", forward_prefetch=True), optimizer=PLAIN_SGD),
+          source="pytorch PR 110139", comparison=Comparison(none_is_zero=True)),
+    check("prefetch.accumulated", "Prefetching in micro-batches inside and outside no_sync changes no number.",
+          cases("deep_nest", *accumulated(0, 1, 2), Step(), ZeroGrad(), *iteration(3),
+                wrapping=every_unit("deep_nest", forward_prefetch=True, backward_prefetch="post")),
+          source="pytorch PR 84085"),
+)  # fmt: skip
+"""When a unit is gathered is no matter to the numbers."""
+
 _PROGRAM = (*accumulated(0, 1), Observe(), Step(), ZeroGrad(), *iteration(2), forward(3))
 
-SUITE = Suite(source="what the documentation of the option says")
+in_hybrid = partial(check, needs={"hybrid"}, strategies=HYBRID, meshes={4: ((2, 2),), 2: ((2, 1),)})
 
 
-def _plan(model: str, *settings: str) -> WrappingPlan:
-    return WrappingPlan(MODELS[model].units, settings=settings)
+def _set(setting: str) -> WrappingPlan:
+    return every_unit("mlp", settings=(setting,))
 
 
-def _trained(setting: str, place: Place) -> Iterable[Case]:
-    yield place.case("mlp", *_PROGRAM, wrapping=_plan("mlp", setting), optimizer=PLAIN_SGD)
+SETTINGS: tuple[Check, ...] = (
+    *(check(f"options.{name}", meaning, cases("mlp", *_PROGRAM, wrapping=_set(name), optimizer=PLAIN_SGD),
+            source="what the documentation of the option says", needs={"accumulate_without_no_sync"})
+      for name, meaning in (
+        ("static_graph",
+         "A graph that is promised to stay the same is reduced like any other, local micro-batches first."),
+        ("gradient_views", "Gradients that are views of buckets add up like any others."),
+        ("small_buckets", "How many gradients one message holds is no matter to the numbers."),
+        ("sum_reduction", "A sum that is divided afterwards is the mean."),
+        ("kept_after_backward", "Parameters that stay whole between micro-batches are new after the step."),
+        ("partial_reshard", "Parameters that stay sharded over fewer ranks after forward are gathered for backward."),
+        ("last_dimension", "Shards of the last dimension are put together along it."),
+        ("default_device", "A model is trained on the device where it is if none is named."),
+    )),
+    check("options.divide_factor", "Gradients are divided by the number that is given by hand, in every dtype.",
+          *(cases("mlp", micro_batch(0), Observe(), ZeroGrad(), *accumulated(1, 2), Observe(),
+                  wrapping=_set("divide_factor"), dtype=dtype) for dtype in ("float64", "float32")),
+          source="pytorch issue 155903", mode=scaled(0.5)),
+    in_hybrid("options.default_groups", "Groups of hybrid sharding that the implementation chooses average over all ranks.",
+              cases("mlp", micro_batch(0), Observe(), Step(), optimizer=PLAIN_SGD,
+                    wrapping=WrappingPlan(policy=PolicySpec("always"), settings=("default_groups",))),
+              source="pytorch issue 154888"),
+    check("options.own_state",
+          "Training goes on from a state that the implementation's own methods saved, model and optimizer.",
+          cases("mlp", *iteration(0), Reload(), *iteration(1), wrapping=_set("own_state"), optimizer=ADAMW),
+          source="torch.distributed.fsdp.FullyShardedDataParallel.optim_state_dict"),
+    # One unit, of which the optimizer has a part; it would clear the gradients of its own parameters only. With flat
+    # parameters the first one is not that of the model.
+    check("options.own_state_of_a_part", "An optimizer that has a part of the parameters is saved and loaded, too.",
+          cases("mlp", micro_batch(0), Step(), Reload(), micro_batch(1), Step(), wrapping=WrappingPlan(settings=("own_state",))),
+          source="pytorch PR 76671", needs={"own_state", "frozen_mixed_unit"}, mode=PARTLY_OPTIMIZED),
+    check("options.offloaded_state", "Parameters that are gathered on the CPU can be edited and saved.",
+          *(cases("mlp", *iteration(0), access, *iteration(1), wrapping=_set("offloaded_state"), optimizer=PLAIN_SGD)
+            for access in (EditFullParameters(("*",), 0.5, writeback=False), Reload(optimizer=False))),
+          source="pytorch issue 188989"),
+    in_hybrid("options.late_all_reduce", "Micro-batches that are reduced over the replicas by a later one count once.",
+              cases("mlp", *_PROGRAM, wrapping=_set("late_all_reduce"), optimizer=PLAIN_SGD),
+              source="torch.distributed.fsdp.FSDPModule.set_requires_all_reduce"),
+    in_hybrid("options.late_all_reduce_cleared", "Gradients that are cleared while they await the replicas leave no trace.",
+              cases("mlp", no_sync_batch(0), ZeroGrad(), micro_batch(1), Observe(), Step(),
+                    wrapping=_set("late_all_reduce"), optimizer=PLAIN_SGD),
+              source="torch.optim.Optimizer.zero_grad"),
+)  # fmt: skip
+"""With each of them training is what it is without."""
 
-
-for name, meaning in (
-    ("static_graph", "A graph that is promised to stay the same is reduced like any other, local micro-batches first."),
-    ("gradient_views", "Gradients that are views of buckets add up like any others."),
-    ("small_buckets", "How many gradients one message holds is no matter to the numbers."),
-    ("sum_reduction", "A sum that is divided afterwards is the mean."),
-    ("kept_after_backward", "Parameters that stay whole between micro-batches are new after the step."),
-    ("partial_reshard", "Parameters that stay sharded over fewer ranks after forward are gathered for backward."),
-    ("last_dimension", "Shards of the last dimension are put together along it."),
-    ("default_device", "A model is trained on the device where it is if none is named."),
-):
-    SUITE.add(f"options.{name}", meaning, partial(_trained, name), needs={"accumulate_without_no_sync"})
-
-
-@SUITE.check(
-    "options.divide_factor",
-    mode=RunMode(expect=expect_scaled, expect_arguments=(0.5,)),
-    source="pytorch issue 155903",
+hooked = partial(
+    check, needs={"comm_hook"}, source="torch.distributed.fsdp.FullyShardedDataParallel.register_comm_hook"
 )
-def _divided(place: Place) -> Iterable[Case]:
-    """Gradients are divided by the number that is given by hand, in every dtype."""
-    for dtype in ("float64", "float32"):
-        program = (micro_batch(0), Observe(), ZeroGrad(), *accumulated(1, 2), Observe())
-        yield place.case("mlp", *program, wrapping=_plan("mlp", "divide_factor"), dtype=dtype)
 
+COMM_HOOKS: tuple[Check, ...] = (
+    # No step: gradients are a function of the initial values, so the rank's own are known without the other ranks.
+    hooked("comm_hook.called_once_per_unit",
+           "Each backward calls the hook once for every unit, with the unit's whole gradient on this rank.",
+           cases("uneven deep_nest", micro_batch(0), ZeroGrad(), micro_batch(1), Observe(), optimizer=PLAIN_SGD),
+           mode=REVIEWED),
+    hooked("comm_hook.not_in_no_sync",
+           "Inside no_sync the hook is not called; the next reduction is given the sum of all micro-batches.",
+           cases("mlp", *accumulated(0, 1, 2), Observe(), ZeroGrad(), micro_batch(3), optimizer=PLAIN_SGD),
+           cases("deep_nest", *accumulated(0, 1), Observe(), optimizer=PLAIN_SGD), mode=REVIEWED),
+    hooked("comm_hook.averages", "Training with a hook that averages is training without a hook.",
+           cases("uneven", *iterations(3)), mode=AVERAGING),
+    hooked("comm_hook.result_is_kept", "What the hook returns is the gradient: nothing else is reduced, divided or added.",
+           cases("uneven", *iterations(3)), mode=QUARTERING),
+    *(hooked(f"comm_hook.{wire}", f"A hook that reduces in {wire} gives what reduction in {wire} gives.",
+             cases("uneven", *iteration(0, Observe()), micro_batch(1), dtype="float32", optimizer=PLAIN_SGD),
+             comparison=LOCKSTEP, mode=compressed_to(wire)) for wire in ("bfloat16", "float16")),
+)  # fmt: skip
+"""The user's own function reduces gradients, and is called when and with what it must be."""
 
-@SUITE.check("options.default_groups", needs={"hybrid"}, strategies=HYBRID, meshes=_EVEN, source="pytorch issue 154888")
-def _default_groups(place: Place) -> Iterable[Case]:
-    """Groups of hybrid sharding that the implementation chooses average over all ranks."""
-    plan = WrappingPlan(policy=PolicySpec("always"), settings=("default_groups",))
-    yield place.case("mlp", micro_batch(0), Observe(), Step(), wrapping=plan, optimizer=PLAIN_SGD)
-
-
-@SUITE.check("options.own_state", source="torch.distributed.fsdp.FullyShardedDataParallel.optim_state_dict")
-def _own_state(place: Place) -> Iterable[Case]:
-    """Training goes on from a state that the implementation's own methods saved, model and optimizer."""
-    program = (*iteration(0), Reload(), *iteration(1))
-    yield place.case("mlp", *program, wrapping=_plan("mlp", "own_state"), optimizer=ADAMW)
-
-
-class _PartlyOptimized(RankProgram):
-    """A program whose optimizer has the first parameters only."""
-
-    def build_optimizer(self) -> None:
-        self.optimizer = self.adapter.build_optimizer(self.model, partial(_over_the_first, self.case))
-
-
-class _PartlyReplayed(Replay):
-    """The oracle's run of it."""
-
-    def build_optimizer(self) -> None:
-        self.optimizer = _over_the_first(self.case, self.parameters.values())
-
-
-def _over_the_first(case: Case, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return models.build_optimizer(case, list(parameters)[:2])
-
-
-def run_partly_optimized(adapter: Adapter, case: Case, observe_all: bool) -> RankObservation | Failed:
-    """Run the case with an optimizer over its first parameters.
-
-    Collectives: those of the implementation; every rank of the world runs the same call.
-    """
-    return rank_jobs.run_program(_PartlyOptimized(case, adapter, current_world().rank), observe_all)
-
-
-def expect_partly_optimized(case: Case, observe_all: bool) -> Expectation:
-    """Return what the case gives so."""
-    with rank_jobs.no_warnings():
-        return oracle.expect_free(
-            case, observe_all=observe_all, make=lambda disturbance: _PartlyReplayed(case, disturbance=disturbance)
-        )
-
-
-@SUITE.check(
-    "options.own_state_of_a_part",
-    source="pytorch PR 76671",
-    # With flat parameters the first one is not that of the model.
-    needs={"own_state", "frozen_mixed_unit"},
-    mode=RunMode(run_partly_optimized, expect=expect_partly_optimized),
-)
-def _own_state_of_a_part(place: Place) -> Iterable[Case]:
-    """An optimizer that has a part of the parameters is saved and loaded, too."""
-    # One unit, of which the optimizer has a part; it would clear the gradients of its own parameters only.
-    program = (micro_batch(0), Step(), Reload(), micro_batch(1), Step())
-    yield place.case("mlp", *program, wrapping=WrappingPlan(settings=("own_state",)), optimizer=MOMENTUM)
-
-
-@SUITE.check("options.offloaded_state", source="pytorch issue 188989")
-def _offloaded(place: Place) -> Iterable[Case]:
-    """Parameters that are gathered on the CPU can be edited and saved."""
-    for access in (EditFullParameters(("*",), 0.5, writeback=False), Reload(optimizer=False)):
-        program: tuple[Operation, ...] = (*iteration(0), access, *iteration(1))
-        yield place.case("mlp", *program, wrapping=_plan("mlp", "offloaded_state"), optimizer=PLAIN_SGD)
-
-
-@SUITE.check(
-    "options.late_all_reduce",
-    needs={"hybrid"},
-    strategies=HYBRID,
-    meshes=_EVEN,
-    source="torch.distributed.fsdp.FSDPModule.set_requires_all_reduce",
-)
-def _late(place: Place) -> Iterable[Case]:
-    """Micro-batches that are reduced over the replicas by a later one count once."""
-    yield place.case("mlp", *_PROGRAM, wrapping=_plan("mlp", "late_all_reduce"), optimizer=PLAIN_SGD)
-
-
-@SUITE.check(
-    "options.late_all_reduce_cleared",
-    needs={"hybrid"},
-    strategies=HYBRID,
-    meshes=_EVEN,
-    source="torch.optim.Optimizer.zero_grad",
-)
-def _late_cleared(place: Place) -> Iterable[Case]:
-    """Gradients that are cleared while they await the replicas leave no trace."""
-    program = (no_sync_batch(0), ZeroGrad(), micro_batch(1), Observe(), Step())
-    yield place.case("mlp", *program, wrapping=_plan("mlp", "late_all_reduce"), optimizer=PLAIN_SGD)
+CHECKS = (*RECOMPUTATION, *PREFETCH, *SETTINGS, *COMM_HOOKS)

@@ -1,103 +1,276 @@
-"""Forward, backward, step: several iterations on inputs that differ between ranks."""
+"""Training: iterations, accumulation before and after a reduction, unusual backwards, gradients cleared, forwards alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import partial
 
-from fsdp_testing.cases.records import BuildOptimizer, Case, Observe, OptimizerSpec, SetLr, Step, ZeroGrad
-from fsdp_testing.checks.suites.check import ADAMW, MOMENTUM, PLAIN_SGD, Place, Suite
-from fsdp_testing.checks.suites.schedules import forward, iteration, iterations, micro_batch, micro_batches
-from fsdp_testing.oracle.comparison import Comparison
-
-SUITE = Suite(source="PyTorch FSDP, VLDB 2023, section 3.2")
-
-
-@SUITE.check("training.sgd_momentum")
-def _sgd(place: Place) -> Iterable[Case]:
-    """SGD with momentum trains as in one process."""
-    for model in ("mlp", "deep_nest", "embedding"):
-        yield place.case(model, *iterations(4), optimizer=MOMENTUM)
-    nesterov = OptimizerSpec("sgd", {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1})
-    yield place.case("mlp", *iterations(4), optimizer=nesterov)
-
-
-@SUITE.check("training.adamw_weight_decay")
-def _adamw(place: Place) -> Iterable[Case]:
-    """AdamW with weight decay trains as in one process."""
-    for model in ("mlp", "deep_nest", "embedding"):
-        yield place.case(model, *iterations(4), optimizer=ADAMW)
-
-
-@SUITE.check("training.gradients_are_means", source="pytorch PR 89915")
-def _gradients(place: Place) -> Iterable[Case]:
-    """After backward each gradient is the mean over ranks: not the sum, not a rank's own."""
-    for model in ("mlp", "deep_nest", "uneven"):
-        yield place.case(model, micro_batch(0), Observe("gradients"), Step(), ZeroGrad(), micro_batch(1))
-
-
-@SUITE.check(
-    "training.each_operation_exactly", source="IEEE 754: two summands commute", comparison=Comparison(lockstep=True)
+from fsdp_testing.cases.operations import (
+    AssignData,
+    EditFullParameters,
+    Freeze,
+    Interrupt,
+    Move,
+    SeveralForwards,
+    UnusualBackward,
 )
-def _bitwise(place: Place) -> Iterable[Case]:
-    """From its own state every operation gives the replayed bits (sums of more than two ranks: any order)."""
-    for dtype in ("float64", "float32"):
-        for model in ("mlp", "uneven"):
-            yield place.case(model, *iterations(2), micro_batch(9), optimizer=ADAMW, dtype=dtype)
-
-
-@SUITE.check(
-    "training.changed_in_forward", source="torch.nn.Module: parameters are the module's own", needs={"forward_edits"}
+from fsdp_testing.cases.records import (
+    Batch,
+    BuildOptimizer,
+    Case,
+    Clip,
+    Observe,
+    Operation,
+    OptimizerSpec,
+    Reload,
+    SetLr,
+    Step,
+    ZeroGrad,
 )
-def _changed_in_forward(place: Place) -> Iterable[Case]:
-    """Modules that clip their own weights in forward train as in one process, and so they do in evaluation."""
-    for optimizer in (MOMENTUM, ADAMW):
-        yield place.case("self_clipping", *iterations(3), forward(7, "no_grad"), *iteration(4), optimizer=optimizer)
+from fsdp_testing.checks.suites.check import ADAMW, LOCKSTEP, MOMENTUM, PLAIN_SGD, Check, cases, check
+from fsdp_testing.checks.suites.schedules import (
+    accumulated,
+    forward,
+    iteration,
+    iterations,
+    micro_batch,
+    micro_batches,
+    no_sync_batch,
+)
+
+_EVERY_REDUCED = {"accumulate_without_no_sync"}
+_NESTEROV = OptimizerSpec("sgd", {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1})
+_USED, _UNUSED = ((True, True, True),), ((False, False, False),)
+
+trained = partial(check, source="PyTorch FSDP, VLDB 2023, section 3.2")
+
+TRAINING: tuple[Check, ...] = (
+    trained("training.sgd_momentum", "SGD with momentum trains as in one process.",
+            cases("mlp deep_nest embedding", *iterations(4)), cases("mlp", *iterations(4), optimizer=_NESTEROV)),
+    trained("training.adamw_weight_decay", "AdamW with weight decay trains as in one process.",
+            cases("mlp deep_nest embedding", *iterations(4), optimizer=ADAMW)),
+    check("training.gradients_are_means",
+          "After backward each gradient is the mean over ranks: not the sum, not a rank's own.",
+          cases("mlp deep_nest uneven", micro_batch(0), Observe("gradients"), Step(), ZeroGrad(), micro_batch(1)),
+          source="pytorch PR 89915"),
+    check("training.each_operation_exactly",
+          "From its own state every operation gives the replayed bits (sums of more than two ranks: any order).",
+          *(cases("mlp uneven", *iterations(2), micro_batch(9), optimizer=ADAMW, dtype=dtype)
+            for dtype in ("float64", "float32")),
+          source="IEEE 754: two summands commute", comparison=LOCKSTEP),
+    check("training.changed_in_forward",
+          "Modules that clip their own weights in forward train as in one process, and so they do in evaluation.",
+          *(cases("self_clipping", *iterations(3), forward(7, "no_grad"), *iteration(4), optimizer=optimizer)
+            for optimizer in (MOMENTUM, ADAMW)),
+          source="torch.nn.Module: parameters are the module's own", needs={"forward_edits"}),
+    trained("training.learning_rate_changes", "A learning rate set between iterations takes effect, zero included.",
+            cases("mlp", *iterations(2), SetLr(0.2), *iterations(2, first=2), SetLr(0.0), *iteration(4))),
+    trained("training.late_optimizer", "An optimizer built after some iterations, or built anew, trains as in one process.",
+            cases("mlp", micro_batch(0), ZeroGrad(), BuildOptimizer(), *iterations(2, first=1), optimizer=ADAMW),
+            cases("mlp", micro_batch(0), BuildOptimizer(), Step(), ZeroGrad(), *iteration(1)),
+            cases("mlp", BuildOptimizer(), *iterations(2), BuildOptimizer(), *iterations(2, first=2))),
+    check("training.magnitudes", "Iterations whose inputs differ by powers of ten keep their weight.",
+          cases("mlp", *iteration(0, scale=1.0), *iteration(1, scale=10.0), *iteration(2, scale=0.01), optimizer=PLAIN_SGD),
+          source="Megatron-LM PR 3023"),
+    check("training.uneven_batches", "Ranks with different numbers of rows average their gradients with equal weight.",
+          cases("mlp", *iterations(2, rows=(5, 2, 3))), cases("deep_nest", *iterations(2, rows=(1, 7))),
+          source="torch.nn.parallel.DistributedDataParallel, note on uneven inputs"),
+    check("training.empty_batches", "A rank without rows takes part with a gradient of zeros.",
+          cases("mlp", *iteration(0), *iterations(2, first=1, rows=(4, 0))),
+          cases("mlp", *iteration(0, rows=(0, 3)), *iteration(1)),
+          source="torch.distributed.algorithms.join: the case without joining"),
+    trained("training.float32", "Training in float32 stays within float32's roundings.",
+            cases("mlp", *iterations(3), optimizer=ADAMW, dtype="float32"),
+            cases("deep_nest", *iterations(3), dtype="float32")),
+    trained("training.same_batch_twice", "The same micro-batch twice gives twice the gradient.",
+            cases("mlp", *micro_batches(0, 0), Step(), optimizer=PLAIN_SGD), needs=_EVERY_REDUCED),
+)  # fmt: skip
+"""Forward, backward, step: several iterations on inputs that differ between ranks."""
+
+ACCUMULATION: tuple[Check, ...] = (
+    check("accumulation.no_sync_then_reduced", "Local micro-batches and a reduced one give the gradient of all of them.",
+          cases("mlp deep_nest uneven", *accumulated(0, 1, 2), Step(), ZeroGrad(),
+                *accumulated(3, 4), Observe(), Step(), optimizer=ADAMW),
+          source="pytorch PR 90546"),
+    check("accumulation.without_no_sync", "Reduced micro-batches add up.",
+          cases("mlp deep_nest uneven", *micro_batches(0, 1, 2), Step(), ZeroGrad(),
+                *micro_batches(3, 4), Observe(), Step(), optimizer=ADAMW),
+          source="pytorch issue 73784, PR 73535", needs=_EVERY_REDUCED),
+    check("accumulation.alternating", "Local and reduced micro-batches in any order add up.",
+          cases("mlp", micro_batch(0), *accumulated(1, 2), Step(), ZeroGrad(),
+                micro_batch(3), *accumulated(4, 5, 6), Step()),
+          cases("deep_nest", *accumulated(0, 1), *accumulated(2, 3), Step(), ZeroGrad(), *iteration(4)),
+          source="pytorch PR 91193", needs=_EVERY_REDUCED),
+    check("accumulation.ends_on_local",
+          "A local micro-batch that nothing reduces yet changes neither parameters nor what follows.",
+          cases("mlp", *iteration(0), no_sync_batch(1)),
+          cases("mlp", *iteration(0), no_sync_batch(1), forward(2), micro_batch(3), Step(), optimizer=PLAIN_SGD),
+          cases("deep_nest", no_sync_batch(0)),
+          source="pytorch PR 124193"),
+    check("accumulation.forward_between", "Forward passes between micro-batches disturb no gradient.",
+          *(cases("mlp", no_sync_batch(0), forward(1, mode), no_sync_batch(2), forward(3, mode),
+                  micro_batch(4), forward(5, mode), Step(), forward(6, mode)) for mode in ("eval", "no_grad")),
+          source="pytorch PR 110139"),
+    check("accumulation.magnitudes", "No micro-batch is rescaled or lost, whatever its size.",
+          cases("mlp", no_sync_batch(0, scale=1.0), no_sync_batch(1, scale=10.0), micro_batch(2, scale=0.1),
+                Observe(), Step(), optimizer=PLAIN_SGD),
+          cases("mlp", no_sync_batch(0, scale=0.1), micro_batch(1, scale=1.0), micro_batch(2, scale=10.0),
+                Step(), optimizer=PLAIN_SGD),
+          source="Megatron-LM PR 3023, 7186", needs=_EVERY_REDUCED),
+    check("accumulation.clipped", "Accumulated gradients are clipped by the norm of their sum.",
+          cases("mlp", *accumulated(0, 1), Clip(0.5), Step(), ZeroGrad(), *accumulated(2, 3), dtype="float32"),
+          source="torch.nn.utils.clip_grad_norm_"),
+    # A unit that stays gathered after a local micro-batch must see the step that follows.
+    check("accumulation.fresh_weights", "After a step no unit computes with weights gathered before it.",
+          cases("mlp", *accumulated(0, 1), Step(), ZeroGrad(), forward(2),
+                *accumulated(3, 4), Step(), ZeroGrad(), forward(5)),
+          cases("deep_nest", *iteration(0), no_sync_batch(1), forward(2, "train"), *iteration(3), forward(4)),
+          source="Zhao et al., PyTorch FSDP, section 3.3: communication and accumulation"),
+    check("accumulation.several_forwards",
+          "Each of several forwards may have its backward later, in either order, and every gradient is reduced.",
+          *(cases("mlp deep_nest", SeveralForwards((Batch(0), Batch(1)), reverse), Observe(), Step(), ZeroGrad(),
+                  micro_batch(5), SeveralForwards((Batch(2), Batch(3), Batch(4)), reverse), Observe(), Step())
+            for reverse in (False, True)),
+          source="pytorch issue 47260, 106637, 136861"),
+)  # fmt: skip
+"""Several micro-batches before a step, reduced each or only at the end, ending on either."""
 
 
-@SUITE.check("training.learning_rate_changes")
-def _lr(place: Place) -> Iterable[Case]:
-    """A learning rate set between iterations takes effect, zero included."""
-    program = (*iterations(2), SetLr(0.2), *iterations(2, first=2), SetLr(0.0), *iteration(4))
-    yield place.case("mlp", *program)
+def _between(*operations: Operation, models: str = "mlp deep_nest") -> tuple[Case, ...]:
+    """Each operation between a local micro-batch and a reduced one; then a step, and the same once more."""
+    return tuple(
+        case
+        for model in models.split()
+        for operation in operations
+        for case in cases(
+            model,
+            *(no_sync_batch(0), operation, micro_batch(1), Observe(), Step(), ZeroGrad()),
+            *(no_sync_batch(2), operation, micro_batch(3), Observe(), Step()),
+            optimizer=PLAIN_SGD,
+        )
+    )
 
 
-@SUITE.check("training.late_optimizer")
-def _late(place: Place) -> Iterable[Case]:
-    """An optimizer built after some iterations, or built anew, trains as in one process."""
-    yield place.case("mlp", micro_batch(0), ZeroGrad(), BuildOptimizer(), *iterations(2, first=1), optimizer=ADAMW)
-    yield place.case("mlp", micro_batch(0), BuildOptimizer(), Step(), ZeroGrad(), *iteration(1))
-    yield place.case("mlp", BuildOptimizer(), *iterations(2), BuildOptimizer(), *iterations(2, first=2))
+# "Gradients will be accumulated in module variables, which will later be synchronized in the first forward-backward pass
+# after exiting the context" (torch's FSDP and DDP): whatever comes between finds gradients that are there, or clears them.
+pending = partial(check, source="torch.distributed.fsdp.FullyShardedDataParallel.no_sync")
+
+PENDING: tuple[Check, ...] = (
+    pending("accumulation.cleared", "Gradients that are cleared before any reduction leave no trace.",
+            _between(ZeroGrad(), ZeroGrad(False))),
+    pending("accumulation.saved",
+            "A model that is saved while gradients await reduction is saved as it is, and its successor begins without any.",
+            _between(Reload(optimizer=False), models="mlp")),
+    pending("accumulation.edited", "Editing full parameters changes no gradient that awaits reduction.",
+            _between(EditFullParameters(("*",), 0.5))),
+    pending("accumulation.assigned", "New storage of parameters changes no gradient that awaits reduction.",
+            _between(AssignData(("*",), 0.5, Batch(7)))),
+    pending("accumulation.moved", "Moving the model to where it is changes no gradient that awaits reduction.",
+            _between(Move())),
+    pending("accumulation.frozen", "A parameter that is frozen while its gradient awaits reduction is reduced with the others.",
+            _between(Freeze(("layers.1.*",)), models="mlp")),
+    pending("accumulation.interrupted",
+            "An exception after a local micro-batch, and cleared gradients, leave no trace of either.",
+            _between(Interrupt(Batch(7)), Interrupt(Batch(7), 1, backward=True))),
+    pending("accumulation.cleared_after_reduction", "Clearing takes what was reduced and what awaits reduction alike.",
+            cases("mlp deep_nest", micro_batch(0), no_sync_batch(1), ZeroGrad(), micro_batch(2), Observe(), Step(),
+                  optimizer=PLAIN_SGD)),
+    pending("accumulation.cleared_then_unused",
+            "What was cleared to zeros stays zero, and of the parameter's own size, where the next micro-batch does not use it.",
+            *(cases("conditional", micro_batch(0, usage=_USED), Observe(), no_sync_batch(1, usage=_USED), cleared,
+                    micro_batch(2, usage=_UNUSED), Observe(), Step(), micro_batch(3, usage=_USED), Observe(),
+                    optimizer=PLAIN_SGD) for cleared in (ZeroGrad(False), ZeroGrad()))),
+    pending("accumulation.late_optimizer", "An optimizer that is built while gradients await reduction steps by all of them.",
+            cases("mlp deep_nest", no_sync_batch(0), BuildOptimizer(), micro_batch(1), Step(), ZeroGrad(),
+                  micro_batch(2), Step(), optimizer=PLAIN_SGD)),
+)  # fmt: skip
+"""What a user does between a micro-batch in no_sync and the one that reduces: nothing of it is forbidden."""
+
+BACKWARDS: tuple[Check, ...] = (
+    *(check(f"backward.{form}", meaning,
+            cases("mlp deep_nest", UnusualBackward(Batch(0), form), Observe(), Step(), ZeroGrad(), micro_batch(1), Observe(),
+                  optimizer=PLAIN_SGD),
+            source=source, needs=needs) for form, meaning, source, needs in (
+        ("twice", "A second backward through a kept graph is reduced too.", "pytorch issue 106637", _EVERY_REDUCED),
+        ("penalty", "A loss made of gradients has the gradient that one process computes.", "pytorch issue 172543", set()),
+        ("after_no_sync", "Whether a backward is reduced depends on where it runs, not its forward.",
+         "pytorch issue 47260", set()),
+        ("inputs", "A backward that names the parameters gives each the gradient of one process.",
+         "torch.autograd.backward", set()),
+        ("one_input", "A backward that names one parameter gives it its gradient, and no other one.",
+         "torch.autograd.backward", {"unused_gradient_is_none"}),
+        ("inner", "A forward of the module inside the wrapper is no way around the reduction.", "torch.nn.parallel", set()),
+    )),
+    # From before the first step, and later; nothing follows, which a failed backward need not allow.
+    check("backward.outdated",
+          "A backward whose values a step has changed since forward is refused on every rank, as one process refuses it.",
+          *(cases(model, *before, UnusualBackward(Batch(seed), "outdated"), optimizer=PLAIN_SGD)
+            for model in ("mlp", "deep_nest")
+            for seed, before in ((1, [micro_batch(0)]), (2, [*iteration(0), micro_batch(1)]))),
+          source="torch.autograd: saved tensors and in-place operations"),
+)  # fmt: skip
+"""Backwards that are not one backward of the wrapper's last forward: a second one, one of gradients, one elsewhere."""
+
+cleared = partial(check, source="torch.optim")
+_FORMS = (True, False)
+
+ZERO_GRAD: tuple[Check, ...] = (
+    check("zero_grad.both_forms", "Gradients are None, or zeros, after zero_grad, and training goes on as in one process.",
+          *(cases("mlp", *(op for seed in range(3) for op in (micro_batch(seed), Step(), ZeroGrad(to_none), Observe())),
+                  optimizer=ADAMW) for to_none in _FORMS),
+          source="torch.optim.Optimizer.zero_grad"),
+    cleared("zero_grad.before_first_backward", "Clearing what is not there changes nothing.",
+            *(cases(model, *program) for to_none in _FORMS for model, program in (
+                ("mlp", [ZeroGrad(to_none), Observe(), *iteration(0)[:-1], ZeroGrad(to_none), ZeroGrad(not to_none)]),
+                ("uneven", [ZeroGrad(to_none), ZeroGrad(to_none), *iteration(0)[:-1]])))),
+    cleared("zero_grad.discards", "A gradient that is cleared before the step leaves no trace.",
+            *(cases("mlp", micro_batch(0), ZeroGrad(to_none), micro_batch(1), Step(), ZeroGrad(to_none), micro_batch(2))
+              for to_none in _FORMS)),
+    cleared("zero_grad.between_forwards", "Clearing between forward passes changes nothing else.",
+            *(cases("mlp", micro_batch(0), Step(), forward(1), ZeroGrad(to_none), forward(2, "train"), ZeroGrad(to_none),
+                    *iteration(3)) for to_none in _FORMS)),
+    cleared("zero_grad.mixed_forms", "The form may change from iteration to iteration.",
+            cases("deep_nest", *(op for seed, to_none in enumerate((True, False, False, True, False))
+                                 for op in (micro_batch(seed), Step(), ZeroGrad(to_none))), optimizer=ADAMW)),
+    # With momentum and weight decay a gradient of zeros moves parameters and None does not.
+    check("zero_grad.then_step", "A step on zeros decays and moves by momentum; a step on None does nothing.",
+          *(cases("mlp", *iteration(0), micro_batch(1), ZeroGrad(to_none), Step(), Step(), optimizer=ADAMW)
+            for to_none in _FORMS),
+          source="torch.optim.AdamW"),
+)  # fmt: skip
+"""zero_grad in both forms, anywhere in the schedule."""
 
 
-@SUITE.check("training.magnitudes", source="Megatron-LM PR 3023")
-def _magnitudes(place: Place) -> Iterable[Case]:
-    """Iterations whose inputs differ by powers of ten keep their weight."""
-    program = [op for seed, scale in enumerate((1.0, 10.0, 0.01)) for op in iterations(1, first=seed, scale=scale)]
-    yield place.case("mlp", *program, optimizer=PLAIN_SGD)
+def _everywhere(mode: str) -> tuple[Case, ...]:
+    first, second, third = (forward(seed, mode) for seed in (10, 11, 12))
+    between = (micro_batch(0), first, Step(), second, ZeroGrad(), third, *iteration(1))
+    # The root of deep_nest holds parameters, and roots have rules of their own.
+    return (
+        *cases("mlp", first, *iterations(2), second),
+        *cases("mlp deep_nest", *between),
+        *cases("deep_nest", *iteration(0), first, second, *iterations(2, first=1)),
+    )
 
 
-@SUITE.check("training.uneven_batches", source="torch.nn.parallel.DistributedDataParallel, note on uneven inputs")
-def _uneven_batches(place: Place) -> Iterable[Case]:
-    """Ranks with different numbers of rows average their gradients with equal weight."""
-    yield place.case("mlp", *iterations(2, rows=(5, 2, 3)))
-    yield place.case("deep_nest", *iterations(2, rows=(1, 7)))
+FORWARD_ONLY: tuple[Check, ...] = (
+    *(check(f"forward_only.{mode}", f"Forward passes {words} give the right output and disturb nothing.",
+            _everywhere(mode), source=source) for mode, words, source in (
+        ("train", "in training mode whose output is dropped", "pytorch issue 83107"),
+        ("eval", "in evaluation mode with gradients on", "pytorch PR 110139"),
+        ("no_grad", "under no_grad in evaluation mode", "pytorch PR 110139"),
+        ("inference", "under inference_mode", "torch.inference_mode"),
+    )),
+    check("forward_only.modes_mixed", "Modes may change from pass to pass.",
+          cases("mlp", *(op for seed, mode in enumerate(("eval", "train", "no_grad", "eval", "train"))
+                         for op in (forward(20 + seed, mode), *iteration(seed)))),
+          source="pytorch PR 110139"),
+    check("forward_only.keeps_gradients", "Gradients that wait for a step survive forward passes.",
+          cases("mlp", micro_batch(0), Observe(), forward(1), forward(2, "no_grad"), forward(3, "train"),
+                Observe(), Step(), Observe()),
+          source="pytorch PR 110139"),
+    check("forward_only.batch_norm", "Evaluation uses the statistics that training left, and leaves them.",
+          cases("batch_norm", *iterations(2), forward(10), forward(11, "no_grad"), *iteration(2), forward(12)),
+          source="torch.nn.BatchNorm1d"),
+)  # fmt: skip
+"""Forward passes that no backward follows, in every mode, at any point of the schedule."""
 
-
-@SUITE.check("training.empty_batches", source="torch.distributed.algorithms.join: the case without joining")
-def _empty_batches(place: Place) -> Iterable[Case]:
-    """A rank without rows takes part with a gradient of zeros."""
-    yield place.case("mlp", *iteration(0), *iterations(2, first=1, rows=(4, 0)))
-    yield place.case("mlp", *iterations(1, rows=(0, 3)), *iteration(1))
-
-
-@SUITE.check("training.float32")
-def _float32(place: Place) -> Iterable[Case]:
-    """Training in float32 stays within float32's roundings."""
-    yield place.case("mlp", *iterations(3), optimizer=ADAMW, dtype="float32")
-    yield place.case("deep_nest", *iterations(3), dtype="float32")
-
-
-@SUITE.check("training.same_batch_twice", needs={"accumulate_without_no_sync"})
-def _repeated_backward(place: Place) -> Iterable[Case]:
-    """The same micro-batch twice gives twice the gradient."""
-    yield place.case("mlp", *micro_batches(0, 0), Step(), optimizer=PLAIN_SGD)
+CHECKS = (*TRAINING, *ACCUMULATION, *PENDING, *BACKWARDS, *ZERO_GRAD, *FORWARD_ONLY)

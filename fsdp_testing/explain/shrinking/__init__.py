@@ -1,1 +1,1 @@
-"""What is the simplest case that still fails in the same way?"""
+"""Finds the simplest case that still fails in the same way."""

@@ -1,4 +1,4 @@
-"""Which parts does a failure need? Delta debugging, whoever runs the candidates.
+"""Finds the parts that a failure needs: delta debugging, whoever runs the candidates.
 
 After Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", 2002, with one change: every single part
 is left out in an attempt of its own, many in one batch, and then all of those that nothing depended on are left out
@@ -73,9 +73,9 @@ class Search:
         """Take the first candidate that fails in the same way; return whether there was one."""
         fresh = self._fresh(candidates)
         while batch := list(islice(fresh, self.at_once)):
-            kept = self.keeping(batch)
-            if kept:
-                self.case = kept[0]
+            failing = self.keeping(batch)
+            if failing:
+                self.case = failing[0]
                 return True
         return False
 
@@ -88,18 +88,20 @@ class Search:
         """
         parts = list(kind(self.case))
         if boldly:
-            return self.take_first(joined(kind, self.case, [part.key for part in some]) for some in stretches(parts))
-        chunks = (parts[place : place + self.at_once] for place in range(0, len(parts), self.at_once))
+            return self.take_first(
+                joined(kind, self.case, [part.key for part in stretch]) for stretch in stretches(parts)
+            )
+        chunks = (parts[start : start + self.at_once] for start in range(0, len(parts), self.at_once))
         return any(self._take_of_chunk(kind, chunk) for chunk in chunks)
 
     def _take_of_chunk(self, kind: Kind, parts: list[Reduction]) -> bool:
         shaped = {part.key: self.shape(part.case) for part in parts}
-        kept = self.keeping(list(self._fresh(shaped.values())))
-        if not kept:
+        failing = self.keeping(list(self._fresh(shaped.values())))
+        if not failing:
             return False
-        taken = [part for part in parts if shaped[part.key] in kept]
-        together = [joined(kind, self.case, [part.key for part in some]) for some in stretches(taken, smallest=2)]
-        self.case = kept[0]
+        taken = [part for part in parts if shaped[part.key] in failing]
+        together = [joined(kind, self.case, [part.key for part in stretch]) for stretch in stretches(taken, smallest=2)]
+        self.case = failing[0]
         self.take_first(together)
         return True
 
@@ -131,5 +133,5 @@ def stretches(items: Sequence[Item], smallest: int = 1) -> Iterator[Sequence[Ite
     """Yield all items, each half of them, each quarter, ... down to stretches of `smallest`."""
     size = len(items)
     while size >= smallest:
-        yield from (items[place : place + size] for place in range(0, len(items), size))
+        yield from (items[start : start + size] for start in range(0, len(items), size))
         size = (size + 1) // 2 if size > 1 else 0

@@ -1,4 +1,4 @@
-"""Which much simpler cases are worth a try before a failure is taken apart piece by piece?
+"""Much simpler cases that are worth a try before a failure is taken apart piece by piece.
 
 Most failures need two operations, the simplest settings and hardly any model. Asking for that outright costs a few
 attempts, where one part at a time costs dozens.
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fsdp_testing.cases.records import Case, ModelSpec, WorldSpec, WrappingPlan
+from fsdp_testing.cases.records import AXES, Case, ModelSpec, WrappingPlan
 from fsdp_testing.explain.shrinking.ddmin import joined
-from fsdp_testing.explain.shrinking.reductions import PLAIN_OPTIMIZER, Node, operations, settings, with_width
+from fsdp_testing.explain.shrinking.reductions import Node, operations, settings, with_width
 from fsdp_testing.judging.signature import Signature
 
 _SKELETONS: tuple[tuple[list[Node], tuple[str, ...]], ...] = (
@@ -43,21 +43,15 @@ def on_small_models(case: Case) -> Iterator[Case]:
 
 
 def _plain_settings(case: Case) -> Case:
-    return replace(
-        case,
-        model=replace(case.model, dtype="float64"),
-        world=WorldSpec(case.world.size, case.world.backend, tensor_parallel=case.world.tensor_parallel),
-        mixed_precision=None,
-        cpu_offload=False,
-        strategy="full_shard" if case.strategy != "no_shard" else "no_shard",
-        optimizer=PLAIN_OPTIMIZER,
-    )
+    for axis in AXES:
+        case = axis.plain(case)
+    return case
 
 
 def beginnings(case: Case, signature: Signature) -> list[Case]:
     """Return the case up to each operation after which it may be that the failure shows; the shortest first."""
     length = len(case.program)
-    ends = [place + 1 for place, one in enumerate(case.program) if one.kind == signature.operation]
+    ends = [index + 1 for index, operation in enumerate(case.program) if operation.kind == signature.operation]
     ends = ends or sorted({length // 4, length // 2, 3 * length // 4, length} - {0})
     return [replace(case, program=case.program[:end]) for end in ends]
 
@@ -67,14 +61,14 @@ def minimal_programs(case: Case) -> Iterator[Case]:
     if len(case.program) > 2:
         *before, last = case.program
         yield replace(case, program=(last,))
-        for one in reversed(before):
-            yield replace(case, program=(one, last))
+        for operation in reversed(before):
+            yield replace(case, program=(operation, last))
 
 
 def minimal_programs_of_beginnings(case: Case, signature: Signature) -> Iterator[Case]:
     """Yield the minimal programs of all beginnings, the smallest first."""
-    found = [candidate for one in beginnings(case, signature) for candidate in minimal_programs(one)]
-    yield from sorted(found, key=lambda candidate: len(candidate.program))
+    candidates = [candidate for beginning in beginnings(case, signature) for candidate in minimal_programs(beginning)]
+    yield from sorted(candidates, key=lambda candidate: len(candidate.program))
 
 
 def simplest(case: Case) -> Case:

@@ -1,27 +1,23 @@
-"""In which ways can a case become simpler by one part? Every way as a step; the boldest first, so that few attempts go far."""
+"""The ways in which a case becomes simpler by one part, as steps; the boldest first, so that few attempts go far."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from fsdp_testing.cases.models.tree_schema import SCHEMA, get
-from fsdp_testing.cases.records import Case, OptimizerSpec, WorldSpec, WrappingPlan
-from fsdp_testing.cases.records.case import STARTS
+from fsdp_testing.cases.records import AXES, Case
 from fsdp_testing.explain.shrinking.ddmin import Reduction
 
 Node = dict[str, Any]
 
-PLAIN_OPTIMIZER = OptimizerSpec("sgd", {"lr": 0.1})
-"""The simplest one."""
-
 
 def deletions(case: Case) -> Iterator[Reduction]:
     """Yield the case without one of its operations, the last one first."""
-    for place in reversed(range(len(case.program))):
-        yield Reduction((place,), case.without_operation(place))
+    for index in reversed(range(len(case.program))):
+        yield Reduction((index,), case.without_operation(index))
 
 
 _FEW = 6
@@ -30,73 +26,26 @@ _FEW = 6
 def pairs(case: Case) -> Iterator[Reduction]:
     """Yield the case without two of its operations: some are needed, or not, together only."""
     length = len(case.program)
-    for one in range(length if length > 2 else 0):
-        for other in range(one + 1, length if length <= _FEW else min(one + 2, length)):
-            yield Reduction((one, other), case.without_operation(other).without_operation(one))
+    for first in range(length if length > 2 else 0):
+        for second in range(first + 1, length if length <= _FEW else min(first + 2, length)):
+            yield Reduction((first, second), case.without_operation(second).without_operation(first))
 
 
 def settings(case: Case) -> Iterator[Reduction]:
     """Yield the case with one of its settings at its simplest."""
-    mixed = case.mixed_precision
-    if mixed is not None:
-        yield Reduction(("precision",), replace(case, mixed_precision=None, model=replace(case.model, dtype="float64")))
-        for item in fields(mixed):
-            if getattr(mixed, item.name) is not None:
-                simpler = replace(mixed, **{item.name: None})
-                yield Reduction(("precision", item.name), replace(case, mixed_precision=simpler))
-    elif case.model.dtype != "float64":
-        yield Reduction(("dtype",), replace(case, model=replace(case.model, dtype="float64")))
-    yield from _plans(case)
-    if case.world.tensor_parallel > 1:
-        one_axis = WorldSpec(case.world.replicas, case.world.backend)
-        yield Reduction(("tensor_parallel",), replace(case, world=one_axis))
-    elif case.world.size > 2:
-        yield Reduction(("world",), replace(case, world=WorldSpec(2, case.world.backend)))
-    if case.strategy != "full_shard":
-        nearer = "hybrid_shard" if case.strategy == "hybrid_shard_zero2" else "full_shard"
-        yield Reduction(("strategy",), replace(case, strategy="full_shard", world=replace(case.world, mesh=())))
-        yield Reduction(("strategy", "nearer"), replace(case, strategy=nearer))
-    if case.cpu_offload:
-        yield Reduction(("offload",), replace(case, cpu_offload=False))
-    if case.optimizer != PLAIN_OPTIMIZER:
-        yield Reduction(("optimizer",), replace(case, optimizer=PLAIN_OPTIMIZER))
-    if case.model.freeze:
-        yield Reduction(("freeze",), replace(case, model=replace(case.model, freeze=())))
+    for axis in AXES:
+        yield from (Reduction(*step) for step in axis.simpler(case))
     if case.seed:
         yield Reduction(("seed",), replace(case, seed=0))
 
 
-def _plans(case: Case) -> Iterator[Reduction]:
-    plan = case.wrapping
-    if plan != WrappingPlan():
-        yield Reduction(("wrapping",), replace(case, wrapping=WrappingPlan()))
-        for name in plan.units:
-            units = tuple(unit for unit in plan.units if unit != name)
-            yield Reduction(("wrapping", name), replace(case, wrapping=replace(plan, units=units)))
-        if plan.ignored:
-            yield Reduction(("wrapping", ".ignored"), replace(case, wrapping=replace(plan, ignored=())))
-        for fqn, layout in plan.layouts:
-            # Paired ones, whose partner would have no meaning alone, become whole on their own first.
-            others = {**dict(plan.layouts), fqn: layout.removesuffix("_cut")}
-            simpler = [others] if others != dict(plan.layouts) else []
-            simpler += [{**others, fqn: "replicated"}] if layout != "replicated" else []
-            simpler.append({name: one for name, one in others.items() if name != fqn})
-            for number, layouts in enumerate(simpler):
-                changed = replace(plan, layouts=tuple(layouts.items()))
-                yield Reduction(("wrapping", ".layouts", fqn, number), replace(case, wrapping=changed))
-        for name in STARTS:
-            off: dict[str, Any] = {name: False}
-            if getattr(plan, name):
-                yield Reduction(("wrapping", f".{name}"), replace(case, wrapping=replace(plan, **off)))
-
-
 def operations(case: Case) -> Iterator[Reduction]:
     """Yield the case with one operation simplified."""
-    for place, operation in enumerate(case.program):
+    for index, operation in enumerate(case.program):
         for number, simpler in enumerate(operation.simpler()):
             if simpler != operation:
-                program = (*case.program[:place], simpler, *case.program[place + 1 :])
-                yield Reduction((place, number), replace(case, program=program))
+                program = (*case.program[:index], simpler, *case.program[index + 1 :])
+                yield Reduction((index, number), replace(case, program=program))
 
 
 def cuts(case: Case) -> Iterator[Reduction]:
@@ -131,8 +80,8 @@ def _smaller_trees(tree: dict[str, Any]) -> Iterator[_Smaller]:
 
 def _simpler_nodes(tree: dict[str, Any], path: tuple[int, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
     siblings: list[Node] = tree["nodes"]
-    for place in path[:-1]:
-        siblings = siblings[place]["nodes"]
+    for index in path[:-1]:
+        siblings = siblings[index]["nodes"]
     node = siblings[path[-1]]
     if node["kind"] == "group":
         yield "inline", _with_nodes(tree, path, _renamed(siblings, path[-1]))
@@ -143,11 +92,11 @@ def _simpler_nodes(tree: dict[str, Any], path: tuple[int, ...]) -> Iterator[tupl
             yield name, _with_nodes(tree, path, [{key: value for key, value in node.items() if key != name}])
 
 
-def _renamed(nodes: list[Node], place: int) -> list[Node]:
+def _renamed(nodes: list[Node], position: int) -> list[Node]:
     """The nodes of a group under names that are free outside it."""
-    taken = {node["name"] for index, node in enumerate(nodes) if index != place}
+    taken = {node["name"] for index, node in enumerate(nodes) if index != position}
     inner = []
-    for node in get(nodes[place], "nodes"):
+    for node in get(nodes[position], "nodes"):
         name = node["name"]
         while name in taken:
             name += "x"
@@ -173,14 +122,14 @@ def _all(nodes: list[Node]) -> Iterator[Node]:
 
 
 def _paths(nodes: list[Node], prefix: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    for place, node in enumerate(nodes):
-        yield (*prefix, place)
-        yield from _paths(node.get("nodes", []), (*prefix, place))
+    for index, node in enumerate(nodes):
+        yield (*prefix, index)
+        yield from _paths(node.get("nodes", []), (*prefix, index))
 
 
-def _with_nodes(tree: dict[str, Any], path: tuple[int, ...], others: list[Node]) -> dict[str, Any]:
+def _with_nodes(tree: dict[str, Any], path: tuple[int, ...], replacements: list[Node]) -> dict[str, Any]:
     """The tree with other nodes in the place of one of its own."""
-    place, *rest = path
+    index, *rest = path
     nodes = tree["nodes"]
-    made = [_with_nodes(nodes[place], tuple(rest), others)] if rest else others
-    return {**tree, "nodes": [*nodes[:place], *made, *nodes[place + 1 :]]}
+    made = [_with_nodes(nodes[index], tuple(rest), replacements)] if rest else replacements
+    return {**tree, "nodes": [*nodes[:index], *made, *nodes[index + 1 :]]}

@@ -1,4 +1,4 @@
-"""Do two implementations do the same things in the same order? The runs that are compared, and their comparisons.
+"""Compares the order in which two implementations do things: the runs, and their comparisons.
 
 Four aspects, on every rank: the units with their parameters in the implementation's order; what was asked of units
 (unshard, reshard); what that did to memory (gather, free); the collectives. Models: several levels of nesting, a plain

@@ -1,4 +1,4 @@
-"""How does a history become something to draw? Stretches of time, bytes held, and who holds which elements.
+"""Makes of a history something to draw: stretches of time, bytes held, and who holds which elements.
 
 Pure but for `take`, which runs the one short program that is drawn.
 """
@@ -125,11 +125,11 @@ def _parameters(observation: RankObservation) -> Mapping[str, ParameterObservati
 
 
 def _unit(name: str, fqns: Sequence[str], ranks: Sequence[Mapping[str, ParameterObservation]]) -> UnitPortrait:
-    seen = [next((rank[fqn] for rank in ranks if fqn in rank), None) for fqn in fqns]
-    known = [parameter for parameter in seen if parameter is not None]
-    elements = sum(math.prod(parameter.shape) for parameter in known)
+    by_fqn = [next((rank[fqn] for rank in ranks if fqn in rank), None) for fqn in fqns]
+    parameters = [parameter for parameter in by_fqn if parameter is not None]
+    elements = sum(math.prod(parameter.shape) for parameter in parameters)
     dtype = next((rank[fqn].dtype for fqn in fqns for rank in ranks if fqn in rank and rank[fqn].dtype), "float64")
-    held = tuple(
+    spans = tuple(
         tuple(
             HeldSpan(fqn, piece.start, piece.stop)
             for fqn in fqns
@@ -139,7 +139,7 @@ def _unit(name: str, fqns: Sequence[str], ranks: Sequence[Mapping[str, Parameter
         )
         for rank in ranks
     )
-    return UnitPortrait(name, elements, ITEM_BYTES.get(dtype, 8), held)
+    return UnitPortrait(name, elements, ITEM_BYTES.get(dtype, 8), spans)
 
 
 def _shard_bytes(units: Sequence[UnitPortrait], rank: int) -> int:
@@ -165,13 +165,13 @@ def _bound(strategy: str, units: Sequence[UnitPortrait]) -> tuple[int, str]:
 
 def _chain(unit: str, whole: Mapping[str, int]) -> int:
     """Bytes of `unit` and of the units around it, which stay gathered while it runs."""
-    return sum(size for other, size in whole.items() if not other or unit == other or unit.startswith(f"{other}."))
+    return sum(size for inner, size in whole.items() if not inner or unit == inner or unit.startswith(f"{inner}."))
 
 
 # ------------------------------------------------------------------------------------------------ time
-def _shown(found: Sequence[Stretch], begin: float) -> tuple[Stretch, ...]:
+def _shown(stretches: Sequence[Stretch], begin: float) -> tuple[Stretch, ...]:
     """Stretches since `begin`, in order of their start."""
-    shown = sorted((s for s in found if s.stop > begin), key=lambda s: (s.start, s.lane))
+    shown = sorted((s for s in stretches if s.stop > begin), key=lambda s: (s.start, s.lane))
     return tuple(Stretch(s.lane, max(s.start, begin) - begin, s.stop - begin, s.what) for s in shown[:MOST_STRETCHES])
 
 
@@ -240,9 +240,9 @@ def collective_text(event: CollectiveEvent) -> str:
 
 
 def _live(events: Sequence[Event], begin: float, sizes: Mapping[str, int], shards: int) -> Iterator[LiveBytes]:
-    held: set[str] = set()
+    gathered: set[str] = set()
     yield LiveBytes(0.0, shards)
     for event in events:
         if isinstance(event, UnitEvent) and event.transition in ("gather", "free"):
-            held = held | {event.unit} if event.transition == "gather" else held - {event.unit}
-            yield LiveBytes(max(event.time - begin, 0.0), shards + sum(sizes.get(unit, 0) for unit in held))
+            gathered = gathered | {event.unit} if event.transition == "gather" else gathered - {event.unit}
+            yield LiveBytes(max(event.time - begin, 0.0), shards + sum(sizes.get(unit, 0) for unit in gathered))

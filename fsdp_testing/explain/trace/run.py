@@ -1,4 +1,4 @@
-"""What did each rank do in a case, in which order? The engine's own program, run on ranks while it is recorded."""
+"""Traces a case: the engine's own program, run on ranks while it is recorded."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from fsdp_testing.adapters.shared import naming
 from fsdp_testing.cases.records import Case, RankObservation
 from fsdp_testing.cases.records.event import Event, History
 from fsdp_testing.errors import WorldFailed
-from fsdp_testing.explain.trace.recorder import TraceRecorder
-from fsdp_testing.explain.trace.watching import watch_modules, watch_waits
+from fsdp_testing.explain.trace.recorder import TraceRecorder, watch_modules, watch_waits
 from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.oracle.execute import RankProgram, SetupMaker
 from fsdp_testing.oracle.setup import setup_in_world

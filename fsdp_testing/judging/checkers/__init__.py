@@ -1,1 +1,1 @@
-"""Does what was observed agree with what was expected? Pure functions of recorded values: no ranks, no clock."""
+"""Compares what was observed with what was expected: pure functions of recorded values, no ranks, no clock."""

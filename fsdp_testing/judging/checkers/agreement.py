@@ -1,4 +1,4 @@
-"""Does a run on N ranks give what one process gives, and do the ranks agree with one another?
+"""Compares a run on N ranks with what one process gives, and the ranks with one another.
 
 Compares point by point in the order of the program and stops after the first point at which anything diverges: what
 follows is a consequence.
@@ -13,8 +13,7 @@ from fsdp_testing.cases.records import Case, FailureKind, Finding, RankObservati
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.judging.checkers.divergence import Compared, Divergence
 from fsdp_testing.judging.checkers.explain import finding_of
-from fsdp_testing.judging.checkers.results import check_results
-from fsdp_testing.judging.checkers.snapshots import StateCheck
+from fsdp_testing.judging.checkers.snapshots import StateCheck, check_results
 from fsdp_testing.oracle.comparison import Comparison
 from fsdp_testing.oracle.quantities import Expectation, ExpectedPoint, Quantity
 
@@ -29,35 +28,41 @@ def compare(expectation: Expectation, ranks: Sequence[RankObservation], comparis
     tally = Compared()
     last = min((rank.error.index for rank in ranks if rank.error is not None), default=None)
     for point in expectation.points:
+        # Ranks stopped in the operation that raised: from there on each stands somewhere else.
         if last is not None and point.index >= last:
             break
         _check_point(tally, point, expectation, ranks, comparison)
+        # What follows is a consequence: everything later was computed from this.
         if tally.divergences:
             break
     return tally
 
 
 def _check_point(
-    tally: Compared, point: ExpectedPoint, expectation: Expectation, ranks: Sequence[RankObservation], asked: Comparison
+    tally: Compared,
+    point: ExpectedPoint,
+    expectation: Expectation,
+    ranks: Sequence[RankObservation],
+    comparison: Comparison,
 ) -> None:
     index = point.index
     if not point.snapshot:
-        if asked.outputs:
-            results = [next((one for one in rank.results if one.index == index), None) for rank in ranks]
+        if comparison.outputs:
+            results = [next((reported for reported in rank.results if reported.index == index), None) for rank in ranks]
             check_results(tally, point, results)
         return
-    snapshots = [next((one for one in rank.snapshots if one.index == index), None) for rank in ranks]
+    snapshots = [next((reported for reported in rank.snapshots if reported.index == index), None) for rank in ranks]
     absent = tuple(rank.rank for rank, snapshot in zip(ranks, snapshots) if snapshot is None)
     if absent:
         state = Quantity("result", "state")
         tally.add(Divergence(FailureKind.MISSING, state, index, absent, "was not reported"))
         return
     present = [snapshot for snapshot in snapshots if snapshot is not None]
-    StateCheck(tally, point, expectation.shapes, present, asked).run()
+    StateCheck(tally, point, expectation.shapes, present, comparison).run()
 
 
 def review(
-    case: Case, expectation: Expectation, ranks: Sequence[RankObservation], asked: Comparison, about: str
+    case: Case, expectation: Expectation, ranks: Sequence[RankObservation], comparison: Comparison, about: str
 ) -> tuple[Finding | None, Compared]:
     """Compare what ranks report of something besides the case itself.
 
@@ -65,7 +70,7 @@ def review(
         case: The case.
         expectation: What that is to be.
         ranks: What it is.
-        asked: What is compared.
+        comparison: What is compared.
         about: What it is, in words, with which the sentence of a finding begins.
 
     Returns:
@@ -74,26 +79,17 @@ def review(
     Raises:
         HarnessError: Something passes that nothing follows from.
     """
-    tally = compare(expectation, ranks, asked)
+    tally = compare(expectation, ranks, comparison)
     if not tally.divergences:
         require_decided(tally)
         return None, tally
-    found = finding_of(case, first(tally.divergences), tally.divergences)
-    return replace(found, explanation=f"{about}: {found.explanation}"), tally
+    finding = finding_of(case, first(tally.divergences), tally.divergences)
+    return replace(finding, explanation=f"{about}: {finding.explanation}"), tally
 
 
-def wrong_numbers(
-    expectation: Expectation, ranks: Sequence[RankObservation], asked: Comparison
-) -> tuple[int, list[Quantity]]:
-    """Return the operation after which numbers diverge first, and which ones; none where a difference has no size."""
-    divergences = compare(expectation, ranks, asked).divergences
-    sized = bool(divergences) and all(divergence.max_error is not None for divergence in divergences)
-    return (divergences[0].index, [divergence.quantity for divergence in divergences]) if sized else (-1, [])
-
-
-def agrees(expectation: Expectation, ranks: Sequence[RankObservation], asked: Comparison) -> bool:
+def agrees(expectation: Expectation, ranks: Sequence[RankObservation], comparison: Comparison) -> bool:
     """Return whether something is compared, and all of it agrees for certain."""
-    tally = compare(expectation, ranks, asked)
+    tally = compare(expectation, ranks, comparison)
     return tally.comparisons > 0 and not tally.divergences and not tally.undecided
 
 
@@ -104,8 +100,10 @@ def require_decided(tally: Compared) -> None:
         HarnessError: Numbers are within their bound only because it admits nearly everything.
     """
     if tally.undecided:
-        one = tally.undecided[0]
-        raise HarnessError(f"{one.quantity}: {one.sentence}. Take fewer steps, or a smaller learning rate.")
+        divergence = tally.undecided[0]
+        raise HarnessError(
+            f"{divergence.quantity}: {divergence.sentence}. Take fewer steps, or a smaller learning rate."
+        )
 
 
 def first(divergences: Sequence[Divergence]) -> Divergence:

@@ -1,4 +1,4 @@
-"""Does a deep copy compute what the original computes, or was it refused on every rank alike? Pure.
+"""Checks that a deep copy computes what the original computes, or is refused on every rank alike. Pure.
 
 The copy runs the micro-batch that the original runs next, from the same values, so that the oracle's numbers for the
 original hold for the copy as well.
@@ -51,10 +51,10 @@ def review_copies(
         may_refuse: Every rank may refuse the copy instead.
     """
     copies = [rank.copied if isinstance(rank, CopyingObservation) else None for rank in ranks]
-    missing = tuple(rank for rank, one in enumerate(copies) if one is None)
+    missing = tuple(rank for rank, copy in enumerate(copies) if copy is None)
     if missing:
         return _finding(case, missing, "nothing was copied")
-    refused = tuple(rank for rank, one in enumerate(copies) if one is not None and one.refused)
+    refused = tuple(rank for rank, copy in enumerate(copies) if copy is not None and copy.refused)
     if refused:
         if may_refuse and len(refused) == len(ranks):
             return None
@@ -65,17 +65,17 @@ def review_copies(
     at = _copied_at(case)
     after = [point for point in expectation.points if point.index > at]
     result, state = (replace(next(p for p in after if p.snapshot is kind), index=at) for kind in (False, True))
-    seen = [
+    observations = [
         RankObservation(
             rank,
-            (OperationResult(at, dict(one.results)),),
-            (replace(one.snapshot, index=at),) if one.snapshot is not None else (),
+            (OperationResult(at, dict(copy.results)),),
+            (replace(copy.snapshot, index=at),) if copy.snapshot is not None else (),
         )
-        for rank, one in enumerate(copies)
-        if one is not None
+        for rank, copy in enumerate(copies)
+        if copy is not None
     ]
     due = replace(expectation, points=(result, state))
-    return agreement.review(case, due, seen, Comparison(optimizer=False), "the deep copy")[0]
+    return agreement.review(case, due, observations, Comparison(optimizer=False), "the deep copy")[0]
 
 
 def _copied_at(case: Case) -> int:

@@ -1,4 +1,4 @@
-"""What does a checker say when it finds something? One divergence, with its size, its place and its ranks.
+"""What a checker reports: one divergence, with its size, its place and its ranks.
 
 A difference within its bound passes, unless it is nearly as large as the numbers compared: a program that amplifies
 roundings so much has a bound that would admit a sum for a mean, and a pass would claim what nobody saw.
@@ -50,11 +50,11 @@ class Divergence:
         index: int,
         ranks: tuple[int, ...],
         sentence: str,
-        found: Difference,
+        difference: Difference,
         derivation: str = "",
     ) -> Divergence:
         """Return the divergence of numbers that are off by `found`."""
-        kind, error, bound = FailureKind.DIVERGED, found.error, found.bound
+        kind, error, bound = FailureKind.DIVERGED, difference.error, difference.bound
         return cls(kind, quantity, index, ranks, sentence, Mismatch.NUMBERS, error, bound, derivation)
 
 
@@ -88,30 +88,35 @@ class Compared:
         self.comparisons += 1
 
     def number(
-        self, point: ExpectedPoint, quantity: Quantity, ranks: tuple[int, ...], found: Difference, expected: Expected
+        self,
+        point: ExpectedPoint,
+        quantity: Quantity,
+        ranks: tuple[int, ...],
+        difference: Difference,
+        expected: Expected,
     ) -> None:
         """Note a comparison of numbers, which may be beyond their bound."""
-        if not found.exceeded:
-            self.within(point, quantity, ranks, found)
+        if not difference.exceeded:
+            self.within(point, quantity, ranks, difference)
             return
         several = expected.value is not None and expected.value.numel() > 1
-        where = f", element {found.position}" if several else ""
-        sentence = f"is off by {found.error:.3g} (bound {found.bound:.3g}){where}: {found.text}"
-        self.add(Divergence.sized(quantity, point.index, ranks, sentence, found, expected.derivation))
+        where = f", element {difference.position}" if several else ""
+        sentence = f"is off by {difference.error:.3g} (bound {difference.bound:.3g}){where}: {difference.text}"
+        self.add(Divergence.sized(quantity, point.index, ranks, sentence, difference, expected.derivation))
 
-    def within(self, point: ExpectedPoint, quantity: Quantity, ranks: tuple[int, ...], found: Difference) -> None:
-        """Note a comparison within its bound: how close it came to it, and whether that decides anything."""
-        self.worst_ratio = max(self.worst_ratio, found.ratio)
-        if found.error == 0.0 and not found.blank:
+    def within(self, point: ExpectedPoint, quantity: Quantity, ranks: tuple[int, ...], difference: Difference) -> None:
+        """Record a comparison that passed, and mark it undecided if the bound was too wide to mean anything."""
+        self.worst_ratio = max(self.worst_ratio, difference.ratio)
+        if difference.error == 0.0 and not difference.blank:
             return
         largest = point.largest(quantity)
-        if found.blank:
+        if difference.blank:
             sentence = "holds NaN, as expected, which looks alike whatever it came from, so nothing follows from it"
-        elif found.error > DECISIVE * largest or not math.isfinite(largest):
+        elif difference.error > DECISIVE * largest or not math.isfinite(largest):
             sentence = (
-                f"is off by {found.error:.3g} where no number is larger than {largest:.3g}; "
-                f"roundings alone may do that here (bound {found.bound:.3g}), so nothing follows from it"
+                f"is off by {difference.error:.3g} where no number is larger than {largest:.3g}; "
+                f"roundings alone may do that here (bound {difference.bound:.3g}), so nothing follows from it"
             )
         else:
             return
-        self.undecided.append(Divergence.sized(quantity, point.index, ranks, sentence, found))
+        self.undecided.append(Divergence.sized(quantity, point.index, ranks, sentence, difference))

@@ -1,4 +1,4 @@
-"""Do two histories show the same order of events, and does one history keep the rules? Pure.
+"""Compares the order of events of two histories, and of the ranks of one. Pure.
 
 Order parity compares what each implementation does with its units and puts on the wire. Numbers cannot show it: an
 extra gather or another order of handles gives the same gradients, until ranks that run different paths meet.

@@ -1,4 +1,4 @@
-"""Does what the ranks did keep the rules of sharding? Pure, over recorded events, which no number shows.
+"""Checks what the ranks did against the rules of sharding. Pure, over recorded events, which no number shows.
 
 Each rule reads the events of all ranks and returns the first thing that is wrong, as a sentence with its place.
 """
@@ -55,7 +55,7 @@ def review(rules: Sequence[Rule], case: Case, ranks: Sequence[RankObservation]) 
     traced = [rank for rank in ranks if isinstance(rank, TracedObservation)]
     if len(traced) < len(ranks):
         return None
-    return next((found for rule in rules if (found := rule(case, traced)) is not None), None)
+    return next((broken for rule in rules if (broken := rule(case, traced)) is not None), None)
 
 
 def _broken(case: Case, rank: int, operation: int, sentence: str) -> Finding:
@@ -74,8 +74,8 @@ def same_collectives(case: Case, ranks: Sequence[TracedObservation]) -> Finding 
 
 def gathered_once(case: Case, ranks: Sequence[TracedObservation]) -> Finding | None:
     """A unit is gathered and freed in turn."""
-    found = check_lifecycle(History(tuple(rank.events for rank in ranks)))
-    return _broken(case, found[0].rank, found[0].operation, found[0].sentence) if found else None
+    broken = check_lifecycle(History(tuple(rank.events for rank in ranks)))
+    return _broken(case, broken[0].rank, broken[0].operation, broken[0].sentence) if broken else None
 
 
 def all_freed(case: Case, ranks: Sequence[TracedObservation]) -> Finding | None:
@@ -89,10 +89,10 @@ def held_while_used(case: Case, ranks: Sequence[TracedObservation]) -> Finding |
         uses = list(_uses(rank))
         if not uses and any(event.transition == "free" for event in _units(rank)):
             raise _unseen(rank, "a module with parameters of a unit that is freed")
-        for place, event, owner, gathered in uses:
+        for position, event, owner, gathered in uses:
             if owner in gathered:
                 continue
-            changes = (e.transition for e in rank.events[place:] if isinstance(e, UnitEvent) and e.unit == owner)
+            changes = (e.transition for e in rank.events[position:] if isinstance(e, UnitEvent) and e.unit == owner)
             again = next((change for change in changes if change in ("gather", "free")), "") == "gather"
             if event.moment == "post_forward" or not again:
                 way = "forward" if event.moment == "post_forward" else "backward"
@@ -116,8 +116,8 @@ def _overrun(case: Case, ranks: Sequence[TracedObservation], *measures: Measure)
     units = ranks[0].named
     budget = CommunicationBudget(1, _padded_bytes(case, ranks[0]), len(units), casts=False)
     accounts = [accounts_of(case, rank.events, units) for rank in ranks]
-    found = first_overrun(case, accounts, budget, measures)
-    return None if found is None else overrun_finding(case, found)
+    overrun = first_overrun(case, accounts, budget, measures)
+    return None if overrun is None else overrun_finding(case, overrun)
 
 
 def accounts_of(case: Case, events: Sequence[Event], units: Collection[str]) -> list[OperationAccount]:
@@ -191,8 +191,8 @@ def in_order(case: Case, ranks: Sequence[TracedObservation]) -> Finding | None:
             first, then = got[: len(forward)], iter(backward)
             # Whether a unit is gathered again for backward is another rule's; here, in which order.
             if got and (first != forward or not all(unit in then for unit in got[len(forward) :])):
-                seen, wanted = ", ".join(map(_shown, got)), ", ".join(map(_shown, (*forward, *backward)))
-                sentence = f"units are gathered in the order {seen}; they run in {wanted}"
+                order, wanted = ", ".join(map(_shown, got)), ", ".join(map(_shown, (*forward, *backward)))
+                sentence = f"units are gathered in the order {order}; they run in {wanted}"
                 return _broken(case, rank.rank, operation, sentence)
     return None
 
@@ -207,8 +207,8 @@ def _passes(case: Case) -> list[int]:
 
 
 def _units(rank: TracedObservation, operation: int | None = None) -> list[UnitEvent]:
-    found = [event for event in rank.events if isinstance(event, UnitEvent)]
-    return [event for event in found if operation is None or event.operation == operation]
+    events = [event for event in rank.events if isinstance(event, UnitEvent)]
+    return [event for event in events if operation is None or event.operation == operation]
 
 
 def _uses(rank: TracedObservation) -> Iterator[tuple[int, AutogradEvent, str, set[str]]]:
@@ -217,7 +217,7 @@ def _uses(rank: TracedObservation) -> Iterator[tuple[int, AutogradEvent, str, se
     freeing = {event.unit for event in _units(rank) if event.transition == "free"}
     gathered: set[str] = set()
     last: dict[str, str] = {}
-    for place, event in enumerate(rank.events):
+    for position, event in enumerate(rank.events):
         if isinstance(event, UnitEvent):
             if event.transition == "gather":
                 gathered.add(event.unit)
@@ -228,7 +228,7 @@ def _uses(rank: TracedObservation) -> Iterator[tuple[int, AutogradEvent, str, se
             inner = event.moment == "post_forward" and last.get(event.module) == "pre_forward"
             last[event.module] = event.moment
             if owner[event.module] in freeing and (inner or event.moment == "pre_backward"):
-                yield place, event, owner[event.module], set(gathered)
+                yield position, event, owner[event.module], set(gathered)
 
 
 def _orders(rank: TracedObservation, operation: int) -> tuple[list[str], list[str]]:
@@ -259,7 +259,7 @@ def _chain(sizes: Mapping[str, int]) -> int:
     """Elements of the longest chain of units one inside another."""
 
     def around(unit: str) -> int:
-        return sum(size for other, size in sizes.items() if other in ("", unit) or unit.startswith(f"{other}."))
+        return sum(size for outer, size in sizes.items() if outer in ("", unit) or unit.startswith(f"{outer}."))
 
     return max((around(unit) for unit in sizes), default=0)
 

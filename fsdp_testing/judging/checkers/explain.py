@@ -1,4 +1,4 @@
-"""How does a fact become a finding? With its place in the program, and one sentence that is rendered from the facts."""
+"""Makes a finding of a fact: its place in the program, and one sentence that is rendered from the facts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def operation_text(case: Case, index: int) -> str:
     return case.program[index].text(index)
 
 
-def explain(case: Case, divergence: Divergence, others: int) -> str:
+def explain(case: Case, divergence: Divergence, count: int) -> str:
     """Return one sentence for `divergence`; `others` more were found at the same point."""
     where = "at" if divergence.index >= len(case.program) else "after"
-    more = f"; {others} more quantities diverge there" if others else ""
+    more = f"; {count} more quantities diverge there" if count else ""
     return f"{where} {operation_text(case, divergence.index)}: {_statement(divergence)}{more}"
 
 
@@ -36,7 +36,7 @@ def finding_of(case: Case, divergence: Divergence, divergences: Sequence[Diverge
         _statement(divergence),
         explain(case, divergence, len(divergences) - 1),
         ranks=divergence.ranks,
-        wrong_on=tuple(sorted({rank for one in divergences for rank in one.ranks})),
+        wrong_on=tuple(sorted({rank for wrong in divergences for rank in wrong.ranks})),
         max_error=divergence.max_error,
         bound=divergence.bound,
         bound_derivation=divergence.derivation,

@@ -1,4 +1,4 @@
-"""Does every unit keep the life cycle that sharding promises? Pure: from a history to the rules it breaks.
+"""Checks that every unit keeps the life cycle that sharding promises. Pure: from a history to the rules it breaks.
 
 Rules: memory is gathered once before it is freed again; what was gathered has been freed when an iteration is over,
 for strategies that promise it.
@@ -41,12 +41,12 @@ def check_lifecycle(history: History) -> tuple[BrokenRule, ...]:
 
 def unsharded_before(history: History, operation: int) -> dict[str, tuple[int, ...]]:
     """Return units (FQN, the root's is empty) that are gathered when `operation` begins, with the ranks, in order."""
-    found: dict[str, list[int]] = {}
+    by_unit: dict[str, list[int]] = {}
     for rank in range(len(history.ranks)):
         gathered: dict[str, bool] = {}
         for event in history.units(rank):
             if event.operation < operation and event.transition in ("gather", "free"):
                 gathered[event.unit] = event.transition == "gather"
         for unit in sorted(unit for unit, open_now in gathered.items() if open_now):
-            found.setdefault(unit, []).append(rank)
-    return {unit: tuple(ranks) for unit, ranks in found.items()}
+            by_unit.setdefault(unit, []).append(rank)
+    return {unit: tuple(ranks) for unit, ranks in by_unit.items()}

@@ -1,4 +1,4 @@
-"""Does each operation take no more memory and communication than the strategy promises? Pure, over the ranks' accounts.
+"""Checks that no operation takes more memory or communication than the strategy promises. Pure, over the ranks' accounts.
 
 Right numbers do not show a gathered parameter that is never freed, nor a collective too many. The rules hold for any
 program: they say what may be unsharded after each operation, given what was before it, and what the operations whose
@@ -55,13 +55,15 @@ def first_overrun(
         budget: For the rules of communication; None leaves them out.
         measures: Which rules are asked.
     """
-    found = [one for rank, accounts in enumerate(ranks) for one in _of_rank(case, rank, accounts, budget)]
-    return min((one for one in found if one.measure in measures), key=lambda one: one.operation, default=None)
+    overruns = [overrun for rank, accounts in enumerate(ranks) for overrun in _of_rank(case, rank, accounts, budget)]
+    measured = (overrun for overrun in overruns if overrun.measure in measures)
+    return min(measured, key=lambda overrun: overrun.operation, default=None)
 
 
 def _of_rank(
     case: Case, rank: int, accounts: Sequence[OperationAccount], budget: CommunicationBudget | None
 ) -> Iterator[Overrun]:
+    # What an operation finds unsharded it may leave so.
     before: frozenset[str] = frozenset()
     for account in accounts:
         operation = case.program[account.index] if 0 <= account.index < len(case.program) else None

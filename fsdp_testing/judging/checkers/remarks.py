@@ -1,4 +1,4 @@
-"""What did a rank itself see that is wrong, where the numbers of the case do not show it?"""
+"""Reports what a rank itself saw that is wrong, where the numbers of the case do not show it."""
 
 from __future__ import annotations
 

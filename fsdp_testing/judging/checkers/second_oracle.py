@@ -1,4 +1,4 @@
-"""Does an implementation give what DDP gave on the same ranks? Pure: a second oracle, beside the single process.
+"""Compares an implementation with DDP on the same ranks. Pure: a second oracle, beside the single process.
 
 The first oracle replays the program in one process, with code of this project. DDP on the same ranks shares none of
 that code, and knows neither shards nor units. Both are right within the oracle's bound, so they are within twice that
@@ -39,24 +39,25 @@ def review_pair(case: Case, ranks: Sequence[RankObservation], expectation: Expec
     Raises:
         HarnessError: DDP did not run the case, so that there is no second oracle; that is nobody's failure but ours.
     """
-    others = [rank.other for rank in ranks if isinstance(rank, PairedObservation) and rank.other is not None]
-    wrong = tuple(rank.rank for rank in others if rank.error is not None)
-    if len(others) != len(ranks) or wrong:
-        got = next((rank.error.message for rank in others if rank.error is not None), "it reported nothing")
+    references = [rank.other for rank in ranks if isinstance(rank, PairedObservation) and rank.other is not None]
+    # Of a second oracle that fails nothing follows for the implementation.
+    wrong = tuple(rank.rank for rank in references if rank.error is not None)
+    if len(references) != len(ranks) or wrong:
+        got = next((rank.error.message for rank in references if rank.error is not None), "it reported nothing")
         raise HarnessError(f"second oracle: expected DDP to run {case.identity}, got {got}. Run the case by itself.")
-    states = gathered_state.states(others)
+    states = gathered_state.states(references)
     points = tuple(_point(point, states[point.index]) for point in expectation.points if point.index in states)
     if expectation.notes.get("mode") == "lockstep":
         # Each bound is that of one operation, from the implementation's own state: DDP's is the same before the first.
         points = tuple(point for point in points if point.snapshot)[:1]
     shown = all(rank.gradients for rank in ranks if isinstance(rank, PairedObservation))
-    due, asked = replace(expectation, points=points), Comparison(outputs=False, gradients=shown)
-    found, tally = agreement.review(case, due, ranks, asked, "compared with DDP on the same ranks")
+    due, comparison = replace(expectation, points=points), Comparison(outputs=False, gradients=shown)
+    finding, tally = agreement.review(case, due, ranks, comparison, "compared with DDP on the same ranks")
     if not tally.comparisons:
         raise HarnessError(
             f"second oracle: expected something to compare in {case.identity}, got nothing. Observe more."
         )
-    return found
+    return finding
 
 
 def _point(point: ExpectedPoint, state: gathered_state.GatheredState) -> ExpectedPoint:

@@ -1,4 +1,4 @@
-"""Do the ranks' pieces of parameters, gradients, optimizer state and buffers make up the oracle's?"""
+"""Compares one point of the program: losses, outputs and norms on every rank, or the ranks' pieces of their state."""
 
 from __future__ import annotations
 
@@ -11,13 +11,70 @@ import torch
 
 from fsdp_testing.cases.records import FailureKind, Mismatch, ObservedPiece, ParameterObservation, Snapshot
 from fsdp_testing.judging.checkers.divergence import Compared, Divergence
-from fsdp_testing.judging.checkers.results import compare_tensor
 from fsdp_testing.oracle.assemble import assemble
 from fsdp_testing.oracle.quantities import Expected, ExpectedPoint, Quantity
 from fsdp_testing.oracle.tensors import difference
 
 if TYPE_CHECKING:
     from fsdp_testing.oracle.comparison import Comparison
+
+
+from fsdp_testing.cases.records import OperationResult
+
+
+def check_results(tally: Compared, point: ExpectedPoint, results: Sequence[OperationResult | None]) -> None:
+    """Compare every result of one operation.
+
+    Args:
+        tally: Takes what is found.
+        point: What the oracle says.
+        results: What each rank reports, by rank.
+    """
+    for quantity, expected in point.quantities.items():
+        result = results[quantity.rank]
+        actual = None if result is None else result.values.get(quantity.name)
+        if actual is None:
+            ranks = (quantity.rank,)
+            tally.add(Divergence(FailureKind.MISSING, quantity, point.index, ranks, "was not reported"))
+        elif expected.value is not None:
+            compare_tensor(tally, point, quantity, actual, expected)
+    _check_agreement(tally, point, results)
+
+
+def compare_tensor(
+    tally: Compared, point: ExpectedPoint, quantity: Quantity, actual: torch.Tensor, expected: Expected
+) -> None:
+    """Compare one whole tensor that one rank reports."""
+    wanted = expected.value
+    if wanted is None:
+        return
+    tally.count()
+    ranks, index = (quantity.rank,), point.index
+    if actual.shape != wanted.shape:
+        sentence = f"has shape {tuple(actual.shape)}, expected {tuple(wanted.shape)}"
+        tally.add(Divergence(FailureKind.DIVERGED, quantity, index, ranks, sentence, Mismatch.SHAPE))
+        return
+    # The dtype of a norm is each implementation's own affair; its value is not.
+    if actual.dtype != wanted.dtype and quantity.name != "total_norm":
+        sentence = f"has dtype {_name(actual)}, expected {_name(wanted)}"
+        tally.add(Divergence(FailureKind.DIVERGED, quantity, index, ranks, sentence, Mismatch.DTYPE))
+        return
+    tally.number(point, quantity, ranks, difference(actual, wanted, expected.bound), expected)
+
+
+def _check_agreement(tally: Compared, point: ExpectedPoint, results: Sequence[OperationResult | None]) -> None:
+    """The total norm is one number over all ranks: they must agree to the bit."""
+    norms = [result.values["total_norm"] for result in results if result is not None and "total_norm" in result.values]
+    differing = tuple(rank for rank, norm in enumerate(norms) if not torch.equal(norm, norms[0]) and not norm.isnan())
+    if differing and not tally.divergences:
+        quantity = Quantity("result", "total_norm")
+        sentence = f"differs between ranks: {', '.join(repr(float(norm)) for norm in norms)}"
+        tally.add(Divergence(FailureKind.DISAGREED, quantity, point.index, (0, *differing), sentence))
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
 
 RankPieces = list[tuple[int, Sequence[ObservedPiece]]]
 
@@ -31,68 +88,69 @@ class StateCheck:
         point: What the oracle says.
         shapes: Shape of every parameter.
         snapshots: What each rank reports, by rank.
-        asked: Which kinds to compare.
+        comparison: Which kinds to compare.
     """
 
     tally: Compared
     point: ExpectedPoint
     shapes: Mapping[str, tuple[int, ...]]
     snapshots: Sequence[Snapshot]
-    asked: Comparison
+    comparison: Comparison
 
     def run(self) -> None:
         """Compare every quantity that is asked for, in the oracle's order."""
         checks = {"value": self._value}
-        checks |= {"gradient": self._gradient} if self.asked.gradients and not self.point.pending else {}
-        checks |= {"optimizer": self._optimizer} if self.asked.optimizer else {}
-        checks |= {"buffer": self._buffer} if self.asked.buffers else {}
+        # What awaits reduction is each rank's own, and nobody's gradient yet.
+        checks |= {"gradient": self._gradient} if self.comparison.gradients and not self.point.pending else {}
+        checks |= {"optimizer": self._optimizer} if self.comparison.optimizer else {}
+        checks |= {"buffer": self._buffer} if self.comparison.buffers else {}
         for quantity, expected in self.point.quantities.items():
-            ignored = any(fnmatchcase(quantity.name, pattern) for pattern in self.asked.ignore)
+            ignored = any(fnmatchcase(quantity.name, pattern) for pattern in self.comparison.ignore)
             if quantity.kind in checks and not ignored:
                 checks[quantity.kind](quantity, expected)
 
     def _observed(self, fqn: str) -> list[tuple[int, ParameterObservation]]:
-        seen = [(rank, snapshot.parameters.get(fqn)) for rank, snapshot in enumerate(self.snapshots)]
-        return [(rank, parameter) for rank, parameter in seen if parameter is not None]
+        parameters = [(rank, snapshot.parameters.get(fqn)) for rank, snapshot in enumerate(self.snapshots)]
+        return [(rank, parameter) for rank, parameter in parameters if parameter is not None]
 
     def _value(self, quantity: Quantity, expected: Expected) -> None:
         by_rank: RankPieces = []
-        for rank, seen in self._observed(quantity.name):
-            by_rank.append((rank, seen.pieces))
-            wanted = self.point.dtypes.get(quantity.name, seen.dtype)
-            if seen.dtype and seen.dtype != wanted:
-                self._differs(Mismatch.DTYPE, quantity, (rank,), f"has dtype {seen.dtype}, expected {wanted}")
-            flag = self.point.requires_grad.get(quantity.name, seen.requires_grad)
-            if seen.requires_grad != flag:
-                sentence = f"has requires_grad={seen.requires_grad}, expected {flag}"
+        for rank, parameter in self._observed(quantity.name):
+            by_rank.append((rank, parameter.pieces))
+            wanted = self.point.dtypes.get(quantity.name, parameter.dtype)
+            if parameter.dtype and parameter.dtype != wanted:
+                self._differs(Mismatch.DTYPE, quantity, (rank,), f"has dtype {parameter.dtype}, expected {wanted}")
+            flag = self.point.requires_grad.get(quantity.name, parameter.requires_grad)
+            if parameter.requires_grad != flag:
+                sentence = f"has requires_grad={parameter.requires_grad}, expected {flag}"
                 self._differs(Mismatch.REQUIRES_GRAD, quantity, (rank,), sentence)
         self._pieces(quantity, by_rank, expected)
 
     def _gradient(self, quantity: Quantity, expected: Expected) -> None:
         by_rank: RankPieces = []
         without: list[int] = []
-        for rank, seen in self._observed(quantity.name):
-            if seen.grad_pieces is not None:
-                by_rank.append((rank, seen.grad_pieces))
-                if seen.dtype and seen.grad_dtype != seen.dtype:
-                    sentence = f"has dtype {seen.grad_dtype}, expected {seen.dtype}"
+        for rank, parameter in self._observed(quantity.name):
+            if parameter.grad_pieces is not None:
+                by_rank.append((rank, parameter.grad_pieces))
+                if parameter.dtype and parameter.grad_dtype != parameter.dtype:
+                    sentence = f"has dtype {parameter.grad_dtype}, expected {parameter.dtype}"
                     self._differs(Mismatch.DTYPE, quantity, (rank,), sentence)
-            elif any(piece.stop > piece.start for piece in seen.pieces):
+            elif any(piece.stop > piece.start for piece in parameter.pieces):
                 without.append(rank)
         if expected.value is None:
             self._none(quantity, by_rank)
             return
         size = float(expected.value.abs().max()) if expected.value.numel() else 0.0
-        if without and (size != 0.0 or not self.asked.none_is_zero):
+        if without and (size != 0.0 or not self.comparison.none_is_zero):
             self.tally.count()
             self._differs(Mismatch.NONE, quantity, tuple(without), f"is None, expected numbers (up to {size:.3g})")
         elif without and not by_rank:
             self.tally.count()
         else:
             # Where one rank has none, the others' numbers are those that stand beside its zeros.
-            zeros = [(rank, seen.pieces) for rank, seen in self._observed(quantity.name) if rank in without]
+            zeros = [(rank, parameter.pieces) for rank, parameter in self._observed(quantity.name) if rank in without]
             by_rank += [(rank, [replace(p, value=torch.zeros_like(p.value)) for p in pieces]) for rank, pieces in zeros]
-            self._pieces(quantity, sorted(by_rank, key=lambda one: one[0]), expected)
+            self._pieces(quantity, sorted(by_rank, key=lambda entry: entry[0]), expected)
 
     def _none(self, quantity: Quantity, by_rank: RankPieces) -> None:
         """One process has no gradient."""
@@ -100,14 +158,16 @@ class StateCheck:
         for rank, pieces in by_rank:
             filled = [piece for piece in pieces if piece.stop > piece.start]
             size = max((float(piece.value.abs().max()) for piece in filled), default=0.0)
-            if filled and not (self.asked.none_is_zero and size == 0.0):
+            if filled and not (self.comparison.none_is_zero and size == 0.0):
                 self._differs(Mismatch.NOT_NONE, quantity, (rank,), f"holds numbers (up to {size:.3g}), expected None")
 
     def _optimizer(self, quantity: Quantity, expected: Expected) -> None:
         without = [rank for rank, snapshot in enumerate(self.snapshots) if snapshot.optimizer is None]
         if len(without) == len(self.snapshots) or expected.value is None:
             return
-        filled = {rank for rank, seen in self._observed(quantity.name) if any(p.stop > p.start for p in seen.pieces)}
+        filled = {
+            rank for rank, parameter in self._observed(quantity.name) if any(p.stop > p.start for p in parameter.pieces)
+        }
         if filled & set(without):
             ranks = tuple(sorted(filled & set(without)))
             self._report(FailureKind.MISSING, quantity, ranks, "is not there, although other ranks have one")
@@ -128,11 +188,11 @@ class StateCheck:
             compare_tensor(self.tally, self.point, quantity._replace(rank=rank), actual, expected)
 
     def _buffer(self, quantity: Quantity, expected: Expected) -> None:
-        seen = self.snapshots[quantity.rank].buffers.get(quantity.name)
-        if seen is None:
+        buffer = self.snapshots[quantity.rank].buffers.get(quantity.name)
+        if buffer is None:
             self._report(FailureKind.MISSING, quantity, (quantity.rank,), "is gone")
         else:
-            compare_tensor(self.tally, self.point, quantity, seen.value, expected)
+            compare_tensor(self.tally, self.point, quantity, buffer.value, expected)
 
     def _pieces(self, quantity: Quantity, by_rank: RankPieces, expected: Expected) -> None:
         """Compare a tensor that the ranks hold together: nothing missing, replicas equal, numbers within the bound."""
@@ -144,12 +204,13 @@ class StateCheck:
             where = "" if whole is None else f" from element {whole.first_hole()} on"
             self._report(FailureKind.MISSING, quantity, (), f"is held by no rank{where}")
             return
-        for one, other, position in whole.contradictions[:1]:
-            sentence = f"differs between ranks {one} and {other}, first in element {position}"
-            self._report(FailureKind.DISAGREED, quantity, (one, other), sentence)
-        found = difference(whole.flat, expected.value, expected.bound)
-        ranks = tuple(rank for rank, pieces in by_rank if not found.exceeded or _diverges(pieces, expected))
-        self.tally.number(self.point, quantity, ranks, found, expected)
+        # Before the bound: ranks that hold different bits disagree, however near both are to the oracle.
+        for first, second, position in whole.contradictions[:1]:
+            sentence = f"differs between ranks {first} and {second}, first in element {position}"
+            self._report(FailureKind.DISAGREED, quantity, (first, second), sentence)
+        gap = difference(whole.flat, expected.value, expected.bound)
+        ranks = tuple(rank for rank, pieces in by_rank if not gap.exceeded or _diverges(pieces, expected))
+        self.tally.number(self.point, quantity, ranks, gap, expected)
 
     def _report(self, kind: FailureKind, quantity: Quantity, ranks: tuple[int, ...], sentence: str) -> None:
         self.tally.add(Divergence(kind, quantity, self.point.index, ranks, sentence))

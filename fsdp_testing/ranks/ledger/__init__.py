@@ -1,4 +1,4 @@
-"""Which collectives did every rank issue, and do the ranks agree? Recorded in shared memory, compared while they run.
+"""Records which collectives every rank issues, in shared memory, and compares the ranks while they run.
 
 - `memory`: the shared-memory layout, one writer per rank, any reader.
 - `fence`: why of two ranks that come at the same moment one sees the other, on every processor.

@@ -1,4 +1,4 @@
-"""What must be equal on every member of a group when it issues a collective? One `Call` for each distinct kind."""
+"""What must be equal on every member of a group when it issues a collective: one `Call` for each distinct kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Would waiting now be for ever? Yes, when somebody this rank waits for is stuck until this rank does something else.
+"""Proves deadlocks: somebody this rank is about to wait for is stuck until this rank does something else.
 
 Rank r is stuck on rank s when r waits in a collective that needs s and that s has not issued. Starting from this rank,
 which is about to wait and will issue nothing more, the ranks stuck on it, directly or through others, are certain to stay
@@ -41,15 +41,16 @@ class Deadlocks:
 
     def possible(self, lines: Mapping[int, Any], key: int, epoch: int) -> bool:
         """Ask cheaply: does any rank wait in another group than `key`, for something this rank has not issued?"""
+        # Read once, after the fence of the caller: this only saves the search where nobody waits elsewhere; `find` proves.
         words = self._words
         for at, area in self._others:
-            meta, other = words[at + 1], words[at]
-            if not meta or other == key:
+            meta, group = words[at + 1], words[at]
+            if not meta or group == key:
                 continue
-            line = lines.get(other)
+            line = lines.get(group)
             if line is not None and line.number >= meta >> NUMBER_BITS:
                 continue
-            if area.epoch() & 0xFFFFFFFF == epoch and self._rank in self._members_of(area, other):
+            if area.epoch() & 0xFFFFFFFF == epoch and self._rank in self._members_of(area, group):
                 return True
         return False
 
@@ -58,10 +59,10 @@ class Deadlocks:
         stuck: dict[int, tuple[Waiting, int]] = {}
         while True:
             self._cross()
-            found = self._next_stuck(stuck, epoch)
-            if found is None:
+            stuck_rank = self._next_stuck(stuck, epoch)
+            if stuck_rank is None:
                 return []
-            rank, waiting, on = found
+            rank, waiting, on = stuck_rank
             stuck[rank] = (waiting, on)
             needed = rank in line.group.members if awaited == ANYBODY else rank == awaited
             if needed and self._areas[rank].issued(line.group.key) < line.number:
@@ -72,6 +73,7 @@ class Deadlocks:
             if rank == self._rank or rank in stuck or area.epoch() & 0xFFFFFFFF != epoch:
                 continue
             waiting = area.waiting()
+            # Its wait has to be in the last collective of that group: else it has come out of it and goes on.
             if waiting is None or not waiting.alone or area.issued(waiting.group_key) != waiting.number:
                 continue
             members = self._members_of(area, waiting.group_key)

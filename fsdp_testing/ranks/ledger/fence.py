@@ -1,4 +1,4 @@
-"""When does a rank see what another one wrote? After both have crossed the same fence: what was written before it is read.
+"""Lets a rank see what another one wrote: once both have crossed the same fence, what was written before it is read.
 
 Ranks find out that they disagree without a message and without a lock: each writes what it issues, then reads what its
 peers wrote. That needs the write to reach memory *before* the read is done, which no processor promises: x86 keeps a write
@@ -45,9 +45,9 @@ class Fence:
 
     def cross(self) -> None:
         """Have everything written so far seen by whoever crosses later, and see what those wrote who crossed before."""
-        place = self._place
-        _post(place)
-        _try_wait(place)
+        semaphore = self._place
+        _post(semaphore)
+        _try_wait(semaphore)
 
     def close(self) -> None:
         """Let go of the memory; safe to call twice. To cross afterwards is an error."""

@@ -1,4 +1,4 @@
-"""How does the recorder see every collective, whichever way it is called, at the price of a few microseconds?
+"""Shows the recorder every collective, whichever way it is called, at the price of a few microseconds.
 
 Three ways lead to a backend, each watched where it is cheapest:
 
@@ -64,6 +64,7 @@ def activate(recorder: Recorder | None) -> None:
     """Send every collective of this process to `recorder`; None stops recording."""
     global _active
     install()
+    # Another recorder is another world, in which members have other ranks.
     forget_groups()
     _identities.clear()
     _active = recorder
@@ -150,7 +151,9 @@ def _recording(name: str, method: Callable[..., Any], reader: Callable[..., Any]
         call, blocking = read
         if recorder.record(line, call, blocking, (name, group, args)):
             return method(group, *args, **kwargs)
+        # Remembered: when another thread has used the group before torch refuses this call, nothing is taken back.
         number = line.number
+        # The operator underneath would record the call once more; as long as C++ callers are not watched there is none.
         if _watching_cpp:
             _passing.recorded = True
         try:
@@ -185,6 +188,7 @@ def _kernel(operator: Any, reader: OperatorReader) -> Callable[..., Any]:
 
     def record_and_hand_on(keyset: Any, *args: Any) -> Any:
         recorder = _active
+        # With this key the dispatcher would come back to this kernel.
         handed = keyset.remove(_BACKEND_SELECT)
         if recorder is None or _passing.recorded or _only_traced(args[0]):
             return redispatch(handed, *args)
@@ -228,13 +232,13 @@ def _announcing_cpp(caller: Any) -> Any:
 
 def _line_of(group: Any) -> Line | None:
     """Return the line of `group`; None for a group whose ranks the ledger cannot name."""
-    found = id(group)
-    if found in _lines:
-        return _lines[found]
-    line = _lines[found] = _make_line(group)
-    if found not in _alive:
-        _alive[found] = weakref.ref(
-            group, lambda _: [known.pop(found, None) for known in (_lines, _identities, _alive)]
+    identity = id(group)
+    if identity in _lines:
+        return _lines[identity]
+    line = _lines[identity] = _make_line(group)
+    if identity not in _alive:
+        _alive[identity] = weakref.ref(
+            group, lambda _: [known.pop(identity, None) for known in (_lines, _identities, _alive)]
         )
     return line
 
@@ -243,13 +247,14 @@ def _make_line(group: Any) -> Line | None:
     recorder = _active
     if recorder is None:
         return None
+    # One process stands for a rank of any world (backend `fake`), and no peer compares.
     alone = not recorder.compare and recorder.world_size == 1
     if not alone and (dist.get_rank() != recorder.rank or dist.get_world_size() != recorder.world_size):
         # The default group was replaced by one with other ranks: members no longer have ranks of the world.
         return None
-    known = _identities.get(id(group))
-    if known is not None:
-        return recorder.line(known)
+    earlier = _identities.get(id(group))
+    if earlier is not None:
+        return recorder.line(earlier)
     try:
         members = tuple(dist.get_process_group_ranks(group))
         backends, name = str(dist.get_backend_config(group)), group.group_name

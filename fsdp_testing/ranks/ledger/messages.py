@@ -1,4 +1,4 @@
-"""Which messages from one rank to another did this rank begin and never wait for?
+"""Messages from one rank to another that this rank began and never waited for.
 
 What nobody waits for stays under way: gloo gives a message that was sent to whoever receives next, and a receive that was
 left takes the message that is sent next. So a later call would get another one's numbers, or wait for ever.
@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 _METHODS = ("send", "recv", "recv_anysource")
+# Holds works, and with them their tensors, that their callers have dropped: they are under way all the same.
 _under_way: list[tuple[Any, str]] = []
 
 

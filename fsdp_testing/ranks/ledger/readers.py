@@ -1,4 +1,4 @@
-"""What does a call of a collective mean, whichever way it comes? A table for each of the three ways, over the same kinds.
+"""What a call of a collective means, whichever way it comes: a table for each of the three ways, over the same kinds.
 
 - Methods of `ProcessGroup`, as `torch.distributed` calls them: tensors, then an options object that says the rest.
 - `c10d::*` operators, as C++ calls them. They carry the reduce op as an object that Python cannot open: `pending_reduce_op`
@@ -129,8 +129,8 @@ def _method(options: str, call: Callable[..., Call]) -> MethodReader:
         first = args[0]
         while first.__class__ is list and first:
             first = first[0]
-        found = call(group, *args)
-        return on_meta(found) if getattr(first, "is_meta", False) else found, not args[-1].asyncOp
+        made = call(group, *args)
+        return on_meta(made) if getattr(first, "is_meta", False) else made, not args[-1].asyncOp
 
     return read
 

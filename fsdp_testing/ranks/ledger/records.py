@@ -1,4 +1,4 @@
-"""What is a collective, and what is a group, to the ledger?"""
+"""Collectives and groups, as the ledger knows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Will torch refuse this call whatever the peers do? Asked only when the ranks disagree about it.
+"""Whether torch will refuse a call whatever the peers do; asked only when the ranks disagree about it.
 
 A test may try calls that torch must refuse. Ranks do so at different moments, so one may have gone on to its next
 collective while another still tries: that is no disagreement, since nothing will be issued. Pure: it reads arguments.

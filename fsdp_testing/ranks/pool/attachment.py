@@ -1,4 +1,4 @@
-"""What is a world under torchrun? The processes that torchrun made: none is started here, and its exit status judges.
+"""A world under torchrun: the processes that torchrun made; none is started here, and its exit status judges.
 
 Every process runs the call once; results go to all of them. A process in which it raises leaves with that error, and
 torchrun's agent ends the others, which may wait for it in a collective.

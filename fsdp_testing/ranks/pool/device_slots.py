@@ -1,4 +1,4 @@
-"""Which devices are free? Worlds of the workers of a user's pytest-xdist sessions take theirs one by one, and none twice.
+"""Lends devices: worlds of the workers of a user's pytest-xdist sessions take theirs one by one, and none twice.
 
 A device is a file that its holder has locked. The kernel gives the lock back when the holder's process ends, however it
 ends, so that no device is lost. All of a world's devices are taken by one worker after the other: who is first in the
@@ -62,29 +62,29 @@ class DeviceSlots:
         """
         wanted, limit = min(size, self.count), time.monotonic() + seconds
         queue = self._lock("queue", limit)
-        held: dict[int, int] = {}
+        locks: dict[int, int] = {}
         try:
             while queue is not None:
-                self._take_free(held, wanted)
-                if len(held) == wanted:
-                    lease, held = Lease(tuple(sorted(held)), list(held.values())), {}
+                self._take_free(locks, wanted)
+                if len(locks) == wanted:
+                    lease, locks = Lease(tuple(sorted(locks)), list(locks.values())), {}
                     return lease
                 if time.monotonic() >= limit:
                     break
                 time.sleep(_POLL_SECONDS)
             raise PoolBroken(
-                f"devices: expected {wanted} of {self.count} devices to become free within {seconds:g} s, got {len(held)}. "
+                f"devices: expected {wanted} of {self.count} devices to become free within {seconds:g} s, got {len(locks)}. "
                 "Other workers of pytest-xdist hold the rest; start fewer (-n), or ask for smaller worlds."
             )
         finally:
-            for lock in (*held.values(), *([queue] if queue is not None else [])):
+            for lock in (*locks.values(), *([queue] if queue is not None else [])):
                 os.close(lock)
 
-    def _take_free(self, held: dict[int, int], wanted: int) -> None:
+    def _take_free(self, locks: dict[int, int], wanted: int) -> None:
         for device in range(self.count):
-            if device not in held and len(held) < wanted:
+            if device not in locks and len(locks) < wanted:
                 lock = self._try(f"device-{device}")
-                held.update({} if lock is None else {device: lock})
+                locks.update({} if lock is None else {device: lock})
 
     def awaited(self) -> bool:
         """Return whether somebody waits for devices: then a world that nobody uses is to end, not to be kept."""

@@ -1,4 +1,4 @@
-"""How do the processes of a launcher become one pool? They meet in its store; the first controls, the others serve ranks.
+"""The processes of a launcher, as one pool sees them: they meet in its store; the first controls, the others serve ranks.
 
 The launcher (torchrun, srun, mpirun) made the processes; none of them is a rank itself, since a rank that dies or hangs must
 not take its host with it, and a launcher ends everything when one of its processes ends. Each process forks the ranks that
@@ -11,32 +11,26 @@ one's own, as the store is.
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
-import secrets
-import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fsdp_testing.base import env
 from fsdp_testing.errors import InvalidArgument, PoolBroken
 from fsdp_testing.ranks.pool.channel import Channel, readable
 from fsdp_testing.ranks.pool.remote_rank import RemoteRank, StartRank, keep_alive
 
 if TYPE_CHECKING:
     from fsdp_testing.base.env import Launch
-    from fsdp_testing.ranks.pool.controller import Pool
     from fsdp_testing.ranks.pool.jobs import Bootstrap
 
 PATIENCE = timedelta(seconds=180)
 _CONNECT_SECONDS = 20.0
-_TOKEN_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,74 +160,8 @@ class Hosts:
         machines = {place.machine: 0 for place in self.places}
         for place in self.places:
             machines[place.machine] += 1
-        said = ", ".join(f"{count} on {name}" for name, count in machines.items())
-        return f"{len(self.places)} processes of the launcher ({said})"
-
-
-@contextmanager
-def gathered(launch: Launch, pool: Pool, patience: timedelta = PATIENCE) -> Iterator[Hosts]:
-    """Meet the other processes, and have `pool` use them while the context is open; in the controlling process.
-
-    The launcher's SIGTERM ends no report: what runs on ranks ends at once and is not judged, and nothing more is begun.
-
-    Raises:
-        PoolBroken: Names the processes that did not come in time.
-    """
-    hosts = _gather(launch, patience)
-    before: Any = None
-    main = threading.current_thread() is threading.main_thread()
-
-    def on_sigterm(number: int, frame: object) -> None:
-        del number, frame
-        vanished = ", ".join(str(host.place) for host in hosts.lost())
-        why = f"{vanished} vanished" if vanished else "the launcher ended this run (SIGTERM)"
-        pool.give_up(why)
-
-    if main:
-        before = signal.signal(signal.SIGTERM, on_sigterm)
-    if pool.worlds():
-        pool.close()  # worlds that were made before would be lent again, on this host alone
-    pool.hosts = hosts
-    try:
-        yield hosts
-    finally:
-        pool.close()
-        pool.hosts, pool.given_up = None, ""
-        if main:
-            signal.signal(signal.SIGTERM, before)
-        for host in hosts.others:
-            host.leave()
-
-
-def _gather(launch: Launch, patience: timedelta) -> Hosts:
-    meeting = Meeting(launch, patience)
-    token = secrets.token_bytes(_TOKEN_BYTES)
-    meeting.put("token", token.hex())
-    places: list[Place] = []
-    missing: list[int] = []
-    for number in range(1, launch.world_size):
-        message = meeting.get(f"place/{number}", timedelta(seconds=0.1) if missing else patience)
-        if message is None:
-            missing.append(number)
-        else:
-            places.append(Place(**json.loads(message)))
-    if missing:
-        raise PoolBroken(
-            f"{launch.launcher}: expected all {launch.world_size} processes within {patience.total_seconds():.0f} s, got "
-            f"nothing from process(es) {', '.join(map(str, missing))}. Start the same command in every one, and look at what "
-            "they wrote."
-        )
-    here = meeting.here(0)
-    env.forget_launch()
-    hosts: list[Host] = []
-    try:
-        for place in places:
-            hosts.append(Host.of(place, token))
-    except PoolBroken:
-        for host in hosts:
-            host.leave()
-        raise
-    return Hosts(here, tuple(hosts))
+        counts = ", ".join(f"{count} on {name}" for name, count in machines.items())
+        return f"{len(self.places)} processes of the launcher ({counts})"
 
 
 class Meeting:
@@ -313,8 +241,8 @@ def interface_of(address: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address of version 4
-                found = fcntl.ioctl(sock, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-                if socket.inet_ntoa(found[20:24]) == address:
+                answer = fcntl.ioctl(sock, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     return ""
 

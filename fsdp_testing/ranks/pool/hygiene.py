@@ -1,31 +1,227 @@
-"""Is a rank after a job as it was before? A snapshot says what is not, and puts back what can be put back.
+"""Compares a rank after a job with what it was before, and puts back what can be put back.
 
 Cheap comparisons come first: a job that leaves nothing behind pays for reading some hundred values twice. Only a
 difference is examined, named and undone. Random generators are not compared: every job starts from seeds, so that a
 test draws the same numbers alone, in any order, and on a kept or a new rank.
+
+Names that lead elsewhere are compared too: modules that were removed or replaced, and functions that others stand in for.
+Watched are namespaces of torch and of Python in which tests replace things, and the code under test: every module that comes
+neither with Python nor from an installed package, with its classes. A dictionary says whether it was changed at all since
+it was read last; what it holds is looked at only then.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
+import pathlib
 import random
 import sys
+import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fsdp_testing.base import compat
-from fsdp_testing.ranks.pool import hygiene_names, hygiene_process, hygiene_python, hygiene_torch
-from fsdp_testing.ranks.pool.dirt import Dirt
-from fsdp_testing.ranks.pool.hygiene_probe import Probe
+from fsdp_testing.ranks.pool import targets
+from fsdp_testing.ranks.pool.hygiene_leftovers import LEFTOVER_PROBES, LIMITS, Probe
+from fsdp_testing.ranks.pool.hygiene_settings import INSTALLED, PYTHON_PROBES, TORCH_PROBES
+from fsdp_testing.ranks.pool.outcome import Dirt
+
+_CALLABLE = (types.FunctionType, types.BuiltinFunctionType, type, property, staticmethod, classmethod)
+# torch wraps functions of these namespaces on first use, for good: the compiler, and whoever makes an optimizer.
+_WRAPS = (
+    "/torch/_dynamo/",
+    "/torch/_compile.py",
+    "/torch/_inductor/",
+    "/torch/_functorch/",
+    "/torch/optim/optimizer.py",
+)
+_TORCHS = (
+    torch.nn.functional, dist, torch.nn.Module, torch.Tensor, torch.autograd, torch, torch.nn, torch.optim,
+    torch.nn.init, torch.nn.Linear, torch.optim.Optimizer, dist.ProcessGroup,
+)  # fmt: skip
+_MORE = (
+    "torch.distributed.distributed_c10d", "torch.utils.data", "torch.utils.checkpoint", "torch.cuda", "torch.linalg",
+    "torch.fft", "torch.special", "torch.nn.utils", "torch.amp", "torch.multiprocessing", "torch.serialization",
+    "time", "os", "subprocess", "threading", "shutil", "tempfile", "json", "copy", "math", "signal", "random",
+    "numpy", "numpy.random", "socket", "uuid", "inspect", "functools", "contextlib", "pickle", "datetime",
+)  # fmt: skip
+# Not `warnings`: pytest replaces its functions around each test, and while a fixture of several tests ends.
+_NAMED = 5
+_NOTHING = object()
+
+#: What a namespace holds, by name: what is called there, None for anything else, so that no tensor is kept alive.
+Content = dict[str, Any]
+
+
+class _Namespace:
+    """A module, a class, or the table of modules, and what it held when it was read last."""
+
+    __slots__ = ("_all", "_content", "_names", "_state", "_values", "_version", "place")
+
+    def __init__(self, owner: Any, names: dict[str, Any], *, everything: bool = False) -> None:
+        self.place = owner
+        self._names = names
+        self._all = everything
+        self._state = compat.state_of_dictionary(names)
+        self._version: object = None
+        self._values: tuple[Any, ...] = ()
+        self._content: Content = {}
+
+    def read(self) -> Content:
+        version = self._state.value
+        return self._content if version == self._version else self._read_again(version)
+
+    def _read_again(self, version: object) -> Content:
+        self._version = version
+        if isinstance(self._state, compat.Unversioned):
+            values = tuple(self._names.values())
+            if values == self._values and len(self._content) == len(values):
+                return self._content
+            self._values = values
+        named = list(self._names.items())
+        self._content = {name: v if self._all or issubclass(type(v), _CALLABLE) else None for name, v in named}
+        return self._content
+
+
+class _Watched:
+    """All namespaces. Only grows, at the end: a reading is compared with an earlier, shorter one."""
+
+    def __init__(self) -> None:
+        self.modules = _Namespace(sys.modules, sys.modules, everything=True)
+        self.all: list[_Namespace] = []
+        self._known: set[str] = set()
+        self._there: set[int] = set()
+        named = [module for name in _MORE if (module := sys.modules.get(name)) is not None]
+        for owner in (*_TORCHS, *named, pathlib.Path, random.Random):
+            self._watch(owner)
+
+    def current(self) -> list[_Namespace]:
+        """Return all of them, those in modules that were imported meanwhile included."""
+        if len(sys.modules) != len(self._known):
+            for name, module in list(sys.modules.items()):
+                if name not in self._known:
+                    self._known.add(name)
+                    self._add(module)
+        return self.all
+
+    def _add(self, module: Any) -> None:
+        if not isinstance(module, types.ModuleType) or module.__name__.partition(".")[0] == "fsdp_testing":
+            return
+        file = vars(module).get("__file__")
+        if not isinstance(file, str) or not file.endswith(".py") or any(part in file for part in INSTALLED):
+            return
+        self._watch(module)
+        for value in list(vars(module).values()):
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                self._watch(value)
+
+    def _watch(self, owner: Any) -> None:
+        if id(owner) not in self._there:
+            self._there.add(id(owner))
+            names = vars(owner)
+            # A class shows its dictionary through a proxy.
+            own = names if isinstance(names, dict) else next(d for d in gc.get_referents(names) if isinstance(d, dict))
+            self.all.append(_Namespace(owner, own))
+
+
+_watched = _Watched()
+
+
+def _contents() -> list[Content]:
+    return [namespace.read() for namespace in _watched.current()]
+
+
+def _modules() -> Content:
+    return _watched.modules.read()
+
+
+def remember() -> None:
+    """Read everything once, in the process that ranks are forked from: what stays as it is, no rank has to touch."""
+    _contents(), _modules()
+
+
+def _replaced(before: list[Content], now: list[Content]) -> Iterator[tuple[Any, str, Any]]:
+    """Yield (namespace, name, earlier value) of what is called and that another object has taken the place of.
+
+    The earlier value is `_NOTHING` where a class hides what it inherits.
+    """
+    for namespace, old, new in zip(_watched.all, before, now):
+        if old is new:
+            continue
+        owner, names = namespace.place, vars(namespace.place)
+        for name, value in old.items():
+            if value is not None and new.get(name) is not value and not _wrapped_by_torch(names.get(name)):
+                yield owner, name, value
+        for name in [name for name in new if name not in old] if isinstance(owner, type) else ():
+            inherited = any(callable(vars(base).get(name)) for base in owner.__mro__[1:])
+            if inherited and not _wrapped_by_torch(names[name]):
+                yield owner, name, _NOTHING
+
+
+def _wrapped_by_torch(value: Any) -> bool:
+    code = getattr(getattr(value, "__func__", value), "__code__", None)
+    return code is not None and any(part in code.co_filename for part in _WRAPS)
+
+
+def _tell_contents(before: list[Content], now: list[Content]) -> Iterator[str]:
+    by_place: dict[str, list[str]] = {}
+    for namespace, name, value in _replaced(before, now):
+        owner = (
+            f"{namespace.__module__}.{namespace.__qualname__}" if isinstance(namespace, type) else namespace.__name__
+        )
+        was = "was inherited" if value is _NOTHING else repr(value)
+        by_place.setdefault(owner, []).append(f"{name}: {was} -> {vars(namespace).get(name)!r}")
+    for owner, changes in by_place.items():
+        yield from (f"{owner}.{change}" for change in changes[:_NAMED])
+        if more := [change.partition(":")[0] for change in changes[_NAMED:]]:
+            yield f"{owner}: {len(more)} more names ({', '.join(more[:_NAMED])}{', ...' if more[_NAMED:] else ''})"
+
+
+def _put_contents(before: list[Content], now: list[Content]) -> None:
+    for owner, name, value in list(_replaced(before, now)):
+        if value is _NOTHING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+
+
+def _lost_modules(before: Content, now: Content) -> list[str]:
+    # A file of the same name in another folder took its place when the controller asked for a function of it.
+    return [n for n, module in before.items() if now.get(n) is not module and n not in targets.replaced_modules]
+
+
+def _tell_modules(before: Content, now: Content) -> Iterator[str]:
+    lost = _lost_modules(before, now)
+    yield from (f"module {name} was {'replaced' if name in now else 'removed'}" for name in lost[:_NAMED])
+    if lost[_NAMED:]:
+        yield f"{len(lost) - _NAMED} more modules were removed or replaced"
+
+
+def _put_modules(before: Content, now: Content) -> None:
+    for name in _lost_modules(before, now):
+        module, (parent, _, child) = before[name], name.rpartition(".")
+        sys.modules[name] = module
+        if parent in sys.modules and isinstance(module, types.ModuleType):
+            setattr(sys.modules[parent], child, module)  # as an import does
+    importlib.invalidate_caches()
+
+
+_NAME_PROBES = (
+    Probe("imported module", _modules, _put_modules, _tell_modules),
+    Probe("patched function", _contents, _put_contents, _tell_contents),
+)
 
 PROBES: tuple[Probe, ...] = (
-    hygiene_process.LIMITS,  # first: with a limit put back, more can be read
-    *hygiene_python.PROBES,
-    *hygiene_torch.PROBES,
-    *hygiene_names.PROBES,  # after settings that hold a name too: `torch.Storage` follows the default dtype
-    *hygiene_process.PROBES,
+    LIMITS,  # first: with a limit put back, more can be read
+    *PYTHON_PROBES,
+    *TORCH_PROBES,
+    *_NAME_PROBES,  # after settings that hold a name too: `torch.Storage` follows the default dtype
+    *LEFTOVER_PROBES,
 )
 # What is nobody's concern after a call whose process ends with it: all but what ends badly, or not at all, with the process.
 ENDS_WITH_PROCESS = frozenset(probe.kind for probe in PROBES) - {
@@ -34,6 +230,7 @@ ENDS_WITH_PROCESS = frozenset(probe.kind for probe in PROBES) - {
     "thread",
     "temporary file",
 }
+# Made once: every job reads all of them twice.
 _READERS = tuple(probe.read for probe in PROBES)
 
 

@@ -1,4 +1,4 @@
-"""What do controller and rank say to each other? The messages, as data: a bootstrap, jobs, and None to leave; reports.
+"""The messages between controller and rank, as data: a bootstrap, jobs, and None to leave; reports.
 
 What is sent for every call is a named tuple: a frozen dataclass takes ten times as long to be pickled and read.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fsdp_testing.ranks.pool.dirt import Dirt
-from fsdp_testing.ranks.pool.outcome import ErrorRecord
+from fsdp_testing.ranks.pool.outcome import Dirt, ErrorRecord
 from fsdp_testing.ranks.pool.targets import Target
 
 LOOPBACK = "127.0.0.1"
@@ -40,7 +39,7 @@ class Bootstrap:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StandInRank:
     """Another rank and size for a single-process world (fake backend)."""
 
     rank: int
@@ -63,7 +62,7 @@ class Job(NamedTuple):
     sys_path: list[str] | None = None
     environment: dict[str, str | None] | None = None
     directory: str | None = None
-    place: Place | None = None
+    place: StandInRank | None = None
 
 
 class Report(NamedTuple):

@@ -1,4 +1,4 @@
-"""What became of every rank? The full account of one job on one world, as data: fates, collectives, output."""
+"""The full account of one job on one world, as data: the fate of every rank, its collectives, output and leaks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_testing.base.printable import printable
 from fsdp_testing.ranks.ledger.reading import CollectiveRecord
-from fsdp_testing.ranks.pool.dirt import Dirt
 
 if TYPE_CHECKING:
     from fsdp_testing.ranks.pool.cause import Cause
@@ -37,6 +36,25 @@ class Fate(StrEnum):
     HUNG = "hung"
     STOPPED = "stopped"
     """Ended by the controller because another rank had failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dirt:
+    """One difference between a rank before and after a job.
+
+    Attributes:
+        kind: What sort of thing, from a small vocabulary ("environment", "default dtype", "process group", "thread",
+            "child process", "file descriptor", ...).
+        what: The thing itself with its values before and after, as text.
+        restored: True when the rank is again as it was; False when only a new process is.
+    """
+
+    kind: str
+    what: str
+    restored: bool
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.what}" + (" (put back)" if self.restored else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +143,11 @@ def rank_names(ranks: Iterable[int]) -> str:
 
 def left_behind(dirt: Iterable[tuple[int, Iterable[Dirt]]]) -> list[str]:
     """Return one line for each thing that ranks left behind, from (rank, what it left); equal things once."""
-    found: dict[str, list[int]] = {}
+    ranks_of: dict[str, list[int]] = {}
     for rank, entries in dirt:
         for entry in dict.fromkeys(map(str, entries)):
-            found.setdefault(entry, []).append(rank)
-    return [printable(f"{rank_names(ranks)} left {entry}") for entry, ranks in found.items()]
+            ranks_of.setdefault(entry, []).append(rank)
+    return [printable(f"{rank_names(ranks)} left {entry}") for entry, ranks in ranks_of.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +214,7 @@ def account_lines(rank: RankOutcome) -> list[str]:
 
 def _without(hidden: Sequence[str], trace: str) -> list[str]:
     """Return the lines of a traceback or stack; with a frame go its lines of source."""
-    kept: list[str] = []
+    shown: list[str] = []
     dropping = False
     for line in trace.rstrip().splitlines():
         if line.startswith("  File "):
@@ -204,5 +222,5 @@ def _without(hidden: Sequence[str], trace: str) -> list[str]:
         elif not line.startswith("    "):
             dropping = False
         if not dropping:
-            kept.append(line)
-    return kept
+            shown.append(line)
+    return shown

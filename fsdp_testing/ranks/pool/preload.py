@@ -1,4 +1,4 @@
-"""Which modules does the fork server import before it forks? torch at once; the lazily imported ones once a rank had to.
+"""The modules that the fork server imports before it forks: torch at once; the lazily imported ones once a rank had to.
 
 torch imports some hundreds of modules at the first use of a feature (torch._dynamo under FSDP2 among them), which
 dominates a new rank. Ranks report what they had to import, and a successor of the fork server imports the same: modules of
@@ -65,5 +65,5 @@ def to_import_ahead(reported: Iterable[str]) -> list[str]:
 
 def _allowed(name: str) -> bool:
     root = name.partition(".")[0]
-    known = root in _FAMILIES or root in sys.stdlib_module_names
-    return known and not name.startswith(_NEVER) and "__main__" not in name
+    familiar = root in _FAMILIES or root in sys.stdlib_module_names
+    return familiar and not name.startswith(_NEVER) and "__main__" not in name

@@ -1,4 +1,4 @@
-"""How does the controller watch a rank that another host runs? Over one connection to the process that serves there.
+"""A rank that another host runs, watched over one connection to the process that serves there.
 
 That process (`fsdp_testing.ranks.pool.serving`) forks the rank as this one would, hands jobs on, and sends notes: the rank's
 reports, what it wrote, its ledger, its end. When the connection ends before that note, the rank is
@@ -159,6 +159,7 @@ class RemoteRank:
         self.pid, self.store_port = started.pid, started.store_port
 
     def _take(self, note: Note) -> None:
+        # Hosts have clocks of their own: moments move by how far these are apart, and by the time that the note took.
         ahead = time.monotonic() - note.now
         if note.exit is not None:
             self._exit = replace(note.exit, moment=note.exit.moment + ahead)

@@ -1,4 +1,4 @@
-"""How does the controller talk to the process that forks ranks?"""
+"""The controller's end of the process that forks ranks."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ class ForkServer:
                 pass_fds=[theirs.fileno(), settings],
                 env=environment,
                 stdin=subprocess.DEVNULL,
+                # Ctrl-C in the terminal reaches the controller alone, which ends the ranks.
                 start_new_session=True,
             )
             # Who answers: the process itself, or later its successor.
@@ -122,8 +123,8 @@ class ForkServer:
             raise PoolBroken(self._lost(str(error))) from error
         if not message.startswith(READY):
             raise PoolBroken(self._lost("it ended while importing"))
-        said = json.loads(message[1:])
-        threads, self._current = said["threads"], said["pid"]
+        answer = json.loads(message[1:])
+        threads, self._current = answer["threads"], answer["pid"]
         if threads > 1:
             self._broken = True
             raise PoolBroken(
@@ -208,6 +209,7 @@ class ForkServer:
         if answer.get("threads") != 1:
             successor.close()
             return
+        # The predecessor stays: the ranks that it forked are its children, and nobody else hears of their ends.
         self._retired.append(self._control)
         self._control, self._current = successor, answer["pid"]
 
@@ -235,6 +237,7 @@ class ForkServer:
         """End the fork server; every rank that is still there is killed by it."""
         if os.getpid() != self._owner:
             return
+        # End of file is the order to end, and to kill every rank.
         for control in (self._successor, self._control, *self._retired):
             if control is not None:
                 control.close()
@@ -270,8 +273,8 @@ def _has_other_copy(entry: str) -> bool:
     pytest may have put a checkout in front when the installed package was imported already. The fork server must find that
     one too; once it has, the order of the path decides about everything else, as it does here.
     """
-    found = Path(entry, _PACKAGE.name)
-    return found.is_dir() and not found.samefile(_PACKAGE)
+    folder = Path(entry, _PACKAGE.name)
+    return folder.is_dir() and not folder.samefile(_PACKAGE)
 
 
 def _memory_file(text: str) -> int:

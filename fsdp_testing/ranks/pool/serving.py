@@ -1,7 +1,7 @@
-"""What does a launcher's process do that does not control? It forks ranks for the one that does, and hands messages on.
+"""Makes the processes of a launcher one pool: the first gathers the others (`gathered`), which serve ranks to it (`serve`).
 
-One thread, one loop. Each rank has a connection of its own to the controlling process; what comes from there goes to the
-rank, and what the rank says, writes and issues goes there in notes (`fsdp_testing.ranks.pool.remote_rank`).
+Serving is one thread, one loop. Each rank has a connection of its own to the controlling process; what comes from there
+goes to the rank, and what the rank says, writes and issues goes there in notes (`fsdp_testing.ranks.pool.remote_rank`).
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ import contextlib
 import hmac
 import json
 import os
+import secrets
 import selectors
+import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +28,7 @@ from fsdp_testing.errors import HarnessError, PoolBroken
 from fsdp_testing.ranks.ledger import memory
 from fsdp_testing.ranks.ledger.reading import AreaView
 from fsdp_testing.ranks.pool.channel import Channel
-from fsdp_testing.ranks.pool.hosts import PATIENCE, Look, Meeting, Place, interface_of
+from fsdp_testing.ranks.pool.hosts import PATIENCE, Host, Hosts, Look, Meeting, Place, interface_of
 from fsdp_testing.ranks.pool.jobs import Job
 from fsdp_testing.ranks.pool.processes import RankProcess, listening_socket, start_rank
 from fsdp_testing.ranks.pool.remote_rank import Note, Order, Started, StartRank, keep_alive
@@ -34,9 +38,76 @@ if TYPE_CHECKING:
     from fsdp_testing.ranks.pool.controller import Pool
 
 _HANDSHAKE_SECONDS = 20.0
+_TOKEN_BYTES = 32
 _STACK_SECONDS = 0.8
 _TICK_SECONDS = 0.02
 _OUTPUTS = ("stdout", "stderr", "stacks")
+
+
+@contextmanager
+def gathered(launch: Launch, pool: Pool, patience: timedelta = PATIENCE) -> Iterator[Hosts]:
+    """Meet the other processes, and have `pool` use them while the context is open; in the controlling process.
+
+    The launcher's SIGTERM ends no report: what runs on ranks ends at once and is not judged, and nothing more is begun.
+
+    Raises:
+        PoolBroken: Names the processes that did not come in time.
+    """
+    hosts = _gather(launch, patience)
+    before: Any = None
+    main = threading.current_thread() is threading.main_thread()
+
+    def on_sigterm(number: int, frame: object) -> None:
+        del number, frame
+        vanished = ", ".join(str(host.place) for host in hosts.lost())
+        why = f"{vanished} vanished" if vanished else "the launcher ended this run (SIGTERM)"
+        pool.give_up(why)
+
+    if main:
+        before = signal.signal(signal.SIGTERM, on_sigterm)
+    if pool.worlds():
+        pool.close()  # worlds that were made before would be lent again, on this host alone
+    pool.hosts = hosts
+    try:
+        yield hosts
+    finally:
+        pool.close()
+        pool.hosts, pool.given_up = None, ""
+        if main:
+            signal.signal(signal.SIGTERM, before)
+        for host in hosts.others:
+            host.leave()
+
+
+def _gather(launch: Launch, patience: timedelta) -> Hosts:
+    meeting = Meeting(launch, patience)
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    meeting.put("token", token.hex())
+    places: list[Place] = []
+    missing: list[int] = []
+    for number in range(1, launch.world_size):
+        message = meeting.get(f"place/{number}", timedelta(seconds=0.1) if missing else patience)
+        if message is None:
+            missing.append(number)
+        else:
+            places.append(Place(**json.loads(message)))
+    if missing:
+        raise PoolBroken(
+            f"{launch.launcher}: expected all {launch.world_size} processes within {patience.total_seconds():.0f} s, got "
+            f"nothing from process(es) {', '.join(map(str, missing))}. Start the same command in every one, and look at what "
+            "they wrote."
+        )
+    here = meeting.here(0)
+    env.forget_launch()
+    hosts: list[Host] = []
+    try:
+        for place in places:
+            hosts.append(Host.of(place, token))
+    except PoolBroken:
+        for host in hosts:
+            host.leave()
+        raise
+    return Hosts(here, tuple(hosts))
 
 
 def serve(launch: Launch, pool: Pool, patience: timedelta = PATIENCE) -> None:
@@ -152,8 +223,8 @@ class _Server:
                 raise PoolBroken(
                     f"{self._place}: expected the controlling process within {patience:.0f} s, got no connection."
                 )
-            asked = [relay for relay in self._relays if relay.stacks_until > time.monotonic()]
-            for key, _ in self._selector.select(_TICK_SECONDS if asked else wait):
+            with_stacks = [relay for relay in self._relays if relay.stacks_until > time.monotonic()]
+            for key, _ in self._selector.select(_TICK_SECONDS if with_stacks else wait):
                 if key.data is None:
                     self._accept()
                 elif isinstance(key.data, Channel):
@@ -161,7 +232,7 @@ class _Server:
                         return
                 elif key.data in self._relays:
                     self._relay(key.data, key.fileobj)
-            for relay in asked:
+            for relay in with_stacks:
                 if relay in self._relays:
                     self._guarded(relay, relay.send_stacks)
 

@@ -1,4 +1,4 @@
-"""How does a function named in one process become the same function in another? By module and qualified name.
+"""Names a function so that another process finds the same one: by module and qualified name.
 
 Code never travels: a lambda, a closure or a function of an interactive session has no name that a rank could import,
 and is refused with the reason before anything is sent.
@@ -76,14 +76,14 @@ def target_of(function: Callable[..., Any] | str) -> Target:
 
 def _depth(function: Callable[..., Any], module: str, qualname: str) -> int:
     """Return how many decorators lie between what the name leads to and `function`."""
-    found: Any = sys.modules.get(module)
+    target: Any = sys.modules.get(module)
     try:
-        found = reduce(getattr, qualname.split("."), found)
+        target = reduce(getattr, qualname.split("."), target)
     except AttributeError:
-        found = None
-    if isinstance(found, types.MethodType) and found.__func__ is getattr(function, "__func__", None):
+        target = None
+    if isinstance(target, types.MethodType) and target.__func__ is getattr(function, "__func__", None):
         return 0
-    inner, depth = found, 0
+    inner, depth = target, 0
     while inner is not None and depth < _MOST_DECORATORS:
         if inner is function:
             return depth
@@ -94,7 +94,7 @@ def _depth(function: Callable[..., Any], module: str, qualname: str) -> int:
             "Pass a module-level function, and the object as an argument."
         )
     raise UnsendableFunction(
-        f"target: expected {module}.{qualname} to name the function itself, got {found!r}. A decorator that returns "
+        f"target: expected {module}.{qualname} to name the function itself, got {target!r}. A decorator that returns "
         "something else, or a redefinition, hides it; pass the object that the module holds."
     )
 
@@ -118,26 +118,26 @@ def resolve(target: Target) -> Callable[..., Any]:
     """
     module = _import(target)
     try:
-        found = reduce(getattr, target.qualname.split("."), module)
+        function = reduce(getattr, target.qualname.split("."), module)
     except AttributeError:
         raise UnsendableFunction(
             f"target {target}: expected module {target.module} to hold {target.qualname}, and it does not in this "
             "rank. It may be defined only when run as a script, or changed since the test was collected."
         ) from None
     for _ in range(target.unwrap):
-        found = found.__wrapped__
-    if not callable(found):
-        raise UnsendableFunction(f"target {target}: expected a callable, got {type(found).__name__}.")
-    return found
+        function = function.__wrapped__
+    if not callable(function):
+        raise UnsendableFunction(f"target {target}: expected a callable, got {type(function).__name__}.")
+    return function
 
 
 def _import(target: Target) -> Any:
     if target.module == "__main__":
         return _import_main(target.path)
-    known = sys.modules.get(target.module)
-    if known is not None and not _is_other(known, target.path):
-        return known
-    if known is not None:
+    module = sys.modules.get(target.module)
+    if module is not None and not _is_other(module, target.path):
+        return module
+    if module is not None:
         return _load(target.module, target.path, target.module)
     try:
         return importlib.import_module(target.module)
@@ -147,9 +147,9 @@ def _import(target: Target) -> Any:
     return _load(target.module, target.path, target.module)
 
 
-def _is_other(known: types.ModuleType, path: str | None) -> bool:
+def _is_other(module: types.ModuleType, path: str | None) -> bool:
     """Return whether the module of that name is another file's: two test folders may hold files of one name."""
-    file = getattr(known, "__file__", None)
+    file = getattr(module, "__file__", None)
     if path is None or file is None or not path.endswith(".py"):
         return False
     return str(Path(file).absolute()) != path and Path(file).resolve() != Path(path).resolve()
@@ -162,18 +162,18 @@ def _load(name: str, path: str | None, *names: str) -> types.ModuleType:
         raise ModuleNotFoundError(f"cannot import {name} from {path}", name=name)
     module = importlib.util.module_from_spec(spec)
     _add_parents(name)
-    before = {known: sys.modules.get(known) for known in names}
-    replaced_modules.update(known for known, old in before.items() if old is not None)
+    before = {alias: sys.modules.get(alias) for alias in names}
+    replaced_modules.update(alias for alias, old in before.items() if old is not None)
     sys.modules.update(dict.fromkeys(names, module))
     try:
         spec.loader.exec_module(module)
     except BaseException:
         # A half-run module is not to be found by the next call.
-        for known, old in before.items():
+        for alias, old in before.items():
             if old is None:
-                sys.modules.pop(known, None)
+                sys.modules.pop(alias, None)
             else:
-                sys.modules[known] = old
+                sys.modules[alias] = old
         raise
     return module
 

@@ -1,4 +1,4 @@
-"""What does a rank do? Join its world, run one call at a time, report, leave without ceremony.
+"""A rank: joins its world, runs one call at a time, reports, leaves without ceremony.
 
 Knows no pytest: a test is a call like any other. Leaves through `os._exit` after flushing, since interpreter shutdown
 with a live gloo thread can abort (pytorch #179291, #190489).
@@ -23,12 +23,15 @@ from fsdp_testing.errors import BackendUnavailable
 from fsdp_testing.ranks.ledger.memory import LedgerMemory
 from fsdp_testing.ranks.pool import world as world_place
 from fsdp_testing.ranks.pool.channel import Channel, dumps, loads
-from fsdp_testing.ranks.pool.dirt import Dirt
-from fsdp_testing.ranks.pool.jobs import Bootstrap, Failed, Job, Place, Report
-from fsdp_testing.ranks.pool.outcome import ErrorRecord
+from fsdp_testing.ranks.pool.jobs import Bootstrap, Failed, Job, Report, StandInRank
+from fsdp_testing.ranks.pool.outcome import Dirt, ErrorRecord
 from fsdp_testing.ranks.pool.targets import resolve
 
 _flush_c = ctypes.CDLL(None).fflush
+RECORDED_COLLECTIVES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+"""How many collectives torch's flight recorder keeps, by its name today and its older one."""
+COLLECTIVES_KEPT = 500
+"""Torch's own number, 2,000, lets a rank that does nothing else grow by 1.4 % until the recorder is full."""
 
 
 def main(fds: dict[str, int], modules: frozenset[str]) -> None:
@@ -128,7 +131,7 @@ class _Rank:
         from fsdp_testing.base.backends import RankPlace, backend_named
         from fsdp_testing.ranks.ledger import interception
         from fsdp_testing.ranks.ledger.recorder import Recorder
-        from fsdp_testing.ranks.pool.hygiene_python import EXIT_HANDLERS
+        from fsdp_testing.ranks.pool.hygiene_settings import EXIT_HANDLERS
 
         boot = self._bootstrap
         torch.set_num_threads(1)
@@ -137,12 +140,12 @@ class _Rank:
         if reason is not None:
             raise BackendUnavailable(f"backend {boot.backend!r} cannot run a world of {boot.size} here: {reason}.")
         devices = backend.device_count() if backend.device_count is not None else 0
-        held = boot.devices or range(max(1, devices))
-        index = held[boot.rank % len(held)]
-        place = RankPlace(boot.rank, boot.size, index)
+        numbers = boot.devices or range(max(1, devices))
+        index = numbers[boot.rank % len(numbers)]
+        rank_place = RankPlace(boot.rank, boot.size, index)
         if backend.prepare is not None:
-            backend.prepare(place)
-        self._init_group(place.rank, place.size)
+            backend.prepare(rank_place)
+        self._init_group(rank_place.rank, rank_place.size)
         memory = LedgerMemory(self._ledger_fd, 1 if backend.single_process else boot.size)
         self._recorder = Recorder(memory, boot.rank, compare=backend.makes_group and not backend.single_process)
         interception.activate(self._recorder)
@@ -164,6 +167,9 @@ class _Rank:
             return
         if env.get("GLOO_SOCKET_IFNAME") is None and self._bootstrap.interface:
             env.update({"GLOO_SOCKET_IFNAME": self._bootstrap.interface})
+        if not any(map(env.get, RECORDED_COLLECTIVES)):
+            # Before the first group: torch reads it once, when it makes the recorder.
+            env.update({RECORDED_COLLECTIVES[0]: str(COLLECTIVES_KEPT)})
         if self._store_fd is not None:
             # Kept: torch's C++ code calls it for as long as there are groups.
             self._store = self._private_store(self._store_fd, backend.torch_backend, size)
@@ -201,7 +207,7 @@ class _Rank:
 
         return PrivateStore(descriptor)
 
-    def _move(self, place: Place) -> None:
+    def _move(self, place: StandInRank) -> None:
         current = world_place.current_world()
         if (current.rank, current.size) == (place.rank, place.size):
             return
@@ -219,9 +225,11 @@ class _Rank:
         from fsdp_testing.ranks.ledger import interception
         from fsdp_testing.ranks.pool.hygiene import take_snapshot
 
+        # Before the snapshot: what has changed in the controller is no leak of this call.
         self._follow(job)
         if job.place is not None:
             self._move(job.place)
+        # Before anything of the call: from now on peers find this rank in the job, and its numbers begin at 1.
         self._recorder.start_job(job.number)
         snapshot = None if job.lasting is None else take_snapshot(ignore=job.lasting)
         started = time.perf_counter()
@@ -231,7 +239,9 @@ class _Rank:
             _flush()
             os._exit(0)
         seconds = time.perf_counter() - started
+        # Before cleaning up: which rank ended first decides which one leads the account.
         finished = time.monotonic()
+        # Before the report: with it the controller reads what was written, C's buffers included.
         _flush_c(None)
         _flush()
         dirt = () if snapshot is None else _restored(snapshot)

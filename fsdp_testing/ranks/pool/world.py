@@ -1,4 +1,4 @@
-"""What does code inside a rank see of its world?"""
+"""What code inside a rank sees of its world."""
 
 from __future__ import annotations
 
@@ -109,22 +109,22 @@ class World:
         plain = tensor.detach().cpu().contiguous()
         copies = self.all_gather_object(plain)
         problems = []
-        for rank, other in enumerate(copies):
-            if other.dtype != copies[0].dtype or other.shape != copies[0].shape:
-                got = f"{other.dtype}{list(other.shape)}"
+        for rank, copy in enumerate(copies):
+            if copy.dtype != copies[0].dtype or copy.shape != copies[0].shape:
+                got = f"{copy.dtype}{list(copy.shape)}"
                 problems.append(f"rank {rank} holds {got}, rank 0 {copies[0].dtype}{list(copies[0].shape)}")
                 continue
-            bits = [c.reshape(-1).view(torch.uint8).reshape(c.numel(), -1) for c in (copies[0], other) if c.numel()]
+            bits = [c.reshape(-1).view(torch.uint8).reshape(c.numel(), -1) for c in (copies[0], copy) if c.numel()]
             if bits and not torch.equal(bits[0], bits[1]):
-                problems.append(_first_difference(copies[0], other, bits, rank))
+                problems.append(_first_difference(copies[0], copy, bits, rank))
         if problems:
             raise AssertionError(f"{name} differs across ranks: " + "; ".join(problems))
 
 
-def _first_difference(first: torch.Tensor, other: torch.Tensor, bits: list[torch.Tensor], rank: int) -> str:
+def _first_difference(first: torch.Tensor, copy: torch.Tensor, bits: list[torch.Tensor], rank: int) -> str:
     differing = (bits[0] != bits[1]).any(dim=1).nonzero().reshape(-1)
     at = int(differing[0])
-    mine, theirs = first.reshape(-1)[at].item(), other.reshape(-1)[at].item()
+    mine, theirs = first.reshape(-1)[at].item(), copy.reshape(-1)[at].item()
     return (
         f"rank {rank} differs from rank 0 in {differing.numel()} of {first.numel()} elements, "
         f"first at flat index {at}: {theirs!r} against {mine!r}"

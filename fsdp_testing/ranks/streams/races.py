@@ -153,11 +153,11 @@ class _Judge:
     def _clock(self, stream: int) -> Clock:
         return self._clocks.setdefault(stream, {})
 
-    def _join(self, stream: int, known: Clock) -> None:
+    def _join(self, stream: int, awaited: Clock) -> None:
         clock = self._clock(stream)
-        for other, tick in known.items():
-            if clock.get(other, 0) < tick:
-                clock[other] = tick
+        for number, tick in awaited.items():
+            if clock.get(number, 0) < tick:
+                clock[number] = tick
 
     def _block(self, block: int) -> _Block:
         return self._blocks.setdefault(block, _Block(f"block {block}", 0))
@@ -171,7 +171,7 @@ class _Judge:
             self._access(_Done(tick, work.stream, access, work), clock)
 
     def _access(self, now: _Done, clock: Clock) -> None:
-        block, kept = self._block(now.access.block), []
+        block, pending = self._block(now.access.block), []
         for former in block.former:
             if clock.get(former.done.stream, 0) < former.done.tick:
                 self._race(Race(former.label, self._use(former.done), self._use(now), block.label, former.freed))
@@ -181,9 +181,9 @@ class _Judge:
             if not ordered and _conflict(before.access, now.access):
                 self._race(Race(block.label, self._use(before), self._use(now)))
             if not (ordered and _supersedes(now, before)):
-                kept.append(before)
-        kept.append(now)
-        block.accesses = kept
+                pending.append(before)
+        pending.append(now)
+        block.accesses = pending
 
     def _allocate(self, number: int, stream: int, label: str) -> None:
         """Take memory from a stream's pool: any that was freed there may be given out again, at once."""

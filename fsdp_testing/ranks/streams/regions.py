@@ -58,12 +58,12 @@ class Region:
         if self.end_bytes <= other.offset_bytes or other.end_bytes <= self.offset_bytes:
             return False
         mine, theirs = sorted(self.runs()), sorted(other.runs())
-        place, reach = 0, -1
+        index, reach = 0, -1
         for start, end in mine:
             # A run that begins before this one may reach into it; the furthest end of those is all that counts.
-            while place < len(theirs) and theirs[place][0] < end:
-                reach = max(reach, theirs[place][1])
-                place += 1
+            while index < len(theirs) and theirs[index][0] < end:
+                reach = max(reach, theirs[index][1])
+                index += 1
             if reach > start:
                 return True
         return False

@@ -1,15 +1,17 @@
-"""How do two sequences differ? Two columns of steps, equal ones joined by a line, what only one has standing alone."""
+"""Two sequences side by side: equal steps joined by a line, what only one has standing alone."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from markupsafe import Markup
 
-from fsdp_testing.judging.checkers.event_order import OrderComparison
+from fsdp_testing.judging.checkers.event_order import OrderComparison, OrderRow
 from fsdp_testing.report.drawings.svg import WIDTH, Drawing, clipped
-from fsdp_testing.report.side_by_side import LEFT_OUT, shown_rows
 
+CONTEXT_ROWS = 2
+LEFT_OUT = "..."
 ROW = 20
 BAR = 16
 COLUMN = 440
@@ -25,12 +27,12 @@ def order_picture(comparison: OrderComparison, left: str, right: str, *, full: b
     drawing = Drawing(HEAD + ROW * len(rows), f"{comparison.aspect} on rank {comparison.rank}: {account(comparison)}")
     drawing.text(COLUMN / 2, 14, left, "strong", "middle")
     drawing.text(RIGHT + COLUMN / 2, 14, right, "strong", "middle")
-    for number, (mark, one, other) in enumerate(rows):
+    for number, (mark, left_step, right_step) in enumerate(rows):
         y = HEAD + ROW * number
-        if one == LEFT_OUT:
-            drawing.text(WIDTH / 2, y + BAR - 4, f"{LEFT_OUT} {other} {LEFT_OUT}", "soft", "middle")
+        if left_step == LEFT_OUT:
+            drawing.text(WIDTH / 2, y + BAR - 4, f"{LEFT_OUT} {right_step} {LEFT_OUT}", "soft", "middle")
             continue
-        for x, kind, text in zip((0, RIGHT), KINDS[mark], (one, other)):
+        for x, kind, text in zip((0, RIGHT), KINDS[mark], (left_step, right_step)):
             if text:
                 drawing.box(kind, x, y, (COLUMN, BAR), text)
                 style = "soft" if text.startswith("—") else ""
@@ -47,3 +49,23 @@ def account(comparison: OrderComparison) -> str:
     counts = Counter(mark for mark, _, _ in shown_rows(comparison.rows, full=True))
     words = {"": "equal", "≠": "different", "<": "only left", ">": "only right"}
     return ", ".join(f"{counts[mark]} {what}" for mark, what in words.items() if counts[mark]) or "nothing happens"
+
+
+def shown_rows(rows: Sequence[OrderRow], *, full: bool) -> Iterator[tuple[str, str, str]]:
+    """(mark, left, right) of every row to be shown: `≠` differ, `<` only left, `>` only right, blank the same."""
+    different = [index for index, row in enumerate(rows) if not row.same]
+    near = {
+        place for index in different for place in range(index - CONTEXT_ROWS, index + CONTEXT_ROWS + 1)
+    }  # of a comparison without differences nothing is near
+    gap = 0
+    for index, row in enumerate(rows):
+        if not full and index not in near:
+            gap += 1
+            continue
+        if gap:
+            yield "", LEFT_OUT, f"{gap} equal rows"
+            gap = 0
+        one_sided = "<" if not row.right else ">" if not row.left else "≠"
+        yield "" if row.same else one_sided, row.left, row.right
+    if gap:
+        yield "", LEFT_OUT, f"{gap} equal rows"

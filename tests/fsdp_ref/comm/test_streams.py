@@ -14,9 +14,11 @@ from torch import nn
 from fsdp_ref import CPUOffload, MixedPrecision
 from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref.annotations import units_under
-from fsdp_ref.comm.streams import Streams
+from fsdp_ref.comm.streams import DeviceStreams, Streams, streams_for
 from fsdp_ref.runtime.reduction_settings import no_sync
+from fsdp_ref.runtime.unit import Ahead
 from fsdp_ref.states import ReshardReason
+from fsdp_ref.storage.flat_buffer import FlatBuffer
 from fsdp_ref.storage.scratch import ScratchPool
 
 pytestmark = pytest.mark.world(2, backend="fake")
@@ -27,6 +29,7 @@ class Recording(Streams):
 
     def __init__(self):
         self.calls = []
+        self.unfreed = []
         self.where = "compute"
 
     def note(self, what, tensor=None):
@@ -58,14 +61,19 @@ class Recording(Streams):
     def compute_after_reduce(self):
         self.note("compute waits for reductions")
 
-    def host_after_prepare(self):
-        self.note("the host waits for shards")
-
-    def host_after_reduce(self):
-        self.note("the host waits for reductions")
+    def host_after_copies(self):
+        self.note("the host waits for copies")
 
     def used_by_compute(self, tensor):
         self.note("compute reads", tensor)
+
+    def free(self, buffer):
+        self.note("free after compute", buffer.tensor)
+        self.unfreed.append(buffer)
+
+    def free_rest(self):
+        while self.unfreed:
+            self.unfreed.pop().free()
 
     def used_by_reduce(self, tensor):
         self.note("reduction reads", tensor)
@@ -90,7 +98,7 @@ def test_memory_is_recorded_where_it_was_read_before_it_is_freed(sharded):
     assert streams.calls == ["compute waits for gathers", "compute reads bfloat16[6] on compute"]
     streams.calls.clear()
     unit.handle.reshard()
-    assert streams.calls == ["compute reads bfloat16[12] on compute"]
+    assert streams.calls == ["free after compute bfloat16[12] on compute"]
 
 
 def test_a_gather_that_nobody_used_is_waited_for_before_it_is_freed(sharded):
@@ -98,7 +106,7 @@ def test_a_gather_that_nobody_used_is_waited_for_before_it_is_freed(sharded):
     unit.handle.start_unshard()
     unit.handle.reshard()
     assert streams.calls[0] == "compute waits for gathers"
-    assert streams.calls[-1] == "compute reads bfloat16[12] on compute"
+    assert streams.calls[-1] == "free after compute bfloat16[12] on compute"
 
 
 def test_gathers_wait_for_what_changed_the_shard(sharded):
@@ -109,7 +117,7 @@ def test_gathers_wait_for_what_changed_the_shard(sharded):
     streams.calls.clear()
     for param in model.parameters():
         param.data = torch.ones_like(param)
-    unit.ask_early()
+    unit.unshard(Ahead.USER)
     assert streams.calls == ["gathers wait for compute"] * 2  # the copy of what was assigned; whatever came before
     unit.reshard(ReshardReason.OUT_OF_DATE)
 
@@ -137,8 +145,10 @@ def test_the_host_waits_only_for_gradients_that_it_reads_itself(world, offload):
     model(torch.ones(1, 3))
     (_, _, unit), *_ = units_under(model)
     streams = unit.root.streams = unit.handle.streams = Recording()
-    model(torch.ones(1, 3)).sum().backward()
-    assert ("the host waits for reductions" in streams.calls) == offload
+    loss = model(torch.ones(1, 3)).sum()
+    streams.calls.clear()
+    loss.backward()
+    assert ("the host waits for copies" in streams.calls) == offload
 
 
 def test_gradients_of_a_failed_backward_are_waited_for_too(sharded):
@@ -161,7 +171,7 @@ def test_the_host_waits_for_shards_that_the_device_reads_from_it(world, offload)
     streams = unit.root.streams = unit.handle.streams = Recording()
     with torch.no_grad():
         model(torch.ones(1, 3))
-    assert ("the host waits for shards" in streams.calls) == offload
+    assert ("the host waits for copies" in streams.calls) == offload
 
 
 def test_scratch_keeps_memory_of_the_host_only():
@@ -169,3 +179,70 @@ def test_scratch_keeps_memory_of_the_host_only():
     for device in ("cpu", "meta"):
         pool.give(pool.take(4, torch.float32, torch.device(device)))
     assert pool.free_bytes == 16
+
+
+class Logged:
+    """A device's module whose streams and events note what they are asked for."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def Event(self):
+        event = self
+        number = self.log.count("recorded")
+
+        class Event:
+            def record(self, stream):
+                event.log.append("recorded")
+
+            def synchronize(self):
+                event.log.append(f"host waits for {number}")
+
+            def __repr__(self):
+                return str(number)
+
+        return Event()
+
+    def Stream(self, device, priority):
+        log = self.log
+
+        class Stream:
+            def wait_event(self, event):
+                log.append(f"gathers wait for {event}")
+
+        return Stream()
+
+    def current_stream(self, device):
+        return "compute"
+
+    def stream(self, stream):
+        return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("limit", [False, True])
+def test_a_full_buffer_is_freed_when_its_readers_are_waited_for(monkeypatch, limit):
+    log = []
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Logged(log))
+    streams = DeviceStreams(torch.device("cpu"), limit_all_gathers=limit)
+    first, second, third = (FlatBuffer(4, torch.float32, torch.device("cpu")) for _ in range(3))
+    for buffer in (first, second):
+        streams.allocate(buffer)
+        streams.free(buffer)
+    # The gather of the third overlaps with what reads the second, and gets the memory of the first.
+    log.clear()
+    streams.allocate(third)
+    assert log == ["host waits for 0"] * limit + ["gathers wait for 0"]
+    assert [each.allocated for each in (first, second, third)] == [False, True, True]
+    # Gathered again before it was freed.
+    log.clear()
+    streams.allocate(second)
+    assert log == ["gathers wait for 1"]
+    assert second.allocated
+    streams.free(third)
+    streams.free_rest()
+    assert [each.allocated for each in (first, second, third)] == [False, True, False]
+
+
+def test_a_device_whose_module_nobody_registered_has_no_streams(monkeypatch):
+    monkeypatch.setattr(torch, "get_device_module", None)
+    assert type(streams_for(torch.device("maia"), limit_all_gathers=True)) is Streams

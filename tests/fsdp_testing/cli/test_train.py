@@ -142,7 +142,7 @@ def test_the_report_is_written_as_a_page_and_as_a_document(train, tmp_path):
     assert (judgement["size"], judgement["verdict"]) == (2, "fail")
     assert "the learning rate is multiplied by the number of ranks" in judgement["sentence"]
     page = Path("page/index.html").read_text()
-    assert "exit code 1: script.py: FAIL on 2 ranks" in page
+    assert "Exit code 1: script.py: FAIL on 2 ranks" in page
     assert "the learning rate is multiplied by the number of ranks" in page
     assert train("train", options=("--html", "one.html")).code == 0
     assert "pass on 2 ranks" in Path("one.html").read_text()

@@ -28,8 +28,9 @@ from fsdp_testing.oracle import gathered_state, rank_jobs
 from fsdp_testing.oracle.comparison import Comparison
 from fsdp_testing.oracle.module_values import GRADIENT, INPUT, OUTPUT, PARAMETER, Seen
 from fsdp_testing.oracle.quantities import Expected, Quantity
+from fsdp_testing.report.conformance import complete_sheet, short_sheet
 from fsdp_testing.report.html import html_text
-from fsdp_testing.report.terminal import cause_lines
+from fsdp_testing.report.sheet import Article, Line
 
 FIRST, LAST = Batch(0), Batch(1)
 CASE = Case(ModelSpec("mlp"), WorldSpec(2), (ForwardBackward(FIRST), ForwardBackward(LAST)))
@@ -147,9 +148,10 @@ def test_the_module_is_named(fault: str, check: str, place: str) -> None:
     places = [f.shortest.place for result in report.results for f in result.findings if f.shortest is not None]
     assert places
     assert all(one.startswith(place) if place else not one for one in places), places
-    text = "\n".join(str(line) for line in cause_lines(report))
-    assert (f"module by module: {places[0]}" in text) == bool(place)
-    assert ("Module by module: " in html_text(report)) == bool(place)
+    (article,) = short_sheet(report).sections[0].blocks[:1]
+    assert isinstance(article, Article)
+    assert (Line(f"module by module: {places[0]}", "said") in article.blocks) == bool(place)
+    assert ("Module by module: " in html_text(complete_sheet(report))) == bool(place)
 
 
 def test_a_finding_of_the_fuzzer_names_it_too() -> None:

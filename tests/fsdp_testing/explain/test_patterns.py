@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_testing.checks.conformance import run_conformance
-from fsdp_testing.explain.held import Held
+from fsdp_testing.explain.compared_pieces import ComparedPiece
 from fsdp_testing.explain.patterns import pattern_of
 from fsdp_testing.oracle.quantities import Expected, Quantity
 
@@ -20,14 +19,16 @@ MOMENTS = {STATE: Expected(DUE), SQUARES: Expected(DUE.square())}
 
 def words(got: torch.Tensor, due: torch.Tensor = DUE) -> str:
     flat = due.reshape(-1)
-    found = pattern_of([Held(A, 0, (0, flat.numel()), got.reshape(-1), flat, 1e-12)], POINT)
+    found = pattern_of([ComparedPiece(A, 0, (0, flat.numel()), got.reshape(-1), flat, 1e-12)], POINT)
     return "" if found is None else found.words
 
 
 def spread(*parts: torch.Tensor, quantity: Quantity = A) -> str:
     """What the halves of `DUE` are like on two ranks."""
     due = DUE.reshape(2, -1)
-    pieces = [Held(quantity, rank, (6 * rank, 6 * rank + 6), part, due[rank]) for rank, part in enumerate(parts)]
+    pieces = [
+        ComparedPiece(quantity, rank, (6 * rank, 6 * rank + 6), part, due[rank]) for rank, part in enumerate(parts)
+    ]
     found = pattern_of(pieces, POINT if quantity == A else MOMENTS)
     return "" if found is None else found.words
 
@@ -67,11 +68,13 @@ def test_each_rank_is_asked_by_itself() -> None:
     assert spread(first, first) == "what is due of the part of rank 0"
     assert spread(first.square(), second.square(), quantity=STATE) == "what is due of exp_avg_sq"
     assert spread(first * 2, second * 3) == spread(first, second.roll(1) + 1) == spread(first, second) == ""
-    whole = Held(Quantity("result", "state.a", "", 0), 0, (0, 12), torch.cat([first, second * 0]), DUE.reshape(-1))
+    whole = ComparedPiece(
+        Quantity("result", "state.a", "", 0), 0, (0, 12), torch.cat([first, second * 0]), DUE.reshape(-1)
+    )
     found = pattern_of([whole], {})
     assert found is not None
     assert found.words == "what is due, with zero in its last 6 elements"
-    own = Held(whole.quantity, 0, whole.span, torch.cat([first * 0, second]), whole.due, own=((6, 12),))
+    own = ComparedPiece(whole.quantity, 0, whole.span, torch.cat([first * 0, second]), whole.due, own=((6, 12),))
     found = pattern_of([own], {})
     assert found is not None
     assert found.words.startswith("what is due in the rank's own part, and zero")
@@ -80,7 +83,10 @@ def test_each_rank_is_asked_by_itself() -> None:
 def test_of_right_numbers_and_of_too_few_nothing_is_told() -> None:
     assert words(DUE) == words(DUE + 1e-13) == words(DUE * torch.nan) == ""
     assert words(torch.tensor([2.0]), torch.tensor([1.0])) == ""
-    norms = [Held(Quantity("result", "n", "", r), r, (0, 1), torch.tensor([3.0]), torch.tensor([1.0])) for r in (0, 1)]
+    norms = [
+        ComparedPiece(Quantity("result", "n", "", r), r, (0, 1), torch.tensor([3.0]), torch.tensor([1.0]))
+        for r in (0, 1)
+    ]
     assert pattern_of(norms, {}) is None
     narrow = DUE.float().double()
     assert words(narrow, narrow) == words(narrow + 1.0, narrow) == ""
@@ -88,7 +94,7 @@ def test_of_right_numbers_and_of_too_few_nothing_is_told() -> None:
 
 def test_a_last_place_is_neither_a_factor_nor_another_order() -> None:
     def expected(got: torch.Tensor) -> str:
-        found = pattern_of([Held(A, 0, (0, 12), got.reshape(-1), DUE.reshape(-1))], POINT)
+        found = pattern_of([ComparedPiece(A, 0, (0, 12), got.reshape(-1), DUE.reshape(-1))], POINT)
         return "" if found is None else found.words
 
     assert expected(torch.nextafter(DUE, DUE + 1)) == "what is due but for one unit in the last place"
@@ -97,15 +103,7 @@ def test_a_last_place_is_neither_a_factor_nor_another_order() -> None:
 
 
 def test_a_cast_that_was_not_made_is_told() -> None:
-    held = Held(Quantity("buffer", "a", "", 0), 0, (0, 12), DUE.reshape(-1), DUE.reshape(-1).float())
+    held = ComparedPiece(Quantity("buffer", "a", "", 0), 0, (0, 12), DUE.reshape(-1), DUE.reshape(-1).float())
     found = pattern_of([held], {})
     assert found is not None
     assert found.words == "the right number, left in float64 where a cast to float32 is due"
-
-
-def test_a_planted_shift_is_told() -> None:
-    report = run_conformance(
-        "faults_gradients:NeighboursSpan", checks=("training.gradients_are_means",), world_sizes=(2,)
-    )
-    explained = [f.shortest for f in report.results[0].findings if f.shortest is not None]
-    assert ["and is what is due, moved by 1 element." in one.sentence for one in explained] == [True]

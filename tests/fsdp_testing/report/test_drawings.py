@@ -19,11 +19,17 @@ from fsdp_testing.cases.records import (
     UnitPortrait,
     Verdict,
 )
+from fsdp_testing.report.conformance import complete_sheet
 from fsdp_testing.report.drawings.layout import layout
 from fsdp_testing.report.drawings.live_bytes import live_bytes
 from fsdp_testing.report.drawings.svg import bytes_text, clipped, ticks
 from fsdp_testing.report.drawings.timeline import timeline
 from fsdp_testing.report.html import html_text
+
+
+def page_of(report: RunReport) -> str:
+    return html_text(complete_sheet(report))
+
 
 HOSTILE = '<script>"&'
 STRETCHES = (
@@ -95,12 +101,12 @@ def test_what_was_not_recorded_is_not_drawn(make: SimpleNamespace) -> None:
 
 def test_the_page_shows_portraits_and_remarks(good: RunReport, portrait: Portrait, make: SimpleNamespace) -> None:
     failed = Portrait("two", make.case, remark="two did not run it to its end")
-    page = html_text(replace(good, portraits=(portrait, failed)))
+    page = page_of(replace(good, portraits=(portrait, failed)))
     assert page.count("<svg viewBox") == 3
     assert "two did not run it to its end" in page
     assert 'href="#portraits"' in page
     assert HOSTILE not in page
-    assert "<svg viewBox" not in html_text(good)
+    assert "<svg viewBox" not in page_of(good)
 
 
 def test_the_page_shows_each_cause_once_with_its_drawing(portrait: Portrait, make: SimpleNamespace) -> None:
@@ -109,10 +115,10 @@ def test_the_page_shows_each_cause_once_with_its_drawing(portrait: Portrait, mak
     shortest = Explanation("It is stale.", ("0 step()",), make.case, 4, 9, 1.5, complete=False, portrait=portrait)
     findings = (make.diverged(cause="x", shortest=shortest), make.diverged(cause="x"))
     results = tuple(make.result("one", name, Verdict.FAIL, findings=findings) for name in ("a.b", "c.d"))
-    page = html_text(RunReport(results))
+    page = page_of(RunReport(results))
     assert page.count("<h3>It is stale. ") == 1
     assert page.count('Cause: <a href="#c0">It is stale.</a>') == 2
-    assert "Breaks 2 checks" in page
+    assert "breaks 2 checks:" in page
     assert page.count("<svg viewBox") == 3
 
 

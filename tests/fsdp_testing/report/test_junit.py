@@ -6,7 +6,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from fsdp_testing.cases.records import RunReport
-from fsdp_testing.report import write_atomically
+from fsdp_testing.report.files import write_atomically
 from fsdp_testing.report.junit import junit_text
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from fsdp_testing.cases.records import CheckResult, Request, RunReport, Verdict
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.report import report_exit_code
 from fsdp_testing.report.merging import merged
+from fsdp_testing.report.summary import report_exit_code
 
 NAMES = ("one", "two")
 CHECKS = ("s.a", "s.b", "s.c", "s.d", "s.e")

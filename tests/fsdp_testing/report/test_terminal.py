@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import io
-import re
-from collections.abc import Iterable
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from fsdp_testing.cases.records import CheckResult, RunReport, Verdict
-from fsdp_testing.report.progress import ProgressListener
-from fsdp_testing.report.terminal import Output, open_console, print_report
+from fsdp_testing.report.conformance import complete_sheet, short_sheet
+from fsdp_testing.report.terminal import Output, open_console, print_sheet, say_ending
+
+
+def print_report(report: RunReport, console: Console, *, full: bool = False) -> None:
+    sheet = (complete_sheet if full else short_sheet)(report)
+    print_sheet(sheet, console, full=full)
+    say_ending(sheet, console)
 
 
 def drawn(report: RunReport, width: int = 120, *, full: bool = False) -> str:
@@ -80,7 +84,7 @@ def test_checks_of_one_cause_are_one_account_and_many_causes_are_short(make: Sim
     ]
     text = drawn(RunReport((*same, *others)))
     assert "new failures: 9 checks, 7 causes" in text
-    assert "breaks: a.c0, a.c1, a.c2" in text
+    assert "breaks 3 checks: a.c0, a.c1, a.c2" in text
     assert text.count("replay:") == 3
     assert all(f"b.c{number}" in text for number in range(6)), "nothing new is left out"
 
@@ -161,75 +165,3 @@ def test_text_of_a_run_is_no_markup(make: SimpleNamespace) -> None:
     finding = make.diverged(explanation="got [bold]x[/bold] [red", detail="[/nothing]")
     report = RunReport(results=(make.result("a", "s.c", Verdict.FAIL, findings=(finding,)),))
     assert "[bold]x[/bold] [red" in drawn(report)
-
-
-def lines_of_progress(results: Iterable[CheckResult], *, at_once: bool = False) -> list[str]:
-    """What a log file shows of a run; `at_once`: everything is started before anything is finished."""
-    console, results = Console(file=io.StringIO(), width=80, color_system=None), list(results)
-    with ProgressListener(console) as listener:
-        listener.planned(len(results))
-        for found in results if at_once else ():
-            listener.started(found.implementation, found.check)
-        for found in results:
-            if not at_once:
-                listener.started(found.implementation, found.check)
-            listener.finished(found)
-    assert isinstance(console.file, io.StringIO)
-    return [re.sub(r"^ *\d+\.\d s  ", "", line) for line in console.file.getvalue().splitlines()]
-
-
-def test_progress_without_a_terminal_is_a_line_for_each_suite_and_trouble(mixed: RunReport) -> None:
-    lines = lines_of_progress(mixed.results)
-    assert lines[:2] == [
-        "starting ranks and examining the adapters",
-        "8 checks to run; a line for each suite that is through",
-    ], "both come before anything is run"
-    assert [line.split(":")[0] for line in lines[2:]] == [
-        "FAIL one training.adamw",
-        "one training",
-        "unknown one clip.inf",
-        "stale one clip.one",
-        "one clip",
-        "FAIL two & co training.sgd",
-        "two & co training",
-        "looking for the causes of what failed (3 checks)",
-    ]
-    assert lines[3] == "one training: 1 pass, 1 FAIL (0.8 s); 2 of 8 checks"
-    assert lines[6] == "one clip: 1 unknown, 1 expected, 1 stale (1.2 s); 5 of 8 checks"
-
-
-def test_every_suite_is_counted_once_where_checks_run_side_by_side(mixed: RunReport) -> None:
-    lines = [line for line in lines_of_progress(mixed.results, at_once=True) if " of 8 checks" in line]
-    assert sorted(line.split(" (")[0] for line in lines) == [
-        "one clip: 1 unknown, 1 expected, 1 stale",
-        "one training: 1 pass, 1 FAIL",
-        "two & co training: 1 pass, 1 FAIL",
-    ]
-
-
-def test_progress_in_a_terminal_moves_and_cleans_up(mixed: RunReport) -> None:
-    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
-    with ProgressListener(console) as listener:
-        listener.planned(len(mixed.results))
-        for found in mixed.results:
-            listener.started(found.implementation, found.check)
-            listener.finished(found)
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
-    assert "FAIL one training.adamw" in text
-    assert text.count("\x1b[?25h") == 1, "the cursor is shown again"
-
-
-def test_progress_survives_an_interrupt(make: SimpleNamespace) -> None:
-    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
-
-    def interrupted() -> None:
-        with ProgressListener(console) as listener:
-            listener.planned(3)
-            listener.started("a", "s.c")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue().count("\x1b[?25h") == 1

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import _runtime_utils
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp2
 
 from fsdp_ref.comm.streams import DeviceStreams
+from fsdp_ref.storage.flat_buffer import FlatBuffer
 from fsdp_testing.adapters.adapter import Adapter
 
 
@@ -30,9 +31,10 @@ def reduces_before_computed(_original: Any, _streams: DeviceStreams) -> None:
     """The reduction does not wait for the gradients."""
 
 
-@reference("used_by_compute", "streams.forward_only")
-def frees_what_compute_reads(_original: Any, _streams: DeviceStreams, _tensor: Any) -> None:
-    """Full parameters are freed without a word to the allocator."""
+@reference("free", "streams.forward_only")
+def frees_what_compute_reads(_original: Any, _streams: DeviceStreams, buffer: FlatBuffer) -> None:
+    """Full parameters are freed at once: the next gather gets memory that kernels still read."""
+    buffer.free()
 
 
 @reference("used_by_reduce", "streams.accumulation")

@@ -19,7 +19,7 @@ from fsdp_testing.cases.records import (
     void_operations,
 )
 from fsdp_testing.checks.suites import CHECKS
-from fsdp_testing.checks.suites.check import FLAT, Check, Place, Suite, adapt, needs_of
+from fsdp_testing.checks.suites.check import FLAT, Check, Place, adapt, cases, check, needs_of
 from fsdp_testing.checks.suites.schedules import accumulated, micro_batch
 
 EVERYTHING = frozenset(CAPABILITIES)
@@ -35,7 +35,7 @@ def cases_of(check: Check) -> list[tuple[Place, Case]]:
     return [(place, case) for place in places for case in check.build(place)]
 
 
-@pytest.mark.parametrize("check", CHECKS.values(), ids=lambda check: check.name)
+@pytest.mark.parametrize("check", CHECKS.values(), ids=lambda each: each.name)
 class TestEveryCheck:
     def test_it_is_described(self, check):
         suite, _, name = check.name.partition(".")
@@ -67,17 +67,10 @@ class TestEveryCheck:
 
 
 def test_needs_are_those_of_the_cases_and_what_is_said_besides():
-    suite = Suite(needs={"comm_hook"}, source="nowhere", strategies=("full_shard",))
-
-    @suite.check("some.name", needs={"uneven_parameters"})
-    def build(place):
-        """Buffers are updated."""
-        yield place.case("buffers", *accumulated(0, 1))
-
-    (check,) = suite.checks
-    assert check.needs == {"buffers", "no_sync", "comm_hook", "uneven_parameters"}
-    assert (check.meaning, check.source, check.strategies) == ("Buffers are updated.", "nowhere", ("full_shard",))
-    assert check.build is build
+    made = check(
+        "some.name", "Buffers are updated.", cases("buffers", *accumulated(0, 1)), needs={"comm_hook"}, source="x"
+    )
+    assert made.needs == {"buffers", "no_sync", "comm_hook"}
 
 
 def test_names_are_unique_and_told_by_suite():
@@ -93,12 +86,12 @@ def test_every_model_of_the_zoo_is_used():
 
 
 def test_data_differ_between_ranks_and_micro_batches():
-    for check in CHECKS.values():
-        if check.name == "training.same_batch_twice":
+    for each in CHECKS.values():
+        if each.name == "training.same_batch_twice":
             continue
-        for _, case in cases_of(check):
+        for _, case in cases_of(each):
             seeds = [operation.batch.seed for operation in case.program if isinstance(operation, ForwardBackward)]
-            assert len(set(seeds)) == len(seeds), f"{check.name} trains twice on one batch"
+            assert len(set(seeds)) == len(seeds), f"{each.name} trains twice on one batch"
 
 
 def test_a_place_for_each_claimed_strategy_only():
@@ -109,21 +102,20 @@ def test_a_place_for_each_claimed_strategy_only():
 
 
 def test_an_implementation_without_units_is_given_none():
-    case = Place(2, "full_shard").case("mlp")
+    (case,) = cases("mlp")
     assert adapt(case, claiming(EVERYTHING)) == case
     assert adapt(case, claiming(frozenset())).wrapping.units == ()
 
 
 def test_an_engine_that_owns_its_step_is_asked_in_its_own_words():
     """Gradients are cleared after each step, for the oracle too, and nothing is asked in a dtype it does not train in."""
-    place = Place(2, "full_shard")
-    asked = place.case("mlp", micro_batch(0), Step(), micro_batch(1), Step())
+    (asked,) = cases("mlp", micro_batch(0), Step(), micro_batch(1), Step())
     engine = replace(claiming(EVERYTHING), step_clears_gradients=True, widest_dtype="float32")
     got = adapt(asked, engine)
     assert got.program == (micro_batch(0), Step(), ZeroGrad(), micro_batch(1), Step(), ZeroGrad())
     assert got.model.dtype == "float32"
     assert adapt(got, engine) == got
-    low = place.case("mlp", micro_batch(0), dtype="bfloat16")
+    (low,) = cases("mlp", micro_batch(0), dtype="bfloat16")
     assert adapt(low, engine).model.dtype == "bfloat16"
 
 

@@ -22,14 +22,13 @@ from fsdp_testing.cases.records import (
     WorldSpec,
 )
 from fsdp_testing.checks.conformance import shared_runner
-from fsdp_testing.checks.suites.check import ADAMW, PLAIN_SGD, Place
+from fsdp_testing.checks.suites.check import ADAMW, LOCKSTEP, PLAIN_SGD, Place, cases
 from fsdp_testing.checks.suites.moving import judge_moved
 from fsdp_testing.checks.suites.schedules import accumulated, iteration, micro_batch
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.oracle.comparison import Comparison
 from fsdp_testing.oracle.tensor_axis import layouts_of, over_two_axes
 
-PLACE = Place(4, "full_shard")
 EVERYTHING = (
     *iteration(0, Clip(0.1), Observe()),
     *accumulated(1, 2),
@@ -41,6 +40,11 @@ EVERYTHING = (
     Reload("sharded"),
     micro_batch(4),
 )
+
+
+def on_four_ranks(*args: Any, **fields: Any) -> Case:
+    (case,) = map(Place(4, "full_shard").put, cases(*args, **fields))
+    return case
 
 
 def judge(name: str, case: Case, **how: Any) -> JudgedCase:
@@ -85,7 +89,7 @@ def test_layouts_are_chosen_by_kinds_of_modules():
     ("name", "model"), [("torch-fsdp2", "mlp"), ("fsdp_ref-wrapper", "gpt"), ("fsdp_ref-composable", "gpt")]
 )
 def test_trains_clips_accumulates_saves_and_loads(name: str, model: str):
-    found = judge(name, PLACE.case(model, *EVERYTHING, optimizer=ADAMW))
+    found = judge(name, on_four_ranks(model, *EVERYTHING, optimizer=ADAMW))
     assert found.outcome.verdict is Verdict.PASS, found
     assert found.outcome.comparisons > 100
 
@@ -93,8 +97,10 @@ def test_trains_clips_accumulates_saves_and_loads(name: str, model: str):
 @pytest.mark.parametrize("name", ["torch-fsdp2", "fsdp_ref-composable"])
 def test_low_precision_stays_within_the_roundings_of_parts(name: str):
     precision = MixedPrecisionSpec("bfloat16", "float32")
-    case = PLACE.case("gpt", *iteration(0), micro_batch(1), dtype="float32", precision=precision, optimizer=PLAIN_SGD)
-    found = judge(name, case, comparison=Comparison(lockstep=True))
+    case = on_four_ranks(
+        "gpt", *iteration(0), micro_batch(1), dtype="float32", precision=precision, optimizer=PLAIN_SGD
+    )
+    found = judge(name, case, comparison=LOCKSTEP)
     assert found.outcome.verdict is Verdict.PASS, found
     assert found.outcome.worst_ratio > 0
 
@@ -107,7 +113,7 @@ def test_what_two_by_two_ranks_saved_is_loaded_by_other_meshes():
             seen.append(case.world)
             return super().judge(implementation, case, *args, **how)
 
-    case = over_two_axes(PLACE.case("uneven", *iteration(0), optimizer=ADAMW), 2)
+    case = over_two_axes(on_four_ranks("uneven", *iteration(0), optimizer=ADAMW), 2)
     found = judge_moved(Noting(), adapter_of("fsdp_ref-composable"), case, Comparison())
     assert found.outcome.verdict is Verdict.PASS, found
     assert [(world.replicas, world.tensor_parallel) for world in seen] == [(2, 2), (1, 2), (2, 1), (1, 1), (2, 2)]
@@ -116,17 +122,17 @@ def test_what_two_by_two_ranks_saved_is_loaded_by_other_meshes():
 # ---------------------------------------------------------------------------------------------- faults
 
 
-CLIPPED = PLACE.case("mlp", micro_batch(0), Clip(0.1), dtype="float32")
+CLIPPED = on_four_ranks("mlp", micro_batch(0), Clip(0.1), dtype="float32")
 
 
 @pytest.mark.parametrize(
     ("fault", "case", "quantity"),
     [
-        ("PARTIAL_SUMS", PLACE.case("mlp", micro_batch(0)), "output 0"),
-        ("OWN_GRADIENT", PLACE.case("gpt", micro_batch(0)), "norm"),
+        ("PARTIAL_SUMS", on_four_ranks("mlp", micro_batch(0)), "output 0"),
+        ("OWN_GRADIENT", on_four_ranks("gpt", micro_batch(0)), "norm"),
         ("NORM_OF_ONE_AXIS", CLIPPED, "total norm"),
         ("COUNTED_TWICE", CLIPPED, "total norm"),
-        ("FIRST_PART", PLACE.case("mlp", Save()), "state.layers."),
+        ("FIRST_PART", on_four_ranks("mlp", Save()), "state.layers."),
     ],
 )
 def test_a_fault_of_tensor_parallelism_is_caught(fault: str, case: Case, quantity: str):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import json
 import sys
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from fsdp_testing.ranks.pool import Pool
+from fsdp_testing.ranks.pool.worker import COLLECTIVES_KEPT
 
 WARM_UP = 150
 CALLS = 500
@@ -18,6 +21,13 @@ def sums() -> float:
     total = torch.ones(4)
     dist.all_reduce(total)
     return float(total.sum())
+
+
+def recorded() -> int:
+    """Collectives that torch's flight recorder keeps, after more than it may."""
+    for _ in range(COLLECTIVES_KEPT + 50):
+        sums()
+    return len(json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True))["entries"])
 
 
 def counts() -> tuple[int, int]:
@@ -43,3 +53,17 @@ def test_hundreds_of_calls_leave_nothing_in_ranks_or_controller(pool: Pool) -> N
     ]
     # What each call left would be there five hundred times. Caches of Python and of torch still settle by some blocks.
     assert all(o < CALLS // 10 and b < CALLS for o, b in grown), f"by rank, then the controller: {grown}"
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, COLLECTIVES_KEPT), ("70", 70)])
+def test_torchs_record_of_collectives_is_short_unless_you_ask_for_more(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, given: str | None, kept: int
+) -> None:
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
+    if given is not None:
+        monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", given)
+    world = pool.world(2, isolation="fresh")
+    try:
+        assert world.execute(recorded).values == [kept, kept]
+    finally:
+        world.release()

@@ -21,8 +21,8 @@ from fsdp_testing.base.env import Launch
 from fsdp_testing.errors import PoolBroken
 from fsdp_testing.ranks.pool import Fate, Pool, WorldOutcome
 from fsdp_testing.ranks.pool.channel import readable
-from fsdp_testing.ranks.pool.hosts import Host, Hosts, Place, gathered, interface_of
-from fsdp_testing.ranks.pool.serving import serve
+from fsdp_testing.ranks.pool.hosts import Host, Hosts, Place, interface_of
+from fsdp_testing.ranks.pool.serving import gathered, serve
 from fsdp_testing.ranks.pool.supervision import _JOIN_SECONDS
 
 SERVE = """

@@ -31,17 +31,17 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from fsdp_testing.base import compat
-from fsdp_testing.ranks.pool import hygiene, hygiene_names, hygiene_process
+from fsdp_testing.ranks.pool import hygiene, hygiene_leftovers
 from fsdp_testing.ranks.pool.hygiene import PROBES, Snapshot, seed_generators, take_snapshot
 
 
 @pytest.fixture(autouse=True)
 def _private_temporary_directory(tmp_path: Path) -> Iterator[None]:
-    before = hygiene_process.TEMPORARY.path, tempfile.tempdir
+    before = hygiene_leftovers.TEMPORARY.path, tempfile.tempdir
     (tmp_path / "own").mkdir()
-    hygiene_process.TEMPORARY.use(tmp_path / "own")
+    hygiene_leftovers.TEMPORARY.use(tmp_path / "own")
     yield
-    hygiene_process.TEMPORARY.path, tempfile.tempdir = before
+    hygiene_leftovers.TEMPORARY.path, tempfile.tempdir = before
 
 
 class _Mode(TorchFunctionMode):
@@ -349,7 +349,7 @@ def test_a_namespace_is_read_again_only_when_it_was_changed(versions: bool, monk
     monkeypatch.setattr(compat, "_dictionaries_have_versions", lambda: versions)
     module = types.ModuleType("made")
     module.first, module.tensor = print, torch.ones(2)  # type: ignore[attr-defined]  # made here
-    namespace = hygiene_names._Namespace(module, vars(module))
+    namespace = hygiene._Namespace(module, vars(module))
     read = namespace.read()
     assert read["first"] is print
     assert read["tensor"] is None, "no tensor is kept alive"

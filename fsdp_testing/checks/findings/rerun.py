@@ -1,0 +1,125 @@
+"""A recorded case, run again: read from any file that holds one, run on new processes, compared by its bits."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.base.document import load_json
+from fsdp_testing.cases.drawing import legal_case, needs_of_case
+from fsdp_testing.cases.records import Case, RunReport, outcome
+from fsdp_testing.checks.findings import discovery
+from fsdp_testing.errors import InvalidArgument, InvalidRecord
+from fsdp_testing.judging import record_stream
+from fsdp_testing.judging.batch import Watch
+from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
+from fsdp_testing.ranks.pool import Pool
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A case from a file, and the implementation on which it was met, if the file says so."""
+
+    case: Case
+    implementation: str = ""
+
+
+def read_recorded(path: Path) -> list[Recorded]:
+    """Return every case in a file: a case, a finding of a campaign, or the failures of a report.
+
+    Raises:
+        InvalidRecord: The file is damaged, newer than this version, or has no legal case.
+        InvalidArgument: It cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"{path}: expected a readable text file, got {error}. Give a case or finding.") from error
+    data = load_json(text, str(path))
+    if data.get("format") == discovery.FORMAT.name:
+        recorded = discovery.Discovery.from_json(text, str(path))
+        return [Recorded(_checked(recorded.case, path), recorded.implementation)]
+    if data.get("format") == outcome.FORMAT.name:
+        report = RunReport.from_json(text, str(path))
+        cases = [
+            Recorded(finding.case, result.implementation) for result in report.results for finding in result.findings
+        ]
+        if not cases:
+            raise InvalidRecord(
+                f"{path}: expected a report with failures, got one without. There is nothing to replay."
+            )
+        return cases
+    return [Recorded(_checked(Case.from_json(data, str(path)), path))]
+
+
+def _checked(case: Case, path: Path) -> Case:
+    """Return a case that is run as it is written; refuse one of which parts would be dropped."""
+    legal = legal_case(case)
+    if legal != case:
+        where = "model.tree" if legal.model != case.model else "wrapping, program or world"
+        raise InvalidRecord(
+            f"{path}.{where}: expected a legal case, got parts that have no meaning where they stand. "
+            f"The nearest legal case is {legal.to_json()}"
+        )
+    return case
+
+
+def check_claims(case: Case, adapter: Adapter) -> None:
+    """Raise InvalidArgument if the implementation does not claim what the case asks for; every tag is named."""
+    missing = sorted(needs_of_case(case) - adapter.capabilities - {"nested_wrapping"})
+    if missing:
+        raise InvalidArgument(
+            f"{adapter.name}: expected claims of everything that the case needs, got none of {', '.join(missing)}. "
+            "What is not claimed is not judged; name another implementation."
+        )
+
+
+def replay(pool: Pool, adapter: Adapter, case: Case, deadline: float = 30.0) -> tuple[JudgedCase, str]:
+    """Run one case on a pool of its own and judge it.
+
+    Returns:
+        What it gave, and a digest of every bit that every rank reported; empty if a rank was lost.
+    """
+    digests: list[str] = []
+    (judged,) = CaseRunner(pool, timeout=deadline).judge_batch(
+        adapter,
+        [case],
+        Watch(operations=True, models=True),
+        on_records=lambda folder: digests.append(_digest(folder, case.world.size)),
+    )
+    return judged, digests[-1]
+
+
+def _digest(directory: str, size: int) -> str:
+    total = hashlib.sha256()
+    for rank in range(size):
+        records = record_stream.read(directory, rank)
+        if not records:
+            return ""
+        seen, error = records[0].observation, records[0].observation.error
+        # Of an exception its text is left out, which may name an address.
+        for part in _parts((seen.results, seen.snapshots, (error.index, error.type_name) if error else None)):
+            total.update(part)
+    return total.hexdigest()[:16]
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    """Yield every bit of a record: tensors as they lie in memory, mappings in the order of their keys."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().contiguous().reshape(-1)
+        yield repr((tuple(value.shape), str(value.dtype))).encode()
+        yield bytes(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else b""
+    elif isinstance(value, Mapping):
+        yield from _parts([*sorted(value), *(value[key] for key in sorted(value))])
+    elif isinstance(value, (tuple, list)):
+        yield from (part for item in (len(value), *value) for part in _parts(item))
+    elif is_dataclass(value):
+        yield from _parts([getattr(value, item.name) for item in fields(value)])
+    else:
+        yield repr(value).encode()

@@ -1,0 +1,224 @@
+"""Users' hooks that see gradients: one that reduces them in place of the implementation, and hooks on parameters.
+
+The hooks here are the user's: written with torch's public collectives, knowing nothing of any implementation. They
+average like the built-in reduction, average after casting to 16 bits, or keep something else than the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case, Finding, MixedPrecisionSpec, RankObservation
+from fsdp_testing.checks.suites.programs import scaled
+from fsdp_testing.judging.case_runner import RunMode
+from fsdp_testing.judging.checkers import hook_calls, remarks
+from fsdp_testing.judging.checkers.hook_calls import HookCall, HookedObservation
+from fsdp_testing.judging.checkers.remarks import Remark, RemarkedObservation
+from fsdp_testing.oracle import models, rank_jobs
+from fsdp_testing.oracle.execute import RankProgram
+from fsdp_testing.oracle.quantities import Expectation
+from fsdp_testing.ranks.pool.world import current_world
+
+# `reduce_scatter_tensor` before torch 2.13.
+_REDUCE_SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How the hook reduces: in `wire` (None: the gradient's own dtype), and what it multiplies the mean by."""
+
+    wire: str | None = None
+    factor: float = 1.0
+
+
+@dataclass(slots=True)
+class HookState:
+    """What the hook is given first, on every call: one object for all units."""
+
+    way: Way
+    group: dist.ProcessGroup
+    index: Callable[[], int]
+    calls: list[HookCall]
+
+
+def reduce_gradient(state: HookState, gradient: torch.Tensor, output: torch.Tensor | None = None) -> None:
+    """Reduce as the user's hook. Collectives: one reduce-scatter or all-reduce over the group; every rank calls."""
+    squares = float(gradient.detach().double().square().sum())
+    given = -1 if output is None else output.numel()
+    dtype = str(gradient.dtype).removeprefix("torch.")
+    state.calls.append(HookCall(state.index(), gradient.numel(), dtype, squares, given))
+    size = dist.get_world_size(state.group)
+    wire = gradient if state.way.wire is None else gradient.to(models.dtype_of(state.way.wire))
+    if output is None:
+        total = wire.clone()
+        dist.all_reduce(total, group=state.group)
+        gradient.copy_(total / size * state.way.factor)
+        return
+    mine = torch.empty(output.numel(), dtype=wire.dtype, device=wire.device)
+    _REDUCE_SCATTER(mine, wire.reshape(-1).contiguous(), group=state.group)
+    output.copy_((mine / size * state.way.factor).view_as(output))
+
+
+class HookedProgram(RankProgram):
+    """A program that registers the hook when it has wrapped its model, and reports the hook's calls."""
+
+    way = Way()
+
+    def __init__(self, case: Case, adapter: Adapter, rank: int) -> None:
+        super().__init__(case, adapter, rank)
+        self.calls: list[HookCall] = []
+
+    def run(self, *, observe_all: bool = False) -> RankObservation:
+        """Run the case. Collectives: those of the hook, too."""
+        observation = super().run(observe_all=observe_all)
+        if observation.error is not None:
+            return observation
+        expected, elements = _own_gradients(self.case, self.rank)
+        return observation.extended(
+            HookedObservation, calls=tuple(self.calls), expected_squares=expected, elements=elements
+        )
+
+    def _model_of(self, case: Case, flags: Mapping[str, bool]) -> nn.Module:
+        model = super()._model_of(case, flags)
+        state = HookState(self.way, current_world().group, lambda: self.index, self.calls)
+        with self._inside():
+            self.adapter.register_comm_hook(model, state, reduce_gradient)
+        return model
+
+
+def _own_gradients(case: Case, rank: int) -> tuple[dict[int, float], int]:
+    """Sum of squares of this rank's own gradient at each reduction, without any other rank; parameters never step."""
+    model = models.build_model(case)
+    squares: dict[int, float] = {}
+    for index, operation in enumerate(case.program):
+        for batch in operation.batches() if operation.runs_backward else ():
+            inputs = models.make_inputs(case, batch, rank)
+            models.forward(model, case, batch, rank, inputs).loss.backward()
+            if not operation.pending_after(False):
+                grads = [p.grad for p in model.parameters() if p.grad is not None]
+                squares[index] = sum(float(grad.double().square().sum()) for grad in grads)
+                model.zero_grad()
+    return squares, sum(parameter.numel() for parameter in model.parameters())
+
+
+def review_calls(case: Case, ranks: Sequence[RankObservation], _expectation: Expectation) -> Finding | None:
+    """Review the calls of every rank: one for each unit that has trainable parameters of its own, outside inner units."""
+    owners = set()
+    for name, parameter in models.build_model(case).named_parameters():
+        inside = [unit for unit in case.wrapping.units if name.startswith(f"{unit}.")]
+        owners |= {max(inside, key=len, default="")} if parameter.requires_grad else set()
+    return hook_calls.check_calls(case, ranks, len(owners), case.model.dtype)
+
+
+def _as_reduced_in(wire: str, case: Case) -> Case:
+    """Return the case as the oracle sees it: gradients are reduced in `wire`, by whoever does it."""
+    return replace(case, mixed_precision=MixedPrecisionSpec(reduce_dtype=wire))
+
+
+def compressed_to(wire: str) -> RunMode:
+    """Return a mode in which the hook reduces in the dtype `wire`."""
+    how = (HookedProgram, {"way": Way(wire)})
+    return RunMode(rank_jobs.run_as, how, seen_as=partial(_as_reduced_in, wire))
+
+
+AVERAGING = RunMode(rank_jobs.run_as, (HookedProgram, {}))
+REVIEWED = replace(AVERAGING, review=review_calls)
+QUARTERING = scaled(
+    0.25,
+    job=rank_jobs.run_as,
+    arguments=(HookedProgram, {"way": Way(factor=0.25)}),
+    besides="what the communication hook returns",
+)
+
+# -------------------------------------------------------------------------------------------- hooks on parameters
+
+FACTOR = 2.0
+"""What the tensor hook multiplies the gradient by."""
+
+
+class ParameterHooksProgram(RankProgram):
+    """A program with a hook on every parameter; remarks what the hooks were given that is not as it must be.
+
+    The last operation of its case reduces gradients, and no operation steps.
+    """
+
+    accumulated = False
+    """Whether hooks run once the gradient is accumulated, and look at `.grad`; else they are given the gradient."""
+
+    def __init__(self, case: Case, adapter: Adapter, rank: int) -> None:
+        super().__init__(case, adapter, rank)
+        self.given: dict[tuple[int, str], list[torch.Tensor | None]] = {}
+
+    def run(self, *, observe_all: bool = False) -> RankObservation:
+        """Run the case, and look at what hooks were given."""
+        observation = super().run(observe_all=observe_all)
+        if observation.error is not None:
+            return observation
+        noted = self._not_the_reduced() if self.accumulated else self._not_the_own()
+        texts = tuple(Remark(index, "calls of parameter hooks", f"the hook on {text}") for index, text in noted)
+        return observation.extended(RemarkedObservation, remarks=texts)
+
+    def _model_of(self, case: Case, flags: Mapping[str, bool]) -> nn.Module:
+        model = super()._model_of(case, flags)
+        for fqn, parameter in self.adapter.named_parameters(model):
+            if self.accumulated:
+                parameter.register_post_accumulate_grad_hook(partial(self._after, fqn))
+            else:
+                parameter.register_hook(partial(self._multiplied, fqn))
+        return model
+
+    def _after(self, fqn: str, parameter: torch.Tensor) -> None:
+        grad = parameter.grad
+        self.given.setdefault((self.index, fqn), []).append(None if grad is None else grad.detach().clone())
+
+    def _multiplied(self, fqn: str, gradient: torch.Tensor) -> torch.Tensor:
+        self.given.setdefault((self.index, fqn), []).append(gradient.detach().clone())
+        return gradient * FACTOR
+
+    def _not_the_reduced(self) -> Iterator[tuple[int, str]]:
+        backwards = [index for index, operation in enumerate(self.case.program) if operation.runs_backward]
+        for fqn, parameter in self.adapter.named_parameters(self.model):
+            if not parameter.numel() or parameter.grad is None:
+                continue
+            for index in backwards:
+                calls = self.given.get((index, fqn), [])
+                if len(calls) > 1:
+                    yield index, f"{fqn} was called {len(calls)} times"
+                elif not calls or calls[0] is None:
+                    yield index, f"{fqn} {'found no gradient' if calls else 'was not called'}"
+                elif index == backwards[-1] and not torch.equal(calls[0], parameter.grad):
+                    yield index, f"{fqn} found another gradient than the end"
+
+    def _not_the_own(self) -> Iterator[tuple[int, str]]:
+        case, model = self.case, models.build_model(self.case)
+        for index, operation in enumerate(case.program):
+            for batch in operation.batches():
+                model.zero_grad()
+                inputs = models.make_inputs(case, batch, self.rank)
+                models.forward(model, case, batch, self.rank, inputs).loss.backward()
+                grads = {fqn: p.grad for fqn, p in model.named_parameters() if p.grad is not None}
+                largest = max(float(grad.abs().max()) for grad in grads.values())
+                bound = 64 * UNIT_ROUNDOFF[case.model.dtype] * largest  # inner products in another order
+                for fqn, grad in grads.items():
+                    calls = self.given.get((index, fqn), [])
+                    own = [call for call in calls if call is not None and call.shape == grad.shape]
+                    if len(calls) != 1 or not own or float((own[0] - grad).abs().max()) > bound:
+                        yield index, f"{fqn} was not called once with this rank's own gradient ({len(calls)} calls)"
+
+
+OWN_GRADIENT = scaled(
+    FACTOR,
+    job=rank_jobs.run_as,
+    arguments=(ParameterHooksProgram, {}),
+    review=remarks.review,
+    besides="what the hooks on parameters return",
+)
+AFTER_ACCUMULATION = RunMode(rank_jobs.run_as, (ParameterHooksProgram, {"accumulated": True}), review=remarks.review)

@@ -1,0 +1,160 @@
+"""Arithmetic: casts of mixed precision, norms and clipping, gradients that are not finite, hooks on parameters.
+
+In mixed precision at two ranks equality is bitwise: two summands commute and the division is exact. With more ranks a sum
+may be formed in any order: the bound is (N-1) x u x sum |g_r| with u the unit roundoff of the reduction's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+from fsdp_testing.cases.operations import LocalMicroBatches
+from fsdp_testing.cases.records import (
+    Batch,
+    Case,
+    Clip,
+    MixedPrecisionSpec,
+    Observe,
+    Step,
+    Thaw,
+    WrappingPlan,
+    ZeroGrad,
+)
+from fsdp_testing.checks.suites.check import ADAMW, LOCKSTEP, PLAIN_SGD, Check, cases, check
+from fsdp_testing.checks.suites.hooks import AFTER_ACCUMULATION, OWN_GRADIENT
+from fsdp_testing.checks.suites.programs import poisoned
+from fsdp_testing.checks.suites.schedules import accumulated, forward, iteration, iterations, micro_batch, micro_batches
+
+_LOW, _BOTH = MixedPrecisionSpec("bfloat16"), MixedPrecisionSpec("bfloat16", "float32")
+
+lowered = partial(check, comparison=LOCKSTEP)
+stored_in_float32 = partial(cases, dtype="float32")
+
+MIXED_PRECISION: tuple[Check, ...] = (
+    *(lowered(f"mixed_precision.{name}", meaning,
+              stored_in_float32("mlp uneven", *iterations(2), micro_batch(2), optimizer=ADAMW, precision=precision),
+              source="pytorch PR 90660, 90657") for name, meaning, precision in (
+        ("param_bfloat16", "Computes in bfloat16, reduces in bfloat16, stores and steps in float32.", _LOW),
+        ("param_float16", "Computes and reduces in float16.", MixedPrecisionSpec("float16")),
+        ("reduce_float32", "Computes in bfloat16 and reduces in float32.", _BOTH),
+        ("reduce_bfloat16", "Computes in float32 and reduces in bfloat16.", MixedPrecisionSpec(None, "bfloat16")),
+    )),
+    lowered("mixed_precision.same_dtype", "Naming the dtype that parameters have already changes nothing.",
+            stored_in_float32("mlp", *iterations(2), precision=MixedPrecisionSpec("float32")), source="pytorch PR 90660"),
+    lowered("mixed_precision.accumulated", "Local and reduced micro-batches add up in the dtypes they must.",
+            *(stored_in_float32("mlp", *accumulated(0, 1), Observe(), Step(), ZeroGrad(), *micro_batches(2, 3),
+                                optimizer=PLAIN_SGD, precision=precision) for precision in (_BOTH, _LOW)),
+            source="pytorch PR 91193", needs={"accumulate_without_no_sync"}),
+    # The sum of seventeen numbers of 8 bits fits into 24 bits, and into 8 it does not.
+    lowered("mixed_precision.local_sums",
+            "Local micro-batches of a narrower dtype add up in the dtype of the reduction, in which their sum is exact.",
+            stored_in_float32("mlp uneven", LocalMicroBatches(tuple(map(Batch, range(16)))), micro_batch(16), Observe(), Step(),
+                              optimizer=PLAIN_SGD, precision=_BOTH),
+            source="torch.distributed.fsdp.MixedPrecisionPolicy"),
+    # The gradient of the first layer's weight is as small as its inputs are: a few of float16's smallest steps, of which
+    # each division loses a part, so that it matters which are before the sum.
+    lowered("mixed_precision.smallest_numbers",
+            "Gradients near the smallest numbers of float16 are divided where the implementation says that it divides.",
+            *(stored_in_float32("mlp", micro_batch(0, scale=2.0**-power), Observe(), Step(), optimizer=PLAIN_SGD,
+                                precision=MixedPrecisionSpec(None, "float16")) for power in (20, 21, 22)),
+            source="pytorch issue 90784"),
+    lowered("mixed_precision.evaluated", "Evaluation casts as training does.",
+            stored_in_float32("mlp", *iteration(0), forward(5, "eval"), forward(6, "no_grad"), *iteration(1), forward(7, "eval"),
+                              precision=_LOW),
+            source="pytorch issue 103862"),
+    lowered("mixed_precision.buffers", "Floating buffers are held in buffer_dtype, others as they were.",
+            *(stored_in_float32("buffers", *iterations(2), precision=precision) for precision in (
+                MixedPrecisionSpec(buffer_dtype="bfloat16"), MixedPrecisionSpec("bfloat16", "float32", "bfloat16"))),
+            source="pytorch PR 87935; issue 143900"),
+    lowered("mixed_precision.thawed",
+            "A unit that was frozen in the first forward is reduced and stepped in the right dtypes once it is thawed.",
+            *(stored_in_float32("mlp", *iteration(0), Thaw(("layers.1.*",)), Observe(), *iterations(2, first=1), micro_batch(3),
+                                precision=precision, freeze=("layers.1.*",)) for precision in (_BOTH, _LOW)),
+            source="pytorch issue 186998"),
+)  # fmt: skip
+"""Every cast at its place, compared with a replay of the same casts."""
+
+_NORMS = (1.0, 2.0, math.inf)
+_SOURCE = "torch.nn.utils.clip_grad_norm_"
+_IGNORING = WrappingPlan(units=("layers.1", "layers.2"), ignored=("layers.0",))
+_LAST_BIAS = ("layers.0.*", "layers.1.*", "layers.2.weight")
+_LAST_OF_ONE = ("first.*", "second.linear.*", "second.linear")
+
+clipped = partial(check, source=_SOURCE)
+
+
+def _by(norm_type: float, dtype: str) -> tuple[Case, ...]:
+    program = *iteration(0, Clip(0.1, norm_type), Observe()), micro_batch(1), Clip(0.5, norm_type), Step()
+    return cases("mlp uneven", *program, dtype=dtype)
+
+
+CLIPPING: tuple[Check, ...] = (
+    *(clipped(f"clipping.norm_{name}",
+              f"The {name}-norm counts every element of every rank once, and gradients are scaled by it.",
+              _by(norm_type, "float32"), source=source) for name, norm_type, source in (
+        ("1", 1.0, _SOURCE), ("2", 2.0, "pytorch PR 88955"), ("3", 3.0, _SOURCE),
+        ("inf", math.inf, "pytorch PR 73405; torchrec PR 3199"),
+    )),
+    clipped("clipping.not_needed", "Gradients below the limit are left alone.",
+            *(stored_in_float32("mlp", micro_batch(0), Clip(1e6, norm_type), Observe(), Step()) for norm_type in _NORMS)),
+    clipped("clipping.frozen_parameters", "Frozen parameters count nothing, and units without gradient do not harm.",
+            *(stored_in_float32("frozen_body", micro_batch(0), Clip(0.1, norm_type), Step()) for norm_type in (2.0, math.inf)),
+            source="pytorch PR 88955"),
+    clipped("clipping.shared_parameters", "A shared parameter counts once.",
+            stored_in_float32("tied_within", micro_batch(0), Clip(0.1), Observe(), Step())),
+    # Nobody reduces what is ignored: with equal inputs it is equal on all ranks without that.
+    clipped("clipping.ignored_trained", "Parameters that stay outside count in the norm once, and are scaled with the others.",
+            *(stored_in_float32("mlp", micro_batch(0, alike=True), Clip(0.1, norm_type), Observe(), Step(),
+                                wrapping=_IGNORING, optimizer=PLAIN_SGD) for norm_type in _NORMS),
+            source="https://pytorch.org/docs/stable/fsdp.html", needs={"nested_wrapping"}),
+    clipped("clipping.repeated", "Clipping what is clipped already.",
+            stored_in_float32("mlp", *iteration(0), micro_batch(1), Clip(0.5), Clip(0.1), Clip(0.1, 1.0), Step())),
+    clipped("clipping.ranks_without_elements", "Ranks that hold no element of a parameter take part.",
+            *(stored_in_float32("one_element", micro_batch(0), Clip(0.1, norm_type), Observe(), Step())
+              for norm_type in _NORMS),
+            source="torchrec PR 3199", needs={"uneven_parameters"}),
+    clipped("clipping.double_precision", "Gradients in float64 are clipped by a norm in float64.", _by(2.0, "float64")),
+    clipped("clipping.unit_dtypes", "Units of different dtypes share one norm.",
+            *(stored_in_float32("two_dtypes", micro_batch(0), Clip(0.1, norm_type), Observe(), Step())
+              for norm_type in _NORMS),
+            source="pytorch issue 171517, PR 173641", needs={"nested_wrapping"}),
+    # The last bias alone trains: the first ranks hold none of it where a unit is flattened; nor do the last of one element.
+    clipped("clipping.ranks_without_gradients",
+            "A rank that holds no trainable element takes part in the norm and in every reduction.",
+            *(stored_in_float32(model, *iteration(0, Clip(0.1, norm_type), Observe()), *iteration(1), freeze=freeze)
+              for model, norm_type, freeze in (
+                ("mlp", 2.0, _LAST_BIAS), ("mlp", math.inf, _LAST_BIAS), ("one_element", 2.0, _LAST_OF_ONE))),
+            source="pytorch PR 88955; B060", needs={"frozen_mixed_unit", "uneven_parameters"}),
+    clipped("clipping.earlier_norms", "A norm counts nothing of the norms before it, on ranks without gradients neither.",
+            *(stored_in_float32("mlp", micro_batch(0), Clip(1e6, math.inf), ZeroGrad(),
+                                micro_batch(1), Clip(0.1, norm_type), Observe(), Step(), freeze=_LAST_BIAS)
+              for norm_type in (2.0, math.inf)),
+            source="found by fuzzing FSDP1, which adds the first infinity norm to every later norm",
+            needs={"frozen_mixed_unit"}),
+    *(lowered(f"clipping.{name}", meaning, stored_in_float32("mlp", micro_batch(0), Observe()), source=_SOURCE,
+              needs={"clip_grad_norm", *needs}, mode=poisoned(value, raises=bool(needs)))
+      for name, meaning, value, needs in (
+        ("infinite", "An infinite gradient on one rank makes the norm infinite on every rank.", math.inf, ()),
+        ("not_a_number", "A gradient that is no number makes the norm none on every rank.", math.nan, ()),
+        ("error_if_nonfinite", "Where it is asked for every rank raises, and no gradient is scaled.", math.inf,
+         ("error_if_nonfinite",)),
+    )),
+)  # fmt: skip
+"""By the total norm over all ranks; where a gradient is not finite, the norm says so on every rank."""
+
+# No step: gradients are a function of the initial values, so the rank's own are known without the other ranks.
+_UNSTEPPED = cases("mlp uneven", micro_batch(0), Observe(), ZeroGrad(), micro_batch(1), optimizer=PLAIN_SGD)
+
+PARAMETER_HOOKS: tuple[Check, ...] = (
+    check("parameter_hooks.own_gradient",
+          "A hook on a parameter is given this rank's own gradient before it is reduced, and what it returns counts.",
+          _UNSTEPPED, source="torch.Tensor.register_hook", needs={"tensor_hooks"}, mode=OWN_GRADIENT),
+    check("parameter_hooks.after_accumulation",
+          "A hook that runs after accumulation finds the reduced gradient in `.grad`, once in each backward.",
+          _UNSTEPPED, source="torch.Tensor.register_post_accumulate_grad_hook; torchrec PR 4268",
+          needs={"accumulation_hooks"}, mode=AFTER_ACCUMULATION),
+)  # fmt: skip
+"""Hooks that users register on parameters: what they are given, when, and whether what they return counts."""
+
+CHECKS = (*MIXED_PRECISION, *CLIPPING, *PARAMETER_HOOKS)

@@ -1,0 +1,223 @@
+"""Programs that do more than a case's operations say, with the replay that does the same in one process.
+
+A model is copied, a part of it replaced or called alone; an optimizer has a part of the parameters; one replica evaluates
+alone; a gradient is made infinite and clipped; gradients are a multiple of the mean.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_testing.cases.operations import user_code
+from fsdp_testing.cases.records import Batch, Case, RankObservation
+from fsdp_testing.judging.case_runner import RunMode
+from fsdp_testing.judging.checkers import remarks
+from fsdp_testing.judging.checkers.copies import Copied, CopyingObservation, review_copies
+from fsdp_testing.judging.checkers.remarks import Remark, RemarkedObservation
+from fsdp_testing.oracle import models, rank_jobs
+from fsdp_testing.oracle.execute import RankProgram, snapshot_of
+from fsdp_testing.oracle.reduction import Reduced
+from fsdp_testing.oracle.replay import Replay, ReplayPoint
+
+# ------------------------------------------------------------------------------------------------- deep copies
+
+COPY = "deepcopy"
+"""Label of the observation at which the model is copied."""
+
+
+class CopyingProgram(RankProgram):
+    """A program that copies its model at a marked point and trains the copy before it goes on."""
+
+    copied: Copied | None = None
+    may_refuse = True
+    """Whether the copy may be refused; if not, what it raises counts."""
+
+    def run(self, *, observe_all: bool = False) -> RankObservation:
+        """Report the copy too."""
+        return super().run(observe_all=observe_all).extended(CopyingObservation, copied=self.copied)
+
+    def observe(self, label: str) -> None:
+        """Take a snapshot, after the copy has done the next micro-batch and one step."""
+        if label == COPY:
+            self.copied = self._copy(next(batch for op in self.case.program[self.index :] for batch in op.batches()))
+        super().observe(label)
+
+    def _copy(self, batch: Batch) -> Copied:
+        try:
+            twin: nn.Module = copy.deepcopy(self.model)
+        except Exception as refusal:  # whatever it raises, it refuses
+            if not self.may_refuse:
+                raise
+            return Copied(f"{type(refusal).__name__}: {refusal}")
+        inputs = models.make_inputs(self.case, batch, self.rank)
+        forwarded = models.forward(twin, self.case, batch, self.rank, inputs)
+        forwarded.loss.backward()
+        snapshot = snapshot_of(self.adapter, twin, None, self.index, COPY)
+        # A large step of the copy: the original must not notice.
+        parameters = [parameter for parameter in twin.parameters() if parameter.grad is not None]
+        torch.optim.SGD(parameters, lr=1.0).step() if parameters else None
+        return Copied("", forwarded.values(), snapshot)
+
+
+MAY_REFUSE = RunMode(rank_jobs.run_as, (CopyingProgram, {}), review=review_copies)
+MUST_COPY = RunMode(rank_jobs.run_as, (CopyingProgram, {"may_refuse": False}), review=review_copies)
+
+# ------------------------------------------------------------------------------------------- parts of a model
+
+PART, _FACTOR = "layers.0", 0.5
+MODULE, PARAMETERS, ALONE = "module replaced", "parameters replaced", "called alone"
+"""Labels of the observations before which something happens to the part."""
+
+
+class PartsProgram(RankProgram):
+    """A program that replaces a part of its model, or calls it alone, before a marked point is observed."""
+
+    def observe(self, label: str) -> None:
+        """Do what the label says, then take a snapshot."""
+        if label in (MODULE, PARAMETERS):
+            other = self.plain_part(PART) if label == MODULE else None
+            user_code.scale(other.parameters() if other is not None else (), _FACTOR)
+            user_code.substitute(self.model, PART, other, _FACTOR)
+        if label == ALONE:
+            weight = self.plain_part(PART).get_parameter("weight")
+            with torch.no_grad():
+                user_code.part(self.model, PART)(torch.ones_like(weight)[:2])
+        super().observe(label)
+
+
+class ReplacingReplay(Replay):
+    """What takes a part's place has its numbers times a factor."""
+
+    def _observed(self, index: int, *, pending: bool) -> ReplayPoint:
+        label = getattr(self.case.program[index], "label", "") if index < len(self.case.program) else ""
+        if label in (MODULE, PARAMETERS):
+            self.scale((f"{PART}.*",), _FACTOR)
+        return super()._observed(index, pending=pending)
+
+
+PARTS = RunMode(rank_jobs.run_as, (PartsProgram, {}))
+PARTS_REPLACED = RunMode(rank_jobs.run_as, (PartsProgram, {}), rank_jobs.expect_as, (ReplacingReplay, {}))
+
+# ------------------------------------------------------------------------------- an optimizer of some parameters
+
+
+class PartlyOptimized(RankProgram):
+    """A program whose optimizer has the first parameters only."""
+
+    def build_optimizer(self) -> None:
+        self.optimizer = self.adapter.build_optimizer(self.model, partial(_over_the_first, self.case))
+
+
+class PartlyReplayed(Replay):
+    """The oracle's run of it."""
+
+    def build_optimizer(self) -> None:
+        self.optimizer = _over_the_first(self.case, self.parameters.values())
+
+
+def _over_the_first(case: Case, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return models.build_optimizer(case, list(parameters)[:2])
+
+
+PARTLY_OPTIMIZED = RunMode(rank_jobs.run_as, (PartlyOptimized, {}), rank_jobs.expect_as, (PartlyReplayed, {}))
+
+# ------------------------------------------------------------------------------------------ one replica by itself
+
+
+class FirstReplicaEvaluates(RankProgram):
+    """Before its program, the ranks of the first replica run a forward that the others do not run."""
+
+    def run_operations(self, *, observe_all: bool = False) -> None:
+        if self.rank < self.case.world.mesh_shape[-1]:
+            with torch.no_grad():
+                self.call(Batch(9))
+        super().run_operations(observe_all=observe_all)
+
+
+AFTER_ONE_REPLICA = RunMode(rank_jobs.run_as, (FirstReplicaEvaluates, {}), besides="the evaluation by one replica")
+
+# -------------------------------------------------------------------------------------- gradients that are scaled
+
+
+class ScaledReplay(Replay):
+    """A replay whose reduction gives a multiple of the mean."""
+
+    factor = 1.0
+
+    def _add_mean(self, fqn: str, parameter: nn.Parameter, reduced: Reduced, summed: torch.dtype) -> None:
+        super()._add_mean(fqn, parameter, replace(reduced, mean=reduced.mean * self.factor), summed)
+
+
+def scaled(factor: float, **how: Any) -> RunMode:
+    """Return a mode in which gradients are `factor` times the mean; `how` are the other fields of the mode."""
+    return RunMode(expect=rank_jobs.expect_as, expect_arguments=(ScaledReplay, {"factor": factor}), **how)
+
+
+# --------------------------------------------------------------------------------- gradients that are not finite
+
+_NORMS = (2.0, 1.0, math.inf)
+
+
+class PoisonedProgram(RankProgram):
+    """A program after which one gradient is not finite and is clipped by each norm; remarks what one process does otherwise."""
+
+    value = math.inf
+    raises = False
+    """Whether an error is asked for where the norm is not finite."""
+
+    def run(self, *, observe_all: bool = False) -> RankObservation:
+        """Run the case, then clip; remarks come last. Collectives: those of the norm, too."""
+        observation = super().run(observe_all=observe_all)
+        if observation.error is not None:
+            return observation
+        noted: list[Remark] = []
+        pieces = [piece for held in self.adapter.local_pieces(self.model).values() for piece in held]
+        # Views of this rank's gradients, and of each whether it has the parameter's first element.
+        grads = [(piece.start == 0 < piece.stop, piece.grad) for piece in pieces if piece.grad is not None]
+        before = [grad.clone() for _, grad in grads]
+        for norm_type in _NORMS:
+            for (_, grad), kept in zip(grads, before):
+                grad.copy_(kept)
+            for starts, grad in grads[:1]:
+                grad.view(-1)[:1].fill_(self.value) if starts else None
+            local = [grad for _, grad in grads]
+            wrong = self._wrong_error(norm_type, local, before) if self.raises else self._wrong_norm(norm_type, local)
+            try:
+                texts = list(wrong)
+            except Exception as raised:  # noqa: BLE001 - whatever a foreign implementation raises is a finding
+                return replace(observation, error=self.record(raised))
+            noted += [Remark(len(self.case.program), "clipping", f"by the {norm_type}-norm: {text}") for text in texts]
+        return observation.extended(RemarkedObservation, remarks=tuple(noted))
+
+    def _wrong_norm(self, norm_type: float, grads: list[torch.Tensor]) -> Iterator[str]:
+        norm, value = float(self.adapter.clip_grad_norm(self.model, 0.1, norm_type)), self.value
+        if not (norm == value or (math.isnan(norm) and math.isnan(value))):
+            yield f"a gradient is {value}, and the norm is {norm}"
+        # One process multiplies every gradient by 0.1 / (norm + 1e-6): by zero, or by what is no number.
+        finite = sum(int(((grad != 0) & grad.isfinite()).sum()) for grad in grads)
+        if finite:
+            yield f"a gradient is {value}, and {finite} elements are still finite and not zero, expected none"
+
+    def _wrong_error(self, norm_type: float, grads: list[torch.Tensor], before: list[torch.Tensor]) -> Iterator[str]:
+        clip: Any = self.adapter.clip_grad_norm
+        try:
+            norm = clip(self.model, 0.1, norm_type, error_if_nonfinite=True)
+        except RuntimeError:
+            changed = sum(int((grad.isfinite() & (grad != kept)).sum()) for grad, kept in zip(grads, before))
+            if changed:
+                yield f"an error was raised after {changed} elements had been scaled"
+        else:
+            yield f"no error was raised, and the norm is {float(norm)}"
+
+
+def poisoned(value: float, *, raises: bool) -> RunMode:
+    """Return a mode in which one gradient becomes `value`, and an error is asked for or not."""
+    return RunMode(rank_jobs.run_as, (PoisonedProgram, {"value": value, "raises": raises}), review=remarks.review)

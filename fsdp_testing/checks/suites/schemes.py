@@ -1,0 +1,137 @@
+"""What ranks did, and where: events and streams judged by the promises of sharding, real models, hybrid sharding.
+
+The numbers of traces and streams are compared besides, and must hold first. Ranks on the CPU get streams and events that are
+recorded; what nobody waits for is a race on a device, whatever the numbers are here.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from fsdp_testing.cases.models import MODELS
+from fsdp_testing.cases.operations import UnshardFirst
+from fsdp_testing.cases.records import (
+    Batch,
+    Clip,
+    EditFullParameters,
+    MixedPrecisionSpec,
+    Observe,
+    Reload,
+    Step,
+    WrappingPlan,
+    ZeroGrad,
+)
+from fsdp_testing.checks.suites.check import ADAMW, HYBRID, LOCKSTEP, PLAIN_SGD, Check, cases, check, every_unit
+from fsdp_testing.checks.suites.options import recomputed
+from fsdp_testing.checks.suites.programs import AFTER_ONE_REPLICA
+from fsdp_testing.checks.suites.schedules import accumulated, forward, iteration, iterations, micro_batch, micro_batches
+from fsdp_testing.checks.suites.watched import STREAMS_OBSERVED, traced
+from fsdp_testing.judging.checkers import event_rules
+
+_SHARDED = ("full_shard", "shard_grad_op")
+_VLDB = "PyTorch FSDP, VLDB 2023, section 3"
+
+watched = partial(check, needs={"unit_trace"}, source=_VLDB)
+_NEST, _TWO = cases("deep_nest", *iterations(2)), cases("mlp deep_nest", *iterations(2))
+
+TRACES: tuple[Check, ...] = (
+    watched("trace.same_collectives", "Every rank issues the same collectives in the same order.",
+            cases("deep_nest", *accumulated(0, 1), Step(), forward(2, "no_grad"), *accumulated(3, 4)),
+            source="torch.distributed: collectives of a group match in order", mode=traced(event_rules.same_collectives)),
+    watched("trace.gathered_and_freed",
+            "Each unit is gathered and freed in turn, and after the last backward none is gathered.", _NEST,
+            mode=traced(event_rules.gathered_once, event_rules.all_freed), strategies=_SHARDED),
+    watched("trace.held_while_used", "No module runs while the full parameters of its unit are freed.", _NEST,
+            mode=traced(event_rules.held_while_used), strategies=_SHARDED),
+    watched("trace.gathers_needed",
+            "No unit is gathered more often than the strategy needs, nor more bytes than parameters and padding.", _TWO,
+            mode=traced(event_rules.gathers_needed)),
+    watched("trace.reductions_needed",
+            "Gradients are reduced once for every unit and synchronised backward, and not in no_sync.",
+            cases("mlp", *accumulated(0, 1, 2), Step()), mode=traced(event_rules.reductions_needed)),
+    watched("trace.recomputed", "Recomputing activations reduces nothing twice.",
+            *(cases("mlp", *iterations(2), wrapping=recomputed("mlp", outside=outside)) for outside in (False, True)),
+            source="pytorch PR 89781", mode=traced(event_rules.reductions_needed)),
+    watched("trace.memory_bound",
+            "Never more full parameters are held than the unit that runs, those around it, and one ahead.", _TWO,
+            mode=traced(event_rules.within_memory), strategies=_SHARDED),
+    watched("trace.order", "Units are gathered in the order in which they run, and for backward in the reverse of it.",
+            cases("mlp", *iterations(2)), cases("deep_nest", *iterations(2), wrapping=WrappingPlan(("inner",))),
+            source=f"{_VLDB}.3.2; B009", mode=traced(event_rules.in_order), strategies=_SHARDED),
+)  # fmt: skip
+"""What ranks did, judged by the promises of sharding."""
+
+observed = partial(check, source=f"{_VLDB}.3; pytorch PR 177319", mode=STREAMS_OBSERVED, needs={"streams"})
+_UNITS = ("", *MODELS["deep_nest"].units)
+
+STREAMS: tuple[Check, ...] = (
+    observed("streams.training",
+         "Two iterations: gathers wait for the step before, compute for gathers, reductions for gradients, the step for both.",
+             cases("mlp deep_nest", *iterations(2), optimizer=ADAMW)),
+    observed("streams.accumulation", "Micro-batches inside no_sync and outside, gradients cleared between.",
+             cases("deep_nest", *accumulated(0, 1), Step(), ZeroGrad(), *accumulated(2, 3), Step())),
+    observed("streams.mixed_precision", "Casts before gathers and around reductions.",
+             cases("mlp", *iterations(2), dtype="float32", precision=MixedPrecisionSpec("bfloat16", "float32")),
+             comparison=LOCKSTEP),
+    observed("streams.clipping", "Clipping reads gradients after they are reduced, and the step what clipping left.",
+             cases("mlp", *iteration(0, Clip(0.1)), *iteration(1, Clip(0.1)), dtype="float32")),
+    observed("streams.forward_only", "Forward passes without backward, between iterations.",
+             cases("deep_nest", forward(5), *iteration(0), forward(6, "no_grad"), *iteration(1))),
+    observed("streams.prefetch", "Units gathered ahead, in forward and in backward.",
+             *(cases("deep_nest", *iterations(2),
+                     wrapping=every_unit("deep_nest", forward_prefetch=True, backward_prefetch=backward))
+               for backward in ("pre", "post"))),
+    observed("streams.summon", "Full parameters are edited between iterations, and the next gather waits for the edit.",
+             cases("mlp", *iteration(0), EditFullParameters(("*",), 0.5, True), *iteration(1))),
+    observed("streams.unshard", "Units gathered by hand, without waiting, before a micro-batch.",
+             cases("deep_nest", *iteration(0), UnshardFirst(Batch(1), _UNITS, asynchronous=True), Step(), ZeroGrad()),
+             needs={"streams", "nested_wrapping"}),
+    observed("streams.state", "State is saved after a step, loaded into another instance, and trained on.",
+             cases("mlp", *iteration(0), Reload("full"), *iteration(1), optimizer=ADAMW)),
+    observed("streams.hybrid",
+             "The second reduction, over replicas, waits for the first one, and its input is held until it is over.",
+             cases("deep_nest", *iterations(2)),
+             cases("deep_nest", *iterations(2), dtype="float32", precision=MixedPrecisionSpec(None, "bfloat16")),
+             comparison=LOCKSTEP, strategies=HYBRID, meshes={4: ((2, 2),), 2: ((1, 2),)}, needs={"streams", "hybrid"}),
+)  # fmt: skip
+"""On a device, nothing is used on one stream before another one is done with it."""
+
+gpt = partial(check, source="Radford et al. 2019")
+moe = partial(check, source="Shazeer et al. 2017")
+_EVERY_REDUCED = {"accumulate_without_no_sync"}
+_SCHEDULE = (
+    *(*accumulated(0, 1), Clip(0.5), Step(), ZeroGrad(), forward(2, "no_grad")),
+    *(*micro_batches(3, 4), Clip(0.5, 1.0), Step(), ZeroGrad(), forward(5)),
+)
+
+REAL_MODELS: tuple[Check, ...] = (
+    gpt("gpt.trained", "A GPT block stack trains as in one process.", cases("gpt", *iterations(3), optimizer=ADAMW)),
+    gpt("gpt.schedule", "With accumulation, clipping and evaluation in between.",
+        cases("gpt", *_SCHEDULE, dtype="float32"), needs=_EVERY_REDUCED),
+    gpt("gpt.bfloat16", "In bfloat16 with float32 reduction, every cast at its place.",
+        cases("gpt", *iterations(2), dtype="float32", precision=MixedPrecisionSpec("bfloat16", "float32"), optimizer=PLAIN_SGD),
+        source="pytorch PR 90660", comparison=LOCKSTEP),
+    moe("moe.trained", "A mixture of experts trains as in one process.", cases("moe", *iterations(3), optimizer=ADAMW)),
+    moe("moe.schedule", "With accumulation, clipping and evaluation in between.",
+        cases("moe", *_SCHEDULE, dtype="float32"), needs=_EVERY_REDUCED),
+)  # fmt: skip
+"""A GPT block stack with tied embeddings, and a mixture of experts whose experts may get no token."""
+
+hybrid = partial(check, profile="extended", strategies=HYBRID, needs={"hybrid"}, meshes={4: ((2, 2),), 2: ()})
+
+HYBRID_SHARDING: tuple[Check, ...] = (
+    hybrid("hybrid.trained", "Gradients are averaged over shards and replicas.",
+           cases("mlp uneven", *iterations(3), optimizer=ADAMW), source="pytorch PR 89915"),
+    hybrid("hybrid.schedule", "With accumulation and clipping.",
+           cases("mlp", *accumulated(0, 1), Observe(), Clip(0.1), Step(), ZeroGrad(), *micro_batches(2, 3), dtype="float32"),
+           source="pytorch PR 125484, 126166", needs={"hybrid", *_EVERY_REDUCED}),
+    hybrid("hybrid.degenerate_groups", "Groups of one rank: replicas are still averaged, shards still put together.",
+           cases("mlp", micro_batch(0), Observe(), Step()),
+           source="pytorch issue 154888", meshes={4: ((4, 1), (1, 4)), 2: ((2, 1), (1, 2))}),
+    hybrid("hybrid.one_replica_evaluates", "One replica evaluates alone, then all of them train.",
+           cases("mlp", *iterations(2)), mode=AFTER_ONE_REPLICA, needs={"hybrid", "forward_only"},
+           source="uneven validation batches per replica: gathers travel inside a shard group only"),
+)  # fmt: skip
+"""Sharded inside a group, replicated across groups; four ranks."""
+
+CHECKS = (*TRACES, *STREAMS, *REAL_MODELS, *HYBRID_SHARDING)

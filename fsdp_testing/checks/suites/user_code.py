@@ -1,0 +1,106 @@
+"""Users' own code: what raises, `module.to`, `copy.deepcopy`, parts of a model replaced by others or called alone."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from fsdp_testing.cases.records import Batch, BuildOptimizer, Case, Interrupt, Move, Observe, Step, WrappingPlan
+from fsdp_testing.checks.suites.check import ADAMW, PLAIN_SGD, Check, cases, check
+from fsdp_testing.checks.suites.programs import (
+    ALONE,
+    COPY,
+    MAY_REFUSE,
+    MODULE,
+    MUST_COPY,
+    PARAMETERS,
+    PART,
+    PARTS,
+    PARTS_REPLACED,
+)
+from fsdp_testing.checks.suites.schedules import accumulated, forward, iteration, iterations, micro_batch
+from fsdp_testing.oracle.comparison import Comparison
+
+
+def _raised(seed: int, module: int, *, backward: bool = False, where: str = "step") -> Interrupt:
+    return Interrupt(Batch(seed), module, backward, where)
+
+
+def _in_a_pass(*, backward: bool) -> tuple[Case, ...]:
+    """Before the first pass has ever ended, and in the middle of training; at the first module and at the last."""
+    early = cases("mlp", _raised(9, 0, backward=backward), *iterations(2), optimizer=ADAMW)
+    later = (
+        cases("deep_nest", *iteration(0), _raised(9, at, backward=backward), *iterations(2, first=1), optimizer=ADAMW)
+        for at in (0, 2)
+    )
+    return sum(later, early)
+
+
+interrupted = partial(check, source="what a pass changed is put back on every way out of it")
+
+EXCEPTIONS: tuple[Check, ...] = (
+    interrupted("exceptions.in_forward", "After an exception in a forward, training goes on as if it had not begun.",
+                _in_a_pass(backward=False)),
+    interrupted("exceptions.in_backward",
+                "After an exception in a backward and zero_grad, training goes on as if neither had been.",
+                _in_a_pass(backward=True)),
+    check("exceptions.in_no_sync", "An exception inside no_sync ends it: the next iteration reduces.",
+          *(cases("mlp", *iteration(0), _raised(9, 1, backward=backward, where="no_sync"), *iteration(1, Observe()),
+                  *accumulated(2, 3), Step()) for backward in (False, True)),
+          source="contextlib: the exit runs on every way out"),
+    check("exceptions.in_summon", "An exception while full parameters are gathered releases them.",
+          cases("mlp", _raised(9, 0, where="summon"), *iteration(0), _raised(8, 0, where="summon"), micro_batch(1), Step()),
+          source="torch.distributed.fsdp.FullyShardedDataParallel.summon_full_params"),
+    interrupted("exceptions.repeatedly", "Several exceptions in a row, in forward and backward, leave nothing behind.",
+                cases("mlp", *iteration(0), _raised(9, 1), _raised(8, 1, backward=True), _raised(7, 0),
+                      *iteration(1), _raised(6, 2, backward=True), *iteration(2))),
+)  # fmt: skip
+"""After the user's own code raised, one ordinary iteration is an ordinary iteration."""
+
+CONVERSION: tuple[Check, ...] = (
+    check("conversion.same_device",
+          "`module.to` the device where it is already changes nothing, before training and in the middle.",
+          cases("uneven", Move(), *iteration(0), Move(), *iteration(1), forward(5), optimizer=ADAMW),
+          source="torch.nn.Module.to"),
+    check("conversion.dtype", "`module.to(dtype)` before the first forward: training happens in that dtype.",
+          cases("mlp", Move("float32"), BuildOptimizer(), *iterations(2), optimizer=ADAMW),
+          cases("uneven", Move("float64"), BuildOptimizer(), *iterations(2), optimizer=ADAMW, dtype="float32"),
+          source="torch.nn.Module.to; B078"),
+    check("conversion.dtype_of_buffers",
+          "`module.to(dtype)` before the first forward casts floating buffers, and no others.",
+          cases("buffers", Move("float32"), BuildOptimizer(), *iterations(2)), source="torch.nn.Module.to"),
+    check("conversion.dtype_later", "`module.to(dtype)` between iterations: training goes on in that dtype.",
+          cases("mlp", BuildOptimizer(), *iteration(0), Move("float64"), BuildOptimizer(), *iterations(2, first=1),
+                optimizer=PLAIN_SGD, dtype="float32"),
+          source="torch.nn.Module.to; B078", needs={"dtype_cast_later"}),
+    check("conversion.deepcopy",
+          "A deep copy trains by itself and leaves the original alone, or is refused on every rank.",
+          cases("mlp", *iteration(0), Observe(COPY), micro_batch(1), Observe(), Step(), optimizer=PLAIN_SGD),
+          cases("mlp", Observe(COPY), micro_batch(1), Observe(), Step(), optimizer=PLAIN_SGD),
+          source="copy.deepcopy; B077", mode=MAY_REFUSE),
+    check("conversion.copied", "A deep copy is made, trains by itself and leaves the original alone.",
+          cases("mlp", *iteration(0), Observe(COPY), micro_batch(1), Observe(), Step(), optimizer=PLAIN_SGD),
+          source="copy.deepcopy; B077", needs={"deep_copies"}, mode=MUST_COPY),
+)  # fmt: skip
+"""What users do to modules besides training: `module.to`, `copy.deepcopy`."""
+
+# What an adapter shows of a part that gave way may be the part itself: what the model computes decides.
+replaced = partial(check, comparison=Comparison(ignore=(f"{PART}.*",)), mode=PARTS_REPLACED)
+
+PARTS_OF_MODELS: tuple[Check, ...] = (
+    replaced("parts.module_replaced",
+             "A module that takes another one's place before the first forward is trained like the others.",
+             cases("mlp", Observe(MODULE), BuildOptimizer(), micro_batch(0), Step(), forward(1),
+                   wrapping=WrappingPlan(), optimizer=PLAIN_SGD),
+             source="pytorch PR 87837", needs={"modules_replaced"}),
+    replaced("parts.parameters_replaced",
+             "A parameter that takes another one's place between forwards is what the next forward computes with.",
+             cases("mlp", forward(0, "no_grad"), Observe(PARAMETERS), forward(1)),
+             source="pytorch issue 132721", needs={"parameters_replaced"}),
+    check("parts.called_alone",
+          "A unit that is called by itself, before the model and between iterations, changes nothing.",
+          cases("mlp", Observe(ALONE), *iteration(0), Observe(ALONE), *iteration(1)),
+          source="pytorch PR 90862, 87900", needs={"unit_alone", "nested_wrapping"}, mode=PARTS),
+)  # fmt: skip
+"""Parts of a wrapped model in users' hands: replaced by others, called by themselves."""
+
+CHECKS = (*EXCEPTIONS, *CONVERSION, *PARTS_OF_MODELS)

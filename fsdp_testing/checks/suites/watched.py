@@ -1,0 +1,186 @@
+"""Runs that are looked at besides their numbers: traced, with streams recorded, or beside DDP on the same ranks.
+
+In mixed precision DDP trains full parameters that are cast in each forward, and reduces in the dtype asked for through
+its own communication hook: the plain recipe, without FSDP's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_testing.adapters import registry
+from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.adapters.protocol import Precision, Setup
+from fsdp_testing.adapters.torch import ddp as torch_ddp
+from fsdp_testing.cases.records import Case, FailureKind, Finding, RankObservation, WrappingPlan
+from fsdp_testing.errors import InvalidImplementation
+from fsdp_testing.explain.trace.run import trace_case
+from fsdp_testing.judging.case_runner import RunMode
+from fsdp_testing.judging.checkers import event_rules
+from fsdp_testing.judging.checkers.event_rules import Rule, TracedObservation
+from fsdp_testing.judging.checkers.explain import finding
+from fsdp_testing.judging.checkers.second_oracle import PairedObservation, review_pair
+from fsdp_testing.oracle import models, rank_jobs
+from fsdp_testing.oracle.execute import RankProgram
+from fsdp_testing.oracle.quantities import Expectation
+from fsdp_testing.ranks.pool import Failed
+from fsdp_testing.ranks.pool.world import current_world
+from fsdp_testing.ranks.streams.observation import observe
+from fsdp_testing.ranks.streams.races import Race, races
+
+# ----------------------------------------------------------------------------------------------------- beside DDP
+
+
+class LowPrecision(nn.Module):
+    """A module whose parameters are stored in full and computed with in `dtype`."""
+
+    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner = inner
+        self.dtype = dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Cast parameters and inputs, then run the module."""
+        cast, inputs, options = models.cast_floats((dict(self.inner.named_parameters()), args, kwargs), self.dtype)
+        return torch.func.functional_call(self.inner, cast, inputs, options)
+
+
+def _reduce_in(wire: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP's hook: the bucket's mean over the ranks, reduced in `wire`. Collectives: one all-reduce; every rank calls."""
+    total = bucket.buffer().to(wire)
+    dist.all_reduce(total)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(total.div_(dist.get_world_size()).to(bucket.buffer().dtype))
+    return done
+
+
+def ddp(module: nn.Module, setup: Setup) -> nn.Module:
+    """DDP around the module, in the setup's precision. Collectives: those of DDP's construction; every rank calls."""
+    precision = setup.precision
+    if precision == Precision():
+        return torch_ddp.wrap(module, setup)
+    inner = module if precision.param_dtype is None else LowPrecision(module, precision.param_dtype)
+    model = torch_ddp.wrap(inner, replace(setup, precision=Precision()))
+    if precision.on_the_wire is not None and isinstance(model, DistributedDataParallel):
+        # DDP reads annotations, and wants types where postponed ones are text: a lambda has none.
+        model.register_comm_hook(precision.on_the_wire, lambda wire, bucket: _reduce_in(wire, bucket))  # noqa: PLW0108 - see above
+    return model
+
+
+def _named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(fqn.removeprefix("module.").removeprefix("inner."), p) for fqn, p in model.named_parameters()]
+
+
+SECOND = Adapter.of(replace(torch_ddp.IMPLEMENTATION, wrap=ddp, named_parameters=_named_parameters))
+"""DDP, in any precision."""
+
+
+def run_beside_ddp(adapter: Adapter, case: Case, observe_all: bool) -> RankObservation | Failed:
+    """Run the case with the implementation, and then with DDP.
+
+    Collectives: those of both; every rank of the world runs the same call.
+    """
+    plain = replace(case, strategy="no_shard", wrapping=WrappingPlan(), cpu_offload=False)
+    seen = rank_jobs.run_case(adapter, case, observe_all)
+    if isinstance(seen, Failed):
+        return seen
+    with rank_jobs.no_warnings():
+        other = RankProgram(plain, SECOND, seen.rank).run(observe_all=observe_all)
+    return seen.extended(PairedObservation, other=other, gradients=adapter.observes_gradients)
+
+
+BESIDE_DDP = RunMode(run_beside_ddp, review=review_pair)
+
+# --------------------------------------------------------------------------------------------------------- traces
+
+
+def run_traced(adapter: Adapter, case: Case, observe_all: bool) -> RankObservation | Failed:
+    """Run the case and record what this rank does; without a record where snapshots after every operation would be in it.
+
+    Collectives: those of the implementation; every rank of the world runs the same call.
+    """
+    if observe_all and not adapter.observes_locally:
+        return rank_jobs.run_case(adapter, case, observe_all)
+    traced = trace_case(adapter, case, observe_all)
+    if isinstance(traced, Failed):
+        return Failed(traced.value.observation)
+    shapes = {fqn: tuple(p.shape) for fqn, p in models.build_model(case).named_parameters()}
+    return traced.observation.extended(TracedObservation, events=traced.events, units=traced.units, shapes=shapes)
+
+
+def _review(rules: Sequence[Rule], case: Case, ranks: Sequence[RankObservation], _seen: Expectation) -> Finding | None:
+    return event_rules.review(rules, case, ranks)
+
+
+def traced(*rules: Rule) -> RunMode:
+    """Return a mode in which events are recorded and judged by the rules."""
+    return RunMode(run_traced, review=partial(_review, rules), kept=True)
+
+
+# -------------------------------------------------------------------------------------------------------- streams
+
+_MOST_RACES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class StreamObservation(RankObservation):
+    """What a rank reports whose streams were recorded: the first races, and how many there are."""
+
+    races: tuple[Race, ...] = ()
+    race_count: int = 0
+
+
+def run_observed(adapter: Adapter, case: Case, observe_all: bool) -> RankObservation | Failed:
+    """Run the case on this rank with its streams recorded.
+
+    Collectives: those of the implementation; every rank of the world runs the same call.
+
+    Raises:
+        InvalidImplementation: The adapter claims `streams`, and nothing ran on a second stream.
+    """
+    program = RankProgram(case, registry.adapter_of(adapter), current_world().rank)
+    # Late copies and garbage are writes that no device makes.
+    program.late = program.garbage = False
+    with observe() as history:
+        result = rank_jobs.run_program(program, observe_all)
+    if isinstance(result, Failed):
+        return result
+    if len(history.streams) < 2 and current_world().size > 1:
+        raise InvalidImplementation(
+            f"{adapter.name}: expected work on several streams, got work on the default stream alone, so that nothing is known "
+            "of its streams. Ask torch.get_device_module(device) for Stream, Event and current_stream when the model first "
+            "runs; or do not claim `streams`."
+        )
+    pairs = races(history)
+    return result.extended(StreamObservation, races=tuple(pairs[:_MOST_RACES]), race_count=len(pairs))
+
+
+def no_races(case: Case, ranks: Sequence[RankObservation], _expected: Expectation) -> Finding | None:
+    """Return the first race of the first rank that has one."""
+    racing = [rank for rank in ranks if isinstance(rank, StreamObservation) and rank.races]
+    if not racing:
+        return None
+    first = racing[0]
+    more = f" ({first.race_count - 1} more on this rank)" if first.race_count > 1 else ""
+    race = first.races[0]
+    statement = f"{race.summary}, on rank {first.rank}{more}"
+    return finding(
+        case,
+        FailureKind.RACE,
+        "streams",
+        len(case.program),
+        statement,
+        ranks=tuple(rank.rank for rank in racing),
+        detail="\n".join(str(each) for each in first.races),
+    )
+
+
+STREAMS_OBSERVED = RunMode(run_observed, review=no_races)

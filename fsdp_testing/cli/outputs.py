@@ -1,0 +1,77 @@
+"""The end that every command has: its sheet is printed, files are written and named, the last line has the exit code."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fsdp_testing.report.sheet import Sheet
+    from fsdp_testing.report.terminal import Output
+
+
+def add_html(group: argparse._ActionsContainer) -> argparse.Action:
+    """Declare `--html`."""
+    text = "write DIR/index.html, or a file that ends in .html"
+    return group.add_argument("--html", type=Path, metavar="DIR", help=text)
+
+
+def add_json(group: argparse._ActionsContainer, what: str) -> argparse.Action:
+    """Declare `--json`, which writes `what`."""
+    return group.add_argument("--json", type=Path, metavar="FILE", help=f"write {what} as one JSON document")
+
+
+def checked_outputs(options: argparse.Namespace) -> dict[str, Path]:
+    """Return the files that are asked for, by option, before anything runs.
+
+    Raises:
+        InvalidArgument: One could not be written afterwards.
+    """
+    from fsdp_testing.report.files import check_writable
+
+    named = {f"--{name}": getattr(options, name, None) for name in ("html", "json", "junit")}
+    paths = {option: path for option, path in named.items() if path is not None}
+    page = paths.get("--html")
+    if page is not None and (page.suffix != ".html" or page.is_dir()):
+        paths["--html"] = page / "index.html"
+    for option, path in paths.items():
+        check_writable(path, option)
+    return paths
+
+
+def present(
+    sheet: Sheet,
+    console: Output,
+    paths: Mapping[str, Path],
+    texts: Mapping[str, Callable[[], str]],
+    *,
+    page: Callable[[], Sheet] | None = None,
+    full: bool = False,
+) -> int:
+    """Print a result, write it in the forms that are asked for, and return its exit code, which the last line says.
+
+    Args:
+        sheet: What is printed.
+        console: Where to.
+        paths: The files, by option.
+        texts: What is written, by option; `--html` writes a sheet as a page.
+        page: Gives that sheet, if it is another one.
+        full: Print complete accounts.
+    """
+    from fsdp_testing.report.files import write_atomically
+    from fsdp_testing.report.terminal import print_sheet, say_ending
+
+    print_sheet(sheet, console, full=full)
+    for option, path in paths.items():
+        write_atomically(path, _page(page() if page else sheet) if option == "--html" else texts[option](), option)
+        console.say(f"written: {path}")
+    say_ending(sheet, console)
+    return sheet.exit_code
+
+
+def _page(sheet: Sheet) -> str:
+    from fsdp_testing.report.html import html_text
+
+    return html_text(sheet)

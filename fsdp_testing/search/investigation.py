@@ -1,0 +1,208 @@
+"""The investigation of a case that fails: it runs alone, is compared with what is known, and is shrunk if it is new.
+
+Every search investigates so, and keeps what it learned in `Causes`: what is known need not run alone to be counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from fsdp_testing.cases.records import ENDS_RANKS, Case, FailureKind, Verdict
+from fsdp_testing.checks.findings.discovery import Discovery
+from fsdp_testing.errors import HarnessError
+from fsdp_testing.explain.inquiry import WRONG_NUMBERS
+from fsdp_testing.explain.root_causes import cause_of
+from fsdp_testing.explain.shrinking.shrink import Attempt, shrink
+from fsdp_testing.judging.batch import Watch
+from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
+from fsdp_testing.judging.known import KnownFailures, Rule
+from fsdp_testing.judging.signature import Signature
+
+_HUNG_SECONDS = 5.0
+"""When a case counts as hung while it shrinks; what is left in the end is confirmed with the deadline of the campaign."""
+
+_PLACE_ALONE = "`"
+"""How a cause begins that says in which module numbers are wrong first, and not what they are."""
+
+
+def attempts_on(runner: CaseRunner, name: str) -> Attempt:
+    """Return what runs the attempts of shrinking a failure of an implementation; one death or hang is taken for one."""
+
+    def attempt(cases: Sequence[Case], wanted: Signature) -> list[tuple[Case, Signature | None]]:
+        until = wanted if wanted.kind in ENDS_RANKS else None
+        impatient = runner.impatient(_HUNG_SECONDS if wanted.kind == FailureKind.HUNG else None)
+        results = impatient.judge_batch(name, cases, Watch(operations=True), until=until)
+        return [(result.case, result.signature) for result in results]
+
+    return attempt
+
+
+def told_apart(case: Case) -> Case:
+    """Return the case with other numbers in each micro-batch: of equal ones, what stays and what counts twice look alike."""
+    seeds = itertools.count(1)
+    renumbered = (operation.with_batches(lambda batch: replace(batch, seed=next(seeds))) for operation in case.program)
+    return replace(case, program=tuple(renumbered))
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A case that failed among others.
+
+    Attributes:
+        case: It.
+        signature: What the failure looks like.
+        reason: The first fact that differs.
+        account: What became of the ranks, where one was lost.
+    """
+
+    case: Case
+    signature: Signature
+    reason: str
+    account: str = ""
+
+    @staticmethod
+    def of(judged: JudgedCase) -> Suspect:
+        """Return the suspect of a judgement that fails."""
+        assert judged.signature is not None
+        return Suspect(judged.case, judged.signature, judged.judgement.why, judged.judgement.account)
+
+
+class Causes:
+    """The causes of failures that are known by now, and how they look among other cases.
+
+    Attributes:
+        rules: Known failures, and a rule of each confirmed discovery.
+    """
+
+    def __init__(self, rules: KnownFailures) -> None:
+        self.rules = rules
+        self._names: dict[Signature, set[str]] = {}
+
+    def by_looks(self, signature: Signature, case: Case, at: int | None = None) -> Rule | None:
+        """Return the rule of a failure that looked so among other cases, and was another one alone."""
+        return self.rules.fitting(self._names.get(signature, ()), case, at)
+
+    def learn(self, signature: Signature, name: str) -> None:
+        """Note that the failure of a rule may look so among other cases."""
+        self._names.setdefault(signature, set()).add(name)
+
+    def add(self, discovery: Discovery, signature: Signature) -> Rule:
+        """Take up the rule of a confirmed discovery, which looked so among other cases, and return it."""
+        rule = discovery.rule()
+        self.rules = self.rules.with_rule(rule)
+        self.learn(signature, rule.name)
+        return rule
+
+
+@dataclass(frozen=True, slots=True)
+class Investigated:
+    """What was made of a suspect: a discovery, a known failure, or neither.
+
+    Attributes:
+        signature: What it looked like among other cases.
+        discovery: What it is; not confirmed if it passes alone.
+        known: The known failure that it is.
+    """
+
+    signature: Signature
+    discovery: Discovery | None = None
+    known: Rule | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Investigator:
+    """Confirms and shrinks suspects of one campaign.
+
+    Attributes:
+        name: The implementation.
+        shape: Gives the legal case nearest to a reduced one.
+        fair: Whether the implementation may be asked a case.
+        seconds: Time for shrinking one.
+    """
+
+    name: str
+    shape: Callable[[Case], Case]
+    fair: Callable[[Case], bool]
+    seconds: float
+
+    def investigate(self, runner: CaseRunner, suspect: Suspect, known: KnownFailures) -> Investigated | None:
+        """Return what a suspect is; None if it cannot be judged alone.
+
+        Args:
+            runner: Runs the attempts.
+            suspect: A case that fails.
+            known: What is known by now.
+        """
+        met_as = suspect.signature
+        watch = Watch(operations=True, models=met_as.kind == FailureKind.LEAKED)
+        # It is itself the repetition of what was met among others.
+        (alone,) = runner.impatient().judge_batch(self.name, [suspect.case], watch)
+        signature = alone.signature
+        if signature is None:
+            if alone.verdict is not Verdict.PASS:
+                return None
+            once = Discovery(self.name, met_as, suspect.case, suspect.case, suspect.reason, suspect.account, False)
+            return Investigated(met_as, once)
+        rule = self._recognized(runner, alone, known)
+        if rule is not None:
+            return Investigated(met_as, known=rule)
+        attempts = attempts_on(runner, self.name)
+        shrunk = shrink(suspect.case, signature, attempts, self.shape, self.fair, self.seconds)
+        (last,) = runner.impatient().judge_batch(self.name, [shrunk.case], watch)
+        confirmed = last.signature == signature
+        kept = last if confirmed else alone
+        discovery = Discovery(
+            self.name,
+            signature,
+            suspect.case,
+            kept.case,
+            kept.judgement.why,
+            kept.judgement.account,
+            confirmed,
+            shrunk.attempts,
+            shrunk.seconds,
+            kept.judgement.overrun,
+            self._cause(runner, kept.case) if confirmed and signature.kind in WRONG_NUMBERS else "",
+        )
+        # While it shrank it may have turned into what is known already.
+        cause = kept.judgement.cause if kept.judgement.cause is not None else discovery.cause
+        again = known.recognize(signature, kept.features, cause) if confirmed else None
+        if again is None and confirmed and (not cause or cause.startswith(_PLACE_ALONE)):
+            again = self._gone_without(runner, kept, known)
+        return Investigated(met_as, discovery, again)
+
+    def _gone_without(self, runner: CaseRunner, kept: JudgedCase, known: KnownFailures) -> Rule | None:
+        """The rule that knows the looks of the simplest case, which passes without what brings that failure about."""
+        assert kept.signature is not None
+        for rule in known.recognizing(kept.signature, kept.features):
+            variant = rule.variant(kept.case)
+            variant = None if variant is None else self.shape(variant)
+            if variant is None or variant == kept.case or not self.fair(variant):
+                continue
+            (without,) = runner.impatient().judge_batch(self.name, [variant], Watch(operations=True))
+            if without.verdict is Verdict.PASS:
+                return rule
+        return None
+
+    def _recognized(self, runner: CaseRunner, alone: JudgedCase, known: KnownFailures) -> Rule | None:
+        """The rule that knows a failure, by its cause where the rule names one."""
+        signature, judgement = alone.signature, alone.judgement
+        assert signature is not None
+        rule = known.recognize(signature, alone.features, judgement.cause)
+        if rule is None or judgement.cause is not None or not rule.asks_cause(signature):
+            return rule
+        return known.recognize(signature, alone.features, self._cause(runner, alone.case))
+
+    def _cause(self, runner: CaseRunner, case: Case) -> str:
+        """What the wrong numbers are equal to; a world that is lost on the way leaves it unknown."""
+        try:
+            with suppress(HarnessError):
+                return cause_of(runner, self.name, told_apart(case)) or cause_of(runner, self.name, case)
+        except Exception as error:  # noqa: BLE001 - a campaign of an hour must not be lost over an explanation
+            why = f"{self.name}: a finding is not explained: {type(error).__name__}: {error}"
+            warnings.warn(why, RuntimeWarning, stacklevel=2)
+        return ""

@@ -1,0 +1,361 @@
+"""What data did the ranks of a world take, and how is one process given the same, in place of its own?
+
+Three places where data enters are known: a line that the user marked with `batch`, the items of `DataLoader`s, and the
+arguments of the outermost forward where these determine the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import chain
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.train.batches import Call, on_cpu, row_digests
+from fsdp_testing.train.conventions import AsRanks
+from fsdp_testing.train.loaders import LoaderSeen, LoaderWatch, Pass, copied, of_training
+
+
+class Source(StrEnum):
+    """Where the data of a training is taken from."""
+
+    MARK = "the line marked with fsdp_testing.batch"
+    LOADER = "the items of its DataLoader"
+    FORWARD = "the arguments of forward"
+
+
+@dataclass(slots=True)
+class Taken:
+    """All data that one rank took.
+
+    Attributes:
+        loaders: Its `DataLoader`s.
+        marked: What marked lines were given.
+        marks: Digests of its rows, for each time.
+        calls: The outermost forwards.
+        items: How many items of `DataLoader`s had been taken when each step began.
+    """
+
+    loaders: list[LoaderSeen] = field(default_factory=list)
+    marked: list[Any] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    items: list[int] = field(default_factory=list)
+    marks: list[tuple[str, ...]] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[str]:
+        """Digests of all rows where the script takes them: at marked lines, or else from `DataLoader`s."""
+        if self.marks:
+            return [row for rows in self.marks for row in rows]
+        return [row for loader in self.loaders for one in loader.passes for row in one.rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Uncollated:
+    """Rows of which a fed process makes an item by its own `collate_fn`.
+
+    Attributes:
+        samples: Of all ranks.
+        counts: How many are each rank's, which takes these of the item that is made of all.
+    """
+
+    samples: list[Any]
+    counts: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class FedLoader:
+    """What `len` of a loader gives, and the items of each pass; None leaves it what it has."""
+
+    length: int | None = None
+    passes: list[list[Any]] | None = None
+
+
+@dataclass(slots=True)
+class Feed:
+    """What one process is given; `source` is None where it keeps its own data.
+
+    Attributes:
+        source: Where the data is put in.
+        loaders: For each loader.
+        batches: For marked lines, or forwards.
+        ranks: The ranks whose conventions it is to follow, if any are accepted.
+        weights: Parameters with which its models are to begin, by name; as it made them without.
+        pads: Whether batches have other shapes than the ranks' own: rows are padded to another length.
+        rank: Whose rows are taken of items that are made of all ranks' rows; -1 takes all.
+    """
+
+    source: Source | None = None
+    loaders: list[FedLoader] = field(default_factory=list)
+    batches: list[Any] = field(default_factory=list)
+    pads: bool = False
+    ranks: AsRanks | None = None
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    rank: int = -1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a process is left as it is."""
+        return self.source is None and self.ranks is None and not self.weights
+
+    def __str__(self) -> str:
+        return f"{self.source}{', padded together by its collate_fn' if self.pads else ''}"
+
+
+class Feeder:
+    """Records what a rank takes, and replaces it where there is a feed.
+
+    Args:
+        feed: What it is given.
+        keeps: Whether the data is kept.
+    """
+
+    def __init__(self, feed: Feed, keeps: bool) -> None:
+        self.taken = Taken()
+        self._feed, self._keeps = feed, keeps
+        self._waiting = iter(feed.batches)
+        self._loaders: list[LoaderWatch] = []
+        self._out: list[Pass] = []  # passes with an item that no forward came after yet
+        self._items_taken = self._epoch_calls = 0
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """See the `DataLoader`s, their `set_epoch` and marked lines of this process."""
+        global _current
+        real_iter, real_len, set_epoch = DataLoader.__iter__, DataLoader.__len__, DistributedSampler.set_epoch
+        before, _current = _current, self
+
+        def set_counted_epoch(sampler: Any, epoch: int) -> None:
+            self._epoch_calls += 1
+            set_epoch(sampler, epoch)
+
+        try:
+            with (
+                mock.patch.object(DataLoader, "__iter__", lambda loader: self._pass(loader, real_iter)),
+                mock.patch.object(DataLoader, "__len__", lambda loader: self._length(loader, real_len(loader))),
+                mock.patch.object(DistributedSampler, "set_epoch", set_counted_epoch),
+            ):
+                yield
+        finally:
+            _current = before
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Return the arguments with which the outermost forward is to be called."""
+        for one in self._out:
+            one.trained += 1
+        self._out.clear()
+        call = next(self._waiting, None) if self._feed.source is Source.FORWARD else None
+        return (args, kwargs) if call is None else call
+
+    def mark(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what a marked line is to give."""
+        self.taken.marked.append(on_cpu(values))
+        self.taken.marks.append(row_digests(values))
+        given = next(self._waiting, None) if self._feed.source is Source.MARK else None
+        return values if given is None else tuple(given)
+
+    def end_step(self) -> None:
+        """Take note of how much has been taken until a step begins."""
+        self.taken.items.append(self._items_taken)
+
+    def finish(self) -> None:
+        """Look at the loaders once more, after the training."""
+        for loader in self._loaders:
+            loader.finish()
+
+    def _watched(self, loader: Any) -> tuple[int, LoaderWatch]:
+        for number, known in enumerate(self._loaders):
+            if known.loader is loader:
+                return number, known
+        self._loaders.append(LoaderWatch(loader, self._keeps))
+        self.taken.loaders.append(self._loaders[-1].seen)
+        return len(self._loaders) - 1, self._loaders[-1]
+
+    def _fed(self, number: int) -> FedLoader | None:
+        feeds = self._feed.source is Source.LOADER and number < len(self._feed.loaders)
+        return self._feed.loaders[number] if feeds else None
+
+    def _length(self, loader: Any, length: int) -> int:
+        number, watched = self._watched(loader)
+        watched.seen.length = length
+        fed = self._fed(number)
+        return length if fed is None or fed.length is None else fed.length
+
+    def _pass(self, loader: Any, real_iter: Any) -> Iterator[Any]:
+        number, watched = self._watched(loader)
+        one, own = watched.begin(lambda: real_iter(loader), self._epoch_calls)
+        fed = self._fed(number)
+        if fed is None or fed.passes is None:
+            return self._counted(one, own)
+        turn = len(watched.seen.passes) - 1
+        return self._counted(one, self._given(loader, fed.passes[turn] if turn < len(fed.passes) else [], own))
+
+    def _given(self, loader: Any, items: Sequence[Any], own: Iterator[Any]) -> Iterator[Any]:
+        for item in items:
+            next(own, None)  # so that its own sampler draws what it draws
+            if isinstance(item, Uncollated):
+                item = _share(loader.collate_fn(copied(item.samples)), item.counts, self._feed.rank)
+            yield item
+
+    def _counted(self, one: Pass, items: Iterator[Any]) -> Iterator[Any]:
+        for item in items:
+            self._items_taken += 1
+            self._out.append(one)
+            try:
+                yield item
+            finally:
+                if one in self._out:
+                    self._out.remove(one)
+
+
+_current: Feeder | None = None
+
+
+def batch(*values: Any) -> Any:
+    """Mark the line where a training takes its batch: `x, y = fsdp_testing.batch(x, y)`.
+
+    Returns what it is given. While `fsdp-verify train` runs the script in one process, it returns the rows of all ranks instead.
+    """
+    rows = values if _current is None else _current.mark(values)
+    return rows[0] if len(values) == 1 else rows
+
+
+def _share(item: Any, counts: Sequence[int], rank: int) -> Any:
+    """Return the rows of one rank of an item that is made of all ranks' rows; -1: of all."""
+    if rank < 0:
+        return item
+    if isinstance(item, torch.Tensor):
+        return item[sum(counts[:rank]) : sum(counts[: rank + 1])] if item.ndim and len(item) == sum(counts) else item
+    if isinstance(item, Mapping):
+        return {key: _share(part, counts, rank) for key, part in item.items()}
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*(_share(part, counts, rank) for part in item))
+    return type(item)(_share(part, counts, rank) for part in item) if isinstance(item, (list, tuple)) else item
+
+
+def _fits(parts: Sequence[Any], *, alike: bool) -> bool:
+    """Whether tensors of the ranks' batches have rows of one shape, and with `alike` all else is the same on all ranks."""
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        return all(isinstance(part, torch.Tensor) and part.shape[1:] == first.shape[1:] for part in parts)
+    if isinstance(first, dict):
+        same = all(isinstance(part, dict) and part.keys() == first.keys() for part in parts)
+        return same and all(_fits([part[key] for part in parts], alike=alike) for key in first)
+    if isinstance(first, (list, tuple)):
+        same = all(isinstance(part, (list, tuple)) and len(part) == len(first) for part in parts)
+        return (same or not alike) and all(_fits(column, alike=alike) for column in zip(*parts))
+    return not alike or all(repr(part) == repr(first) for part in parts)
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Return the batches of all ranks as one: tensors with rows are concatenated, all else is rank 0's.
+
+    Raises:
+        InvalidArgument: Tensors of the ranks have rows of different shapes.
+    """
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        if not first.ndim:
+            return first
+        try:
+            return torch.cat(list(parts))
+        except RuntimeError as error:
+            shapes = ", ".join(str(list(part.shape)) for part in parts)
+            raise InvalidArgument(
+                f"data: expected rows of one shape on all ranks, got batches {shapes}. Pad rows to one length, since one "
+                "process is to be given all of them at once."
+            ) from error
+    if isinstance(first, dict):
+        return {key: joined([part[key] for part in parts]) for key in first}
+    if isinstance(first, (list, tuple)):
+        together = [joined(column) for column in zip(*parts)]
+        return type(first)(*together) if hasattr(first, "_fields") else type(first)(together)
+    return first
+
+
+def feeds_of(ranks: Sequence[Taken], forwards_alone: int, forwards_here: int) -> Iterator[Feed]:
+    """Yield what one process may be given in place of its own data, in the order of trying; nothing where that is unknown.
+
+    Args:
+        ranks: What each rank took.
+        forwards_alone: Forwards of one process until its first step.
+        forwards_here: Forwards of each rank until its first step. Where one process makes as many as all ranks together, it is
+            given their batches one by one, otherwise those of one moment as one.
+    """
+    one_by_one = len(ranks) > 1 and forwards_alone == len(ranks) * forwards_here
+
+    def together(columns: Sequence[Sequence[Any]]) -> list[Any]:
+        moments = list(zip(*columns))
+        return [part for moment in moments for part in moment] if one_by_one else [joined(moment) for moment in moments]
+
+    if ranks[0].marked:
+        yield Feed(Source.MARK, batches=together([rank.marked for rank in ranks]))
+        return
+    if any(loader.passes for loader in ranks[0].loaders):
+        yield from _loader_feeds(ranks, together, one_by_one)
+    if ranks[0].calls and all(call.determines_loss for call in ranks[0].calls):
+        calls = [[(call.args, call.kwargs) for call in rank.calls] for rank in ranks]
+        if one_by_one or all(_fits(moment, alike=False) for moment in zip(*calls)):
+            yield Feed(Source.FORWARD, batches=together(calls))
+
+
+def _loader_feeds(ranks: Sequence[Taken], together: Any, one_by_one: bool) -> Iterator[Feed]:
+    """Yield the items of all ranks as one item; and the rows that they were made of, for the script's own collator."""
+    passes = [
+        [rank.loaders[number].passes[turn] for rank in ranks if _has_pass(rank, number, turn)]
+        for number, loader in enumerate(ranks[0].loaders)
+        if of_training(ranks[0].loaders)[number]
+        for turn in range(len(loader.passes))
+    ]
+    shared = [ones for ones in passes if len(ones) == len(ranks)]
+    moments = [moment for ones in shared for moment in zip(*(one.items for one in ones))]
+    fits = one_by_one or all(_fits(moment, alike=False) for moment in moments)
+    alike = one_by_one or (fits and all(_fits(moment, alike=True) for moment in moments))
+    numbers = range(len(ranks[0].loaders))
+    known = all(len(one.samples) == len(one.items) for ones in shared for one in ones)
+    repeats = not any(loader.repeats is False for rank in ranks for loader in rank.loaders)
+    if not alike and known and repeats:
+        yield Feed(Source.LOADER, [_loader(ranks, number, None) for number in numbers], pads=not fits)
+    elif not fits and known:
+        raise InvalidArgument(
+            "data: expected rows of one shape on all ranks, or a collate_fn that pads the same rows in the same way each time, "
+            "got one that draws random numbers: its padding cannot be replayed. Draw them in the dataset."
+        )
+    if fits or not known:
+        yield Feed(Source.LOADER, [_loader(ranks, number, together) for number in numbers])
+
+
+def _has_pass(rank: Taken, number: int, turn: int) -> bool:
+    return number < len(rank.loaders) and turn < len(rank.loaders[number].passes)
+
+
+def _loader(ranks: Sequence[Taken], number: int, together: Any) -> FedLoader:
+    """Return a loader of all ranks; of passes that not every rank makes, those of rank 0. What only validates is left alone.
+
+    Args:
+        ranks: What each took.
+        number: Of the loader.
+        together: Makes items of all ranks one; None: that is left to the loader's collator.
+    """
+    first = ranks[0].loaders[number]
+    if not of_training(ranks[0].loaders)[number]:
+        return FedLoader()
+    passes: list[list[Any]] = []
+    for turn, own in enumerate(first.passes):
+        all_ranks = [rank.loaders[number].passes[turn] for rank in ranks if _has_pass(rank, number, turn)]
+        if len(all_ranks) < len(ranks):
+            passes.append(own.items)
+        elif together is not None:
+            passes.append(together([one.items for one in all_ranks]))
+        else:
+            moments = zip(*(one.samples for one in all_ranks))
+            passes.append([Uncollated([*chain(*moment)], tuple(map(len, moment))) for moment in moments])
+    return FedLoader(first.length, passes)

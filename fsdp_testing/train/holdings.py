@@ -1,0 +1,248 @@
+"""What a rank holds of each parameter, its gradient, its moments, each buffer, and of copies of the weights.
+
+Read in place and without communication, whatever holds it: plain tensors, DDP, FSDP1, FSDP2 and other DTensors, `fsdp_ref`;
+of DeepSpeed through its accessors, which communicate. Copies of the weights, as for a moving average, are looked for in the
+variables of the functions that run when the script is ended, and one level below in objects of its own classes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_testing.adapters.protocol import Piece, StateEntry
+from fsdp_testing.adapters.shared import flat_pieces, naming, pieces
+from fsdp_testing.adapters.shared.flat_pieces import FlatUnit
+from fsdp_testing.base import compat
+from fsdp_testing.train import deepspeed_engine
+from fsdp_testing.train.spans import Span, block_of, span_of
+
+Spans = dict[str, tuple[Span, ...]]
+Held = Mapping[str, tuple[Piece, ...]]
+
+
+def held_by(model: nn.Module, *, gradients: bool = True) -> Held:
+    """Return what this rank has of each parameter of a model, by original name; communicates nothing, except of DeepSpeed.
+
+    Args:
+        model: That was run.
+        gradients: Whether gradients are wanted, where they are not there at all times.
+    """
+    if deepspeed_engine.is_engine(model):
+        return deepspeed_engine.held(model, gradients=gradients)
+    units = _flat_units(model)
+    parts: Held = (
+        pieces.of_parameters(naming.named_parameters(model))
+        if units is None
+        else flat_pieces.local_pieces(model, units)
+    )
+    wrappers = _wrappers(model)
+    return {_without(wrappers, name): held for name, held in parts.items()}
+
+
+def begin_with(weights: Mapping[str, torch.Tensor], model: nn.Module, number: int) -> None:
+    """Give a model other weights, in place.
+
+    Args:
+        weights: By name; those of a second model have its number before them.
+        model: Whose parameters are replaced.
+        number: Of the model.
+    """
+    prefix = f"model {number}: " if number else ""
+    parts = {prefix + name: own for name, own in held_by(model, gradients=False).items()}
+    pieces.scatter_back(weights, {name: own for name, own in parts.items() if name in weights})
+
+
+def whole_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a model that shards nothing, by original name; none of one that does."""
+    shards = ("fsdp_ref", "torch.distributed.fsdp", "torch.distributed._composable")
+    if deepspeed_engine.is_engine(model):
+        return
+    plain = all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    if plain and not any(type(module).__module__.startswith(shards) for module in model.modules()):
+        wrappers = _wrappers(model)
+        yield from ((_without(wrappers, name), parameter) for name, parameter in naming.named_parameters(model))
+
+
+def block_in(held: Iterable[tuple[Piece, ...]]) -> int:
+    """Return how many elements of the tensors of a model, of which this rank has some, make a sum; 1 where all are kept."""
+    return block_of(sum(torch.Size(parts[0].shape).numel() for parts in held if parts))
+
+
+def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer, block: int) -> dict[str, Spans]:
+    """Return what an optimizer keeps of each parameter of a model, as {"weight": {"exp_avg": ...}}; scalars have the shape ()."""
+    states: Mapping[str, Mapping[str, StateEntry]]
+    if deepspeed_engine.is_engine(model):
+        states = deepspeed_engine.moments(model)
+    elif (units := _flat_units(model)) is None:
+        states = pieces.optimizer_state(dict(naming.named_parameters(model)), optimizer)
+    else:
+        states = flat_pieces.optimizer_pieces(model, optimizer, units)
+    wrappers = _wrappers(model)
+    return {_without(wrappers, name): _entries(state, block) for name, state in states.items()}
+
+
+def moments_of_tensors(
+    tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, block: int
+) -> dict[str, Spans]:
+    """Return what an optimizer keeps of tensors that it steps in the place of parameters, by the names of these."""
+    named = {name: tensor for name, tensor in tensors.items() if tensor in optimizer.state}
+    return {name: _entries(state, block) for name, state in pieces.optimizer_state(named, optimizer).items()}
+
+
+def named_ids(model: nn.Module) -> dict[str, int]:
+    """Return the id of the object that each parameter is, by original name."""
+    wrappers = _wrappers(model)
+    return {_without(wrappers, name): id(parameter) for name, parameter in naming.named_parameters(model)}
+
+
+def buffers_of(model: nn.Module, block: int) -> Spans:
+    """Return the buffers that a checkpoint of the model holds; a batch norm's count of calls is no number of the model."""
+    wrappers = _wrappers(model)
+    modules = naming.unwrapped(model).named_modules()
+    kept = {
+        naming.original(f"{prefix}.{name}".lstrip(".")) for prefix, m in modules for name in compat.saved_buffers(m)
+    }
+    return {
+        _without(wrappers, name): spans_of(pieces.of_tensor(buffer), "value", block)
+        for name, buffer in naming.named_buffers(model)
+        if name in kept and not name.endswith("num_batches_tracked")
+    }
+
+
+def spans_of(held: tuple[Piece, ...], which: str, block: int = 1) -> tuple[Span, ...]:
+    """Return what is kept of the values ("value") or gradients ("grad") of pieces; a gradient that is None counts as zeros."""
+    spans = []
+    for piece in held:
+        tensor = getattr(piece, which)
+        if tensor is None and which == "grad" and piece.value is not None:
+            tensor = torch.zeros_like(piece.value)
+        if tensor is not None:
+            spans.append(span_of(piece, tensor, block))
+    return tuple(spans)
+
+
+def _entries(state: Mapping[str, StateEntry], block: int) -> Spans:
+    return {
+        what: spans_of(entry, "value", block)
+        if isinstance(entry, tuple)
+        else (Span((), 0, 1, torch.tensor([entry], dtype=torch.float64)),)
+        for what, entry in state.items()
+    }
+
+
+def _flat_units(model: nn.Module) -> Iterator[FlatUnit] | None:
+    torch_fsdp, ours = sys.modules.get("torch.distributed.fsdp"), sys.modules.get("fsdp_ref")
+    if torch_fsdp is not None and any(isinstance(m, torch_fsdp.FullyShardedDataParallel) for m in model.modules()):
+        from fsdp_testing.adapters.torch import fsdp1_flat
+
+        return fsdp1_flat.flat_units(model)
+    if ours is not None:
+        from fsdp_testing.adapters.ref import handle_pieces
+
+        return handle_pieces.flat_units(model)
+    return None
+
+
+def unreduced_in(model: nn.Module) -> tuple[str, ...]:
+    """Return the parameters of FSDP2 with a gradient that waits on this rank for a later backward to reduce it.
+
+    It is kept away from the optimizer on every number of ranks, one included, so that no comparison shows it.
+    """
+    torch_fsdp = sys.modules.get("torch.distributed.fsdp")
+    if torch_fsdp is None or not any(isinstance(m, torch_fsdp.FSDPModule) for m in model.modules()):
+        return ()
+    from fsdp_testing.adapters.torch import unit_trace
+
+    return unit_trace.fsdp2_unreduced(model)
+
+
+def shares_in(model: nn.Module) -> dict[str, None]:
+    """Return this rank's places along mesh axes by which DTensors are sharded and that no FSDP gathers: of tensor parallelism."""
+    torch_fsdp = sys.modules.get("torch.distributed.fsdp")
+    gathered = torch_fsdp is not None and any(isinstance(m, torch_fsdp.FSDPModule) for m in model.modules())
+    shares: dict[str, None] = {}
+    for parameter in model.parameters():
+        placements = getattr(parameter, "placements", ())
+        first = 1 if gathered else 0
+        # With several replicas FSDP shards by the second axis.
+        if gathered and placements and placements[0].is_replicate():
+            continue
+        for axis, placement in enumerate(placements):
+            if axis >= first and not placement.is_replicate():
+                mesh = parameter.device_mesh  # type: ignore[attr-defined]  # of a DTensor
+                shares[f"{(mesh.mesh_dim_names or range(mesh.ndim))[axis]} {mesh.get_local_rank(axis)}"] = None
+    return shares
+
+
+def _wrappers(model: nn.Module) -> list[str]:
+    replicated = [name for name, m in model.named_modules() if name and isinstance(m, DistributedDataParallel)]
+    return [f"{naming.original(name)}.module." for name in replicated]
+
+
+def _without(wrappers: list[str], name: str) -> str:
+    for prefix in wrappers:
+        if name.startswith(prefix):
+            return prefix.removesuffix("module.") + name.removeprefix(prefix)
+    return name
+
+
+_FOREIGN = frozenset({"torch", "numpy", "fsdp_testing", "builtins", *sys.stdlib_module_names} - {"__main__"})
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def copies_in(variables: Sequence[Mapping[str, Any]], models: Sequence[nn.Module], block: int) -> dict[str, Spans]:
+    """Return what this rank has of each other copy of the models' weights, by the name of its variable.
+
+    Args:
+        variables: Of each function, or of the script.
+        models: Those that are trained.
+        block: Elements to each sum that is kept of their larger tensors.
+    """
+    copies: dict[str, Spans] = {}
+    trained = {id(part) for model in models for part in model.modules()}
+    with suppress(Exception):  # whatever a variable is, the training was only watched
+        shapes = {name: tuple(held[0].shape) for model in models for name, held in held_by(model).items() if held}
+        for name, value in _named(variables):
+            if isinstance(value, nn.Module) and not trained.isdisjoint(map(id, value.modules())):
+                continue
+            with suppress(Exception):
+                spans = _spans(value, shapes, block)
+                if spans:
+                    copies[name] = spans
+    return copies
+
+
+def _named(variables: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for scope in variables:
+        for name, value in list(scope.items()):
+            if name.startswith("__"):
+                continue
+            yield name, value
+            package = type(value).__module__.partition(".")[0]
+            if package not in _FOREIGN and hasattr(value, "__dict__") and not isinstance(value, nn.Module):
+                yield from ((f"{name}.{attribute}", part) for attribute, part in vars(value).items())
+
+
+def _spans(value: Any, shapes: Shapes, block: int) -> Spans:
+    if isinstance(value, nn.Module):
+        own = {name.removeprefix("module."): held for name, held in held_by(value).items()}
+    elif isinstance(value, Mapping):
+        own = {
+            naming.original(name).removeprefix("module."): pieces.of_tensor(tensor)
+            for name, tensor in value.items()
+            if isinstance(name, str) and isinstance(tensor, torch.Tensor)
+        }
+    elif isinstance(value, list) and len(value) == len(shapes) and all(type(part) is torch.Tensor for part in value):
+        own = {name: pieces.of_tensor(tensor) for name, tensor in zip(shapes, value)}
+    else:
+        return {}
+    fitting = {name: held for name, held in own.items() if held and shapes.get(name) == held[0].shape}
+    return {name: spans_of(held, "value", block) for name, held in fitting.items()}
