@@ -70,7 +70,8 @@ def shares(name: str, cases: int = CASES) -> Iterator[Share]:
         counted: dict[str, float] = {}
         unasked = blind = 0.0
         for case in drawn:
-            units = sorted(units_of_tree(case)) if asked_of_units and look.quantity not in _WITHOUT_UNIT else []
+            of_units = asked_of_units and look.quantity not in _WITHOUT_UNIT
+            units: list[str | None] = [*sorted(units_of_tree(case))] if of_units else []
             for unit in units or [None]:
                 share = 1 / max(len(units), 1)
                 where = None if unit is None else (unit,)

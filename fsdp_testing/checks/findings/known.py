@@ -95,8 +95,8 @@ class Defect:
     @property
     def implementations(self) -> list[str]:
         """Return the implementations that have it, as far as it was seen."""
-        named = [name for entry in (*self.rules, *self.expected) for name in entry.on]
-        return list(dict.fromkeys(name.partition(".")[0] for name in (*named, *self.shown[1:])))
+        named = [*(rule.on for rule in self.rules), *(entry.on for entry in self.expected), self.shown[1:]]
+        return list(dict.fromkeys(name.partition(".")[0] for names in named for name in names))
 
 
 def is_list(document: Mapping[str, Any]) -> bool:
