@@ -61,7 +61,7 @@ class Clipped(nn.Linear):
         return super().forward(x)
 
 
-@ZOO.model("self_clipping", float_input(8), ("layers.0", "layers.1", "layers.2"))
+@ZOO.model("self_clipping", float_input(8), ("layers.0", "layers.1", "layers.2"), needs="forward_edits")
 def self_clipping() -> nn.Module:
     """Layers that change their own weights in forward, on all ranks alike."""
     model = Layers(8, 8, 8, 8)
