@@ -243,6 +243,7 @@ def test_a_state_of_something_else_is_refused(tmp_path: Path, monkeypatch: pytes
     [
         {"verdicts": "pf."},
         {"verdicts": "-" * 16},
+        {"verdicts": "e" * 12 + "...."},
         {"reasons": {}},
         {"reasons": {"1": {"text": "why", "looks": [], "confirmed": False}}},
         {"verdicts": "pff" + "." * 13},
