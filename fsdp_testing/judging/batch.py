@@ -110,10 +110,12 @@ def run_each(
         for index in range(count):
             record, model = run(index)
             models.append((index, model))
+            # As soon as the case is over: a rank that dies in the next one has reported this one.
             record_stream.append(file, record)
             error = record.observation.error
             if record.leaks or (error is not None and not everyone_raised(directory, world, index, error)):
                 return Failed(index + 1)
+        # Once, at the end: a collection for each case would cost more than the case.
         left = survivors(models)
         for index in () if models_stay else left:
             record_stream.append(file, CaseRecord(index, RankObservation(world.rank), leaks=(OUTLIVES,)))
@@ -122,7 +124,7 @@ def run_each(
 
 @contextmanager
 def _garbage_kept() -> Iterator[None]:
-    """Put collection off during a batch: it would go through all that torch keeps, again and again, at random places."""
+    """Disable the garbage collector: a full collection walks all of torch's objects, at unpredictable points."""
     gc.disable()
     try:
         yield
@@ -138,6 +140,7 @@ def everyone_raised(directory: str, world: World, index: int, mine: RaisedError)
     """
     limit = time.monotonic() + _PATIENCE_SECONDS
     missing = set(range(world.size)) - {world.rank}
+    # Read again each time: ranks append to their files while this one looks.
     while missing and time.monotonic() < limit:
         for rank in sorted(missing):
             reported = [r for r in record_stream.read(directory, rank) if r.index == index]
@@ -157,6 +160,7 @@ def _run(
     _mesh(world, case.world)  # before what is there is noted: its groups stay for the cases that follow
     for ranks in (ranks for operation in case.program for ranks in operation.groups(world.size)):
         _group(ranks)
+    # After groups and meshes were made, which stay.
     before = _fingerprint()
     program = program_for(case, adapter, world.rank, partial(setup_on, world))
     program.make_group, program.files = _group, Path(directory)
@@ -169,6 +173,7 @@ def _run(
     leaks = tuple(f"{name}: {was} before, {now} after" for name, was, now in changed)
     accounts = None if accounted is None else tuple(accounted.accounts)
     record = CaseRecord(index, observation, issued.summary(), leaks, accounts, issued.groups)
+    # Weak, and from a frame that ends here: the batch must not keep alive what it looks for.
     return record, weakref.ref(program.model)
 
 

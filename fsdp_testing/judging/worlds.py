@@ -55,6 +55,7 @@ class Worlds:
             raise PoolBroken("the run was interrupted")
         with self.pool.lend(spec.size, backend=spec.backend) as world:
             try:
+                # Under the lock that `interrupt` takes: a world is either killed there, or never begun.
                 with self._lock:
                     if self._interrupted:
                         raise PoolBroken("the run was interrupted")
@@ -66,6 +67,7 @@ class Worlds:
                     self._limit_batches(world)
                 return outcome
             finally:
+                # Before the world is given back: `interrupt` must not end ranks that are lent to somebody else by then.
                 with self._lock:
                     self._busy.discard(world)
 
@@ -74,6 +76,7 @@ class Worlds:
         with self._lock:
             self._batches[world] = self._batches.get(world, 0) + 1
             enough = self._batches[world] >= BATCHES_PER_WORLD
+        # Outside the lock: ranks may take a moment to leave.
         if enough:
             world.leave()
 

@@ -1,4 +1,4 @@
-"""How do the parts of one whole become that whole, and how do reports of a run? Each part once, in the order of one run.
+"""The parts of one whole, put together: each once, in the order of one run.
 
 The parts of a run, of a certificate and of a campaign are refused and put in order here; each says what it was asked
 (`Part.alike`).

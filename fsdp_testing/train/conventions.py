@@ -129,7 +129,7 @@ class Follower:
         for buffer, kept in zip(_statistics_of(model), statistics, strict=True):
             buffer.data.copy_(kept)  # autograd has saved it, and does not read it
         for module, name in terms[0]:
-            setattr(module, name, torch.stack([found[module, name] for found in terms]).mean())
+            setattr(module, name, torch.stack([values[module, name] for values in terms]).mean())
         return _joined(outputs, groups)
 
 

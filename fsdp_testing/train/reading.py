@@ -20,7 +20,7 @@ from fsdp_testing.adapters.protocol import Piece
 from fsdp_testing.adapters.shared import pieces
 from fsdp_testing.cases.records.tolerance import UNIT_ROUNDOFF
 from fsdp_testing.train.deepspeed_engine import is_engine, unread
-from fsdp_testing.train.held import (
+from fsdp_testing.train.holdings import (
     Held,
     Spans,
     block_in,

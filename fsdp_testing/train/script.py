@@ -23,7 +23,7 @@ from fsdp_testing.train.conventions import check_names
 from fsdp_testing.train.on_rank import RankReport, RunSettings
 from fsdp_testing.train.report import Judgement, TrainingDiffers, TrainingUndecided, TrainReport
 from fsdp_testing.train.resuming import judge_resumed
-from fsdp_testing.train.running import Failed, Nobody, RunListener, Runner, Start, Undecided, unequal_ends
+from fsdp_testing.train.running import Failed, NoListener, RunListener, Runner, Start, Undecided, unequal_ends
 from fsdp_testing.train.script_job import ScriptJob
 from fsdp_testing.train.surroundings import show_files
 from fsdp_testing.train.whole import WholeRun
@@ -54,19 +54,12 @@ class ScriptUndecided(TrainingUndecided):
 
 @dataclass(frozen=True, slots=True)
 class Launch(Start):
-    """How a script is started.
+    """How a script is started: see `Start`.
 
     Attributes:
         script: Path, or with `is_module` the name of a module.
         arguments: Those after it.
         is_module: Whether it is started with `-m`.
-        steps: Optimizer steps that are compared; then the script is ended.
-        timeout: Seconds until a rank counts as hung.
-        backend: Backend of the worlds.
-        resume_at: Step before which it is stopped to be resumed; never with 0.
-        resume_arguments: Further arguments of the script that is resumed.
-        accept: Names of conventions that one process is to follow as the ranks do (`conventions`).
-        isolation: "fresh" runs each time in new processes; "warm" in kept ones, where modules of the script stay imported.
     """
 
     script: str
@@ -170,7 +163,7 @@ def examine(
     """
     sizes = [size for size in world_sizes if size > 1]
     _check_arguments(launch, world_sizes)
-    runner = Runner(launch, pool or default_pool(), listener or Nobody())
+    runner = Runner(launch, pool or default_pool(), listener or NoListener())
     try:
         alone, again = run_alone(runner, 1)
         if runner.unsteady:

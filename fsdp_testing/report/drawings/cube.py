@@ -1,4 +1,4 @@
-"""Where in the cube of small cases does it fail? One square for each world and face, shaded by what happens there."""
+"""The cube of small cases: one square for each world and face, shaded by what happens there."""
 
 from __future__ import annotations
 

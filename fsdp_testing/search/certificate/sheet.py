@@ -9,7 +9,6 @@ from fsdp_testing.report.sheet import (
     Article,
     Cell,
     Fold,
-    Items,
     Line,
     Listing,
     Picture,
@@ -19,6 +18,7 @@ from fsdp_testing.report.sheet import (
     Sheet,
     Steps,
     Table,
+    bulleted,
     made_by,
 )
 from fsdp_testing.search.certificate.axes import WORLDS
@@ -51,7 +51,7 @@ def certificate_sheet(summary: Summary) -> Sheet:
         title=f"{summary.implementation}: small cases",
         exit_code=summary.exit_code,
         conclusion=f"{summary.implementation}: {summary.conclusion()}",
-        lead=(Items(tuple(map(Line, summary.notes()))),),
+        lead=(bulleted(summary.notes()),),
         sections=tuple(section for section in sections if section.blocks),
         subject=f"{summary.implementation} in every small case",
         foot=made_by(summary.environment),
@@ -61,7 +61,7 @@ def certificate_sheet(summary: Summary) -> Sheet:
 def _article(cause: CellCause, name: str) -> Article:
     known = f"known failure {cause.known} {cause.link}".rstrip() + ". " if cause.known else ""
     title = f"The case as a document; saved as case.json, `fsdp-verify replay case.json --implementation {name}` runs it again"
-    document = Fold(title, (Listing(cause.case.to_json(indent=1)),), drawn=True)
+    document = Fold(title, (Listing(cause.case.to_json(indent=1)),), page_only=True)
     heading = f"{cause.signature}: {cause.cells:,} cells, the simplest {cause.cell.name}"
     return Article(heading, (Line(f"{known}{cause.reason}"), Steps(cause.schedule), document), kind="fail")
 
