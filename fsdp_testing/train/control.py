@@ -87,12 +87,14 @@ def control(run: WholeRun) -> Control:
         return Control(sentences[wrong_steps[0]])
     if not times:
         return Control(line=_NO_SUM if sentences else _NOT_SEEN)
-    told = "; ".join(f"{words} (at steps {', '.join(map(str, steps))})" for words, steps in times.items())
+    told = "; ".join(f"{words} (at step {', '.join(map(str, steps))})" for words, steps in times.items())
     return Control(line=f"compared with what autograd gave in backward: the gradient that is stepped is {told}")
 
 
 _NO_SUM = "not compared with what backward gave: gradients are changed by hand, and are no simple sum of it"
-_NOT_SEEN = "not compared with what backward gave: that is seen where parameters are whole (plain, DDP, DeepSpeed)"
+_NOT_SEEN = (
+    "not compared with what backward gave: that is seen where parameters are whole (plain, DDP, FSDP2, DeepSpeed)"
+)
 
 
 def _words(factor: float, size: int, passes: int) -> str:
