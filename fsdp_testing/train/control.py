@@ -112,7 +112,9 @@ def _steps(run: WholeRun) -> Iterator[_Step]:
     apart = min((odd.step for odd in run.disagreements if odd.kind in (kind, Kind.PARAMETER)), default=run.steps)
     for number in range(apart):
         ranks = [rank.steps[number].terms for rank in run.ranks]
-        if any(not terms.passes or not terms.scale for terms in ranks):
+        # What else an optimizer steps has gradients of its own.
+        strange = any(rank.steps[number].strange for rank in run.ranks)
+        if strange or any(not terms.passes or not terms.scale for terms in ranks):
             continue
         names = dict.fromkeys(name for terms in ranks for one in terms.passes for name in one)
         values = {name: run.quantities.get(Quantity(kind, name), []) for name in names}
