@@ -187,7 +187,7 @@ def measure_memory(setting: Setting) -> dict[str, float]:
     runner = Runner(ours_wrapper, setting)
     for _ in range(20):
         runner.step()
-    handles = [unit.handle for unit in units_in(runner.model) if unit.handle is not None]
+    handles = [unit.handle for unit in units_in(runner.model)]
     buffers = [handle.full_F().untyped_storage() for handle in handles]
     peak = 0
 

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fsdp_ref.api.arguments import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from fsdp_ref.api.fully_shard import fully_shard
     from fsdp_ref.api.trees import (
         clip_grad_norm_,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "CPUOffloadPolicy",
     "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
@@ -52,6 +54,8 @@ __all__ = [
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "ParameterExtension",
@@ -79,6 +83,7 @@ __all__ = [
 _HOMES = {
     "BackwardPrefetch": "config",
     "CPUOffload": "config",
+    "CPUOffloadPolicy": "api.arguments",
     "FlatParameter": "handle.marked_parameter",
     "FullOptimStateDictConfig": "config",
     "FullStateDictConfig": "config",
@@ -86,6 +91,8 @@ _HOMES = {
     "LocalOptimStateDictConfig": "config",
     "LocalStateDictConfig": "config",
     "MixedPrecision": "config",
+    "MixedPrecisionPolicy": "api.arguments",
+    "OffloadPolicy": "api.arguments",
     "OptimStateDictConfig": "config",
     "OptimStateKeyType": "config",
     "ParameterExtension": "storage.extension",

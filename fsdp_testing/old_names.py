@@ -14,7 +14,13 @@ from collections.abc import Sequence
 ROOMS = {
     "backends": "base.backends",
     "campaign": "search.campaign",
+    "campaign.investigation": "search.investigation",
+    "campaign.merging": "search.merging",
+    "campaign.rerun": "checks.findings.rerun",
+    "campaign.state": "search.state",
     "certificate": "search.certificate",
+    "certificate.merging": "search.merging",
+    "certificate.verdicts": "search.state",
     "checkers": "judging.checkers",
     "checkers.assemble": "oracle.assemble",
     "checkers.comparison": "oracle.comparison",

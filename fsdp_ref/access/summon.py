@@ -95,7 +95,7 @@ def _check(units: list[Unit], options: SummonOptions) -> None:
             f"{options.offload_to_cpu} and use_orig_params="
             f"{listing(sorted({unit.config.use_orig_params for unit in units}))}. Gradients are shown on the originals only."
         )
-    extended = [unit.name or "the root" for unit in units if unit.handle is not None and unit.handle.originals.extended]
+    extended = [unit.name or "the root" for unit in units if unit.handle.originals.extended]
     if options.with_grads and extended:
         raise UnsupportedError(
             f"with_grads=True: expected plain parameters, got parts of larger ones (tensor parallelism) in {listing(extended)}. "
@@ -104,7 +104,7 @@ def _check(units: list[Unit], options: SummonOptions) -> None:
     replicated = [
         unit.name or type(unit.module).__name__
         for unit in units
-        if unit.config.strategy is ShardingStrategy.NO_SHARD and unit.handle is not None
+        if unit.config.strategy is ShardingStrategy.NO_SHARD and not unit.handle.empty
     ]
     if options.offload_to_cpu and replicated:
         raise UnsupportedError(
@@ -137,7 +137,7 @@ def refuse_running(unit: Unit) -> None:
 @contextmanager
 def _summoned(unit: Unit, options: SummonOptions) -> Iterator[None]:
     handle = unit.handle
-    summoned = None if handle is None else _Summoned(unit, handle, options)
+    summoned = None if handle.empty else _Summoned(unit, handle, options)
     if summoned is not None:
         summoned.prepare()
     resumes = unit.state

@@ -1,7 +1,8 @@
 """``fully_shard(module, ...)``: the composable API. The module keeps its class, its names and its forward.
 
 The same units over the same runtime as the wrapper, with original parameters always; forward is reached through module
-hooks, ours around all others. Source: the composable ``fully_shard`` of torch 2.0 (pytorch PRs 87927 to 91044).
+hooks, ours around all others. Source: the composable ``fully_shard`` of torch 2.0 (pytorch PRs 87927 to 91044), and that of
+torch 2.6 and later for the newer arguments and for methods.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import torch
 from torch import nn
 
 from fsdp_ref.annotations import is_replicated, unit_of
+from fsdp_ref.api.arguments import older_arguments
+from fsdp_ref.api.contract import check_one_module, contract
+from fsdp_ref.api.module_methods import give_methods
 from fsdp_ref.build.attach import attach
-from fsdp_ref.build.contract import check_one_module, contract
 from fsdp_ref.build.ignored import resolve_ignored
 from fsdp_ref.build.plan import PlannedUnit
-from fsdp_ref.build.resolve import UNIT_OPTIONS
 from fsdp_ref.build.wrap_policy import PolicyObject
-from fsdp_ref.checkpoint.model_state import install
 from fsdp_ref.compat import RunningCall
 from fsdp_ref.config import BackwardPrefetch
 from fsdp_ref.errors import AlreadyAppliedError, ConfigError, listing
@@ -52,6 +53,11 @@ def fully_shard(
     forward_prefetch: bool = False,
     backward_prefetch: Any = BackwardPrefetch.BACKWARD_PRE,
     device_mesh: Any = None,
+    mesh: Any = None,
+    reshard_after_forward: bool | None = None,
+    mp_policy: Any = None,
+    offload_policy: Any = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
 ) -> nn.Module:
     """Shard the parameters of ``module`` in place and return it.
 
@@ -70,9 +76,17 @@ def fully_shard(
         forward_prefetch: gather the next unit in forward, in the order of the first iteration.
         backward_prefetch: when backward gathers the next unit; None: not ahead.
         device_mesh: instead of ``process_group``.
+        mesh: a mesh of one axis, or of two (replicate, shard); also says which strategy.
+        reshard_after_forward: False keeps full parameters for backward. In place of ``strategy``.
+        mp_policy: a ``MixedPrecisionPolicy``, ours or torch's, in place of ``mixed_precision``.
+        offload_policy: a ``CPUOffloadPolicy`` or ``OffloadPolicy``, ours or torch's, in place of ``cpu_offload``.
+        ignored_params: parameters to leave alone, in place of ``ignored_modules``.
+
+    The module, and each that ``policy`` chooses, has the methods of ``api.module_methods`` afterwards.
 
     Raises:
-        ConfigError: ``policy`` is no policy object.
+        ConfigError: ``policy`` is no policy object; two arguments for one setting.
+        UnsupportedError: ``reshard_after_forward`` as a number of ranks.
         FsdpTypeError: ``module`` is not one module.
         AlreadyAppliedError: applied to this module before, or replicated.
 
@@ -86,23 +100,28 @@ def fully_shard(
             f"{type(policy).__name__}. Pass for example ModuleWrapPolicy({{Block}})."
         )
     _refuse_applied(module)
-    options = dict(
-        UNIT_OPTIONS,
-        process_group=process_group,
-        sharding_strategy=strategy,
-        cpu_offload=cpu_offload,
-        mixed_precision=mixed_precision,
-        param_init_fn=param_init_fn,
-        device_id=device_id,
-        sync_module_states=sync_module_states,
-        forward_prefetch=forward_prefetch,
-        backward_prefetch=backward_prefetch,
-        use_orig_params=True,
-        device_mesh=device_mesh,
-    )
-    ignored = resolve_ignored(module, ignored_modules)
+    given = {
+        "process_group": process_group,
+        "strategy": strategy,
+        "cpu_offload": cpu_offload,
+        "mixed_precision": mixed_precision,
+        "ignored_modules": ignored_modules,
+        "device_mesh": device_mesh,
+    }
+    given = older_arguments(mesh, reshard_after_forward, mp_policy, offload_policy, ignored_params, given)
+    ignored = resolve_ignored(module, given.pop("ignored_modules"), ignored_params)
+    options = {
+        **given,
+        "param_init_fn": param_init_fn,
+        "device_id": device_id,
+        "sync_module_states": sync_module_states,
+        "forward_prefetch": forward_prefetch,
+        "backward_prefetch": backward_prefetch,
+        "limit_all_gathers": True,
+        "use_orig_params": True,
+    }
+    options["sharding_strategy"] = options.pop("strategy")
     units = attach(module, options, _hook, policy=policy, ignored=ignored, composable=True)
-    install(units)
     fully_shard.state(module).unit = units[-1]
     return module
 
@@ -122,8 +141,9 @@ def _refuse_applied(module: nn.Module) -> None:
 
 def _hook(planned: PlannedUnit) -> nn.Module:
     """Hook a module: users go on calling it itself."""
+    give_methods(planned.module)
     hooks = _ForwardHooks(planned.module)
-    # First before and last after forward, so that hooks of other APIs see full parameters.
+    # First before forward, and last of the hooks that are there after it, so that hooks of other APIs see full parameters.
     planned.module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
     planned.module.register_forward_hook(hooks.after, always_call=True)
     return planned.module

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_ref.annotations import is_replicated, registry_of, unit_of
-from fsdp_ref.build.contract import check_one_module, contract
+from fsdp_ref.api.contract import check_one_module, contract
 from fsdp_ref.comm.groups import default_group
 from fsdp_ref.comm.tensor_parallel import is_dtensor
 from fsdp_ref.errors import (

@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_ref.access.summon import SummonOptions, summon
 from fsdp_ref.annotations import unit_of, units_in, units_under
+from fsdp_ref.api.contract import check_one_module
+from fsdp_ref.api.module_methods import EarlyUnshard
 from fsdp_ref.api.trees import unshard_params
 from fsdp_ref.build.attach import attach
-from fsdp_ref.build.contract import check_one_module
 from fsdp_ref.build.ignored import resolve_ignored
 from fsdp_ref.build.plan import PlannedUnit
-from fsdp_ref.checkpoint.model_state import install
 from fsdp_ref.config import BackwardPrefetch
 from fsdp_ref.errors import TrainingStateError
 from fsdp_ref.handle.writeback import refuse_other_device
@@ -31,7 +31,7 @@ from fsdp_ref.naming import FSDP_WRAPPED_MODULE, without_wrappers
 from fsdp_ref.runtime.forward import call_unit
 from fsdp_ref.runtime.reduction_settings import no_sync, register_comm_hook
 from fsdp_ref.runtime.root import lazy_init
-from fsdp_ref.runtime.unit import Unit
+from fsdp_ref.runtime.unit import Ahead, Unit
 from fsdp_ref.states import ReshardReason, TrainingState
 from fsdp_ref.torch_names.attributes import UnitAttributes
 from fsdp_ref.training.clip import clip_grad_norm_
@@ -102,7 +102,7 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
             "device_mesh": device_mesh,
         }
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
-        install(attach(module, options, _Wrapping(self, module), policy=auto_wrap_policy, ignored=ignored))
+        attach(module, options, _Wrapping(self, module), policy=auto_wrap_policy, ignored=ignored)
 
     def _wrap(self, module: nn.Module) -> FullyShardedDataParallel:
         """Become the wrapper of ``module``; the caller gives it its unit."""
@@ -200,7 +200,7 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
             FsdpRuntimeError: It would move units to another device; nothing is moved then.
         """
         found = units_in(self)
-        for handle in (unit.handle for unit in found if unit.handle is not None):
+        for handle in (unit.handle for unit in found if not unit.handle.empty):
             refuse_other_device(handle, fn(torch.empty_like(handle.shard_S[:0])).device)
         for unit in found:
             unit.reshard(ReshardReason.OUT_OF_DATE)
@@ -212,7 +212,7 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
     def _unshard(self, async_op: bool = False) -> Any:
         """Begin to gather this unit's parameters ahead of forward; return something to wait for with ``async_op``."""
         lazy_init(self._unit)
-        self._unit.ask_early()
+        self._unit.unshard(Ahead.USER)
         if async_op:
             return EarlyUnshard(self._unit)
         EarlyUnshard(self._unit).wait()
@@ -272,18 +272,6 @@ def _visit(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
     for child in module.children():
         _visit(child, fn)
     fn(module)
-
-
-class EarlyUnshard:
-    """A gather that a user started ahead of forward."""
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-
-    def wait(self) -> None:
-        """Wait until the unit's full parameters are there."""
-        if self._unit.handle is not None:
-            self._unit.handle.finish_unshard()
 
 
 class _Wrapping:

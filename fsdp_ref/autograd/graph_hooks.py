@@ -1,4 +1,4 @@
-"""What runs when autograd reaches the outputs of a unit, or has the gradients of its inputs?
+"""Hooks that run when autograd reaches the outputs of a unit, or has the gradients of its inputs.
 
 These hooks sit on tensors that users own and may keep, so they know their unit through its tie (see ``graph_ties``).
 """
@@ -39,6 +39,7 @@ class TakenInputs:
 
     def gives_back(self, output: Tensor) -> bool:
         """Whether an output is one of the inputs as it came; one that was changed in place since is not."""
+        # By object, not by memory: a view of an input is an output of its own, with a node that backward reaches first.
         _, version = self._taken.get(id(output), (None, -1))
         return version == output._version
 
@@ -86,6 +87,7 @@ class InputsWatch:
     def arrived(self, index: int) -> None:
         """The gradient of input ``index`` is there."""
         task = compat.graph_task_id()
+        # A pass that died, or that did not reach all inputs, leaves no count behind for the next one.
         if task != self._task:
             self._task = task
             self._missing = set(self._all)
@@ -100,5 +102,6 @@ class InputsWatch:
 
 def _announce(watch: weakref.ref[InputsWatch], index: int, grad: Tensor) -> None:
     found = watch()
+    # None: the graph that the watch belonged to is gone, and this gradient is of another use of the input.
     if found is not None:
         found.arrived(index)

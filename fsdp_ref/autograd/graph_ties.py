@@ -1,4 +1,4 @@
-"""How do a unit and the autograd graph know of each other without keeping each other alive for ever?
+"""The link between a unit and the autograd graph, which must not keep each other alive for ever.
 
 The collector does not see references that go through autograd's nodes, so a cycle through one is never freed. Hence:
 units hold nothing that leads to a graph (views are remembered weakly; the graph's own hooks hold them), and a graph
@@ -52,6 +52,7 @@ class GraphTie:
                 "earlier backward pass through the same graph, or after the forward pass that made it had failed. "
                 "Keep a reference to the model."
             )
+        # Loosened at the end of the pass and not now: a pass may come to one unit several times.
         if unit.root is not None:
             unit.root.went_through(self)
         return unit
@@ -93,7 +94,7 @@ class PassRecord:
 
 
 class GraphSide:
-    """What a unit holds of autograd graphs: the tie of the present forward pass, and its record as long as that lives."""
+    """The unit's side of its link to autograd: the current tie, and a weak reference to the record of the latest pass."""
 
     __slots__ = ("_record", "_tie", "_unit")
 
@@ -104,6 +105,7 @@ class GraphSide:
 
     def tie(self) -> GraphTie:
         """Return what the graph of the present forward pass holds of the unit."""
+        # One for all graphs of a round: one backward through any of them loosens it, and a later forward makes a new one.
         if self._tie is None or not self._tie.fast:
             self._tie = GraphTie(self._unit)
         return self._tie

@@ -1,4 +1,4 @@
-"""How do full parameters enter the autograd graph, and how does their gradient come back?
+"""Full parameters enter the autograd graph, and their gradient comes back.
 
 One autograd node per unit and forward pass (:class:`TrackedParams`) hands out views of the full buffer. It runs in
 backward exactly once all gradients of the unit's parameters are complete: autograd runs ready nodes in the reverse
@@ -53,7 +53,7 @@ class TrackedParams(torch.autograd.Function):
             held: what users hold of them (see [Note: chosen parameters]).
         """
         handle = unit.handle
-        assert handle is not None  # only units with parameters are tracked
+        # None stays None: zeros in its place would make a parameter that nobody used look used (see [Note: marks of use]).
         ctx.set_materialize_grads(False)
         ctx.tie = unit.graph.tie()
         ctx.on_gradients = on_gradients
@@ -67,6 +67,7 @@ class TrackedParams(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         """Hand the complete gradients to the runtime."""
         unit = ctx.tie.unit()
+        # Gradients leave this node for a reduction that autograd does not know: there is no graph behind ``.grad``.
         if torch.is_grad_enabled():
             raise FsdpRuntimeError(
                 "FSDP does not support gradients of gradients: expected backward without create_graph=True for the "
@@ -107,7 +108,7 @@ class _Values:
         self._handle = weakref.ref(handle)
         self._saved = view.detach()
         self._version = compat.version_of(view)
-        self._versions = handle.versions.of_buffer
+        self._versions = handle.versions.of_buffer  # of this pass: later gathers make lists of their own
         self._position = int(view.storage_offset() - handle.full_F().storage_offset())
 
     def check(self) -> None:
@@ -145,7 +146,6 @@ class SavedView:
     __slots__ = ("dtype", "full_precision", "offset", "rebuild", "size", "stride", "tie", "values")
 
     def __init__(self, unit: Unit, view: Tensor, rebuild: Callable[[Tensor], Tensor] | None) -> None:
-        assert unit.handle is not None  # its storage was found among the units' buffers
         self.tie = unit.graph.tie()
         self.values = _Values(unit.handle, view)
         self.dtype = view.dtype
@@ -159,7 +159,7 @@ class SavedView:
         """Return the view, after ``demand(unit)`` made its memory valid if it was not."""
         unit = self.tie.unit()
         handle = unit.handle
-        assert handle is not None  # see __init__
+        # First: a refused value must not cost a gather, which other ranks would have to join.
         self.values.check()
         there = handle.unsharded and self.full_precision == handle.full_precision
         if not compat.in_backward() and not there:
@@ -200,10 +200,11 @@ def pack_with(units_by_storage: UnitsByStorage) -> Callable[[Tensor], Any]:
             return tensor, compat.version_of(tensor) if type(tensor) is nn.Parameter else -1
         # Without its node: an operation that saves its own output would otherwise hold itself, and never be freed.
         kept = tensor if tensor.is_leaf else tensor.detach()
+        # By storage: modules save views of views (a transposed weight), which lie in the unit's buffer all the same.
         key = compat.storage_key(local)
         units = known()
         unit = None if units is None else units.get(key)
-        if unit is not None and unit.handle is not None and compat.storage_key(unit.handle.full_F()) == key:
+        if unit is not None and compat.storage_key(unit.handle.full_F()) == key:
             if unit.handle.needs_buffer:
                 return SavedView(unit, local, rebuilder(tensor) if spread else None)
             return SavedPiece(unit.handle, local, kept)

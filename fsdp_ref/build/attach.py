@@ -1,4 +1,4 @@
-"""How do planned units become real ones?
+"""Planned units become real ones.
 
 The one path behind the wrapper and the composable API. First everything is decided and checked (``ignored``,
 ``targets``, ``plan``, ``resolve``): a call that is refused has changed nothing. Then values come from where they are,
@@ -21,7 +21,7 @@ from fsdp_ref.build.plan import PlannedUnit, check_frozen, make_plan
 from fsdp_ref.build.resolve import ResolvedUnit, resolve_units
 from fsdp_ref.build.targets import choose_targets
 from fsdp_ref.handle.flat_handle import FlatHandle
-from fsdp_ref.runtime.guards import UNIT_WATCHES
+from fsdp_ref.runtime.guards import UNIT_MADE, UNIT_WATCHES
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.storage.param_sites import ManagedParam
 
@@ -42,7 +42,7 @@ def attach(
 
     Args:
         module: What the API was called on.
-        options: Keyword arguments of its unit (see ``resolve.UNIT_OPTIONS``), which a policy may override per module.
+        options: Keyword arguments of its unit (see ``resolve.UnitOptions``), which a policy may override per module.
         connect: Lets calls reach a unit.
         policy: What becomes units below; None for nothing.
         ignored: What to leave alone.
@@ -89,14 +89,14 @@ def _make(unit: ResolvedUnit, params: Sequence[ManagedParam], connect: Connect, 
     """Move, broadcast and flatten one unit: the memory of its full parameters is free before the next one begins."""
     planned, config = unit.planned, unit.config
     params = [each.flattened(unit.extensions[each.fqn]) if each.fqn in unit.extensions else each for each in params]
-    if unit.options["device_id"] is not None:
+    if unit.moves:
         move_states(planned, config.device, ignored)
-    if unit.options["sync_module_states"]:
+    if unit.broadcasts:
         broadcast_states(params, planned.modules, config)
-    handle = FlatHandle(params, planned.module, config, planned.fqn) if params else None
+    handle = FlatHandle(params, planned.module, config, planned.fqn)
     called = connect(planned)
     made = Unit(planned.module, called, handle, config, planned.modules, ignored)
     set_unit(called, made)
-    for watch in UNIT_WATCHES:
-        watch(made)
+    for finish in (*UNIT_MADE, *UNIT_WATCHES):
+        finish(made)
     return made

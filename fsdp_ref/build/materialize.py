@@ -1,4 +1,4 @@
-"""Where do the values of parameters come from before they are flattened?
+"""The values of parameters before they are flattened.
 
 From the meta device they get storage and initial values; then they move to the device of computation; then, when asked
 for, every rank takes rank 0's values. Nothing that is ignored, or that belongs to a unit made before, is touched.
@@ -115,9 +115,9 @@ def _initialized(unit: ResolvedUnit, ignored: Ignored) -> list[nn.Module]:
     if not pending:
         return []
     with _ignored_params_kept(modules, ignored):
-        if callable(unit.options["param_init_fn"]):
+        if unit.init is not None:
             for module in modules:
-                unit.options["param_init_fn"](module)
+                unit.init(module)
         else:
             for module in pending:
                 _reset(module, unit.config.device)
@@ -176,7 +176,7 @@ def _read_again(unit: ResolvedUnit, touched: set[nn.Module]) -> list[ManagedPara
     if values:
         check_params(values, planned.fqns, use_orig_params=config.use_orig_params)
     elsewhere = {value.device for value in values} - {config.device}
-    if elsewhere and unit.options["device_id"] is None:
+    if elsewhere and not unit.moves:
         raise FsdpRuntimeError(
             f"param_init_fn: expected parameters on {config.device}, where unit {planned.fqn or 'root'!r} computes, got "
             f"some on {listing(elsewhere)}. Pass device_id."

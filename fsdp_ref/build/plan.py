@@ -1,4 +1,4 @@
-"""Which parameter goes to which unit?
+"""The unit that each parameter goes to.
 
 The one plan behind the wrapper and the composable API: a list of units in depth-first order, each with the parameters
 it will flatten. Reads a module tree and decides; it moves no tensor and changes no module.
@@ -75,15 +75,6 @@ class WrapPlan:
         """The unit of the module that the API was applied to."""
         return self.units[0]
 
-    def describe(self) -> str:
-        """Return the units as text, one line each: ``name[Class]: parameter names``."""
-        lines = []
-        for unit in self.units:
-            depth = "  " * (unit.fqn.count(".") + bool(unit.fqn))
-            names = listing(param.fqn for param in unit.params)
-            lines.append(f"{depth}{unit.fqn}[{type(unit.module).__name__}]: {names}".rstrip())
-        return "\n".join(lines)
-
 
 @dataclass(frozen=True, slots=True)
 class _Place:
@@ -152,10 +143,9 @@ def make_plan(
 def _owner_of(root: nn.Module, param: nn.Parameter) -> str:
     """Name the unit below ``root`` that ``param`` belongs to, and what it calls it."""
     for name, _, unit in units_under(root):
-        if unit.handle is not None:
-            for original, fqn in zip(unit.handle.originals.params, unit.handle.fqns):
-                if original is param:
-                    return f"{fqn} of unit {clean_tensor_name(name)!r}, which was made before"
+        for original, fqn in zip(unit.handle.originals.params, unit.handle.fqns):
+            if original is param:
+                return f"{fqn} of unit {clean_tensor_name(name)!r}, which was made before"
     return "a unit that was made before"
 
 

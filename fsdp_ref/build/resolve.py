@@ -1,15 +1,13 @@
-"""With which settings is each planned unit made, and can it be?
+"""The settings that each planned unit is made with, and what is refused.
 
 Everything that an application may refuse is refused here or before, so that a refused module is as it was and the
-corrected call works. Options are read once per unit; what they mean is one frozen ``UnitConfig``.
+corrected call works. Options are read once per unit; what outlives construction is one frozen ``UnitConfig``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from types import MappingProxyType
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
@@ -21,6 +19,7 @@ from fsdp_ref.comm.groups import DataParallelGroups, default_group, effective_st
 from fsdp_ref.comm.tensor_parallel import TensorParallel, is_dtensor, why_not
 from fsdp_ref.config import (
     BackwardPrefetch,
+    CPUOffload,
     MixedPrecision,
     ShardingStrategy,
     UnitConfig,
@@ -29,7 +28,7 @@ from fsdp_ref.config import (
     coerce_mixed_precision,
     coerce_sharding_strategy,
 )
-from fsdp_ref.env import read_switches
+from fsdp_ref.env import full_precision_in_eval
 from fsdp_ref.errors import ConfigError, FlattenError, UnsupportedError, explain, listing
 from fsdp_ref.handle.flatten import check_params
 from fsdp_ref.handle.param_hooks import is_hooked
@@ -41,36 +40,76 @@ if TYPE_CHECKING:
     from fsdp_ref.build.ignored import Ignored
     from fsdp_ref.build.plan import PlannedUnit, WrapPlan
 
-UNIT_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
-    {
-        "process_group": None,
-        "sharding_strategy": None,
-        "cpu_offload": None,
-        "backward_prefetch": BackwardPrefetch.BACKWARD_PRE,
-        "mixed_precision": None,
-        "param_init_fn": None,
-        "device_id": None,
-        "sync_module_states": False,
-        "forward_prefetch": False,
-        "limit_all_gathers": True,
-        "use_orig_params": False,
-        "device_mesh": None,
-    }
-)
-"""What users, and policies for one module, may say about a unit: keyword arguments of the wrapper, with its defaults."""
+
+@dataclass(frozen=True, slots=True)
+class UnitOptions:
+    """What users, and policies for one module, may say about a unit: keyword arguments of the wrapper, with its defaults.
+
+    Read once; what outlives construction is the unit's ``UnitConfig``.
+    """
+
+    process_group: Any = None
+    sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
+    cpu_offload: CPUOffload = CPUOffload()
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    mixed_precision: MixedPrecision = MixedPrecision()
+    param_init_fn: Any = None
+    device_id: Any = None
+    sync_module_states: bool = False
+    forward_prefetch: bool = False
+    limit_all_gathers: bool = True
+    use_orig_params: bool = False
+    device_mesh: Any = None
+    output_dtype: torch.dtype | None = None
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], *, full_precision: bool) -> UnitOptions:
+        """Return options as ours.
+
+        Raises:
+            ConfigError: Options of other names.
+            ConfigTypeError: Objects that are none of these.
+        """
+        unknown = sorted(set(given) - {field.name for field in fields(cls)})
+        if unknown:
+            raise ConfigError(
+                f"options of a unit: expected some of {listing(sorted(field.name for field in fields(cls)))}, got "
+                f"{listing(unknown)}. Correct the policy."
+            )
+        coerced = {name: read(given[name]) for name, read in _READERS.items() if name in given}
+        flags = {name: bool(given[name]) for name in _FLAGS if name in given}
+        options = cls(**{**given, **coerced, **flags})
+        return replace(options, mixed_precision=MixedPrecision()) if full_precision else options
+
+
+_READERS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "sharding_strategy": lambda value: coerce_sharding_strategy(value) or ShardingStrategy.FULL_SHARD,
+    "cpu_offload": coerce_cpu_offload,
+    "backward_prefetch": coerce_backward_prefetch,
+    "mixed_precision": coerce_mixed_precision,
+}
+_FLAGS: Final = ("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params")
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedUnit:
-    """A planned unit, its settings for life, and all its options, of which construction alone needs some.
+    """A planned unit with its settings, and how it gets its first values.
 
-    ``extensions`` are those of its parameters that are more than a plain tensor, by name.
+    Attributes:
+        planned: The module and its parameters.
+        config: Settings for life.
+        extensions: Those of its parameters that are more than a plain tensor, by name.
+        init: Initializes modules that are on the meta device; None for their own way.
+        moves: What the unit manages is moved to its device.
+        broadcasts: All ranks start from rank 0's values.
     """
 
     planned: PlannedUnit
     config: UnitConfig
-    options: Mapping[str, Any]
     extensions: Mapping[str, ParameterExtension]
+    init: Callable[[nn.Module], object] | None
+    moves: bool
+    broadcasts: bool
 
 
 def resolve_units(plan: WrapPlan, *, automatic: bool, composable: bool) -> list[ResolvedUnit]:
@@ -87,34 +126,39 @@ def resolve_units(plan: WrapPlan, *, automatic: bool, composable: bool) -> list[
     Collectives:
         Hybrid strategies without groups make them, when nothing is left to refuse: all ranks must call.
     """
-    groups, devices, switches = _Groups(automatic=automatic), _Devices(), read_switches()
-    drafts: list[tuple[PlannedUnit, Mapping[str, Any], partial[UnitConfig]]] = []
+    groups, devices = _Groups(automatic=automatic), _Devices()
+    drafts: list[tuple[PlannedUnit, UnitOptions, torch.device]] = []
     for unit in plan.units:
-        given = _with_defaults(unit.options)
-        precision = MixedPrecision() if unit.full_precision else coerce_mixed_precision(given["mixed_precision"])
-        draft = partial(
-            UnitConfig,
-            device=_check(unit, given, groups, devices[given["device_id"]], plan.ignored),
-            mixed_precision=precision,
-            cpu_offload=coerce_cpu_offload(given["cpu_offload"]),
-            backward_prefetch=coerce_backward_prefetch(given["backward_prefetch"]),
-            forward_prefetch=bool(given["forward_prefetch"]),
-            limit_all_gathers=bool(given["limit_all_gathers"]),
-            use_orig_params=bool(given["use_orig_params"]),
-            full_precision_module=unit.full_precision,
-            applied_here=composable and unit is plan.root,
-            switches=switches,
-        )
-        drafts.append((unit, given, draft))
+        options = UnitOptions.read(unit.options, full_precision=unit.full_precision)
+        drafts.append((unit, options, _check(unit, options, groups, devices[options.device_id], plan.ignored)))
     # Making groups is what a refused call could not take back, hence last.
-    final = [groups.final(given) for _, given, _ in drafts]
-    extensions = [_extensions(unit, each["groups"]) for (unit, _, _), each in zip(drafts, final)]
+    final = [groups.final(options) for _, options, _ in drafts]
+    extensions = [_extensions(unit, given) for (unit, _, _), (given, _) in zip(drafts, final)]
     axis = _tensor_axis([extension for found in extensions for extension in found.values()])
-    if axis is not None:
-        final = [{**each, "groups": replace(each["groups"], tensor=axis)} for each in final]
     return [
-        ResolvedUnit(unit, draft(**each), given, found)
-        for (unit, given, draft), each, found in zip(drafts, final, extensions)
+        ResolvedUnit(
+            unit,
+            UnitConfig(
+                strategy,
+                device,
+                given if axis is None else replace(given, tensor=axis),
+                options.mixed_precision,
+                options.cpu_offload,
+                options.backward_prefetch,
+                options.forward_prefetch,
+                options.limit_all_gathers,
+                options.use_orig_params,
+                output_dtype=options.output_dtype,
+                full_precision_module=unit.full_precision,
+                applied_here=composable and unit is plan.root,
+                full_precision_in_eval=full_precision_in_eval(),
+            ),
+            found,
+            options.param_init_fn,
+            moves=options.device_id is not None,
+            broadcasts=options.sync_module_states,
+        )
+        for (unit, options, device), (given, strategy), found in zip(drafts, final, extensions)
     ]
 
 
@@ -141,28 +185,18 @@ def _tensor_axis(extensions: Sequence[ParameterExtension]) -> dist.ProcessGroup 
     return found[0] if found else None
 
 
-def _with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    unknown = sorted(set(given) - set(UNIT_OPTIONS))
-    if unknown:
-        raise ConfigError(
-            f"options of a unit: expected some of {listing(sorted(UNIT_OPTIONS))}, got {listing(unknown)}. "
-            "Correct the policy."
-        )
-    return {**UNIT_OPTIONS, **given}
-
-
 def _check(
-    unit: PlannedUnit, options: Mapping[str, Any], groups: _Groups, asked: torch.device | None, ignored: Ignored
+    unit: PlannedUnit, options: UnitOptions, groups: _Groups, asked: torch.device | None, ignored: Ignored
 ) -> torch.device:
     """Refuse what cannot be built; return the device of computation."""
     params, names = [planned.param for planned in unit.params], unit.fqns
     given, backend = groups.given(options)
     if params:
-        check_params(params, names, use_orig_params=bool(options["use_orig_params"]))
-    check_initializable(unit, options["param_init_fn"], ignored)
-    offload = coerce_cpu_offload(options["cpu_offload"]).offload_params
+        check_params(params, names, use_orig_params=options.use_orig_params)
+    check_initializable(unit, options.param_init_fn, ignored)
+    offload = options.cpu_offload.offload_params
     device = compute_device(asked, params, needs_cuda=backend == "nccl", offload=offload)
-    if options["sync_module_states"] and asked is None:
+    if options.sync_module_states and asked is None:
         check_broadcastable(unit, device)
     spread = {name: param for name, param in zip(names, params) if is_dtensor(param)}
     reasons = {name: why_not(param, given, device) for name, param in spread.items()}
@@ -193,30 +227,29 @@ class _Groups:
     def __init__(self, *, automatic: bool) -> None:
         self._automatic = automatic
         self._given: dict[Any, DataParallelGroups | None] = {}
-        self._final: dict[Any, dict[str, Any]] = {}
+        self._final: dict[Any, tuple[DataParallelGroups, ShardingStrategy]] = {}
         self._made: DataParallelGroups | None = None
 
     @staticmethod
-    def _request(options: Mapping[str, Any]) -> tuple[int, int, ShardingStrategy]:
-        strategy = coerce_sharding_strategy(options["sharding_strategy"]) or ShardingStrategy.FULL_SHARD
-        return id(options["process_group"]), id(options["device_mesh"]), strategy
+    def _request(options: UnitOptions) -> tuple[int, int, ShardingStrategy]:
+        return id(options.process_group), id(options.device_mesh), options.sharding_strategy
 
-    def given(self, options: Mapping[str, Any]) -> tuple[DataParallelGroups | None, str]:
+    def given(self, options: UnitOptions) -> tuple[DataParallelGroups | None, str]:
         """Read the groups that were given; return them and the backend of these, or of those that are still to be made."""
         key = self._request(options)
         if key not in self._given:
             self._given[key] = resolve_groups(
-                options["process_group"], options["device_mesh"], key[-1], automatic=self._automatic
+                options.process_group, options.device_mesh, key[-1], automatic=self._automatic
             )
         groups = self._given[key]
         return groups, dist.get_backend(default_group() if groups is None else groups.shard)
 
-    def final(self, options: Mapping[str, Any]) -> dict[str, Any]:
+    def final(self, options: UnitOptions) -> tuple[DataParallelGroups, ShardingStrategy]:
         """Return the groups and the strategy that they allow, making groups on first need."""
         key = self._request(options)
         if key not in self._final:
             groups = self._given[key] or self._made
             if groups is None:
                 groups = self._made = groups_by_host()
-            self._final[key] = {"groups": groups, "strategy": effective_strategy(key[-1], groups)}
+            self._final[key] = groups, effective_strategy(key[-1], groups)
         return self._final[key]

@@ -15,7 +15,7 @@ call, ``rank0_only`` included. Local: none.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -42,9 +42,10 @@ if TYPE_CHECKING:
 class OpenState:
     """A unit whose state, or part of it, is being collected or loaded.
 
-    The hook that ends it does not come when collecting raised: ``collecting`` says so at the unit's next use.
+    The root knows it (``Root.visits``): the hook that ends it does not come when collecting raised.
 
     Attributes:
+        running: the call of ``nn.Module`` that collects or loads.
         module: the outermost module of that part; its hook ends it.
         form: the form that the unit's entries have.
         extensions: what is special about parameters, by place.
@@ -66,15 +67,14 @@ class OpenState:
         self._parameters = parameters
         self._fresh = fresh
         self._spread: Spread | None = None
-        self.extensions = {} if unit.handle is None else unit.handle.originals.extended
+        self.extensions = unit.handle.originals.extended
         self.errors: list[str] = []
         self._copies: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
-        self.collecting = RunningCall.of_outermost_module_method()
+        self.running = RunningCall.of_outermost_module_method()
 
     @property
     def spread(self) -> Spread:
         """Over which ranks entries are spread."""
-        assert self._unit.handle is not None  # units without one are not opened
         if self._spread is None:
             self._spread = Spread(self._unit.handle)
         return self._spread
@@ -95,36 +95,35 @@ class OpenState:
         value = value if extension is None else extension.gather(value)
         return value.to("cpu", copy=True) if offload else value.clone()
 
-    def close(self, unit: Unit) -> None:
+    def close(self) -> None:
         """Keep edits, show and free as before, and forget a root that was only made for this."""
         self.errors[:] = [" ".join(map(clean_tensor_name, text.split(" "))) for text in self.errors]
         try:
             self._parameters.__exit__(None, None, None)
         finally:
-            if self._fresh and unit.root is not None:
+            if self._fresh and self._unit.root is not None:
                 # Saving must not decide which unit is the root.
-                unit.root.disband()
+                self._unit.root.disband()
 
 
-def install(units: Iterable[Unit]) -> None:
-    """Give the modules of new units, and those that users call for them, their hooks; copies of them have hooks too."""
-    for unit in units:
-        names: dict[nn.Module, list[str]] = {module: [] for module in (unit.holder, *unit.modules)}
-        sites = [] if unit.handle is None else [s for managed in unit.handle.originals.managed for s in managed.sites]
-        elsewhere = {site.module for site in sites} - set(names)
-        if elsewhere:  # a tied parameter, in modules of units below: whoever is around them summons this unit first
-            around = [module for module in unit.module.modules() if not elsewhere.isdisjoint(module.modules())]
-            names |= {module: [] for module in around if module not in names}
-        for site in sites:
-            names[site.module].append(site.name)
-        for module, params in names.items():
-            owners = owners_of(module)
-            if not owners:
-                module.register_state_dict_pre_hook(_before_save)
-                module.register_state_dict_post_hook(_after_save)
-                module.register_load_state_dict_pre_hook(_before_load)
-                module.register_load_state_dict_post_hook(_after_load)
-            owners[unit] = params
+def install(unit: Unit) -> None:
+    """Give the modules of a new unit, and the one that users call for it, their hooks; copies of them have hooks too."""
+    names: dict[nn.Module, list[str]] = {module: [] for module in (unit.holder, *unit.modules)}
+    sites = [site for managed in unit.handle.originals.managed for site in managed.sites]
+    elsewhere = {site.module for site in sites} - set(names)
+    if elsewhere:  # a tied parameter, in modules of units below: whoever is around them summons this unit first
+        around = [module for module in unit.module.modules() if not elsewhere.isdisjoint(module.modules())]
+        names |= {module: [] for module in around if module not in names}
+    for site in sites:
+        names[site.module].append(site.name)
+    for module, params in names.items():
+        owners = owners_of(module)
+        if not owners:
+            module.register_state_dict_pre_hook(_before_save)
+            module.register_state_dict_post_hook(_after_save)
+            module.register_load_state_dict_pre_hook(_before_load)
+            module.register_load_state_dict_post_hook(_after_load)
+        owners[unit] = params
 
 
 # ------------------------------------------------------------------------------------------------- opening and closing
@@ -136,23 +135,29 @@ def _form(unit: Unit) -> StateDictType:
     return StateDictType.FULL_STATE_DICT if replicated else unit.state_dict_settings.state_dict_type
 
 
+def _open_state(unit: Unit) -> OpenState | None:
+    visit = None if unit.root is None else unit.root.visits.get(unit)
+    return visit if isinstance(visit, OpenState) else None
+
+
 def _is_open(unit: Unit) -> bool:
-    return unit.open_state is not None and not unit.open_state.collecting.ended()
+    open_state = _open_state(unit)
+    return open_state is not None and not open_state.running.ended()
 
 
 def _closed_units(module: nn.Module, *, loading: bool) -> list[Unit]:
     """Return the units that own parameters of the module and must be opened, once all below it agree to it."""
     # Units were made children first, and the outermost decides which is the root.
-    closed = [unit for unit in reversed(owners_of(module)) if unit.handle is not None and not _is_open(unit)]
+    closed = [unit for unit in reversed(owners_of(module)) if not unit.handle.empty and not _is_open(unit)]
     for unit in dict.fromkeys((*closed, *units_in(module))) if closed else ():
-        if unit.handle is not None and not _is_open(unit):
+        if not unit.handle.empty and not _is_open(unit):
             _check(unit, module, loading=loading)
     return [unit for unit in closed if unit.state is not UnitState.SUMMONED]  # what a user has summoned is whole
 
 
 def _open(unit: Unit, module: nn.Module, *, loading: bool) -> None:
     fresh = unit.root is None
-    lazy_init(unit)
+    root = lazy_init(unit)
     form = _form(unit)
     if form is not unit.state_dict_settings.state_dict_type and not loading:
         warnings.warn(
@@ -163,13 +168,13 @@ def _open(unit: Unit, module: nn.Module, *, loading: bool) -> None:
         )
     parameters: AbstractContextManager[None] = nullcontext()
     if form is StateDictType.LOCAL_STATE_DICT:
-        lazy_init(unit).recover()
+        root.recover()
         unit.absorb()
     else:
         rank0_only = not loading and _left_to_rank_zero(unit) and not _takes_part(unit)
         parameters = summon(unit.holder, SummonOptions(recurse=False, writeback=loading, rank0_only=rank0_only))
     parameters.__enter__()
-    unit.open_state = OpenState(unit, module, form, parameters, fresh=fresh)
+    root.visits[unit] = OpenState(unit, module, form, parameters, fresh=fresh)
 
 
 def _check(unit: Unit, module: nn.Module, *, loading: bool) -> None:
@@ -184,7 +189,7 @@ def _check(unit: Unit, module: nn.Module, *, loading: bool) -> None:
     form = _form(unit)
     call = "load_state_dict" if loading else "state_dict"
     refuse_running(unit)
-    whole = form is StateDictType.FULL_STATE_DICT and unit.handle is not None and not unit.handle.originals.extended
+    whole = form is StateDictType.FULL_STATE_DICT and not (unit.handle.empty or unit.handle.originals.extended)
     if unit.state is UnitState.SUMMONED and (loading or not whole):
         raise UnshardConflictError(
             f"{call} of {unit!r} ({form.name}) inside summon_full_params: expected parameters that nobody has summoned. "
@@ -195,7 +200,7 @@ def _check(unit: Unit, module: nn.Module, *, loading: bool) -> None:
             f"load_state_dict of {unit!r} inside no_sync: expected a unit whose gradients are all reduced, got one that "
             "accumulates gradients of the parameters that would be replaced. Load before or after."
         )
-    if loading and unit.handle is not None and not unit.config.use_orig_params and sends_from_rank0():
+    if loading and not unit.handle.empty and not unit.config.use_orig_params and sends_from_rank0():
         # They send what ``named_parameters()`` shows: one flat parameter, which has no name in rank 0's state.
         raise UnsupportedError(
             explain(
@@ -232,15 +237,15 @@ def _left_to_rank_zero(unit: Unit) -> bool:
 
 def _takes_part(unit: Unit) -> bool:
     """Return whether this rank has parts of what rank 0 returns of the unit."""
-    return unit.handle is not None and bool(unit.handle.originals.extended) and unit.config.groups.is_first
+    return bool(unit.handle.originals.extended) and unit.config.groups.is_first
 
 
 def _leave(module: nn.Module) -> None:
     for unit in owners_of(module):
-        open_state = unit.open_state
-        if open_state is not None and open_state.module is module:
-            unit.open_state = None
-            open_state.close(unit)
+        open_state = _open_state(unit)
+        if open_state is not None and open_state.module is module and unit.root is not None:
+            del unit.root.visits[unit]
+            open_state.close()
 
 
 # --------------------------------------------------------------------------------------------------------------- saving
@@ -253,7 +258,7 @@ def _before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 def _after_save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     for unit in owners_of(module):
-        open_state = unit.open_state
+        open_state = _open_state(unit)
         if open_state is not None and (_takes_part(unit) or not _left_to_rank_zero(unit)):
             _convert(unit, open_state, module, state, prefix)
         for name in module._buffers:  # those that were cast in their own dtype
@@ -276,7 +281,6 @@ def _convert(unit: Unit, open_state: OpenState, module: nn.Module, state: dict[s
         elif isinstance(state.get(key), Tensor):
             state[key] = open_state.entry(state[key], open_state.extensions.get((module, name)))
     if open_state.form is StateDictType.LOCAL_STATE_DICT and module is unit.module:
-        assert unit.handle is not None  # it was opened
         state[prefix + FLAT_PARAM] = open_state.spread.flat_shard(unit.handle)
 
 
@@ -317,19 +321,20 @@ def _before_load(
     if FSDP_WRAPPED_MODULE in module._modules:
         _rename(state, prefix, lambda name: join_fqn(FSDP_WRAPPED_MODULE, name))
     for unit, names in owners_of(module).items():
-        if unit.open_state is None:
+        open_state = _open_state(unit)
+        if open_state is None:
             continue
-        unit.open_state.errors = reports[2]
-        if unit.open_state.form is StateDictType.LOCAL_STATE_DICT:
+        open_state.errors = reports[2]
+        if open_state.form is StateDictType.LOCAL_STATE_DICT:
             _take_flat_shard(unit, module, state, prefix, reports)
             continue
         own = state.get(prefix + FLAT_PARAM) if module is unit.module else None
-        if unit.handle is not None and isinstance(own, Tensor) and own.data_ptr() == unit.handle.shard_S.data_ptr():
+        if isinstance(own, Tensor) and own.data_ptr() == unit.handle.shard_S.data_ptr():
             del state[prefix + FLAT_PARAM]  # ``set_model_state_dict`` hands over what the model has, too
         for name in names:
             param = module._parameters.get(name)
             _take_whole(unit, param, state, prefix + name, reports[2])
-            extension = unit.open_state.extensions.get((module, name))
+            extension = open_state.extensions.get((module, name))
             value = state.get(prefix + name)
             if (
                 extension is not None
@@ -366,7 +371,6 @@ def _take_flat_shard(
     """Load the flat shard here, and give ``nn.Module`` what it has already to copy."""
     missing, unexpected, errors = reports
     handle = unit.handle
-    assert handle is not None  # it was opened
     for name in owners_of(module)[unit]:
         if prefix + name in state:
             unexpected.append(prefix + name)

@@ -182,8 +182,6 @@ def _refuse_gone(names: list[str]) -> None:
 
 def _held(prefix: str, unit: Unit, place: Mapping[nn.Module, int]) -> Iterator[tuple[int, Original]]:
     handle = unit.handle
-    if handle is None:
-        return
     for index, (spec, managed) in enumerate(zip(handle.layout.params, handle.originals.managed)):
         names = tuple(clean_tensor_name(join_fqn(prefix, name)) for name in spec.names)
         yield place.get(managed.sites[0].module, -1), Original(names, managed.param, handle, index)

@@ -1,4 +1,4 @@
-"""How are many small tensors communicated in few calls?"""
+"""Many small tensors in few calls."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ T = TypeVar("T", bound=Tensor)
 def cut_into_buckets(tensors: Iterable[T], max_bytes: int) -> list[list[T]]:
     """Cut tensors, in order, into runs of one dtype and device of at most ``max_bytes``, or of one larger tensor."""
     buckets: list[list[T]] = []
+    # One open run per kind, so that kinds which alternate (weights, norms in float32) do not end each other's.
     last: dict[tuple[torch.dtype, torch.device], tuple[list[T], int]] = {}
     for tensor in tensors:
         kind = tensor.dtype, tensor.device

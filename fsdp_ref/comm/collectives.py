@@ -1,4 +1,4 @@
-"""Which bytes go on the wire, and how?
+"""The bytes that go on the wire, and how.
 
 Every collective of training, summoning and gathered state is issued here. (Elsewhere groups are made, DTensors gather
 themselves, and torch's Join and users' hooks communicate.) The algorithm is an object chosen per backend
@@ -32,7 +32,7 @@ class Pending(Protocol):
 
 
 class Done:
-    """A communication that needed none: groups of one rank, or switched off."""
+    """A communication that needed none."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -52,6 +52,7 @@ class Started:
 
     def wait(self) -> None:
         """Wait for the work, then do the rest; once."""
+        # Taken off first: waiting twice is legal, and what is left writes to tensors that the first waiter may have freed.
         (work, self._work), (then, self._then) = (self._work, None), (self._then, None)
         if work is not None:
             work.wait()
@@ -116,10 +117,12 @@ class GlooCollectives(Collectives):
             return Done()
         if group.size() == 2:
             return self._sum_with_other(out, full, group)
+        # Belongs to the exchange until somebody waits: only then may another reduction take it.
         received = self._scratch.take(full.numel(), full.dtype, full.device)
         work = dist.all_to_all_single(as_bytes(received), as_bytes(full), group=group, async_op=True)
 
         def add_in_rank_order() -> None:
+            # In rank order, whichever arrived first: the same bits in every run.
             chunks = received.view(-1, out.numel()).unbind(0)
             torch.add(chunks[0], chunks[1], out=out)
             for chunk in chunks[2:]:
@@ -132,6 +135,7 @@ class GlooCollectives(Collectives):
         """Of two ranks each sends the other's chunk, straight to where the sum will be; its own never moves."""
         mine, other = group.rank(), 1 - group.rank()
         chunks = full.chunk(2)
+        # ``out`` receives the other rank's addend and ``full`` keeps this rank's: both are in use until the wait.
         sizes = [out.nbytes if rank == other else 0 for rank in range(2)]
         work = dist.all_to_all_single(as_bytes(out), as_bytes(chunks[other]), sizes, sizes, group=group, async_op=True)
         # The order of two addends does not matter.
@@ -139,6 +143,7 @@ class GlooCollectives(Collectives):
 
     def _all_gather(self, out: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
         size = group.size()
+        # Every rank decides alike: shards of one group have one size.
         if shard.nbytes < self.EXCHANGE_BYTES:
             return Started(compat.all_gather_flat(as_bytes(out), as_bytes(shard), group))
         if size == 2:
@@ -158,6 +163,7 @@ class GlooCollectives(Collectives):
         work = dist.all_to_all_single(
             as_bytes(chunks[other]), as_bytes(shard), sizes, sizes, group=group, async_op=True
         )
+        # After the issue, so that it runs while bytes travel; the exchange touches the other half of ``out`` only.
         chunks[mine].copy_(shard)
         return Started(work)
 
@@ -196,36 +202,15 @@ def _on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-class SilentCollectives(Collectives):
-    """No communication at all, for ablation: each rank takes its own contribution for everybody's.
-
-    Training with it is wrong; it exists to measure a step without communication.
-    """
-
-    def _all_gather(self, out: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
-        out.view(dist.get_world_size(group), -1).copy_(shard)
-        return Done()
-
-    def _reduce_scatter(self, out: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
-        out.copy_(full.view(dist.get_world_size(group), -1)[dist.get_rank(group)])
-        return Done()
-
-    def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, op: str) -> Pending:
-        return Done()
-
-    def _broadcast(self, tensor: Tensor, group_src: int, group: dist.ProcessGroup) -> Pending:
-        return Done()
-
-
 _plain = Collectives()
 _gloo = GlooCollectives()
 _gloo_by_host = HostCollectives(_gloo)
-SILENT = SilentCollectives()
 
 
 def collectives_for(group: dist.ProcessGroup, device: torch.device) -> Collectives:
     """Return the algorithms that suit the backend which ``group`` uses for tensors on ``device``."""
     backend = str(dist.get_backend(group))
+    # A group may have a backend for each kind of device: "cpu:gloo,cuda:nccl".
     if backend != "gloo" and f"{device.type}:gloo" not in backend:
         return _plain
     return _gloo if device.type == "cpu" else _gloo_by_host
@@ -249,6 +234,7 @@ def broadcast_object(mine: T, groups: Iterable[dist.ProcessGroup | None]) -> T:
 
 def as_bytes(flat: Tensor) -> Tensor:
     """Return the bytes of a contiguous flat tensor: moving bytes works for every dtype, also those gloo does not know."""
+    # The view shares the memory and not the graph: a collective is no operation that autograd knows.
     flat = flat.detach()
     if flat.numel() == 1 and flat.stride() != (1,):  # one element of a transposed column counts as contiguous, too
         flat = flat.as_strided((1,), (1,))

@@ -1,4 +1,4 @@
-"""By what are gradients divided before and after they are summed over ranks?
+"""The numbers that gradients are divided by, before and after they are summed over ranks.
 
 Dividing by the number of ranks in one step underflows before the sum or overflows in it, in half precision. Two
 factors near the square root of the world size keep both ends in range. Source: the fairscale and torch FSDP reducers.
@@ -32,5 +32,5 @@ class DivideFactors:
 
 def divide(tensor: Tensor, factor: float) -> None:
     """Divide ``tensor`` in place; a factor of 1 costs nothing."""
-    if factor > 1:
+    if factor != 1:
         tensor.div_(factor)

@@ -162,6 +162,7 @@ def groups_by_host() -> DataParallelGroups:
         Makes groups, so all ranks of the default group must call it.
     """
     size = dist.get_world_size()
+    # A launcher may start more ranks on a host than this world has.
     local = local_world_size() or size
     return make_groups(min(local, size))
 
@@ -185,6 +186,7 @@ def make_groups(shard_size: int) -> DataParallelGroups:
                 remedy="Pass process_group=(shard group, replicate group) or a 2-D device_mesh",
             )
         )
+    # ``new_group`` is joined by all ranks, members or not, and matched by order: every rank makes every group in turn.
     shard, replicate = None, None
     for start in range(0, size, shard_size):
         group = dist.new_group(list(range(start, start + shard_size)))

@@ -43,6 +43,7 @@ class _OnItsWay(Later):
     def __init__(self, tensor: Tensor, device: torch.device) -> None:
         module = torch.get_device_module(device)
         super().__init__(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins_memory(device)))
+        # On the current stream, which made the values; the event says when the host may look.
         self._tensor.copy_(tensor, non_blocking=True)
         self._copied = module.Event()
         self._copied.record(module.current_stream(device))
@@ -126,6 +127,7 @@ class DeviceStreams(Streams):
         self._unshard = self._module.Stream(device, priority=-1)
         # Apart from the gathers, so that the next shard is cast or fetched while the present one is gathered.
         self._pre_unshard = self._module.Stream(device, priority=-1)
+        # Apart again: a reduction waits for its gradients, and must not hold up the gather that backward needs next.
         self._post_backward = self._module.Stream(device, priority=-1)
         # Full buffers that were given up and still have their memory, each with the end of its last reader; oldest first.
         self._unfreed: dict[FlatBuffer, Any] = {}
@@ -158,10 +160,12 @@ class DeviceStreams(Streams):
         self._module.current_stream(self._device).wait_stream(self._post_backward)
 
     def host_after_copies(self) -> None:
+        # Both: after forward shards may still be read from the host, after backward gradients are written to it.
         self._pre_unshard.synchronize()
         self._post_backward.synchronize()
 
     def used_by_compute(self, tensor: Tensor) -> None:
+        # The current stream has waited for the gather by now: what it is given later comes after the gather's read.
         tensor.record_stream(self._module.current_stream(self._device))
 
     def used_by_reduce(self, tensor: Tensor) -> None:

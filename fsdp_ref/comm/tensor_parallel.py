@@ -1,4 +1,4 @@
-"""How does a unit shard parameters that tensor parallelism has cut already?
+"""Units over parameters that tensor parallelism has cut already.
 
 ``torch.distributed.tensor.parallel.parallelize_module`` makes parameters DTensors over one axis of a device mesh; units are
 made over the other. [Note: two axes] Each rank flattens its local tensors, so that a unit's shard group are the ranks with
@@ -96,6 +96,7 @@ class TensorAxis:
             rows = gather_objects(dist.get_process_group_ranks(self.group), self._shard)
             ranks = torch.tensor(rows, dtype=torch.int).t().contiguous()
             names = [(self.mesh.mesh_dim_names or ("tp",))[-1], (shard_mesh.mesh_dim_names or ("shard",))[-1]]
+            # Of groups that are there: making new ones would need all ranks of the world.
             self._both = DeviceMesh.from_group(
                 [self.group, self._shard], self.mesh.device_type, mesh=ranks, mesh_dim_names=tuple(names)
             )
@@ -163,6 +164,7 @@ class TensorParallel(ParameterExtension):
         """Return this rank's part of a whole value."""
         from torch.distributed.tensor import distribute_tensor
 
+        # Without a source rank nothing is sent: every rank has the whole value.
         with torch.no_grad():
             return local_of(distribute_tensor(whole.detach(), self.axis.mesh, self.placements, src_data_rank=None))
 
@@ -178,6 +180,7 @@ class TensorParallel(ParameterExtension):
 
 
 def _row_major(shape: torch.Size) -> tuple[int, ...]:
+    # Gathered and saved values are laid out anew; the parameter's own strides are those of its memory here.
     return torch.empty(shape, device="meta").stride()
 
 

@@ -15,7 +15,6 @@ from fsdp_ref.config.enums import (
     ShardingStrategy,
 )
 from fsdp_ref.config.policies import CPUOffload, MixedPrecision
-from fsdp_ref.env import Switches
 
 if TYPE_CHECKING:
     import torch
@@ -37,9 +36,10 @@ class UnitConfig:
         forward_prefetch: gather the next unit in forward ahead of need, in the order of the first iteration.
         limit_all_gathers: bound how far the host runs ahead of the device.
         use_orig_params: users see their own parameters and not the flat one.
+        output_dtype: floating-point outputs are cast to it; None leaves them.
         full_precision_module: made because mixed precision leaves its class alone: inputs are cast up, outputs back.
         applied_here: the composable API was called on this very module, so that its inputs are cast like a root's.
-        switches: environment switches.
+        full_precision_in_eval: modules in eval mode compute in full precision.
         reshards_after_forward: whether the strategy frees full parameters between forward and backward; derived.
     """
 
@@ -52,9 +52,10 @@ class UnitConfig:
     forward_prefetch: bool = False
     limit_all_gathers: bool = True
     use_orig_params: bool = False
+    output_dtype: torch.dtype | None = None
     full_precision_module: bool = False
     applied_here: bool = False
-    switches: Switches = field(default_factory=Switches)
+    full_precision_in_eval: bool = False
     reshards_after_forward: bool = field(init=False)
 
     def __post_init__(self) -> None:

@@ -10,10 +10,12 @@ from typing import Final
 
 from fsdp_ref.fence.order_check import OrderCheck
 from fsdp_ref.fence.outside_calls import watch_modules
+from fsdp_ref.fence.outside_gradient import refuse_outside_gradients
 from fsdp_ref.fence.own_state import watch_optimizers
 from fsdp_ref.fence.tracked_edits import TrackedEdits
 from fsdp_ref.fence.unmanaged import TreeWatch
 from fsdp_ref.fence.wire_order import RankComparison
+from fsdp_ref.handle.originals import PARAM_GUARDS
 from fsdp_ref.runtime.guards import TREE_GUARDS, UNIT_WATCHES
 
 # Before the first forward of a tree is compared with other ranks, it is known to be the tree that was sharded.
@@ -25,9 +27,11 @@ def install() -> None:
     """Watch what is made from now on."""
     TREE_GUARDS[:] = _GUARDS
     UNIT_WATCHES[:] = _WATCHES
+    PARAM_GUARDS[:] = [refuse_outside_gradients]
 
 
 def remove() -> None:
     """Watch nothing that is made from now on."""
     TREE_GUARDS.clear()
     UNIT_WATCHES.clear()
+    PARAM_GUARDS.clear()

@@ -48,7 +48,7 @@ class OrderCheck(Guard):
         root, handle = self.root, unit.handle
         if not compat.detailed_debug():
             return
-        if handle is None or not handle.sharded or not unit.module.training or not torch.is_grad_enabled():
+        if not handle.sharded or not unit.module.training or not torch.is_grad_enabled():
             return
         if root.order.first_forward is None:
             names = [f"{unit.name}.{fqn}" if unit.name else fqn for fqn in handle.fqns]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def watch_modules(unit: Unit) -> None:
     """Watch calls of the modules whose parameters the unit shards; copies of them are watched too."""
-    if unit.handle is None or not unit.handle.sharded:
+    if not unit.handle.sharded:
         return
     for module in {site.module: None for managed in unit.handle.originals.managed for site in managed.sites}:
         module.register_forward_pre_hook(_refuse_sharded)
@@ -35,7 +35,7 @@ def _refuse_sharded(module: nn.Module, args: Any) -> None:
         return
     for unit, names in module.__dict__.get(OWNERS_KEY, {}).items():
         handle = unit.handle
-        if not names or handle is None or handle.originals.shown is not Shown.SHARDED:
+        if not names or handle.originals.shown is not Shown.SHARDED:
             continue
         fqns = [site.fqn for managed in handle.originals.managed for site in managed.sites if site.module is module]
         method = method_called_on((unit.holder, unit.module, *unit.modules))

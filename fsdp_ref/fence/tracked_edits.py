@@ -26,7 +26,6 @@ class TrackedEdits(Guard):
             ParametersChangedError: there was one.
         """
         handle = unit.handle
-        assert handle is not None  # only units with parameters have records
         bad = [handle.fqns[index] for index in record.edited() if record.tracked_anew(index)]
         if bad:
             raise ParametersChangedError(

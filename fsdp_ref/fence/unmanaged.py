@@ -78,7 +78,7 @@ class TreeWatch(Guard):
         gone = [
             join_fqn(unit.name, managed.fqn)
             for unit in self.root.units
-            for managed in (() if unit.handle is None else unit.handle.originals.managed)
+            for managed in unit.handle.originals.managed
             if all(site.module not in present for site in managed.sites)
         ]
         problems = [f"trainable parameters that no unit manages: {listing(trained)}"] if trained else []
@@ -104,8 +104,6 @@ def _trainable(module: nn.Module, name: str) -> bool:
 def _places(unit: Unit) -> Iterator[tuple[nn.Module, str]]:
     """Return where parameters of a unit are registered on purpose."""
     handle = unit.handle
-    if handle is None:
-        return
     if not handle.originals.use_orig_params:
         yield handle.module, FLAT_PARAM
     if handle.originals.use_orig_params or handle.originals.shown is Shown.SUMMONED:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_ref.comm.collectives import SILENT, Pending, collectives_for, gather_objects
+from fsdp_ref.comm.collectives import Pending, collectives_for, gather_objects
 from fsdp_ref.errors import ExecutionOrderError, ParametersChangedError, listing
 from fsdp_ref.runtime.execution_order import ExecutionOrder
 from fsdp_ref.runtime.guards import Guard, Traffic
@@ -63,7 +63,6 @@ class _Comparison:
     group: dist.ProcessGroup | None
     own: Tensor
     notes: list[tuple[Unit, int]]
-    collectives_silent: bool = False
     sent: Tensor | None = None
     expected: Tensor | None = None
     pending: Pending | None = None
@@ -75,8 +74,9 @@ class _Comparison:
         mine = self.own if alarm is None else self.own + alarm * _ALARM
         self.expected = torch.stack([mine, -mine])
         self.sent = self.expected.clone()
-        collectives = SILENT if self.collectives_silent else collectives_for(self.group, mine.device)
-        self.pending = collectives.all_reduce(self.sent, self.group, "order of units", op="max")
+        self.pending = collectives_for(self.group, mine.device).all_reduce(
+            self.sent, self.group, "order of units", op="max"
+        )
 
     def differs(self) -> Tensor:
         """Return whether ranks differ, once the sum is there; the host does not wait for a device."""
@@ -122,7 +122,7 @@ class WireOrder:
         self.notes: deque[tuple[Unit, int]] = deque(maxlen=_KEPT)
         self.marks: dict[Unit, Tensor] = {}
         self.data_edits: dict[Unit, Tensor] = {}
-        self._units = [unit for unit in units if unit.handle is not None]
+        self._units = [unit for unit in units if not unit.handle.empty]
         self._open: list[_Comparison] = []
         self._edits: tuple[dict[Unit, Tensor], dict[Unit, Tensor]] = {}, {}
         self._settled: list[_Settled] = []
@@ -149,8 +149,7 @@ class WireOrder:
                 if unit in numbers and (kind != GATHER or unit.config.groups.shard is group)
             ]
             codes = array("Q", [4 * numbers[unit] + kind for unit, kind in notes])
-            silent = next(iter(numbers)).config.switches.fake_reduce
-            self._open.append(_Comparison(group, self._fingerprint(codes, numbers, device), notes, silent))
+            self._open.append(_Comparison(group, self._fingerprint(codes, numbers, device), notes))
         if not self._open and self.data_edits:
             self._open.append(_Comparison(None, self._fingerprint(array("Q"), {}, device), []))
         self._edits, self.marks, self.data_edits = (self.marks, self.data_edits), {}, {}
@@ -304,7 +303,6 @@ class RankComparison(Guard):
     def edits_kept(self, unit: Unit, edited: Sequence[int]) -> None:
         """Note a fingerprint of the edited parameters, as full as all ranks have them."""
         handle = unit.handle
-        assert handle is not None  # only units with parameters are edited
         views = handle.compute_views()
         mark = torch.zeros((), dtype=torch.int64, device=views[0].device)
         for index in edited:
@@ -317,7 +315,7 @@ class RankComparison(Guard):
         """Note whether its parameters were changed in a way that cannot be kept."""
         handle = unit.handle
         # Offloaded shards would have to be fetched: there only what raises a counter is noticed.
-        if handle is None or not handle.needs_buffer or handle.shard_S.device != handle.config.device:
+        if not handle.needs_buffer or handle.shard_S.device != handle.config.device:
             return
         differs = _differs(handle)
         known = self.wire_order.data_edits.get(unit)
@@ -338,8 +336,7 @@ class RankComparison(Guard):
             self.tree_used()
         elif problem is not None:
             for unit in self.root.in_pass:
-                if unit.handle is not None:
-                    unit.handle.grads.spoil(problem)
+                unit.handle.grads.spoil(problem)
 
     def tree_used(self) -> None:
         """Read what was compared at the end of backward passes.
@@ -358,11 +355,9 @@ class RankComparison(Guard):
         self.root.order = ExecutionOrder()
         # Not only those of this rank's pass: a parameter must not have a gradient on some of its ranks only.
         for unit in mismatch.units:
-            if unit.handle is not None:
-                unit.handle.grads.forget()
+            unit.handle.grads.forget()
         for unit in {**self.root.in_pass, **dict.fromkeys(mismatch.units)}:
-            if unit.handle is not None:
-                unit.handle.grads.publish()
+            unit.handle.grads.publish()
         raise mismatch.error
 
     def backward_failed(self) -> None:

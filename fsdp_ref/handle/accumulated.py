@@ -100,6 +100,7 @@ class Accumulated:
             self.local_F = torch.empty(self._shard_map.padded_numel, dtype=dtype, device=self._device)
             fill_flat(self.local_F, self._shard_map.layout, grads)
             return
+        # Wider if the model was cast in between; never narrower, for it would round what is there.
         self.local_F = self.local_F.to(torch.promote_types(self.local_F.dtype, dtype))
         for view, grad in zip(flat_views(self.local_F, self._shard_map.layout), grads, strict=True):
             if grad is not None:
@@ -107,6 +108,7 @@ class Accumulated:
 
     def take_local(self) -> tuple[Tensor | None, list[bool]]:
         """Return the local part and who is in it, and forget both: it is about to be reduced."""
+        # Forgotten here and not when the sum arrives: a reduction that fails must not leave it to be reduced twice.
         taken = self.local_F, self.local_used
         self.local_F, self.local_used = None, self._nobody()
         return taken
@@ -154,6 +156,7 @@ class Accumulated:
         """Forget what may still be on its way: the pass failed, and nobody waits for it."""
         if self._unread:
             self._unread.clear()
+            # Who used what is on the device, which may wait for ranks that will not come: zeros are shown rather than nothing.
             self.used = list(trainable)
         if self.arriving:
             self.reduced_S = None

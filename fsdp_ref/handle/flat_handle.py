@@ -1,10 +1,12 @@
-"""When does the full parameter exist, and who sees which copy?
+"""The flat parameter of a unit: its shard, and the full parameter while that exists.
 
 A handle owns one flat parameter: this rank's shard, and a full buffer that is gathered before computation and freed
 after it. Of the states of its unit (``states.UnitState``) it moves through three; asking for the one it is in costs
 nothing::
 
         SHARDED --start_unshard--> GATHERING --finish_unshard--> UNSHARDED --reshard--> SHARDED
+
+A unit without parameters has one too, of no elements: it goes through the same states, sends nothing and shows nothing.
 
 Suffixes: ``_S`` this rank's flat shard with right padding, ``_F`` the flat full buffer with all padding.
 """
@@ -18,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_ref.comm.collectives import SILENT, Collectives, Pending, collectives_for
+from fsdp_ref.comm.collectives import Collectives, Pending, collectives_for
 from fsdp_ref.comm.streams import Streams
 from fsdp_ref.compat import labelled
-from fsdp_ref.config import ShardingStrategy, UnitConfig
+from fsdp_ref.config import MixedPrecision, ShardingStrategy, UnitConfig
 from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError
 from fsdp_ref.handle.flatten import build_layout, cut_shard, flatten
 from fsdp_ref.handle.gradients import Gradients
@@ -41,12 +43,13 @@ class FlatHandle:
     """One flat parameter with its shard, its full buffer and its gradient.
 
     Args:
-        params: the parameters with their places, in flattening order; ``flatten.check_params`` accepts them.
+        params: the parameters with their places, in flattening order; ``flatten.check_params`` accepts them, or there is none.
         module: the module that the unit shards; a flat parameter shown to users is registered on it.
         config: settings of the unit.
         name: the unit's name, for messages and labels.
 
     Attributes:
+        empty: there are no parameters.
         life: where the unit is in its life, shared with it.
         layout: where each parameter lies in the flat buffer.
         fqns: names of the parameters, relative to the unit's module.
@@ -73,7 +76,8 @@ class FlatHandle:
         self.config = config
         self.groups = groups = config.groups
         # Without a second rank to shard over, the "shard" is the whole flat parameter.
-        no_shard = config.strategy is ShardingStrategy.NO_SHARD
+        self.empty = not params
+        no_shard = config.strategy is ShardingStrategy.NO_SHARD or self.empty
         self.shard_size = 1 if no_shard else groups.shard_size
         self.sharded = self.shard_size > 1
         self.shard_rank = 0 if no_shard else groups.rank
@@ -82,8 +86,14 @@ class FlatHandle:
         self.shard_map = ShardMap(padded_map.layout, self.shard_size)
         self.layout: FlatLayout = self.shard_map.layout
         self.fqns = [managed.fqn for managed in params]
-        self.precision = Precision.of(params[0].param.dtype, config.mixed_precision)
+        # Without parameters in no lower precision either: the shard of no elements is the full parameter.
+        self.precision = (
+            Precision.of(torch.float32, MixedPrecision())
+            if self.empty
+            else Precision.of(params[0].param.dtype, config.mixed_precision)
+        )
         self.collectives: Collectives = collectives_for(groups.shard, config.device)
+        # Until a root adopts the unit nothing overlaps: what is gathered before that runs on the current stream.
         self.streams: Streams = Streams()
         self.life = LifeCycle()
         self._pending: Pending | None = None
@@ -93,7 +103,7 @@ class FlatHandle:
         flat_F = flatten([managed.param for managed in params], self.layout, config.device)
         # Without a group to shard over the flat tensor itself becomes the shard: no second copy.
         shard_S = flat_F if self.shard_size == 1 else cut_shard(flat_F, self.shard_map, self.shard_rank)
-        self.shard_S = offload.send_home(shard_S, config.device, offload=config.offload)
+        self.shard_S = offload.send_home(shard_S, config.device, offload=config.offload and not self.empty)
         self._set_dtype(full_precision=False)
         requires_grad = any(managed.param.requires_grad for managed in params)
         self.flat_param: nn.Parameter = FlatParameter(self.shard_S, requires_grad=requires_grad)
@@ -142,6 +152,7 @@ class FlatHandle:
 
     def set_precision(self, dtype: torch.dtype) -> None:
         """Make ``dtype`` the original dtype: the user cast the whole model. The shard is converted, buffers dropped."""
+        # Full parameters of the old dtype must not be computed with, and a gather in flight reads the shard that goes.
         self.reshard()
         self.precision = self.grads.sum.precision = Precision.of(dtype, self.config.mixed_precision)
         self.replace_shard(offload.another_home(self.shard_S, dtype))
@@ -153,6 +164,7 @@ class FlatHandle:
         """Take ``shard_S`` (same size) as this rank's shard."""
         self.shard_S = shard_S
         self._set_dtype(full_precision=self.full_precision)
+        # The parameter objects stay: optimizers hold them, and key their state by them.
         set_data(self.flat_param, shard_S)
         self.originals.forget_views()
 
@@ -174,35 +186,33 @@ class FlatHandle:
         if self.life.state is not UnitState.SHARDED:
             return False
         self.life.move(UnitState.GATHERING, self.name)
+        # Before the shard is read: an edit that comes while the gather runs is later than what it brings.
         self.versions.note_gather()
         if not self.needs_buffer:
-            return True
+            return True  # computation reads the shard, which nobody frees
+        buffer, dtype = self.buffer(self.compute_dtype), self.compute_dtype
         try:
-            self._gather()
+            with self.streams.pre_unshard(), torch.no_grad():
+                source_S = offload.fetch(self.shard_S, self.config.device, dtype)
+            self.streams.gather_after_prepare()
+            # Allocated on the stream that issues the fill: the allocator may hand out memory whose last reader ran there,
+            # and the current stream waits for this one before it reads (:meth:`_wait_for_gather`).
+            self.streams.allocate(buffer)
+            with self.streams.unshard(), torch.no_grad():
+                if self.sharded:
+                    self._pending = self.collectives.all_gather(buffer.tensor, source_S, self.groups.shard, self.name)
+                else:
+                    buffer.tensor.copy_(source_S, non_blocking=True)
+            # A cast or fetched copy is read by the collective on other streams: it lives until the gather is waited for.
+            self._cast_S = source_S
         except BaseException:
             # Nothing will fill the buffer. Whoever comes next gathers anew instead of waiting for this.
             self._pending = self._cast_S = None
             self.streams.free_rest()  # the buffer may be among them: then it is still read
-            self.buffer(self.compute_dtype).free()
+            buffer.free()
             self.life.move(UnitState.SHARDED, self.name)
             raise
         return True
-
-    def _gather(self) -> None:
-        with self.streams.pre_unshard(), torch.no_grad():
-            source_S = offload.fetch(self.shard_S, self.config.device, self.compute_dtype)
-        self.streams.gather_after_prepare()
-        buffer = self.buffer(self.compute_dtype)
-        # Allocated on the stream that issues the fill: the allocator may hand out memory whose last reader ran there, and
-        # the current stream waits for this one before it reads (:meth:`_wait_for_gather`).
-        self.streams.allocate(buffer)
-        with self.streams.unshard(), torch.no_grad():
-            if self.sharded:
-                self._pending = self._gathering.all_gather(buffer.tensor, source_S, self.groups.shard, self.name)
-            else:
-                buffer.tensor.copy_(source_S, non_blocking=True)
-        # A cast or fetched copy is read by the collective on other streams: it lives until the gather is waited for.
-        self._cast_S = source_S
 
     def gather_into(self, full_F: Tensor, part_S: Tensor) -> None:
         """Gather shard-sized tensors of all ranks into ``full_F`` and wait.
@@ -212,7 +222,7 @@ class FlatHandle:
         """
         source = part_S.to(full_F.device, full_F.dtype)
         with torch.no_grad():
-            self._gathering.all_gather(full_F, source, self.groups.shard, self.name).wait()
+            self.collectives.all_gather(full_F, source, self.groups.shard, self.name).wait()
 
     def gathered_copy(self, dtype: torch.dtype) -> Tensor:
         """Return the full parameter in memory of the caller's own, whatever state the unit is in.
@@ -220,6 +230,7 @@ class FlatHandle:
         Collectives:
             One all-gather over the shard group, when sharded.
         """
+        # Not the unit's buffer: a forward that waits for its backward computes with what is in there.
         full_F = torch.empty(self.shard_map.padded_numel, dtype=dtype, device=self.config.device)
         if self.sharded:
             self.gather_into(full_F, self.shard_S)
@@ -230,6 +241,7 @@ class FlatHandle:
 
     def finish_unshard(self) -> None:
         """Wait until the full parameter may be read."""
+        # On a device the current stream waits and not the host, which may issue kernels that read the buffer at once.
         if self.life.state is UnitState.GATHERING:
             self._wait_for_gather()
             self.life.move(UnitState.UNSHARDED, self.name)
@@ -261,6 +273,7 @@ class FlatHandle:
         if self.life.state is UnitState.GATHERING:
             self._wait_for_gather()
         if self.needs_buffer:
+            # Views of the buffer, in modules' and in autograd's hands, outlive its memory: the next gather fills it in place.
             # Kernels of the current stream that were issued before may run after the host has come here.
             self.streams.free(self.buffer(self.compute_dtype))
         self.life.move(UnitState.SHARDED, self.name)
@@ -270,10 +283,6 @@ class FlatHandle:
         if wanted != self.full_precision:
             self.reshard()
             self._set_dtype(full_precision=wanted)
-
-    @property
-    def _gathering(self) -> Collectives:
-        return SILENT if self.config.switches.fake_all_gather else self.collectives
 
     def __repr__(self) -> str:
         return f"FlatHandle(flat_fqns={self.fqns}, state={self.life.state.name})"

@@ -1,4 +1,4 @@
-"""May these parameters share one flat parameter, and what does it hold at first?"""
+"""Parameters that may share one flat parameter, and what it holds at first."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def build_layout(params: Sequence[ManagedParam], config: UnitConfig, world_size:
     and 16 bytes, measured in the dtype of computation, keep them as aligned as torch's own allocations.
     """
     specs = [managed.spec() for managed in params]
-    if not config.use_orig_params:
+    if not params or not config.use_orig_params:
         return ShardMap(FlatLayout.build(specs), world_size)
     dtype = config.mixed_precision.param_dtype or params[0].param.dtype
     aligned = max(1, ALIGNMENT_BYTES // dtype.itemsize)
@@ -77,7 +77,8 @@ def flatten(tensors: Sequence[Tensor], layout: FlatLayout, device: torch.device)
         raise FlattenError(
             explain("flatten", expected=f"{len(layout)} tensors", got=str(len(tensors)), remedy="Pass one each")
         )
-    flat = torch.empty(layout.numel, dtype=tensors[0].dtype, device=device)
+    dtype = tensors[0].dtype if tensors else torch.float32
+    flat = torch.empty(layout.numel, dtype=dtype, device=device)
     with torch.no_grad():
         for view, tensor in zip(flat_views(flat, layout), tensors):
             view.copy_(tensor.detach())

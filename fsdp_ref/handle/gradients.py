@@ -74,6 +74,7 @@ class Gradients:
 
         It is about to be reduced. The part is None where there is none; then ``grads`` are not in it.
         """
+        # A user may have zeroed or replaced what no_sync left: that, and not what we remember, is reduced.
         self.absorb()
         if self.sum.local_F is None:
             return None, [grad is not None for grad in grads]
@@ -105,6 +106,7 @@ class Gradients:
     def spoil(self, problem: Tensor) -> None:
         """Make the reduced part NaN where ``problem``, one boolean on its device, says so; the host does not read it."""
         if self.sum.reduced_S is not None and problem.device == self.sum.reduced_S.device:
+            # On the device: reading ``problem`` would stop the host once in every step.
             self.sum.reduced_S.masked_fill_(problem, float("nan"))
             self._remember()
 
@@ -113,7 +115,7 @@ class Gradients:
     def publish(self) -> None:
         """Give users the gradients: the local part while there is one, else the reduced part, else nothing."""
         values, layout = self.sum, self._handle.layout
-        values.arriving = False
+        values.arriving = False  # the host has waited for copies by now
         if not self._many:
             shown = values.reduced_S if values.local_F is None else values.local_F[: layout.numel]
             self._give([shown])
@@ -145,6 +147,7 @@ class Gradients:
         given, pointers = self._given or [None] * len(params), self._given_ptrs
         for index, param in enumerate(params):
             grad = param.grad
+            # The address too: ``p.grad.data = other`` keeps the object.
             if grad is not given[index] or (grad is not None and grad.data_ptr() != pointers[index]):
                 changed.append(index)
         written = (self.sum.both or self.sum.rest_S is not None) and self._versions() != self._given_versions
@@ -196,6 +199,7 @@ class Gradients:
         self._remember()
 
     def _absorb(self, params: Sequence[Tensor], changed: list[int]) -> None:
+        # ``zero_grad``: of both parts, since users cannot tell them apart.
         if all(param.grad is None for param in params):
             self.forget()
             return

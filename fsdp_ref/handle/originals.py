@@ -1,4 +1,4 @@
-"""How do users see the parameters of a unit, outside and inside computation?
+"""The parameters of a unit as users see them, outside and inside computation.
 
 With original parameters each user's ``nn.Parameter`` object lives on; outside computation its data is the piece of it
 that this rank's shard holds (one-dimensional, possibly empty). Without, users see one flat parameter, and the places of
@@ -10,16 +10,14 @@ Inside forward and backward every place shows a plain tensor that autograd track
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import unserializable_hook
 
-from fsdp_ref.errors import FsdpRuntimeError, explain
 from fsdp_ref.naming import FLAT_PARAM
 from fsdp_ref.storage.param_sites import ManagedParam, ParamSite
 from fsdp_ref.storage.views import SiteWriters, flat_views, mark_flattened, reshape_sites, set_data, set_flat_param
@@ -41,43 +39,20 @@ class Shown(Enum):
     """Parameters over a buffer that a user may edit."""
 
 
-@unserializable_hook
-class OutsideGradient:
-    """A hook on what users see as a parameter: no computation outside of its unit's forward may give it a gradient.
+class OwnHook:
+    """Base of the tensor hooks on parameters that are no user's."""
 
-    Autograd would add it to ``.grad`` on this rank alone, and silently: a method other than ``forward`` finds whole
-    parameters where nothing is sharded, and in a summon.
-    """
+    __slots__ = ()
 
-    __slots__ = ("_name",)
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+PARAM_GUARDS: Final[list[Callable[[nn.Parameter, str], None]]] = []
+"""Called with each tensor that users see as a parameter, and with its name; they may put an :class:`OwnHook` on it."""
 
-    @classmethod
-    def guard(cls, param: nn.Parameter, name: str) -> None:
-        """Put one on ``param``; a hook can be put on a frozen parameter only while it is not, and stays when it is thawed."""
-        wanted = param.requires_grad
-        param.requires_grad_(True).register_hook(cls(name))
-        param.requires_grad_(wanted)
 
-    def __call__(self, grad: Tensor | None) -> None:
-        """Refuse a gradient; a backward that only passes by brings none.
-
-        Raises:
-            FsdpRuntimeError: there is a gradient.
-        """
-        if grad is None:
-            return
-        raise FsdpRuntimeError(
-            explain(
-                f"gradient of {self._name!r}",
-                expected="one that comes through the forward of its unit, to be averaged over ranks",
-                got="one of a computation outside of it, which would stay on this rank",
-                remedy="Register methods other than forward with register_fsdp_forward_method(module, name), and compute "
-                "penalties on parameters in forward",
-            )
-        )
+def guard_param(param: nn.Parameter, name: str) -> None:
+    """Let guards look at what users are about to see as a parameter."""
+    for guard in PARAM_GUARDS:
+        guard(param, name)
 
 
 class Originals:
@@ -95,7 +70,7 @@ class Originals:
         self.extensions = [managed.extension for managed in params]
         # The same by place: module and name.
         self.extended = {(s.module, s.name): m.extension for m in params if m.extension is not None for s in m.sites}
-        self.use_orig_params = handle.config.use_orig_params
+        self.use_orig_params = handle.config.use_orig_params or not params
         # What optimizers step, and ``backward(inputs=...)`` names.
         self.held = self.params if self.use_orig_params else [handle.flat_param]
         self.shown = Shown.SHARDED
@@ -109,15 +84,15 @@ class Originals:
             piece.param_index: (piece.offset_in_shard, piece.span_in_param.numel)
             for piece in handle.shard_map.param_spans(handle.shard_rank)
         }
+        # Kept, since ``absorb_params`` compares with them before each gather.
         self._shard_views: list[Tensor] | None = None
         for param, name in zip(self.held, handle.fqns if self.use_orig_params else [FLAT_PARAM]):
-            OutsideGradient.guard(param, name)
+            guard_param(param, name)
 
     @cached_property
     def _writers(self) -> SiteWriters:
         """Made on first use: in a copied model the modules are filled only after the handle was copied."""
-        unsafe = self._handle.config.switches.unsafe_setattr
-        return SiteWriters(self.managed, registered=self.use_orig_params, unsafe_setattr=unsafe)
+        return SiteWriters(self.managed, registered=self.use_orig_params)
 
     def copied(self, handle: FlatHandle, memo: dict[int, Any]) -> Originals:
         """Return the user-visible side of a copy of the handle (see ``FlatHandle.__deepcopy__``)."""
@@ -143,7 +118,7 @@ class Originals:
         """Return, per original, the piece of it in a shard-sized flat tensor: 1-D, or whole where nothing is sharded."""
         if not self._handle.sharded:
             return flat_views(flat_S, self._handle.layout)
-        none = flat_S[0:0]
+        none = flat_S[0:0]  # of the shard's own storage, by which a replaced piece without elements is noticed
         return [
             flat_S[start : start + numel] if numel else none
             for start, numel in (self.pieces.get(index, (0, 0)) for index in range(len(self.params)))
@@ -183,10 +158,12 @@ class Originals:
         if self.shown is Shown.SHARDED and not anew:
             return
         if self.use_orig_params:
+            # Computing puts other tensors on the modules and leaves the originals pointing at the shard.
             if self.shown is not Shown.COMPUTING or anew:
                 self._point_at(self.shard_views())
             self._writers.show(self.params)
         elif self.shown is Shown.SUMMONED:
+            # Summoned parameters were registered, so that ``named_parameters`` finds them; placeholders are not.
             reshape_sites(self.managed, self._placeholders, registered=False)
             set_flat_param(self._handle.module, FLAT_PARAM, self._handle.flat_param)
         else:
@@ -232,9 +209,10 @@ class Originals:
                 if extension is None:
                     shown[index] = self.params[index]
                 else:
-                    OutsideGradient.guard(shown[index], self._handle.fqns[index])
+                    guard_param(shown[index], self._handle.fqns[index])
             self._writers.show(shown)
         else:
+            # Not both at once: who walks over parameters in a summon finds each element once.
             set_flat_param(self._handle.module, FLAT_PARAM, None)
             reshape_sites(self.managed, shown, registered=True)
         self.shown = Shown.SUMMONED

@@ -1,4 +1,4 @@
-"""Which hooks did users put on parameters, and when do they run?
+"""Hooks that users put on parameters, and when they run.
 
 The user's tensors get no gradient from autograd (views of the full buffer do). The reference runs their hooks: tensor
 hooks on this rank's own full gradient before it is reduced, as under DDP; post-accumulate hooks, and optimizers that
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsdp_ref.errors import FsdpRuntimeError
 from fsdp_ref.handle.flat_handle import FlatHandle
-from fsdp_ref.handle.originals import OutsideGradient
+from fsdp_ref.handle.originals import OwnHook
 from fsdp_ref.storage.views import flat_views, set_grad
 
 _IN_BACKWARD = "_in_backward_optimizers"
@@ -35,8 +35,7 @@ def run_tensor_hooks(handle: FlatHandle, grads: Sequence[Tensor | None]) -> list
     if not handle.originals.use_orig_params:
         return _flat_hooks(handle, result)
     for index, param in enumerate(handle.originals.params):
-        # One hook is ours (``OutsideGradient``).
-        if param._backward_hooks is not None and len(param._backward_hooks) > 1 and result[index] is not None:
+        if result[index] is not None and _users_hooks(param):
             result[index] = _run(param, result[index])
     return result
 
@@ -44,7 +43,7 @@ def run_tensor_hooks(handle: FlatHandle, grads: Sequence[Tensor | None]) -> list
 def _flat_hooks(handle: FlatHandle, grads: list[Tensor | None]) -> list[Tensor | None]:
     """A hook on the flat parameter sees the flat gradient."""
     flat = handle.flat_param
-    if flat._backward_hooks is None or len(flat._backward_hooks) < 2:
+    if not _users_hooks(flat):
         return grads
     local = torch.zeros(handle.layout.numel, dtype=handle.compute_dtype, device=handle.config.device)
     for view, grad in zip(flat_views(local, handle.layout), grads):
@@ -55,9 +54,10 @@ def _flat_hooks(handle: FlatHandle, grads: list[Tensor | None]) -> list[Tensor |
 
 def set_aside(handle: FlatHandle) -> None:
     """Take users' hooks off what users hold, until :func:`put_back`."""
+    # Our node has them as inputs: the engine comes to them next, without a gradient, and would run the hooks once more.
     for param in handle.originals.held:
         tensor_hooks: dict[int, Any] = param._backward_hooks or {}
-        users = {key: hook for key, hook in tensor_hooks.items() if type(hook) is not OutsideGradient}
+        users = _users_hooks(param)
         later: dict[int, Any] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
         for hooks, taken in ((tensor_hooks, users), (later, dict(later))):
             if taken:
@@ -69,7 +69,7 @@ def set_aside(handle: FlatHandle) -> None:
 def put_back(handle: FlatHandle) -> None:
     """Have users' hooks where users put them, before those that came meanwhile."""
     for hooks, taken in handle.originals.hooks_aside:
-        newer = {key: hook for key, hook in hooks.items() if type(hook) is not OutsideGradient}
+        newer = {key: hook for key, hook in hooks.items() if not isinstance(hook, OwnHook)}
         for key in newer:
             del hooks[key]
         hooks.update(taken | newer)
@@ -77,11 +77,15 @@ def put_back(handle: FlatHandle) -> None:
 
 
 def _run(param: Tensor, grad: Any) -> Tensor:
-    for hook in list((param._backward_hooks or {}).values()):
-        if type(hook) is not OutsideGradient:
-            replaced = hook(grad)
-            grad = grad if replaced is None else replaced
+    for hook in _users_hooks(param).values():
+        replaced = hook(grad)
+        grad = grad if replaced is None else replaced
     return grad  # user hooks return tensors
+
+
+def _users_hooks(param: Tensor) -> dict[int, Any]:
+    hooks: dict[int, Any] = param._backward_hooks or {}
+    return {key: hook for key, hook in hooks.items() if not isinstance(hook, OwnHook)}
 
 
 def run_after_accumulation(handle: FlatHandle) -> None:
@@ -91,6 +95,7 @@ def run_after_accumulation(handle: FlatHandle) -> None:
         FsdpRuntimeError: an optimizer was applied in backward to a flat parameter.
     """
     for param in handle.originals.held:
+        # A rank without elements or without use has no gradient, and autograd would run nothing for it either.
         if param.grad is None:
             continue
         for hook in list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):

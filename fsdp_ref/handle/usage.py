@@ -1,4 +1,4 @@
-"""How do all ranks learn which parameters no rank used, without a message of its own?
+"""All ranks learn which parameters no rank used, without a message of its own.
 
 [Note: marks of use] By the sign of a zero. In IEEE arithmetic adding -0.0 changes nothing, and a sum is -0.0 only where
 all summands are. A rank without a gradient for a parameter sends -0.0 in the parameter's first element of each shard; a
@@ -58,7 +58,7 @@ class UsageMarks:
     def stamp(self, flat: Tensor, used: Sequence[bool], *, shard: bool = False) -> None:
         """Mark in ``flat`` which parameters have a gradient; after casts and divisions, which may underflow to -0.0."""
         places, owners = (self._mine, self.my_owners) if shard else (self._places, self.owners)
-        marks = flat.index_select(0, places).add_(0.0)
+        marks = flat.index_select(0, places).add_(0.0)  # -0.0 + 0.0 is 0.0: a gradient that is -0.0 is no mark
         if not all(used):
             marks.masked_fill_(self._mask(used, owners, flat.device, shard=shard), -0.0)
         flat.index_copy_(0, places, marks)

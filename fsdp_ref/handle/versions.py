@@ -1,4 +1,4 @@
-"""Were parameters changed since the values that a forward computed with were gathered?
+"""Changes of parameters since the values that a forward computed with were gathered.
 
 [Note: versions] Autograd counts the in-place changes of a tensor and refuses a backward that needs a value from before
 one. It cannot count for full parameters, which are gathered anew from a shard. What users change are the originals (or
@@ -56,6 +56,7 @@ class ParameterVersions:
 
     def new_pass(self) -> None:
         """A forward pass begins to use what is gathered."""
+        # Edits that this forward makes count for it alone; what earlier passes saved keeps their list.
         self.of_buffer = self.of_buffer.copy()
 
     def out_of_date(self) -> bool:
@@ -126,6 +127,7 @@ _handles: weakref.WeakSet[FlatHandle] = weakref.WeakSet()
 
 
 def _count_steps_for(handle: FlatHandle) -> None:
+    # One hook for the process, however many units: optimizers are not known here.
     compat.after_optimizer_steps(_after_step)
     _handles.add(handle)
 

@@ -1,4 +1,4 @@
-"""What did the user do to the parameters since the last pass?
+"""What users did to the parameters since the last pass is taken over.
 
 Between iterations users replace a parameter's data, put another ``nn.Parameter`` on a module, or cast the whole
 model. Before each gather those changes are copied into the shard (or refused, by name). In-place edits need nothing:
@@ -20,7 +20,7 @@ from fsdp_ref.errors import (
     listing,
 )
 from fsdp_ref.handle.flat_handle import FlatHandle
-from fsdp_ref.handle.originals import OutsideGradient, Shown
+from fsdp_ref.handle.originals import Shown, guard_param
 from fsdp_ref.storage.views import mark_flattened
 
 
@@ -31,8 +31,7 @@ def absorb_params(handle: FlatHandle) -> bool:
         WritebackError: a parameter was replaced by one of another shape.
         SharedParameterError: a tied parameter was replaced in some of its places only, or two were tied.
     """
-    if handle.config.switches.skip_writeback:
-        return False
+    # Modules show views or a user's buffer then: what differs from the shard is not an assignment.
     if handle.originals.shown is Shown.COMPUTING or handle.originals.shown is Shown.SUMMONED:
         return False
     if torch.is_inference_mode_enabled():
@@ -44,6 +43,7 @@ def absorb_params(handle: FlatHandle) -> bool:
 
 def _absorb(handle: FlatHandle) -> bool:
     originals = handle.originals
+    # In-place edits first: they lie in the full buffer, and replaced data is compared with it.
     keep_full_edits(handle)
     if not originals.use_orig_params:
         changed = _absorb_flat(handle)
@@ -59,7 +59,7 @@ def _absorb(handle: FlatHandle) -> bool:
 
 def keep_full_edits(handle: FlatHandle) -> None:
     """Copy what users changed in place, while originals were shown in full, into the shard: the full buffer is freed."""
-    if handle.originals.shown is not Shown.FULL or handle.config.switches.skip_writeback:
+    if handle.originals.shown is not Shown.FULL:
         return
     then, now = handle.versions.of_buffer, handle.versions.now()
     values = {index: handle.originals.params[index].data for index in range(len(now)) if then[index] != now[index]}
@@ -77,7 +77,7 @@ def check_unchanged(handle: FlatHandle) -> None:
         ParametersChangedError: they were replaced.
     """
     originals = handle.originals
-    if handle.config.switches.skip_writeback or originals.shown is Shown.COMPUTING or originals.shown is Shown.SUMMONED:
+    if originals.shown is Shown.COMPUTING or originals.shown is Shown.SUMMONED:
         return
     if not originals.use_orig_params:
         changed = ["the flat parameter"] if handle.flat_param.data_ptr() != handle.shard_S.data_ptr() else []
@@ -126,6 +126,7 @@ def _absorb_flat(handle: FlatHandle) -> bool:
     new = flat.data
     if new.dtype != handle.shard_S.dtype:
         handle.set_precision(new.dtype)
+    # Copied, not adopted: the user's tensor may be a view of something that lives and changes.
     with torch.no_grad():
         handle.shard_S.copy_(new)
     handle.replace_shard(handle.shard_S)
@@ -155,7 +156,7 @@ def _adopt_replaced(handle: FlatHandle) -> None:
         value = places[0][1]
         if isinstance(value, nn.Parameter) and value is not originals.params[index]:
             mark_flattened(value)
-            OutsideGradient.guard(value, handle.fqns[index])
+            guard_param(value, handle.fqns[index])
             handle.versions.adopted(index, originals.params[index], value)
             originals.params[index] = value
 
@@ -165,14 +166,14 @@ def _absorb_data(handle: FlatHandle) -> bool:
     originals = handle.originals
     full = originals.shown is Shown.FULL
     expected = handle.compute_views() if full else originals.shard_views()
-    dtype = expected[0].dtype
     changed = [
         index
-        for index, param in enumerate(originals.params)
-        if not _same_memory(param, expected[index]) or param.dtype != dtype
+        for index, (param, view) in enumerate(zip(originals.params, expected, strict=True))
+        if not _same_memory(param, view) or param.dtype != view.dtype
     ]
     if not changed:
         return False
+    dtype = expected[0].dtype
     devices = {param.device for param in originals.params}
     if len(devices) == 1:
         refuse_other_device(handle, devices.pop())
@@ -208,6 +209,7 @@ def _copy_full(handle: FlatHandle, values: dict[int, Tensor]) -> None:
             targets[index].copy_(value)
         return
     views = handle.compute_views()
+    # Every rank is taken to have assigned the same full values: each keeps its own piece, and nothing is sent.
     for index, value in values.items():
         views[index].copy_(value)
     span = handle.shard_map.shard_span(handle.shard_rank)

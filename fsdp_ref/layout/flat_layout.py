@@ -1,4 +1,4 @@
-"""Where does each parameter lie in the flat buffer?
+"""The place of each parameter in the flat buffer.
 
 The one place of alignment gaps and tail padding. Building is O(parameters), look-ups are bisections; nothing here
 knows about ranks (see ``shard_map``), tensors, devices or processes.
@@ -147,14 +147,3 @@ class FlatLayout:
             start, stop = max(start, window.start), min(stop, window.stop)
             if start < stop:
                 yield index, start, stop
-
-    def segments(self) -> Iterator[tuple[int | None, int]]:
-        """Yield the whole buffer in order as (parameter index, elements), with None for each gap and for the tail."""
-        end = 0
-        for index, (start, stop) in enumerate(zip(self.starts, self.stops)):
-            if start > end:
-                yield None, start - end
-            yield index, stop - start
-            end = stop
-        if self.numel > end:
-            yield None, self.numel - end

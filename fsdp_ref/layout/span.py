@@ -41,10 +41,6 @@ class Span:
     def __contains__(self, index: object) -> bool:
         return isinstance(index, int) and self.start <= index < self.stop
 
-    def shift(self, offset: int) -> Span:
-        """Return the span moved by ``offset`` elements (negative: towards zero)."""
-        return Span(self.start + offset, self.stop + offset)
-
     def as_slice(self) -> slice:
         """Return the span as an index for a flat tensor or a list."""
         return slice(self.start, self.stop)

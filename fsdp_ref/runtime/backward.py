@@ -1,4 +1,4 @@
-"""What happens around a unit's backward?
+"""Before, after and at the end of a unit's backward.
 
 *Pre-backward* (a hook on each output, or the first saved parameter that backward asks for): gather, show views for
 forwards that checkpointing runs again, gather ahead. *Post-backward* (the unit's node in the graph, see ``tracked``):
@@ -85,20 +85,19 @@ def _enter(root: Root, unit: Unit, task: int) -> None:
                 remedy="Run backward outside of the context",
             )
         )
-    root.in_pass[unit] = None
+    root.in_pass[unit] = None  # its gradients are shown when the pass ends, also if none arrives
     if unit.life.state is UnitState.FORWARD:
         return  # a backward inside the unit's own forward, whose parameters are there and stay
     with labelled("pre_backward", unit.name):
         unit.note(UnitEventKind.PRE_BACKWARD)
         handle = unit.handle
-        if handle is not None:
-            if unit.life.state in READABLE:
-                check_unchanged(handle)
-            elif unit.ahead is not Ahead.PREFETCH:
-                absorb_params(handle)
-            unit.drop_out_of_date()
+        if unit.life.state in READABLE:
+            check_unchanged(handle)
+        elif unit.ahead is not Ahead.PREFETCH:
+            absorb_params(handle)
+        unit.drop_out_of_date()
         unit.unshard()
-        if handle is not None:
+        if not handle.empty:
             root.owned(unit)
             # Not for autograd, which makes its own views: for a forward that checkpointing runs again in here.
             record = unit.graph.record
@@ -115,7 +114,7 @@ def reshard_with_inputs(unit: Unit, inputs: Any) -> None:
     It has no node in the graph that could say so. When backward does not reach all of them, its end says so.
     """
     handle, record = unit.handle, unit.graph.record
-    if handle is None or record is None or not torch.is_grad_enabled() or any(handle.originals.trainable()):
+    if record is None or not torch.is_grad_enabled() or any(handle.originals.trainable()):
         return
     tensors: list[Tensor] = []
 
@@ -134,6 +133,7 @@ def _frozen_done(unit: Unit) -> None:
     assert root is not None  # the unit ran forward
     root.enter_backward()
     root.in_pass[unit] = None
+    # No gradients to reduce: only the order (free, then gather) is that of a unit that trains.
     unit.reshard(ReshardReason.AFTER_BACKWARD)
     prefetch.in_backward(root, unit, BackwardPrefetch.BACKWARD_POST)
 
@@ -151,8 +151,7 @@ def on_gradients(unit: Unit, grads: tuple[Tensor | None, ...]) -> None:
     assert root is not None  # the unit ran forward
     task = root.enter_backward()
     handle = unit.handle
-    assert handle is not None  # only units with parameters have gradients
-    put_back(handle)  # a pass through several graphs comes here for each
+    put_back(handle)  # users' hooks may have gone aside: a pass through several graphs comes here for each
     unused = all(grad is None for grad in grads)
     local = [None if grad is None else dense(waited(grad)).detach() for grad in grads]
     if not unused:
@@ -193,7 +192,7 @@ def flush_partial(root: Root, entering: Unit, task: int) -> None:
 
 
 def _nothing_new(unit: Unit) -> list[Tensor | None]:
-    return [] if unit.handle is None else [None] * len(unit.handle.originals.params)
+    return [None] * len(unit.handle.originals.params)
 
 
 # ---------------------------------------------------------------------- end
@@ -205,6 +204,7 @@ def end_backward(root: Root) -> None:
         for unit in list(root.partial):
             root.partial.pop(unit)
             _complete(root, unit, _nothing_new(unit))
+        # Before ranks compare what they sent: these reductions are issued in the order of units, alike everywhere.
         _reduce_leftovers(root)
         for look in root.guards.reductions_issued:
             look()
@@ -216,7 +216,7 @@ def end_backward(root: Root) -> None:
             root.streams.host_after_copies()
         for unit in root.units:
             # What a backward without synchronisation kept is freed by the next one with it, used there or not.
-            if unit.life.state is UnitState.ACCUMULATING and not unit.sync_gradients:
+            if unit.life.state is UnitState.ACCUMULATING and not (unit.sync_gradients and unit.reshards_after_backward):
                 unit.end_pass()
             else:
                 unit.reshard(ReshardReason.AFTER_BACKWARD)
@@ -237,7 +237,7 @@ def _reduce_leftovers(root: Root) -> None:
     """
     for unit in root.units:
         handle = unit.handle
-        if handle is None or not unit.sync_gradients or handle.grads.local_F is None:
+        if not unit.sync_gradients or handle.grads.local_F is None:
             continue
         handle.grads.absorb()
         if handle.grads.local_F is not None:
@@ -247,7 +247,7 @@ def _reduce_leftovers(root: Root) -> None:
 
 def publish(units: Iterable[Unit]) -> None:
     """Hand gradients to users, then run what users attached to them."""
-    handles = [unit.handle for unit in units if unit.handle is not None]
+    handles = [unit.handle for unit in units]
     for handle in handles:
         handle.grads.publish()
     # After all are shown: a user's hook may look at other parameters, or step an optimizer over several.

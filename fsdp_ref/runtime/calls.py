@@ -1,4 +1,4 @@
-"""Which forward calls of units are open, and how is one closed, whatever way it ends?
+"""Forward calls of units that are open, and how one is closed, whatever way it ends.
 
 A call ends by ``close``, by ``abort`` when it raised, or not at all: torch runs the hooks of the composable API for an
 ``Exception`` only, so that Ctrl-C leaves the call open. It is noticed at the next use of the tree, because the Python
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -24,6 +24,16 @@ if TYPE_CHECKING:
     from fsdp_ref.runtime.unit import Unit
 
 
+class Visit(Protocol):
+    """Somebody has full parameters of one unit between passes, and may be gone without closing it."""
+
+    running: RunningCall
+    """The call that it lasts for."""
+
+    def close(self) -> None:
+        """Keep edits, and give full parameters up."""
+
+
 @dataclass(slots=True, eq=False)
 class Frame:
     """One open forward call of a unit.
@@ -36,7 +46,7 @@ class Frame:
         outermost: the first open call of the tree, outside of backward.
         running: the Python call that it runs in, for calls whose end may go unnoticed.
         resumes: the state that the unit is in when the call has ended.
-        cast_back: the dtype that outputs are cast back to, for units that compute in full precision by exception.
+        cast_back: the dtype that outputs are cast to, asked for or, for units in full precision by exception, that of inputs.
         context: what is undone when the call ends.
         record: the unit's forward pass; kept here until the outputs' hooks keep it.
         inputs: what the unit computes with, cast and moved.

@@ -1,4 +1,4 @@
-"""What do units do, step by step, for whoever wants to watch?
+"""What units do, step by step, for whoever wants to watch.
 
 A recorder subscribes; nothing needs to be patched. Without subscribers an event costs one truth test.
 """

@@ -1,4 +1,4 @@
-"""In which order do units run, and what comes next?
+"""The order in which units run, and what comes next.
 
 Records positions only; whoever gathers ahead asks :meth:`ExecutionOrder.next_forward` and
 :meth:`ExecutionOrder.next_backward`. Guards compare it between ranks.

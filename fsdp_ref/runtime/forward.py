@@ -1,4 +1,4 @@
-"""What happens around a unit's forward?
+"""Before and after a unit's forward.
 
 ``enter_forward`` gathers, shows tracked views and casts inputs; ``exit_forward`` hooks outputs and gives full parameters
 up; ``calls.abort`` does the latter when the user's forward raised. The wrapper calls them around the wrapped module,
@@ -57,13 +57,14 @@ def enter_forward(
         return Frame(unit, root, nested=True, running=running), args, kwargs
     replay = compat.in_backward()
     frame = Frame(unit, root, nested=False, replay=replay, outermost=not replay and not root.calls, running=running)
-    root.calls.append(frame)
+    root.calls.append(frame)  # from here on whatever raises has to be undone by ``calls.abort``
     try:
         with labelled("pre_forward", unit.name):
             if frame.outermost:
                 root.begin_forward()
                 frame.context.enter_context(root.watch_saved_tensors())
             args, kwargs = _inputs(unit, frame, args, kwargs)
+            # After the casts: an output may be an input as the module got it.
             frame.inputs = TakenInputs(args, kwargs)
             _gather(unit, root, frame)
             if not replay:
@@ -79,18 +80,18 @@ def _gather(unit: Unit, root: Root, frame: Frame) -> None:
     unit.note(UnitEventKind.PRE_FORWARD)
     _set_precision(unit)
     handle = unit.handle
+    # What checkpointing runs again in backward is no step of forward: it would shift what comes next.
     if not frame.replay:
         root.order.pre_forward(root.index[unit])
         for look in root.guards.unit_begins:
             look(unit)
-    if handle is not None:
-        if not frame.replay or unit.life.state not in READABLE:
-            handle.grads.absorb()
-        if absorb_params(handle) and unit.life.state is UnitState.ACCUMULATING:
-            unit.reshard(ReshardReason.OUT_OF_DATE)
-        unit.drop_out_of_date()
+    if not frame.replay or unit.life.state not in READABLE:
+        handle.grads.absorb()
+    if absorb_params(handle) and unit.life.state is UnitState.ACCUMULATING:
+        unit.reshard(ReshardReason.OUT_OF_DATE)
+    unit.drop_out_of_date()
     unit.unshard()
-    if handle is not None:
+    if not handle.empty:
         root.owned(unit)
         if not frame.replay:
             # After the own gather, so that the next one queues behind it and runs while this unit computes.
@@ -105,10 +106,9 @@ def _gather(unit: Unit, root: Root, frame: Frame) -> None:
 
 def _set_precision(unit: Unit) -> None:
     """Follow train() and eval() where evaluation in full precision is switched on."""
-    if not unit.config.switches.full_precision_in_eval:
+    if not unit.config.full_precision_in_eval:
         return
-    if unit.handle is not None:
-        unit.handle.set_full_precision(unit.full_precision_now)
+    unit.handle.set_full_precision(unit.full_precision_now)
     if unit.full_precision_now:
         unit.buffers.restore()
     else:
@@ -118,7 +118,6 @@ def _set_precision(unit: Unit) -> None:
 def tracked_views(unit: Unit, root: Root) -> PassRecord:
     """Return this forward pass with its views: one set per pass, so that backward completes once however often it runs."""
     handle = unit.handle
-    assert handle is not None  # only units with parameters have views
     tracked = torch.is_grad_enabled() and any(handle.originals.trainable())
     known = unit.graph.record
     if known is not None and known.round == root.round and known.tracked == tracked:
@@ -140,8 +139,9 @@ def _inputs(unit: Unit, frame: Frame, args: Any, kwargs: Any) -> tuple[Any, Any]
         args, kwargs = move_to(args, unit.config.device), move_to(kwargs, unit.config.device)
     if unit.config.full_precision_module:
         frame.cast_back = _first_floating(args, kwargs)
-        dtype: torch.dtype | None = torch.float32 if unit.handle is None else unit.handle.precision.original
+        dtype: torch.dtype | None = unit.handle.precision.original
     else:
+        frame.cast_back = unit.config.output_dtype
         policy = unit.config.mixed_precision
         as_root = policy.cast_root_forward_inputs and (unit.is_root or unit.config.applied_here)
         casts = (policy.cast_forward_inputs or as_root) and not unit.full_precision_now
@@ -180,6 +180,7 @@ def exit_forward(frame: Frame, output: Any) -> Any:
         except BaseException:
             calls.abort(frame)
             raise
+        # Other hooks than ours were in force: autograd holds views, and only the end of backward knows that nobody reads them.
         unit.unguarded = frame.record is not None and frame.record.tracked and not root.saves_views()
         calls.close(frame)
         if not frame.replay:

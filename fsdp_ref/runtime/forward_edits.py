@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def keep(unit: Unit, root: Root, record: PassRecord) -> None:
     """Write what forward changed in place to the shard, while the full parameters are still there."""
     handle = unit.handle
-    assert handle is not None  # only units with parameters have records
     edited = record.edited()
+    # The shard outlives this pass, which may be an evaluation: what is written to it must be trainable.
     with torch.inference_mode(False), torch.no_grad():
         if edited:
             _write_back(handle, edited)

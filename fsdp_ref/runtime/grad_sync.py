@@ -1,4 +1,4 @@
-"""How do local gradients become the average over ranks?
+"""Local gradients become the average over ranks.
 
 [Note: division] Gradients are divided before the sum by ``f`` and after it by ``world / f``, with ``f`` near the square
 root of the world size, so that neither the addends underflow nor the sum overflows in low precision. The sum runs in
@@ -11,15 +11,15 @@ that memory stays bounded; the rest is waited for at the end of backward.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_ref.comm.collectives import SILENT, Collectives, Pending
+from fsdp_ref.comm.collectives import Collectives, Pending
 from fsdp_ref.comm.division import DivideFactors, divide
-from fsdp_ref.comm.hooks import LOW_PRECISION_HOOKS
 from fsdp_ref.compat import labelled
 from fsdp_ref.handle.accumulated import fill_flat
 from fsdp_ref.handle.flat_handle import FlatHandle
@@ -32,6 +32,10 @@ IN_FLIGHT = 2
 
 SCRATCH = ScratchPool()
 """Buffers that gradients are gathered into before they are sent; shared by all units of this process."""
+
+
+CASTING_HOOKS: Final[set[Callable[..., Any]]] = set()
+"""Users' hooks that cast for themselves: gradients reach them uncast, and their result is taken as it is."""
 
 
 class _Reduction:
@@ -64,7 +68,6 @@ class _Reduction:
     def finish(self) -> None:
         """Wait for everything and add the result to the gradient."""
         handle = self.unit.handle
-        assert handle is not None  # only units with parameters reduce
         # On the stream that the sum arrives on, so that compute waits for it once, at the end of backward.
         with handle.streams.post_backward(), torch.no_grad():
             self._wait()
@@ -78,15 +81,13 @@ class _Reduction:
             self.advance()
         self._pending.wait()
         if self._sent is not None:
-            # Not before: until the wait the collective reads it.
+            # The pool is shared by all units. Not before: until the wait the collective reads it.
             SCRATCH.give(self._sent)
             self._sent = None
 
     def abandon(self) -> None:
         """Wait for everything and drop the result."""
-        handle = self.unit.handle
-        assert handle is not None  # only units with parameters reduce
-        with handle.streams.post_backward():
+        with self.unit.handle.streams.post_backward():
             self._wait()
 
 
@@ -98,7 +99,6 @@ class GradSync:
 
     def accumulate(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
         """Keep local gradients without reducing them."""
-        assert unit.handle is not None  # only units with parameters have gradients
         unit.note(UnitEventKind.ACCUMULATE)
         unit.handle.grads.add_local(grads)
 
@@ -110,7 +110,6 @@ class GradSync:
             the replicate group. All of their ranks must call.
         """
         handle = unit.handle
-        assert handle is not None  # only units with parameters have gradients
         unit.note(UnitEventKind.REDUCE)
         if unit.root is not None:
             for look in unit.root.guards.sends:
@@ -131,16 +130,19 @@ class GradSync:
     def _built_in(self, unit: Unit, handle: FlatHandle, grads: Sequence[Tensor | None]) -> None:
         factors = DivideFactors.for_world(handle.groups.total_size)
         before, after = factors.before, factors.after
+        if unit.divide_factor is not None:
+            after = unit.divide_factor / before
         dtype = handle.precision.original if handle.full_precision else handle.precision.reduce
         sent_F, used = gather_local(handle, grads, dtype, before)
-        collectives = SILENT if handle.config.switches.fake_reduce else handle.collectives
+        collectives = handle.collectives
         rest = [] if handle.groups.replicate is None else [handle.groups.replicate]
         if handle.sharded:
             out_S = torch.empty(handle.shard_map.shard_numel, dtype=dtype, device=sent_F.device)
             pending = collectives.reduce_scatter(out_S, sent_F, handle.groups.shard, unit.name)
             reduction = _Reduction(unit, used, sent_F, out_S, pending, after)
         else:
-            # What is summed in place becomes the gradient: the buffer leaves the pool for good.
+            # NO_SHARD, or a hybrid unit whose shard group has one rank. What is summed in place becomes the gradient: the
+            # buffer leaves the pool for good.
             groups = [group for group in (handle.groups.shard, *rest) if group.size() > 1]
             first, rest = groups[0] if groups else handle.groups.shard, groups[1:]
             pending = collectives.all_reduce(sent_F, first, unit.name)
@@ -153,6 +155,7 @@ class GradSync:
         if len(self._open) > 1:
             # By now the sum within the shard group has had a whole unit's backward to end; let that over replicas run.
             self._open[-2].advance()
+        # The oldest first: results are added in the order of issue, on every rank alike.
         while len(self._open) > IN_FLIGHT:
             self._open.popleft().finish()
 
@@ -160,7 +163,7 @@ class GradSync:
         """Let the user's hook reduce; it divides and communicates as it likes."""
         hook = unit.comm_hook
         assert hook is not None  # the caller looked
-        low = hook in LOW_PRECISION_HOOKS
+        low = hook in CASTING_HOOKS
         dtype = handle.compute_dtype if low or handle.full_precision else handle.precision.reduce
         sent_F, used = gather_local(handle, grads, dtype, 1.0)
         if handle.sharded:

@@ -68,8 +68,11 @@ class Guard:
 TREE_GUARDS: Final[list[Callable[[Root], Guard]]] = []
 """Makers of the guards of a tree, called when its root is made."""
 
+UNIT_MADE: Final[list[Callable[[Unit], None]]] = []
+"""Called with each unit when it is made, by layers above that give it what is theirs (the hooks of state dicts)."""
+
 UNIT_WATCHES: Final[list[Callable[[Unit], None]]] = []
-"""Called with each unit when it is made."""
+"""The same for guards."""
 
 
 class Guards:

@@ -1,4 +1,4 @@
-"""What may users change about the reduction of gradients: when it happens (``no_sync``), and how (a hook of theirs)?"""
+"""What users may change about the reduction of gradients: when it happens (``no_sync``), and how (a hook of theirs)."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def no_sync(unit: Unit) -> Iterator[None]:
             f"no_sync: expected to be in states [{TrainingState.IDLE}] but current state is {unit.training_state}. "
             "Enter it outside of forward and summon_full_params."
         )
+    # Each its own value: a unit may have been set by hand before (``set_requires_gradient_sync``).
     before = [each.sync_gradients for each in root.units]
     for each in root.units:
         each.sync_gradients = False

@@ -1,4 +1,4 @@
-"""What do the units of one tree share?
+"""What the units of one tree share.
 
 The unit whose forward is entered first becomes the root (:func:`lazy_init`, at first use). It lists its units, gives
 them one set of streams and one execution order, and keeps what lasts for one forward or backward pass of the whole tree.
@@ -21,7 +21,7 @@ from fsdp_ref.errors import FsdpAssertionError, FsdpValueError, explain, listing
 from fsdp_ref.handle.param_hooks import put_back
 from fsdp_ref.naming import clean_tensor_name
 from fsdp_ref.runtime import backward
-from fsdp_ref.runtime.calls import Frame, abort_interrupted
+from fsdp_ref.runtime.calls import Frame, Visit, abort_interrupted
 from fsdp_ref.runtime.execution_order import ExecutionOrder
 from fsdp_ref.runtime.grad_sync import GradSync
 from fsdp_ref.runtime.guards import TREE_GUARDS, Guards
@@ -44,11 +44,10 @@ def close_ended(unit: Unit) -> None:
     if root is None:
         return
     abort_interrupted(root)
-    if unit.is_root or unit.life.state is UnitState.SUMMONED:
-        for each in root.units:
-            if each.open_state is not None and each.open_state.collecting.ended():
-                open_state, each.open_state = each.open_state, None
-                open_state.close(each)
+    for each, visit in list(root.visits.items()):
+        if visit.running.ended():
+            del root.visits[each]
+            visit.close()
 
 
 class _PassEnd:
@@ -81,6 +80,8 @@ class Root:
         guards: what looks for mistakes of users (see ``guards``).
         round: counts outermost forward passes.
         calls: forward calls that are open now, outermost first.
+        visits: units whose full parameters somebody reads or writes between passes (a state that is collected), with how
+            that ends.
         in_pass: units that took part in the present backward pass.
         open_records: forwards of units, kept until the forward of the whole tree ends; later the graph keeps them.
         partial: units whose gradients came from passes inside the present one, which may bring more.
@@ -96,6 +97,7 @@ class Root:
         self.sync = GradSync()
         self.round = 0
         self.calls: list[Frame] = []
+        self.visits: dict[Unit, Visit] = {}
         self.in_pass: dict[Unit, None] = {}
         self.partial: dict[Unit, None] = {}
         # What makes autograd keep the node of a unit's views, whose inputs are no tensors. It gets no gradient.
@@ -104,7 +106,7 @@ class Root:
             self.anchor_node = compat.accumulator(self.anchor)
         self.streams = streams_for(unit.config.device, limit_all_gathers=unit.config.limit_all_gathers)
         self._passes: dict[int, weakref.ref[_PassEnd]] = {}
-        self._dirty = False
+        self._dirty = False  # a backward pass began and did not reach its end
         self._ties: dict[GraphTie, None] = {}
         self.open_records: list[PassRecord] = []
         self._storages = UnitsByStorage()
@@ -147,26 +149,26 @@ class Root:
     def owned(self, unit: Unit) -> None:
         """Let saved views of the unit's present buffer be recognised (see [Note: saved parameters])."""
         handle = unit.handle
-        if handle is not None:
-            key = handle.buffer(handle.compute_dtype).key if handle.needs_buffer else compat.storage_key(handle.shard_S)
-            self._storages[key] = unit
+        key = handle.buffer(handle.compute_dtype).key if handle.needs_buffer else compat.storage_key(handle.shard_S)
+        self._storages[key] = unit
 
     # ------------------------------------------------------------------ forward passes
 
     def begin_forward(self) -> None:
         """The outermost forward call of this tree begins, outside of any backward."""
+        # Before anything is gathered: what a failed backward left in flight would pair with this pass's collectives.
         self.recover()
         for look in (*self.guards.forward_begins, *self.guards.tree_used):
             look()
         for unit in self.units:
-            if unit.handle is not None:
-                unit.handle.grads.release()
+            unit.handle.grads.release()
             if unit.ahead is Ahead.USER:
                 continue
             if unit.life.state is not UnitState.SHARDED and unit.life.state is not UnitState.ACCUMULATING:
                 unit.reshard(ReshardReason.OUT_OF_DATE)
             unit.ahead = None
             unit.end_pass()
+            # A tie for each forward: a backward through the graph of the last one must not loosen this one's.
             unit.graph.new_round()
         self.round += 1
         self.order.begin_forward()
@@ -224,6 +226,7 @@ class Root:
     def leave_backward(self, task: int) -> None:
         """A backward pass ended; the outermost one (that touched units) ends backward for the tree."""
         self._passes.pop(task, None)
+        # Checkpointing runs passes inside the pass; nothing is complete before the outermost one ends.
         if self._live_passes():
             return
         self._put_hooks_back()
@@ -249,16 +252,14 @@ class Root:
         # Gradients were completed on the post-backward stream; what users do with them runs on the current one.
         self.streams.compute_after_reduce()
         for unit in self.in_pass:
-            if unit.handle is not None:
-                # Waiting for a copy to the host may be waiting for ranks that will not come.
-                unit.handle.grads.drop_arriving()
-                unit.handle.grads.publish()
+            # Waiting for a copy to the host may be waiting for ranks that will not come.
+            unit.handle.grads.drop_arriving()
+            unit.handle.grads.publish()
         self._loosen()
 
     def _put_hooks_back(self) -> None:
         for unit in self.units:
-            if unit.handle is not None:
-                put_back(unit.handle)
+            put_back(unit.handle)
 
     def went_through(self, tie: GraphTie) -> None:
         """A backward pass goes through the graph that ``tie`` belongs to."""
@@ -274,6 +275,7 @@ class Root:
         if not self._dirty or self._live_passes():
             return
         self._dirty = False
+        # Waited for, since other ranks joined them; dropped, since what they belong to was never completed.
         self.sync.abandon()
         for look in self.guards.backward_failed:
             look()
@@ -301,7 +303,7 @@ def check_homogeneous(units: list[Unit]) -> None:
     settings: dict[str, list[object]] = {
         "_use_orig_params": [unit.config.use_orig_params for unit in units],
         "limit_all_gathers": [unit.config.limit_all_gathers for unit in units],
-        "_use_full_prec_in_eval": [unit.config.switches.full_precision_in_eval for unit in units],
+        "_use_full_prec_in_eval": [unit.config.full_precision_in_eval for unit in units],
     }
     axes = [axis and dist.get_process_group_ranks(axis) for axis in _tensor_groups(units)]
     first = next((ranks for ranks in axes if ranks), None)

@@ -1,7 +1,7 @@
-"""What is a unit: one module whose parameters are gathered, computed with and freed together?
+"""A unit: one module whose parameters are gathered, computed with and freed together.
 
-A unit ties a module to its handle (None for a unit that owns no parameters), to its settings and to the root that it
-runs under. The wrapper and the composable API make the same units; only how forward reaches them differs. Where it is
+A unit ties a module to its handle (of no elements for a unit that owns no parameters), to its settings and to the root that
+it runs under. The wrapper and the composable API make the same units; only how forward reaches them differs. Where it is
 in its life is one ``states.UnitState``; :meth:`Unit.reshard` is the one way to give full parameters up.
 """
 
@@ -28,11 +28,10 @@ from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.writeback import absorb_params, keep_full_edits
 from fsdp_ref.runtime.events import OBSERVERS, UnitEvent, UnitEventKind, emit
 from fsdp_ref.runtime.guards import Traffic
-from fsdp_ref.states import READABLE, LifeCycle, ReshardReason, TrainingState, UnitState, training_state_of
+from fsdp_ref.states import READABLE, ReshardReason, TrainingState, UnitState, training_state_of
 from fsdp_ref.storage.precision import BufferCaster
 
 if TYPE_CHECKING:
-    from fsdp_ref.checkpoint.model_state import OpenState
     from fsdp_ref.runtime.root import Root
 
 
@@ -41,8 +40,10 @@ _AT_REST: Final = frozenset({UnitState.GATHERING, UnitState.UNSHARDED, UnitState
 
 
 class Ahead(Enum):
-    """Who asked for full parameters ahead of need."""
+    """Why full parameters are gathered ahead of need."""
 
+    OVERLAP = auto()
+    """Only the bytes start early: whoever needs them asks for them as if nothing had happened."""
     PREFETCH = auto()
     """The runtime, for the next unit: its UNSHARD event is out."""
     USER = auto()
@@ -55,7 +56,7 @@ class Unit:
     Args:
         module: the module whose parameters are sharded.
         holder: the module that users call: the wrapper, or ``module`` itself.
-        handle: the flat parameter, None when the unit owns no parameters.
+        handle: the flat parameter; empty when the unit owns no parameters.
         config: settings.
         modules: the modules whose nearest unit this is (for buffers).
         ignored: what this unit and everything above it leave alone (a ``build.ignored.Ignored``).
@@ -65,6 +66,11 @@ class Unit:
         ahead: who asked for full parameters ahead of need; None for nobody.
         state_dict_settings: in which form its state is saved and loaded.
         awaits_backward: an output of the latest forward may be differentiated.
+        reshards_after_forward: whether full parameters are freed after forward; None: as the strategy says, and not the root's.
+        reshards_after_backward: whether they are freed after backward.
+        divide_factor: what summed gradients are divided by; None: the number of ranks.
+        forward_targets: units to gather ahead of need in this one's forward; None: as settings say.
+        backward_targets: the same in its backward.
         unguarded: autograd saved views of the latest forward, and not by way of our hooks.
         backward_task: the backward pass that state BACKWARD began in, -1 in other states.
     """
@@ -73,7 +79,7 @@ class Unit:
         self,
         module: nn.Module,
         holder: nn.Module,
-        handle: FlatHandle | None,
+        handle: FlatHandle,
         config: UnitConfig,
         modules: tuple[nn.Module, ...],
         ignored: Any = None,
@@ -88,6 +94,9 @@ class Unit:
         self.name = ""
         self.comm_hook: Callable[..., Any] | None = None
         self.comm_hook_state: Any = None
+        self.reshards_after_forward: bool | None = None
+        self.reshards_after_backward = True
+        self.divide_factor: float | None = None
         self.state_dict_settings = StateDictSettings(
             StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
         )
@@ -95,7 +104,7 @@ class Unit:
 
     def _begin_life(self) -> None:
         """Set what a unit has when it is made or copied: it belongs to no tree, and nothing runs."""
-        self.life = LifeCycle() if self.handle is None else self.handle.life
+        self.life = self.handle.life
         self.graph = GraphSide(self)
         self.root: Root | None = None
         self.is_root: bool | None = None
@@ -104,8 +113,8 @@ class Unit:
         self.awaits_backward = False
         self.unguarded = False
         self.backward_task = -1
-        # Kept here, not by unit elsewhere: when collecting a state raises no hook comes after, and all goes together.
-        self.open_state: OpenState | None = None
+        self.forward_targets: tuple[Unit, ...] | None = None
+        self.backward_targets: tuple[Unit, ...] | None = None
 
     # ------------------------------------------------------------------ facts
 
@@ -122,22 +131,21 @@ class Unit:
     @property
     def full_precision_now(self) -> bool:
         """Whether this unit computes in full precision: evaluation, when the switch for it is on."""
-        return self.config.switches.full_precision_in_eval and not self.module.training
+        return self.config.full_precision_in_eval and not self.module.training
 
     def note(self, kind: UnitEventKind, *, prefetch: bool = False, freed: bool = False) -> None:
         """Report to observers what this unit does."""
         if OBSERVERS:
-            fqns = () if self.handle is None else tuple(self.handle.fqns)
-            emit(UnitEvent(kind, self.name, fqns, prefetch, freed))
+            emit(UnitEvent(kind, self.name, tuple(self.handle.fqns), prefetch, freed))
 
     def adopt(self, root: Root, name: str, *, is_root: bool) -> None:
         """Become part of a tree."""
         self.root = root
         self.is_root = is_root
         self.name = name
-        if self.handle is not None:
-            self.handle.name = name
-            self.handle.streams = root.streams
+        self.handle.name = name
+        self.handle.streams = root.streams
+        # At first use and not when the unit is made: users load states into buffers of their own dtype before.
         if not self.full_precision_now:
             self.buffers.lower()
 
@@ -156,54 +164,41 @@ class Unit:
         """
         self.life.move(state, self.name)
 
-    def start_gather(self, *, prefetch: bool) -> None:
-        """Issue the gather, when one is needed."""
-        if self.handle is not None and self.handle.start_unshard():
-            self.note(UnitEventKind.GATHER, prefetch=prefetch)
-            if self.handle.sharded and self.root is not None:
+    def unshard(self, ahead: Ahead | None = None) -> None:
+        """Have full parameters now; with ``ahead``, begin to gather them and have them at a later call without it.
+
+        Collectives:
+            An all-gather over the shard group unless parameters are there or on their way. All ranks must call.
+        """
+        handle = self.handle
+        if ahead is Ahead.USER:
+            self._make_way()
+        elif ahead is Ahead.PREFETCH or (ahead is None and self.ahead is not Ahead.PREFETCH and not handle.empty):
+            self.note(UnitEventKind.UNSHARD, prefetch=ahead is Ahead.PREFETCH)
+        if ahead is not Ahead.OVERLAP:
+            self.ahead = ahead
+        # The event tells of the step, also where nothing travels; guards hear only of what was sent.
+        if handle.start_unshard() and not handle.empty:
+            self.note(UnitEventKind.GATHER, prefetch=ahead is not None)
+            if handle.sharded and self.root is not None:
                 for look in self.root.guards.sends:
                     look(self, Traffic.GATHER)
+        if ahead is None:
+            handle.finish_unshard()
 
-    def unshard(self) -> None:
-        """Have full parameters now."""
-        if self.handle is None:
-            if self.life.state is UnitState.SHARDED:
-                self.move(UnitState.GATHERING)
-                self.move(UnitState.UNSHARDED)
-            return
-        if self.ahead is not Ahead.PREFETCH:
-            self.note(UnitEventKind.UNSHARD)
-        self.ahead = None
-        self.start_gather(prefetch=False)
-        self.handle.finish_unshard()
-
-    def prefetch(self) -> None:
-        """Ask for full parameters ahead of need."""
-        self.note(UnitEventKind.UNSHARD, prefetch=True)
-        self.ahead = Ahead.PREFETCH
-        self.start_gather(prefetch=True)
+    def _make_way(self) -> None:
+        """Before a gather that a user asked for: nothing that users may still change is read earlier than they think."""
+        self.absorb()
+        # The optimizer's step, or a user's edit, may still write to the shard on the current stream.
+        self.handle.streams.gather_after_compute()
+        if self.life.state is UnitState.UNSHARDED and self.ahead is not Ahead.USER:
+            # Left over from a forward without backward; the optimizer may have stepped since, and forward would reuse it.
+            self.reshard(ReshardReason.OUT_OF_DATE)
 
     def absorb(self) -> None:
         """Take over parameters and gradients that the user replaced."""
-        if self.handle is not None:
-            absorb_params(self.handle)
-            self.handle.grads.absorb()
-
-    def ask_early(self) -> None:
-        """Begin to gather because a user asked for it; the next forward uses what comes.
-
-        Collectives:
-            An all-gather over the shard group unless parameters are there. All ranks must call.
-        """
-        self.absorb()
-        if self.handle is not None:
-            # The optimizer's step, or a user's edit, may still write to the shard on the current stream.
-            self.handle.streams.gather_after_compute()
-        if self.life.state is UnitState.UNSHARDED and self.ahead is not Ahead.USER:
-            # Left from a forward without backward: an optimizer may have stepped since, and forward will not look.
-            self.reshard(ReshardReason.OUT_OF_DATE)
-        self.start_gather(prefetch=True)
-        self.ahead = Ahead.USER
+        absorb_params(self.handle)
+        self.handle.grads.absorb()
 
     def end_pass(self) -> None:
         """Forget what the latest forward and backward left to do; gathered parameters are another matter."""
@@ -222,9 +217,8 @@ class Unit:
         if self.life.state is UnitState.FORWARD or self.life.state is UnitState.SUMMONED:
             return
         handle = self.handle
-        if handle is None:
-            if self.life.state is not UnitState.SHARDED:
-                self.move(UnitState.SHARDED)
+        if handle.empty:
+            handle.reshard()
             return
         keep_full_edits(handle)
         if after_backward or reason is ReshardReason.AFTER_FORWARD:
@@ -247,10 +241,11 @@ class Unit:
         The views that the pass computes with stay: they lie over the same buffer.
         """
         handle = self.handle
-        if handle is None or self.life.state not in _AT_REST or not handle.versions.out_of_date():
+        if self.life.state not in _AT_REST or not handle.versions.out_of_date():
             return
         keep_full_edits(handle)
         self.ahead = None
+        # The edit that made them old may still run on the current stream.
         handle.streams.gather_after_compute()
         handle.reshard()
 
@@ -263,12 +258,7 @@ class Unit:
             self.move(UnitState.ACCUMULATING)
         handle.originals.show_sharded()
         self.note(UnitEventKind.RESHARD, freed=frees and handle.sharded)
-        if (
-            after_backward
-            or self.life.state not in READABLE
-            or not handle.sharded
-            or self.config.reshards_after_forward
-        ):
+        if after_backward or self.life.state not in READABLE or not handle.sharded or self._reshards_after_forward:
             return
         # Shown in full only while no gradient of the shard is there: an optimizer step must find matching shapes. And not
         # a copy in lower precision: what users make of it (``p.data = p * 2``) would come back rounded.
@@ -286,13 +276,21 @@ class Unit:
             # Under somebody else's hooks autograd holds the views themselves, and an output of a kind that nobody looks
             # into (an object of the user's) may lead there: the end of backward frees.
             return False
-        return for_good or (self.config.reshards_after_forward and not self.is_root)
+        return for_good or (self._reshards_after_forward and not (self.is_root and self.reshards_after_forward is None))
 
     def _frees_after_backward(self, handle: FlatHandle) -> bool:
         # A low-precision copy that nobody gathers (NO_SHARD) is out of date after the next optimizer step.
         copied = not handle.sharded
         unused = self.life.state is UnitState.GATHERING
-        return copied or unused or self.sync_gradients or self.config.reshards_after_forward
+        if copied or unused:
+            return True
+        # Kept through a step, it is found out of date by the next forward, which gathers anew.
+        return self.reshards_after_backward and (self.sync_gradients or self._reshards_after_forward)
+
+    @property
+    def _reshards_after_forward(self) -> bool:
+        chosen = self.reshards_after_forward
+        return self.config.reshards_after_forward if chosen is None else chosen
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         """Return an independent unit over the same groups, for the copy of its module; it belongs to no tree yet."""

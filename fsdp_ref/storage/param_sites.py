@@ -1,12 +1,11 @@
-"""Where, on which modules and under which names, does each parameter of a unit hang?
+"""The places of each parameter of a unit: on which modules, under which names.
 
-A tied parameter hangs in several places; all of them must show the same view while the unit is unsharded and the same
-sharded parameter otherwise. Nothing is changed here (see ``views``).
+A tied parameter has several; all of them must show the same view while the unit is unsharded and the same sharded parameter
+otherwise. Nothing is changed here (see ``views``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -17,7 +16,7 @@ from fsdp_ref.storage.extension import ParameterExtension
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParamSite:
-    """One place where a parameter hangs: ``module.name``, called ``fqn`` from the unit's module."""
+    """One module attribute that holds a parameter: ``module.name``, called ``fqn`` from the unit's module."""
 
     module: nn.Module
     name: str
@@ -45,16 +44,6 @@ class ManagedParam:
         local = nn.Parameter(extension.flatten(self.param), requires_grad=self.param.requires_grad)
         return ManagedParam(local, self.sites, self.aliases, extension)
 
-    @classmethod
-    def of(cls, param: nn.Parameter, named: Iterable[tuple[nn.Module, str, str]]) -> ManagedParam:
-        """Collect places given as (module, name, fqn); one that occurs under several names is one place."""
-        sites: dict[tuple[nn.Module, str], ParamSite] = {}
-        names: list[str] = []
-        for module, name, fqn in named:
-            names.append(fqn)
-            sites.setdefault((module, name), ParamSite(module, name, fqn))
-        return cls(param, tuple(sites.values()), tuple(names[1:]))
-
     @property
     def fqn(self) -> str:
         """The primary name, relative to the unit's module."""
@@ -63,18 +52,3 @@ class ManagedParam:
     def spec(self) -> ParamSpec:
         """Describe the parameter for the layout."""
         return ParamSpec.of(self.fqn, tuple(self.param.shape), self.param.stride(), self.aliases)
-
-
-def sites_below(module: nn.Module, params: Iterable[nn.Parameter]) -> list[ManagedParam]:
-    """Find every place of ``params`` (compared by identity) below ``module``.
-
-    Returns:
-        One entry per parameter found, in the order of ``named_modules`` with duplicates, then of registration.
-    """
-    wanted = {id(param) for param in params}
-    found: dict[nn.Parameter, list[tuple[nn.Module, str, str]]] = {}
-    for prefix, submodule in module.named_modules(remove_duplicate=False):
-        for name, param in submodule.named_parameters(recurse=False, remove_duplicate=False):
-            if id(param) in wanted:
-                found.setdefault(param, []).append((submodule, name, f"{prefix}.{name}" if prefix else name))
-    return [ManagedParam.of(param, named) for param, named in found.items()]

@@ -68,26 +68,20 @@ class SiteWriters:
     Args:
         params: the parameters with their places.
         registered: the form in which full and sharded values are shown (see the module's text).
-        unsafe_setattr: skip a module's own ``__setattr__`` even where its class defines one.
     """
 
-    def __init__(self, params: Sequence[ManagedParam], *, registered: bool, unsafe_setattr: bool) -> None:
+    def __init__(self, params: Sequence[ManagedParam], *, registered: bool) -> None:
         self._params = params
         self.registered = registered
-        self._safe = not unsafe_setattr
-        self._fast: list[list[dict[str, Any]]] = []
-        self._slow: list[list[ParamSite]] = []
-        for managed in params:
-            slow = [site for site in managed.sites if self._safe and overrides_setattr(site.module)]
-            fast = [site for site in managed.sites if site not in slow]
-            self._fast.append([{"dict": _home(site.module, registered), "name": site.name} for site in fast])
-            self._slow.append(slow)
         # Flat lists for what happens twice per unit and pass: writing into the dictionaries skips ``nn.Module.__setattr__``,
         # which would look through parameters, buffers and children each time.
-        self._direct = [
-            (index, target["dict"], target["name"]) for index, targets in enumerate(self._fast) for target in targets
-        ]
-        self._through = [(index, site) for index, sites in enumerate(self._slow) for site in sites]
+        self._direct: list[tuple[int, dict[str, Any], str]] = []
+        self._through: list[tuple[int, ParamSite]] = []  # of modules whose class watches what is set on them
+        for index, site in ((index, site) for index, managed in enumerate(params) for site in managed.sites):
+            if overrides_setattr(site.module):
+                self._through.append((index, site))
+            else:
+                self._direct.append((index, _home(site.module, registered), site.name))
 
     def show(self, values: Sequence[Tensor]) -> None:
         """Put ``values[i]`` at every place of parameter i, in the form of this object."""

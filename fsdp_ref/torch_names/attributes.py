@@ -47,12 +47,14 @@ class UnitAttributes:
     limit_all_gathers: bool = _setting(lambda unit: unit.config.limit_all_gathers, "See the class.")
     training_state: TrainingState = _setting(lambda unit: unit.training_state, "What the unit is busy with.")
     params: list[nn.Parameter] = _setting(
-        lambda unit: [] if unit.handle is None else [unit.handle.flat_param], "The flat parameter, as a list."
+        lambda unit: [] if unit.handle.empty else [unit.handle.flat_param], "The flat parameter, as a list."
     )
-    _handle: FlatHandle | None = _setting(lambda unit: unit.handle, "The flat parameter's handle.")
-    _handles: list[FlatHandle] = _setting(lambda unit: [] if unit.handle is None else [unit.handle], "Older form.")
+    _handle: FlatHandle | None = _setting(
+        lambda unit: None if unit.handle.empty else unit.handle, "The flat parameter's handle."
+    )
+    _handles: list[FlatHandle] = _setting(lambda unit: [] if unit.handle.empty else [unit.handle], "Older form.")
     _flat_param: nn.Parameter | None = _setting(
-        lambda unit: None if unit.handle is None else unit.handle.flat_param, "The flat parameter."
+        lambda unit: None if unit.handle.empty else unit.handle.flat_param, "The flat parameter."
     )
     _is_root: bool | None = _setting(lambda unit: unit.is_root, "Whether the unit is the root; None before first use.")
     _use_orig_params: bool = _setting(lambda unit: unit.config.use_orig_params, "See the class.")

@@ -16,21 +16,21 @@ from fsdp_ref.comm.groups import DataParallelGroups
 from fsdp_ref.comm.tensor_parallel import is_dtensor
 from fsdp_ref.config import CPUOffload, MixedPrecision, UnitConfig, coerce_sharding_strategy
 from fsdp_ref.config import ShardingStrategy as _Strategy
-from fsdp_ref.env import read_switches
+from fsdp_ref.env import full_precision_in_eval
 from fsdp_ref.errors import FlattenError, listing
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.flatten import check_params, flatten
 from fsdp_ref.handle.marked_parameter import FlatParameter
-from fsdp_ref.storage.param_sites import sites_below
+from fsdp_ref.naming import join_fqn
+from fsdp_ref.storage.param_sites import ManagedParam, ParamSite
 from fsdp_ref.torch_names.inclusive_view import (
     FlatParamShardMetadata,
     ShardParamInfo,
-    infos_between,
     shard_metadata,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 __all__ = [
     "FlatParamHandle",
@@ -95,7 +95,7 @@ class FlatParamHandle:
             precision,
             CPUOffload(offload_params),
             use_orig_params=use_orig_params,
-            switches=read_switches(),
+            full_precision_in_eval=full_precision_in_eval(),
         )
         self.handle = FlatHandle(managed, fully_sharded_module, config)
 
@@ -108,11 +108,6 @@ class FlatParamHandle:
     def uses_sharded_strategy(self) -> bool:
         """Whether ranks have different pieces."""
         return self.handle.config.strategy is not _Strategy.NO_SHARD
-
-    @property
-    def sharded_grad(self) -> Tensor | None:
-        """The reduced gradient of this rank's shard."""
-        return self.handle.grads.reduced_S
 
     def is_sharded(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` has the size of this rank's shard; never with NO_SHARD."""
@@ -136,10 +131,6 @@ class FlatParamHandle:
         """Describe the parameters of which this rank has a piece."""
         return shard_metadata(self.handle.shard_map, self.handle.shard_rank)
 
-    def _get_shard_metadata(self, start: int, last: int) -> tuple[ShardParamInfo, ...]:
-        """Return one info per parameter for the flat elements ``start`` to ``last`` inclusive."""
-        return infos_between(self.handle.layout, start, last)
-
     def param_module_names(self) -> list[tuple[str, str]]:
         """Return (parameter name, module name) of each parameter."""
         sites = [managed.sites[0] for managed in self.handle.originals.managed]
@@ -151,3 +142,21 @@ class FlatParamHandle:
 
     def __repr__(self) -> str:
         return f"FlatParamHandle(flat_fqns={self.handle.fqns})"
+
+
+def sites_below(module: nn.Module, params: Iterable[nn.Parameter]) -> list[ManagedParam]:
+    """Find every place of ``params`` (compared by identity) below ``module``.
+
+    Returns:
+        One entry per parameter found, in the order of ``named_modules`` with duplicates, then of registration. A place that
+        has several names is one place.
+    """
+    wanted = set(params)
+    found: dict[nn.Parameter, tuple[dict[tuple[nn.Module, str], ParamSite], list[str]]] = {}
+    for prefix, submodule in module.named_modules(remove_duplicate=False):
+        for name, param in submodule.named_parameters(recurse=False, remove_duplicate=False):
+            if param in wanted:
+                sites, names = found.setdefault(param, ({}, []))
+                names.append(join_fqn(prefix, name))
+                sites.setdefault((submodule, name), ParamSite(submodule, name, names[-1]))
+    return [ManagedParam(param, tuple(sites.values()), tuple(names[1:])) for param, (sites, names) in found.items()]

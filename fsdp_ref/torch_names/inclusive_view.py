@@ -1,4 +1,4 @@
-"""How do our half-open spans read in FSDP1's metadata tuples, whose ends are inclusive?
+"""Our half-open spans as FSDP1's metadata tuples, whose ends are inclusive.
 
 A thin translation for tests and tools that know torch's names (``_shard_param_infos``, ``shard_metadata()``,
 ``_numels_with_padding``). Nothing in the package computes with these tuples.
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from fsdp_ref.layout.span import Span
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from fsdp_ref.layout.flat_layout import FlatLayout
     from fsdp_ref.layout.shard_map import ShardMap
 
@@ -76,9 +78,21 @@ def shard_metadata(shard_map: ShardMap, rank: int) -> FlatParamShardMetadata:
 
 def numels_with_padding(layout: FlatLayout) -> tuple[int, ...]:
     """Return the sizes of parameters, gaps and tail in buffer order."""
-    return tuple(numel for _, numel in layout.segments())
+    return tuple(numel for _, numel in segments(layout))
 
 
 def is_padding_mask(layout: FlatLayout) -> tuple[bool, ...]:
     """Return, for each entry of :func:`numels_with_padding`, whether it is a gap or the tail."""
-    return tuple(index is None for index, _ in layout.segments())
+    return tuple(index is None for index, _ in segments(layout))
+
+
+def segments(layout: FlatLayout) -> Iterator[tuple[int | None, int]]:
+    """Yield the whole buffer in order as (parameter index, elements), with None for each gap and for the tail."""
+    end = 0
+    for index, (start, stop) in enumerate(zip(layout.starts, layout.stops)):
+        if start > end:
+            yield None, start - end
+        yield index, stop - start
+        end = stop
+    if layout.numel > end:
+        yield None, layout.numel - end

@@ -40,7 +40,7 @@ def _get_fsdp_states_with_modules(module: nn.Module) -> tuple[list[Unit], list[n
 
 def _get_fsdp_handles(module: nn.Module) -> list[FlatHandle]:
     """Return the handles of the units at or below ``module``, depth first; units without one are left out."""
-    return [unit.handle for unit in units_in(module) if unit.handle is not None]
+    return [unit.handle for unit in units_in(module) if not unit.handle.empty]
 
 
 def _get_fsdp_root_states(module: nn.Module) -> list[Unit]:

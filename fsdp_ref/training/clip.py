@@ -90,9 +90,8 @@ def _check(unit: Unit, root: Root) -> None:
             "Call it between backward and the optimizer's step."
         )
     for each in root.units:
-        if each.handle is not None:
-            each.handle.grads.absorb()
-    waiting = [u.name or "the root" for u in root.units if u.handle is not None and u.handle.grads.local_F is not None]
+        each.handle.grads.absorb()
+    waiting = [u.name or "the root" for u in root.units if u.handle.grads.local_F is not None]
     if waiting:
         raise FsdpRuntimeError(
             "clip_grad_norm_: expected gradients that are reduced over ranks, got local ones from no_sync() in "
@@ -111,7 +110,7 @@ def _parts(root: Root) -> list[GradientPart]:
     found: dict[tuple[dist.ProcessGroup | None, bool], list[Tensor]] = {}
     for unit in root.units:
         handle = unit.handle
-        if handle is None:
+        if handle.empty:
             continue
         group = handle.groups.shard if handle.sharded else None
         for equal in (False, True) if axis is not None else (True,):
@@ -128,8 +127,7 @@ def _parts(root: Root) -> list[GradientPart]:
 def _usual_dtype(root: Root, own: Sequence[nn.Parameter]) -> torch.dtype | None:
     """Return the dtype that all gradients of the tree have, on all ranks, unless somebody replaced one; None for several."""
     dtypes = {param.dtype for param in (*own, *_unmanaged(root, replicated=True))}
-    handles = [unit.handle for unit in root.units if unit.handle is not None]
-    dtypes |= {handle.precision.grad for handle in handles if any(handle.originals.trainable())}
+    dtypes |= {unit.handle.precision.grad for unit in root.units if any(unit.handle.originals.trainable())}
     return dtypes.pop() if len(dtypes) == 1 else None
 
 

@@ -10,7 +10,7 @@ from fsdp_testing.cases.drawing.layouts import cut_dimension
 from fsdp_testing.cases.drawing.normal_form import needs_of_case
 from fsdp_testing.cases.models.tree import has_alias, unit_of
 from fsdp_testing.cases.models.tree_schema import SCHEMA, every, get, parameters, walk
-from fsdp_testing.cases.records import Case, Operation
+from fsdp_testing.cases.records import AXES, Case, Operation
 
 NEW_MODEL = "@new_model"
 NEW_OPTIMIZER = "@new_optimizer"
@@ -56,27 +56,9 @@ def tags(case: Case) -> frozenset[str]:
 
 
 def _tags(case: Case) -> Iterator[str]:
-    yield f"strategy:{case.strategy}"
-    yield f"world:{case.world.size}"
-    if case.world.mesh:
-        yield "mesh:" + "x".join(map(str, case.world.mesh))
-    yield from _axis_tags(case)
-    yield f"dtype:{case.model.dtype}"
-    momentum = "+momentum" if case.optimizer.arguments.get("momentum") else ""
-    yield f"optimizer:{case.optimizer.name}{momentum}"
-    if case.cpu_offload:
-        yield "offload"
-    if case.mixed_precision is not None:
-        for field in ("param_dtype", "reduce_dtype", "buffer_dtype"):
-            if getattr(case.mixed_precision, field):
-                yield f"{field}:{getattr(case.mixed_precision, field)}"
-    if case.wrapping.policy is not None:
-        yield f"policy:{case.wrapping.policy.kind}"
-    if case.strategy == "no_shard" or case.world.mesh_shape[-1] == 1:
-        yield "whole_parameters"
-    if case.strategy in ("shard_grad_op", "hybrid_shard_zero2"):
-        yield "gathered_until_backward"
-    yield f"units:{min(len(case.wrapping.units), 3)}"
+    for axis in AXES:
+        yield from axis.tags(case)
+    yield from _cut_tags(case)
     for need in needs_of_case(case):
         yield f"needs:{need}"
     yield from _batch_tags(case)
@@ -90,15 +72,10 @@ def _tags(case: Case) -> Iterator[str]:
     yield from _tree_tags(case)
 
 
-def _axis_tags(case: Case) -> Iterator[str]:
-    """What is cut over tensor parallelism, and what FSDP2 cannot cut once more along the same dimension."""
-    ranks = case.world.tensor_parallel
-    if ranks == 1:
-        return
-    yield f"tensor_parallel:{ranks}"
-    layouts = dict(case.wrapping.layouts)
-    yield from (f"layout:{layout}" for layout in layouts.values())
-    if case.model.tree is None:
+def _cut_tags(case: Case) -> Iterator[str]:
+    """What of a tree tensor parallelism leaves whole, and what FSDP2 cannot cut once more along the same dimension."""
+    ranks, layouts = case.world.tensor_parallel, dict(case.wrapping.layouts)
+    if ranks == 1 or case.model.tree is None:
         return
     kinds = {place.fqn: place.node["kind"] for place in every(walk(case.model.tree))}
     for spec in parameters(case.model.tree):

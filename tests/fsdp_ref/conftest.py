@@ -275,7 +275,7 @@ def mesh_of() -> Callable[..., contextlib.AbstractContextManager[Any]]:
 
 def full_bytes(model: nn.Module) -> int:
     """Return the bytes of full parameters that units of ``model`` have now."""
-    handles = [unit.handle for _, _, unit in units_under(model) if unit.handle is not None]
+    handles = [unit.handle for _, _, unit in units_under(model)]
     buffers = [buffer for handle in handles for buffer in handle._buffers.values()]
     return sum(buffer.tensor.untyped_storage().size() for buffer in buffers)
 

@@ -21,7 +21,7 @@ def handles(model: nn.Module) -> Iterator[tuple[str, FlatHandle]]:
     """Yield (original FQN of the unit, handle) of every unit that owns parameters, depth first."""
     seen: set[int] = set()
     for name, _, unit in units_under(model):
-        if unit.handle is not None and id(unit.handle) not in seen:
+        if not unit.handle.empty and id(unit.handle) not in seen:
             seen.add(id(unit.handle))
             yield naming.original(name), unit.handle
 

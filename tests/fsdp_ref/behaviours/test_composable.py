@@ -43,7 +43,7 @@ def described(lab, model):
     return [
         (unit.name, [clean_tensor_name(fqn) for fqn in unit.handle.fqns], unit.handle.layout.numel)
         for unit in lab.units(model)
-        if unit.handle is not None
+        if not unit.handle.empty
     ]
 
 
@@ -64,7 +64,7 @@ def assert_alike(lab, wrapped, composed):
             for step in range(3):
                 lab.loss(model, lab.batch(step)).backward()
                 torch.optim.SGD(model.parameters(), lr=0.1).step()
-        held = {unit.name: tuple(unit.handle.fqns) for unit in lab.units(model) if unit.handle is not None}
+        held = {unit.name: tuple(unit.handle.fqns) for unit in lab.units(model) if not unit.handle.empty}
         assert all(event.fqns == held.get(event.unit, ()) for event in events)
         steps = [(e.kind, e.unit, e.fqns, e.prefetch, e.freed) for e in events]
         logs.append((steps, [(c.op, c.tensor.numel(), c.unit) for c in calls]))

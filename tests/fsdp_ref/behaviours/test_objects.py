@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
@@ -81,10 +80,7 @@ def test_names_with_prefix_and_without_recursion(lab):
 
 
 @pytest.mark.world(2)
-@pytest.mark.covers("ENV-01")
-@pytest.mark.parametrize("unsafe", [False, True])
-def test_a_users_setattr_is_gone_through_unless_told_otherwise(lab, orig_path, unsafe, monkeypatch):
-    monkeypatch.setenv("FSDP_USE_UNSAFE_SETATTR", "1" if unsafe else "0")
+def test_a_users_setattr_is_gone_through(lab, orig_path):
     calls = []
 
     class Watching(nn.Linear):
@@ -96,47 +92,7 @@ def test_a_users_setattr_is_gone_through_unless_told_otherwise(lab, orig_path, u
     model = lab.shard(module, orig_path)
     calls.clear()
     lab.loss(model, lab.batch()).backward()
-    assert ("weight" in calls) == (not unsafe)
-
-
-@pytest.mark.world(2)
-@pytest.mark.covers("ENV-02", "ENV-04")
-def test_writeback_can_be_switched_off_at_construction(lab, orig_path, monkeypatch):
-    monkeypatch.setenv("FSDP_SKIP_WRITEBACK_CHECK", "1")
-    model = lab.shard(lab.make(lambda: nn.Linear(3, 3)), orig_path)
-    monkeypatch.delenv("FSDP_SKIP_WRITEBACK_CHECK")
-    reference = lab.make(lambda: nn.Linear(3, 3))
-    inner = model if orig_path == "composable" else model.module
-    inner.weight = nn.Parameter(inner.weight.detach() * 3)
-    torch.testing.assert_close(model(lab.batch()), reference(lab.batch()), **lab.CLOSE)
-
-
-@pytest.mark.filterwarnings("ignore:.*wrong:UserWarning", "ignore:.*FAKE:UserWarning")
-@pytest.mark.world(2)
-@pytest.mark.covers("ENV-03", "ENV-04")
-def test_fake_collectives_keep_shapes(lab, path, monkeypatch):
-    monkeypatch.setenv("FSDP_USE_FAKE_ALL_GATHER", "1")
-    monkeypatch.setenv("FSDP_USE_FAKE_REDUCE", "1")
-    model = lab.shard(lab.make(), path, policy={lab.Block})
-    monkeypatch.undo()
-    sent = []
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_reduce"):
-        real = getattr(dist, name)
-        monkeypatch.setattr(dist, name, lambda *a, real=real, name=name, **k: sent.append(name) or real(*a, **k))
-    model(lab.batch()).sum().backward()
-    assert sent == []
-    for unit in lab.units(model):
-        grad = unit.handle.grads.reduced_S
-        assert grad.numel() == unit.handle.shard_map.shard_numel
-
-
-@pytest.mark.world(2)
-@pytest.mark.covers("ENV-03")
-def test_fake_collectives_say_that_training_is_wrong(lab, monkeypatch):
-    monkeypatch.setenv("FSDP_USE_FAKE_REDUCE", "1")
-    with pytest.warns(UserWarning, match="wrong"):
-        model = lab.shard(lab.make())
-        model(lab.batch()).sum().backward()
+    assert "weight" in calls
 
 
 @pytest.mark.covers("CPU-01", "CPU-03", "FLAT-06", "FLAT-20")

@@ -22,7 +22,7 @@ def full_bytes(lab, model):
     sizes = []
     for unit in lab.units(model):
         handle = unit.handle
-        if handle is not None:
+        if not handle.empty:
             buffers = handle._buffers.values()
             sizes.append(sum(buffer.tensor.untyped_storage().nbytes() for buffer in buffers))
     return sizes

@@ -190,13 +190,6 @@ def test_names_are_relative_to_the_unit_and_follow_named_modules():
     assert below == {name for name, _ in root.named_parameters()}
 
 
-@pytest.mark.covers("COMP-17")
-def test_the_plan_prints_as_a_tree():
-    root = Node(u1=Node(l=lin()))
-    text = plan_for(root, root.u1).describe()
-    assert text.splitlines() == ["[Node]: w", "  u1[Node]: w, l.weight"]
-
-
 @pytest.mark.covers("CTOR-04")
 def test_a_module_without_parameters_is_a_unit_without_parameters():
     assert owners(plan_for(nn.ReLU())) == {"": []}

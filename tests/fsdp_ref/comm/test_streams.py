@@ -16,6 +16,7 @@ from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref.annotations import units_under
 from fsdp_ref.comm.streams import DeviceStreams, Streams, streams_for
 from fsdp_ref.runtime.reduction_settings import no_sync
+from fsdp_ref.runtime.unit import Ahead
 from fsdp_ref.states import ReshardReason
 from fsdp_ref.storage.flat_buffer import FlatBuffer
 from fsdp_ref.storage.scratch import ScratchPool
@@ -116,7 +117,7 @@ def test_gathers_wait_for_what_changed_the_shard(sharded):
     streams.calls.clear()
     for param in model.parameters():
         param.data = torch.ones_like(param)
-    unit.ask_early()
+    unit.unshard(Ahead.USER)
     assert streams.calls == ["gathers wait for compute"] * 2  # the copy of what was assigned; whatever came before
     unit.reshard(ReshardReason.OUT_OF_DATE)
 

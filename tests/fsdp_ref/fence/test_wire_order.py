@@ -12,7 +12,6 @@ from torch import nn
 
 from fsdp_ref.annotations import unit_of
 from fsdp_ref.comm.streams import Streams
-from fsdp_ref.env import Switches
 from fsdp_ref.errors import ExecutionOrderError
 from fsdp_ref.fence.wire_order import _KEPT, GATHER, REDUCE, RankComparison, WireOrder
 from fsdp_ref.runtime.execution_order import ExecutionOrder
@@ -167,7 +166,7 @@ def test_the_first_difference_is_named(world):
     """Whatever the lengths; and units outside of the group do not count."""
 
     class Unit:
-        config = SimpleNamespace(groups=SimpleNamespace(shard=dist.group.WORLD, replicate=None), switches=Switches())
+        config = SimpleNamespace(groups=SimpleNamespace(shard=dist.group.WORLD, replicate=None))
         handle = 1
 
         def __init__(self, name):

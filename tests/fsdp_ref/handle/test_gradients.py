@@ -15,8 +15,8 @@ from fsdp_ref.config import MixedPrecision, ShardingStrategy, UnitConfig
 from fsdp_ref.errors import WritebackError
 from fsdp_ref.handle.accumulated import dense, fill_flat
 from fsdp_ref.handle.flat_handle import FlatHandle
-from fsdp_ref.storage.param_sites import sites_below
 from fsdp_ref.storage.views import flat_views
+from fsdp_ref.torch_names.flat_param import sites_below
 
 CPU = torch.device("cpu")
 KINDS = ["flat", "orig"]

@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_ref.errors import LayoutError
 from fsdp_ref.layout import FlatLayout, ParamSpec, Span
-from fsdp_ref.torch_names.inclusive_view import is_padding_mask, numels_with_padding
+from fsdp_ref.torch_names.inclusive_view import is_padding_mask, numels_with_padding, segments
 
 
 def specs(*shapes):
@@ -40,7 +40,7 @@ def test_without_original_parameters_there_is_no_padding():
 def test_no_parameters_make_an_empty_layout():
     layout = FlatLayout.build([], alignment_numel=4, pad_to_multiple=8)
     assert layout.numel == 0
-    assert list(layout.segments()) == []
+    assert list(segments(layout)) == []
 
 
 def test_empty_parameters_share_a_place_with_their_neighbour():

@@ -16,10 +16,7 @@ def test_a_backward_or_negative_span_is_refused_with_its_values(start, stop):
     assert isinstance(info.value, ValueError)
 
 
-def test_shifting_and_containing():
+def test_length_and_containing():
     span = Span(3, 7)
-    assert span.shift(-3) == Span(0, 4)
     assert len(span) == 4
     assert "3" not in span
-    with pytest.raises(LayoutError, match="start=-1"):
-        Span(0, 2).shift(-1)

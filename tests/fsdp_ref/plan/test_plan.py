@@ -57,6 +57,7 @@ def plan() -> Callable[..., str]:
     return draw
 
 
+@pytest.mark.covers("COMP-17")
 def test_a_small_model_by_hand(plan: Callable[..., str]) -> None:
     """Weights of 9 and 6, biases of 3 and 2, starts at multiples of 4: 0-9, 12-15, 16-22, 24-26; two ranks of 13."""
     text = re.sub(r" +", " ", plan("planned_models:two"))

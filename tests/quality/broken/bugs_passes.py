@@ -32,7 +32,7 @@ def unused_stay_gathered(original: Any, self: Any, reason: Any) -> None:
     gathered, and computed with them in the next iteration.
     """
     rests = self.state is UnitState.UNSHARDED or self.state is UnitState.ACCUMULATING
-    if reason is not ReshardReason.AFTER_BACKWARD or self.handle is None or not rests:
+    if reason is not ReshardReason.AFTER_BACKWARD or self.handle.empty or not rests:
         original(self, reason)
         return
     if self.state is UnitState.UNSHARDED:

@@ -104,5 +104,5 @@ def kept_through_steps(original: Any, self: Any, reason: Any) -> None:
     A forward that no backward follows leaves units gathered; the next forward after a step computes with the old
     weights. Found by this project in torch's FSDP1 and FSDP2.
     """
-    if reason is not ReshardReason.OUT_OF_DATE or self.handle is None or not self.handle.sharded:
+    if reason is not ReshardReason.OUT_OF_DATE or not self.handle.sharded:
         original(self, reason)

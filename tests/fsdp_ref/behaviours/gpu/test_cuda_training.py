@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_ref import BackwardPrefetch, CPUOffload, MixedPrecision
-from fsdp_ref.comm.hooks import LowPrecisionState, bf16_compress_hook
+from fsdp_ref.comm_hooks import LowPrecisionState, bf16_compress_hook
 from fsdp_ref.states import UnitState
 
 pytestmark = pytest.mark.gpu

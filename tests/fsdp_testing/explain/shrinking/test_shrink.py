@@ -20,7 +20,7 @@ from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.judging.tags import tags, tokens
 from fsdp_testing.ranks.pool import default_pool
-from fsdp_testing.search.campaign.investigation import attempts_on
+from fsdp_testing.search.investigation import attempts_on
 
 FAILS = Signature("diverged", "value", "step")
 OTHER = Signature("diverged", "gradient", "clip")

@@ -22,7 +22,7 @@ from fsdp_testing.judging.known import KnownFailures, Rule
 from fsdp_testing.judging.signature import Signature, signature_of
 from fsdp_testing.judging.tags import tokens
 from fsdp_testing.ranks.pool import default_pool
-from fsdp_testing.search.campaign import investigation
+from fsdp_testing.search import investigation
 from fsdp_testing.search.campaign.campaign import Campaign, Plan
 from fsdp_testing.search.campaign.tally import CampaignTally
 
@@ -74,8 +74,8 @@ def test_a_finding_that_cannot_be_explained_is_kept_without_a_cause(monkeypatch:
 def test_nothing_is_found_where_nothing_is(tmp_path: Path):
     tally = campaign("toy:UNBROKEN", tmp_path, 150)
     assert not tally.discovered, tally.discovered[0].sentence()
-    assert tally.run == sum(tally.statuses.values()) == tally.drawn == 150
-    assert set(tally.statuses) == {"pass"}, tally.unjudged
+    assert tally.run == sum(tally.verdicts.values()) == tally.drawn == 150
+    assert set(tally.verdicts) == {Verdict.PASS}, tally.unjudged
 
 
 def test_a_defect_is_reported_once_and_then_counted(tmp_path: Path):
@@ -92,14 +92,14 @@ def test_a_finding_as_plain_as_one_micro_batch_discards_no_case(tmp_path: Path):
     plain = campaign("fuzz_faults:WRONG_MEAN", tmp_path, 120)
     assert ("forward_backward",) in [tokens(found.case) for found in plain.discovered]
     assert (plain.drawn, plain.run - plain.variants, plain.discarded) == (120, 120, 0)
-    assert plain.statuses["known"] > 60
+    assert plain.verdicts[Verdict.EXPECTED_FAILURE] > 60
     later = campaign("fuzz_faults:WRONG_MEAN", tmp_path, 48)
     assert (later.run - later.variants, later.discarded) == (48, 0)
     assert not later.gone
     finding = next(found for found in plain.discovered if tokens(found.case) == ("forward_backward",))
     mended = campaign("toy:UNBROKEN", tmp_path / "mended", 24, KnownFailures((finding.rule(),)))
     assert mended.gone == [finding.name]
-    assert mended.statuses == {"pass": 24}
+    assert mended.verdicts == {Verdict.PASS: 24}
 
 
 @pytest.mark.parametrize(

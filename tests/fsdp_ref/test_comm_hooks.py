@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_ref.comm.hooks import (
+from fsdp_ref.comm_hooks import (
     DefaultState,
     LowPrecisionState,
     allreduce_hook,

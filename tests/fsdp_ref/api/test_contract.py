@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_ref.build.contract import ContractState, _get_registry, contract
+from fsdp_ref.api.contract import ContractState, _get_registry, contract
 from fsdp_ref.errors import FsdpTypeError
 
 

@@ -1,4 +1,4 @@
-"""How does a composable API leave its mark on a module without changing it?
+"""The mark that a composable API leaves on a module without changing it.
 
 ``contract()`` turns a function that takes a module into an API: it makes one state per application, registers it on the
 module in order of application, and proves afterwards that no parameter, buffer or module changed its name.

@@ -1,4 +1,7 @@
-"""What becomes of a suspect? It runs alone, is compared with what is known, and is shrunk if it is new."""
+"""The investigation of a case that fails: it runs alone, is compared with what is known, and is shrunk if it is new.
+
+Every search investigates so, and keeps what it learned in `Causes`: what is known need not run alone to be counted.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +61,33 @@ class Suspect:
         """Return the suspect of a judgement that fails."""
         assert judged.signature is not None
         return Suspect(judged.case, judged.signature, judged.judgement.why, judged.judgement.account)
+
+
+class Causes:
+    """The causes of failures that are known by now, and how they look among other cases.
+
+    Attributes:
+        rules: Known failures, and a rule of each confirmed discovery.
+    """
+
+    def __init__(self, rules: KnownFailures) -> None:
+        self.rules = rules
+        self._names: dict[Signature, set[str]] = {}
+
+    def by_looks(self, signature: Signature, case: Case, at: int | None = None) -> Rule | None:
+        """Return the rule of a failure that looked so among other cases, and was another one alone."""
+        return self.rules.fitting(self._names.get(signature, ()), case, at)
+
+    def learn(self, signature: Signature, name: str) -> None:
+        """Note that the failure of a rule may look so among other cases."""
+        self._names.setdefault(signature, set()).add(name)
+
+    def add(self, discovery: Discovery, signature: Signature) -> Rule:
+        """Take up the rule of a confirmed discovery, which looked so among other cases, and return it."""
+        rule = discovery.rule()
+        self.rules = self.rules.with_rule(rule)
+        self.learn(signature, rule.name)
+        return rule
 
 
 @dataclass(frozen=True, slots=True)
