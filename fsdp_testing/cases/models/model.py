@@ -1,4 +1,4 @@
-"""What is a zoo model, and where do its numbers come from?
+"""A zoo model, and where its numbers come from.
 
 Every number is drawn from a generator made for it: the values of a model and of an input are a function of their
 arguments alone, on any rank of any world, and the global random state is left as it was.

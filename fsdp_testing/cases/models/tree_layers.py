@@ -1,4 +1,4 @@
-"""Of which layers is a drawn model made? One class for each kind of node, and the containers that groups return.
+"""The layers of which a drawn model is made: one class for each kind of node, and the containers that groups return.
 
 Each is made with the width that enters it and with the fields of its node. It needs torch alone, and its numbers are of
 the default dtype: the text of those classes that a model needs is copied into the script of a finding.

@@ -1,4 +1,4 @@
-"""How do the layers of a drawn model come together? Groups make them and call them in order."""
+"""The layers of a drawn model come together: groups make them and call them in order."""
 
 from __future__ import annotations
 
