@@ -33,7 +33,7 @@ from fsdp_testing.oracle import models, one_process
 from fsdp_testing.oracle.fresh_memory import filled_with_garbage
 from fsdp_testing.oracle.observe import snapshot_of
 from fsdp_testing.oracle.setup import setup_among, setup_in_world
-from fsdp_testing.oracle.starting import module_to_wrap
+from fsdp_testing.oracle.starting import module_to_wrap, move_what_is_ignored
 from fsdp_testing.oracle.ways import Carrier, DirectoryRefused, InMemory, carried_in_directory
 from fsdp_testing.ranks.ledger.late_delivery import deliver_late
 
@@ -176,6 +176,7 @@ class RankProgram:
     def _model_of(self, case: Case, flags: Mapping[str, bool]) -> nn.Module:
         module, init_module = module_to_wrap(case, self.rank, flags)
         setup = replace(self.make_setup(case, module), init_module=init_module)
+        move_what_is_ignored(module, setup)
         with self._inside():
             return self.adapter.wrap(module, setup)
 
@@ -215,6 +216,7 @@ class RankProgram:
             new_rank, adapter = ranks.index(self.rank), self.adapter
             module, init_module = module_to_wrap(replace(case, seed=case.seed + 2), new_rank, flags)
             setup = replace(setup_among(case, module, ranks, group), init_module=init_module)
+            move_what_is_ignored(module, setup)
             with self._inside():
                 model, optimizer = adapter.wrap(module, setup), None
                 saved.load_model(adapter, model, group)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
+from fsdp_testing.adapters.protocol import Setup
 from fsdp_testing.cases.records import Case
 from fsdp_testing.oracle.models import build_model
 
@@ -34,6 +35,12 @@ def module_to_wrap(case: Case, rank: int, flags: Mapping[str, bool]) -> tuple[nn
     if case.wrapping.sync_module_states and rank:
         _change_all(managed, rank)
     return module, _emptied(managed) if case.wrapping.meta_init else None
+
+
+def move_what_is_ignored(module: nn.Module, setup: Setup) -> None:
+    """Put ignored modules on the device of this rank, as their user does: wrapping moves what it manages."""
+    for name in setup.ignored:
+        module.get_submodule(name).to(setup.device)
 
 
 def _change_all(modules: list[nn.Module], rank: int) -> None:
