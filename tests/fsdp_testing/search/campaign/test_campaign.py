@@ -18,13 +18,15 @@ from fsdp_testing.cases.records import Case, FailureKind, Judgement, Step, Verdi
 from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.judging.checkers.explain import finding
-from fsdp_testing.judging.known import KnownFailures, Rule
+from fsdp_testing.judging.known import CaseFeatures, KnownFailures, Rule
 from fsdp_testing.judging.signature import Signature, signature_of
 from fsdp_testing.judging.tags import tokens
 from fsdp_testing.ranks.pool import default_pool
 from fsdp_testing.search import investigation
 from fsdp_testing.search.campaign.campaign import Campaign, Plan
+from fsdp_testing.search.campaign.case_queue import QueuedCase
 from fsdp_testing.search.campaign.tally import CampaignTally
+from fsdp_testing.search.campaign.writing import write_discovery
 
 SOME = {
     "faults_gradients:SumForMean": "as if the sum over ranks were divided by 1 instead of 2",
@@ -144,6 +146,22 @@ def test_a_known_failure_is_counted_and_one_whose_example_passes_is_dropped(tmp_
     assert healthy.gone == [first.name]
 
 
+def test_what_an_earlier_run_found_is_a_failure_each_time_it_is_met(tmp_path: Path):
+    """Also where it is known by its looks alone, and its example did not run this time."""
+    met = case(micro(1))
+    off = finding(met, FailureKind.DIVERGED, "gradient", 0, "off", ranks=(0,))
+    earlier = Discovery("toy:UNBROKEN", signature_of(off), met, met, "off")
+    write_discovery(earlier, tmp_path)
+    adapter = registry.load("toy:UNBROKEN")
+    run = Campaign(
+        Plan(adapter, Scope(adapter.capabilities), tmp_path), default_pool(), lambda _: None, lambda *_: None
+    )
+    number = run._verdicts.add_case()
+    assert not run._take_result(QueuedCase(met, number), JudgedCase(met, Judgement(Verdict.FAIL, off)))
+    assert (run.tally.known[earlier.name], run.tally.found_before[earlier.name]) == (1, 1)
+    assert run.tally.exit_code == 1
+
+
 @pytest.mark.parametrize(("without", "known"), [(Verdict.PASS, True), (Verdict.FAIL, False), (Verdict.UNKNOWN, False)])
 def test_wrong_numbers_without_a_cause_are_known_where_they_are_gone_without_what_brings_them_about(
     without: Verdict, known: bool
@@ -160,7 +178,7 @@ def test_wrong_numbers_without_a_cause_are_known_where_they_are_gone_without_wha
         return [SimpleNamespace(verdict=without)]
 
     runner = SimpleNamespace(impatient=lambda: SimpleNamespace(judge_batch=judge_batch))
-    kept = SimpleNamespace(signature=looks, case=failing, judgement=SimpleNamespace(operation=2), units=None)
+    kept = SimpleNamespace(signature=looks, case=failing, features=CaseFeatures(failing, 2))
     investigator = investigation.Investigator("it", shape=lambda other: other, fair=lambda _: True, seconds=1.0)
     assert (investigator._gone_without(runner, kept, KnownFailures((rule,))) is rule) is known
     assert [operation.kind for operation in ran[0].program] == ["forward_backward", "step"]
