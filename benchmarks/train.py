@@ -29,7 +29,7 @@ from pathlib import Path
 from fsdp_testing import current_world, run_ranks
 from fsdp_testing.train.on_rank import RunSettings, run_here
 from fsdp_testing.train.script_job import ScriptJob, run_script
-from fsdp_testing.train.torchrun import as_torchrun_starts
+from fsdp_testing.train.surroundings import as_torchrun_starts
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "training" / "char_gpt.py"
 Seconds = tuple[float, float]

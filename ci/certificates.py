@@ -21,9 +21,9 @@ from fsdp_testing.cases.records import Case
 from fsdp_testing.report.drawings.cube import cube_picture
 from fsdp_testing.search.certificate.axes import WORLDS
 from fsdp_testing.search.certificate.causes import schedule_of
-from fsdp_testing.search.certificate.summary import FACES, STATUSES
-from fsdp_testing.search.certificate.verdicts import FAILS, HOLDS, UNKNOWN
+from fsdp_testing.search.certificate.summary import FACES, VERDICTS
 
+PASS, FAIL, UNKNOWN = VERDICTS
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "certificates"
 FINDINGS = ROOT / "docs" / "findings"
@@ -82,10 +82,10 @@ Kept = dict[str, Any]
 def kept_of(found: dict[str, Any], day: str) -> Kept:
     """Return what is kept of a result of `certify --json`."""
     counted = {
-        world: {face: [faces[face].get(status, 0) for status in STATUSES] for face in FACES if face in faces}
+        world: {face: [faces[face].get(verdict, 0) for verdict in VERDICTS] for face in FACES if face in faces}
         for world, faces in found["faces"].items()
     }
-    same = ("implementation", "cube", "asked", "statuses", "reasons", "unexplained")
+    same = ("implementation", "cube", "asked", "verdicts", "reasons", "unexplained")
     return {
         **{name: found[name] for name in same},
         "day": day,
@@ -139,11 +139,11 @@ def picture(kept: Kept) -> str:
     Patterns of the first step that hold in every world are left out, and texts for a pointer, which pictures do not show.
     """
     faces = {
-        world: {face: {s: n for s, n in zip(STATUSES, counts) if n} for face, counts in by_face.items()}
+        world: {face: {s: n for s, n in zip(VERDICTS, counts) if n} for face, counts in by_face.items()}
         for world, by_face in kept["faces"].items()
     }
     found = {face: [by_face[face] for by_face in faces.values() if face in by_face] for face in FACES}
-    rows = [f for f in FACES if found[f] and not (f.startswith("first: ") and all(set(c) <= {HOLDS} for c in found[f]))]
+    rows = [f for f in FACES if found[f] and not (f.startswith("first: ") and all(set(c) <= {PASS} for c in found[f]))]
     drawn = str(cube_picture(faces, rows, [world for world in ALL_WORLDS if world in faces]))
     drawn = re.sub(r"><title>[^<]*</title></rect>", "/>", drawn)
     opening, _, rest = drawn.partition(">")
@@ -162,7 +162,7 @@ def index(table: dict[str, Kept]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, kept in table.items():
-        counts = [f"{kept['statuses'][status]:,}" for status in (HOLDS, FAILS, UNKNOWN)]
+        counts = [f"{kept['verdicts'][status]:,}" for status in (PASS, FAIL, UNKNOWN)]
         ran = f"{_ran(kept):,} of {kept['claimed']:,} that it claims" + (" (a sample)" if _is_sample(kept) else "")
         causes = f"{len(kept['causes'])}" + (
             f" ({kept['unexplained']:,} cells not followed)" if kept["unexplained"] else ""
@@ -174,13 +174,13 @@ def index(table: dict[str, Kept]) -> str:
 
 def page(kept: Kept) -> str:
     """Return the page of one implementation."""
-    name, statuses, sample = kept["implementation"], kept["statuses"], _is_sample(kept)
-    said = {FAILS: "fail", UNKNOWN: "are unknown"}
-    others = "".join(f"; {statuses[status]:,} {verb}" for status, verb in said.items() if statuses[status])
+    name, verdicts, sample = kept["implementation"], kept["verdicts"], _is_sample(kept)
+    said = {FAIL: "fail", UNKNOWN: "are unknown"}
+    others = "".join(f"; {verdicts[status]:,} {verb}" for status, verb in said.items() if verdicts[status])
     lines = [
         f"# {name} in small cases",
         "",
-        f"**{statuses[HOLDS]:,} of {_ran(kept):,} cells hold{others}.** "
+        f"**{verdicts[PASS]:,} of {_ran(kept):,} cells hold{others}.** "
         + (
             f"A sample: the cube has {kept['claimed']:,} cells that {name} claims." if sample else "All that it claims."
         ),
@@ -247,7 +247,7 @@ def _by_axis(kept: Kept) -> list[tuple[str, list[int]]]:
 
 
 def _ran(kept: Kept) -> int:
-    return sum(kept["statuses"].values())
+    return sum(kept["verdicts"].values())
 
 
 def _is_sample(kept: Kept) -> bool:

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from fsdp_testing.ranks.pool.world import World as World
     from fsdp_testing.ranks.pool.world import current_world as current_world
     from fsdp_testing.ranks.run import run_ranks as run_ranks
-    from fsdp_testing.train.feeding import batch as batch
+    from fsdp_testing.train.feed import batch as batch
     from fsdp_testing.train.function import check_training as check_training
     from fsdp_testing.train.script import check_script as check_script
 
 _HOMES = {
     "World": "fsdp_testing.ranks.pool.world",
     "current_world": "fsdp_testing.ranks.pool.world",
-    "batch": "fsdp_testing.train.feeding",
+    "batch": "fsdp_testing.train.feed",
     "check_script": "fsdp_testing.train.script",
     "check_training": "fsdp_testing.train.function",
     "parametrize_with_checks": "fsdp_testing.plugin.conformance_checks",

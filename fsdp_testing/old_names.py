@@ -14,7 +14,13 @@ from collections.abc import Sequence
 ROOMS = {
     "backends": "base.backends",
     "campaign": "search.campaign",
+    "campaign.investigation": "search.investigation",
+    "campaign.merging": "search.merging",
+    "campaign.rerun": "checks.findings.rerun",
+    "campaign.state": "search.state",
     "certificate": "search.certificate",
+    "certificate.merging": "search.merging",
+    "certificate.verdicts": "search.state",
     "checkers": "judging.checkers",
     "checkers.assemble": "oracle.assemble",
     "checkers.comparison": "oracle.comparison",
@@ -28,6 +34,8 @@ ROOMS = {
     "env": "base.env",
     "explanation": "explain",
     "findings": "checks.findings",
+    "findings.tags": "judging.tags",
+    "checks.findings.tags": "judging.tags",
     "implementations": "adapters",
     "ledger": "ranks.ledger",
     "model_check": "train",
@@ -59,7 +67,7 @@ def new_name(name: str) -> str | None:
     if head != __package__:
         return None
     parts = rest.split(".")
-    for length in (2, 1):
+    for length in (3, 2, 1):
         room = ROOMS.get(".".join(parts[:length]))
         if room is not None and len(parts) >= length:
             return ".".join((head, room, *parts[length:]))

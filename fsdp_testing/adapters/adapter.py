@@ -20,7 +20,7 @@ from fsdp_testing.adapters import defaults
 from fsdp_testing.adapters.protocol import Division, Piece, Setup, StateEntry
 from fsdp_testing.adapters.shared.tensor_parallel import parallelised
 from fsdp_testing.base.documentation import page
-from fsdp_testing.cases.records.case import DTYPES
+from fsdp_testing.cases.records.specs import DTYPES
 from fsdp_testing.errors import InvalidImplementation
 
 Model = nn.Module

@@ -94,7 +94,7 @@ class Setup:
             group.
         tensor_mesh: The ranks that hold one model together, a 1-D mesh out of the same 2-D one; `None` without tensor
             parallelism. The harness has cut the module over it before it calls `wrap`.
-        layouts: `(FQN, layout)` of each module that is cut (`fsdp_testing.cases.records.case.LAYOUTS`).
+        layouts: `(FQN, layout)` of each module that is cut (`fsdp_testing.cases.records.specs.LAYOUTS`).
         units: FQNs of the submodules to wrap besides the root, any order; "" (the root) is implied.
         wrap_root: Whether the root itself is a unit; `False` leaves several independent roots.
         policy: Wrap by policy instead; then `units` is empty.
@@ -115,7 +115,7 @@ class Setup:
         forward_prefetch: Ask for prefetching in forward, where the implementation has the option.
         backward_prefetch: One of "pre", "post", "none".
         leaves_unused: Some micro-batch may leave a parameter without a gradient on some rank.
-        settings: Options that change no number (`fsdp_testing.cases.records.capabilities.SETTINGS`), by name.
+        settings: Options that change no number (`fsdp_testing.cases.records.specs.SETTINGS`), by name.
         extra: Options known to this adapter alone, for its own tests.
     """
 

@@ -27,7 +27,7 @@ from fsdp_testing.adapters.defaults import OPTIONAL_WITHOUT_DEFAULT
 from fsdp_testing.adapters.protocol import METHODS_OF_CAPABILITY, Piece, Setup
 from fsdp_testing.base.documentation import page
 from fsdp_testing.cases.models import MODELS, ZooModel
-from fsdp_testing.cases.records.capabilities import STRATEGIES, check_capabilities
+from fsdp_testing.cases.records import STRATEGIES, check_capabilities
 from fsdp_testing.errors import InvalidImplementation, WorldFailed
 
 #: Simple enough that any implementation must take them: layers in a row, and layers with buffers.

@@ -97,21 +97,22 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 
 def _made(certificate: Certificate, console: Output, explain: float) -> Summary:
+    from fsdp_testing.cases.records import Verdict
     from fsdp_testing.checks.conformance import environment
     from fsdp_testing.checks.findings.known import shipped_known
     from fsdp_testing.report.progress import Display
     from fsdp_testing.search.certificate.causes import CauseFinder
     from fsdp_testing.search.certificate.summary import summary_of
-    from fsdp_testing.search.certificate.verdicts import FAILS, Verdicts
 
-    total = sum(map(len, certificate.verdicts.jobs))
+    total = len(certificate.cells)
     with Display(console, "cells") as display:
 
-        def show(verdicts: Verdicts) -> None:
-            failing = verdicts.counts()[FAILS]
-            display.at(len(verdicts.ran), f"{failing:,} fail" if failing else "", total)
+        def show(certificate: Certificate) -> None:
+            counts = certificate.verdicts.counts()
+            failing = counts[Verdict.FAIL]
+            display.at(counts.total(), f"{failing:,} fail" if failing else "", total)
 
-        display.stage(f"running cells, {len(certificate.verdicts.ran):,} of {total:,} ran before", total)
+        display.stage(f"running cells, {certificate.earlier:,} of {total:,} ran before", total)
         certificate.run(show)
         display.stage("looking for causes")
         adapter = certificate.plan.implementation

@@ -59,7 +59,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     from fsdp_testing.search.checkpoints.exchange import Plan
 
     for option, given, known in (("--subject", options.subject, SUBJECTS), ("--way", options.way, WAYS)):
-        wrong = [one for one in given or () if one not in known]
+        wrong = [name for name in given or () if name not in known]
         if wrong:
             raise InvalidArgument(
                 f"{option}: expected one of {', '.join(map(repr, known))}, got {', '.join(map(repr, wrong))}."

@@ -1,4 +1,4 @@
-"""`fsdp-verify doctor`: what is wrong with this machine? Exit code 1 if anything is broken."""
+"""`fsdp-verify doctor`: what is wrong with this machine. Exit code 1 if anything is broken."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def execute(options: argparse.Namespace) -> int:
     broken = 0
     for name, symptom in examine():
         broken += symptom.condition is Condition.BROKEN
-        console.say((f"{symptom.condition.value:<6}", STYLES[symptom.condition]), f"  {name}: {symptom.said}")
+        console.say((f"{symptom.condition.value:<6}", STYLES[symptom.condition]), f"  {name}: {symptom.account}")
         if symptom.remedy:
             console.say(f"        {symptom.remedy}", style="dim")
     console.say(f"{broken} broken" if broken else "nothing broken")

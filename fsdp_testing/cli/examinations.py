@@ -1,4 +1,4 @@
-"""What can be wrong with a machine that ranks are to run on? One function per question, each returns one symptom.
+"""What can be wrong with a machine that ranks are to run on: one function for each part of it, each returns one symptom.
 
 Nothing here changes the machine, and nothing but the last takes more than a moment; `doctor` prints what these find.
 """
@@ -58,7 +58,7 @@ class Symptom:
     """The answer to one examination; `remedy` is empty when there is nothing to do."""
 
     condition: Condition
-    said: str
+    account: str
     remedy: str = ""
 
 
@@ -77,9 +77,9 @@ def examine() -> Iterator[tuple[str, Symptom]]:
     works = trial is not None and trial.condition is not Condition.BROKEN
     for examination, symptom in symptoms.items():
         spared = works and symptom.condition is Condition.BROKEN
-        said = f"{symptom.said}; ranks work all the same" if spared else symptom.said
+        account = f"{symptom.account}; ranks work all the same" if spared else symptom.account
         name = examination.__name__.replace("_", " ")
-        yield name, odd(said, symptom.remedy) if spared else symptom
+        yield name, odd(account, symptom.remedy) if spared else symptom
 
 
 def _symptom_of(examination: Callable[[], Symptom]) -> Symptom:
@@ -92,16 +92,16 @@ def _symptom_of(examination: Callable[[], Symptom]) -> Symptom:
 
 def python() -> Symptom:
     """Interpreter and platform."""
-    said = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    account = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
     missing = missing_system_calls()
     if missing:
-        said = f"{said} without {', '.join(missing)}"
-        return broken(said, "Run what needs ranks on Linux; a container or WSL 2 will do.")
-    return good(said)
+        account = f"{account} without {', '.join(missing)}"
+        return broken(account, "Run what needs ranks on Linux; a container or WSL 2 will do.")
+    return good(account)
 
 
 def torch() -> Symptom:
-    """Is torch there, in a version that we support, with torch.distributed?"""
+    """Torch, in a version that we support, with torch.distributed."""
     import torch as installed
     import torch.distributed as dist
 
@@ -111,8 +111,8 @@ def torch() -> Symptom:
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     low, high = SUPPORTED_TORCH
     if not low <= numbers <= high:
-        said = f"{version}, supported are {low[0]}.{low[1]} to {high[0]}.{high[1]}"
-        return broken(said, "Install a supported version.")
+        account = f"{version}, supported are {low[0]}.{low[1]} to {high[0]}.{high[1]}"
+        return broken(account, "Install a supported version.")
     return good(version)
 
 
@@ -121,14 +121,14 @@ def backends() -> Symptom:
     from fsdp_testing.base.backends import backend_named, registered_backends
 
     reasons = {name: backend_named(name).unavailable(2) for name in registered_backends()}
-    said = "; ".join(f"{name}: {reason}" if reason else name for name, reason in reasons.items())
+    account = "; ".join(f"{name}: {reason}" if reason else name for name, reason in reasons.items())
     if reasons.get("gloo"):
-        return broken(said, "Install a build of torch that has gloo.")
-    return good(said)
+        return broken(account, "Install a build of torch that has gloo.")
+    return good(account)
 
 
 def loopback() -> Symptom:
-    """Can processes here listen and connect on 127.0.0.1, at a port that the kernel chooses?"""
+    """Listening and connecting on 127.0.0.1, at a port that the kernel chooses."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(5)
         port = server.getsockname()[1]
@@ -137,40 +137,40 @@ def loopback() -> Symptom:
 
 
 def host_name() -> Symptom:
-    """Does this host's own name resolve to an address of this host? gloo asks for it when no interface is named."""
+    """The address of this host's own name: gloo asks for it when no interface is named."""
     name = socket.gethostname()
     try:
         address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
         with socket.create_server((str(address), 0)):
             return good(f"{name} is {address}")
     except OSError as error:
-        said = f"{name} does not lead to this machine ({error})"
-        return odd(said, "Add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo.")
+        account = f"{name} does not lead to this machine ({error})"
+        return odd(account, "Add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo.")
 
 
 def shared_memory() -> Symptom:
-    """Is there room in /dev/shm, where NCCL and the workers of a DataLoader keep things? Ranks themselves do without."""
+    """Room in /dev/shm, where NCCL and the workers of a DataLoader keep things; ranks themselves do without."""
     place = Path("/dev/shm")
     if not place.is_dir() or not os.access(place, os.W_OK):
-        said = f"{place} is not writable: NCCL and the workers of a DataLoader need it, ranks do not"
-        return odd(said, "Mount a tmpfs there if you use these.")
+        account = f"{place} is not writable: NCCL and the workers of a DataLoader need it, ranks do not"
+        return odd(account, "Mount a tmpfs there if you use these.")
     return _room(place, "In a container, start it with a larger --shm-size.")
 
 
 def temporary_files() -> Symptom:
-    """Can the temporary directory be written to?"""
-    place, asked = Path(tempfile.gettempdir()), env.get("TMPDIR")
-    if asked and place != Path(asked).absolute():
+    """The temporary directory, and room in it."""
+    place, wanted = Path(tempfile.gettempdir()), env.get("TMPDIR")
+    if wanted and place != Path(wanted).absolute():
         return odd(
-            f"TMPDIR={asked} cannot be written to, {place} is taken instead", "Make that directory, or unset TMPDIR."
+            f"TMPDIR={wanted} cannot be written to, {place} is taken instead", "Make that directory, or unset TMPDIR."
         )
     return _room(place, "Make room, or point TMPDIR elsewhere.")
 
 
 def _room(place: Path, remedy: str) -> Symptom:
     free = shutil.disk_usage(place).free
-    said = f"{free // MIB} MiB free in {place}"
-    return odd(said, remedy) if free < SHARED_MEMORY_BYTES else good(said)
+    account = f"{free // MIB} MiB free in {place}"
+    return odd(account, remedy) if free < SHARED_MEMORY_BYTES else good(account)
 
 
 def limits() -> Symptom:
@@ -178,10 +178,10 @@ def limits() -> Symptom:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    said = f"{soft} open files per process (at most {hard})"
+    account = f"{soft} open files per process (at most {hard})"
     if 0 <= soft < OPEN_FILES:
-        return odd(said, f"Raise it: ulimit -n {min(hard, 65536)}.")
-    return good(said)
+        return odd(account, f"Raise it: ulimit -n {min(hard, 65536)}.")
+    return good(account)
 
 
 def processors() -> Symptom:
@@ -189,11 +189,11 @@ def processors() -> Symptom:
     usable = usable_processors()
     quota = _cgroup_processors()
     threads = env.get("OMP_NUM_THREADS")
-    said = f"{usable} usable" + (f", {quota:g} by quota" if quota else "")
-    said += f"; OMP_NUM_THREADS={threads}" if threads else "; OMP_NUM_THREADS is not set"
+    account = f"{usable} usable" + (f", {quota:g} by quota" if quota else "")
+    account += f"; OMP_NUM_THREADS={threads}" if threads else "; OMP_NUM_THREADS is not set"
     if usable < 2 or (quota and quota < 2):
-        return odd(said, "Ranks take turns on one processor: allow longer timeouts.")
-    return good(said)
+        return odd(account, "Ranks take turns on one processor: allow longer timeouts.")
+    return good(account)
 
 
 def _cgroup_processors() -> float | None:
@@ -210,20 +210,20 @@ def memory() -> Symptom:
     if free is None:
         return odd("unknown: there is no /proc/meminfo")
     ranks = free // MEMORY_BYTES_PER_RANK
-    said = f"{free // MIB} MiB available, room for about {ranks} ranks"
+    account = f"{free // MIB} MiB available, room for about {ranks} ranks"
     if ranks < 4:
-        return odd(said, "Close something, or keep to small worlds.")
-    return good(said)
+        return odd(account, "Close something, or keep to small worlds.")
+    return good(account)
 
 
 def leftover_ranks() -> Symptom:
     """Fork servers and ranks of this user whose controller is gone, whoever has adopted them."""
-    found = sorted(_leftovers())
-    if not found:
+    leftovers = sorted(_leftovers())
+    if not leftovers:
         return good("none")
-    said = "; ".join(f"{number}: {command}" for number, command in found)
-    numbers = " ".join(str(number) for number, _ in found)
-    return broken(said, f"End them (kill {numbers}) and report how they came about.")
+    account = "; ".join(f"{number}: {command}" for number, command in leftovers)
+    numbers = " ".join(str(number) for number, _ in leftovers)
+    return broken(account, f"End them (kill {numbers}) and report how they came about.")
 
 
 # Ranks are forks of the fork server, with its command line: the third argument is the controller.
@@ -260,23 +260,23 @@ def environment() -> Symptom:
     if launch is not None:
         return good(f"rank {launch.rank} of {launch.world_size} under {launch.launcher}")
     if values:
-        said = ", ".join(f"{name}={value}" for name, value in values.items())
-        return odd(said, "Unset what you did not mean to set.")
+        account = ", ".join(f"{name}={value}" for name, value in values.items())
+        return odd(account, "Unset what you did not mean to set.")
     return good("no variable that changes what ranks do")
 
 
 def packages() -> Symptom:
-    """Is numpy there (torch warns without it), and does the plugin's entry point lead to us?"""
+    """Numpy (torch warns without it), and the entry point of the plugin, which leads to us."""
     from importlib import metadata
 
     import numpy as np
 
     entries = [entry.value for entry in metadata.entry_points(group="pytest11") if entry.name == "fsdp_testing"]
-    said = f"fsdp-testing {metadata.version('fsdp-testing')}, numpy {np.__version__}, {Path(sys.executable)}"
-    said += f"; documentation in {folder()}" if folder() else "; without documentation"
+    account = f"fsdp-testing {metadata.version('fsdp-testing')}, numpy {np.__version__}, {Path(sys.executable)}"
+    account += f"; documentation in {folder()}" if folder() else "; without documentation"
     if len(entries) != 1:
-        return broken(f"{said}; pytest11 entry points: {entries}", "Install it once.")
-    return good(said)
+        return broken(f"{account}; pytest11 entry points: {entries}", "Install it once.")
+    return good(account)
 
 
 def trial_world() -> Symptom:
@@ -284,14 +284,14 @@ def trial_world() -> Symptom:
     from fsdp_testing import run_ranks
 
     start = time.perf_counter()
-    found = run_ranks(rank_sum, size=2, backend="gloo", timeout=TRIAL_SECONDS)
+    sums = run_ranks(rank_sum, size=2, backend="gloo", timeout=TRIAL_SECONDS)
     took = time.perf_counter() - start
-    if found != [3.0, 3.0]:
-        return broken(f"two ranks added 1 and 2 and got {found}", "Report this.")
-    said = f"two ranks started and added their numbers in {took:.1f} s"
+    if sums != [3.0, 3.0]:
+        return broken(f"two ranks added 1 and 2 and got {sums}", "Report this.")
+    account = f"two ranks started and added their numbers in {took:.1f} s"
     if took > SLOW_SECONDS:
-        return odd(said, "The machine is busy or slow: allow longer timeouts.")
-    return good(said)
+        return odd(account, "The machine is busy or slow: allow longer timeouts.")
+    return good(account)
 
 
 def rank_sum() -> float:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from fsdp_testing.report.progress import Display
     from fsdp_testing.report.terminal import Output
     from fsdp_testing.search.campaign.campaign import Plan
-    from fsdp_testing.search.campaign.state import StateDirectory
     from fsdp_testing.search.campaign.tally import CampaignTally
 
 DESCRIPTION = """\
@@ -171,10 +170,10 @@ class _Findings:
         self.folders: list[Path] = []
 
     def progress(self, tally: CampaignTally) -> None:
-        text = f"{tally.rate:.0f}/s, {tally.statuses['known']} known, {len(tally.discovered)} findings"
+        text = f"{tally.rate:.0f}/s, {sum(tally.known.values())} known, {len(tally.discovered)} findings"
         self._display.at(tally.run, text)
 
-    def found(self, discovery: Discovery, state: StateDirectory) -> None:
+    def found(self, discovery: Discovery, state: Path) -> None:
         from fsdp_testing.search.campaign.writing import write_discovery
 
         folder, console = write_discovery(discovery, state), self._display.console

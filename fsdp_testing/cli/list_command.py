@@ -1,4 +1,4 @@
-"""`fsdp-verify list`: which implementations, checks and capabilities are there?"""
+"""`fsdp-verify list`: implementations, checks, capabilities, models and backends."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def execute(options: argparse.Namespace) -> int:
         table = Table.grid(padding=(0, 2))
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
-        for name, said in LISTS[kind]() if at_length else _names(kind):
-            table.add_row(Text(f"  {name}"), Text(said))
+        for name, account in LISTS[kind]() if at_length else _names(kind):
+            table.add_row(Text(f"  {name}"), Text(account))
         console.print(table)
     if not at_length:
         console.say("`fsdp-verify list KIND` says what each is, `fsdp-verify list --all` of all kinds", style="dim")
@@ -48,12 +48,12 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _names(kind: str) -> Iterator[tuple[str, str]]:
-    """Names that belong together in one line: checks by suite; of implementations and backends what is said of them."""
+    """Names that belong together in one line: checks by suite; of implementations and backends what is account of them."""
     from fsdp_testing.report.summary import suite_of
 
     listed = list(LISTS[kind]())
     if kind == "implementations":
-        yield from ((name, said.partition("; claims ")[0]) for name, said in listed)
+        yield from ((name, account.partition("; claims ")[0]) for name, account in listed)
     elif kind == "checks":
         suites: dict[str, list[str]] = {}
         for name, _ in listed:

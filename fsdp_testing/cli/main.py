@@ -1,4 +1,4 @@
-"""Which command is meant, and with what exit code does it end?
+"""The command line: its commands, and the exit code of each.
 
 0: all claims hold. 1: a check failed. 2: bad usage or a bad adapter. 3: a verdict is unknown, the harness itself
 failing included. 130: interrupted. Every error that a user can mend is one message on standard error, without a

@@ -72,19 +72,21 @@ def _is_certificate(text: str, path: str) -> bool:
 
 def _certificates(texts: dict[str, str], paths: dict[str, Path], options: argparse.Namespace) -> int:
     from fsdp_testing.report.terminal import open_console
-    from fsdp_testing.search.certificate.merging import merged, read_summary
     from fsdp_testing.search.certificate.sheet import certificate_sheet
+    from fsdp_testing.search.certificate.summary import read_summary
+    from fsdp_testing.search.merging import merge_certificates
 
     unwanted = [name for name, given in (("--junit", options.junit), ("--full", options.full)) if given]
     if unwanted:
         raise InvalidArgument(f"merge: expected --html or --json for certificates, got {', '.join(unwanted)}. Drop it.")
-    summary = merged({path: read_summary(text, path) for path, text in texts.items()})
+    summary = merge_certificates({path: read_summary(text, path) for path, text in texts.items()})
     return present(certificate_sheet(summary), open_console(), paths, {"--json": lambda: summary.to_json() + "\n"})
 
 
 def _campaigns(options: argparse.Namespace, paths: dict[str, Path], console: Output) -> int:
+    from fsdp_testing.cases.records import Verdict
     from fsdp_testing.report.sheet import Sheet
-    from fsdp_testing.search.campaign.merging import merge_campaigns
+    from fsdp_testing.search.merging import merge_campaigns
 
     unwanted = [*paths, *(["--full"] if options.full else [])]
     if options.state is None or unwanted:
@@ -93,12 +95,14 @@ def _campaigns(options: argparse.Namespace, paths: dict[str, Path], console: Out
             "Reports are of `run`."
         )
     merged = merge_campaigns(options.reports, options.state)
-    for discovery in merged.found:
+    for discovery in merged.discoveries:
         console.say(discovery.sentence())
-    progress = merged.progress
-    text = (
-        f"{progress.run} cases in {progress.seconds:.1f} s of all parts; {len(merged.found)} findings, met again in "
-        f"other parts {merged.repeated} times; {len(progress.unfinished)} cases left for the next campaign; "
+    whole, counts = merged.state, merged.state.counts()
+    others = ((Verdict.FAIL, "fail"), (Verdict.UNKNOWN, "are unknown"))
+    text = "".join(f"{counts[verdict]} cases {verb}; " for verdict, verb in others if counts[verdict])
+    text += (
+        f"{counts.total()} cases in {whole.seconds:.1f} s of all parts; {len(merged.discoveries)} findings, met again in "
+        f"other parts {merged.repeated} times; {len(whole.unfinished)} cases left for the next campaign; "
         f"state in {options.state}"
     )
     return present(Sheet("Campaign", merged.exit_code, text), console, {}, {})

@@ -1,4 +1,4 @@
-"""`fsdp-verify museum`: does the harness catch the real bugs of the field? A checkout's tests answer it."""
+"""`fsdp-verify museum`: real bugs of the field, which the harness must catch; a checkout's tests have them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fsdp-verify new-adapter NAME`: how does one begin to have an implementation of one's own judged?"""
+"""`fsdp-verify new-adapter NAME`: the skeleton of an adapter, for an implementation of your own."""
 
 from __future__ import annotations
 

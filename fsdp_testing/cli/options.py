@@ -1,4 +1,4 @@
-"""What do the options that several commands have mean? One spelling for one thing, and the old ones for one version more.
+"""Options that several commands have. One spelling for one thing, and the old ones for one version more.
 
 `--timeout`: seconds until a rank counts as hung. `--jobs`: how much goes on at a time. `--seed`: what choices follow from.
 """
@@ -61,9 +61,9 @@ def count(text: str) -> int:
 def sizes(text: str) -> tuple[int, ...]:
     """Parse world sizes as the user writes them: `2` or `2,3`; each once, in the order given."""
     with suppress(ValueError):
-        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
-        if min(found) >= 1:
-            return found
+        numbers = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+        if min(numbers) >= 1:
+            return numbers
     raise argparse.ArgumentTypeError(f"expected sizes of at least 1, such as 2 or 2,3, got {text!r}")
 
 
@@ -77,25 +77,25 @@ def part(text: str) -> tuple[int, int]:
 
 def add_timeout(group: argparse._ActionsContainer, default: float) -> argparse.Action:
     """Declare `--timeout`."""
-    said = f"until a rank counts as hung (default {default:g})"
-    return group.add_argument("--timeout", type=seconds, default=default, metavar="SECONDS", help=said)
+    text = f"until a rank counts as hung (default {default:g})"
+    return group.add_argument("--timeout", type=seconds, default=default, metavar="SECONDS", help=text)
 
 
-def add_world_sizes(group: argparse._ActionsContainer, said: str = "numbers of ranks (default 2)") -> argparse.Action:
+def add_world_sizes(group: argparse._ActionsContainer, text: str = "numbers of ranks (default 2)") -> argparse.Action:
     """Declare `--world-size`, which takes one or several."""
-    return group.add_argument("--world-size", type=sizes, default=(2,), metavar="N[,N...]", help=said)
+    return group.add_argument("--world-size", type=sizes, default=(2,), metavar="N[,N...]", help=text)
 
 
 def add_tensor_parallel(group: argparse._ActionsContainer) -> argparse.Action:
     """Declare `--tensor-parallel`."""
-    said = "ranks that hold one model together, cut by torch's tensor parallelism (default 1)"
-    return group.add_argument("--tensor-parallel", type=count, default=1, metavar="T", help=said)
+    text = "ranks that hold one model together, cut by torch's tensor parallelism (default 1)"
+    return group.add_argument("--tensor-parallel", type=count, default=1, metavar="T", help=text)
 
 
 def add_jobs(group: argparse._ActionsContainer, what: str) -> argparse.Action:
     """Declare `--jobs`: how many `what` are under way at a time."""
-    said = f"{what} under way at a time (default: by processors and room)"
-    return group.add_argument("--jobs", type=count, metavar="N", help=said)
+    text = f"{what} under way at a time (default: by processors and room)"
+    return group.add_argument("--jobs", type=count, metavar="N", help=text)
 
 
 def capacity_here(largest: int) -> Capacity:
@@ -107,9 +107,9 @@ def capacity_here(largest: int) -> Capacity:
     return capacity(largest, hosts.processors if hosts is not None else None)
 
 
-def add_seed(group: argparse._ActionsContainer, said: str) -> argparse.Action:
+def add_seed(group: argparse._ActionsContainer, text: str) -> argparse.Action:
     """Declare `--seed`."""
-    return group.add_argument("--seed", type=int, default=0, metavar="S", help=f"{said} (default 0)")
+    return group.add_argument("--seed", type=int, default=0, metavar="S", help=f"{text} (default 0)")
 
 
 def add_old_spelling(group: argparse._ActionsContainer, old: str, action: argparse.Action) -> None:

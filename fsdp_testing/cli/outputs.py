@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 def add_html(group: argparse._ActionsContainer) -> argparse.Action:
     """Declare `--html`."""
-    said = "write DIR/index.html, or a file that ends in .html"
-    return group.add_argument("--html", type=Path, metavar="DIR", help=said)
+    text = "write DIR/index.html, or a file that ends in .html"
+    return group.add_argument("--html", type=Path, metavar="DIR", help=text)
 
 
 def add_json(group: argparse._ActionsContainer, what: str) -> argparse.Action:

@@ -13,9 +13,9 @@ from fsdp_testing.cli.outputs import present
 from fsdp_testing.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from fsdp_testing.checks.findings.rerun import Recorded
     from fsdp_testing.judging.case_runner import JudgedCase
     from fsdp_testing.report.terminal import Output
-    from fsdp_testing.search.campaign.rerun import Recorded
 
 DESCRIPTION = """\
 Run the case in FILE (a case, a finding of `fuzz`, or the failures of a JSON report) twice, each time on new processes,
@@ -39,9 +39,9 @@ def add(commands: Subparsers[Command]) -> Command:
 
 def execute(options: argparse.Namespace) -> int:
     """Replay every case in the file; the worst outcome is the exit code."""
+    from fsdp_testing.checks.findings.rerun import read_recorded
     from fsdp_testing.report.sheet import Sheet, listed, numbered
     from fsdp_testing.report.terminal import open_console
-    from fsdp_testing.search.campaign.rerun import read_recorded
 
     console = open_console()
     words = Counter(_replay(console, recorded, options) for recorded in read_recorded(options.file))
@@ -52,8 +52,8 @@ def execute(options: argparse.Namespace) -> int:
 
 def _replay(console: Output, recorded: Recorded, options: argparse.Namespace) -> str:
     from fsdp_testing.adapters import registry
+    from fsdp_testing.checks.findings.rerun import check_claims, replay
     from fsdp_testing.ranks.pool import Pool
-    from fsdp_testing.search.campaign.rerun import check_claims, replay
 
     name = options.implementation or recorded.implementation
     if not name:

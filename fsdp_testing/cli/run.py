@@ -25,8 +25,6 @@ from fsdp_testing.cli.outputs import add_html, add_json, checked_outputs, presen
 from fsdp_testing.errors import BackendUnavailable, InvalidArgument
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from fsdp_testing.cases.records import RunReport
     from fsdp_testing.report.terminal import Output
 
@@ -232,7 +230,7 @@ def tables(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def judged(
-    names: tuple[str, ...], expected: dict[str, dict[str, Any]], options: argparse.Namespace, console: Console
+    names: tuple[str, ...], expected: dict[str, dict[str, Any]], options: argparse.Namespace, console: Output
 ) -> tuple[RunReport, bool]:
     """Return the report, and whether the user interrupted the run before it was complete."""
     from fsdp_testing.cases.records import RunReport

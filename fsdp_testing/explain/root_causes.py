@@ -24,7 +24,7 @@ from fsdp_testing.cases.records import (
     Verdict,
 )
 from fsdp_testing.explain.hypotheses import Hypothesis, contradict
-from fsdp_testing.explain.inquiry import WRONG_NUMBERS, How, Inquiry
+from fsdp_testing.explain.inquiry import WRONG_NUMBERS, Inquiry, JudgeSettings
 from fsdp_testing.explain.rendering import clause, render
 from fsdp_testing.explain.shrinking.shrink import NOT_EXAMINED, Budget, shorten, with_schedule
 from fsdp_testing.explain.trace.portrait import portrait_of
@@ -43,7 +43,7 @@ _TIMES_SLOWEST = 10.0
 """A rank that runs for so many seconds at least, and so many times as long as the slowest case of the run, hangs: whoever runs
 what failed again and again cannot wait as long for each as a check does."""
 
-HowOf = Callable[[str], How | None]
+HowOf = Callable[[str], JudgeSettings | None]
 """How a check judges, by its name; None for a check that is not decided by one program at a time."""
 
 
@@ -54,11 +54,11 @@ class _Failing:
     result: int
     number: int
     finding: Finding
-    how: How | None
+    how: JudgeSettings | None
 
 
 @dataclass(slots=True)
-class _Cause:
+class _RootCause:
     """A root cause in the making.
 
     Attributes:
@@ -147,7 +147,7 @@ def cause_of(runner: CaseRunner, implementation: str, case: Case) -> str:
 
     The case is judged as the fuzzer judges it: everything is compared, freely, or in lockstep in mixed precision.
     """
-    how = How(Comparison(lockstep=case.mixed_precision is not None))
+    how = JudgeSettings(Comparison(lockstep=case.mixed_precision is not None))
     finding = runner.judge(implementation, case, how.comparison, closely=True).finding
     if finding is None:
         return ""
@@ -157,7 +157,7 @@ def cause_of(runner: CaseRunner, implementation: str, case: Case) -> str:
     return "; ".join(filter(None, (what, inquiry.module(finding, how))))
 
 
-def happened(inquiry: Inquiry, finding: Finding, how: How) -> str:
+def happened(inquiry: Inquiry, finding: Finding, how: JudgeSettings) -> str:
     """Return what was done wrong in the case of a finding as its check ran it, as a clause; empty if unknown.
 
     It depends on the case alone: not on time, nor on other failures.
@@ -181,13 +181,13 @@ class _Explainer:
     _draw: bool
     left: list[_Failing] = field(default_factory=list)
     """Failures that the budget did not reach."""
-    _added_up: list[_Cause] = field(default_factory=list)
+    _added_up: list[_RootCause] = field(default_factory=list)
     """Causes of which it is known what wrong gradients are the sum of: the same sum is the same cause, however it looks."""
 
-    def causes(self, places: Sequence[_Failing]) -> list[_Cause]:
+    def causes(self, places: Sequence[_Failing]) -> list[_RootCause]:
         """Return every root cause found, each with the findings that belong to it."""
-        by_look: dict[Signature, list[_Cause]] = {}
-        by_place: dict[FineSignature, list[_Cause]] = {}
+        by_look: dict[Signature, list[_RootCause]] = {}
+        by_place: dict[FineSignature, list[_RootCause]] = {}
         for failing in places:
             fine = fine_signature_of(failing.finding)
             same_place = by_place.setdefault(fine, [])
@@ -204,14 +204,14 @@ class _Explainer:
             cause.members.append(failing)
         return [cause for causes in by_look.values() for cause in causes]
 
-    def _judge(self, how: How) -> Callable[[Case], Finding | None]:
+    def _judge(self, how: JudgeSettings) -> Callable[[Case], Finding | None]:
         def judge(case: Case) -> Finding | None:
             judged = self._inquiry.judge(case, how)
             return judged.finding
 
         return judge
 
-    def _same(self, failing: _Failing, causes: Sequence[_Cause]) -> _Cause | None:
+    def _same(self, failing: _Failing, causes: Sequence[_RootCause]) -> _RootCause | None:
         """The cause whose schedule shows this failure too, with numbers that do not contradict it.
 
         Wrong gradients may look different (None, other numbers, not alike on all ranks) and be the same wrong sum.
@@ -231,7 +231,7 @@ class _Explainer:
                     return cause
         return None
 
-    def _new(self, failing: _Failing, causes: list[_Cause]) -> _Cause:
+    def _new(self, failing: _Failing, causes: list[_RootCause]) -> _RootCause:
         """The cause of a failure that is reduced now: a new one, unless it ends where another one did."""
         if failing.how is None:
             return self._as_it_is(failing.finding, causes)
@@ -261,7 +261,7 @@ class _Explainer:
         )
         return self._cause(short, explanation, causes, like)
 
-    def _as_it_is(self, finding: Finding, causes: list[_Cause]) -> _Cause:
+    def _as_it_is(self, finding: Finding, causes: list[_RootCause]) -> _RootCause:
         """A failure of a check that judges in a way of its own: reported, not reduced."""
         sentence = f"{render(finding, None, {})} The check judges several runs together, so that none is shortened."
         schedule = tuple(_lines(finding.case.program))
@@ -269,11 +269,11 @@ class _Explainer:
         return self._cause(finding, whole, causes)
 
     def _cause(
-        self, finding: Finding, explanation: Explanation, causes: list[_Cause], hypothesis: Hypothesis | None = None
-    ) -> _Cause:
+        self, finding: Finding, explanation: Explanation, causes: list[_RootCause], hypothesis: Hypothesis | None = None
+    ) -> _RootCause:
         kind, sort, operation = signature_of(finding)
         label = f"{kind}: {sort} in {operation} ({' > '.join(_shape(explanation.case))})"
-        cause = _Cause(label if not causes else f"{label}, number {len(causes) + 1}", explanation, hypothesis)
+        cause = _RootCause(label if not causes else f"{label}, number {len(causes) + 1}", explanation, hypothesis)
         causes.append(cause)
         if hypothesis is not None and hypothesis.contributions is not None:
             self._added_up.append(cause)

@@ -52,17 +52,22 @@ def settle(cases: Sequence[Case], run: Run, *, repeats: bool = True, until: Sign
         until: Nothing runs any more on new ranks once a case has failed in this way.
     """
     settled: list[Judgement] = []
+    # Fates that nothing explains, from one round to the next: they are put to the account of the case that the next round begins
+    # with, if that holds on its new ranks.
     lost: WorldOutcome | None = None
     while len(settled) < len(cases):
         start = len(settled)
         part = _read(cases[start:], run(start, len(cases)))
         judgements = part.judgements
+        # If not, the rest runs again on a new world, beginning with the case that was not finished.
         ended = start + len(judgements) == len(cases)
         if lost is not None and judgements[0].finding is None:
             # Ranks were lost in this case, or by what an earlier one left behind.
             judgements[0] = _different(lost.cause, judgements[0], lost.describe())
+        # Only where it is the first time: after a loss this case has run on new ranks already.
         elif lost is None and repeats and judgements[0].loses_ranks:
             judgements[0] = _again(cases[start], judgements[0], run(start, start + 1))
+        # Lost after the last report: any case of the batch may have done it.
         if ended and part.unexplained is not None and len(judgements) > 1:
             judgements = _each_alone(cases, start, judgements, part.unexplained, run)
         lost = None if ended else part.unexplained
@@ -105,10 +110,12 @@ def _read(cases: Sequence[Case], attempt: Attempt) -> _Part:
         if judgement.verdict is not Verdict.PASS and not judgement.only_model_stays and not outcome.ok:
             judgement = replace(judgement, account=outcome.describe())
         read.append(judgement)
+        # What comes after it did not run on these ranks.
         if judgement.loses_ranks:
             break
     if not _is_unexplained(outcome, read):
         return _Part(read)
+    # Nobody else can have lost them; what was compared until then stays counted.
     if len(cases) == 1:
         read = [replace(lost_ranks(cases[0], outcome), tally=read[0].tally, account=outcome.describe())]
     return _Part(read, outcome)

@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -74,26 +74,57 @@ def run_batch(adapter: Adapter, cases: Sequence[Case], directory: str, watch: Wa
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
     world = current_world()
-    cases = [fitted(case, adapter) for case in cases]
+
+    def run(index: int) -> tuple[CaseRecord, weakref.ref[nn.Module]]:
+        return _run(adapter, fitted(cases[index], adapter), world, index, watch, directory)
+
+    return run_each(len(cases), run, directory, models_stay=not watch.models)
+
+
+def run_each(
+    count: int,
+    run: Callable[[int], tuple[CaseRecord, weakref.ref[nn.Module]]],
+    directory: str,
+    *,
+    models_stay: bool = False,
+) -> int | Failed:
+    """Run so many programs by number, up to the first one that leaves the ranks in different places.
+
+    A record lies in its file as soon as its program is over: it outlives the rank.
+
+    Args:
+        count: How many.
+        run: Runs one, and returns its record and its model.
+        directory: Where the records go.
+        models_stay: Nothing is said of models that outlive their program.
+
+    Returns:
+        How many were begun; a `Failed` if the ranks cannot go on together after the last one.
+
+    Collectives: those of the programs; every rank of the world runs the same call.
+    """
+    world = current_world()
     models: list[tuple[int, weakref.ref[nn.Module]]] = []
     with record_stream.path_of(directory, world.rank).open("ab") as file, _garbage_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as for every program that is judged: whatever filters the caller has
-        for index, case in enumerate(cases):
-            record, model = _run(adapter, case, world, index, watch, directory)
+        for index in range(count):
+            record, model = run(index)
             models.append((index, model))
+            # As soon as the case is over: a rank that dies in the next one has reported this one.
             record_stream.append(file, record)
             error = record.observation.error
             if record.leaks or (error is not None and not everyone_raised(directory, world, index, error)):
                 return Failed(index + 1)
+        # Once, at the end: a collection for each case would cost more than the case.
         left = survivors(models)
-        for index in left if watch.models else ():
+        for index in () if models_stay else left:
             record_stream.append(file, CaseRecord(index, RankObservation(world.rank), leaks=(OUTLIVES,)))
-    return len(cases)
+    return count
 
 
 @contextmanager
 def _garbage_kept() -> Iterator[None]:
-    """Put collection off during a batch: it would go through all that torch keeps, again and again, at random places."""
+    """Disable the garbage collector: a full collection walks all of torch's objects, at unpredictable points."""
     gc.disable()
     try:
         yield
@@ -109,6 +140,7 @@ def everyone_raised(directory: str, world: World, index: int, mine: RaisedError)
     """
     limit = time.monotonic() + _PATIENCE_SECONDS
     missing = set(range(world.size)) - {world.rank}
+    # Read again each time: ranks append to their files while this one looks.
     while missing and time.monotonic() < limit:
         for rank in sorted(missing):
             reported = [r for r in record_stream.read(directory, rank) if r.index == index]
@@ -128,6 +160,7 @@ def _run(
     _mesh(world, case.world)  # before what is there is noted: its groups stay for the cases that follow
     for ranks in (ranks for operation in case.program for ranks in operation.groups(world.size)):
         _group(ranks)
+    # After groups and meshes were made, which stay.
     before = _fingerprint()
     program = program_for(case, adapter, world.rank, partial(setup_on, world))
     program.make_group, program.files = _group, Path(directory)
@@ -140,6 +173,7 @@ def _run(
     leaks = tuple(f"{name}: {was} before, {now} after" for name, was, now in changed)
     accounts = None if accounted is None else tuple(accounted.accounts)
     record = CaseRecord(index, observation, issued.summary(), leaks, accounts, issued.groups)
+    # Weak, and from a frame that ends here: the batch must not keep alive what it looks for.
     return record, weakref.ref(program.model)
 
 

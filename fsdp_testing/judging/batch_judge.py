@@ -61,6 +61,7 @@ def attempt_batch(
         on_records(directory)
         arguments = (adapter, cases, cases[0].world.size, directory, watch.operations)
         return Attempt(ask_judge(worlds, judge_batch, arguments, "a batch"), outcome)
+    # After the judgement, which reads the files in a process of its own.
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -158,6 +159,7 @@ def ask_here(adapter: Adapter, case: Case, ranks: Sequence[RankObservation], *, 
             return Numbers(Compared(comparisons=compared), fast=True)
         return compare_numbers(case, oracle.expect_free(case, observe_all=observe_all), ranks, comparison)
     division, states = division_of(case, adapter), gathered_state.states(ranks)
+    # The narrowest bounds first: what agrees within them agrees, and takes one replay instead of two.
     quick = compare_numbers(case, _undisplaced(case, division, states), ranks, comparison)
     if quick.decided:
         return quick
@@ -165,6 +167,7 @@ def ask_here(adapter: Adapter, case: Case, ranks: Sequence[RankObservation], *, 
 
 
 _LATEST: list[tuple[Case, bool, Replay]] = []
+# Those used last come first; what a batch asks again is nearly always among them.
 _LATEST_KEPT = 16
 
 

@@ -191,6 +191,7 @@ class CaseRunner:
 
         For runs that decide no verdict: a shorter program that hangs is not the failure that is looked for.
         """
+        # A copy, which shares worlds and what is kept.
         runner = copy.copy(self)
         runner._timeout = self._timeout if timeout is None else min(timeout, self._timeout)
         runner._repeats = False
@@ -217,7 +218,9 @@ class CaseRunner:
         may be to blame for one.
         """
         start = time.perf_counter()
+        # In lockstep the oracle begins each operation with the state after the one before.
         closely = closely or comparison.lockstep
+        # Fitted before the identity is taken: the runs of one case as it is asked share what is kept.
         adapter = registry.adapter_of(implementation)
         case = fitted(case, adapter)
         question = _Question(adapter, case, case.identity, as_observed(comparison, adapter), mode)
@@ -298,6 +301,7 @@ class CaseRunner:
             ranks.append(reported)
             return Attempt((judgement,))
 
+        # The first run is shown; a second one only says whether to believe it.
         (judgement,) = settle([question.case], run, repeats=self._repeats)
         return judgement, ranks[0]
 

@@ -125,6 +125,7 @@ def in_order(tasks: Sequence[Callable[[], A]], jobs: int, interrupt: Callable[[]
         for future in futures:
             yield future.result()
     except BaseException:
+        # Nothing new is begun, then what runs is made to end; waiting comes last.
         executor.shutdown(wait=False, cancel_futures=True)
         interrupt()
         begun = [future for future in futures if not future.cancelled()]  # `wait` would wait for the others for ever
@@ -152,15 +153,18 @@ class Shared(Generic[A]):
         with self._lock:
             known = self._results.get(key)
             future: Future[A] = Future() if known is None else known
+            # Entered before it is made: who asks meanwhile waits for this one.
             self._results[key] = future
             self._results.move_to_end(key)
             if len(self._results) > self._room:
                 self._results.popitem(last=False)
         if known is not None:
             return known.result()
+        # Outside the lock: who asks for something else must not wait for this.
         try:
             made = make()
         except BaseException as error:
+            # Forgotten before waiters hear of it: who asks from now on tries anew.
             self._forget(key, future)
             future.set_exception(error)
             raise

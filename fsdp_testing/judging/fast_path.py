@@ -17,7 +17,8 @@ from fsdp_testing.cases.records import UNIT_ROUNDOFF, RankObservation
 from fsdp_testing.judging.checkers import agreement
 from fsdp_testing.oracle.comparison import Comparison
 from fsdp_testing.oracle.models import dtype_name
-from fsdp_testing.oracle.quantities import Expectation, Expected, ExpectedPoint
+from fsdp_testing.oracle.oracle import point_of
+from fsdp_testing.oracle.quantities import Expectation, Expected
 from fsdp_testing.oracle.replay import Replay
 
 ROUNDINGS = 12
@@ -32,6 +33,7 @@ def fast_path_agrees(replay: Replay, ranks: Sequence[RankObservation], compariso
         ranks: What each rank reports, by rank.
         comparison: Which kinds to compare, and whether a gradient of zeros may stand for None.
     """
+    # The comparison ends before the operation that raised, and would clear what it has not seen.
     if any(rank.error is not None for rank in ranks):
         return -1
     tally = agreement.compare(_expectation(replay), ranks, comparison)
@@ -41,14 +43,7 @@ def fast_path_agrees(replay: Replay, ranks: Sequence[RankObservation], compariso
 @functools.lru_cache(maxsize=16)  # of one replay many cases are compared with
 def _expectation(replay: Replay) -> Expectation:
     points = tuple(
-        ExpectedPoint(
-            point.index,
-            {quantity: _closely(value) for quantity, value in point.values.items()},
-            point.requires_grad,
-            point.dtypes,
-            point.snapshot,
-            point.pending,
-        )
+        point_of(point, {quantity: _closely(value) for quantity, value in point.values.items()})
         for point in replay.points
     )
     return Expectation(points, replay.shapes)

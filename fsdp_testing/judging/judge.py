@@ -67,12 +67,15 @@ def judge(
     """
     ranks = [record.observation for record in records]
     errors = {rank.rank: rank.error for rank in ranks if rank.error is not None}
+    # First: what a broken harness or adapter gives says nothing of the implementation.
     fault = next((error for error in errors.values() if error.not_implementation_fault), None)
     if fault is not None:
         return Judgement(Verdict.UNKNOWN, reason=f"{fault.type_name}: {fault.message.strip()}", detail=fault.traceback)
+    # Before the numbers, which need what every rank reported.
     if len(records) < case.world.size:
         return _incomplete(case, errors, outcome)
     numbers = ask(ranks)
+    # In the order above: `or` ends at the first fact that refutes, and what comes later may follow from it.
     refutation = (
         _diverged(case, numbers)
         or (raised_finding(case, errors) if errors else None)
@@ -96,6 +99,7 @@ def lost_ranks(case: Case, outcome: WorldOutcome) -> Judgement:
     to its end, never joined would have waited for ever.
     """
     fates = [rank.fate for rank in outcome.ranks]
+    # A death first: it explains what is raised; and what is raised explains who waits.
     fate = next((candidate for candidate in (Fate.DIED, Fate.RAISED, Fate.HUNG) if candidate in fates), None)
     if fate is None and isinstance(outcome.diagnosis, _RANKS_DISAGREE):
         return Judgement(Verdict.FAIL, _different_collectives(case, outcome.cause, outcome.describe()))
@@ -123,6 +127,7 @@ def lost_ranks(case: Case, outcome: WorldOutcome) -> Judgement:
 
 def _incomplete(case: Case, errors: Mapping[int, RaisedError], outcome: WorldOutcome | None) -> Judgement:
     """An exception explains why the others wait, and a death what the others raise."""
+    # With a death among the fates, exceptions are what survivors say of a peer that is gone.
     died = outcome is not None and any(rank.fate is Fate.DIED for rank in outcome.ranks)
     if errors and not died:
         raised = raised_finding(case, errors)
@@ -143,7 +148,7 @@ def _diverged(case: Case, numbers: Numbers) -> Finding | None:
 
 
 def _uncoordinated(case: Case, records: Sequence[CaseRecord], outcome: WorldOutcome | None) -> Finding | None:
-    """Whether ranks that all came to the end communicated alike: by the ledger, or by what each counted."""
+    """Return the finding that ranks issued different collectives: by the ledger's account, else by each rank's own digests."""
     statement, detail = "", ""
     if outcome is not None and not outcome.ok:
         statement, detail = outcome.cause, outcome.describe()
@@ -151,6 +156,7 @@ def _uncoordinated(case: Case, records: Sequence[CaseRecord], outcome: WorldOutc
         counted = {record.observation.rank: record.collectives for record in records if record.collectives is not None}
         members = {key: ranks for record in records for key, ranks in record.groups.items()}
         nothing = (0, 0)
+        # By group: ranks that are in different groups issue different collectives.
         for key in {key for counts in counted.values() for key in counts}:
             # A member that did not use a group at all issued nothing in it.
             ranks = [rank for rank, counts in counted.items() if key in counts or rank in members.get(key, ())]

@@ -48,6 +48,7 @@ def compare_numbers(
     case: Case, expectation: Expectation, ranks: Sequence[RankObservation], comparison: Comparison
 ) -> Numbers:
     """Compare what all ranks report with what the oracle expects of `case`."""
+    # In lockstep the oracle makes the same casts at the same places, from the same numbers.
     if expectation.notes.get("mode") == "free":
         expectation = _widened(expectation, case)
     tally = agreement.compare(expectation, ranks, comparison)
@@ -55,6 +56,7 @@ def compare_numbers(
     complete = bool(expectation.points) and expectation.points[-1].index == len(case.program)
     if tally.divergences and _overflows(expectation):
         problem = "the oracle's own numbers overflow"
+    # Only where nothing diverges and nobody raised: else that is why the end is missing.
     elif not complete and not tally.divergences and all(rank.error is None for rank in ranks):
         problem = "the oracle did not come to the end of this case, and what it saw agrees"
     return Numbers(tally, expectation, problem)

@@ -51,7 +51,7 @@ _RECORDS = (
 )
 
 
-class _Pickler(pickle.Pickler):
+class _RecordPickler(pickle.Pickler):
     """Write the records of this file by position and tensors as bytes: a case has some hundred of them."""
 
     dispatch_table = {
@@ -69,7 +69,7 @@ def path_of(directory: str, rank: int) -> Path:
 def append(file: BinaryIO, record: CaseRecord) -> None:
     """Write one record and hands it to the kernel, where the death of this process does not matter."""
     buffer = io.BytesIO()
-    _Pickler(buffer, protocol=5).dump(record)
+    _RecordPickler(buffer, protocol=5).dump(record)
     data = buffer.getvalue()
     file.write(_HEADER.pack(len(data)) + data)
     file.flush()
@@ -86,6 +86,7 @@ def read(directory: str, rank: int) -> list[CaseRecord]:
     while position + _HEADER.size <= len(data):
         (length,) = _HEADER.unpack_from(data, position)
         end = position + _HEADER.size + length
+        # Cut short by the death of the rank, which only ever loses the last record.
         if end > len(data):
             break
         records.append(loads(data[position + _HEADER.size : end]))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from fsdp_testing.cases.drawing.layouts import cut_dimension
 from fsdp_testing.cases.drawing.normal_form import needs_of_case
 from fsdp_testing.cases.models.tree import has_alias, unit_of
 from fsdp_testing.cases.models.tree_schema import SCHEMA, every, get, parameters, walk
-from fsdp_testing.cases.records import Case, Operation
+from fsdp_testing.cases.records import AXES, Case, Operation
 
 NEW_MODEL = "@new_model"
 NEW_OPTIMIZER = "@new_optimizer"
@@ -56,27 +57,9 @@ def tags(case: Case) -> frozenset[str]:
 
 
 def _tags(case: Case) -> Iterator[str]:
-    yield f"strategy:{case.strategy}"
-    yield f"world:{case.world.size}"
-    if case.world.mesh:
-        yield "mesh:" + "x".join(map(str, case.world.mesh))
-    yield from _axis_tags(case)
-    yield f"dtype:{case.model.dtype}"
-    momentum = "+momentum" if case.optimizer.arguments.get("momentum") else ""
-    yield f"optimizer:{case.optimizer.name}{momentum}"
-    if case.cpu_offload:
-        yield "offload"
-    if case.mixed_precision is not None:
-        for field in ("param_dtype", "reduce_dtype", "buffer_dtype"):
-            if getattr(case.mixed_precision, field):
-                yield f"{field}:{getattr(case.mixed_precision, field)}"
-    if case.wrapping.policy is not None:
-        yield f"policy:{case.wrapping.policy.kind}"
-    if case.strategy == "no_shard" or case.world.mesh_shape[-1] == 1:
-        yield "whole_parameters"
-    if case.strategy in ("shard_grad_op", "hybrid_shard_zero2"):
-        yield "gathered_until_backward"
-    yield f"units:{min(len(case.wrapping.units), 3)}"
+    for axis in AXES:
+        yield from axis.tags(case)
+    yield from _cut_tags(case)
     for need in needs_of_case(case):
         yield f"needs:{need}"
     yield from _batch_tags(case)
@@ -90,15 +73,10 @@ def _tags(case: Case) -> Iterator[str]:
     yield from _tree_tags(case)
 
 
-def _axis_tags(case: Case) -> Iterator[str]:
-    """What is cut over tensor parallelism, and what FSDP2 cannot cut once more along the same dimension."""
-    ranks = case.world.tensor_parallel
-    if ranks == 1:
-        return
-    yield f"tensor_parallel:{ranks}"
-    layouts = dict(case.wrapping.layouts)
-    yield from (f"layout:{layout}" for layout in layouts.values())
-    if case.model.tree is None:
+def _cut_tags(case: Case) -> Iterator[str]:
+    """What of a tree tensor parallelism leaves whole, and what FSDP2 cannot cut once more along the same dimension."""
+    ranks, layouts = case.world.tensor_parallel, dict(case.wrapping.layouts)
+    if ranks == 1 or case.model.tree is None:
         return
     kinds = {place.fqn: place.node["kind"] for place in every(walk(case.model.tree))}
     for spec in parameters(case.model.tree):
@@ -156,6 +134,17 @@ def _optional_units(case: Case) -> frozenset[str]:
     return units_of_tree(case) - {unit_of(fqn, case.wrapping.units) for fqn in used}
 
 
+def _frozen_units(case: Case) -> frozenset[str]:
+    changes = [change for operation in case.program if (change := operation.requires_grad_change())]
+    frozen = [*case.model.freeze, *(pattern for patterns, flag in changes if not flag for pattern in patterns)]
+    trained = {
+        unit_of(spec.fqn, case.wrapping.units)
+        for spec in parameters(case.model.tree)
+        if not spec.frozen and not any(fnmatchcase(spec.fqn, pattern) for pattern in frozen)
+    }
+    return units_of_tree(case) - trained
+
+
 def units_of_tree(case: Case) -> frozenset[str]:
     """Return the units of a tree that have parameters, by FQN; none where a policy makes them, or of another model."""
     return frozenset(() if case.model.tree is None else _elements_of_units(case))
@@ -163,9 +152,11 @@ def units_of_tree(case: Case) -> frozenset[str]:
 
 UNITS: Mapping[str, Callable[[Case], frozenset[str]]] = {
     "optional": _optional_units,
+    "frozen": _frozen_units,
     "one_element": lambda case: frozenset(unit for unit, size in _elements_of_units(case).items() if size == 1),
 }
-"""Units of a tree by what they have in common: inside a part that some micro-batches leave out, or of one element."""
+"""Units of a tree by what they have in common: inside a part that some micro-batches leave out, of parameters that are frozen
+at some time, all of them, or of one element."""
 
 
 def units_with(case: Case, word: str) -> frozenset[str] | None:

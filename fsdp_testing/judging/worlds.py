@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from fsdp_testing.cases.records import WorldSpec
 from fsdp_testing.errors import PoolBroken
-from fsdp_testing.judging.concurrency import INTERRUPT_SECONDS, in_order
+from fsdp_testing.judging.concurrency import in_order
 from fsdp_testing.ranks.pool import Pool, WorldOutcome
 from fsdp_testing.ranks.pool.preload import TRAINING
 from fsdp_testing.ranks.pool.world_on_loan import PooledWorld
 
 BATCHES_PER_WORLD = 100
-_SAVE_SECONDS = 5.0
 
 A = TypeVar("A")
 
@@ -58,6 +55,7 @@ class Worlds:
             raise PoolBroken("the run was interrupted")
         with self.pool.lend(spec.size, backend=spec.backend) as world:
             try:
+                # Under the lock that `interrupt` takes: a world is either killed there, or never begun.
                 with self._lock:
                     if self._interrupted:
                         raise PoolBroken("the run was interrupted")
@@ -69,6 +67,7 @@ class Worlds:
                     self._limit_batches(world)
                 return outcome
             finally:
+                # Before the world is given back: `interrupt` must not end ranks that are lent to somebody else by then.
                 with self._lock:
                     self._busy.discard(world)
 
@@ -77,6 +76,7 @@ class Worlds:
         with self._lock:
             self._batches[world] = self._batches.get(world, 0) + 1
             enough = self._batches[world] >= BATCHES_PER_WORLD
+        # Outside the lock: ranks may take a moment to leave.
         if enough:
             world.leave()
 
@@ -90,47 +90,6 @@ class Worlds:
         finally:
             if jobs > 1:  # one job is not interrupted from here, and may itself be a part of one of several
                 self._interrupted = False
-
-    def drive(
-        self,
-        next_job: Callable[[], Callable[[], A] | None],
-        take: Callable[[A], None],
-        jobs: int,
-        save: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Keep up to `jobs` jobs under way until there is none any more and all are done: the loop of every search.
-
-        If this is interrupted, the ranks of jobs under way are ended, and no thread is left.
-
-        Args:
-            next_job: Gives the next job; None while there is none, until an answer was taken.
-            take: Called with each answer, in this thread.
-            jobs: How many at a time, each in a thread of its own.
-            save: Called every few seconds after an answer, and at the end, however that comes.
-        """
-        saved = time.monotonic()
-        running: set[Future[A]] = set()
-        executor = ThreadPoolExecutor(jobs, thread_name_prefix="fsdp-job")
-        try:
-            while True:
-                while len(running) < jobs and (job := next_job()) is not None:
-                    running.add(executor.submit(job))
-                if not running:
-                    return
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                for future in done:
-                    take(future.result())
-                if time.monotonic() - saved > _SAVE_SECONDS:
-                    save()
-                    saved = time.monotonic()
-        except BaseException:
-            self.interrupt()
-            while wait(running, timeout=INTERRUPT_SECONDS).not_done:
-                self.interrupt()  # a thread may just have begun on another world
-            raise
-        finally:
-            executor.shutdown(wait=True, cancel_futures=True)
-            save()
 
     def interrupt(self) -> None:
         """End the ranks of jobs under way, and refuse more. For another thread to call."""

@@ -53,6 +53,7 @@ class AccountedProgram(RankProgram):
         """Return a `wrap` that subscribes to the units of the model that it makes."""
 
         def wrap(module: nn.Module, setup: Setup) -> nn.Module:
+            # A model that is wrapped anew takes the place of the one before, whose units nobody asks about any more.
             self._leave()
             self._model_watched = adapter.wrap(module, setup)
             self._subscription.enter_context(adapter.trace_units(self._model_watched, self._transition))
@@ -98,6 +99,7 @@ class AccountedProgram(RankProgram):
 
     @index.setter
     def index(self, index: int) -> None:
+        # The last operation ends where the next one begins: nothing of that one may be on its account.
         if self._index is not None:
             self._ended(self._index)
         self._index = index

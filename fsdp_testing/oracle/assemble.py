@@ -62,6 +62,7 @@ def assemble(ranks: Iterable[RankPieces], shape: Sequence[int]) -> Assembled | N
                 continue
             if piece.stop > piece.start:
                 contradictions += _contradiction(flat, source, rank, piece)
+                # The first rank that holds an element gives it; what others hold of it was compared just now.
                 fresh = source[piece.start : piece.stop] < 0
                 flat[piece.start : piece.stop][fresh] = piece.value[fresh].to(flat.dtype)
                 source[piece.start : piece.stop][fresh] = rank
@@ -79,6 +80,7 @@ def _plain(ranks: Sequence[RankPieces], numel: int) -> Assembled | None:
                 continue
             value = piece.value if piece.value.dim() == 1 else piece.value.reshape(-1)
             first = spans.setdefault((piece.start, piece.stop), value)
+            # The slow way names the ranks that differ, and the element.
             if first is not value and not same_bits(first, value):
                 return None
     end = 0

@@ -42,6 +42,7 @@ class Disturbance:
         self._placed = 0
         self.contributions: dict[int, torch.Tensor] = {}
         self._borders: dict[int, list[unit_borders.Removable]] = {}
+        # Of its own: the global one is seeded before every forward.
         self._generator = torch.Generator().manual_seed(derive(seed, "disturbance"))
 
     def place(self, values: torch.Tensor) -> torch.Tensor:
@@ -49,6 +50,7 @@ class Disturbance:
         if not self.displaced or not values.is_contiguous():
             return values
         self._placed += 1
+        # Odd, always: an even offset may be an aligned one, and the replay would show nothing (a false alarm taught that).
         offset = 1 + 2 * (self._placed % 4)
         room = values.new_empty(values.numel() + offset)
         return room[offset:].view(values.shape).copy_(values)
@@ -60,6 +62,7 @@ class Disturbance:
             replica: Unwrapped; what a plan before this one made of it is undone.
             plan: Names the units; with a policy every module may be one.
         """
+        # Before new ones are drawn: two borders at one place would part a sum twice.
         for border in self._borders.pop(id(replica), ()):
             border.remove()
         if self.displaced:
@@ -86,6 +89,7 @@ class Disturbance:
             return
         with torch.no_grad():
             for parameter in parameters.values():
+                # What has no gradient is not stepped, so that there is nothing to round.
                 if parameter.is_floating_point() and parameter.grad is not None:
                     unit = UNIT_ROUNDOFF[dtype_name(parameter.dtype)]
                     parameter.mul_(1 + self._signs(parameter) * STEP_ROUNDINGS * unit)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,18 +22,29 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_testing
+from fsdp_testing.adapters import protocol
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.adapters.protocol import Setup
 from fsdp_testing.cases.operations import Batch, user_code
 from fsdp_testing.cases.operations.operation import matching
-from fsdp_testing.cases.records import Case, OperationResult, RaisedError, RankObservation, Snapshot, plan
+from fsdp_testing.cases.records import (
+    BufferObservation,
+    Case,
+    ObservedPiece,
+    OperationResult,
+    OptimizerObservation,
+    ParameterObservation,
+    RaisedError,
+    RankObservation,
+    Snapshot,
+    plan,
+)
 from fsdp_testing.cases.records.schedule import builds_late
 from fsdp_testing.errors import CollectiveMismatch, HarnessError, InvalidImplementation
 from fsdp_testing.oracle import models, one_process
 from fsdp_testing.oracle.fresh_memory import filled_with_garbage
-from fsdp_testing.oracle.observe import snapshot_of
-from fsdp_testing.oracle.setup import setup_among, setup_in_world
-from fsdp_testing.oracle.starting import module_to_wrap
+from fsdp_testing.oracle.models import dtype_name
+from fsdp_testing.oracle.setup import module_to_wrap, move_what_is_ignored, setup_among, setup_in_world
 from fsdp_testing.oracle.ways import Carrier, DirectoryRefused, InMemory, carried_in_directory
 from fsdp_testing.ranks.ledger.late_delivery import deliver_late
 
@@ -76,12 +87,13 @@ class RankProgram:
         start = time.perf_counter()
         error: RaisedError | None = None
         try:
-            # Luck is to help nobody: neither a quick network nor memory that holds zeros or yesterday's weights.
+            # Rule out lucky passes: results arrive as late as allowed, fresh memory holds garbage.
             with (
                 deliver_late() if self.late else nullcontext(),
                 filled_with_garbage() if self.garbage else nullcontext(),
             ):
                 self._run(observe_all=observe_all)
+        # After the contexts: memory and collectives are ordinary again while the traceback is taken apart.
         except Exception as raised:  # noqa: BLE001 - whatever a foreign implementation raises is a finding
             error = self.record(raised)
         return RankObservation(
@@ -101,6 +113,7 @@ class RankProgram:
     def run_operations(self, *, observe_all: bool = False) -> None:
         """Run the case's operations on the model as it is, and take a snapshot at the end."""
         for planned in plan(self.case):
+            # First: whatever raises from here on is put to this operation's account.
             self.index = planned.index
             if planned.void:
                 continue
@@ -176,6 +189,7 @@ class RankProgram:
     def _model_of(self, case: Case, flags: Mapping[str, bool]) -> nn.Module:
         module, init_module = module_to_wrap(case, self.rank, flags)
         setup = replace(self.make_setup(case, module), init_module=init_module)
+        move_what_is_ignored(module, setup)
         with self._inside():
             return self.adapter.wrap(module, setup)
 
@@ -210,11 +224,14 @@ class RankProgram:
 
         Collectives: a group is made, and the new state is sent by the first of `ranks`; every rank of the world calls.
         """
+        # Outside the branch: every rank of the world takes part in making a group.
         group = self.make_group(ranks)
         if self.rank in ranks:
             new_rank, adapter = ranks.index(self.rank), self.adapter
+            # Other values than the saved ones: what is not loaded shows.
             module, init_module = module_to_wrap(replace(case, seed=case.seed + 2), new_rank, flags)
             setup = replace(setup_among(case, module, ranks, group), init_module=init_module)
+            move_what_is_ignored(module, setup)
             with self._inside():
                 model, optimizer = adapter.wrap(module, setup), None
                 saved.load_model(adapter, model, group)
@@ -228,6 +245,7 @@ class RankProgram:
                     adapter.step(model, optimizer)
                 saved.save(adapter, model, optimizer, group)
                 adapter.finish(model)
+        # Outside the branch as well: every rank gets what some of them have saved.
         saved.send(ranks[0])
 
     @contextmanager
@@ -272,3 +290,51 @@ def _raised_by_harness(raised: Exception) -> bool:
     user_code_files = {_HOME / "cases" / "operations" / "user_code.py", _HOME / "oracle" / "one_process.py"}
     foreign = {_HOME / "cases" / "models", *user_code_files}
     return _HOME in innermost.parents and not foreign & {innermost, *innermost.parents}
+
+
+def snapshot_of(
+    adapter: Adapter, model: nn.Module, optimizer: torch.optim.Optimizer | None, index: int, label: str
+) -> Snapshot:
+    """Report what this rank has of parameters, gradients, optimizer state and buffers.
+
+    Collectives: none if `adapter.observes_locally`; else those of its gathering, and every rank must call.
+    """
+    parameters = {fqn: _parameter(fqn, pieces) for fqn, pieces in adapter.local_pieces(model).items() if pieces}
+    buffers = {
+        fqn: BufferObservation(fqn, dtype_name(buffer.dtype), buffer.detach().clone())
+        for fqn, buffer in adapter.named_buffers(model)
+    }
+    state = None
+    if optimizer is not None and "optimizer_pieces" in adapter.capabilities:
+        state = {fqn: _state(fqn, entries) for fqn, entries in adapter.optimizer_pieces(model, optimizer).items()}
+    return Snapshot(index, label, parameters, buffers, state)
+
+
+def _parameter(fqn: str, pieces: Iterable[protocol.Piece]) -> ParameterObservation:
+    own = tuple(pieces)
+    values = [(piece.start, piece.stop, piece.value) for piece in own if piece.value is not None]
+    grads = [(piece.start, piece.stop, piece.grad) for piece in own if piece.grad is not None]
+    return ParameterObservation(
+        fqn=fqn,
+        shape=tuple(own[0].shape),
+        dtype=dtype_name(values[0][2].dtype) if values else "",
+        requires_grad=own[0].requires_grad,
+        pieces=tuple(_copied(*entry) for entry in values),
+        grad_pieces=tuple(_copied(*entry) for entry in grads) if grads else None,
+        grad_dtype=dtype_name(grads[0][2].dtype) if grads else None,
+    )
+
+
+def _state(fqn: str, entries: Mapping[str, protocol.StateEntry]) -> OptimizerObservation:
+    tensors, scalars = {}, {}
+    for name, entry in entries.items():
+        if isinstance(entry, tuple):
+            tensors[name] = tuple(_copied(p.start, p.stop, p.value) for p in entry if p.value is not None)
+        else:
+            scalars[name] = float(entry)
+    return OptimizerObservation(fqn, tensors, scalars)
+
+
+# Copies: the implementation goes on with the memory that it shows.
+def _copied(start: int, stop: int, value: torch.Tensor) -> ObservedPiece:
+    return ObservedPiece(start, stop, value.detach().reshape(-1).clone())

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fsdp_testing.adapters.adapter import Adapter
-from fsdp_testing.cases.records import Case, Operation, WorldSpec, WrappingPlan, ZeroGrad
+from fsdp_testing.cases.records import AXES, Case, Operation, ZeroGrad
 from fsdp_testing.oracle.comparison import Comparison
 
 _WIDEST = "float64"
@@ -39,8 +39,9 @@ def as_observed(comparison: Comparison, adapter: Adapter) -> Comparison:
 
 def oracle_view(case: Case) -> Case:
     """Return what the oracle's free replay depends on; it knows no strategy, wrapping or offload."""
-    world = WorldSpec(case.world.size, tensor_parallel=case.world.tensor_parallel)
-    return replace(case, world=world, strategy="no_shard", wrapping=WrappingPlan(), cpu_offload=False)
+    for axis in AXES:
+        case = axis.for_oracle(case)
+    return case
 
 
 def lockstep_view(case: Case) -> Case:

@@ -28,6 +28,7 @@ def filled_with_garbage() -> Iterator[None]:
     if set_option is None:
         yield
         return
+    # For the whole process, every thread of it; what is in use keeps its contents.
     set_option(_M_PERTURB, _BYTE)
     try:
         yield

@@ -38,6 +38,7 @@ class GatheredState:
 def states(ranks: Sequence[RankObservation]) -> dict[int, GatheredState]:
     """Return the state after every operation of which all ranks reported a snapshot."""
     everyone = [{snapshot.index: snapshot for snapshot in rank.snapshots} for rank in ranks]
+    # A rank that raised has fewer snapshots: beyond its last one there is no whole state.
     shared = set(everyone[0]).intersection(*everyone[1:]) if everyone else set()
     return {index: _state([snapshots[index] for snapshots in everyone]) for index in sorted(shared)}
 
@@ -60,6 +61,7 @@ def _state(snapshots: Sequence[Snapshot]) -> GatheredState:
 def _optimizer(
     snapshots: Sequence[Snapshot], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, dict[str, torch.Tensor | float]] | None:
+    # One rank that shows none hides its part of every whole.
     if any(snapshot.optimizer is None for snapshot in snapshots):
         return None
     result: dict[str, dict[str, torch.Tensor | float]] = {}

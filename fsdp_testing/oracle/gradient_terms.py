@@ -18,7 +18,7 @@ from torch import nn
 from fsdp_testing.cases.records import Case
 from fsdp_testing.oracle import models
 from fsdp_testing.oracle.gathered_state import GatheredState
-from fsdp_testing.oracle.pending import LocalGradients
+from fsdp_testing.oracle.reduction import LocalGradients
 from fsdp_testing.oracle.replay import Replay
 
 Use = tuple[str, int]
@@ -72,7 +72,9 @@ class _TermReplay(Replay):
     ) -> tuple[models.Forwarded, LocalGradients]:
         watch = _Uses(self.replicas[rank], {id(p): fqn for fqn, p in self.compute.items()})
         with watch.watching():
+            # Watched from forward to backward: a view reports its gradient when backward reaches it.
             forwarded, gradients = super().local_gradients(rank, batch, penalised=penalised)
+        # By identity, which lasts as long as the gradients: until `accumulate` or `interrupted` has noted them.
         self._uses[id(gradients)] = watch.divided(gradients)
         return forwarded, gradients
 
@@ -105,6 +107,7 @@ class _Uses:
             own = {name: p for name, p in module._parameters.items() if p is not None and id(p) in self.names}
             if own:
                 handles.append(module.register_forward_pre_hook(partial(self._enter, path, own), prepend=True))
+                # Also after an exception: the replica runs again, with its own parameters.
                 handles.append(module.register_forward_hook(partial(self._leave, own), always_call=True))
         try:
             yield

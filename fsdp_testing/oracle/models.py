@@ -155,6 +155,7 @@ def _with_inputs_of(case: Case, batch: Batch, rank: int) -> int:
 
 def forward(model: Callable[..., Any], case: Case, batch: Batch, rank: int, inputs: Inputs) -> Forwarded:
     """Call the model. The global generator is seeded first, so that dropout is a function of case, batch and rank."""
+    # Just before the call: numbers that were drawn earlier must not change what dropout drops.
     _seed(derive(case.seed, "forward", batch.seed, _with_inputs_of(case, batch, rank)))
     output = model(*inputs.args, **inputs.kwargs)
     return Forwarded(loss_of(output), tuple(tensors_in(output)))
@@ -166,6 +167,7 @@ def penalised(model: Callable[..., Any], case: Case, batch: Batch, rank: int, in
 
     def leaf(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_floating_point():
+            # Leaves of their own: the inputs themselves ask for no gradient.
             tensor = tensor.detach().requires_grad_()
             leaves.append(tensor)
         return tensor

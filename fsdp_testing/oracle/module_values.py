@@ -99,6 +99,7 @@ class ModuleWatch:
         key = operation, rank, batch
         self._now = operation, (batch, self._forwards[key]), rank
         self._forwards[key] += 1
+        # Calls are counted within one forward, so that the same call has the same name on a rank and in one process.
         self._calls.clear()
         try:
             yield
@@ -175,6 +176,7 @@ class WatchedReplay(Replay):
         disturbance: Disturbance = NO_DISTURBANCE,
         adopted: Mapping[int, GatheredState] | None = None,
     ) -> None:
+        # Before the replay makes its replicas, which are watched as they are made.
         self.watch = ModuleWatch()
         super().__init__(case, division, disturbance, adopted)
 

@@ -44,6 +44,7 @@ def train_on(case: Case, batch: Batch, saved: Saved, trainable: Mapping[str, boo
     Returns:
         The same names and groups with the new values, on the CPU. Collectives: none.
     """
+    # Other values than any rank began with: what is not loaded shows.
     module = models.build_model(replace(case, seed=case.seed + 2))
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(trainable.get(name, parameter.requires_grad))

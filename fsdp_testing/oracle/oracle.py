@@ -39,6 +39,7 @@ def expect_free(
     make = make or (lambda disturbance: Replay(case, disturbance=disturbance))
     replay = make(NO_DISTURBANCE)
     plain = replay.run(observe_all=observe_all)
+    # One for each replay: it remembers which directions it drew and where it put parameters.
     disturbances = (Disturbance(case.seed + draw, roundings, displaced=True) for draw in range(DRAWS))
     disturbed = [make(disturbance).run(observe_all=observe_all) for disturbance in disturbances]
     numel = sum(parameter.numel() for parameter in replay.parameters.values())
@@ -66,6 +67,7 @@ def expect_lockstep(
     """
     replay = Replay(case, division, adopted=adopted, sums=sums)
     plain = replay.run(observe_all=True)
+    # Without a second replay nothing is apart, and bounds are the narrowest.
     moved = plain
     if displaced:
         elsewhere = Disturbance(case.seed, 0, displaced=True)
@@ -99,7 +101,7 @@ def _free_point(plain: ReplayPoint, disturbed: Sequence[ReplayPoint], roundings:
         # A norm adds up every element of the model, in any order.
         count = roundings + (numel if quantity.name == "total_norm" else 0)
         quantities[quantity] = _free_bound(value, [moved.values.get(quantity) for moved in disturbed], count, scale)
-    return _point(plain, quantities)
+    return point_of(plain, quantities)
 
 
 def _largest(value: torch.Tensor | None) -> float:
@@ -114,6 +116,7 @@ def _free_bound(
     if not value.is_floating_point():
         return Expected(value, 0.0, "integers are exact")
     name = dtype_name(value.dtype)
+    # From the undisturbed replay, not from one another: that is what ranks are compared with.
     deviation = max((float((value - moved).abs().max()) for moved in disturbed if moved is not None), default=0.0)
     own = roundings * UNIT_ROUNDOFF[name] * scale
     bound = DIRECTIONS * deviation + own
@@ -138,7 +141,7 @@ def _lockstep_point(point: ReplayPoint, displaced: ReplayPoint, case: Case) -> E
         if cut:
             bound, why = bound + cut, f"{why}; {cut:.2e} for sums that tensor parallelism cuts"
         quantities[quantity] = Expected(value, bound, why)
-    return _point(point, quantities)
+    return point_of(point, quantities)
 
 
 def _roundings_of_cuts(point: ReplayPoint, case: Case) -> dict[Quantity, float]:
@@ -171,5 +174,6 @@ def _apart(value: torch.Tensor | None, displaced: torch.Tensor | None) -> float:
     return float((value - displaced).abs().nan_to_num(0.0).max())
 
 
-def _point(point: ReplayPoint, quantities: dict[Quantity, Expected]) -> ExpectedPoint:
+def point_of(point: ReplayPoint, quantities: dict[Quantity, Expected]) -> ExpectedPoint:
+    """Return what is expected at a point of a replay, with `quantities` and their bounds."""
     return ExpectedPoint(point.index, quantities, point.requires_grad, point.dtypes, point.snapshot, point.pending)

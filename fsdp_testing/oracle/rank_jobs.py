@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,8 +30,7 @@ from fsdp_testing.oracle.module_values import Seen, WatchedObservation, WatchedP
 from fsdp_testing.oracle.module_values import expect_modules as modules_of
 from fsdp_testing.oracle.quantities import Expectation, Expected
 from fsdp_testing.oracle.replay import Replay
-from fsdp_testing.oracle.setup import division_of
-from fsdp_testing.oracle.starting import module_to_wrap
+from fsdp_testing.oracle.setup import division_of, module_to_wrap
 from fsdp_testing.ranks.ledger.interception import listen
 from fsdp_testing.ranks.ledger.records import Call
 from fsdp_testing.ranks.pool import Failed
@@ -38,6 +38,7 @@ from fsdp_testing.ranks.pool.world import current_world
 
 _FREEZE_AFTER = 2
 _ROUNDS = 4
+_PAUSE_SECONDS, _PATIENCE_SECONDS = 0.01, 1.0
 _collections = [0]
 
 
@@ -89,6 +90,11 @@ def survivors(models: Sequence[tuple[int, weakref.ref[nn.Module]]]) -> list[int]
         gc.collect()
         if all(model() is None for _, model in models):
             break
+    limit = time.monotonic() + _PATIENCE_SECONDS
+    while any(model() is not None for _, model in models) and time.monotonic() < limit:
+        # The autograd engine's thread of a device lets go of the last graph after it has told the caller of backward.
+        time.sleep(_PAUSE_SECONDS)
+        gc.collect()
     _collections[0] += 1
     if _collections[0] == _FREEZE_AFTER:
         # What is imported and cached by now stays for good; leaving it out makes each later collection cheap.
@@ -141,6 +147,7 @@ def run_luckily(
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
     program = RankProgram(case, registry.adapter_of(implementation), current_world().rank)
+    # Set on the program, not for the process: what ran before or runs after keeps its own.
     program.late, program.garbage = late, garbage
     return run_program(program, observe_all)
 

@@ -26,9 +26,17 @@ from fsdp_testing.cases.records.schedule import builds_late
 from fsdp_testing.oracle import models
 from fsdp_testing.oracle.disturbance import NO_DISTURBANCE, Disturbance
 from fsdp_testing.oracle.gathered_state import GatheredState
-from fsdp_testing.oracle.pending import LocalGradients, PendingGradients, gradients_of, mean_size
 from fsdp_testing.oracle.quantities import Quantity
-from fsdp_testing.oracle.reduction import Reduced, reduce, require_backward, roundings
+from fsdp_testing.oracle.reduction import (
+    LocalGradients,
+    PendingGradients,
+    Reduced,
+    gradients_of,
+    mean_size,
+    reduce,
+    require_backward,
+    roundings,
+)
 from fsdp_testing.oracle.replicas import replica_of
 from fsdp_testing.oracle.setup import precision_of
 from fsdp_testing.oracle.tensor_axis import compute_in_parts
@@ -90,6 +98,7 @@ class Replay:
         for planned in plan(self.case):
             if planned.void:
                 continue
+            # Bounds in lockstep are those of one operation, and begin anew with each.
             self.slack = {}
             self.index = planned.index
             values = planned.operation.replay(self)
@@ -97,8 +106,10 @@ class Replay:
                 self.points.append(ReplayPoint(planned.index, dict(values), dict(self.slack)))
             if observe_all or planned.operation.observes:
                 self.points.append(self._observed(planned.index, pending=planned.pending))
+            # The oracle's state was compared; the next operation begins with what the implementation made of the last one.
             if self.adopted is not None and not self._adopt(planned.index, pending=planned.pending):
                 return self.points
+        # The end is a point of its own, at which no operation widens a bound.
         self.slack = {}
         self.points.append(self._observed(len(self.case.program), pending=any(self.pending)))
         return self.points
@@ -112,6 +123,7 @@ class Replay:
 
     def _compute_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return what the replicas compute with: the stored numbers themselves, or a copy in `param_dtype`."""
+        # Detached, it shares the stored numbers: where nothing casts or displaces them, a step shows without `refresh`.
         stored, dtype = parameter.detach(), self.precision.param_dtype
         values = stored if dtype is None else models.cast_floats(stored, dtype)
         return nn.Parameter(self.disturbance.place(values), requires_grad=parameter.requires_grad)
@@ -126,6 +138,7 @@ class Replay:
                             name, buffer.to(self.precision.buffer_dtype), name not in module._non_persistent_buffers_set
                         )
         if self.disturbance.displaced:
+            # In the displaced replay alone: how far it is from the other one shows what the order of such sums does.
             compute_in_parts(replica, self.case)
         return self.disturbance.divided(replica, self.case.wrapping)
 
@@ -141,6 +154,7 @@ class Replay:
         if self.precision.param_dtype is not None:
             inputs = models.Inputs(*models.cast_floats((inputs.args, dict(inputs.kwargs)), self.precision.param_dtype))
         run = models.penalised if penalised else models.forward
+        # By versions: an edit shows without comparing numbers, and whether or not it changed any.
         counted = {fqn: parameter._version for fqn, parameter in self.compute.items()}
         forwarded = run(self.replicas[rank], self.case, batch, rank, inputs)
         self._keep_edits({fqn for fqn, parameter in self.compute.items() if parameter._version != counted[fqn]})
@@ -168,6 +182,7 @@ class Replay:
         self, rank: int, batch: Any, *, penalised: bool = False
     ) -> tuple[models.Forwarded, LocalGradients]:
         """Run forward and backward of one rank, and return its own gradients."""
+        # Replicas share the parameters: what the last rank left there is not this one's.
         for parameter in self.compute.values():
             parameter.grad = None
         self.disturbance.contributions.clear()
@@ -177,12 +192,13 @@ class Replay:
         return forwarded, gradients_of(self.compute, self.disturbance.contributions)
 
     def begin_micro_batch(self) -> None:
-        """Count the local additions to gradients that await reduction: one for each use of a part."""
+        """Count unreduced accumulations, for the rounding bound: one for each use of a part."""
         self.unreduced = any(self.pending)
         self.pending_roundings += models.most_uses(self.case) if self.unreduced else 0
 
     def accumulate(self, rank: int, gradients: LocalGradients) -> None:
         """Add gradients of `rank` to those that await reduction."""
+        # One rank whose backward gives anything is enough: then all of them reduce.
         self.unreduced = self.unreduced and not gradients.values
         self.pending[rank].add(gradients)
 
@@ -191,14 +207,17 @@ class Replay:
         require_backward(unreduced=self.unreduced)
         reduced: dict[str, tuple[Reduced, torch.dtype]] = {}
         for fqn, parameter in self.parameters.items():
+            # Ranks that hold one model together have the same gradient: one of each such group counts.
             gradients = [pending.values.get(fqn) for pending in self.pending[:: self.case.world.tensor_parallel]]
             if any(gradient is not None for gradient in gradients):
+                # A rank without a gradient adds zeros to the sum, and counts in its divisor.
                 parts = [
                     torch.zeros_like(self.compute[fqn]) if gradient is None else gradient for gradient in gradients
                 ]
                 summed = next(gradient.dtype for gradient in gradients if gradient is not None)
                 wire = self.precision.on_the_wire or summed
                 reduced[fqn] = reduce(parts, wire, parameter.dtype, self.division), summed
+        # Of all parameters, before any is moved: a gradient may be the small difference of numbers as large as another one's.
         largest = max((float(r.magnitude.max()) for r, _ in reduced.values() if r.magnitude.numel()), default=0.0)
         for fqn, (reduction, summed) in reduced.items():
             reduction = replace(reduction, mean=self.disturbance.gradient(reduction.mean, reduction.magnitude, largest))
@@ -310,6 +329,7 @@ class Replay:
             self.optimizer.step()
             self.disturbance.step(self.parameters)
         self.clear_gradients()
+        # All ranks load what the first of these saved, its buffers too.
         with torch.no_grad():
             for replica in self.replicas[1:]:
                 for buffer, first in zip(replica.buffers(), self.replicas[0].buffers()):
@@ -354,6 +374,7 @@ class Replay:
             for fqn, parameter in self.parameters.items():
                 if fqn in state.values:
                     parameter.copy_(state.values[fqn])
+                # What awaits reduction is no gradient yet: nobody compared it, and the oracle goes on with its own.
                 if not pending and fqn in state.gradients:
                     gradient = state.gradients[fqn]
                     parameter.grad = None if gradient is None else gradient.to(parameter.dtype).clone()

@@ -40,6 +40,7 @@ def _copied(
     made = modules.get(id(module))
     if made is not None:
         return made
+    # Entered before its parts are copied: a module with two names is one copy.
     made = modules[id(module)] = type(module).__new__(type(module))
     given = vars(module)
     fields: dict[str, Any] = {

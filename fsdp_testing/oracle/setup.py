@@ -1,8 +1,13 @@
-"""Translates a case into the implementations' own vocabulary: all that one gets to know about it."""
+"""Translates a case into the implementations' own vocabulary, and makes the module that a rank wraps.
+
+The module holds the case's values, unless wrapping is to bring them. Where rank 0's values are to be broadcast, the other
+ranks begin with other ones; where modules are to be initialised while they are wrapped, their tensors are on the meta device
+until then. Ignored modules are nobody's to bring: they hold the case's values from the beginning.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,9 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.adapters.protocol import Division, Precision, Setup, WrapPolicy
 from fsdp_testing.cases.drawing.normal_form import leaves_unused
-from fsdp_testing.cases.records import Case, MixedPrecisionSpec, PolicySpec, WorldSpec, WrappingPlan
+from fsdp_testing.cases.records import AXES, Case, MixedPrecisionSpec, PolicySpec, WorldSpec, WrappingPlan
 from fsdp_testing.errors import InvalidRecord
-from fsdp_testing.oracle.models import dtype_of
+from fsdp_testing.oracle.models import build_model, dtype_of
 from fsdp_testing.ranks.pool.world import current_world
 
 
@@ -34,7 +39,8 @@ def setup_of(
 
     Collectives: making a mesh of two axes creates subgroups; every rank must call.
     """
-    shape, parts, tensor_mesh = case.world.mesh_shape, case.world.tensor_parallel, None
+    parts, tensor_mesh = case.world.tensor_parallel, None
+    # Made by all ranks at one place: a mesh of two axes makes groups, which is a collective.
     if group is not None and (mesh is None or mesh.ndim == 1):
         mesh = mesh_of_two_axes(case.world, device) or mesh
     if parts > 1 and group is not None and mesh is not None:
@@ -47,22 +53,10 @@ def setup_of(
         group=group,
         mesh=mesh,
         tensor_mesh=tensor_mesh,
-        layouts=case.wrapping.layouts if parts > 1 else (),
-        units=case.wrapping.units,
         policy=policy_of(case.wrapping.policy, module),
-        strategy=case.strategy,
-        shard_size=shape[-1] if len(shape) == 2 else None,
         precision=precision_of(case.mixed_precision),
-        cpu_offload=case.cpu_offload,
-        ignored=case.wrapping.ignored,
-        checkpointed=case.wrapping.checkpointed,
-        checkpoint_reentrant=case.wrapping.checkpoint_reentrant,
-        checkpoint_outside=case.wrapping.checkpoint_outside,
-        forward_prefetch=case.wrapping.forward_prefetch,
-        backward_prefetch=case.wrapping.backward_prefetch,
-        sync_module_states=case.wrapping.sync_module_states,
         leaves_unused=leaves_unused(case),
-        settings=frozenset(case.wrapping.settings),
+        **{name: value for axis in AXES for name, value in axis.setup(case).items()},
     )
 
 
@@ -127,3 +121,61 @@ def policy_of(spec: PolicySpec | None, module: nn.Module) -> WrapPolicy | None:
             f"got {unknown}. Mend the case."
         )
     return WrapPolicy(classes=tuple(by_name[name] for name in spec.classes))
+
+
+InitModule = Callable[[nn.Module], None]
+
+
+def module_to_wrap(case: Case, rank: int, flags: Mapping[str, bool]) -> tuple[nn.Module, InitModule | None]:
+    """Return the module that `rank` wraps, and what initialises a module of it; None if all tensors are there.
+
+    Args:
+        case: Its wrapping says what wrapping is to bring.
+        rank: This rank.
+        flags: `requires_grad` by name, where it is not that of a new model.
+    """
+    module = build_model(case)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(flags.get(name, parameter.requires_grad))
+    outside = {inner for name in case.wrapping.ignored for inner in module.get_submodule(name).modules()}
+    managed = [inner for inner in module.modules() if inner not in outside]
+    # Only what wrapping is to bring: ignored modules must be right from the beginning.
+    if case.wrapping.sync_module_states and rank:
+        _change_all(managed, rank)
+    return module, _emptied(managed) if case.wrapping.meta_init else None
+
+
+def move_what_is_ignored(module: nn.Module, setup: Setup) -> None:
+    """Put ignored modules on the device of this rank, as their user does: wrapping moves what it manages."""
+    for name in setup.ignored:
+        module.get_submodule(name).to(setup.device)
+
+
+def _change_all(modules: list[nn.Module], rank: int) -> None:
+    """Give every parameter and buffer of these modules other values, of no rank's equal to another's."""
+    tensors = [t for inner in modules for t in (*inner.parameters(recurse=False), *inner.buffers(recurse=False))]
+    with torch.no_grad():
+        for tensor in dict.fromkeys(tensors):
+            tensor.copy_(~tensor if tensor.dtype == torch.bool else tensor + rank)
+
+
+def _emptied(modules: list[nn.Module]) -> InitModule:
+    """Put the modules' tensors on the meta device, and return what gives a module its own back, shared ones shared."""
+    empty: dict[torch.Tensor, torch.Tensor] = {}
+    full: dict[nn.Module, dict[str, torch.Tensor]] = {}
+    for inner in modules:
+        parameters = dict(inner.named_parameters(recurse=False, remove_duplicate=False))
+        buffers = dict(inner.named_buffers(recurse=False, remove_duplicate=False))
+        full[inner] = parameters | buffers
+        for name, tensor in parameters.items():
+            if tensor not in empty:
+                empty[tensor] = nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
+            setattr(inner, name, empty[tensor])
+        for name, buffer in buffers.items():
+            setattr(inner, name, torch.empty_like(buffer, device="meta"))
+
+    def init_module(module: nn.Module) -> None:
+        for name, tensor in full.get(module, {}).items():
+            setattr(module, name, tensor)
+
+    return init_module

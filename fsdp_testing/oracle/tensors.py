@@ -77,6 +77,19 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.dtype == right.dtype and left.shape == right.shape and torch.equal(bits(left), bits(right))
 
 
+def difference_in_bits(actual: torch.Tensor, expected: torch.Tensor) -> str:
+    """Return in what two tensors differ, to the bit, as a sentence goes on that begins with their name; empty if they do not."""
+    if same_bits(actual, expected):
+        return ""
+    if actual.shape != expected.shape:
+        return f": got shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    if actual.dtype != expected.dtype:
+        return f": got {actual.dtype}, expected {expected.dtype}"
+    got, wanted = actual.reshape(-1), expected.reshape(-1)
+    element = int((bits(got) != bits(wanted)).nonzero()[0])
+    return f", element {element}: got {got[element].item()!r}, expected {wanted[element].item()!r}"
+
+
 def difference(actual: torch.Tensor, expected: torch.Tensor, bound: float | torch.Tensor) -> Difference:
     """Compare element by element; both tensors have the same shape.
 

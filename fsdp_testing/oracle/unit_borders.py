@@ -48,6 +48,7 @@ def _part(unit: nn.Module, other_units: set[int], noted: Contributions) -> Itera
     own = list(_modules_of(unit, other_units))
 
     def begin(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        # Anew for each call, as implementations make theirs.
         _give_views(own, noted)
         return map_tensors(_behind_a_node, (args, dict(kwargs)))
 
@@ -57,6 +58,7 @@ def _part(unit: nn.Module, other_units: set[int], noted: Contributions) -> Itera
                 vars(module).pop(name, None)
 
     yield unit.register_forward_pre_hook(begin, with_kwargs=True)
+    # Also after an exception: a view of a call that is over must not be used by the next one.
     yield unit.register_forward_hook(end, always_call=True)
 
 

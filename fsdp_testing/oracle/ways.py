@@ -143,6 +143,7 @@ class Source:
     def __init__(self, way: str, folder: Path, group: Any = None) -> None:
         self._folder = folder
         self._group = group
+        # A full state is read once; shards are read where they are loaded, each rank its own.
         self._full = None if way in _DIRECTORIES else read(way, folder)
 
     def load_model(self, adapter: Adapter, model: nn.Module) -> None:
@@ -264,6 +265,7 @@ def carried_in_directory(parent: Path) -> Iterator[InDirectory]:
     dist.broadcast_object_list(box, src=0)
     try:
         yield InDirectory(Path(box[0]))
+        # Rank 0 must not remove what others still read. Not after an exception: the others may never come here.
         dist.barrier()
     finally:
         if rank == 0:

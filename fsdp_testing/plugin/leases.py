@@ -59,7 +59,7 @@ class Leases:
         if known is not None:
             return None, known
         directory = self._informed[world] = str(pytest_compat.new_directory(self._config, f"world{world.key.size}-"))
-        if world.kept:
+        if world.reusable:
             world.before_leaving.append(self._end_session)
         return self._description(), directory
 
@@ -113,7 +113,7 @@ class Leases:
     def give_back(self, world: PooledWorld) -> None:
         """Give a world back after a job, and forget it if that was its last."""
         world.release()
-        if not world.trusted or not world.kept:
+        if not world.trusted or not world.reusable:
             self._forget(world)
 
     def _forget(self, world: PooledWorld) -> None:

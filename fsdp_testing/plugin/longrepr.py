@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fsdp_testing.errors import CollectiveMismatch
-from fsdp_testing.ranks.pool.diagnosis import reports_lost_peer
+from fsdp_testing.ranks.pool.cause import reports_lost_peer
 
 Crash = dict[str, Any]
 Element = tuple[dict[str, Any], Crash | None, str | None]

@@ -106,9 +106,9 @@ class Protocol:
         world = self.leases.lend(request)
         try:
             chain = item.listchain()
-            keep = shared_length(chain, nextitem.listchain()) if nextitem is not None and world.kept else 0
+            keep = shared_length(chain, nextitem.listchain()) if nextitem is not None and world.reusable else 0
             debugging = self._debugging(request)
-            task = ItemTask(collected_id(item), str(item.path), keep, not world.kept, debugging, item.location)
+            task = ItemTask(collected_id(item), str(item.path), keep, not world.reusable, debugging, item.location)
             spec, directory = self.leases.introduction(world)
             outcome = world.execute(
                 f"{IN_RANK}:run_item",

@@ -1,4 +1,4 @@
-"""What are the root causes of the failures in a report? Pure: findings grouped, one account for each group.
+"""The root causes of the failures in a report. Pure: findings grouped, one account for each group.
 
 Where causes were looked for (`fsdp_testing.explain`), findings say which they belong to. Others are put together only
 if they look the same in every respect (kind, quantity, name, first operation, model, strategy), or have the very same
@@ -64,8 +64,8 @@ def causes(report: RunReport) -> tuple[Cause, ...]:
                 )
                 key = alike.setdefault(words, fine_signature_of(finding))
             groups.setdefault((result.implementation, key), []).append((result, finding))
-    found = [_cause(name, members) for (name, _), members in groups.items()]
-    return tuple(sorted(found, key=lambda cause: cause.expected))
+    grouped = [_cause(name, members) for (name, _), members in groups.items()]
+    return tuple(sorted(grouped, key=lambda cause: cause.expected))
 
 
 def _cause(name: str, members: list[tuple[CheckResult, Finding]]) -> Cause:

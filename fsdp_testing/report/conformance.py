@@ -16,12 +16,10 @@ from fsdp_testing.report.sheet import (
     Article,
     Block,
     Card,
-    Cards,
     Cell,
     Facts,
     Fold,
     Group,
-    Items,
     Line,
     Link,
     Row,
@@ -29,6 +27,7 @@ from fsdp_testing.report.sheet import (
     Section,
     Sheet,
     Table,
+    bulleted,
     listed,
     numbered,
 )
@@ -98,12 +97,12 @@ def _failed(failures: Failures, results: tuple[CheckResult, ...]) -> Iterator[Bl
         elif result.remark:
             yield Line(f"{result.implementation} {result.check}: {result.remark}")
         elif len(results) <= CAUSES_AT_LENGTH:
-            yield entry(result, shown=True)
+            yield entry(result, unfolded=True)
 
 
 def _unknown(failures: Failures, results: tuple[CheckResult, ...]) -> Iterator[Block]:
     """Results that say the same are shown once."""
-    for (_, _), (first, *others) in _grouped(results, lambda one: (one.implementation, summary.sentence(one))):
+    for _, (first, *others) in _grouped(results, lambda result: (result.implementation, summary.sentence(result))):
         article = failures.result(first, findings=1)
         same = [Line(f"the same: {listed(result.check for result in others)}")] if others else []
         yield replace(article, blocks=(*article.blocks, *same))
@@ -135,7 +134,7 @@ def complete_sheet(report: RunReport) -> Sheet:
     )
     answers = (
         Section("How far to trust it", tuple(map(Line, summary.trust(report)))),
-        Section("What is broken", (Items(tuple(_broken(report, failures))),)),
+        Section("What is broken", (Group(tuple(_broken(report, failures)), "list"),)),
         Section("What to do", tuple(_advice(report))),
     )
     lead = (Group(answers, "answers"), _cards(report))
@@ -156,7 +155,7 @@ def _frame(report: RunReport) -> Sheet:
     )
 
 
-def _cards(report: RunReport) -> Cards:
+def _cards(report: RunReport) -> Group:
     cards = []
     for tally in summary.tallies(report):
         kind = next((verdict for verdict in summary.ATTENTION if tally.counts[verdict]), Verdict.PASS)
@@ -164,7 +163,7 @@ def _cards(report: RunReport) -> Cards:
         name, own = tally.implementation, report.own_names.get(tally.implementation, tally.implementation)
         note = f"{numbered(tally.cases, 'case')}, {tally.seconds:.1f} s"
         cards.append(Card(own, tally.sentence, note, kind.value, shares, name if own != name else ""))
-    return Cards(tuple(cards))
+    return Group(tuple(cards), "tallies")
 
 
 def _broken(report: RunReport, failures: Failures) -> Iterator[Line]:
@@ -210,7 +209,9 @@ def _advice(report: RunReport) -> Iterator[Line]:
 
 
 def _told(failures: Failures) -> Iterator[Section]:
-    new = tuple(failures.cause(cause, anchor, shown=number == 0) for number, (anchor, cause) in enumerate(failures.new))
+    new = tuple(
+        failures.cause(cause, anchor, unfolded=number == 0) for number, (anchor, cause) in enumerate(failures.new)
+    )
     note = "each once, with the operations that show it"
     yield Section("New causes", new, note, "causes", f"New causes ({len(new)})", "fail")
     known = tuple(failures.known_failure(group, anchor) for anchor, group in failures.known)
@@ -261,7 +262,7 @@ def _portraits(report: RunReport, failures: Failures) -> Section:
         folds = []
         for portrait in portraits:
             blocks = (Line(portrait.remark, "said"),) if portrait.remark else drawings(portrait)
-            folds.append(Fold(summary.world_text(portrait.case), blocks, drawn=True, kind="portrait"))
+            folds.append(Fold(summary.world_text(portrait.case), blocks, page_only=True, kind="portrait"))
         sections.append(Section(failures.own(name), tuple(folds)))
     note = "one short program under each strategy, traced; it decides no verdict"
     return Section("How they ran", tuple(sections), note, "portraits")
@@ -271,14 +272,14 @@ def _not_claimed(report: RunReport, failures: Failures) -> Section:
     folds = []
     results = summary.attention(report, Verdict.NOT_CLAIMED)
     for name, own in _grouped(results, lambda result: result.implementation):
-        items = tuple(Line(f"{result.check}: {summary.sentence(result)}") for result in own)
-        folds.append(Fold(f"{failures.own(name)}: {summary.checks(len(own))} not run", (Items(items),)))
+        reasons = bulleted(f"{result.check}: {summary.sentence(result)}" for result in own)
+        folds.append(Fold(f"{failures.own(name)}: {summary.checks(len(own))} not run", (reasons,)))
     return Section("Not claimed", tuple(folds), anchor="not-claimed")
 
 
 def _margins(report: RunReport, failures: Failures) -> Section:
     def table(title: str, unit: str, results: Iterable[tuple[CheckResult, str]]) -> Table:
-        rows = [Row(one.check, (Cell(failures.own(one.implementation)), Cell(number))) for one, number in results]
+        rows = [Row(result.check, (Cell(failures.own(result.implementation)), Cell(n))) for result, n in results]
         return Table("check", ("implementation", unit), (RowGroup(tuple(rows)),), title, numbers=True)
 
     slowest = sorted(report.results, key=lambda result: -result.seconds)[:SLOWEST]

@@ -56,7 +56,7 @@ class Failures:
         )
         return Line(f"breaks {summary.checks(len(results))}:", links=links)
 
-    def cause(self, cause: Cause, anchor: str = "", *, shown: bool = False) -> Article:
+    def cause(self, cause: Cause, anchor: str = "", *, unfolded: bool = False) -> Article:
         """One new cause: what happens, the facts of its first finding, the schedule that shows it, and what it breaks."""
         result, finding = next(
             (result, finding)
@@ -76,8 +76,8 @@ class Failures:
         if explanation is not None:
             blocks += [Line(f"module by module: {explanation.place}", "said")] if explanation.place else []
             document = Listing(explanation.case.to_json(indent=1))
-            blocks += _drawn(cause, shown=shown)
-            blocks.append(Fold("The case as a document, for `fsdp-verify replay`", (document,), drawn=True))
+            blocks += _drawn(cause, unfolded=unfolded)
+            blocks.append(Fold("The case as a document, for `fsdp-verify replay`", (document,), page_only=True))
         return Article(cause.sentence, tuple(blocks), self.own(cause.implementation), "fail", anchor)
 
     def known_failure(self, group: summary.Known, anchor: str) -> Article:
@@ -108,14 +108,16 @@ class Failures:
                 if _overlap(result.findings, group.findings):
                     blocks.append(Line(f"{word}:", "meaning", links=(Link(group.sentence, anchor),)))
         if result.findings:
-            shown = result.findings[:findings]
-            cases: list[Block] = [Group(tuple(_case(one, result, len(shown))), "finding") for one in shown]
+            at_length = result.findings[:findings]
+            cases: list[Block] = [
+                Group(tuple(_case(finding, result, len(at_length))), "finding") for finding in at_length
+            ]
             left = len(result.findings) - findings
             cases += [Line(f"{left} more failing cases are in the JSON report")] if left > 0 else []
             title = numbered(len(result.findings), "failing case")
-            blocks.append(Fold(title, tuple(cases), shown=verdict is not Verdict.EXPECTED_FAILURE))
+            blocks.append(Fold(title, tuple(cases), unfolded=verdict is not Verdict.EXPECTED_FAILURE))
         for index, account in enumerate(summary.accounts(result)):
-            blocks.append(Fold("Why nothing can be said", (Listing(account),), shown=index < ACCOUNTS_AT_LENGTH))
+            blocks.append(Fold("Why nothing can be said", (Listing(account),), unfolded=index < ACCOUNTS_AT_LENGTH))
         blocks.append(self._replay(result))
         owner = self.own(result.implementation)
         return Article(result.check, tuple(blocks), owner, verdict.value, self.anchor(result))
@@ -129,10 +131,10 @@ def _overlap(some: tuple[Finding, ...], others: tuple[Finding, ...]) -> bool:
     return not {id(finding) for finding in some}.isdisjoint(map(id, others))
 
 
-def _facts(finding: Finding, told: str) -> Facts:
-    """The facts of a failing case; `told` is what the reader has read already."""
+def _facts(finding: Finding, sentence: str) -> Facts:
+    """The facts of a failing case; `sentence` is what the reader has read already."""
     pairs = {
-        str(finding.kind): finding.explanation if finding.explanation != told else "",
+        str(finding.kind): finding.explanation if finding.explanation != sentence else "",
         "first at": summary.place_text(finding),
         "tensor" if finding.max_error is not None else "what": finding.quantity,
         "size": summary.size_text(finding),
@@ -146,15 +148,15 @@ def _case(finding: Finding, result: CheckResult, of: int) -> Iterator[Block]:
     """The facts of a failing case, with the account of the ranks at length where it is the only one."""
     yield _facts(finding, summary.sentence(result))
     if finding.detail:
-        yield Fold("Account of all ranks", (Listing(finding.detail),), shown=of == 1)
+        yield Fold("Account of all ranks", (Listing(finding.detail),), unfolded=of == 1)
     document = Listing(finding.case.to_json(indent=1))
-    yield Fold(f"Case {finding.case.identity} as a document", (document,), drawn=True)
+    yield Fold(f"Case {finding.case.identity} as a document", (document,), page_only=True)
 
 
-def entry(result: CheckResult, *, shown: bool = False) -> Fold:
+def entry(result: CheckResult, *, unfolded: bool = False) -> Fold:
     """What a person pastes into the list of expected failures, if the failure is known."""
     title = f"If it is known, for --expected-failures, under [{result.implementation}]:"
-    return Fold(title, (Listing(entry_line(result.check, result.findings), whole=True),), shown=shown)
+    return Fold(title, (Listing(entry_line(result.check, result.findings), whole=True),), unfolded=unfolded)
 
 
 def _steps(cause: Cause) -> Steps:
@@ -165,14 +167,14 @@ def _steps(cause: Cause) -> Steps:
     # A rank is right where its numbers were compared and agree; one that waits for another, or that another contradicts, may be.
     others = False if finding.wrong_on and finding.kind == FailureKind.DIVERGED else None
     ranks = tuple((rank, True if rank in wrong else others) for rank in everyone)
-    told = finding.statement or finding.explanation
+    sentence = finding.statement or finding.explanation
     if cause.explanation is None:
-        return Steps((summary.operation_place(finding),), 0, ranks, told, single=True)
+        return Steps((summary.operation_place(finding),), 0, ranks, sentence, single=True)
     lines = cause.explanation.schedule
     # Schedules are reduced after the finding was made, so that the number of the operation may have changed.
     wanted = _without_number(finding.operation_text.removeprefix("operation "))
     like = [index for index, line in enumerate(lines) if _without_number(line) == wanted]
-    return Steps(lines, like[-1] if like else None, ranks, told)
+    return Steps(lines, like[-1] if like else None, ranks, sentence)
 
 
 def _without_number(line: str) -> str:
@@ -180,11 +182,11 @@ def _without_number(line: str) -> str:
     return rest if number.isdigit() else line
 
 
-def _drawn(cause: Cause, *, shown: bool = False) -> list[Block]:
+def _drawn(cause: Cause, *, unfolded: bool = False) -> list[Block]:
     if cause.explanation is None or cause.explanation.portrait is None:
         return []
     pictures = drawings(cause.explanation.portrait, _steps(cause).wrong)
-    return [Fold("Drawn: who computes, communicates and waits", pictures, shown=shown, drawn=True)]
+    return [Fold("Drawn: who computes, communicates and waits", pictures, unfolded=unfolded, page_only=True)]
 
 
 def drawings(portrait: Portrait, wrong: int | None = None) -> tuple[Picture, ...]:

@@ -1,4 +1,4 @@
-"""How does an output file appear all at once or not at all?
+"""An output file appears all at once or not at all.
 
 Every report is written to a temporary file beside its target and renamed over it, so that a reader never sees half a
 report and an interrupted run leaves the previous one whole.

@@ -1,4 +1,4 @@
-"""How do continuous-integration servers read a report? As JUnit XML, one suite per implementation.
+"""A report for continuous-integration servers: JUnit XML, one suite per implementation.
 
 `pass` is a passed test; `fail` a failure; `unknown` an error; `not claimed` and an expected failure are skipped, with
 the reason; a stale expectation passes and says so in its output.

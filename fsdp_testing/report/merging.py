@@ -1,4 +1,4 @@
-"""How do the parts of one whole become that whole, and how do reports of a run? Each part once, in the order of one run.
+"""The parts of one whole, put together: each once, in the order of one run.
 
 The parts of a run, of a certificate and of a campaign are refused and put in order here; each says what it was asked
 (`Part.alike`).
@@ -107,10 +107,12 @@ def _problems(given: Mapping[str, Part]) -> Iterator[str]:
     first, model = next(iter(parts.items()))
     of = model.shard[1]
     for path, part in parts.items():
-        for name, known in {**model.alike, "number of parts": of}.items():
-            other = {**part.alike, "number of parts": part.shard[1]}[name]
+        for name in {**model.alike, **part.alike}:
+            known, other = (named.get(name, "nothing") for named in (model.alike, part.alike))
             if known != other:
                 yield f"{path} has {name} {other}, {first} has {known}"
+        if part.shard[1] != of:
+            yield f"{path} has number of parts {part.shard[1]}, {first} has {of}"
     seen = Counter(part.shard[0] for part in parts.values() if part.shard[1] == of)
     for number in sorted(seen):
         if not 1 <= number <= of:

@@ -25,11 +25,11 @@ def parity_sheet(cases: Sequence[CaseParity], names: tuple[str, str], *, full: b
         full: Show equal stretches far from any difference too.
     """
     different = sum(not case.equal for case in cases)
-    found = f"{different} of {len(cases)} cases differ" if different else f"the same order in all {len(cases)} cases"
+    outcome = f"{different} of {len(cases)} cases differ" if different else f"the same order in all {len(cases)} cases"
     return Sheet(
         title=f"{names[0]} and {names[1]}: order parity",
         exit_code=1 if different else 0,
-        conclusion=f"{names[0]} and {names[1]}: {found}",
+        conclusion=f"{names[0]} and {names[1]}: {outcome}",
         sections=tuple(_section(case, number, names, full) for number, case in enumerate(cases, 1)),
         subject="Order parity",
         foot="Made by fsdp-testing. Boxes joined by a line are equal; ≠ differ, < only left, > only right.",
@@ -43,14 +43,16 @@ def differing_aspects(case: CaseParity) -> list[str]:
 
 def _section(parity: CaseParity, number: int, names: tuple[str, str], full: bool) -> Section:
     case, differing = parity.case, differing_aspects(parity)
-    same = dict.fromkeys(one.aspect for one in parity.comparisons if one.aspect not in differing)
+    same = dict.fromkeys(comparison.aspect for comparison in parity.comparisons if comparison.aspect not in differing)
     words = f"differ in {listed(differing)}{f' (same {listed(same)})' if same else ''}" if differing else "same order"
     blocks: list[Block] = [Line(fault, "fail") for fault in parity.faults]
     for comparison, ranks in by_rows(parity.comparisons):
         title = f"{comparison.aspect}, rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}: {account(comparison)}"
-        drawn = order_picture(comparison, *names, full=full)
+        picture = order_picture(comparison, *names, full=full)
         table = _table(comparison, names, full=full)
-        blocks.append(Fold(title, (Picture(drawn, "", comparison.aspect, table=table),), shown=not comparison.equal))
+        blocks.append(
+            Fold(title, (Picture(picture, "", comparison.aspect, table=table),), unfolded=not comparison.equal)
+        )
     return Section(
         f"{case.model.name}, {case.strategy}, {case.world.size} ranks: {words}",
         tuple(blocks),

@@ -21,15 +21,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of text.
-
-    Attributes:
-        text: Its beginning.
-        kind: Its class.
-        links: What follows the text, with commas between.
-        command: What can be copied, after all the rest.
-        addresses: Whether web addresses and pages of the documentation in the text become links.
-    """
+    """A text, links with commas between, and what can be copied; with `addresses` web addresses in the text are links too."""
 
     text: str
     kind: str = ""
@@ -39,15 +31,8 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Items:
-    """Lines that are a list."""
-
-    lines: tuple[Line, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Facts:
-    """Names with their values; of the names of a legend the classes are known."""
+    """Names with their values; a legend has the `kinds` of the names."""
 
     pairs: tuple[tuple[str, str], ...]
     kinds: tuple[str, ...] = ()
@@ -85,16 +70,10 @@ class RowGroup:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows by columns.
+    """Rows by columns, which have numbers in place of names in a terminal that is too narrow.
 
-    Attributes:
-        heading: Of the first column.
-        columns: Of the others; numbers stand for them in a terminal that is too narrow.
-        groups: Rows.
-        title: Above it.
-        key: What the cells mean.
-        brief_key: What they mean where they are brief.
-        numbers: Whether cells stand at the right of their columns.
+    `heading` is that of the rows' labels; `key` says what cells mean, `brief_key` where they are brief; `numbers` stand at
+    the right of their columns.
     """
 
     heading: str
@@ -114,14 +93,14 @@ class Steps:
         lines: Each operation.
         wrong: Index of the one at which it goes wrong; None where nobody knows.
         ranks: There: each rank, and whether it is wrong; None where nothing says so.
-        said: What is wrong there.
+        mistake: What is wrong there.
         single: Whether it is one operation of a longer program.
     """
 
     lines: tuple[str, ...]
     wrong: int | None = None
     ranks: tuple[tuple[int, bool | None], ...] = ()
-    said: str = ""
+    mistake: str = ""
     single: bool = False
 
 
@@ -135,15 +114,7 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A drawing for a page; a terminal shows the `table` of it, if there is one.
-
-    Attributes:
-        svg: Markup.
-        caption: What it shows.
-        label: Its name, for readers of screens.
-        title: Stands before the caption.
-        timed: Whether it shows what ranks do over time, so that colours need a key.
-    """
+    """A drawing for a page; a terminal shows its `table`, if it has one. The colours of what is `timed` need a key."""
 
     svg: str
     caption: str
@@ -155,27 +126,28 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """What a page folds away unless `shown`, and a terminal leaves out unless it is to be complete.
+    """What a page folds away unless `unfolded`, and a terminal leaves out unless it is to be complete.
 
-    `drawn` is for a page alone: pictures, and documents for other commands. `kind` is its class.
+    `page_only`: no terminal shows it, for it holds pictures, or a document for another command.
     """
 
     title: str
     blocks: tuple[Block, ...]
-    shown: bool = False
-    drawn: bool = False
+    unfolded: bool = False
+    page_only: bool = False
     kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Article:
-    """One failure, cause, or verdict: whose it is, what it is, and the facts."""
+    """One failure, cause, or verdict: whose it is, what it is, in a word and a sentence if it has both, and the facts."""
 
     heading: str
     blocks: tuple[Block, ...]
     owner: str = ""
     kind: str = ""
     anchor: str = ""
+    sentence: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,15 +163,8 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True)
-class Cards:
-    """All subjects."""
-
-    cards: tuple[Card, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Group:
-    """Blocks that belong together; on a page an element of the class `kind`, side by side where that is `pair` or `answers`."""
+    """Blocks that belong together: a `list`, or an element of the class `kind`, side by side in a `pair` and in `answers`."""
 
     blocks: tuple[Block, ...]
     kind: str
@@ -207,16 +172,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Blocks under a title.
+    """Blocks under a title; in the table of contents by its `entry`, or its title, if it has an anchor.
 
-    Attributes:
-        title: Of the section.
-        blocks: What it holds.
-        note: Explains the title.
-        anchor: Of a page; a section without one is not in its table of contents.
-        entry: What the table of contents calls it; empty for the title.
-        kind: Its class.
-        at_sight: So many blocks are printed in a terminal; 0 for all.
+    A terminal shows the first `at_sight` blocks and counts the others; 0 for all.
     """
 
     title: str
@@ -228,7 +186,7 @@ class Section:
     at_sight: int = 0
 
 
-Block = Line | Items | Facts | Table | Steps | Listing | Picture | Fold | Article | Cards | Group | Section
+Block = Line | Facts | Table | Steps | Listing | Picture | Fold | Article | Card | Group | Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +200,7 @@ class Sheet:
         lead: What comes first.
         sections: Everything else.
         closing: What a terminal shows before the conclusion.
-        subject: Heading of the page.
+        subject: Heading of the page; the title where it is empty.
         genre: What sort of page it is.
         headline: What a reader of the page should know first; the conclusion where it is empty.
         foot: The last words of the page.
@@ -270,6 +228,11 @@ class Sheet:
     def state(self) -> str:
         """Class of the banner. Green is for a result in which everything holds."""
         return {0: "known" if self.known else "good", 1: "bad"}.get(self.exit_code, "unknown")
+
+
+def bulleted(texts: Iterable[str]) -> Group:
+    """Return lines as a list."""
+    return Group(tuple(map(Line, texts)), "list")
 
 
 def numbered(count: int, noun: str) -> str:

@@ -7,10 +7,10 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from fsdp_testing.base.documentation import page
-from fsdp_testing.cases.records import Case, CheckResult, ExpectedFailure, Finding, RunReport, Verdict, merge
+from fsdp_testing.cases.records import AXES, Case, CheckResult, ExpectedFailure, Finding, RunReport, Verdict, merge
 
 # Order in which a reader wants them: what is wrong, what is unclear, what was foreseen.
 ATTENTION = (Verdict.FAIL, Verdict.UNKNOWN, Verdict.STALE, Verdict.EXPECTED_FAILURE)
@@ -126,11 +126,11 @@ def _known(members: list[tuple[ExpectedFailure, CheckResult, Finding]]) -> Known
 
 def _entry_in(text: str, finding: Finding) -> ExpectedFailure:
     """The entry that a report of an earlier version has as text: a reason, and the page that it names."""
-    found = PAGE.search(text)
-    if found is None:
+    match = PAGE.search(text)
+    if match is None:
         return ExpectedFailure(text, finding.kind)
-    reason = text[: found.start()].rstrip(" :;,(") or text
-    return ExpectedFailure(reason, finding.kind, page=found.group(), issue=text[found.end() :].strip(" ,;"))
+    reason = text[: match.start()].rstrip(" :;,(") or text
+    return ExpectedFailure(reason, finding.kind, page=match.group(), issue=text[match.end() :].strip(" ,;"))
 
 
 def implementations(report: RunReport) -> tuple[str, ...]:
@@ -304,14 +304,7 @@ def operation_place(finding: Finding) -> str:
 def world_text(case: Case) -> str:
     """Return a case in a few words: model, world, strategy, dtypes."""
     parts = [case.model.name, f"{case.world.size} ranks", case.strategy, case.model.dtype]
-    if case.mixed_precision is not None:
-        dtypes = astuple(case.mixed_precision)
-        parts.append("mixed precision " + "/".join(dtype or "-" for dtype in dtypes))
-    if case.cpu_offload:
-        parts.append("CPU offload")
-    if case.world.tensor_parallel > 1:
-        parts.append(f"tensor parallelism over {case.world.tensor_parallel}")
-    return ", ".join(parts)
+    return ", ".join([*parts, *(text for axis in AXES if (text := axis.text(case)))])
 
 
 def replay_line(result: CheckResult, report: RunReport) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
@@ -16,12 +17,11 @@ from fsdp_testing.base.printable import printable
 from fsdp_testing.report.sheet import (
     Article,
     Block,
-    Cards,
+    Card,
     Cell,
     Facts,
     Fold,
     Group,
-    Items,
     Line,
     Listing,
     Picture,
@@ -117,11 +117,8 @@ class _Printer:
 
     def _line(self, line: Line) -> Iterator[Text]:
         texts = (line.text, listed(link.text for link in line.links))
-        said = self._indented(" ".join(filter(None, texts)), line.kind)
-        yield Text.assemble(said, (f" {line.command}", "bold")) if line.command else said
-
-    def _items(self, items: Items) -> Iterator[RenderableType]:
-        return self._inside(items.lines)
+        text = self._indented(" ".join(filter(None, texts)), line.kind)
+        yield Text.assemble(text, (f" {line.command}", "bold")) if line.command else text
 
     def _facts(self, facts: Facts) -> Iterator[RenderableType]:
         grid = Grid.grid(padding=(0, 2))
@@ -147,24 +144,27 @@ class _Printer:
             yield from self._table(picture.table)
 
     def _fold(self, fold: Fold) -> Iterator[RenderableType]:
-        if not fold.drawn and (fold.shown or self._full):
+        if not fold.page_only and (fold.unfolded or self._full):
             yield self._indented(fold.title, "meaning")
             yield from self._inside(fold.blocks)
 
     def _article(self, article: Article) -> Iterator[RenderableType]:
         owner = (f"{printable(article.owner)}: ", "bold") if article.owner else ""
-        yield Text.assemble(self._indent, owner, plain(article.heading))
+        heading = ": ".join(filter(None, (article.heading, article.sentence)))
+        yield Text.assemble(self._indent, owner, plain(heading))
         yield from self._inside(article.blocks)
         yield Text()
 
-    def _cards(self, cards: Cards) -> Iterator[RenderableType]:
-        width = max((len(printable(card.title)) for card in cards.cards), default=0)
-        for card in cards.cards:
-            said = f"{printable(card.title):<{width}}  {card.sentence}  ({card.note})"
-            yield plain(said, STYLES.get(card.kind, ""))
+    def _card(self, card: Card) -> Iterator[RenderableType]:
+        yield self._indented(f"{card.title}  {card.sentence}  ({card.note})", card.kind)
 
     def _group(self, group: Group) -> Iterator[RenderableType]:
-        return self.parts(group.blocks)
+        width = max((len(block.title) for block in group.blocks if isinstance(block, Card)), default=0)
+        blocks = [
+            replace(block, title=block.title.ljust(width)) if isinstance(block, Card) else block
+            for block in group.blocks
+        ]
+        return self._inside(blocks) if group.kind == "list" else self.parts(blocks)
 
     def _section(self, section: Section) -> Iterator[RenderableType]:
         style = STYLES.get(section.kind, "bold")
@@ -172,11 +172,11 @@ class _Printer:
             yield Rule(plain(section.title, style), style=style, align="left")
         if section.note:
             yield self._indented(section.note, "meaning")
-        shown = section.blocks[: section.at_sight or None]
-        yield from self.parts(shown)
-        if len(shown) < len(section.blocks):
-            yield plain(f"and {len(section.blocks) - len(shown):,} more; --html or --json has all", "dim")
-        if shown and not isinstance(shown[-1], Article | Picture | Section | Table):
+        visible = section.blocks[: section.at_sight or None]
+        yield from self.parts(visible)
+        if len(visible) < len(section.blocks):
+            yield plain(f"and {len(section.blocks) - len(visible):,} more; --html or --json has all", "dim")
+        if visible and not isinstance(visible[-1], Article | Picture | Section | Table):
             yield Text()
 
     def _table(self, table: Table) -> Iterator[RenderableType]:

@@ -56,7 +56,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
         return [tree]
     if isinstance(tree, Mapping):
         tree = list(tree.values())
-    return [found for part in tree for found in tensors_in(part)] if isinstance(tree, (list, tuple)) else []
+    return [tensor for part in tree for tensor in tensors_in(part)] if isinstance(tree, (list, tuple)) else []
 
 
 def on_cpu(tree: Any) -> Any:
@@ -72,8 +72,8 @@ def on_cpu(tree: Any) -> Any:
 
 def row_digests(tree: Any) -> tuple[str, ...]:
     """Return a digest of each row: of the first tensor with rows, and of all others with as many."""
-    found = [tensor.detach().cpu() for tensor in tensors_in(tree) if tensor.ndim]
-    rows = [tensor.contiguous() for tensor in found if len(tensor) == len(found[0])]
+    tensors = [tensor.detach().cpu() for tensor in tensors_in(tree) if tensor.ndim]
+    rows = [tensor.contiguous() for tensor in tensors if len(tensor) == len(tensors[0])]
     if not rows:
         return ()
     raw = [tensor.reshape(len(tensor), -1).view(torch.uint8) if tensor.numel() else tensor for tensor in rows]
@@ -85,5 +85,5 @@ def row_digests(tree: Any) -> tuple[str, ...]:
 
 def holds_a_loss(output: Any) -> bool:
     """Whether a scalar that can be differentiated is in what a forward returned."""
-    found = [getattr(output, "loss", None), *tensors_in(output)]
-    return any(isinstance(one, torch.Tensor) and one.ndim == 0 and one.requires_grad for one in found)
+    values = [getattr(output, "loss", None), *tensors_in(output)]
+    return any(isinstance(value, torch.Tensor) and value.ndim == 0 and value.requires_grad for value in values)

@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fsdp_testing.judging.checkers.divergence import DECISIVE
-from fsdp_testing.train import evidence_causes
+from fsdp_testing.train import evidence
 from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, Difference, floor, suggestion
+from fsdp_testing.train.control import control, wrong_term
 from fsdp_testing.train.conventions import BATCH_NORM, LOSS, SCHEDULER, flag
-from fsdp_testing.train.evidence_causes import MetricFact
+from fsdp_testing.train.idle import stands_still, still_though_stepped
 from fsdp_testing.train.quantities import Kind, Quantity, spans_of_kind
 from fsdp_testing.train.spans import assembled
-from fsdp_testing.train.terms import wrong_term
-from fsdp_testing.train.whole import Disagreement, WholeRun, first_steps, initial
+from fsdp_testing.train.whole import Disagreement, WholeRun, first_steps
 
 UNEVEN = 1e-3
 """Weights of ranks that differ by less, or gradients of ranks that are so nearly multiples of one another, say nothing."""
@@ -28,7 +28,14 @@ def wrong_in_itself(run: WholeRun) -> str:
 
     No weight of the model changes though backward passes ran, gradients wait to be reduced, an order of data is repeated.
     """
-    return _strange_optimizer(run) or _no_gradient(run) or _unreduced(run) or _order(run)
+    return (
+        _strange_optimizer(run)
+        or _no_gradient(run)
+        or _unreduced(run)
+        or _order(run)
+        or still_though_stepped(run)
+        or control(run).wrong
+    )
 
 
 def of_same_rows(run: WholeRun, times: int) -> str:
@@ -39,20 +46,9 @@ def of_same_rows(run: WholeRun, times: int) -> str:
     )
 
 
-def _stands_still(run: WholeRun, steps: Sequence[int]) -> bool:
-    """Whether no parameter of the models changes in any of these steps."""
-    start = initial(run)
-    for key in run.names(Kind.PARAMETER, Kind.COPIED):
-        values = run.quantities[key]
-        before = [start[key][0] if key in start else values[0], *values]
-        if any(not torch.equal(before[step], before[step + 1]) for step in steps):
-            return False
-    return bool(run.names(Kind.PARAMETER, Kind.COPIED))
-
-
 def _strange_optimizer(run: WholeRun) -> str:
     for seen in first_steps(run):
-        if seen.strange and seen.strange == seen.stepped and _stands_still(run, range(run.steps)):
+        if seen.strange and seen.strange == seen.stepped and stands_still(run, range(run.steps)):
             return (
                 f"the optimizer steps {seen.stepped} tensors, none of which belongs to the model that was run, and no "
                 "weight of the model changes. Cause: the optimizer was made before the model was wrapped (or converted), which "
@@ -65,7 +61,7 @@ def _no_gradient(run: WholeRun) -> str:
     for step in range(run.steps):
         seen = [rank.steps[step] for rank in run.ranks]
         unseen = not any(one.given for one in seen) and any(one.losses for one in seen)
-        if unseen and _stands_still(run, [step]):
+        if unseen and stands_still(run, [step]):
             return (
                 f"no parameter has a gradient when the optimizer steps at step {step}, though {len(seen[0].losses)} backward "
                 "passes ran on each rank. Cause: the no_sync boundary is off by one, so that gradients are kept unreduced, or "
@@ -141,10 +137,11 @@ def of_disagreement(run: WholeRun, odd: Disagreement) -> str:
             "Cause: the optimizer steps copies of the parameters, and the copy is not written back on every rank, or not alike. "
             "Copy after each step, on all ranks."
         )
-    by_evidence = evidence_causes.between_ranks(run.evidence, MetricFact(str(odd.quantity), False, False))
+    by_evidence = evidence.between_ranks(run.evidence, str(odd.quantity))
+    reduced = all(all(rank.steps[odd.step].evidence.reduced[-1:]) for rank in run.ranks)
     return (
         _skipped(run, odd)
-        or (_local_norm(run, odd.step) if _reduced(run, odd.step) else "")
+        or (_local_norm(run, odd.step) if reduced else "")
         or _some_unreduced(run, odd)
         or by_evidence
         or "Each rank changes its own copy: look for a gradient that is not reduced, or a step that one rank skips."
@@ -165,8 +162,8 @@ def of_returned(run: WholeRun, reference: WholeRun, difference: Difference) -> s
             return False
         return torch.allclose(torch.stack(others).sum(dim=0) * scale, due, rtol=1e-6, atol=0.0)
 
-    fact = MetricFact(name, agrees(1.0 / run.size), agrees(1.0))
-    return evidence_causes.between_ranks(run.evidence, fact) or (
+    reduced = "mean" if agrees(1.0 / run.size) else "sum" if agrees(1.0) else ""
+    return evidence.between_ranks(run.evidence, name, reduced) or (
         "Ranks that compute the same must return the same: look for a metric or gradient that is not reduced, a seed that "
         "depends on the rank, or dropout that is out of step."
     )
@@ -194,10 +191,6 @@ def _some_unreduced(run: WholeRun, odd: Disagreement) -> str:
     )
 
 
-def _reduced(run: WholeRun, step: int) -> bool:
-    return all(all(rank.steps[step].evidence.reduced[-1:]) for rank in run.ranks)
-
-
 def _local_norm(run: WholeRun, step: int) -> str:
     norms = [rank.steps[step].norms for rank in run.ranks]
     if len(set(norms)) == 1:
@@ -215,15 +208,14 @@ def _local_norm(run: WholeRun, step: int) -> str:
 def of_difference(reference: WholeRun, run: WholeRun, difference: Difference) -> str:
     """Return why a world differs from the reference world."""
     step = min(difference.step, run.steps - 1)  # what is returned may have other steps than the optimizer
-    of_evidence = "" if run.shares_work else evidence_causes.between_sizes(reference.evidence, run.evidence, run.size)
-    terms = [[seen.terms for seen in rank.steps] for rank in run.ranks]
+    of_evidence = "" if run.shares_work else evidence.between_sizes(reference.evidence, run.evidence, run.size)
     return (
         _by_design(run, difference)
-        or evidence_causes.of_rate(difference, run.size)
+        or evidence.of_rate(difference, run.size)
         or _kept(difference)
         or (step >= 0 and _of_step(reference, run, step))
         or of_evidence
-        or wrong_term(reference.quantities, run.quantities, terms, CLEAR_ROUNDINGS)
+        or wrong_term(reference, run, CLEAR_ROUNDINGS)
         or _loss(difference)
         or suggestion(difference, run.size)
     )
@@ -305,14 +297,15 @@ def _batch_norm(run: WholeRun, step: int) -> str:
     if not run.ranks[0].steps[step].batch_norm:
         return ""
     return (
-        "Cause: BatchNorm normalises the rows of each rank alone. Use SyncBatchNorm, or another normalisation; without that N "
+        "Cause: BatchNorm normalises the rows of each rank alone: each rank's own statistic, by design or by mistake. Use "
+        "SyncBatchNorm, or another normalisation; without that N "
         f"ranks are not one process. {flag(BATCH_NORM) if run.ranks[0].dropout_off else ''}".rstrip()
     )
 
 
 def _own_counts(reference: WholeRun, run: WholeRun, step: int) -> str:
     """Return the cause where one process has a mean of the ranks' gradients by weights, and the ranks have the plain mean."""
-    ranks = [_summed_terms(rank.steps[step].terms) for rank in run.ranks]
+    ranks = [_summed_terms(rank.steps[step].terms.passes) for rank in run.ranks]
     names = [name for name in ranks[0] if all(name in rank for rank in ranks)]
     wanted, given = (_gradients(one, names, step) for one in (reference, run))
     if wanted is None or given is None:
@@ -324,7 +317,8 @@ def _own_counts(reference: WholeRun, run: WholeRun, step: int) -> str:
     weights = torch.linalg.lstsq(terms, wanted[:, None]).solution[:, 0]
     fits = (terms @ weights - wanted).abs().max() <= bound and (terms.mean(1) - given).abs().max() <= bound
     uneven = float((weights - 1 / run.size).abs().max()) > UNEVEN and abs(float(weights.sum()) - 1) < UNEVEN
-    if not (fits and uneven and bool((weights > 0).all()) and _independent(terms)):
+    singular = torch.linalg.svdvals(terms)
+    if not (fits and uneven and bool((weights > 0).all()) and bool(singular[-1] > UNEVEN * singular[0])):
         return ""
     return (
         f"Cause: the loss is divided by the rank's own count (of tokens, of weights). At step {step} one process weights the "
@@ -348,11 +342,6 @@ def _gradients(run: WholeRun, names: Sequence[str], step: int) -> torch.Tensor |
     return torch.cat([one[0].double().reshape(-1) for one in values]) if names and all(values) else None
 
 
-def _independent(terms: torch.Tensor) -> bool:
-    singular = torch.linalg.svdvals(terms)
-    return bool(singular[-1] > UNEVEN * singular[0])
-
-
 def _loss(difference: Difference) -> str:
     if difference.quantity.kind is not Kind.LOSS:
         return ""
@@ -363,8 +352,9 @@ def _loss(difference: Difference) -> str:
 
 
 OWN_LOSS = (
-    "Cause: the loss over the rows of a rank is no mean over rows, so that the mean of the ranks' losses is not that of all "
-    "rows: a router's balance, a contrastive loss, or a count of its own, within forward. One process that is given the rows of "
+    "Cause: each rank's own statistic, by design or by mistake: the loss over the rows of a rank is no mean over "
+    "rows, so that the mean of the ranks' losses is not that of all rows: a router's balance, a contrastive loss, or a count of "
+    "its own, within forward. One process that is given the rows of "
     f"each rank apart does the same. Compute that term over the rows of all ranks. {flag(LOSS)}"
 )
 

@@ -18,7 +18,7 @@ from fsdp_testing.train import causes
 from fsdp_testing.train.comparison import Difference, first_difference
 from fsdp_testing.train.conventions import BATCH_NORM, CONVENTIONS, SCHEDULER
 from fsdp_testing.train.deciding import Compared, decide
-from fsdp_testing.train.feeding import Feed, feeds_of
+from fsdp_testing.train.feed import Feed, feeds_of
 from fsdp_testing.train.on_rank import RunSettings
 from fsdp_testing.train.pair import Pair, check_repeats, check_until, computes_the_same, may_be_given_weights
 from fsdp_testing.train.parts import doubled, shares_rows, takers, with_parts_in_place
@@ -86,9 +86,6 @@ def _judge(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
     pair = Pair(runner, alone, run)
     _check_disagreements(pair)
     compared = decide(pair)
-    wrong = causes.wrong_in_itself(run)
-    if wrong:
-        raise Failed(f"is wrong in itself, as any world would be: {wrong}")
     sentence = f"{run.steps} steps are those of {start.world(alone.size)}"
     return Judgement(size, Verdict.PASS, sentence, compared.lines, compared.unknown)
 

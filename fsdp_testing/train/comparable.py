@@ -9,6 +9,7 @@ from fsdp_testing.cases.records.tolerance import UNIT_ROUNDOFF
 from fsdp_testing.judging.checkers.divergence import DECISIVE
 from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, Difference, first_difference, part, side_by_side
 from fsdp_testing.train.quantities import LOSS, RATE, Kind, Quantities, Quantity
+from fsdp_testing.train.whole import WholeRun
 
 Compare = Callable[[Sequence[Quantity], Sequence[float]], Difference | None]
 """Compares quantities of two runs; the gradients of the second, and their norm, times a factor for each step."""
@@ -162,42 +163,20 @@ def _vanishes(key: Quantity, run: Quantities, roundoff: float) -> bool:
     return True
 
 
-def nothing_trained(start: Quantities, run: Quantities, *, gradients_seen: bool = True) -> str:
-    """Return what a run lacks that trained nothing, so that nothing follows from its agreement; empty if it trained.
-
-    Args:
-        start: Parameters before the first step.
-        run: What was computed, with the parameters after each step.
-        gradients_seen: Whether the optimizer steps the tensors that have the gradients.
-    """
-    moved = [
-        not value.equal(start[key][0])
-        for key, values in run.items()
-        if key in start
-        for value in values
-        if value.shape == start[key][0].shape
-    ]
-    gradients = [value for key, values in run.items() if key.kind is Kind.GRADIENT for value in values]
-    zero = gradients_seen and bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
-    lacking = ["no gradient other than zero"] if zero else []
-    lacking += ["no parameter that changes"] if moved and not any(moved) else []
-    return " and ".join(lacking)
-
-
-def loss_table(reference: Quantities, other: Quantities, size: int, other_size: int) -> tuple[str, ...]:
+def loss_table(reference: WholeRun, other: WholeRun) -> tuple[str, ...]:
     """Return loss and norm of the gradient of both worlds, step by step; empty where no step was seen."""
-    steps = min(len(reference.get(LOSS, [])), len(other.get(LOSS, [])))
+    losses = [run.quantities.get(LOSS, []) for run in (reference, other)]
+    steps = min(map(len, losses))
     columns = [
-        [(float(run[LOSS][step].double().sum()), _norm(run, step)) for step in range(steps)]
-        for run in (reference, other)
+        [(float(values[step].double().sum()), _norm(run, step)) for step in range(steps)]
+        for run, values in zip((reference, other), losses)
     ]
-    return side_by_side(columns[0], columns[1], size, other_size) if steps else ()
+    return side_by_side(columns[0], columns[1], reference.size, other.size) if steps else ()
 
 
-def _norm(quantities: Quantities, step: int) -> float:
-    squares = [
-        float(values[step].double().square().sum())
-        for key, values in quantities.items()
-        if key.kind is Kind.GRADIENT and step < len(values)
-    ]
-    return float(sum(squares) ** 0.5)
+def _norm(run: WholeRun, step: int) -> float | None:
+    """Return the norm of the gradient at a step; None where none was there to be measured."""
+    values = [run.quantities[key][step : step + 1] for key in run.names(Kind.GRADIENT)]
+    squares = [float(one[0].double().square().sum()) for one in values if one and one[0].numel()]
+    given = any(rank.steps[step].given for rank in run.ranks)
+    return float(sum(squares) ** 0.5) if squares and given else None

@@ -180,10 +180,14 @@ def beyond_roundings(
         decided: Takes note of how much was compared, and what of it is undecided.
         start: As for `first_difference`.
     """
+    import torch
+
     spread: dict[Place, torch.Tensor] = {}
     for seed in range(1, RUNS + 1):
         for here, there in disturbed(seed):
-            _widen(spread, here, there)
+            for place in in_order(here):
+                distance = _distance(there, here, place)
+                spread[place] = torch.maximum(spread[place], distance) if place in spread else distance
         if seed in STAGES:
             difference = first_difference(reference, other, roundings, _room_of(spread, seed), start=start)
             if difference is not None:
@@ -194,14 +198,6 @@ def beyond_roundings(
             decided.add(seen)
             break
     return None
-
-
-def _widen(spread: dict[Place, torch.Tensor], here: Quantities, there: Quantities) -> None:
-    import torch
-
-    for place in in_order(here):
-        distance = _distance(there, here, place)
-        spread[place] = torch.maximum(spread[place], distance) if place in spread else distance
 
 
 _SET = (Kind.RATE, Kind.SETTING)
@@ -319,12 +315,15 @@ def suggestion(difference: Difference, size: int) -> str:
 
 
 def side_by_side(
-    reference: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]], size: int, other_size: int
+    reference: Sequence[tuple[float, float | None]],
+    other: Sequence[tuple[float, float | None]],
+    size: int,
+    other_size: int,
 ) -> tuple[str, ...]:
     """Return lines with loss and norm of the gradient of two worlds, step by step.
 
     Args:
-        reference: Loss and norm at each step.
+        reference: Loss and norm at each step; None where no norm was measured.
         other: Those of the other world.
         size: Ranks of the reference.
         other_size: Ranks of the other world.
@@ -333,7 +332,7 @@ def side_by_side(
         f"{what} ({count} rank{'s' if count > 1 else ''})" for what in ("loss", "norm") for count in (size, other_size)
     ]
     rows = [
-        (str(step), *(f"{x:.6g}" for x in (a[0], b[0], a[1], b[1])))
+        (str(step), *("-" if x is None else f"{x:.6g}" for x in (a[0], b[0], a[1], b[1])))
         for step, (a, b) in enumerate(zip(reference, other))
     ]
     table = [("step", *titles), *rows]

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from fsdp_testing.train import causes, readings
-from fsdp_testing.train.comparable import Comparable, comparable, nothing_trained, only, vanishing
+from fsdp_testing.train.comparable import Comparable, comparable, only, vanishing
 from fsdp_testing.train.comparison import Decided, Difference
+from fsdp_testing.train.control import control
 from fsdp_testing.train.conventions import LOSS as OWN_LOSSES
+from fsdp_testing.train.idle import idle_lines, nothing_trained
 from fsdp_testing.train.pair import Pair, fail
 from fsdp_testing.train.quantities import LOSS, Kind, Quantities, Quantity
 from fsdp_testing.train.report import compared_lines
-from fsdp_testing.train.running import Undecided
+from fsdp_testing.train.running import Failed, Undecided
 from fsdp_testing.train.whole import WholeRun, initial, is_mean_of_weights, with_ends
 
 
@@ -60,6 +62,9 @@ def decide(pair: Pair) -> Compared:
     difference = pair.difference(lambda world: only(world.quantities, trained), decided) or other_steps
     if difference is not None:
         _fail_by(pair, difference, names, trained)
+    wrong = causes.wrong_in_itself(run) or causes.wrong_in_itself(reference)
+    if wrong:
+        raise Failed(f"is wrong in itself, as any world would be: {wrong}", pair.table)
     check_trained(run, names)
     remarks = _judge_losses(pair, decided) if LOSS in run.quantities and start.takes_rows else []
     unknown = _undecided(decided)
@@ -68,6 +73,7 @@ def decide(pair: Pair) -> Compared:
         remarks.append(f"not decided: {', '.join(vanished[:3])}: its gradient is zero but for roundings")
     remarks += _judge_logged(pair, chosen)
     remarks += _generators(reference, run)
+    remarks += [control(run).line, *idle_lines(run)]
     named = [*names, *({LOSS} & {*run.quantities})]
     return Compared(compared_lines(run, named, left, remarks), (*unknown, *_not_compared(pair, decided)))
 

@@ -42,12 +42,12 @@ def held(engine: Any, *, gradients: bool) -> dict[str, tuple[Piece, ...]]:
     Collectives: some for each parameter of stage 1 and above. Gradients are there after backward and before the step only.
     """
     utils: Any = sys.modules["deepspeed.utils"]
-    found: dict[str, tuple[Piece, ...]] = {}
+    parameters: dict[str, tuple[Piece, ...]] = {}
     for name, parameter in naming.named_parameters(engine.module):
         value = utils.safe_get_full_fp32_param(parameter)
         gradient = utils.safe_get_full_grad(parameter) if gradients and parameter.requires_grad else None
         value = parameter if value is None else value
-        found[name] = (
+        parameters[name] = (
             Piece(
                 tuple(value.shape),
                 0,
@@ -57,7 +57,7 @@ def held(engine: Any, *, gradients: bool) -> dict[str, tuple[Piece, ...]]:
                 requires_grad=parameter.requires_grad,
             ),
         )
-    return found
+    return parameters
 
 
 def moments(engine: Any) -> dict[str, dict[str, StateEntry]]:
@@ -68,13 +68,13 @@ def moments(engine: Any) -> dict[str, dict[str, StateEntry]]:
     utils: Any = sys.modules["deepspeed.utils"]
     kept = engine.basic_optimizer.state.values() if engine.basic_optimizer is not None else ()
     keys = sorted({key for state in kept for key, value in state.items() if torch.is_tensor(value) and value.ndim})
-    found: dict[str, dict[str, StateEntry]] = {}
+    states: dict[str, dict[str, StateEntry]] = {}
     for name, parameter in naming.named_parameters(engine.module):
         for key in keys if parameter.requires_grad else ():
             value = utils.safe_get_full_optimizer_state(parameter, key)
             if value is not None:
-                found.setdefault(name, {})[key] = pieces.of_tensor(value)
-    return found
+                states.setdefault(name, {})[key] = pieces.of_tensor(value)
+    return states
 
 
 def see_steps(engine: Any, begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:

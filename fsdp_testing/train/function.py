@@ -14,6 +14,7 @@ from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.ranks.pool import Pool, WorldOutcome, default_pool
 from fsdp_testing.ranks.pool.targets import Target, resolve, target_of
 from fsdp_testing.ranks.pool.world import World, current_world
+from fsdp_testing.train import causes
 from fsdp_testing.train.check import judged, run_alone
 from fsdp_testing.train.comparison import ROUNDINGS
 from fsdp_testing.train.deciding import check_something
@@ -139,6 +140,9 @@ def check_training(
     except Undecided as why:
         raise TrainingUndecided(f"{start.target}: {start.sentence(first, why)}") from why
     unknown += runner.unsteady
+    wrong = causes.wrong_in_itself(reference) if len(world_sizes) == 1 else ""
+    if wrong:
+        raise TrainingDiffers(f"{start.target}: {start.world(first)} is wrong in itself: {wrong}")
     try:
         check_something(reference)
     except Undecided as why:

@@ -39,7 +39,7 @@ class Pass:
         planned: Whether `indices` are those of a whole pass.
         trained: Forwards with gradients that ran while an item of it was the last that was taken.
         epoch: The epoch by which its sampler shuffles; None without such a sampler.
-        told: How often `set_epoch` of any `DistributedSampler` had been called before.
+        epoch_calls: How often `set_epoch` of any `DistributedSampler` had been called before.
     """
 
     items: list[Any] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Pass:
     planned: bool = False
     trained: int = 0
     epoch: int | None = None
-    told: int = 0
+    epoch_calls: int = 0
 
     @property
     def counts(self) -> bool:
@@ -96,7 +96,11 @@ class LoaderSeen:
         passes = [one for one in self.passes if one.counts and one.epoch is not None]
         for first, second in pairwise(passes):
             if first.epoch == second.epoch and first.has_order_of(second):
-                return "is not called" if first.told == second.told else f"is called with {second.epoch} again"
+                return (
+                    "is not called"
+                    if first.epoch_calls == second.epoch_calls
+                    else f"is called with {second.epoch} again"
+                )
         return ""
 
 
@@ -162,13 +166,13 @@ class LoaderWatch:
         self._drawn: Drawn | None = None
         self._open: tuple[Pass, list[Any], Iterator[Any]] | None = None
 
-    def begin(self, begin: Callable[[], Iterator[Any]], told: int) -> tuple[Pass, Iterator[Any]]:
+    def begin(self, begin: Callable[[], Iterator[Any]], epoch_calls: int) -> tuple[Pass, Iterator[Any]]:
         """Begin a pass by `begin`; return the pass, and what gives its items."""
         loader, seen = self.loader, self.seen
         own = self._watched(begin)
         samplers = list(_samplers(loader))
         epochs = [one.epoch for one in samplers if _shuffles_by_epoch(one)]
-        one = Pass(epoch=epochs[0] if epochs else None, told=told)
+        one = Pass(epoch=epochs[0] if epochs else None, epoch_calls=epoch_calls)
         seen.passes.append(one)
         given: list[Any] = []
         seen.due = _length(loader)
@@ -247,8 +251,8 @@ def _samplers(loader: Any) -> Iterator[Any]:
     known: list[Any] = []
     while waiting and len(known) < 16:
         one = waiting.pop(0)
-        found = [getattr(one, name, None) for name in ("batch_sampler", "sampler")]
-        for sampler in found:
+        samplers = [getattr(one, name, None) for name in ("batch_sampler", "sampler")]
+        for sampler in samplers:
             if sampler is not None and not any(sampler is other for other in known):
                 known.append(sampler)
                 waiting.append(sampler)
@@ -256,8 +260,8 @@ def _samplers(loader: Any) -> Iterator[Any]:
 
 
 def _shuffles_by_epoch(sampler: Any) -> bool:
-    told = callable(getattr(sampler, "set_epoch", None)) and type(getattr(sampler, "epoch", None)) is int
-    return told and getattr(sampler, "shuffle", False) is True
+    takes_epochs = callable(getattr(sampler, "set_epoch", None)) and type(getattr(sampler, "epoch", None)) is int
+    return takes_epochs and getattr(sampler, "shuffle", False) is True
 
 
 def _is_pure(loader: Any) -> bool:
@@ -315,13 +319,13 @@ def _fingerprint(dataset: Any) -> tuple[str, ...]:
 
 
 def _digest(tree: Any) -> str:
-    found = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
 
     def add(part: Any) -> None:
         if isinstance(part, torch.Tensor):
             part = part.detach().cpu().contiguous()
-            found.update(f"{part.dtype} {tuple(part.shape)}".encode())
-            found.update(part.reshape(-1).view(torch.uint8).numpy().tobytes() if part.numel() else b"")
+            digest.update(f"{part.dtype} {tuple(part.shape)}".encode())
+            digest.update(part.reshape(-1).view(torch.uint8).numpy().tobytes() if part.numel() else b"")
         elif isinstance(part, Mapping):
             add([value for pair in part.items() for value in pair])
         elif isinstance(part, (list, tuple)):
@@ -329,10 +333,10 @@ def _digest(tree: Any) -> str:
                 add(one)
         else:
             raw = part.tobytes() if callable(getattr(part, "tobytes", None)) else repr(part).encode()
-            found.update(raw)
+            digest.update(raw)
 
     add(tree)
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from fsdp_testing.ranks.ledger.recorder import GroupIdentity
 from fsdp_testing.train.batches import Call, Computed, holds_a_loss, on_cpu, row_digests
 from fsdp_testing.train.deepspeed_engine import is_engine, see_steps
 from fsdp_testing.train.evidence import Clues, StepEvidence
-from fsdp_testing.train.held import Spans, whole_parameters
+from fsdp_testing.train.holdings import Spans
 from fsdp_testing.train.quantities import Kind, Quantity, QuantitySpans, spans_of_kind
 from fsdp_testing.train.reading import (
     Reader,
@@ -35,15 +36,14 @@ from fsdp_testing.train.reading import (
     once_gradients_are_there,
     settings_of,
 )
+from fsdp_testing.train.terms import TermCollector, Terms
 
-_STEPS_WITH_TERMS, _MOST_TERMS = 2, 2**20
-"""Of how many steps the terms of gradients are kept, and how many numbers of each."""
 _OF_EACH_OPTIMIZER = (Kind.UNCLIPPED, Kind.GRADIENT, Kind.MOMENT)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepSeen:
-    """One step of an optimizer on one rank.
+    """One step of an optimizer on one rank; filled while it is made, and never changed afterwards.
 
     Attributes:
         losses: What each backward pass was called on (its sum, where that was no scalar).
@@ -52,6 +52,8 @@ class StepSeen:
         settings: Each number by which the optimizer is set ("lr", "weight_decay", ...), of every group of parameters.
         norms: What `clip_grad_norm_` returned.
         norm_dtype: Their dtype.
+        clip_limits: What it was to clip them to.
+        made_rates: The learning rate with which each group of the optimizer was made.
         before: Parameters as the step found them, of a later step those that were changed since the step before; of the first
             step also what the optimizer kept of parameters before it.
         after: What this rank has of each quantity: gradients as the step's first clip was given them, and as the optimizer is
@@ -65,29 +67,31 @@ class StepSeen:
         drew: Whether a forward drew random numbers from the default generator.
         batch_norm: Whether a model in training has batch norms that look at one rank's rows alone.
         generators: Digest of the state of each random generator of this process after the step, by the package it belongs to.
-        terms: What each backward pass added to the gradients of parameters that are whole here; of the first steps only.
+        terms: What each backward pass added to gradients.
         share: Which part of each row's work is this rank's, as its place in a mesh of tensor parallelism; empty if all of it.
         sent: Whether this rank sent to, or received from, a single other one, as stages of a pipeline do.
         evidence: What explains a difference.
     """
 
-    losses: tuple[float, ...]
-    loss_dtype: torch.dtype
-    rows: tuple[tuple[str, ...], ...]
-    settings: dict[str, tuple[float, ...]]
-    norms: tuple[float, ...]
-    norm_dtype: torch.dtype
-    before: QuantitySpans
-    after: QuantitySpans
-    unreduced: tuple[str, ...]
-    given: int
-    strange: int
-    stepped: int
-    unreadable: str
-    drew: bool
-    batch_norm: bool
-    generators: Mapping[str, str]
-    terms: tuple[dict[str, torch.Tensor], ...] = ()
+    losses: tuple[float, ...] = ()
+    loss_dtype: torch.dtype = torch.float64
+    rows: tuple[tuple[str, ...], ...] = ()
+    settings: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    norms: tuple[float, ...] = ()
+    norm_dtype: torch.dtype = torch.float64
+    clip_limits: tuple[float, ...] = ()
+    made_rates: tuple[float, ...] = ()
+    before: QuantitySpans = field(default_factory=dict)
+    after: QuantitySpans = field(default_factory=dict)
+    unreduced: tuple[str, ...] = ()
+    given: int = 0
+    strange: int = 0
+    stepped: int = 0
+    unreadable: str = ""
+    drew: bool = False
+    batch_norm: bool = False
+    generators: Mapping[str, str] = field(default_factory=dict)
+    terms: Terms = field(default_factory=Terms)
     share: str = ""
     sent: bool = False
     evidence: StepEvidence = field(default_factory=StepEvidence)
@@ -153,26 +157,16 @@ class Observer:
         self._stepping = 0  # an optimizer may be made of others, whose steps are parts of its own
         self._in_closure = False
         self._computed = Computed()
+        self._collector = TermCollector()
+        self._made_rates: WeakKeyDictionary[torch.optim.Optimizer, list[float]] = WeakKeyDictionary()
         self._open = self._follows = False  # the last step may be followed by that of another optimizer
         self._ignoring = False
         self._start_step()
 
     def _start_step(self) -> None:
         self._computed.end_step()
-        self._losses: list[float] = []
-        self._loss_dtype = self._norm_dtype = torch.float64
-        self._rows: list[tuple[str, ...]] = []
-        self._norms: list[float] = []
-        self._drew = False
-        self._before: QuantitySpans = {}
-        self._given_spans: QuantitySpans = {}
-        self._clues, self._evidence = Clues(), StepEvidence()
-        self._unreduced: tuple[str, ...] = ()
-        self._given = 0
-        self._passes = 0
-        self._sent = False
-        self._terms: list[dict[str, torch.Tensor]] = []
-        self._numbers = 0
+        self._collector.end_step()
+        self._step, self._clues, self._passes = StepSeen(), Clues(), 0
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -181,6 +175,7 @@ class Observer:
             for owner, name, replacement in (
                 (nn.Module, "__call__", self._seeing_calls(nn.Module.__call__)),
                 (torch.autograd, "backward", self._seeing_losses(torch.autograd.backward)),
+                (torch.optim.Optimizer, "add_param_group", self._seeing_groups(torch.optim.Optimizer.add_param_group)),
             ):
                 stack.enter_context(mock.patch.object(owner, name, replacement))
             for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
@@ -193,6 +188,7 @@ class Observer:
                 for place in (dist, dist.distributed_c10d):
                     stack.enter_context(mock.patch.object(place, name, replacement))
             see_forward = register_module_forward_pre_hook(self._see_forward)
+            stack.enter_context(self._collector.watch())
             stack.callback(see_forward.remove)
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._end_step).remove)
@@ -215,17 +211,18 @@ class Observer:
             if not outermost or next(module.parameters(), None) is None or compat.in_backward():
                 return original(module, *args, **kwargs)
             args, kwargs = observer._before_forward(args, kwargs)
-            observer._rows.append(row_digests(observer._computed.others_in([*args, *kwargs.values()])))
+            rows = row_digests(observer._computed.others_in([*args, *kwargs.values()]))
+            observer._step.rows += (rows,)
             state = torch.get_rng_state()
             observer._depth += 1
             if not observer._in_closure:
                 observer._stepping, observer._ignoring = 0, False  # a step that raised has not ended
             try:
-                place = len(observer.steps), len(observer._rows) - 1, observer._rows[-1]
+                place = len(observer.steps), len(observer._step.rows) - 1, rows
                 output = observer._forward(module, partial(original, module), (args, kwargs), place)
             finally:
                 observer._depth -= 1
-            observer._drew |= not torch.equal(state, torch.get_rng_state())
+            observer._step.drew |= not torch.equal(state, torch.get_rng_state())
             observer._computed.add(output)
             if observer.reader.add(module):
                 observer._hook(module)
@@ -242,20 +239,7 @@ class Observer:
                 model, lambda inner: self._before_step(inner, (inner,), {}), lambda inner: self._end_step(inner, (), {})
             )
         number = len(self.reader.models) - 1
-        prefix = f"model {number}: " if number else ""
-        for name, parameter in whole_parameters(model):
-            if parameter.requires_grad and parameter.is_leaf:
-                parameter.register_hook(partial(self._see_term, prefix + name))
-
-    def _see_term(self, name: str, gradient: torch.Tensor) -> None:
-        self._numbers += gradient.numel()
-        if len(self.steps) >= _STEPS_WITH_TERMS or self._numbers > _MOST_TERMS:
-            self._terms = []
-            return
-        while len(self._terms) <= self._passes:
-            self._terms.append({})
-        known = self._terms[-1].get(name)
-        self._terms[-1][name] = gradient.detach().cpu().clone() if known is None else known + gradient.detach().cpu()
+        self._collector.add(model, f"model {number}: " if number else "")
 
     def _seeing_losses(self, original: Any) -> Any:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -265,33 +249,43 @@ class Observer:
             roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
             self._close()
             self._clues.see_backward()
+            self._collector.begin_pass()
             original(tensors, *args, **kwargs)
             self._passes += 1
             # What is given a gradient is no loss: a stage of a pipeline gets it from the next one.
             given = kwargs.get("grad_tensors", args[0] if args else None)
             if given is None or all(tensor.numel() == 1 for tensor in roots):
-                self._loss_dtype = roots[0].dtype
-                self._losses.append(float(sum(float(tensor.detach().double().sum()) for tensor in roots)))
+                self._step.loss_dtype = roots[0].dtype
+                self._step.losses += (float(sum(float(tensor.detach().double().sum()) for tensor in roots)),)
 
         return backward
 
     def _seeing_clips(self, original: Any) -> Any:
         def clip(*args: Any, **kwargs: Any) -> Any:
-            if not any(key.kind is Kind.UNCLIPPED for key in self._given_spans):
-                self._given_spans |= _named(Kind.UNCLIPPED, self.reader.gradients())
+            if not self._step.of(Kind.UNCLIPPED):
+                self._step.after |= _named(Kind.UNCLIPPED, self.reader.gradients())
             norm = original(*args, **kwargs)
             # A DTensor's norm is a part of it on each rank; to ask for the whole would communicate.
             if type(norm) is torch.Tensor:
-                self._norms.append(float(norm))
-                self._norm_dtype = norm.dtype
+                self._step.norms += (float(norm),)
+                self._step.norm_dtype = norm.dtype
+                self._step.clip_limits += (float(kwargs.get("max_norm", args[1] if len(args) > 1 else torch.inf)),)
             return norm
 
         return clip
 
+    def _seeing_groups(self, original: Any) -> Any:
+        def add_param_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+            original(optimizer, group)
+            rate = optimizer.param_groups[-1].get("lr", 0.0)
+            self._made_rates.setdefault(optimizer, []).append(float(rate))
+
+        return add_param_group
+
     def _seeing_messages(self, original: Any) -> Any:
         def pass_on(*args: Any, **kwargs: Any) -> Any:
             self._close()
-            self._sent = True
+            self._step.sent = True
             return original(*args, **kwargs)
 
         return pass_on
@@ -300,7 +294,7 @@ class Observer:
         self._stepping += 1
         if self._stepping > 1:
             return None
-        own = bool(self._rows or self._passes) or closure_in(args, kwargs) is not None
+        own = bool(self._step.rows or self._passes) or closure_in(args, kwargs) is not None
         self._ignoring = makes_state_only() or not (own or self.steps)
         if self._ignoring:
             return None
@@ -314,18 +308,19 @@ class Observer:
         return given
 
     def _see_given(self, optimizer: torch.optim.Optimizer) -> None:
-        reader = self.reader
+        reader, step = self.reader, self._step
         reader.unreadable = ""
-        self._evidence = self._clues.at_step(optimizer)
+        step.evidence = self._clues.at_step(optimizer)
+        step.terms = self._collector.at_step(optimizer)
         held = reader.held(optimizer)
         stepped = reader.stepped(optimizer, held)
-        self._given_spans |= _named(Kind.GRADIENT, reader.kept(stepped, "grad"))
-        self._unreduced = reader.unreduced(stepped)
-        self._given = sum(any(piece.grad is not None for piece in pieces) for pieces in stepped.values())
+        step.after |= _named(Kind.GRADIENT, reader.kept(stepped, "grad"))
+        step.unreduced = reader.unreduced(stepped)
+        step.given = sum(any(piece.grad is not None for piece in pieces) for pieces in stepped.values())
         known = self.steps[-1].of(Kind.PARAMETER) if self.steps else {}
-        self._before = _named(Kind.PARAMETER, reader.changed(held, known))
+        step.before = _named(Kind.PARAMETER, reader.changed(held, known))
         if len(self.steps) == self._follows:
-            self._before |= reader.moments(optimizer)
+            step.before |= reader.moments(optimizer)
 
     def _end_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         self._stepping -= 1
@@ -335,38 +330,17 @@ class Observer:
         if self._ignoring:
             self._ignoring = False
             return
-        reader = self.reader
-        parameters = reader.kept(reader.held(optimizer, gradients=False), "value")
-        strange, stepped = reader.counts(optimizer)
-        seen = StepSeen(
-            losses=tuple(self._losses),
-            loss_dtype=self._loss_dtype,
-            rows=tuple(self._rows),
-            settings=settings_of(optimizer),
-            norms=tuple(self._norms),
-            norm_dtype=self._norm_dtype,
-            before=self._before,
-            after=self._given_spans
-            | _named(Kind.PARAMETER, parameters)
-            | reader.moments(optimizer)
-            | _named(Kind.BUFFER, reader.buffers()),
-            unreduced=self._unreduced,
-            given=self._given,
-            strange=strange,
-            stepped=stepped,
-            unreadable=reader.unreadable,
-            drew=self._drew,
-            batch_norm=reader.batch_norm(),
-            generators=generators(),
-            terms=tuple(self._terms) if self._numbers <= _MOST_TERMS else (),
-            share=reader.share(),
-            sent=self._sent,
-            evidence=self._evidence,
-        )
+        reader, step = self.reader, self._step
+        step.after |= _named(Kind.PARAMETER, reader.kept(reader.held(optimizer, gradients=False), "value"))
+        step.after |= reader.moments(optimizer) | _named(Kind.BUFFER, reader.buffers())
+        step.strange, step.stepped = reader.counts(optimizer)
+        step.settings, step.made_rates = settings_of(optimizer), tuple(self._made_rates.get(optimizer, ()))
+        step.unreadable, step.batch_norm, step.share = reader.unreadable, reader.batch_norm(), reader.share()
+        step.generators = generators()
         if self._follows:
-            self.steps[-1] = self.steps[-1].followed_by(seen)
+            self.steps[-1] = self.steps[-1].followed_by(step)
         else:
-            self.steps.append(seen)
+            self.steps.append(step)
         self._open = True
         self._start_step()
 

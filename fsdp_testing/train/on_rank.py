@@ -15,12 +15,11 @@ from fsdp_testing.ranks.ledger.late_delivery import deliver_late
 from fsdp_testing.ranks.pool.world import current_world
 from fsdp_testing.train.conventions import Follower
 from fsdp_testing.train.disturbance import disturbed
-from fsdp_testing.train.feeding import Feed, Feeder, Taken
-from fsdp_testing.train.held import Spans, begin_with
-from fsdp_testing.train.numbers import Log
+from fsdp_testing.train.feed import Feed, Feeder, Taken
+from fsdp_testing.train.holdings import Spans, begin_with
 from fsdp_testing.train.observation import Observer, StepSeen
 from fsdp_testing.train.reading import Reader
-from fsdp_testing.train.torchrun import as_torchrun_starts
+from fsdp_testing.train.surroundings import Log, as_torchrun_starts
 
 
 @dataclass(frozen=True, slots=True)

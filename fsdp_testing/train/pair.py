@@ -10,7 +10,7 @@ from fsdp_testing.train import causes
 from fsdp_testing.train.comparable import comparable, loss_table, only, rescaled
 from fsdp_testing.train.comparison import Decided, Difference, difference_of, first_difference
 from fsdp_testing.train.conventions import AsRanks
-from fsdp_testing.train.feeding import Feed
+from fsdp_testing.train.feed import Feed
 from fsdp_testing.train.on_rank import RunSettings
 from fsdp_testing.train.parts import in_place
 from fsdp_testing.train.quantities import Kind, Quantities, Quantity
@@ -50,7 +50,7 @@ class Pair:
     @property
     def table(self) -> tuple[str, ...]:
         """Loss and norm of the gradient of both, step by step."""
-        return loss_table(self.reference.quantities, self.run.quantities, self.reference.size, self.run.size)
+        return loss_table(self.reference, self.run)
 
     def difference(self, view: View, decided: Decided, view_run: View | None = None) -> Difference | None:
         """Return where both differ beyond what roundings may do.

@@ -178,8 +178,12 @@ def _moved(report: RankReport, places: Places) -> RankReport:
             before=moved(seen.before),
             after=moved(seen.after),
             unreduced=tuple(places[name].name if name in places else name for name in seen.unreduced),
-            terms=tuple(
-                {whole_names[name]: term for name, term in terms.items() if name in whole_names} for terms in seen.terms
+            terms=replace(
+                seen.terms,
+                passes=tuple(
+                    {whole_names[name]: term for name, term in terms.items() if name in whole_names}
+                    for terms in seen.terms.passes
+                ),
             ),
         )
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, first_difference, floor
-from fsdp_testing.train.numbers import NumbersTaken
 from fsdp_testing.train.quantities import LOSS, Kind, Quantities, Quantity
+from fsdp_testing.train.surroundings import NumbersTaken
 from fsdp_testing.train.whole import WholeRun
 
 MEAN = "the mean over ranks"

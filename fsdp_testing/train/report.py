@@ -12,7 +12,7 @@ from fsdp_testing.base.document import Format
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.cases.records.verdict import exit_code, merge
 from fsdp_testing.errors import HarnessError
-from fsdp_testing.report.sheet import Article, Block, Fold, Items, Line, Listing, Section, Sheet, made_by
+from fsdp_testing.report.sheet import Article, Block, Fold, Listing, Section, Sheet, bulleted, made_by
 from fsdp_testing.train.quantities import Kind, Quantity
 from fsdp_testing.train.whole import WholeRun
 
@@ -137,12 +137,11 @@ def training_sheet(
     articles = []
     for judgement in report.judgements:
         told = [*judgement.compared, *judgement.unknown]
-        blocks: list[Block] = [Items(tuple(map(Line, told)))] if told else []
+        blocks: list[Block] = [bulleted(told)] if told else []
         for title, lines in (("step by step", judgement.table), ("what the script said last", judgement.output)):
-            blocks += [Fold(title, (Listing("\n".join(lines)),), shown=True)] if lines else []
-        heading = f"{WORDS[judgement.verdict]}: {judgement.sentence}"
-        owner, kind = rank_count([judgement.size]), judgement.verdict.value
-        articles.append(Article(heading, tuple(blocks), owner, kind))
+            blocks += [Fold(title, (Listing("\n".join(lines)),), unfolded=True)] if lines else []
+        word, owner, kind = WORDS[judgement.verdict], rank_count([judgement.size]), judgement.verdict.value
+        articles.append(Article(word, tuple(blocks), owner, kind, sentence=judgement.sentence))
     return Sheet(
         title=report.script,
         exit_code=report.exit_code,

@@ -38,7 +38,7 @@ def unknown_shares(alone: WholeRun, run: WholeRun) -> tuple[str, ...]:
 
 def _of_steps(alone: WholeRun, run: WholeRun) -> str:
     """At each step the ranks take rows of the same step of one process only, and not all of them once."""
-    found = []
+    sentences = []
     for step in range(min(alone.steps, run.steps)):
         here, there = alone.union(step), run.union(step)
         lost, twice = (here - there).total(), (there - here).total()
@@ -46,9 +46,9 @@ def _of_steps(alone: WholeRun, run: WholeRun) -> str:
         drawn = any(count > 1 for count in here.values())
         if drawn or padded_or_dropped or not {*there} <= {*here}:
             return ""
-        found.append(_sentence(f"at step {step}", lost, twice))
+        sentences.append(_sentence(f"at step {step}", lost, twice))
     # One step may be chance, where rows are drawn of few.
-    return found[0] if len(found) > 1 else ""
+    return sentences[0] if len(sentences) > 1 else ""
 
 
 def _of_passes(alone: WholeRun, run: WholeRun) -> str:

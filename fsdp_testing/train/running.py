@@ -49,7 +49,7 @@ class RunListener(Protocol):
         """Take note that it ended, with what its ranks did and wrote."""
 
 
-class Nobody:
+class NoListener(RunListener):
     """Takes note of nothing."""
 
     def started(self, what: str) -> None: ...
@@ -145,7 +145,7 @@ class Runner:
 
     start: Start
     pool: Pool
-    listener: RunListener = field(default_factory=Nobody)
+    listener: RunListener = field(default_factory=NoListener)
     kept: dict[tuple[int, int], WholeRun] = field(default_factory=dict)
     unsteady: list[str] = field(default_factory=list)
 

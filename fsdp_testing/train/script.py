@@ -23,7 +23,7 @@ from fsdp_testing.train.conventions import check_names
 from fsdp_testing.train.on_rank import RankReport, RunSettings
 from fsdp_testing.train.report import Judgement, TrainingDiffers, TrainingUndecided, TrainReport
 from fsdp_testing.train.resuming import judge_resumed
-from fsdp_testing.train.running import Failed, Nobody, RunListener, Runner, Start, Undecided, unequal_ends
+from fsdp_testing.train.running import Failed, NoListener, RunListener, Runner, Start, Undecided, unequal_ends
 from fsdp_testing.train.script_job import ScriptJob
 from fsdp_testing.train.surroundings import show_files
 from fsdp_testing.train.whole import WholeRun
@@ -54,19 +54,12 @@ class ScriptUndecided(TrainingUndecided):
 
 @dataclass(frozen=True, slots=True)
 class Launch(Start):
-    """How a script is started.
+    """How a script is started: see `Start`.
 
     Attributes:
         script: Path, or with `is_module` the name of a module.
         arguments: Those after it.
         is_module: Whether it is started with `-m`.
-        steps: Optimizer steps that are compared; then the script is ended.
-        timeout: Seconds until a rank counts as hung.
-        backend: Backend of the worlds.
-        resume_at: Step before which it is stopped to be resumed; never with 0.
-        resume_arguments: Further arguments of the script that is resumed.
-        accept: Names of conventions that one process is to follow as the ranks do (`conventions`).
-        isolation: "fresh" runs each time in new processes; "warm" in kept ones, where modules of the script stay imported.
     """
 
     script: str
@@ -170,7 +163,7 @@ def examine(
     """
     sizes = [size for size in world_sizes if size > 1]
     _check_arguments(launch, world_sizes)
-    runner = Runner(launch, pool or default_pool(), listener or Nobody())
+    runner = Runner(launch, pool or default_pool(), listener or NoListener())
     try:
         alone, again = run_alone(runner, 1)
         if runner.unsteady:
@@ -178,7 +171,7 @@ def examine(
     except (Failed, Undecided) as why:
         return TrainReport(launch.script, (Judgement(1, Verdict.UNKNOWN, f"one process {why}", output=why.output),))
     runs = {1: alone}
-    remarks = _fixed_files(alone, again) + _downloads(alone)
+    remarks = _touched(alone, again)
     judgements = [judged(runner, runs, size) for size in sizes]
     if launch.resume_at:
         judgements += _resumed(runner, runs, judgements)
@@ -208,20 +201,15 @@ def _resumed(runner: Runner, runs: dict[int, WholeRun], judgements: Sequence[Jud
     return [judge_resumed(runner, runs, size, (size, following[size])) for size in passed]
 
 
-def _fixed_files(alone: WholeRun, again: WholeRun) -> tuple[str, ...]:
-    """Return a sentence on each file elsewhere that every run writes; names that change are temporary files."""
+def _touched(alone: WholeRun, again: WholeRun) -> tuple[str, ...]:
+    """Return a sentence on each file elsewhere that every run writes, if it is no temporary file, and on each machine."""
     same = sorted({*alone.ranks[0].outside} & {*again.ranks[0].outside})
-    return tuple(
+    files = [
         f"writes to {path}, outside the current folder: every run replaces it, and it stays. Give the script a relative path."
         for path in same[:5]
-    )
-
-
-def _downloads(alone: WholeRun) -> tuple[str, ...]:
-    return tuple(
-        f"asks for {host}: every run does so again. Let what it downloads be there before."
-        for host in alone.ranks[0].hosts
-    )
+    ]
+    hosts = alone.ranks[0].hosts
+    return (*files, *(f"asks for {h}: every run does so again. Let what it downloads be there before." for h in hosts))
 
 
 def _ending(outcome: WorldOutcome) -> Exception:

@@ -15,11 +15,10 @@ from unittest import mock
 import torch
 
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.train.copies import copies_in
-from fsdp_testing.train.numbers import watch_numbers
+from fsdp_testing.train.holdings import copies_in
 from fsdp_testing.train.observation import Observer
 from fsdp_testing.train.on_rank import EnoughSteps, Job, RunSettings
-from fsdp_testing.train.surroundings import hosts, in_folder, outside
+from fsdp_testing.train.surroundings import hosts, in_folder, outside, watch_numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
-"""What may a script touch beside its ranks: files of the current folder, files elsewhere, other machines?
+"""How a script finds itself started, and what it touches: torchrun's variables, files, other machines, numbers that it logs.
 
-It works in a folder of its own that shows the files of the current one; what it writes there is its own. The rest is noted.
+`init_process_group` takes the world over that is there already. A script works in a folder of its own that shows the files of
+the current one; files elsewhere and machines are noted. `item`, `float`, `tolist` of one number and formatting are seen where no
+code of torch calls them. Afterwards everything is as before.
 """
 
 from __future__ import annotations
@@ -10,12 +12,62 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+
+from fsdp_testing.base import env
+from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.ranks.pool.world import World
+
+# No agent serves a store there: who joins a store of its own instead of the world's group is refused a connection at once.
+_ADDRESS, _PORT = "127.0.0.1", 29500
+
+
+def variables(world: World) -> dict[str, str | None]:
+    """Return the variables that torchrun sets in each process of one host."""
+    return env.as_launched(world.rank, world.size, _ADDRESS, _PORT) | {
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+@contextmanager
+def as_torchrun_starts(world: World) -> Iterator[None]:
+    """Set torchrun's variables, and let the code make and destroy "its" default group, which is the world's.
+
+    Raises:
+        InvalidArgument: From `init_process_group`, for another number of ranks than the world has.
+    """
+    real_destroy = dist.destroy_process_group
+    mine = dist.group.WORLD
+
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+        del backend, args
+        for name, wanted in (("world_size", world.size), ("rank", world.rank)):
+            given = kwargs.get(name, -1)
+            if given not in (-1, wanted):
+                raise InvalidArgument(
+                    f"init_process_group: expected {name}={wanted}, as torchrun says in {name.upper()}, got {given}. "
+                    "Read it from the environment."
+                )
+
+    def destroy_process_group(group: Any = None) -> None:
+        if group is not None and group is not mine:
+            real_destroy(group)
+
+    with env.temporary(variables(world)), ExitStack() as stack:
+        for place in (dist, dist.distributed_c10d):
+            stack.enter_context(mock.patch.object(place, "init_process_group", init_process_group))
+            stack.enter_context(mock.patch.object(place, "destroy_process_group", destroy_process_group))
+        yield
+
 
 _MOST_FILES = 5000
 
@@ -121,3 +173,67 @@ def show_files(source: Path, folder: Path) -> None:
             folders.clear()
         for name in folders:
             (here / name).mkdir()
+
+
+_TORCH = str(Path(torch.__file__).parent)
+_FORMATTING = str(Path(_TORCH, "_tensor.py"))
+_OURS = str(Path(__file__).parents[1])
+_MOST = 1000
+
+
+@dataclass(slots=True)
+class NumbersTaken:
+    """Floating numbers that one expression took out of tensors, in order, and the last dtype that they had.
+
+    Attributes:
+        place: Of the expression in the code of its function; a line may have several.
+    """
+
+    place: int = 0
+    dtype: torch.dtype = torch.float64
+    values: list[float] = field(default_factory=list)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The numbers in the dtype that they had."""
+        return torch.tensor(self.values, dtype=torch.float64).to(self.dtype)
+
+
+Log = dict[str, NumbersTaken]
+"""By "file.py:line"; further expressions of a line have their number after it."""
+
+
+@contextmanager
+def watch_numbers() -> Iterator[Log]:
+    """Take note of the numbers that are taken while the context lasts."""
+    log: Log = {}
+
+    def seeing(original: Any) -> Any:
+        def take(tensor: torch.Tensor, *args: Any) -> Any:
+            value = original(tensor, *args)
+            if isinstance(value, float):
+                _note(log, sys._getframe(1), tensor.dtype, value)
+            return value
+
+        return take
+
+    with ExitStack() as stack:
+        for name in ("item", "tolist", "__float__"):
+            stack.enter_context(mock.patch.object(torch.Tensor, name, seeing(getattr(torch.Tensor, name))))
+        yield log
+
+
+def _note(log: Log, frame: Any, dtype: torch.dtype, value: float) -> None:
+    while frame is not None and frame.f_code.co_filename == _FORMATTING:
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename.startswith((_TORCH, _OURS)):
+        return
+    line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    key, number = line, 1
+    while key in log and log[key].place != frame.f_lasti:
+        number += 1
+        key = f"{line}, number {number}"
+    taken = log.setdefault(key, NumbersTaken(frame.f_lasti))
+    taken.dtype = dtype
+    if len(taken.values) < _MOST:
+        taken.values.append(value)

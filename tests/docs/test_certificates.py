@@ -38,11 +38,11 @@ def test_the_pages_and_pictures_are_those_of_what_is_kept():
 @pytest.mark.parametrize("name", KEPT)
 def test_counts_agree_with_one_another(name: str):
     kept = KEPT[name]
-    ran = sum(kept["statuses"].values())
+    ran = sum(kept["verdicts"].values())
     by_world = [sum(one["all"][place] for one in kept["faces"].values()) for place in range(3)]
-    assert by_world == list(kept["statuses"].values())
+    assert by_world == list(kept["verdicts"].values())
     assert ran <= kept["asked"]
-    assert kept["statuses"]["fails"] == sum(cause["cells"] for cause in kept["causes"]) + kept["unexplained"]
+    assert kept["verdicts"]["fail"] == sum(cause["cells"] for cause in kept["causes"]) + kept["unexplained"]
     assert ("A sample" in CERTIFICATES.page(kept)) == (ran < kept["claimed"])
 
 
@@ -63,8 +63,8 @@ def test_no_page_is_named_for_nothing():
 
 @pytest.mark.parametrize("name", [name for name in KEPT if name.startswith("fsdp_ref")])
 def test_the_reference_holds_in_every_cell(name: str):
-    statuses = KEPT[name]["statuses"]
-    assert (statuses["fails"], statuses["unknown"]) == (0, 0)
+    verdicts = KEPT[name]["verdicts"]
+    assert (verdicts["fail"], verdicts["unknown"]) == (0, 0)
 
 
 def test_a_picture_stands_alone():
@@ -72,4 +72,4 @@ def test_a_picture_stands_alone():
         drawn = CERTIFICATES.picture(kept)
         assert drawn.startswith('<svg xmlns="http://www.w3.org/2000/svg" viewBox='), name
         assert drawn.count("<rect") >= sum("all" in faces for faces in kept["faces"].values())
-        assert ('class="cell fails' in drawn) == bool(kept["statuses"]["fails"])
+        assert ('class="cell fails' in drawn) == bool(kept["verdicts"]["fail"])

@@ -27,7 +27,8 @@ from fsdp_testing.adapters.protocol import Division, Setup, WrapPolicy
 from fsdp_testing.adapters.ref import handle_pieces
 from fsdp_testing.adapters.shared import flat_pieces, naming
 from fsdp_testing.adapters.shared.fsdp_options import Apply, FsdpNames
-from fsdp_testing.cases.records.capabilities import CAPABILITIES, SETTINGS
+from fsdp_testing.cases.records import CAPABILITIES
+from fsdp_testing.cases.records.specs import SETTINGS
 
 _NOT_CLAIMED = frozenset(
     {

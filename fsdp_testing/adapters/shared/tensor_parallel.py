@@ -40,7 +40,7 @@ def parallelise(module: nn.Module, mesh: DeviceMesh, layouts: Sequence[tuple[str
     Args:
         module: Unwrapped, equal on all ranks of the axis.
         mesh: The axis.
-        layouts: `(FQN, layout)`, with layouts out of `fsdp_testing.cases.records.case.LAYOUTS`.
+        layouts: `(FQN, layout)`, with layouts out of `fsdp_testing.cases.records.specs.LAYOUTS`.
 
     Collectives: parameters are broadcast over the axis from its first rank; every rank of it calls.
 

@@ -1,4 +1,4 @@
-"""How is a whole case drawn? Features first, then model, plan, strategy, numbers and program."""
+"""Draws a whole case: features first, then model, plan, strategy, numbers and program."""
 
 from __future__ import annotations
 
@@ -15,20 +15,10 @@ from fsdp_testing.cases.drawing.trees import draw_tree
 from fsdp_testing.cases.models import MODELS
 from fsdp_testing.cases.models.tree import unit_names
 from fsdp_testing.cases.models.tree_schema import parameters
-from fsdp_testing.cases.records import (
-    STRATEGIES,
-    Case,
-    MixedPrecisionSpec,
-    ModelSpec,
-    OptimizerSpec,
-    PolicySpec,
-    WorldSpec,
-    WrappingPlan,
-)
-from fsdp_testing.cases.records.case import STARTS
+from fsdp_testing.cases.records import Case, ModelSpec, PolicySpec, WorldSpec, WrappingPlan
+from fsdp_testing.cases.records.axes import AXES, NUMBERS, STRATEGY
 
 _ATTEMPTS = 20
-_SMALL_TYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +40,6 @@ class CaseDrawer:
         self._swarms = SwarmDrawer(scope)
         # Batch statistics of one row are undefined, and without rows there is no gradient: not what is looked for here.
         self._zoo = [m for m in MODELS.values() if m.needs <= scope.capabilities and m.name != "batch_norm"]
-        self._strategies = [name for name, tag in STRATEGIES.items() if tag in scope.capabilities]
 
     def draw(self, choices: Choices) -> Case:
         """Draw a legal case that asks for claimed capabilities only."""
@@ -72,26 +61,20 @@ class CaseDrawer:
         """Draw a case that may still ask for too much."""
         swarm = self.swarm(choices)
         size = choices.pick(self.scope.world_sizes) if choices.chance(4) else self.scope.world_sizes[0]
-        precision = _precision(choices, swarm)
-        model = self._model(choices, swarm, low=precision is not None)
         # Ranks that hold one model together have the same inputs.
         parts = self.scope.tensor_parallel
+        case = Case(ModelSpec("tree"), WorldSpec(size, tensor_parallel=parts), ())
+        case = NUMBERS.draw(case, choices, swarm)
+        model = self._model(choices, swarm, case.model.dtype, low=case.mixed_precision is not None)
         operations = OperationDrawer(choices, swarm, size // parts, model.patterns, model.branches, model.units)
-        strategy = self._strategy(choices, swarm)
-        starts: dict[str, Any] = {name: f"wrap.{name}" in swarm for name in STARTS}
-        return Case(
-            model=model.spec,
-            world=WorldSpec(
-                size, mesh=_mesh(choices, size) if strategy.startswith("hybrid") else (), tensor_parallel=parts
-            ),
-            program=operations.program(self.scope.max_operations),
-            seed=choices.integer(0, 2**16 - 1),
-            wrapping=replace(_wrapping(choices, swarm, model), layouts=self._layouts(choices, model), **starts),
-            strategy=strategy,
-            mixed_precision=precision,
-            cpu_offload="offload" in swarm,
-            optimizer=_optimizer(choices, swarm),
-        )
+        case = replace(STRATEGY.draw(case, choices, swarm), model=model.spec)
+        program, seed = operations.program(self.scope.max_operations), choices.integer(0, 2**16 - 1)
+        plan = replace(_wrapping(choices, swarm, model), layouts=self._layouts(choices, model))
+        case = replace(case, program=program, seed=seed, wrapping=plan)
+        for axis in AXES:
+            if axis not in (NUMBERS, STRATEGY):  # the model and the program depend on these
+                case = axis.draw(case, choices, swarm)
+        return case
 
     def _plain(self, choices: Choices) -> Case:
         """What is left when twenty draws asked for too much: one layer, one micro-batch, one step."""
@@ -99,21 +82,13 @@ class CaseDrawer:
         spec = ModelSpec("tree", tree={"width": 4, "nodes": [{"kind": "linear", "name": "a"}]})
         program = OperationDrawer(choices, swarm, 1, ("*",), 0).program(3)
         world = WorldSpec(self.scope.world_sizes[0], tensor_parallel=self.scope.tensor_parallel)
-        return self.shape(Case(spec, world, program, strategy=self._strategies[0]))
+        return self.shape(STRATEGY.draw(Case(spec, world, program), choices, swarm))
 
     def _layouts(self, choices: Choices, model: DrawnModel) -> Layouts:
         ranks = self.scope.tensor_parallel
         return draw_layouts(choices, model.spec.tree, ranks) if ranks > 1 else ()
 
-    def _strategy(self, choices: Choices, swarm: Swarm) -> str:
-        wanted = {"full_shard"}
-        wanted |= {"shard_grad_op"} if "strategy.shard_grad_op" in swarm else set()
-        wanted |= {"no_shard"} if "strategy.no_shard" in swarm else set()
-        wanted |= {"hybrid_shard", "hybrid_shard_zero2"} if "strategy.hybrid" in swarm else set()
-        return choices.pick([name for name in self._strategies if name in wanted] or self._strategies[:1])
-
-    def _model(self, choices: Choices, swarm: Swarm, *, low: bool) -> DrawnModel:
-        dtype = "float32" if low or "dtype.float32" in swarm else "float64"
+    def _model(self, choices: Choices, swarm: Swarm, dtype: str, *, low: bool) -> DrawnModel:
         if "model.zoo" in swarm:
             unfit = {"mixed_dtypes", "strided"} if low else set()
             return _zoo_model(choices, [m for m in self._zoo if not m.traits & unfit], dtype)
@@ -157,33 +132,3 @@ def _wrapping(choices: Choices, swarm: Swarm, model: DrawnModel) -> WrappingPlan
     if "wrap.nested" not in swarm:
         return WrappingPlan((), None, ignored)
     return WrappingPlan(tuple(name for name in model.units if choices.chance(2)), None, ignored)
-
-
-def _mesh(choices: Choices, size: int) -> tuple[int, ...]:
-    shapes = [(size // shards, shards) for shards in range(size, 0, -1) if size % shards == 0]
-    return choices.pick(shapes)
-
-
-def _precision(choices: Choices, swarm: Swarm) -> MixedPrecisionSpec | None:
-    on = swarm.among(("precision.param", "precision.reduce", "precision.buffer"))
-    if not on:
-        return None
-    return MixedPrecisionSpec(
-        param_dtype=choices.pick(_SMALL_TYPES) if "precision.param" in swarm else None,
-        reduce_dtype=choices.pick(_SMALL_TYPES) if "precision.reduce" in swarm else None,
-        buffer_dtype=choices.pick(_SMALL_TYPES) if "precision.buffer" in swarm else None,
-    )
-
-
-def _optimizer(choices: Choices, swarm: Swarm) -> OptimizerSpec:
-    kinds = swarm.among(("optimizer.momentum", "optimizer.adamw", "optimizer.adam"))
-    lr = choices.pick((0.05, 0.01))
-    if not kinds:
-        return OptimizerSpec("sgd", {"lr": lr})
-    # Adam divides by |g| + eps: with a small eps a gradient that is zero but for rounding makes a step of full size.
-    made = {
-        "optimizer.momentum": OptimizerSpec("sgd", {"lr": lr, "momentum": 0.9, "weight_decay": 0.01}),
-        "optimizer.adamw": OptimizerSpec("adamw", {"lr": lr, "eps": 1e-3, "weight_decay": 0.1}),
-        "optimizer.adam": OptimizerSpec("adam", {"lr": lr, "eps": 1e-3}),
-    }
-    return made[choices.pick(kinds)]

@@ -1,4 +1,4 @@
-"""What may a drawn case contain, and which capabilities must an implementation claim for it?
+"""What a drawn case may contain, and which capabilities an implementation must claim for it.
 
 A feature is a name that the generator asks about before it draws something. Each case is drawn with a random subset of
 the features switched on (swarm testing: Groce et al., "Swarm Testing", ISSTA 2012), since two features that are always
@@ -12,20 +12,18 @@ from dataclasses import dataclass, field
 
 from fsdp_testing.cases.drawing.choices import Choices
 from fsdp_testing.cases.operations import ALL
+from fsdp_testing.cases.records.axes import AXES, NUMBERS, OPTIMIZER, PLAN, STRATEGY, Axis
 from fsdp_testing.cases.records.capabilities import CAPABILITIES
 from fsdp_testing.errors import InvalidArgument
 
+
+def _of(axes: Iterable[Axis]) -> dict[str, tuple[str, ...]]:
+    return {name: needs for axis in axes for name, needs in axis.features.items()}
+
+
+# The order decides which case a seed draws: what is new comes last.
 _NEEDS: Mapping[str, tuple[str, ...]] = {
-    # strategy; full_shard or, where that is not claimed, the first that is, needs no feature
-    "strategy.shard_grad_op": ("shard_grad_op",),
-    "strategy.no_shard": ("no_shard",),
-    "strategy.hybrid": ("hybrid",),
-    # wrapping
-    "wrap.nested": ("nested_wrapping",),
-    "wrap.policy": ("policy_wrapping",),
-    "wrap.ignored": ("ignored_parameters", "frozen_parameters"),
-    "wrap.sync_module_states": ("sync_module_states",),
-    "wrap.meta_init": ("meta_init",),
+    **_of((STRATEGY, *PLAN)),
     # module trees
     "tree.group": (),
     "tree.residual": (),
@@ -53,15 +51,7 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     "tree.frozen": ("frozen_parameters",),
     "tree.mixed_dtype": (),
     "model.zoo": (),
-    # numbers
-    "dtype.float32": (),
-    "precision.param": ("mixed_precision",),
-    "precision.reduce": ("reduce_dtype",),
-    "precision.buffer": ("buffer_dtype",),
-    "optimizer.momentum": (),
-    "optimizer.adamw": (),
-    "optimizer.adam": (),
-    "offload": ("cpu_offload",),
+    **_of((NUMBERS, OPTIMIZER, *AXES)),
     # micro-batches
     "batch.one_row": (),
     "batch.uneven": ("uneven_batches",),
@@ -112,22 +102,19 @@ _THEMES: tuple[tuple[str, ...], ...] = (
 )
 _THEME_ONE_IN = 3
 
-# Features that make most of the others unreachable or slow, and that are therefore switched on less often.
-_RARE = frozenset(
-    {"model.zoo", "tree.large", "precision.param", "precision.reduce", "precision.buffer", "offload", "op.cast",
-     "wrap.sync_module_states", "wrap.meta_init"}
-)  # fmt: skip
-_RARELY = 12
+_LOW = ("precision.param", "precision.reduce", "precision.buffer")
 
+# Features that make most of the others unreachable or slow, and that are therefore switched on less often.
+_RARE = frozenset({"model.zoo", "tree.large", *_LOW, "op.cast", *_of(axis for axis in AXES if axis.rare)})
+_RARELY = 12
 
 _WITHOUT_TENSOR_PARALLEL = frozenset(
     {
         "strategy.hybrid",  # would need a mesh of three axes
         "model.zoo",  # layouts are drawn for trees
-        # Ranks of one model begin alike, and on the CPU.
-        *("wrap.sync_module_states", "wrap.meta_init"),
+        *_of(axis for axis in AXES if axis.over_one_axis),
         # Operation by operation nobody knows how far roundings carry in a tree that is cut; the suites judge low precision.
-        *("precision.param", "precision.reduce", "precision.buffer"),
+        *_LOW,
     }
 )
 """Features that are not drawn where several ranks hold one model together."""

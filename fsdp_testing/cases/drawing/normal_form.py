@@ -1,4 +1,4 @@
-"""What is the legal case nearest to one whose parts were deleted, and what must an implementation claim to run it?
+"""The legal case nearest to one whose parts were deleted, and what an implementation must claim to run it.
 
 One function decides for generator, mutator and shrinker. It never adds anything but what a case cannot be without. What
 an operation means in a case it says itself (`Operation.normalise`), of the facts that are gathered here.
@@ -19,7 +19,6 @@ from fsdp_testing.cases.models.tree_schema import Walk, every, get, legal_tree, 
 from fsdp_testing.cases.operations import Operation
 from fsdp_testing.cases.operations.operation import matching
 from fsdp_testing.cases.records import Case, OptimizerSpec, WorldSpec, WrappingPlan
-from fsdp_testing.cases.records.case import STARTS
 
 _KINDS = {"TreeGroup": "group", "TreeLinear": "linear"}
 _WIDE = ("float32", "float64")
@@ -193,10 +192,8 @@ def _legal_wrapping(plan: WrappingPlan, tree: Mapping[str, Any], tensor_parallel
             kinds = {place.node["kind"] for place in every(walk(tree))}
             classes = tuple(name for name in policy.classes if _KINDS.get(name) in kinds)
             policy = replace(policy, classes=classes) if classes else None
-    starts = {name: getattr(plan, name) for name in STARTS}
-    return WrappingPlan(
-        units, policy, ignored, layouts=legal_layouts(plan.layouts, tree, ignored, tensor_parallel), **starts
-    )
+    layouts = legal_layouts(plan.layouts, tree, ignored, tensor_parallel)
+    return replace(plan, units=units, policy=policy, ignored=ignored, layouts=layouts)
 
 
 def _all_frozen(tree: Mapping[str, Any], module: str) -> bool:

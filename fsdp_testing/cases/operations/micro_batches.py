@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fsdp_testing.cases.drawing.features import Swarm
     from fsdp_testing.cases.drawing.operation_drawer import OperationDrawer
     from fsdp_testing.oracle.execute import RankProgram, Values
-    from fsdp_testing.oracle.pending import LocalGradients
+    from fsdp_testing.oracle.reduction import LocalGradients
     from fsdp_testing.oracle.replay import Replay, Results
 
 FORWARD_MODES = ("train", "eval", "no_grad", "inference")

@@ -24,17 +24,9 @@ from fsdp_testing.cases.operations import (
     ZeroGrad,
 )
 from fsdp_testing.cases.records.account import OperationAccount
-from fsdp_testing.cases.records.capabilities import CAPABILITIES, STRATEGIES, check_capabilities
-from fsdp_testing.cases.records.case import (
-    Case,
-    MixedPrecisionSpec,
-    ModelSpec,
-    OptimizerSpec,
-    PolicySpec,
-    WorldSpec,
-    WrappingPlan,
-    check_case,
-)
+from fsdp_testing.cases.records.axes import AXES
+from fsdp_testing.cases.records.capabilities import CAPABILITIES, check_capabilities
+from fsdp_testing.cases.records.case import Case, check_case
 from fsdp_testing.cases.records.event import (
     AutogradEvent,
     CollectiveEvent,
@@ -71,5 +63,14 @@ from fsdp_testing.cases.records.portrait import (
     UnitPortrait,
 )
 from fsdp_testing.cases.records.schedule import PlannedOperation, plan, void_operations
+from fsdp_testing.cases.records.specs import (
+    STRATEGIES,
+    MixedPrecisionSpec,
+    ModelSpec,
+    OptimizerSpec,
+    PolicySpec,
+    WorldSpec,
+    WrappingPlan,
+)
 from fsdp_testing.cases.records.tolerance import EXACT, UNDERFLOW, UNIT_ROUNDOFF, Bound, rounding_bound
 from fsdp_testing.cases.records.verdict import Verdict, exit_code, merge

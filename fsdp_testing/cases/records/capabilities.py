@@ -1,4 +1,4 @@
-"""What can an implementation claim?
+"""What an implementation can claim.
 
 A capability is a tag that an implementation lists in `capabilities`. Checks name the tags they need; a check whose
 tags are not all claimed is reported "not claimed". Claims are the implementation's own: nothing is inferred from its
@@ -9,24 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fsdp_testing.cases.records.axes import AXES, Option
+from fsdp_testing.cases.records.specs import SETTINGS
 from fsdp_testing.errors import InvalidImplementation
-
-SETTINGS: dict[str, str] = {
-    "static_graph": "the user promises that every iteration runs the same graph",
-    "gradient_views": "gradients are views of communication buckets",
-    "small_buckets": "gradients are sent in buckets that hold hardly more than one of them",
-    "divide_factor": "what gradients are divided by is given by hand: twice the number of ranks, which halves them",
-    "sum_reduction": "gradients are summed and divided apart, whatever the backend could do at once",
-    "late_all_reduce": "in `no_sync` hybrid sharding reduces within shard groups, and leaves out the replicas only",
-    "kept_after_backward": "in `no_sync` parameters are not freed after backward",
-    "partial_reshard": "after forward parameters stay sharded over fewer ranks",
-    "last_dimension": "parameters are cut along their last dimension, where ranks divide it",
-    "default_device": "the implementation chooses the device",
-    "default_groups": "the implementation chooses the groups of hybrid sharding",
-    "own_state": "state is saved and loaded by the implementation's own methods, with their defaults",
-    "offloaded_state": "gathered parameters and saved state are moved to the CPU",
-}
-"""Options of some implementations, off by default, that change no number but for `divide_factor`; each is a capability."""
 
 CAPABILITIES: dict[str, str] = {
     # strategies
@@ -114,16 +99,9 @@ CAPABILITIES: dict[str, str] = {
     "exception_recovery": "an exception in forward or backward leaves the model usable",
     # options that change no number
     **SETTINGS,
+    # what axes bring (`cases/records/axes`)
+    **{axis.claim: axis.meaning for axis in AXES if isinstance(axis, Option) and axis.meaning},
 }
-
-STRATEGIES: dict[str, str] = {
-    "full_shard": "full_shard",
-    "shard_grad_op": "shard_grad_op",
-    "no_shard": "no_shard",
-    "hybrid_shard": "hybrid",
-    "hybrid_shard_zero2": "hybrid",
-}
-"""Strategy of a case -> the capability that an implementation must claim to run it."""
 
 
 def check_capabilities(claimed: Iterable[str], where: str) -> frozenset[str]:

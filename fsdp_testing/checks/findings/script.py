@@ -16,8 +16,7 @@ from types import ModuleType
 
 from fsdp_testing.adapters.shared import module_layouts
 from fsdp_testing.cases.models.model import loss_of, tensors_in
-from fsdp_testing.cases.records import Case, plan
-from fsdp_testing.cases.records.case import STARTS
+from fsdp_testing.cases.records import AXES, Case, plan
 from fsdp_testing.cases.records.schedule import builds_late
 from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.checks.findings.measurement import Measurement, measurement_of
@@ -37,15 +36,15 @@ def script_for(found: Discovery) -> str | None:
     """Return the script for a finding, or None if it cannot be shown with torch alone."""
     case = found.case
     family = FAMILIES.get(found.implementation)
-    if family is None or case.model.tree is None or case.wrapping.policy is not None or case.wrapping.ignored:
+    if family is None or case.model.tree is None:
         return None
     measurement = measurement_of(found)
     # The script's own plain reload knows neither flags nor a later optimizer.
     renews = any(operation.renews_model for operation in case.program)
     others = any(operation.requires_grad_change() or operation.builds_optimizer for operation in case.program)
     unwritten = any(operation.script_lines("") is None for operation in case.program)
-    brought = any(getattr(case.wrapping, name) for name in STARTS)
-    if measurement is None or unwritten or brought or (renews and others):
+    unknown = any(list(axis.needs(case)) for axis in AXES if not axis.scripted)
+    if measurement is None or unwritten or unknown or (renews and others):
         return None
     if case.world.tensor_parallel > 1 and measurement.before:
         return None  # the script counts what goes over both axes

@@ -1,6 +1,6 @@
 """Options that change no number: recomputation, prefetch, settings, and a hook of the user's that reduces gradients.
 
-Which options an implementation has it says by its claims (`fsdp_testing.cases.records.capabilities.SETTINGS`).
+Which options an implementation has it says by its claims (`fsdp_testing.cases.records.specs.SETTINGS`).
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ from fsdp_testing.judging.checkers import remarks
 from fsdp_testing.judging.checkers.copies import Copied, CopyingObservation, review_copies
 from fsdp_testing.judging.checkers.remarks import Remark, RemarkedObservation
 from fsdp_testing.oracle import models, rank_jobs
-from fsdp_testing.oracle.execute import RankProgram
-from fsdp_testing.oracle.observe import snapshot_of
+from fsdp_testing.oracle.execute import RankProgram, snapshot_of
 from fsdp_testing.oracle.reduction import Reduced
 from fsdp_testing.oracle.replay import Replay, ReplayPoint
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fsdp_testing.cases.records import Case, ModelSpec, WorldSpec, WrappingPlan
+from fsdp_testing.cases.records import AXES, Case, ModelSpec, WrappingPlan
 from fsdp_testing.explain.shrinking.ddmin import joined
-from fsdp_testing.explain.shrinking.reductions import PLAIN_OPTIMIZER, Node, operations, settings, with_width
+from fsdp_testing.explain.shrinking.reductions import Node, operations, settings, with_width
 from fsdp_testing.judging.signature import Signature
 
 _SKELETONS: tuple[tuple[list[Node], tuple[str, ...]], ...] = (
@@ -43,15 +43,9 @@ def on_small_models(case: Case) -> Iterator[Case]:
 
 
 def _plain_settings(case: Case) -> Case:
-    return replace(
-        case,
-        model=replace(case.model, dtype="float64"),
-        world=WorldSpec(case.world.size, case.world.backend, tensor_parallel=case.world.tensor_parallel),
-        mixed_precision=None,
-        cpu_offload=False,
-        strategy="full_shard" if case.strategy != "no_shard" else "no_shard",
-        optimizer=PLAIN_OPTIMIZER,
-    )
+    for axis in AXES:
+        case = axis.plain(case)
+    return case
 
 
 def beginnings(case: Case, signature: Signature) -> list[Case]:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from fsdp_testing.cases.models.tree_schema import SCHEMA, get
-from fsdp_testing.cases.records import Case, OptimizerSpec, WorldSpec, WrappingPlan
-from fsdp_testing.cases.records.case import STARTS
+from fsdp_testing.cases.records import AXES, Case
 from fsdp_testing.explain.shrinking.ddmin import Reduction
 
 Node = dict[str, Any]
-
-PLAIN_OPTIMIZER = OptimizerSpec("sgd", {"lr": 0.1})
-"""The simplest one."""
 
 
 def deletions(case: Case) -> Iterator[Reduction]:
@@ -37,57 +33,10 @@ def pairs(case: Case) -> Iterator[Reduction]:
 
 def settings(case: Case) -> Iterator[Reduction]:
     """Yield the case with one of its settings at its simplest."""
-    mixed = case.mixed_precision
-    if mixed is not None:
-        yield Reduction(("precision",), replace(case, mixed_precision=None, model=replace(case.model, dtype="float64")))
-        for item in fields(mixed):
-            if getattr(mixed, item.name) is not None:
-                simpler = replace(mixed, **{item.name: None})
-                yield Reduction(("precision", item.name), replace(case, mixed_precision=simpler))
-    elif case.model.dtype != "float64":
-        yield Reduction(("dtype",), replace(case, model=replace(case.model, dtype="float64")))
-    yield from _plans(case)
-    if case.world.tensor_parallel > 1:
-        one_axis = WorldSpec(case.world.replicas, case.world.backend)
-        yield Reduction(("tensor_parallel",), replace(case, world=one_axis))
-    elif case.world.size > 2:
-        yield Reduction(("world",), replace(case, world=WorldSpec(2, case.world.backend)))
-    if case.strategy != "full_shard":
-        nearer = "hybrid_shard" if case.strategy == "hybrid_shard_zero2" else "full_shard"
-        yield Reduction(("strategy",), replace(case, strategy="full_shard", world=replace(case.world, mesh=())))
-        yield Reduction(("strategy", "nearer"), replace(case, strategy=nearer))
-    if case.cpu_offload:
-        yield Reduction(("offload",), replace(case, cpu_offload=False))
-    if case.optimizer != PLAIN_OPTIMIZER:
-        yield Reduction(("optimizer",), replace(case, optimizer=PLAIN_OPTIMIZER))
-    if case.model.freeze:
-        yield Reduction(("freeze",), replace(case, model=replace(case.model, freeze=())))
+    for axis in AXES:
+        yield from (Reduction(*step) for step in axis.simpler(case))
     if case.seed:
         yield Reduction(("seed",), replace(case, seed=0))
-
-
-def _plans(case: Case) -> Iterator[Reduction]:
-    plan = case.wrapping
-    if plan != WrappingPlan():
-        yield Reduction(("wrapping",), replace(case, wrapping=WrappingPlan()))
-        for name in plan.units:
-            units = tuple(unit for unit in plan.units if unit != name)
-            yield Reduction(("wrapping", name), replace(case, wrapping=replace(plan, units=units)))
-        if plan.ignored:
-            yield Reduction(("wrapping", ".ignored"), replace(case, wrapping=replace(plan, ignored=())))
-        for fqn, layout in plan.layouts:
-            # Paired ones, whose partner would have no meaning alone, become whole on their own first.
-            layouts_by_fqn = {**dict(plan.layouts), fqn: layout.removesuffix("_cut")}
-            simpler = [layouts_by_fqn] if layouts_by_fqn != dict(plan.layouts) else []
-            simpler += [{**layouts_by_fqn, fqn: "replicated"}] if layout != "replicated" else []
-            simpler.append({name: layout_of for name, layout_of in layouts_by_fqn.items() if name != fqn})
-            for number, layouts in enumerate(simpler):
-                changed = replace(plan, layouts=tuple(layouts.items()))
-                yield Reduction(("wrapping", ".layouts", fqn, number), replace(case, wrapping=changed))
-        for name in STARTS:
-            off: dict[str, Any] = {name: False}
-            if getattr(plan, name):
-                yield Reduction(("wrapping", f".{name}"), replace(case, wrapping=replace(plan, **off)))
 
 
 def operations(case: Case) -> Iterator[Reduction]:

@@ -13,8 +13,7 @@ from fsdp_testing.cases.records import Case, FailureKind, Finding, RankObservati
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.judging.checkers.divergence import Compared, Divergence
 from fsdp_testing.judging.checkers.explain import finding_of
-from fsdp_testing.judging.checkers.results import check_results
-from fsdp_testing.judging.checkers.snapshots import StateCheck
+from fsdp_testing.judging.checkers.snapshots import StateCheck, check_results
 from fsdp_testing.oracle.comparison import Comparison
 from fsdp_testing.oracle.quantities import Expectation, ExpectedPoint, Quantity
 
@@ -29,9 +28,11 @@ def compare(expectation: Expectation, ranks: Sequence[RankObservation], comparis
     tally = Compared()
     last = min((rank.error.index for rank in ranks if rank.error is not None), default=None)
     for point in expectation.points:
+        # Ranks stopped in the operation that raised: from there on each stands somewhere else.
         if last is not None and point.index >= last:
             break
         _check_point(tally, point, expectation, ranks, comparison)
+        # What follows is a consequence: everything later was computed from this.
         if tally.divergences:
             break
     return tally

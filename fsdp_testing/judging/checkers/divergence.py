@@ -105,7 +105,7 @@ class Compared:
         self.add(Divergence.sized(quantity, point.index, ranks, sentence, difference, expected.derivation))
 
     def within(self, point: ExpectedPoint, quantity: Quantity, ranks: tuple[int, ...], difference: Difference) -> None:
-        """Note a comparison within its bound: how close it came to it, and whether that decides anything."""
+        """Record a comparison that passed, and mark it undecided if the bound was too wide to mean anything."""
         self.worst_ratio = max(self.worst_ratio, difference.ratio)
         if difference.error == 0.0 and not difference.blank:
             return

@@ -74,7 +74,7 @@ def check_calls(case: Case, ranks: Sequence[RankObservation], units: int, dtype:
     return None
 
 
-class _Wrong(NamedTuple):
+class _WrongCall(NamedTuple):
     """What is wrong with the calls in one operation."""
 
     operation: int
@@ -83,26 +83,26 @@ class _Wrong(NamedTuple):
     bound: float | None = None
 
 
-def _wrong(case: Case, rank: HookedObservation, units: int, dtype: str) -> Iterator[_Wrong]:
+def _wrong(case: Case, rank: HookedObservation, units: int, dtype: str) -> Iterator[_WrongCall]:
     due = rank.expected_squares or {}
     for index in range(len(case.program)):
         count = sum(call.operation == index for call in rank.calls)
         expected = units if index in due else 0
         if count != expected:
-            yield _Wrong(index, f"called {count} times, expected {expected}")
+            yield _WrongCall(index, f"called {count} times, expected {expected}")
     size, sharded = case.world.size, case.strategy != "no_shard"
     for call in rank.calls:
         if call.dtype != dtype:
-            yield _Wrong(call.operation, f"given {call.dtype}, expected {dtype}")
+            yield _WrongCall(call.operation, f"given {call.dtype}, expected {dtype}")
         if sharded and call.output * size != call.numel:
             sentence = f"given {call.numel} elements and an output of {call.output} for {size} ranks"
-            yield _Wrong(call.operation, sentence)
+            yield _WrongCall(call.operation, sentence)
         if not sharded and call.output >= 0:
-            yield _Wrong(call.operation, "given an output although nothing is sharded")
+            yield _WrongCall(call.operation, "given an output although nothing is sharded")
     for index, wanted in due.items():
         got = sum(call.squares for call in rank.calls if call.operation == index)
         # Two roundings for each square and sum, and as many as elements for each gradient's own inner products.
         bound = 4 * max(rank.elements, 1) * UNIT_ROUNDOFF[dtype] * abs(wanted)
         if not abs(got - wanted) <= bound:
             sentence = f"given gradients whose squares add up to {got:.6g}, expected {wanted:.6g}"
-            yield _Wrong(index, sentence, abs(got - wanted), bound)
+            yield _WrongCall(index, sentence, abs(got - wanted), bound)

@@ -63,6 +63,7 @@ def first_overrun(
 def _of_rank(
     case: Case, rank: int, accounts: Sequence[OperationAccount], budget: CommunicationBudget | None
 ) -> Iterator[Overrun]:
+    # What an operation finds unsharded it may leave so.
     before: frozenset[str] = frozenset()
     for account in accounts:
         operation = case.program[account.index] if 0 <= account.index < len(case.program) else None

@@ -40,6 +40,7 @@ def review_pair(case: Case, ranks: Sequence[RankObservation], expectation: Expec
         HarnessError: DDP did not run the case, so that there is no second oracle; that is nobody's failure but ours.
     """
     references = [rank.other for rank in ranks if isinstance(rank, PairedObservation) and rank.other is not None]
+    # Of a second oracle that fails nothing follows for the implementation.
     wrong = tuple(rank.rank for rank in references if rank.error is not None)
     if len(references) != len(ranks) or wrong:
         got = next((rank.error.message for rank in references if rank.error is not None), "it reported nothing")

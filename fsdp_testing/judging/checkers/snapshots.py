@@ -1,4 +1,4 @@
-"""Compares the ranks' pieces of parameters, gradients, optimizer state and buffers with the oracle's."""
+"""Compares one point of the program: losses, outputs and norms on every rank, or the ranks' pieces of their state."""
 
 from __future__ import annotations
 
@@ -11,13 +11,70 @@ import torch
 
 from fsdp_testing.cases.records import FailureKind, Mismatch, ObservedPiece, ParameterObservation, Snapshot
 from fsdp_testing.judging.checkers.divergence import Compared, Divergence
-from fsdp_testing.judging.checkers.results import compare_tensor
 from fsdp_testing.oracle.assemble import assemble
 from fsdp_testing.oracle.quantities import Expected, ExpectedPoint, Quantity
 from fsdp_testing.oracle.tensors import difference
 
 if TYPE_CHECKING:
     from fsdp_testing.oracle.comparison import Comparison
+
+
+from fsdp_testing.cases.records import OperationResult
+
+
+def check_results(tally: Compared, point: ExpectedPoint, results: Sequence[OperationResult | None]) -> None:
+    """Compare every result of one operation.
+
+    Args:
+        tally: Takes what is found.
+        point: What the oracle says.
+        results: What each rank reports, by rank.
+    """
+    for quantity, expected in point.quantities.items():
+        result = results[quantity.rank]
+        actual = None if result is None else result.values.get(quantity.name)
+        if actual is None:
+            ranks = (quantity.rank,)
+            tally.add(Divergence(FailureKind.MISSING, quantity, point.index, ranks, "was not reported"))
+        elif expected.value is not None:
+            compare_tensor(tally, point, quantity, actual, expected)
+    _check_agreement(tally, point, results)
+
+
+def compare_tensor(
+    tally: Compared, point: ExpectedPoint, quantity: Quantity, actual: torch.Tensor, expected: Expected
+) -> None:
+    """Compare one whole tensor that one rank reports."""
+    wanted = expected.value
+    if wanted is None:
+        return
+    tally.count()
+    ranks, index = (quantity.rank,), point.index
+    if actual.shape != wanted.shape:
+        sentence = f"has shape {tuple(actual.shape)}, expected {tuple(wanted.shape)}"
+        tally.add(Divergence(FailureKind.DIVERGED, quantity, index, ranks, sentence, Mismatch.SHAPE))
+        return
+    # The dtype of a norm is each implementation's own affair; its value is not.
+    if actual.dtype != wanted.dtype and quantity.name != "total_norm":
+        sentence = f"has dtype {_name(actual)}, expected {_name(wanted)}"
+        tally.add(Divergence(FailureKind.DIVERGED, quantity, index, ranks, sentence, Mismatch.DTYPE))
+        return
+    tally.number(point, quantity, ranks, difference(actual, wanted, expected.bound), expected)
+
+
+def _check_agreement(tally: Compared, point: ExpectedPoint, results: Sequence[OperationResult | None]) -> None:
+    """The total norm is one number over all ranks: they must agree to the bit."""
+    norms = [result.values["total_norm"] for result in results if result is not None and "total_norm" in result.values]
+    differing = tuple(rank for rank, norm in enumerate(norms) if not torch.equal(norm, norms[0]) and not norm.isnan())
+    if differing and not tally.divergences:
+        quantity = Quantity("result", "total_norm")
+        sentence = f"differs between ranks: {', '.join(repr(float(norm)) for norm in norms)}"
+        tally.add(Divergence(FailureKind.DISAGREED, quantity, point.index, (0, *differing), sentence))
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
 
 RankPieces = list[tuple[int, Sequence[ObservedPiece]]]
 
@@ -43,6 +100,7 @@ class StateCheck:
     def run(self) -> None:
         """Compare every quantity that is asked for, in the oracle's order."""
         checks = {"value": self._value}
+        # What awaits reduction is each rank's own, and nobody's gradient yet.
         checks |= {"gradient": self._gradient} if self.comparison.gradients and not self.point.pending else {}
         checks |= {"optimizer": self._optimizer} if self.comparison.optimizer else {}
         checks |= {"buffer": self._buffer} if self.comparison.buffers else {}
@@ -146,6 +204,7 @@ class StateCheck:
             where = "" if whole is None else f" from element {whole.first_hole()} on"
             self._report(FailureKind.MISSING, quantity, (), f"is held by no rank{where}")
             return
+        # Before the bound: ranks that hold different bits disagree, however near both are to the oracle.
         for first, second, position in whole.contradictions[:1]:
             sentence = f"differs between ranks {first} and {second}, first in element {position}"
             self._report(FailureKind.DISAGREED, quantity, (first, second), sentence)

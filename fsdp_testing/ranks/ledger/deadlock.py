@@ -41,6 +41,7 @@ class Deadlocks:
 
     def possible(self, lines: Mapping[int, Any], key: int, epoch: int) -> bool:
         """Ask cheaply: does any rank wait in another group than `key`, for something this rank has not issued?"""
+        # Read once, after the fence of the caller: this only saves the search where nobody waits elsewhere; `find` proves.
         words = self._words
         for at, area in self._others:
             meta, group = words[at + 1], words[at]
@@ -72,6 +73,7 @@ class Deadlocks:
             if rank == self._rank or rank in stuck or area.epoch() & 0xFFFFFFFF != epoch:
                 continue
             waiting = area.waiting()
+            # Its wait has to be in the last collective of that group: else it has come out of it and goes on.
             if waiting is None or not waiting.alone or area.issued(waiting.group_key) != waiting.number:
                 continue
             members = self._members_of(area, waiting.group_key)

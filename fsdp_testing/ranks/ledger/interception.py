@@ -64,6 +64,7 @@ def activate(recorder: Recorder | None) -> None:
     """Send every collective of this process to `recorder`; None stops recording."""
     global _active
     install()
+    # Another recorder is another world, in which members have other ranks.
     forget_groups()
     _identities.clear()
     _active = recorder
@@ -150,7 +151,9 @@ def _recording(name: str, method: Callable[..., Any], reader: Callable[..., Any]
         call, blocking = read
         if recorder.record(line, call, blocking, (name, group, args)):
             return method(group, *args, **kwargs)
+        # Remembered: when another thread has used the group before torch refuses this call, nothing is taken back.
         number = line.number
+        # The operator underneath would record the call once more; as long as C++ callers are not watched there is none.
         if _watching_cpp:
             _passing.recorded = True
         try:
@@ -185,6 +188,7 @@ def _kernel(operator: Any, reader: OperatorReader) -> Callable[..., Any]:
 
     def record_and_hand_on(keyset: Any, *args: Any) -> Any:
         recorder = _active
+        # With this key the dispatcher would come back to this kernel.
         handed = keyset.remove(_BACKEND_SELECT)
         if recorder is None or _passing.recorded or _only_traced(args[0]):
             return redispatch(handed, *args)
@@ -243,6 +247,7 @@ def _make_line(group: Any) -> Line | None:
     recorder = _active
     if recorder is None:
         return None
+    # One process stands for a rank of any world (backend `fake`), and no peer compares.
     alone = not recorder.compare and recorder.world_size == 1
     if not alone and (dist.get_rank() != recorder.rank or dist.get_world_size() != recorder.world_size):
         # The default group was replaced by one with other ranks: members no longer have ranks of the world.

@@ -49,6 +49,7 @@ def call_late(name: str, method: Callable[..., Any], group: Any, args: tuple[Any
     outputs = _OUTPUTS[name](args)
     if not outputs or not all(map(_can_wait, outputs)):
         return method(group, *args, **kwargs)
+    # What is reduced or sent in place is the input too: our memory begins with it.
     in_place = name in _IN_PLACE
     with torch.no_grad():
         stand_ins = [
@@ -125,6 +126,7 @@ class Delivery:
     def __init__(self, output: Tensor, stand_in: Tensor, *, hide: bool) -> None:
         self.output = output
         self._stand_in: Tensor | None = stand_in
+        # Remembered: by the time the result is there the output may have other memory, and the old one another owner.
         self._address = output.data_ptr()
         if hide:
             # By address: nobody who watches operators or versions of tensors is to see this copy.

@@ -32,6 +32,7 @@ from fsdp_testing.ranks.ledger.fence import Fence
 GROUPS = 1024
 RING = 128
 _WORD = 8
+# Stamp, signature, moment, description, call site, stamp: the same word first and last shows an entry that is half-written.
 _ENTRY = struct.Struct("<QQQIIQ")
 _PROGRESS = struct.Struct("<QQ")
 _LENGTH = struct.Struct("<H")
@@ -95,6 +96,7 @@ class LedgerMemory:
 
     def close(self) -> None:
         """Unmap; areas are unusable afterwards. Safe to call twice."""
+        # Views first: memory that something still refers to cannot be unmapped.
         self._words.release()
         self.fence.close()
         self._map.close()
@@ -186,6 +188,7 @@ class Area:
     def waiting(self) -> Waiting | None:
         """Return the blocking collective issued last in this job."""
         words, head = self.words, self._head
+        # Meta, group, meta again: an owner that has gone on to another group has cleared meta in between.
         meta = words[head + _WAIT_META]
         key = words[head + _WAIT_GROUP]
         if not meta or words[head + _WAIT_META] != meta:
@@ -219,10 +222,12 @@ class OwnArea(Area):
         words[head + _OVERFLOW] = 0
         words[head + _REFUSED] = 0
         words[head + _INSIDE] = words[head + _MEANT] = 0
+        # Strings outlive jobs, so that each is written once; they are given up only when they take half of their room.
         crowded = words[head + _STRING_BYTES] > _STRINGS_BYTES // 2
         if crowded:
             words[head + _STRINGS] = 0
             words[head + _STRING_BYTES] = 0
+        # The epoch comes last: whoever reads the new one finds empty tables, never the last job under this one's number.
         self._fence.cross()
         words[head + _EPOCH] = epoch
         return crowded
@@ -235,12 +240,14 @@ class OwnArea(Area):
             return None
         at = self._table + slot * _TABLE_WORDS
         words[at], words[at + 1], words[at + 2] = key, 0, 0
+        # The slot before its count: whoever reads the new count finds the key.
         self._fence.cross()
         words[self._head + _GROUPS_USED] = slot + 1
         return slot
 
     def put_entry(self, slot: int, entry: tuple[int, int, int, int, int, int], digest: int) -> None:
         """Write `entry` (stamp, signature, moment, description, call site, stamp), then its group's count and digest."""
+        # The entry, then the count that speaks of it; a reader that has to be sure of this order has crossed the fence.
         number = entry[0] >> NUMBER_BITS
         _ENTRY.pack_into(self._map, self._rings + (slot * RING + number % RING) * _ENTRY.size, *entry)
         _PROGRESS.pack_into(self._map, (self._table + slot * _TABLE_WORDS + 1) * _WORD, number, digest)
@@ -248,12 +255,14 @@ class OwnArea(Area):
     def withdraw_entry(self, slot: int, number: int, digest: int) -> None:
         """Take back collective `number`, the last one of its group; `digest` is that of those before."""
         at = self.entry_word(slot, number)
+        # Both stamps: neither half may pass for the whole. Then the count, so that the number can be given again.
         self.words[at] = self.words[at + ENTRY_WORDS - 1] = 0
         _PROGRESS.pack_into(self._map, (self._table + slot * _TABLE_WORDS + 1) * _WORD, number - 1, digest)
 
     def put_waiting(self, key: int, number: int, awaited: int, *, alone: bool) -> None:
         """Say that the owner is about to block in collective `number` of group `key`."""
         words, head = self.words, self._head
+        # Cleared before the group changes: a number of one group beside the key of another would be a wait that never was.
         if words[head + _WAIT_GROUP] != key:
             words[head + _WAIT_META] = 0
             words[head + _WAIT_GROUP] = key
@@ -278,6 +287,7 @@ class OwnArea(Area):
         at = self._texts + used
         _LENGTH.pack_into(self._map, at, len(data))
         self._map[at + _LENGTH.size : at + _LENGTH.size + len(data)] = data
+        # The text before its count, as for groups.
         self._fence.cross()
         words[head + _STRING_BYTES] = used + _LENGTH.size + len(data)
         words[head + _STRINGS] = count + 1

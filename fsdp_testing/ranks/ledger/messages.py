@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 _METHODS = ("send", "recv", "recv_anysource")
+# Holds works, and with them their tensors, that their callers have dropped: they are under way all the same.
 _under_way: list[tuple[Any, str]] = []
 
 

@@ -60,11 +60,30 @@ class AreaView:
 
     def read(self, epoch: int, last: int = 8) -> RankLedger:
         """Return what the rank issued, with its last collectives."""
-        return read_rank(self._area, epoch, last)
+        area = self._area
+        if area.epoch() != epoch:
+            return RankLedger(False, (), {}, {}, {})
+        # Strings first: a group or a text that is added meanwhile stays without a name, and gets no wrong one.
+        strings = area.strings()
+        groups = area.groups()
+        entries: list[CollectiveRecord] = []
+        facts = group_facts(strings)
+        for slot, (key, count, _) in enumerate(groups):
+            label = facts[key][0] if key in facts else ""
+            for number in range(max(1, count - last + 1), count + 1):
+                entry = area.entry(slot, number)
+                if entry is not None:
+                    what, site = (strings[i] if i < len(strings) else "?" for i in (entry.description, entry.call_site))
+                    entries.append(CollectiveRecord(number, label, key, what, site, entry.moment_ns, entry.signature))
+        entries.sort(key=lambda entry: entry.moment_ns)
+        members = {key: facts[key][1] for key, _, _ in groups if key in facts}
+        issued = {key: count for key, count, _ in groups}
+        digests = {key: digest for key, _, digest in groups}
+        return RankLedger(True, tuple(entries[-last:]), issued, digests, members, area.uncompared())
 
     def counts(self, epoch: int) -> dict[int, int]:
-        """Return how many collectives it issued, by group key."""
-        return counts(self._area, epoch)
+        """Return how many collectives it issued, by group key; cheap enough to be asked many times a second."""
+        return {key: count for key, count, _ in self._area.groups()} if self._area.epoch() == epoch else {}
 
     def refused(self, epoch: int) -> int:
         """Return how many of its collectives were refused."""
@@ -101,30 +120,3 @@ class ReportedLedger:
 
     def uncompared(self) -> int:
         return self.ledger.uncompared
-
-
-def read_rank(area: Area, epoch: int, last: int = 8) -> RankLedger:
-    """Read `area`; empty when the rank has not begun job `epoch`."""
-    if area.epoch() != epoch:
-        return RankLedger(False, (), {}, {}, {})
-    strings = area.strings()
-    groups = area.groups()
-    entries: list[CollectiveRecord] = []
-    facts = group_facts(strings)
-    for slot, (key, count, _) in enumerate(groups):
-        label = facts[key][0] if key in facts else ""
-        for number in range(max(1, count - last + 1), count + 1):
-            entry = area.entry(slot, number)
-            if entry is not None:
-                what, site = (strings[i] if i < len(strings) else "?" for i in (entry.description, entry.call_site))
-                entries.append(CollectiveRecord(number, label, key, what, site, entry.moment_ns, entry.signature))
-    entries.sort(key=lambda entry: entry.moment_ns)
-    members = {key: facts[key][1] for key, _, _ in groups if key in facts}
-    issued = {key: count for key, count, _ in groups}
-    digests = {key: digest for key, _, digest in groups}
-    return RankLedger(True, tuple(entries[-last:]), issued, digests, members, area.uncompared())
-
-
-def counts(area: Area, epoch: int) -> dict[int, int]:
-    """Return how many collectives were issued in job `epoch` by group key; cheap enough to be asked many times a second."""
-    return {key: count for key, count, _ in area.groups()} if area.epoch() == epoch else {}

@@ -27,6 +27,8 @@ from fsdp_testing.ranks.ledger.refusals import torch_refuses
 
 _MASK = (1 << 64) - 1
 _PAUSE_SECONDS = 0.001
+# An entry that is being replaced looks like another one for as long as a store is on its way: a difference has to show in so
+# many readings, a pause apart.
 _READINGS = 3
 # So long may torch be asked whether it takes a call: an exception with a C++ backtrace takes long on a busy machine.
 _ASKING_SECONDS = 3.0
@@ -94,6 +96,7 @@ class Recorder:
         self._epoch = epoch & 0xFFFFFFFF
         self._lines.clear()
         self._deadlocks.forget()
+        # Ids of strings are void once the area has made room.
         if self._area.start_job(epoch):
             self._known.clear()
             self._sites.clear()
@@ -105,6 +108,7 @@ class Recorder:
 
     def line(self, group: GroupIdentity) -> Line:
         """Return the line of `group` in this job, begun if need be."""
+        # Two threads may use a group for the first time at once, and it must get one slot.
         with self._rare:
             line = self._lines.get(group.key)
             if line is None:
@@ -139,10 +143,12 @@ class Recorder:
         signature, description = self._known.get(call) or self._learn(call)
         mark = number << 32 | self._epoch
         line.digest_before = line.digest
+        # Of numbers alone: unlike a text, they have the same hash in every process.
         digest = line.digest = hash((line.digest, signature)) & _MASK
         site, where, _ = self._call_site()
         if self.listener is not None:
             self.listener(line.group, call, where)
+        # Before the entry: a peer that finds the entry must find as well that torch may yet refuse it (`_confirm_difference`).
         self._words[self._inside] = mark
         self._area.put_entry(slot, (mark, signature, time.monotonic_ns(), description, site, mark), digest)
         if not line.peers:
@@ -151,6 +157,7 @@ class Recorder:
         self._cross()
         words, key = self._words, line.group.key
         for peer in line.peers:
+            # A peer that is not in this job, or has not used the group, is passed over: it compares with this rank when it comes.
             theirs = peer[1]
             if theirs is None:
                 theirs = self._find_peer(peer, key)
@@ -159,6 +166,7 @@ class Recorder:
             at = peer[0].entry_word(theirs, number)
             # Last word first: the order opposite to writing shows an entry that is being replaced.
             if words[at + 4] == mark and words[at + 1] != signature and words[at] == mark:
+                # Nothing will be issued here, so nobody disagrees: ranks try what torch refuses at different moments.
                 if attempt is not None and torch_refuses(*attempt):
                     self.withdraw(line, number)
                     return True
@@ -173,6 +181,7 @@ class Recorder:
 
     def withdraw(self, line: Line, number: int) -> None:
         """Take back collective `number`: torch refuses the call, so nothing is issued."""
+        # First: nobody may take this rank for stuck in a call that torch has refused.
         self._area.withdraw_waiting()
         if line.slot is not None and line.number == number:
             line.number -= 1
@@ -215,7 +224,10 @@ class Recorder:
 
     def _call_site(self) -> tuple[int, str, Any]:
         # The code object by identity and the instruction: cheaper than a hash of the code and the search for a line.
-        frame: FrameType | None = sys._getframe()
+        try:
+            frame: FrameType | None = sys._getframe(3)
+        except ValueError:  # a thread of torch that calls from C++
+            frame = sys._getframe()
         own = self._is_own
         while frame is not None:
             code = frame.f_code
@@ -240,6 +252,7 @@ class Recorder:
     def _confirm_difference(self, line: Line, peer: list[Any], mark: int, signature: int) -> None:
         """Raise unless the difference goes away: the peer's entry was half-written, or torch refuses its call."""
         words, at, inside = self._words, peer[0].entry_word(peer[1], line.number), peer[0].inside_word
+        # From here on this rank insists: without that mark two ranks that differ would each wait for the other to give up.
         words[self._inside + 1] = mark
         asking = time.monotonic() + _ASKING_SECONDS
         for reading in range(_READINGS):
@@ -247,6 +260,7 @@ class Recorder:
             while words[inside] == mark and words[inside + 1] != mark and time.monotonic() < asking:
                 time.sleep(_PAUSE_SECONDS)
             self._cross()
+            # Withdrawn, or read while it was written: no difference after all.
             if words[at + 4] != mark or words[at + 1] == signature or words[at] != mark:
                 words[self._inside + 1] = 0
                 return

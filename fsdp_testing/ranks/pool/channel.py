@@ -139,7 +139,9 @@ class Channel:
     def send_data(self, data: bytes) -> None:
         """Send a message that `dumps` has serialised; one for several ranks is serialised once."""
         header = _HEADER.pack(len(data))
+        # Set by each call for itself: sending may wait, reading in the controller must not, and both use one socket.
         self._sock.settimeout(self._send_timeout)
+        # A long message is not copied to put a header before it.
         if len(data) < _CHUNK:
             self._sock.sendall(header + data)
         else:
@@ -176,6 +178,7 @@ class Channel:
             if not data:
                 self._closed = True
             self._pending += data
+        # After the end of the stream as well: what a rank said before it died counts.
         messages: list[Any] = []
         try:
             while (message := self._next()) is not None:
@@ -208,6 +211,7 @@ class Channel:
         if len(self._pending) < end:
             return None
         data = self._pending[_HEADER.size : end]
+        # Taken out before it is read: what is no pickle must not be met again.
         del self._pending[:end]
         return (loads(data),)
 

@@ -141,12 +141,13 @@ class Pool:
                 self._worlds.remove(world)
                 self._worlds.append(world.lend())
                 return world
+        # Outside the lock: devices may be waited for ten minutes, and threads that need none must not wait with this one.
         lease = self._lease_of(key)
         with self._lock:
             # The store of a world without a group would keep what an earlier test wrote, and the next group would find that.
             reusable = isolation == "warm" and backend_named(backend).makes_group
             try:
-                world = PooledWorld(self, key, kept=reusable, lease=lease)
+                world = PooledWorld(self, key, reusable=reusable, lease=lease)
             except BaseException as error:
                 if lease is not None:
                     lease.release()
@@ -186,7 +187,7 @@ class Pool:
 
     def _idle(self, key: WorldKey) -> PooledWorld | None:
         for world in list(self._worlds):
-            if world.key == key and world.kept and world.trusted and not world.busy:
+            if world.key == key and world.reusable and world.trusted and not world.busy:
                 if world.whole:
                     return world
                 # A rank ended while nothing ran in it; no call is to blame.
@@ -203,6 +204,7 @@ class Pool:
                 if surplus <= 0:
                     break
                 surplus -= len(world.pids)
+                # Taken under the lock, so that nobody is lent it; ended outside, since ranks may have something to save.
                 world.lend()
                 leaving.append(world)
         for world in leaving:
@@ -265,6 +267,7 @@ class Pool:
         with self._lock:
             try:
                 for world in list(self._worlds):
+                    # A thread waits in it, notices, and releases the rest.
                     if world.busy:
                         world.kill_ranks()
                     else:

@@ -51,7 +51,7 @@ def main(control_fd: int, setup_fd: int, controller_pid: int) -> NoReturn:
         settings = json.load(stream)
     sys.path[:] = settings["sys_path"]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = _ForkServer(socket.socket(fileno=control_fd), watch_process(controller_pid))
+    server = _ServerLoop(socket.socket(fileno=control_fd), watch_process(controller_pid))
     for module in settings["modules"]:
         _import_ahead(module)
     for target, argument in settings["preparations"]:
@@ -115,7 +115,7 @@ def thread_count() -> int:
         return 1
 
 
-class _ForkServer:
+class _ServerLoop:
     def __init__(self, control: socket.socket, controller: int | None) -> None:
         self._control = control
         self._controller = controller
@@ -138,7 +138,9 @@ class _ForkServer:
             hygiene.remember()
         self._modules = frozenset(sys.modules)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        # Does nothing, and must be there: Python writes to the descriptor only for signals that it handles.
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        # What lives now is left out of later collections, which would write to each object, and so copy its page, in every rank.
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -193,8 +195,10 @@ class _ForkServer:
                 status = 0
             finally:
                 os._exit(status)
+        # Here and in the child: whoever runs first, the group is there before anybody signals it.
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
+        # Stays open: the end of the rank is written there.
         self._children[pid] = by_name.pop("status")
         for fd in by_name.values():
             os.close(fd)
@@ -207,6 +211,7 @@ class _ForkServer:
         self._leave_server(server_pid)
         adopt_orphans()
         run_until_it_waits()
+        # Held by the fork server alone, so that its end is the end of the file.
         os.close(fds.pop("status"))
         if self._controller is not None:
             os.close(self._controller)
@@ -239,6 +244,7 @@ class _ForkServer:
         return pid
 
     def _reap(self) -> None:
+        # Emptied first: a rank that ends while others are reaped wakes this loop again.
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
         while True:
@@ -255,6 +261,7 @@ class _ForkServer:
                     os.killpg(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
             pipe = self._children.pop(pid, None)
+            # Before the controller hears of the end: what the rank left running must not reach into the next call.
             self._kill_orphans()
             if pipe is not None:
                 with contextlib.suppress(OSError):
@@ -271,6 +278,7 @@ class _ForkServer:
     def _end(self) -> NoReturn:
         signal.set_wakeup_fd(-1)
         for pid in self._children:
+            # By group and by number: a successor has no group of its own.
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
             with contextlib.suppress(OSError):
@@ -289,7 +297,7 @@ class _ForkServer:
 
 
 def _succeed(control: socket.socket, controller: int | None, modules: list[str]) -> NoReturn:
-    server = _ForkServer(control, controller)
+    server = _ServerLoop(control, controller)
     gc.enable()
     for module in modules:
         if module in sys.modules:

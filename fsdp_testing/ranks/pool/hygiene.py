@@ -230,6 +230,7 @@ ENDS_WITH_PROCESS = frozenset(probe.kind for probe in PROBES) - {
     "thread",
     "temporary file",
 }
+# Made once: every job reads all of them twice.
 _READERS = tuple(probe.read for probe in PROBES)
 
 

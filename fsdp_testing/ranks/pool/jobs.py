@@ -39,7 +39,7 @@ class Bootstrap:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StandInRank:
     """Another rank and size for a single-process world (fake backend)."""
 
     rank: int
@@ -62,7 +62,7 @@ class Job(NamedTuple):
     sys_path: list[str] | None = None
     environment: dict[str, str | None] | None = None
     directory: str | None = None
-    place: Place | None = None
+    place: StandInRank | None = None
 
 
 class Report(NamedTuple):

@@ -134,6 +134,7 @@ class PrivateStore(dist.Store):
         allowed = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]  # of the base class
         limit = time.monotonic() + allowed.total_seconds()
         while True:
+            # Read before looking: a write in between changes it, and the kernel puts nobody to sleep whose number is old.
             writes = self._writes.value
             if self.check(keys):
                 return
@@ -186,6 +187,7 @@ class PrivateStore(dist.Store):
         record = _HEADER.pack(len(name), _REMOVED if value is None else len(value)) + name + (value or b"")
         os.pwrite(self._file, record, self._read)
         self._take_in(record)
+        # After the record: whoever this wakes finds it.
         self._writes.value += 1
         if _FUTEX is not None:
             self._call_kernel(_FUTEX, ctypes.byref(self._writes), _WAKE, _EVERYBODY, None, None, 0)

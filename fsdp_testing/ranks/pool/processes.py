@@ -40,6 +40,7 @@ class RankProcess:
             self.channel = Channel(mine, send_timeout=_SEND_SECONDS)
             self._status, status_write = os.pipe()
             undo.callback(os.close, self._status)
+            # Asked again and again whether there is news; never waited for.
             os.set_blocking(self._status, False)
             self._files: dict[str, int] = {}
             for name in _OUTPUTS:
@@ -111,6 +112,7 @@ class RankProcess:
         """Give memory of long output back; only while the rank runs nothing."""
         for name, fd in self._files.items():
             if self._seen[name] > _KEPT_BYTES:
+                # Only because it is open for appending does the next write begin at the new end.
                 os.ftruncate(fd, 0)
                 self._seen[name] = 0
 

@@ -159,6 +159,7 @@ class RemoteRank:
         self.pid, self.store_port = started.pid, started.store_port
 
     def _take(self, note: Note) -> None:
+        # Hosts have clocks of their own: moments move by how far these are apart, and by the time that the note took.
         ahead = time.monotonic() - note.now
         if note.exit is not None:
             self._exit = replace(note.exit, moment=note.exit.moment + ahead)

@@ -69,6 +69,7 @@ class ForkServer:
                 pass_fds=[theirs.fileno(), settings],
                 env=environment,
                 stdin=subprocess.DEVNULL,
+                # Ctrl-C in the terminal reaches the controller alone, which ends the ranks.
                 start_new_session=True,
             )
             # Who answers: the process itself, or later its successor.
@@ -208,6 +209,7 @@ class ForkServer:
         if answer.get("threads") != 1:
             successor.close()
             return
+        # The predecessor stays: the ranks that it forked are its children, and nobody else hears of their ends.
         self._retired.append(self._control)
         self._control, self._current = successor, answer["pid"]
 
@@ -235,6 +237,7 @@ class ForkServer:
         """End the fork server; every rank that is still there is killed by it."""
         if os.getpid() != self._owner:
             return
+        # End of file is the order to end, and to kill every rank.
         for control in (self._successor, self._control, *self._retired):
             if control is not None:
                 control.close()

@@ -17,9 +17,8 @@ from typing import Any
 
 from fsdp_testing.base.backends import backend_named
 from fsdp_testing.ranks.ledger.reading import RankLedger
-from fsdp_testing.ranks.pool.cause import NotJoined
+from fsdp_testing.ranks.pool.cause import NotJoined, cause_of
 from fsdp_testing.ranks.pool.channel import dumps, loads
-from fsdp_testing.ranks.pool.diagnosis import cause_of
 from fsdp_testing.ranks.pool.jobs import Exit, Job, Report
 from fsdp_testing.ranks.pool.outcome import ErrorRecord, Fate, RankOutcome, WorldOutcome, account_lines
 from fsdp_testing.ranks.pool.processes import RankProcess
@@ -39,7 +38,7 @@ _EXIT_SECONDS = 5.0
 
 
 @dataclass(slots=True, eq=False)
-class _Watch:
+class _RankWatch:
     """What is known about one rank so far."""
 
     process: RankProcess | RemoteRank
@@ -86,8 +85,9 @@ class Supervision:
         Kills nobody: the owner of the world does, when not `ok`.
         """
         started = time.monotonic()
-        watches = [_Watch(process, joined=self.joined) for process in self.processes]
+        watches = [_RankWatch(process, joined=self.joined) for process in self.processes]
         for watch in watches:
+            # What was written after the end of an earlier job must not pass for output of this one.
             watch.process.take_output("stacks")
             watch.process.empty_output()
         try:
@@ -97,6 +97,7 @@ class Supervision:
             raise
         running = [watch for watch in watches if not watch.ended]
         for watch in running:
+            # The last news of a rank on another host, before anything is done to it; here nothing is to be waited for.
             watch.process.look(wait=True)
             if isinstance(watch.process, RemoteRank):
                 watch.exit = watch.process.read_exit()  # its host may have vanished
@@ -111,6 +112,7 @@ class Supervision:
         outcomes = tuple(
             self._outcome(watch, ledger, hung=watch in hung) for watch, ledger in zip(watches, ledgers, strict=True)
         )
+        # Where ranks need not issue the same collectives, nothing follows from what one of them lacks.
         members: dict[int, tuple[int, ...]] = {}
         if self.lockstep:
             for ledger in ledgers:
@@ -120,7 +122,7 @@ class Supervision:
             cause = NotJoined(tuple(watch.process.rank for watch in late), _JOIN_SECONDS)
         return WorldOutcome(self.job.name, self.size, self.backend, outcomes, cause, time.monotonic() - started)
 
-    def _account_of_running(self, watches: list[_Watch]) -> str:
+    def _account_of_running(self, watches: list[_RankWatch]) -> str:
         """Where every rank is that has not ended, for an exception that ends the watching."""
         running = [watch for watch in watches if not watch.ended]
         ledgers = [watch.process.ledger.read(self.job.number) for watch in running]
@@ -131,7 +133,7 @@ class Supervision:
             lines += [outcome.headline(), *account_lines(outcome)]
         return "\n".join(lines)
 
-    def _send(self, watches: list[_Watch]) -> None:
+    def _send(self, watches: list[_RankWatch]) -> None:
         # Only when all are in the world: a rank that dies in its call must not break the joining of another, which would
         # then be reported as a rank that could not join.
         job = dumps(self.job)
@@ -140,8 +142,9 @@ class Supervision:
             with contextlib.suppress(OSError):
                 watch.process.channel.send_data(job)
 
-    def _watch(self, watches: list[_Watch], started: float) -> bool:
+    def _watch(self, watches: list[_RankWatch], started: float) -> bool:
         """Wait until all have ended, or the grace period or deadline ends; True when the deadline did it."""
+        # Two clocks, one after the other: coming into the world takes none of the time that the call has.
         deadline: float | None = started + _JOIN_SECONDS
         stop_at: float | None = None
         # Most jobs are over by then, and reading ledgers would take time from ranks that are about to end.
@@ -156,6 +159,7 @@ class Supervision:
                 if not clock_runs and all(watch.joined for watch in watches):
                     clock_runs = self.joined = True
                     self._send(watches)
+                    # Sending large arguments takes time, which is not the call's.
                     now = time.monotonic()
                     deadline = None if self.timeout is None else now + self.timeout
                 if not running:
@@ -178,7 +182,7 @@ class Supervision:
                 wake_at = look_at if stop_at is None and some_ended else stop_at
                 self._wait(selector, now, wake_at, deadline, some_ended=some_ended)
 
-    def _listen(self, selector: selectors.BaseSelector, watches: list[_Watch]) -> None:
+    def _listen(self, selector: selectors.BaseSelector, watches: list[_RankWatch]) -> None:
         for watch in watches:
             for source in watch.process.sources:
                 selector.register(source, selectors.EVENT_READ, watch)
@@ -199,13 +203,14 @@ class Supervision:
         if some_ended:
             limits.append(_POLL_SECONDS)
         for key, _ in selector.select(max(0.0, min(limits)) if limits else None):
-            watch: _Watch = key.data
+            watch: _RankWatch = key.data
             if key.fileobj is not watch.process.channel:
+                # What the rank said before its end is still in the channel, and a report outranks the exit status (`_ending`).
                 watch.exit = watch.process.read_exit()
                 self._forget(selector, key.fileobj)
             self._take_news(selector, watch)
 
-    def _take_news(self, selector: selectors.BaseSelector, watch: _Watch) -> None:
+    def _take_news(self, selector: selectors.BaseSelector, watch: _RankWatch) -> None:
         for message in watch.process.channel.take_ready():
             if message.number == 0:
                 watch.joined, watch.join_problem = message.error is None, message.error
@@ -221,7 +226,7 @@ class Supervision:
         with contextlib.suppress(KeyError, ValueError):
             selector.unregister(what)
 
-    def _peer_already_left(self, watches: list[_Watch]) -> bool:
+    def _peer_already_left(self, watches: list[_RankWatch]) -> bool:
         """A running rank has issued a collective that a returned member of its group never joined, or was refused."""
         if not self.lockstep or all(not watch.ended for watch in watches):
             return False
@@ -239,6 +244,7 @@ class Supervision:
             }
             if not any(behind.values()):
                 continue
+            # Counts are cheap and nearly always say that nothing is missing; members are read only where a count lags behind.
             members = process.ledger.read(epoch, 1).members
             for key, missing in behind.items():
                 # A full ledger does not say how often its rank used the group.
@@ -247,7 +253,7 @@ class Supervision:
                     return True
         return False
 
-    def _account_to_come(self, running: list[_Watch], now: float, stop_at: float) -> bool:
+    def _account_to_come(self, running: list[_RankWatch], now: float, stop_at: float) -> bool:
         """Look who computes; once the grace period is over, return whether some rank is about to give its account."""
         # Where waiting is spinning, on devices, nobody can say.
         if backend_named(self.backend).device_type == "cpu":
@@ -262,7 +268,7 @@ class Supervision:
             return now < stop_at + _EXIT_SECONDS
         return now < stop_at + _LATE_SECONDS and any(now - watch.computed_at < _IDLE_SECONDS for watch in running)
 
-    def _take_stacks(self, watches: list[_Watch]) -> None:
+    def _take_stacks(self, watches: list[_RankWatch]) -> None:
         for watch in watches:
             # Read before: Python walks the frames of other threads while these run, which may end the process. What it says
             # then ("Segmentation fault") is no output of the job.
@@ -286,7 +292,7 @@ class Supervision:
                 elif quiet[watch.process.rank] >= _QUIET_LOOKS or _OUTERMOST.search(watch.stack[-80:]):
                     waiting.remove(watch)
 
-    def _outcome(self, watch: _Watch, ledger: RankLedger, *, hung: bool) -> RankOutcome:
+    def _outcome(self, watch: _RankWatch, ledger: RankLedger, *, hung: bool) -> RankOutcome:
         process = watch.process
         output = watch.output or {name: process.take_output(name) for name in ("stdout", "stderr")}
         return RankOutcome(
@@ -303,8 +309,10 @@ class Supervision:
         )
 
 
-def _ending(watch: _Watch, *, hung: bool) -> dict[str, Any]:
+def _ending(watch: _RankWatch, *, hung: bool) -> dict[str, Any]:
     """Return the fate of a rank, with what it came with, as fields of `RankOutcome`."""
+    # By what is known best: how joining failed, the rank's own report, its exit, garbage in its channel. Only a rank of which
+    # nothing came hung, or was stopped.
     report, left, garbled = watch.report, watch.exit, watch.process.channel.problem
     if watch.join_problem is not None:
         return _raised(watch.join_problem)

@@ -23,7 +23,7 @@ from fsdp_testing.errors import BackendUnavailable
 from fsdp_testing.ranks.ledger.memory import LedgerMemory
 from fsdp_testing.ranks.pool import world as world_place
 from fsdp_testing.ranks.pool.channel import Channel, dumps, loads
-from fsdp_testing.ranks.pool.jobs import Bootstrap, Failed, Job, Place, Report
+from fsdp_testing.ranks.pool.jobs import Bootstrap, Failed, Job, Report, StandInRank
 from fsdp_testing.ranks.pool.outcome import Dirt, ErrorRecord
 from fsdp_testing.ranks.pool.targets import resolve
 
@@ -207,7 +207,7 @@ class _Rank:
 
         return PrivateStore(descriptor)
 
-    def _move(self, place: Place) -> None:
+    def _move(self, place: StandInRank) -> None:
         current = world_place.current_world()
         if (current.rank, current.size) == (place.rank, place.size):
             return
@@ -225,9 +225,11 @@ class _Rank:
         from fsdp_testing.ranks.ledger import interception
         from fsdp_testing.ranks.pool.hygiene import take_snapshot
 
+        # Before the snapshot: what has changed in the controller is no leak of this call.
         self._follow(job)
         if job.place is not None:
             self._move(job.place)
+        # Before anything of the call: from now on peers find this rank in the job, and its numbers begin at 1.
         self._recorder.start_job(job.number)
         snapshot = None if job.lasting is None else take_snapshot(ignore=job.lasting)
         started = time.perf_counter()
@@ -237,7 +239,9 @@ class _Rank:
             _flush()
             os._exit(0)
         seconds = time.perf_counter() - started
+        # Before cleaning up: which rank ended first decides which one leads the account.
         finished = time.monotonic()
+        # Before the report: with it the controller reads what was written, C's buffers included.
         _flush_c(None)
         _flush()
         dirt = () if snapshot is None else _restored(snapshot)

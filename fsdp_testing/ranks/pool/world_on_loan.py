@@ -18,7 +18,7 @@ from fsdp_testing.ranks.ledger import memory
 from fsdp_testing.ranks.ledger.reading import AreaView
 from fsdp_testing.ranks.pool.channel import dumps, readable
 from fsdp_testing.ranks.pool.device_slots import Lease
-from fsdp_testing.ranks.pool.jobs import Bootstrap, Job, Place
+from fsdp_testing.ranks.pool.jobs import Bootstrap, Job, StandInRank
 from fsdp_testing.ranks.pool.outcome import Fate, WorldOutcome
 from fsdp_testing.ranks.pool.processes import RankProcess, environment_for_ranks, loopback, memory_file, start_rank
 from fsdp_testing.ranks.pool.remote_rank import RemoteRank, StartRank
@@ -47,15 +47,15 @@ class PooledWorld:
 
     Attributes:
         key: Size and backend.
-        kept: Whether the world is lent again after it was given back.
+        reusable: Whether the world is lent again after it was given back.
         trusted: False once anything went wrong in it or was left behind; it is not lent again then.
         busy: Whether it is on loan.
         before_leaving: Called with the world when it is about to end and its ranks still answer.
     """
 
-    def __init__(self, pool: Pool, key: WorldKey, *, kept: bool, lease: Lease | None = None) -> None:
+    def __init__(self, pool: Pool, key: WorldKey, *, reusable: bool, lease: Lease | None = None) -> None:
         self.key = key
-        self.kept = kept
+        self.reusable = reusable
         self.trusted = True
         self.busy = False
         self.before_leaving: list[Callable[[PooledWorld], None]] = []
@@ -68,7 +68,7 @@ class PooledWorld:
         self._jobs = 0
         self._number = pool.next_number()
         self._joined = False
-        self._place = Place(0, key.size) if self._single else None
+        self._place = StandInRank(0, key.size) if self._single else None
         self._before = ""
         self._sys_path: list[str] = []
         self._directory = ""
@@ -101,6 +101,7 @@ class PooledWorld:
                     process = host.start(StartRank(self._number, count, mine, serves))
                     port = process.store_port
                 processes.append(process)
+                # Undone backwards: killed first, then released.
                 undo.callback(process.close)
                 undo.callback(process.kill)
                 boot = replace(boot, store_port=port)
@@ -137,7 +138,7 @@ class PooledWorld:
             )
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.key.size:
             raise InvalidArgument(f"world.at: expected a rank from 0 to {self.key.size - 1}, got {rank!r}.")
-        self._place = Place(rank, self.key.size)
+        self._place = StandInRank(rank, self.key.size)
         return self
 
     def execute(
@@ -206,6 +207,7 @@ class PooledWorld:
         if not outcome.ok or any(rank.dirt for rank in outcome.ranks):
             self.trusted = False
         garbled = any(rank.error is not None and rank.error.type_name == "ChannelGarbled" for rank in outcome.ranks)
+        # Where a rank died, hung or was stopped nobody knows where the others are: no second call on any of them.
         if garbled or any(rank.fate not in (Fate.RETURNED, Fate.RAISED) for rank in outcome.ranks):
             self.discard()
 
@@ -272,6 +274,7 @@ class PooledWorld:
         count = 1 if self._single else self.key.size
         with contextlib.ExitStack() as opened:
             ledger_fd = memory.create(count)
+            # Closed once all ranks are forked: each has a copy of its own.
             opened.callback(os.close, ledger_fd)
             store = None
             # Ranks of other hosts, and code that makes groups as under torchrun, can only be reached by network.
@@ -311,9 +314,10 @@ class PooledWorld:
         if os.getpid() != self._owner:
             return
         if self._single:
-            self._place = Place(0, self.key.size)
-        if not self.trusted or not self.kept or (self._lease is not None and self._pool.devices_awaited()):
+            self._place = StandInRank(0, self.key.size)
+        if not self.trusted or not self.reusable or (self._lease is not None and self._pool.devices_awaited()):
             self.leave()
+        # Last: from now on another thread may be lent it.
         self.busy = False
 
     def leave(self) -> None:
@@ -322,6 +326,7 @@ class PooledWorld:
             return
         try:
             while self.before_leaving and self._processes:
+                # Taken out before it is called: a callback may end the world, which calls the others.
                 self.before_leaving.pop(0)(self)
             if self._pool.coverage is not None:
                 self._close_gracefully()
@@ -353,6 +358,7 @@ class PooledWorld:
             return
         self.trusted = False
         self.before_leaving.clear()
+        # Exchanged first: who comes second, from another thread or a callback, finds nothing left to do.
         processes, self._processes = self._processes, []
         for process in processes:
             process.kill()

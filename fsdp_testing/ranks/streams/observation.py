@@ -24,7 +24,7 @@ from torch import Tensor
 from fsdp_testing.base.compat import operators_run_by, storage_key
 from fsdp_testing.ranks.ledger.readers import METHODS
 from fsdp_testing.ranks.streams.history import History, UseRecorded
-from fsdp_testing.ranks.streams.recorder import Recorder, run_noted
+from fsdp_testing.ranks.streams.recorder import StreamRecorder, run_noted
 from fsdp_testing.ranks.streams.simulated import Event, Stream, StreamContext
 
 
@@ -37,10 +37,10 @@ def observe() -> Iterator[History]:
     Yields:
         The history, complete when the context has ended.
     """
-    with operators_run_by(partial(run_noted, Recorder(History()))):
+    with operators_run_by(partial(run_noted, StreamRecorder(History()))):
         torch.empty(0)  # the first operator under a mode makes torch import its compiler, which is not to be observed
     history = History()
-    recorder = Recorder(history)
+    recorder = StreamRecorder(history)
     with ExitStack() as stack:
         for change in _replacements(recorder):
             stack.enter_context(change)
@@ -51,7 +51,7 @@ def observe() -> Iterator[History]:
             recorder.close()
 
 
-def _replacements(recorder: Recorder) -> Iterator[Any]:
+def _replacements(recorder: StreamRecorder) -> Iterator[Any]:
     """Yield what stands in torch's place while a rank is observed, as context managers."""
 
     def current_stream(device: Any = None) -> Stream:
@@ -95,7 +95,7 @@ def _replacements(recorder: Recorder) -> Iterator[Any]:
             yield patch.object(dist.ProcessGroup, name, _issuing(recorder, method))
 
 
-def _resizing(recorder: Recorder, method: Callable[..., Any]) -> Callable[..., Any]:
+def _resizing(recorder: StreamRecorder, method: Callable[..., Any]) -> Callable[..., Any]:
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
         if size != storage.nbytes():
             recorder.sweep()
@@ -108,7 +108,7 @@ def _resizing(recorder: Recorder, method: Callable[..., Any]) -> Callable[..., A
     return resize
 
 
-def _waiting(recorder: Recorder, method: Callable[..., Any]) -> Callable[..., Any]:
+def _waiting(recorder: StreamRecorder, method: Callable[..., Any]) -> Callable[..., Any]:
     def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
         # gloo copies a result to its place when it is waited for; a device has it there.
         before, recorder.silent = recorder.silent, True
@@ -122,7 +122,7 @@ def _waiting(recorder: Recorder, method: Callable[..., Any]) -> Callable[..., An
     return wait
 
 
-def _issuing(recorder: Recorder, method: Callable[..., Any]) -> Callable[..., Any]:
+def _issuing(recorder: StreamRecorder, method: Callable[..., Any]) -> Callable[..., Any]:
     """Tie the work object that a group's method returns to the collective that it issued."""
 
     def issue(group: Any, *args: Any, **kwargs: Any) -> Any:

@@ -87,7 +87,7 @@ _COLLECTIVES: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _TrackedBlock:
     """Memory that is in use: what identifies it, whether it still is, its number in the history and whose pool it is of."""
 
     key: int
@@ -96,11 +96,11 @@ class _Block:
     owner: int
 
 
-class Recorder(Device):
+class StreamRecorder(Device):
     """The device of an observed rank: also knows blocks of memory, and collectives that nobody has waited for."""
 
     def __init__(self, history: History) -> None:
-        self._blocks: dict[int, _Block] = {}
+        self._blocks: dict[int, _TrackedBlock] = {}
         self._shared: set[int] = set()
         self._until_full_sweep = _FULL_SWEEP
         self._made = 0
@@ -143,7 +143,7 @@ class Recorder(Device):
         self._pending.clear()
         self._blocks.clear()
 
-    def block(self, tensor: Tensor, made: bool = False) -> _Block:
+    def block(self, tensor: Tensor, made: bool = False) -> _TrackedBlock:
         """Return the block that a tensor lies in; a new one begins on the current stream if it was `made` just now."""
         storage = tensor.untyped_storage()
         key = storage_key(storage)
@@ -151,7 +151,7 @@ class Recorder(Device):
         if block is None:
             owner = self.current.number if made else self.default.number
             self._made += 1
-            block = self._blocks[key] = _Block(key, storage_reference(storage), self._made, owner)
+            block = self._blocks[key] = _TrackedBlock(key, storage_reference(storage), self._made, owner)
             shape = "x".join(map(str, tensor.shape)) or "one"
             label = f"a tensor of {shape} {str(tensor.dtype).removeprefix('torch.')}"
             self.history.entries.append(Allocated(block.number, owner, label))
@@ -207,7 +207,7 @@ class Recorder(Device):
             self.note(EventWaited(event.number, self.current.number))
 
 
-def run_noted(recorder: Recorder, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_noted(recorder: StreamRecorder, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator, and note what it reads and writes."""
     if recorder.silent:
         return operator.call(*args, **kwargs)
@@ -237,7 +237,9 @@ def run_noted(recorder: Recorder, operator: Operator, args: tuple[Any, ...], kwa
     return result
 
 
-def _note_collective(recorder: Recorder, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _note_collective(
+    recorder: StreamRecorder, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     if operator.name not in _COLLECTIVES:
         return
     written, read = _COLLECTIVES[operator.name]
@@ -251,7 +253,7 @@ def _note_collective(recorder: Recorder, operator: Operator, args: tuple[Any, ..
         recorder.issued = recorder.collective(operator.name, recorder.caller.group_name, reads, writes)
 
 
-def _functional(recorder: Recorder, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _functional(recorder: StreamRecorder, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     reads = _tensors((args, kwargs))
     result = operator.call(*args, **kwargs)
     if operator.name == "wait_tensor":

@@ -1,4 +1,4 @@
-"""How is a portrait drawn? As inline SVG whose colours come from the page's style sheet, so that it prints and goes dark.
+"""Drawings of a run: inline SVG whose colours come from the page's style sheet, so that it prints and goes dark.
 
 - `svg`: elements, escaped; a time axis.
 - `timeline`: who computes, communicates and waits.

@@ -1,4 +1,4 @@
-"""Where in the cube of small cases does it fail? One square for each world and face, shaded by what happens there."""
+"""The cube of small cases: one square for each world and face, shaded by what happens there."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ LEFT = 210
 CHARACTER = 6.2
 ROW = 16
 HEAD = 40
-SHADES = ("fails", "unknown", "holds")
-"""Statuses by how much they matter: a square has the class of the first that occurs in it."""
+SHADES = {"fail": "fails", "unknown": "unknown", "refused": "refused", "pass": "holds"}
+"""Verdicts by how much they matter, each with its class: a square has that of the first that occurs in it."""
 
 
 def cube_picture(
@@ -22,7 +22,7 @@ def cube_picture(
     """Return the drawing.
 
     Args:
-        faces: World -> face -> status -> number of cells.
+        faces: World -> face -> verdict -> number of cells.
         rows: Faces, from top to bottom.
         worlds: Strategy and mesh, from left to right; those of one strategy in a row.
     """
@@ -50,7 +50,7 @@ def _square(
     ran = sum(counts.values())
     if not ran:
         return
-    shade = next(status for status in SHADES if counts.get(status))
-    part = shade if counts[shade] == ran or shade == "holds" else f"{shade} some"
-    said = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
-    drawing.box(f"cell {part}", *corner, (width - 2, ROW - 2), f"{names[0]}, {names[1]}: {said}")
+    worst = next(verdict for verdict in SHADES if counts.get(verdict))
+    part = SHADES[worst] if counts[worst] == ran else f"{SHADES[worst]} some"
+    text = ", ".join(f"{count} {SHADES[verdict]}" for verdict, count in sorted(counts.items()))
+    drawing.box(f"cell {part}", *corner, (width - 2, ROW - 2), f"{names[0]}, {names[1]}: {text}")

@@ -1,4 +1,4 @@
-"""Which rank holds which elements? A bar per unit and rank, its parameters in turns of two shades, padding hatched."""
+"""The elements that each rank holds: a bar per unit and rank, its parameters in turns of two shades, padding hatched."""
 
 from __future__ import annotations
 

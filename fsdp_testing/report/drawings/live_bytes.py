@@ -1,4 +1,4 @@
-"""What does each rank hold over time, and how much may it? A curve per rank, and a bar for each gathered unit."""
+"""What each rank holds over time, and how much it may: a curve per rank, and a bar for each gathered unit."""
 
 from __future__ import annotations
 

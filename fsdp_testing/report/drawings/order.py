@@ -27,12 +27,12 @@ def order_picture(comparison: OrderComparison, left: str, right: str, *, full: b
     drawing = Drawing(HEAD + ROW * len(rows), f"{comparison.aspect} on rank {comparison.rank}: {account(comparison)}")
     drawing.text(COLUMN / 2, 14, left, "strong", "middle")
     drawing.text(RIGHT + COLUMN / 2, 14, right, "strong", "middle")
-    for number, (mark, one, other) in enumerate(rows):
+    for number, (mark, left_step, right_step) in enumerate(rows):
         y = HEAD + ROW * number
-        if one == LEFT_OUT:
-            drawing.text(WIDTH / 2, y + BAR - 4, f"{LEFT_OUT} {other} {LEFT_OUT}", "soft", "middle")
+        if left_step == LEFT_OUT:
+            drawing.text(WIDTH / 2, y + BAR - 4, f"{LEFT_OUT} {right_step} {LEFT_OUT}", "soft", "middle")
             continue
-        for x, kind, text in zip((0, RIGHT), KINDS[mark], (one, other)):
+        for x, kind, text in zip((0, RIGHT), KINDS[mark], (left_step, right_step)):
             if text:
                 drawing.box(kind, x, y, (COLUMN, BAR), text)
                 style = "soft" if text.startswith("—") else ""

@@ -1,4 +1,4 @@
-"""How does a drawing become markup? Elements in the order they are drawn; every text is escaped."""
+"""A drawing as markup: elements in the order they are drawn; every text is escaped."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class Drawing:
     def label_in(self, x: float, y: float, width: float, text: str, kind: str = "inside") -> None:
         """A text in the middle of a box of that width, if it fits; the end of a name if that fits and says something."""
         last = text.rpartition(".")[2]
-        for shown in dict.fromkeys((text, last if not last.isdigit() else "")):
-            if shown and len(shown) * LETTER + 4 <= width:
-                self.text(x + width / 2, y, shown, kind, "middle")
+        for label in dict.fromkeys((text, last if not last.isdigit() else "")):
+            if label and len(label) * LETTER + 4 <= width:
+                self.text(x + width / 2, y, label, kind, "middle")
                 return
 
     def markup(self) -> Markup:

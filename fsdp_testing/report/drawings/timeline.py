@@ -1,4 +1,4 @@
-"""Who gathers, computes, waits? One row of lanes per rank over a common time."""
+"""Who gathers, computes and waits: one row of lanes per rank over a common time."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def _rank(drawing: Drawing, rank: RankPortrait, top: float, seconds: float) -> N
 def _stretch(drawing: Drawing, stretch: Stretch, y: float, seconds: float) -> None:
     scale = (WIDTH - LEFT - 8) / seconds
     x, width = LEFT + stretch.start * scale, (stretch.stop - stretch.start) * scale
-    shown = name_of(stretch)
-    title = f"{stretch.lane} {shown}: {milliseconds(stretch.stop - stretch.start)} from {milliseconds(stretch.start)}"
+    name = name_of(stretch)
+    title = f"{stretch.lane} {name}: {milliseconds(stretch.stop - stretch.start)} from {milliseconds(stretch.start)}"
     drawing.box(stretch.lane, x, y, (width, BAR), title)
     if stretch.lane != "wait":
         kind = "" if stretch.lane == "operation" else "inside"
-        label = shown.partition(" ")[0] if stretch.lane == "collective" else shown
+        label = name.partition(" ")[0] if stretch.lane == "collective" else name
         drawing.label_in(x, y + BAR - 4, width, label, kind)
 
 

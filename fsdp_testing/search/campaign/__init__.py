@@ -1,1 +1,1 @@
-"""How does a campaign of random cases go? Draw, run in batches, judge, investigate, remember."""
+"""Random cases: drawn from numbers, run in batches, investigated where they fail, remembered."""

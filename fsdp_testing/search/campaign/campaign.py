@@ -1,15 +1,17 @@
-"""How does a campaign go? Draw, run, judge, count what is known, understand what is not, go on."""
+"""The source of random cases: it draws, counts what is known, has investigated what is not, and goes on."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.adapters.source import source_digest
 from fsdp_testing.base.document import read_text
 from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices, needs_of_case
 from fsdp_testing.cases.records import Case, Verdict
@@ -22,9 +24,11 @@ from fsdp_testing.judging.signature import Signature
 from fsdp_testing.ranks.pool import Pool
 from fsdp_testing.search.campaign.case_queue import CaseQueue, QueuedCase
 from fsdp_testing.search.campaign.example_checks import EXAMPLE_SECONDS, SHARE, check_examples
-from fsdp_testing.search.campaign.investigation import Investigated, Investigator, Suspect
-from fsdp_testing.search.campaign.state import KNOWN, Progress, StateDirectory
 from fsdp_testing.search.campaign.tally import CampaignTally
+from fsdp_testing.search.campaign.writing import STATE_FILE, findings_in, write_files
+from fsdp_testing.search.investigation import Causes, Investigated, Investigator, Suspect
+from fsdp_testing.search.loop import Budget, search
+from fsdp_testing.search.state import FORMER, OPEN, SOURCE, State, Verdicts, changes, read_state, refuse, write_state
 
 _INVESTIGATED_AT_FIRST = 3
 _INVESTIGATED_LATER_ONE_IN = 25
@@ -74,10 +78,28 @@ class Plan:
             f"without {without or 'nothing'}"
         )
 
+    @property
+    def subject(self) -> dict[str, str]:
+        """Return what verdicts of the campaign are about, by name."""
+        return {
+            "implementation": self.implementation.reference,
+            "cases by": self.drawn_by,
+            "known failures": self.known.digest,
+            SOURCE: source_digest(self.implementation),
+        }
+
 
 Listener = Callable[[CampaignTally], None]
-Finder = Callable[[Discovery, StateDirectory], None]
-Answer = list[tuple[QueuedCase, JudgedCase]] | Investigated | None
+Writer = Callable[[Discovery, Path], None]
+Batch = list[tuple[QueuedCase, JudgedCase]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What became of a suspect; an example of a known failure was not queued."""
+
+    queued: QueuedCase | None
+    investigated: Investigated | None
 
 
 class Campaign:
@@ -96,16 +118,17 @@ class Campaign:
         plan: Plan,
         pool: Pool,
         on_progress: Listener,
-        on_finding: Finder,
+        on_finding: Writer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plan = plan
         self._runner = CaseRunner(pool, timeout=plan.deadline)
         self._on_progress = on_progress
         self._on_finding = on_finding
-        self._clock = clock
-        self._state = StateDirectory(plan.state, plan.implementation.reference)
-        self._before = self._state.load(plan.shard, plan.drawn_by)
+        self._file = plan.state / STATE_FILE
+        self._before = self._load()
+        self._verdicts = Verdicts(self._before.verdicts)
+        self._variants: Counter[Verdict] = Counter()
         self._turns = dict(self._before.turns)
         self._drawer = CaseDrawer(plan.scope)
         self._investigator = Investigator(
@@ -113,22 +136,39 @@ class Campaign:
         )
         self._groups: Counter[Signature] = Counter()
         self._looked_like: Counter[str] = Counter()
-        self._also: dict[Signature, set[str]] = {}
         self._keys: dict[object, str] = {}
+        self._suspects: list[tuple[QueuedCase | None, JudgedCase]] = []
         self._watch_models = True
-        self._started = 0.0
         self.damaged: list[str] = []
-        self.tally = CampaignTally()
+        self.tally = CampaignTally(resumed=len(self._before.unfinished))
         self._earlier: set[str] = set()
-        self._known = joined([self._found_earlier(), plan.known])
-        self._queue = CaseQueue(
-            self._draw, self._before.drawn, self._share(plan.examples), self._before.unfinished, self._time_is_up
-        )
+        self._causes = Causes(joined([self._found_earlier(), plan.known]))
+        self._budget = Budget(plan.seconds, self._share(plan.examples), clock)
+        self._queue = CaseQueue(self._draw, self._verdicts, self._budget)
+
+    def _load(self) -> State:
+        """What earlier runs left.
+
+        A part goes on with its own cases alone: `merge` counts its verdicts. A whole campaign goes on after a change, of the
+        options too, with the next number; what ran before the change says nothing of what is there now.
+        """
+        plan, subject = self._plan, self._plan.subject
+        fresh = State(subject, plan.shard)
+        if not self._file.exists():
+            return fresh
+        state = read_state(self._file)
+        wrong = changes(subject, state, plan.shard)
+        whole = plan.shard == (1, 1) == state.shard
+        refuse(self._file, {name: wrong[name] for name in wrong if name == "implementation" or not whole})
+        if not wrong:
+            return state
+        former = "".join(letter if letter == OPEN else FORMER for letter in state.verdicts)
+        return replace(fresh, verdicts=former, turns=state.turns, runs=state.runs, seconds=state.seconds)
 
     def _found_earlier(self) -> KnownFailures:
         """What earlier runs found is known now: met again, it is counted and not reported again."""
         rules = []
-        for folder in self._state.found():
+        for folder in findings_in(self._plan.state):
             file = folder / "finding.json"
             try:
                 earlier = Discovery.from_json(read_text(file, "a finding", "Remove the folder."), str(file))
@@ -141,52 +181,71 @@ class Campaign:
             self._keys[earlier.key] = earlier.name
         return KnownFailures(tuple(rules))
 
-    # ------------------------------------------------------------------------------------------- the loop
+    # ------------------------------------------------------------------------------------------- the source
 
     def run(self) -> CampaignTally:
         """Run until time or cases end; KeyboardInterrupt passes through after everything is saved."""
-        self._started = self._clock()
-        suspects: list[JudgedCase] = []
-
-        def take(answer: Answer) -> None:
-            suspects.extend(self._take(answer))
-            self.tally.seconds = self._clock() - self._started
-            self._on_progress(self.tally)
-
+        self._budget.restart()
         try:
-            suspects += self._check_examples()
-            self._runner.worlds.drive(lambda: self._next_job(suspects), take, max(1, self._plan.lanes), self._save)
+            self._check_examples()
+            search(self, self._runner.worlds, max(1, self._plan.lanes))
         finally:
-            self._save()
+            self.save()
         return self.tally
 
-    def _next_job(self, suspects: list[JudgedCase]) -> Callable[[], Answer] | None:
-        if self._stopped():
+    def next_job(self) -> Callable[[], Batch | _Answer] | None:
+        """Return a suspect to be investigated, else the next batch: what is found is known to the batches after it."""
+        if self._plan.stop_at_first and any(discovery.confirmed for discovery in self.tally.discovered):
             return None
-        if suspects:
-            return partial(self._investigate, suspect=suspects.pop(0))
+        if self._suspects:
+            return partial(self._investigate, *self._suspects.pop(0))
         start = time.perf_counter()
-        batch = self._queue.next_batch(self._known)
+        batch = self._queue.next_batch(self._causes.rules)
         self.tally.drawing_seconds += time.perf_counter() - start
         if not batch:
             return None
-        watch = Watch(models=self._watch_models)
         cases = [queued.case for queued in batch]
-        judge = partial(self._runner.judge_batch, self._plan.implementation, cases, watch)
+        judge = partial(self._runner.judge_batch, self._plan.implementation, cases, Watch(models=self._watch_models))
         return lambda: list(zip(batch, judge(), strict=True))
 
-    def _investigate(self, suspect: JudgedCase) -> Investigated | None:
+    def take(self, answer: Batch | _Answer) -> None:
+        """Take in what a job gave, and keep the suspects that are worth investigating."""
+        if isinstance(answer, list):
+            self._suspects += [pair for pair in answer if self._take_result(*pair)]
+        else:
+            self._take_investigated(answer.queued, answer.investigated)
+        self.tally.seconds = self._budget.spent
+        self._on_progress(self.tally)
+
+    def save(self) -> None:
+        """Write down verdicts, and what else the next run goes on with."""
+        before, tally = self._before, self.tally
+        tally.seconds = self._budget.spent
+        tally.worlds_lost = self._runner.worlds.lost
+        tally.drawn = len(self._verdicts) - len(before.verdicts)
+        tally.postponed = Counter(self._queue.postponed)
+        tally.left = len(self._verdicts.numbers(None))
+        variants = Counter(before.variants) + Counter({v.value: count for v, count in self._variants.items()})
+        write_state(
+            self._file,
+            State(
+                before.subject,
+                before.shard,
+                self._verdicts.letters,
+                variants=variants,
+                known=dict(Counter(before.known) + tally.known),
+                not_investigated=before.not_investigated + tally.not_investigated,
+                turns=self._turns,
+                runs=before.runs + 1,
+                seconds=before.seconds + tally.seconds,
+            ),
+        )
+
+    def _investigate(self, queued: QueuedCase | None, suspect: JudgedCase) -> _Answer:
         start = time.perf_counter()
-        investigated = self._investigator.investigate(self._runner, Suspect.of(suspect), self._known)
+        investigated = self._investigator.investigate(self._runner, Suspect.of(suspect), self._causes.rules)
         self.tally.investigating_seconds += time.perf_counter() - start
-        return investigated
-
-    def _time_is_up(self) -> bool:
-        limit = self._plan.seconds
-        return limit is not None and self._clock() - self._started >= limit
-
-    def _stopped(self) -> bool:
-        return self._plan.stop_at_first and any(discovery.confirmed for discovery in self.tally.discovered)
+        return _Answer(queued, investigated)
 
     def _fair(self, case: Case) -> bool:
         scope = self._plan.scope
@@ -202,37 +261,38 @@ class Campaign:
 
     # ------------------------------------------------------------------------------------------- taking in
 
-    def _take(self, answer: Answer) -> list[JudgedCase]:
-        """Take in what a job gave; return suspects that are worth investigating."""
-        if isinstance(answer, list):
-            return [result for queued, result in answer if self._take_result(queued, result)]
-        if answer is None:
-            self.tally.unjudged["a suspect that could not be judged alone"] += 1
-        elif answer.known is not None:
-            # The next one that looks so among other cases need not run alone to be known.
-            self._also.setdefault(answer.signature, set()).add(answer.known.name)
-            counts = self.tally.known if answer.discovery is None else self.tally.duplicates
-            counts[answer.known.name] += 1
-            self.tally.found_before.update(self._earlier & {answer.known.name})
-        elif answer.discovery is not None:
-            self._take_discovery(answer.discovery, answer.signature)
-        return []
+    def _settle(self, queued: QueuedCase, verdict: Verdict, former: Verdict | None = None) -> None:
+        """Note the verdict on a case; a suspect fails until it was investigated, and then has the verdict of that."""
+        counts = [self.tally.verdicts]
+        if queued.number is not None:
+            self._verdicts.take(queued.number, verdict)
+        else:
+            counts.append(self._variants)
+        for count in counts:
+            count.update([verdict])
+            count.subtract([former] if former is not None else [])
 
     def _take_result(self, queued: QueuedCase, judged: JudgedCase) -> bool:
         judgement, signature, tally = judged.judgement, judged.signature, self.tally
-        self._queue.finish(queued)
-        tally.count(operations=len(judged.case.program), variant=queued.depth > 0)
-        rule = self._known_as(queued, judged)
-        if rule is not None and signature is not None:
-            self._queue_variants(queued, judged, rule)
-            if judgement.cause is None and rule.asks_cause(signature) and self._is_sampled(rule):
-                tally.statuses[Verdict.FAIL.value] += 1
+        tally.run += 1
+        tally.operations += len(judged.case.program)
+        tally.variants += queued.depth > 0
+        rules = self._rules_of(judged)
+        if rules and signature is not None:
+            # The case without what brings about each failure that this may be runs too, for what that may have hidden.
+            for rule in rules:
+                self._queue.add_variant(queued, rule, self._drawer.shape, self._fair)
+            rule = rules[0]
+            asks = judgement.cause is None and rule.asks_cause(signature)
+            if asks and _is_one_of_few(self._looked_like, rule.name):
+                self._settle(queued, Verdict.FAIL)
                 return True
             tally.known[rule.name] += 1
-            tally.statuses[KNOWN] += 1
+            tally.found_before.update(self._earlier & {rule.name})
+            self._settle(queued, Verdict.EXPECTED_FAILURE)
             self._watch_models &= not judgement.only_model_stays
             return False
-        tally.statuses[judged.verdict.value] += 1
+        self._settle(queued, judged.verdict)
         if judged.verdict is Verdict.UNKNOWN:
             self._take_unknown(judged)
         elif judgement.only_model_stays:
@@ -247,40 +307,42 @@ class Campaign:
         if self.tally.unjudged[reason[:200]] <= _KEPT_UNJUDGED:
             name = judged.case.identity
             files = [(f"{name}.json", judged.case.to_json()), (f"{name}.txt", reason + "\n")]
-            self._state.write_files("unjudged", files)
+            write_files(self._plan.state / "unjudged", files)
 
-    def _known_as(self, queued: QueuedCase, judged: JudgedCase) -> Rule | None:
-        """The rule that knows a failure, as far as its looks say."""
+    def _rules_of(self, judged: JudgedCase) -> list[Rule]:
+        """The rules that know a failure, as far as its looks say."""
         signature, judgement = judged.signature, judged.judgement
         if signature is None:
-            return None
-        rule = self._known.recognize(signature, judged.features, judgement.cause)
-        if rule is None:
-            rule = self._known.fitting(self._also.get(signature, ()), queued.case, judgement.operation)
-            if rule is None or (self.tally.known[rule.name] + 1) % _INVESTIGATED_LATER_ONE_IN == 0:
-                return None
-        return rule
-
-    def _queue_variants(self, queued: QueuedCase, judged: JudgedCase, rule: Rule) -> None:
-        """Run the case without what brings about each known failure that it may be, for what that may have hidden."""
-        signature, judgement = judged.signature, judged.judgement
-        assert signature is not None
-        others = self._known.recognizing(signature, judged.features, judgement.cause)
-        for each in {each.name: each for each in (rule, *others)}.values():
-            self._queue.add_variant(queued, each, self._drawer.shape, self._fair)
-
-    def _is_sampled(self, rule: Rule) -> bool:
-        """Whether the next failure that looks like a known one runs alone and is asked its cause."""
-        self._looked_like[rule.name] += 1
-        met = self._looked_like[rule.name]
-        return met <= _INVESTIGATED_AT_FIRST or met % _INVESTIGATED_LATER_ONE_IN == 0
+            return []
+        if known := self._causes.rules.recognizing(signature, judged.features, judgement.cause):
+            return known
+        rule = self._causes.by_looks(signature, judged.case, judgement.operation)
+        # One in many is looked at itself: what looks so among others may by now be another failure.
+        again = rule is not None and (self.tally.known[rule.name] + 1) % _INVESTIGATED_LATER_ONE_IN == 0
+        return [rule] if rule is not None and not again else []
 
     def _is_worth_investigating(self, signature: Signature) -> bool:
-        self._groups[signature] += 1
-        met = self._groups[signature]
-        worth = met <= _INVESTIGATED_AT_FIRST or met % _INVESTIGATED_LATER_ONE_IN == 0
+        worth = _is_one_of_few(self._groups, signature)
         self.tally.not_investigated += not worth
         return worth
+
+    def _take_investigated(self, queued: QueuedCase | None, answer: Investigated | None) -> None:
+        verdict = Verdict.FAIL
+        if answer is None:
+            self.tally.unjudged["a suspect that could not be judged alone"] += 1
+            verdict = Verdict.UNKNOWN
+        elif answer.known is not None:
+            # The next one that looks so among other cases need not run alone to be known.
+            self._causes.learn(answer.signature, answer.known.name)
+            counts = self.tally.known if answer.discovery is None else self.tally.duplicates
+            counts[answer.known.name] += 1
+            self.tally.found_before.update(self._earlier & {answer.known.name})
+            verdict = Verdict.EXPECTED_FAILURE
+        elif answer.discovery is not None:
+            self._take_discovery(answer.discovery, answer.signature)
+            verdict = Verdict.FAIL if answer.discovery.confirmed else Verdict.UNKNOWN
+        if queued is not None:
+            self._settle(queued, verdict, former=Verdict.FAIL)
 
     def _take_discovery(self, discovery: Discovery, met_as: Signature) -> None:
         key = discovery.key if discovery.confirmed else ("unconfirmed", discovery.signature)
@@ -288,57 +350,35 @@ class Campaign:
         if name is not None:
             self.tally.duplicates[name] += 1
             self.tally.found_before.update(self._earlier & {name})
-            self._also.setdefault(met_as, set()).add(name)
+            self._causes.learn(met_as, name)
             return
         self._keys[key] = discovery.name
         self.tally.discovered.append(discovery)
         if discovery.confirmed:
-            self._known = self._known.with_rule(discovery.rule())
-            self._also.setdefault(met_as, set()).add(discovery.name)
-        self._on_finding(discovery, self._state)
+            self._causes.add(discovery, met_as)
+        self._on_finding(discovery, self._plan.state)
 
-    def _check_examples(self) -> list[JudgedCase]:
-        """Drop the rules whose example passes by now; return the examples that fail in a new way."""
-        plan = self._plan
+    def _check_examples(self) -> None:
+        """Drop the rules whose example passes by now; examples that fail in a new way are suspects."""
+        plan, causes = self._plan, self._causes
 
         def allowed(count: int) -> bool:
-            in_time = plan.seconds is None or self._clock() - self._started < SHARE * plan.seconds
-            return in_time and (plan.examples is None or count <= max(1, SHARE * plan.examples))
+            few = plan.examples is None or count <= max(1, SHARE * plan.examples)
+            return few and not self._budget.time_is_up(SHARE)
 
         judge = partial(self._runner.impatient(EXAMPLE_SECONDS).judge_batch, plan.implementation)
-        checked = check_examples(judge, self._known, self._turns, self._fair, allowed)
-        self._known = self._known.without_rules(checked.gone)
+        checked = check_examples(judge, causes.rules, self._turns, self._fair, allowed)
+        causes.rules = causes.rules.without_rules(checked.gone)
         self._keys = {key: name for key, name in self._keys.items() if name not in checked.gone}
-        self._turns.update(dict.fromkeys(checked.ran, self._before.campaigns))
+        self._turns.update(dict.fromkeys(checked.ran, self._before.runs))
         self.tally.found_before.update(self._earlier & set(checked.still))
         self.tally.gone += checked.gone
         self.tally.examples = (len(checked.ran), len(checked.ran) + checked.left)
-        return checked.changed
+        self._suspects += [(None, judged) for judged in checked.changed]
 
-    # ------------------------------------------------------------------------------------------- keeping
 
-    def _save(self) -> None:
-        before, tally, queue = self._before, self.tally, self._queue
-        tally.seconds = self._clock() - self._started
-        tally.worlds_lost = self._runner.worlds.lost
-        tally.drawn = queue.drawn - before.drawn
-        tally.postponed = Counter(queue.postponed)
-        tally.left = len(queue.unfinished)
-        tally.resumed = len(before.unfinished)
-        self._state.save(
-            Progress(
-                implementation=before.implementation,
-                campaigns=before.campaigns + 1,
-                drawn=queue.drawn,
-                run=before.run + tally.run,
-                seconds=before.seconds + tally.seconds,
-                statuses=dict(Counter(before.statuses) + tally.statuses),
-                known=dict(Counter(before.known) + tally.known),
-                not_investigated=before.not_investigated + tally.not_investigated,
-                unfinished=queue.unfinished,
-                turns=self._turns,
-                shard=self._plan.shard,
-                drawn_by=self._plan.drawn_by,
-                known_by=self._plan.known.digest,
-            )
-        )
+def _is_one_of_few(counts: Counter[Any], kind: object) -> bool:
+    """Count one more of a kind; return whether it is one of the first, or one in many."""
+    counts[kind] += 1
+    number = counts[kind]
+    return number <= _INVESTIGATED_AT_FIRST or number % _INVESTIGATED_LATER_ONE_IN == 0

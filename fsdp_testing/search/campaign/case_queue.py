@@ -1,13 +1,15 @@
-"""Which cases run next? Drawn ones, each exactly once; those that may cost the ranks come rarely, and none is left out."""
+"""The order of random cases: each that is drawn runs once; those that may cost the ranks come rarely, and none is left out."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 from fsdp_testing.cases.records import Case
 from fsdp_testing.judging.known import KnownFailures, Rule
+from fsdp_testing.search.loop import Budget
+from fsdp_testing.search.state import Verdicts
 
 BATCH = 24
 COSTLY_ONE_IN = 20
@@ -35,43 +37,21 @@ class CaseQueue:
 
     Args:
         draw: Gives the case of a number.
-        first: Number of the first case to draw.
-        limit: How many to draw; None for no limit.
-        unfinished: Numbers of cases that an earlier campaign drew and did not run; they come first.
-        over: Whether the time is up; asked before each case.
+        verdicts: Those on the cases that were drawn. What an earlier run drew and did not finish comes first.
+        budget: Cases and time; the time is looked at before each case.
     """
 
-    def __init__(
-        self,
-        draw: Callable[[int], Case],
-        first: int,
-        limit: int | None,
-        unfinished: Iterable[int],
-        over: Callable[[], bool],
-    ) -> None:
+    def __init__(self, draw: Callable[[int], Case], verdicts: Verdicts, budget: Budget) -> None:
         self._draw = draw
-        self._first = first
-        self._limit = limit
-        self._over = over
-        self._resumed = deque(unfinished)
-        self._unfinished = dict.fromkeys(self._resumed)
+        self._verdicts = verdicts
+        self._budget = budget
+        self._resumed = deque(verdicts.numbers(None))
         self._postponed: deque[int] = deque()
         self._waiting: dict[int, list[QueuedCase]] = {}
         self._costly: dict[int, list[QueuedCase]] = {}
         self._others = 0
         self._in_a_row = 0
-        self.drawn = first
         self.postponed: Counter[str] = Counter()
-
-    @property
-    def unfinished(self) -> tuple[int, ...]:
-        """Return the numbers of the cases that were drawn and did not run to their end, whatever the reason."""
-        return tuple(self._unfinished)
-
-    def finish(self, queued: QueuedCase) -> None:
-        """Note that a case has run."""
-        if queued.number is not None:
-            self._unfinished.pop(queued.number, None)
 
     def add_variant(
         self, of: QueuedCase, rule: Rule, shape: Callable[[Case], Case], fair: Callable[[Case], bool]
@@ -86,7 +66,7 @@ class CaseQueue:
 
     def next_batch(self, known: KnownFailures) -> list[QueuedCase]:
         """Return the next batch, the cases that may cost the ranks last; empty when the time or the cases are over."""
-        while not self._over():
+        while not self._budget.time_is_up():
             full = [size for size, cases in self._waiting.items() if len(cases) >= BATCH]
             full += [size for size, cases in self._costly.items() if len(cases) >= _COSTLY_AT_ONCE]
             if full:
@@ -125,11 +105,10 @@ class CaseQueue:
     def _next_number(self) -> int | None:
         if self._resumed:
             return self._resumed.popleft()
-        if self._limit is not None and self.drawn - self._first >= self._limit:
+        if self._budget.enough:
             return None
-        self.drawn += 1
-        self._unfinished[self.drawn - 1] = None
-        return self.drawn - 1
+        self._budget.begun += 1
+        return self._verdicts.add_case()
 
     def _take_postponed(self) -> bool:
         self._others = self._in_a_row = 0

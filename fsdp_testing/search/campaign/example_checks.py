@@ -1,4 +1,4 @@
-"""Do the known failures still show? Their examples run again before anything else does, within a share of the campaign."""
+"""Examples of known failures, which run again before anything else does, within a share of the campaign."""
 
 from __future__ import annotations
 

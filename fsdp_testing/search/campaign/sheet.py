@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from fsdp_testing.cases.records import Verdict
 from fsdp_testing.report.sheet import Line, Sheet, listed, numbered
 from fsdp_testing.search.campaign.tally import CampaignTally
 
@@ -34,7 +35,7 @@ def _known(tally: CampaignTally) -> Iterator[Line]:
         yield Line(f"examples of known failures run again: {ran} of {there}; {len(tally.gone)} pass now")
     for name in tally.gone:
         yield Line(f"  the example of known failure {name!r} passes: its rule was dropped", "stale")
-    if count := tally.statuses["known"]:
+    if count := tally.verdicts[Verdict.EXPECTED_FAILURE]:
         yield Line(f"cases that failed by a known failure: {count} ({count / tally.run:.1%})")
     for rule in dict.fromkeys([*(name for name, _ in tally.known.most_common()), *tally.postponed]):
         met, postponed = tally.known[rule], tally.postponed[rule]
@@ -65,6 +66,8 @@ def _conclusions(tally: CampaignTally) -> Iterator[str]:
         yield f"{sum(tally.found_before.values())} cases failed as an earlier run of this campaign found"
     if tally.not_investigated:
         yield f"{tally.not_investigated} cases fail like others that were investigated"
+    if not (confirmed or tally.found_before or tally.not_investigated) and tally.verdicts[Verdict.FAIL]:
+        yield f"{tally.verdicts[Verdict.FAIL]} cases fail"
     if tally.exit_code == 3:
         yield from tally.unknown()
     if tally.exit_code == 0:

@@ -1,4 +1,4 @@
-"""What has happened in one campaign so far? Counts, and what was found."""
+"""The counts of one run of a campaign, and what it discovered."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from dataclasses import dataclass, field
 
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.checks.findings.discovery import Discovery
-from fsdp_testing.search.campaign.state import KNOWN
 
 
-def decided(statuses: Mapping[str, int]) -> int:
-    """Return how many cases are right, or fail as is known."""
-    return statuses.get(Verdict.PASS.value, 0) + statuses.get(KNOWN, 0)
+def exit_code_of(verdicts: Mapping[Verdict, int], discovered: list[Discovery]) -> int:
+    """Return 1 if a case fails that no known failure explains, 3 if a case is unknown or none passes or fails as known, else 0.
+
+    What fails among other cases and passes alone is neither right nor wrong: unknown.
+    """
+    if verdicts.get(Verdict.FAIL) or any(discovery.confirmed for discovery in discovered):
+        return 1
+    decided = verdicts.get(Verdict.PASS) or verdicts.get(Verdict.EXPECTED_FAILURE)
+    return 3 if verdicts.get(Verdict.UNKNOWN) or discovered or not decided else 0
 
 
 @dataclass(slots=True)
@@ -25,7 +30,7 @@ class CampaignTally:
         run: Cases run and judged, variants included.
         variants: Cases of those that are others without what brought a known failure about.
         operations: Operations in them.
-        statuses: Cases by verdict; `known` are those that failed by a known failure.
+        verdicts: Verdicts on them; an expected failure is one by a known failure.
         discovered: What was found, each defect once.
         duplicates: How often each was met again.
         not_investigated: Suspects like others that were investigated: cases that fail, each for a reason that nobody looked for.
@@ -47,7 +52,7 @@ class CampaignTally:
     run: int = 0
     variants: int = 0
     operations: int = 0
-    statuses: Counter[str] = field(default_factory=Counter)
+    verdicts: Counter[Verdict] = field(default_factory=Counter)
     discovered: list[Discovery] = field(default_factory=list)
     duplicates: Counter[str] = field(default_factory=Counter)
     not_investigated: int = 0
@@ -64,28 +69,23 @@ class CampaignTally:
     seconds: float = 0.0
     worlds_lost: int = 0
 
-    def count(self, operations: int, variant: bool) -> None:
-        """Count one case that ran and was judged."""
-        self.run += 1
-        self.operations += operations
-        self.variants += variant
-
     @property
     def exit_code(self) -> int:
-        """Return 1 if a case failed that no known failure explains, 3 if a case is not judged or none passed, else 0.
-
-        What fails among other cases and passes alone is neither right nor wrong.
-        """
-        if self.found_before or self.not_investigated or any(discovery.confirmed for discovery in self.discovered):
-            return 1
-        return 3 if self.unjudged or self.discovered or not decided(self.statuses) else 0
+        """Return 1 if a case failed that no known failure explains, 3 if one is unknown or none passed, else 0."""
+        code = 1 if self.found_before else exit_code_of(self.verdicts, self.discovered)
+        return code or (3 if self.unjudged else 0)
 
     def unknown(self) -> list[str]:
         """Return why this run does not say that all is right although nothing was refuted, a sentence each."""
         once = [discovery.name for discovery in self.discovered if not discovery.confirmed]
-        said = [f"{sum(self.unjudged.values())} cases could not be judged"] if self.unjudged else []
-        said += [f"what failed once passes alone: {', '.join(once)}"] if once else []
-        return said or ["no case was judged, so nothing is known; give more --seconds, or look at `fsdp-verify doctor`"]
+        reasons = [f"{sum(self.unjudged.values())} cases could not be judged"] if self.unjudged else []
+        reasons += [f"what failed once passes alone: {', '.join(once)}"] if once else []
+        if not reasons and self.verdicts[Verdict.UNKNOWN]:
+            reasons = [
+                f"{self.verdicts[Verdict.UNKNOWN]} cases failed among others, as an earlier run found, and pass alone"
+            ]
+        nothing = "no case was judged, so nothing is known; give more --seconds, or look at `fsdp-verify doctor`"
+        return reasons or [nothing]
 
     @property
     def rate(self) -> float:

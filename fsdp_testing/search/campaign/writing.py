@@ -1,28 +1,45 @@
-"""How is a finding written down? The case, a script that needs nothing of ours, and a sentence; in a folder of its own."""
+"""The folder of a campaign: `state.json`, and what it found in `found/`.
+
+A finding has a folder of its own there: the case, a script that needs nothing of ours, and a sentence.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.checks.findings.script import script_for
 from fsdp_testing.judging.tags import tokens
 from fsdp_testing.report.files import write_atomically
-from fsdp_testing.search.campaign.state import StateDirectory
 
+STATE_FILE = "state.json"
 SCRIPT = "reproduce.py"
 _SCRIPT_SECONDS = 180
 
 
-def write_discovery(discovery: Discovery, state: StateDirectory) -> Path:
-    """Write the folder of one finding and return it; `try_script` finds out whether its script reproduces."""
+def findings_in(folder: Path) -> list[Path]:
+    """Return the folders of what a campaign found."""
+    return sorted(path for path in (folder / "found").glob("*") if path.is_dir())
+
+
+def write_files(folder: Path, files: Iterable[tuple[str, str]]) -> None:
+    """Write files, each as a whole or not at all."""
+    for name, text in files:
+        write_atomically(folder / name, text, option="--state")
+
+
+def write_discovery(discovery: Discovery, state: Path) -> Path:
+    """Write the folder of a finding of the campaign in `state` and return it; `try_script` finds out whether it reproduces."""
     script = script_for(discovery)
     files = [("finding.json", discovery.to_json()), ("case.json", discovery.case.to_json(indent=1))]
     files += [(SCRIPT, script)] if script is not None else []
     files.append(("README.md", _readme(discovery, script is not None)))
-    return state.write_files(f"found/{discovery.name}", files)
+    folder = state / "found" / discovery.name
+    write_files(folder, files)
+    return folder
 
 
 def _readme(discovery: Discovery, has_script: bool) -> str:

@@ -1,1 +1,1 @@
-"""Does an implementation hold in every small case? All of them are run, and judged as any case is."""
+"""Every small case: all of them are run, and judged as any case is."""

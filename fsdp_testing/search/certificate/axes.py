@@ -1,4 +1,4 @@
-"""Which small cases are there? One table for each axis, the simplest value first; a cell is one value of each."""
+"""The axes of small cases: one table for each, the simplest value first; a cell is one value of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a cell become a case, and what must be claimed for it?
+"""The case of a cell, and what must be claimed for it.
 
 Two optimizer steps; every layer is three wide, so that of the numbers of ranks only one and three divide it; inputs
 differ by rank and by micro-batch.

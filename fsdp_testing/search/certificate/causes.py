@@ -1,8 +1,7 @@
-"""Why do cells fail? Known failures are named; of the others the simplest are investigated as a campaign's suspects are."""
+"""The causes of cells that fail: known failures are named; of the others the simplest are investigated as any suspect is."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
@@ -11,10 +10,11 @@ from fsdp_testing.cases.records import Case, Operation
 from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.judging.known import KnownFailures, Rule
 from fsdp_testing.judging.signature import Signature, as_pattern
-from fsdp_testing.search.campaign.investigation import Investigator, Suspect
 from fsdp_testing.search.certificate.axes import Cell
 from fsdp_testing.search.certificate.cases import case_of
 from fsdp_testing.search.certificate.certify import Certificate
+from fsdp_testing.search.investigation import Causes, Investigator, Suspect
+from fsdp_testing.search.loop import Budget
 
 _SHRINK_SECONDS = 10.0
 
@@ -76,59 +76,55 @@ class CauseFinder:
 
     def __init__(self, certificate: Certificate, known: KnownFailures, seconds: float) -> None:
         self._certificate = certificate
-        self._known = known
-        self._until = time.monotonic() + seconds
-        self._looks: dict[Signature, set[str]] = {}
+        self._capabilities = certificate.plan.implementation.capabilities
+        self._known = Causes(known)
+        self._budget = Budget(seconds)
         self._causes: dict[Hashable, CellCause] = {}
         self._keys: dict[str, Hashable] = {}
         self.unexplained = 0
 
     def find(self) -> list[CellCause]:
         """Return the causes, the one of most cells first. `unexplained` has the cells for which there was no time."""
-        certificate = self._certificate
-        for cell in sorted(certificate.verdicts.failing(), key=_simplicity):
-            mark = certificate.verdicts.marks[cell]
-            assert mark.signature is not None
-            case = case_of(cell, certificate.plan.implementation.capabilities)
-            cause = CellCause(cell, 1, str(mark.signature), mark.reason, case)
-            rule = self._known.recognize(mark.signature, case)
-            rule = rule or self._known.fitting(self._looks.get(mark.signature, ()), case)
-            late = time.monotonic() >= self._until
-            if rule is not None and (late or rule.name in self._keys or not rule.asks_cause(mark.signature)):
+        self._budget.restart()
+        for cell in sorted(self._certificate.failing(), key=_simplicity):
+            reason = self._certificate.reason(cell)
+            signature = reason.signature
+            assert signature is not None
+            case = case_of(cell, self._capabilities)
+            cause = CellCause(cell, 1, str(signature), reason.text, case)
+            rule = self._known.rules.recognize(signature, case) or self._known.by_looks(signature, case)
+            late = self._budget.time_is_up()
+            if rule is not None and (late or rule.name in self._keys or not rule.asks_cause(signature)):
                 self._count(self._keys.get(rule.name, rule.name), _known_as(cause, rule))
             elif late:
                 self.unexplained += 1
             else:
-                self._look_closer(cause, mark.signature)
+                self._look_closer(cause, signature)
         return sorted(self._causes.values(), key=lambda cause: -cause.cells)
 
     def _look_closer(self, cause: CellCause, signature: Signature) -> None:
-        capabilities = self._certificate.plan.implementation.capabilities
         investigator = Investigator(
             self._certificate.plan.implementation.reference,
-            lambda case: legal_case(case, capabilities),
-            lambda case: needs_of_case(case) <= capabilities,
-            min(max(0.0, self._until - time.monotonic()), _SHRINK_SECONDS),
+            lambda case: legal_case(case, self._capabilities),
+            lambda case: needs_of_case(case) <= self._capabilities,
+            self._budget.left(_SHRINK_SECONDS),
         )
         suspect = Suspect(cause.case, signature, cause.reason)
-        investigated = investigator.investigate(self._certificate.runner.cases, suspect, self._known)
-        discovery = investigated.discovery if investigated is not None else None
-        known = investigated.known if investigated is not None else None
+        answer = investigator.investigate(self._certificate.runner.cases, suspect, self._known.rules)
+        discovery = answer.discovery if answer is not None else None
         key: Hashable = cause.cell
         if discovery is not None:
             key, shortened = _key(discovery), discovery.confirmed
             looks = str(discovery.signature)
             cause = replace(cause, signature=looks, reason=discovery.reason, case=discovery.case, shortened=shortened)
-        if known is not None:
+        if answer is not None and answer.known is not None:
             # The rule of a cause that was found before leads to that cause; it has its record.
+            known = answer.known
             key, cause = self._keys.setdefault(known.name, known.name), _known_as(cause, known)
-            self._looks.setdefault(signature, set()).add(known.name)
+            self._known.learn(signature, known.name)
         elif discovery is not None and discovery.confirmed:
             # Other cells that look so, or that have what this one needs, have its cause.
-            rule = discovery.rule()
-            self._known = self._known.with_rule(rule)
-            self._looks.setdefault(signature, set()).add(rule.name)
-            self._keys[rule.name] = key
+            self._keys[self._known.add(discovery, signature).name] = key
         self._count(key, cause)
 
     def _count(self, key: Hashable, cause: CellCause) -> None:

@@ -1,12 +1,11 @@
-"""How is a certificate made? Batches of cells go to lanes; each cell is judged as any case is, and none is passed over."""
+"""The source of all small cases: batches of cells, each cell judged as any case is, and none passed over."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.adapters.source import source_digest
 from fsdp_testing.cases.records import Judgement, Verdict
-from fsdp_testing.errors import PoolBroken
+from fsdp_testing.errors import InvalidRecord, PoolBroken
 from fsdp_testing.judging.attempts import confirmed
 from fsdp_testing.judging.batch import Watch
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
@@ -22,16 +21,27 @@ from fsdp_testing.judging.signature import signature_of
 from fsdp_testing.ranks.pool import Pool
 from fsdp_testing.search.certificate.axes import Cell
 from fsdp_testing.search.certificate.cases import case_of, needs_of
-from fsdp_testing.search.certificate.cube import Job, jobs
-from fsdp_testing.search.certificate.verdicts import FAILS, HELD, UNKNOWN, Mark, Verdicts
+from fsdp_testing.search.certificate.cube import Job, digest, jobs
+from fsdp_testing.search.loop import Budget, search
+from fsdp_testing.search.state import (
+    OPEN,
+    SOURCE,
+    Reason,
+    State,
+    Verdicts,
+    changes,
+    read_state,
+    refuse,
+    write_state,
+)
 
 CONFIRMED_ALONE = 3
 """So many cells that fail alike are run again alone; a death or a hang has shown on two worlds already."""
 _REASON_LENGTH = 300
 _WATCH = Watch(models=True)
 
-Marked = list[tuple[Cell, Mark]]
-"""Cells that ran, each with what is said of it."""
+Judged = list[tuple[Cell, Verdict, Reason | None]]
+"""Cells that ran, each with its verdict; and why, where that is no pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,48 +72,123 @@ class Plan:
 class Certificate:
     """One run of a certificate; whatever ends it, what it learned is on disk.
 
+    Attributes:
+        plan: What to do.
+        cells: All that are claimed, sampled, and of this part; their places here are their numbers.
+        verdicts: Those on them.
+        earlier: How many have a verdict from earlier runs; none if those had come to the end.
+        seconds: Time spent, over all runs.
+
     Args:
         plan: What to do.
         pool: Where worlds come from.
+
+    Raises:
+        InvalidRecord: The state there is damaged, of another version, of another subject, or from before a change.
     """
 
     def __init__(self, plan: Plan, pool: Pool) -> None:
         self.plan = plan
-        self.pool = pool
         self.runner = CellRunner(plan.implementation, CaseRunner(pool, timeout=plan.deadline))
-        subject = f"{plan.implementation.reference}, torch {torch.__version__}"
-        self.source = source_digest(plan.implementation)
-        claimed = jobs(self.runner.claimed, plan.sample, plan.shard)
-        self.verdicts = Verdicts(claimed, subject, self.source, plan.state)
+        self._jobs = jobs(self.runner.claimed, plan.sample, plan.shard)
+        self.cells = [cell for job in self._jobs for cell in job]
+        self._numbers = {cell: number for number, cell in enumerate(self.cells)}
+        self._file = plan.state / "certificate.json"
+        self._subject = {
+            "implementation": plan.implementation.reference,
+            "torch": torch.__version__,
+            "cells": f"{len(self.cells)} {digest(repr(self._jobs)):016x}",
+            SOURCE: source_digest(plan.implementation),
+        }
+        self._before = self._load()
+        reasons = {int(number): reason for number, reason in self._before.reasons.items()}
+        self.verdicts = Verdicts(self._before.verdicts, reasons)
+        self.earlier = len(self.cells) - len(self.verdicts.numbers(None))
+        remaining = ([cell for cell in job if self.verdict(cell) is None] for job in self._jobs)
+        self._remaining = iter([tuple(cells) for cells in remaining if cells])
+        self._budget = Budget(plan.seconds, plan.cells)
+        self.seconds = self._before.seconds
+        self._on_progress: Callable[[Certificate], object] = lambda _: None
 
-    def run(self, on_progress: Callable[[Verdicts], None] = lambda _: None) -> Verdicts:
+    @property
+    def source(self) -> str:
+        """Return the digest of the implementation and of the harness."""
+        return self._subject[SOURCE]
+
+    def verdict(self, cell: Cell) -> Verdict | None:
+        """Return the verdict on a cell; None as long as it has none."""
+        return self.verdicts[self._numbers[cell]]
+
+    def reason(self, cell: Cell) -> Reason:
+        """Return why a cell does not pass."""
+        return self.verdicts.reasons[self._numbers[cell]]
+
+    def failing(self) -> list[Cell]:
+        """Return the cells that fail, in an order that does not depend on when they ran."""
+        return sorted(self.cells[number] for number in self.verdicts.numbers(Verdict.FAIL))
+
+    # ------------------------------------------------------------------------------------------- the source
+
+    def run(self, on_progress: Callable[[Certificate], object] = lambda _: None) -> Verdicts:
         """Run until all cells have run or a limit is reached; KeyboardInterrupt passes through after everything is saved.
 
         Args:
             on_progress: Called after every batch.
         """
-        plan, verdicts = self.plan, self.verdicts
-        before, began = verdicts.seconds, time.monotonic()
-        remaining, begun = verdicts.remaining(), 0
+        self._on_progress = on_progress
+        self._budget.restart()
+        search(self, self.runner.cases.worlds, self.plan.lanes)
+        return self.verdicts
 
-        def next_job() -> Callable[[], tuple[int, Marked]] | None:
-            nonlocal begun
-            enough = plan.cells is not None and begun >= plan.cells
-            late = plan.seconds is not None and time.monotonic() - began >= plan.seconds
-            number = None if enough or late else next(remaining, None)
-            if number is None:
-                return None
-            job = verdicts.jobs[number]
-            begun += len(job)
-            return lambda: (number, self.runner.run(job))
+    def next_job(self) -> Callable[[], Judged] | None:
+        """Return the next batch of cells."""
+        job = None if self._budget.enough or self._budget.time_is_up() else next(self._remaining, None)
+        if job is None:
+            return None
+        self._budget.begun += len(job)
+        silent: Judged = [(cell, Verdict.UNKNOWN, Reason("nothing was said of it")) for cell in job]
+        return lambda: silent + self.runner.run(job)
 
-        def take(answer: tuple[int, Marked]) -> None:
-            verdicts.take(*answer)
-            verdicts.seconds = before + time.monotonic() - began
-            on_progress(verdicts)
+    def take(self, answer: Judged) -> None:
+        """Take in the verdicts on a batch."""
+        for cell, verdict, reason in answer:
+            self.verdicts.take(self._numbers[cell], verdict, reason)
+        self.seconds = self._before.seconds + self._budget.spent
+        self._on_progress(self)
 
-        self.runner.cases.worlds.drive(next_job, take, plan.lanes, verdicts.save)
-        return verdicts
+    def save(self) -> None:
+        """Write down the verdicts."""
+        reasons = {str(number): reason for number, reason in self.verdicts.reasons.items()}
+        letters, before = self.verdicts.letters, self._before
+        state = State(self._subject, self.plan.shard, letters, reasons, runs=before.runs + 1, seconds=self.seconds)
+        write_state(self._file, state)
+
+    def _load(self) -> State:
+        """What earlier runs left; a certificate that had come to its end is made anew."""
+        fresh = State(self._subject, self.plan.shard, OPEN * len(self.cells))
+        if not self._file.exists():
+            return fresh
+        state = read_state(self._file)
+        wrong = changes(self._subject, state, self.plan.shard)
+        source = wrong.pop(SOURCE, "")
+        refuse(self._file, wrong)
+        letters = state.verdicts
+        if len(letters) != len(self.cells) or set(letters) - set("pfu."):
+            raise InvalidRecord(
+                f"{self._file}.verdicts: expected p, f, u or . of each of {len(self.cells)} cells, got {len(letters)} of "
+                f"{sorted(set(letters))}. Remove the file."
+            )
+        if OPEN not in letters and "u" not in letters:
+            return fresh
+        refuse(self._file, {SOURCE: source} if source else {})
+        failing = [number for number, letter in enumerate(letters) if letter == "f"]
+        for number in failing:
+            if str(number) not in state.reasons or not state.reasons[str(number)].looks:
+                name = self.cells[number].name
+                raise InvalidRecord(f"{self._file}.reasons: expected why {name} fails, got nothing. Remove the file.")
+        # What was unknown is asked again.
+        reasons = {str(number): state.reasons[str(number)] for number in failing}
+        return replace(state, verdicts=letters.replace("u", OPEN), reasons=reasons)
 
 
 class CellRunner:
@@ -124,7 +209,7 @@ class CellRunner:
         """Return whether the implementation may be asked a cell."""
         return needs_of(cell) <= self._capabilities
 
-    def run(self, job: Job) -> Marked:
+    def run(self, job: Job) -> Judged:
         """Run cells of one size and return what is known of each."""
         cases = [case_of(cell, self._capabilities) for cell in job]
         try:
@@ -132,36 +217,31 @@ class CellRunner:
         except PoolBroken as broken:
             # Its judge was lost over one of the cells: that one alone is unknown.
             if len(job) > 1:
-                return [marked for cell in job for marked in self.run((cell,))]
-            return [(job[0], Mark(UNKNOWN, str(broken)[:_REASON_LENGTH]))]
-        return [(cell, self._mark(judged)) for cell, judged in zip(job, results, strict=True)]
+                return [judged for cell in job for judged in self.run((cell,))]
+            return [(job[0], Verdict.UNKNOWN, Reason(str(broken)[:_REASON_LENGTH]))]
+        judgements = map(self._confirmed_judgement, results)
+        return [(cell, *_verdict(*pair)) for cell, pair in zip(job, judgements, strict=True)]
 
-    def _mark(self, judged: JudgedCase) -> Mark:
-        if judged.verdict is Verdict.PASS:
-            return HELD
+    def _confirmed_judgement(self, judged: JudgedCase) -> tuple[Judgement, bool]:
+        """A judgement as it is after the cell ran again alone, where it is to; and whether its failure has shown twice."""
         signature = judged.signature
-        if signature is None:
-            return Mark(UNKNOWN, judged.judgement.reason[:_REASON_LENGTH])
-        if judged.judgement.loses_ranks:
-            return _fails(judged.judgement, confirmed=True)  # it has shown twice
-        if not self._is_to_confirm(signature):
-            return _fails(judged.judgement, confirmed=False)
+        if signature is None or judged.judgement.loses_ranks:
+            return judged.judgement, True
+        with self._lock:
+            self._confirmed[signature] += 1
+            enough = self._confirmed[signature] > CONFIRMED_ALONE
+        if enough:
+            return judged.judgement, False
         try:
             (alone,) = self.cases.judge_batch(self._implementation, [judged.case], _WATCH)
         except PoolBroken as broken:
-            return Mark(UNKNOWN, str(broken)[:_REASON_LENGTH])
-        judgement = confirmed(judged.judgement, alone.judgement)
-        if judgement.finding is None:
-            return Mark(UNKNOWN, judgement.reason[:_REASON_LENGTH])
-        return _fails(judgement, confirmed=True)
-
-    def _is_to_confirm(self, looks: object) -> bool:
-        with self._lock:
-            self._confirmed[looks] += 1
-            return self._confirmed[looks] <= CONFIRMED_ALONE
+            return Judgement(Verdict.UNKNOWN, reason=str(broken)), False
+        return confirmed(judged.judgement, alone.judgement), True
 
 
-def _fails(judgement: Judgement, *, confirmed: bool) -> Mark:
-    assert judgement.finding is not None
+def _verdict(judgement: Judgement, twice: bool) -> tuple[Verdict, Reason | None]:
+    if judgement.finding is None:
+        passes = judgement.verdict is Verdict.PASS
+        return judgement.verdict, None if passes else Reason(judgement.reason[:_REASON_LENGTH])
     looks = tuple(map(str, signature_of(judgement.finding)))
-    return Mark(FAILS, judgement.why[:_REASON_LENGTH], looks, confirmed)
+    return Verdict.FAIL, Reason(judgement.why[:_REASON_LENGTH], looks, twice)

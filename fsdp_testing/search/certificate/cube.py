@@ -1,4 +1,4 @@
-"""Which cells are run, in which order, by whom? Pure arithmetic over the axes: the same cells in the same order everywhere.
+"""The order of cells, and their parts: pure arithmetic over the axes, the same everywhere.
 
 Cells that one oracle replay judges make a block. Blocks come in an order that looks random, so that whatever ends a run,
 what was run lies all over the cube.
@@ -103,7 +103,7 @@ def sampled(cells: Sequence[Cell], count: int) -> list[Cell]:
     faces: dict[tuple[str, str, str], list[Cell]] = {}
     for cell in sorted(cells, key=lambda cell: digest(cell.name)):
         faces.setdefault((cell.strategy, cell.mesh, cell.units), []).append(cell)
-    ranked = sorted((place, face, cell) for face, held in faces.items() for place, cell in enumerate(held))
+    ranked = sorted((place, face, cell) for face, inside in faces.items() for place, cell in enumerate(inside))
     return [cell for _, _, cell in ranked[:count]]
 
 

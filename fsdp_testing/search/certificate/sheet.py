@@ -9,7 +9,6 @@ from fsdp_testing.report.sheet import (
     Article,
     Cell,
     Fold,
-    Items,
     Line,
     Listing,
     Picture,
@@ -19,12 +18,12 @@ from fsdp_testing.report.sheet import (
     Sheet,
     Steps,
     Table,
+    bulleted,
     made_by,
 )
 from fsdp_testing.search.certificate.axes import WORLDS
 from fsdp_testing.search.certificate.causes import CellCause
-from fsdp_testing.search.certificate.summary import FACES, Summary
-from fsdp_testing.search.certificate.verdicts import FAILS, HOLDS, UNKNOWN
+from fsdp_testing.search.certificate.summary import FACES, VERDICTS, Summary
 
 REASONS_AT_SIGHT = 8
 CAPTION = (
@@ -52,7 +51,7 @@ def certificate_sheet(summary: Summary) -> Sheet:
         title=f"{summary.implementation}: small cases",
         exit_code=summary.exit_code,
         conclusion=f"{summary.implementation}: {summary.conclusion()}",
-        lead=(Items(tuple(map(Line, summary.notes()))),),
+        lead=(bulleted(summary.notes()),),
         sections=tuple(section for section in sections if section.blocks),
         subject=f"{summary.implementation} in every small case",
         foot=made_by(summary.environment),
@@ -62,7 +61,7 @@ def certificate_sheet(summary: Summary) -> Sheet:
 def _article(cause: CellCause, name: str) -> Article:
     known = f"known failure {cause.known} {cause.link}".rstrip() + ". " if cause.known else ""
     title = f"The case as a document; saved as case.json, `fsdp-verify replay case.json --implementation {name}` runs it again"
-    document = Fold(title, (Listing(cause.case.to_json(indent=1)),), drawn=True)
+    document = Fold(title, (Listing(cause.case.to_json(indent=1)),), page_only=True)
     heading = f"{cause.signature}: {cause.cells:,} cells, the simplest {cause.cell.name}"
     return Article(heading, (Line(f"{known}{cause.reason}"), Steps(cause.schedule), document), kind="fail")
 
@@ -75,14 +74,14 @@ def _faces(summary: Summary) -> Table:
     rows = []
     for label, mesh, face in faces:
         counted = [summary.at(f"{strategy} {mesh}".strip(), face) for strategy in strategies]
-        if not label.startswith("first: ") or any(set(counts) - {HOLDS} for counts in counted):
+        if not label.startswith("first: ") or any(set(counts) - {VERDICTS[0]} for counts in counted):
             rows.append(Row(label, tuple(map(_cell, counted))))
     return Table("cells that hold", tuple(strategies), (RowGroup(tuple(rows)),), numbers=True)
 
 
 def _cell(counts: Counter[str]) -> Cell:
-    total, held = sum(counts.values()), counts[HOLDS]
+    total, (passes, fails, unknown) = sum(counts.values()), (counts[word] for word in VERDICTS)
     if not total:
         return Cell("-", "not_claimed")
-    kind = "fail" if counts[FAILS] else "unknown" if counts[UNKNOWN] else ""
-    return Cell(f"{held:,}" if held == total else f"{held:,} of {total:,}", kind)
+    kind = "fail" if fails else "unknown" if unknown else ""
+    return Cell(f"{passes:,}" if passes == total else f"{passes:,} of {total:,}", kind)

@@ -1,4 +1,4 @@
-"""What does a certificate say, in numbers? Computed once; terminal, page and JSON show the same."""
+"""A certificate in numbers: computed once; terminal, page and JSON show the same."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fsdp_testing.base.document import ADDED_LATER, Format
+from fsdp_testing.base.document import ADDED_LATER, Format, decode
+from fsdp_testing.cases.records import Verdict
+from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.search.certificate.axes import CLEARING, DTYPES, EVERY_RANK, TRAITS, UNITS, Cell, schedules, skips
 from fsdp_testing.search.certificate.cases import needs_of
 from fsdp_testing.search.certificate.causes import CauseFinder, CellCause
 from fsdp_testing.search.certificate.certify import CONFIRMED_ALONE, Certificate
 from fsdp_testing.search.certificate.cube import blocks
-from fsdp_testing.search.certificate.verdicts import FAILS, HOLDS, UNKNOWN, Verdicts
 
-FORMAT = Format("fsdp_testing/certificate", 2)
-STATUSES = (HOLDS, FAILS, UNKNOWN)
+FORMAT = Format("fsdp_testing/certificate", 3)
+VERDICTS = tuple(verdict.value for verdict in (Verdict.PASS, Verdict.FAIL, Verdict.UNKNOWN))
+"""What may be said of a cell that ran."""
+_PASS, _FAIL, _UNKNOWN = VERDICTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class Summary:
         not_claimed: Capabilities that cells need and the implementation does not claim -> how many cells.
         asked: Cells of this sample or shard.
         earlier: How many of those that ran did so in earlier runs.
-        statuses: How many of the cells that ran hold, fail, or are unknown.
+        verdicts: How many of the cells that ran pass, fail, or are unknown.
         faces: Strategy and mesh -> face -> the same of the cells there.
         reasons: Why cells are unknown -> how many.
         causes: Why cells fail.
@@ -49,7 +52,7 @@ class Summary:
     not_claimed: Mapping[str, int]
     asked: int
     earlier: int
-    statuses: Mapping[str, int]
+    verdicts: Mapping[str, int]
     faces: Mapping[str, Mapping[str, Mapping[str, int]]]
     reasons: Mapping[str, int]
     causes: tuple[CellCause, ...]
@@ -63,17 +66,17 @@ class Summary:
     @property
     def ran(self) -> int:
         """Return how many cells ran."""
-        return sum(self.statuses.values())
+        return sum(self.verdicts.values())
 
     @property
     def exit_code(self) -> int:
         """Return 1 if a cell fails, 3 if one is unknown or none holds, else 0."""
-        if self.statuses[FAILS]:
+        if self.verdicts[_FAIL]:
             return 1
-        return 3 if self.statuses[UNKNOWN] or not self.statuses[HOLDS] else 0
+        return 3 if self.verdicts[_UNKNOWN] or not self.verdicts[_PASS] else 0
 
     def at(self, world: str, face: str) -> Counter[str]:
-        """Return how many cells of each status lie on a face, in the worlds whose name begins so."""
+        """Return how many cells of each verdict lie on a face, in the worlds whose name begins so."""
         counts: Counter[str] = Counter()
         for name, faces in self.faces.items():
             if f"{name} ".startswith(f"{world} "):
@@ -82,9 +85,9 @@ class Summary:
 
     def conclusion(self) -> str:
         """Return what was found, in a sentence."""
-        others = [(FAILS, "fail"), (UNKNOWN, "are unknown")]
-        text = f"{self.statuses[HOLDS]:,} of {self.ran:,} cells hold"
-        text += "".join(f"; {self.statuses[status]:,} {verb}" for status, verb in others if self.statuses[status])
+        others = [(_FAIL, "fail"), (_UNKNOWN, "are unknown")]
+        text = f"{self.verdicts[_PASS]:,} of {self.ran:,} cells hold"
+        text += "".join(f"; {self.verdicts[status]:,} {verb}" for status, verb in others if self.verdicts[status])
         left = self.asked - self.ran
         return text + (f"; {left:,} of {self.asked:,} have not run yet" if left else "")
 
@@ -108,6 +111,18 @@ class Summary:
         return FORMAT.write(self, indent=1)
 
 
+def read_summary(text: str, where: str) -> Summary:
+    """Read what `certify --json` wrote.
+
+    Raises:
+        InvalidRecord: It is damaged, or of another version.
+    """
+    body = FORMAT.read(text, where)
+    if "statuses" in body:
+        raise InvalidRecord(f"{where}: expected verdicts, got a certificate of an earlier version. Make it again.")
+    return decode(Summary, body, where)
+
+
 def summary_of(certificate: Certificate, finder: CauseFinder, environment: Mapping[str, str]) -> Summary:
     """Return what a certificate says; looks for causes now."""
     plan, verdicts = certificate.plan, certificate.verdicts
@@ -116,36 +131,38 @@ def summary_of(certificate: Certificate, finder: CauseFinder, environment: Mappi
     missing = Counter(", ".join(sorted(needs_of(cell) - adapter.capabilities)) for cell in cells)
     del missing[""]
     counts = verdicts.counts()
+    unknown = Counter(verdicts.reasons[number].text for number in verdicts.numbers(Verdict.UNKNOWN))
     return Summary(
         implementation=adapter.name,
         environment=environment,
         source=certificate.source,
         cube=len(cells),
         not_claimed=dict(missing.most_common()),
-        asked=sum(map(len, verdicts.jobs)),
-        earlier=verdicts.earlier,
-        statuses={status: counts[status] for status in STATUSES},
-        faces=_faces(verdicts),
-        reasons=dict(Counter(mark.reason for mark in verdicts.marks.values() if mark.status == UNKNOWN).most_common()),
+        asked=len(certificate.cells),
+        earlier=certificate.earlier,
+        verdicts={word: counts[Verdict(word)] for word in VERDICTS},
+        faces=_faces(certificate),
+        reasons=dict(unknown.most_common()),
         causes=tuple(finder.find()),
-        unconfirmed=sum(mark.status == FAILS and not mark.confirmed for mark in verdicts.marks.values()),
+        unconfirmed=sum(not verdicts.reasons[number].confirmed for number in verdicts.numbers(Verdict.FAIL)),
         unexplained=finder.unexplained,
-        failing=tuple(cell.name for cell in verdicts.failing()),
-        seconds=verdicts.seconds,
+        failing=tuple(cell.name for cell in certificate.failing()),
+        seconds=certificate.seconds,
         sample=plan.sample or 0,
         shard=plan.shard if plan.shard != (1, 1) else (),
     )
 
 
-def _faces(verdicts: Verdicts) -> dict[str, dict[str, dict[str, int]]]:
+def _faces(certificate: Certificate) -> dict[str, dict[str, dict[str, int]]]:
     counts = Counter(
-        (f"{cell.strategy} {cell.mesh}", face, verdicts.status(cell))
-        for cell in verdicts.ran
+        (f"{cell.strategy} {cell.mesh}", face, verdict.value)
+        for cell in certificate.cells
+        if (verdict := certificate.verdict(cell)) is not None
         for face in faces_of(cell)
     )
     by_face: dict[str, dict[str, dict[str, int]]] = {}
-    for (world, face, status), count in sorted(counts.items()):
-        by_face.setdefault(world, {}).setdefault(face, {})[status] = count
+    for (world, face, word), count in sorted(counts.items()):
+        by_face.setdefault(world, {}).setdefault(face, {})[word] = count
     return by_face
 
 

@@ -1,1 +1,1 @@
-"""Does every implementation's saved state load into every other, at every layout, equal to the bit?"""
+"""Saved states: those of every implementation load into every other, at every layout, equal to the bit."""

@@ -1,4 +1,4 @@
-"""What is saved, and where? Layouts (strategy, mesh, units), subjects (what is trained) and ways of keeping a state."""
+"""The axes of saved states: layouts (strategy, mesh, units), subjects (what is trained) and ways of keeping a state."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Layout:
     """How a model is spread over ranks.
 
     Attributes:
-        strategy: Of `implementations.protocol.STRATEGIES`.
+        strategy: Of `cases.records.STRATEGIES`.
         mesh: Ranks in a row (`3`), or replicas x shards (`2x2`).
         units: Of `UNITS`.
     """

@@ -1,8 +1,8 @@
-"""What is in a state, entry by entry, and which entry of two states is the first that differs?"""
+"""The entries of a state, and the first of them in which two states differ."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from fsdp_testing.base.documentation import page
 from fsdp_testing.cases.records import ObservedPiece, Snapshot
 from fsdp_testing.errors import InvalidImplementation
 from fsdp_testing.oracle.assemble import assemble
-from fsdp_testing.oracle.tensors import bits, same_bits
+from fsdp_testing.oracle.tensors import difference_in_bits
 from fsdp_testing.search.checkpoints.on_ranks import Settings, StateObservation
 
 LATER = -1
@@ -58,23 +58,25 @@ def of_ranks(ranks: Sequence[StateObservation], point: int = 0) -> Entries:
     """
     later = point == LATER
     snapshots = [rank.snapshots[point] for rank in ranks]
-    shapes = {fqn: seen.shape for snapshot in snapshots for fqn, seen in snapshot.parameters.items()}
-    found: Entries = {}
+    shapes = {fqn: parameter.shape for snapshot in snapshots for fqn, parameter in snapshot.parameters.items()}
+    entries: Entries = {}
     for fqn, shape in shapes.items():
-        held = [(r, s.parameters[fqn].pieces) for r, s in enumerate(snapshots) if fqn in s.parameters]
-        found[Entry("parameter", fqn)] = _whole(Entry("parameter", fqn), held, shape)
+        pieces = [(r, s.parameters[fqn].pieces) for r, s in enumerate(snapshots) if fqn in s.parameters]
+        entries[Entry("parameter", fqn)] = _whole(Entry("parameter", fqn), pieces, shape)
     for fqn in dict.fromkeys(fqn for s in snapshots for fqn in s.buffers if not later):
         entry = Entry("buffer", fqn)
-        found[entry] = _one(entry, [(r, s.buffers[fqn].value) for r, s in enumerate(snapshots) if fqn in s.buffers])
-    found |= dict(_state(snapshots, shapes))
-    for rank, seen in enumerate(ranks):
-        beside = seen.beside[point]
+        entries[entry] = _common(
+            entry, [(r, s.buffers[fqn].value) for r, s in enumerate(snapshots) if fqn in s.buffers]
+        )
+    entries |= dict(_state(snapshots, shapes))
+    for rank, observation in enumerate(ranks):
+        beside = observation.beside[point]
         for entry, value in (*of_settings(beside.settings), *_of_schedule(beside.schedule or {})):
-            if found.setdefault(entry, value) != value:
-                raise Contradiction(f"{entry} is {found[entry]!r} on rank 0 and {value!r} on rank {rank}")
+            if entries.setdefault(entry, value) != value:
+                raise Contradiction(f"{entry} is {entries[entry]!r} on rank 0 and {value!r} on rank {rank}")
         if beside.random is not None and not later:
-            found[random_numbers(rank)] = beside.random
-    return found
+            entries[random_numbers(rank)] = beside.random
+    return entries
 
 
 def random_numbers(rank: int) -> Entry:
@@ -89,22 +91,22 @@ def _state(snapshots: Sequence[Snapshot], shapes: Mapping[str, tuple[int, ...]])
             entry = Entry("state", fqn, part)
             pieces = [(r, state.tensors[part]) for r, state in states if part in state.tensors]
             numbers = [(r, state.scalars[part]) for r, state in states if part in state.scalars]
-            yield entry, _one(entry, numbers) if numbers else _whole(entry, pieces, shape)
+            yield entry, _common(entry, numbers) if numbers else _whole(entry, pieces, shape)
 
 
-def _whole(entry: Entry, held: Sequence[tuple[int, Sequence[ObservedPiece]]], shape: Sequence[int]) -> torch.Tensor:
-    whole = assemble(held, shape)
+def _whole(entry: Entry, pieces: Sequence[tuple[int, Sequence[ObservedPiece]]], shape: Sequence[int]) -> torch.Tensor:
+    whole = assemble(pieces, shape)
     if whole is None or not whole.complete:
         raise Contradiction(f"{entry}: no rank holds element {0 if whole is None else whole.first_hole()}")
-    for one, other, element in whole.contradictions[:1]:
-        raise Contradiction(f"{entry}, element {element}: ranks {one} and {other} hold different numbers")
+    for first, second, element in whole.contradictions[:1]:
+        raise Contradiction(f"{entry}, element {element}: ranks {first} and {second} hold different numbers")
     return whole.flat.reshape(tuple(shape))
 
 
-def _one(entry: Entry, held: Sequence[tuple[int, Any]]) -> Any:
-    first, value = held[0]
-    for rank, other in held[1:]:
-        if _differ(value, other):
+def _common(entry: Entry, by_rank: Sequence[tuple[int, Any]]) -> Any:
+    first, value = by_rank[0]
+    for rank, other in by_rank[1:]:
+        if _difference(other, value):
             raise Contradiction(f"{entry}: ranks {first} and {rank} hold different numbers")
     return value
 
@@ -118,10 +120,10 @@ def of_settings(settings: Settings) -> Iterator[tuple[Entry, Any]]:
 def of_state(state: Mapping[str, Any]) -> Entries:
     """Return what a full state holds."""
     # Which of these are buffers is not written down in a state.
-    found: Entries = {Entry(kind, fqn): t for kind in ("parameter", "buffer") for fqn, t in state["model"].items()}
+    entries: Entries = {Entry(kind, fqn): t for kind in ("parameter", "buffer") for fqn, t in state["model"].items()}
     optimizer = state.get("optimizer") or {"state": {}, "param_groups": ()}
     for fqn, parts in (optimizer.get("state") or {}).items():
-        found |= {Entry("state", fqn, part): value for part, value in parts.items()}
+        entries |= {Entry("state", fqn, part): value for part, value in parts.items()}
     for group in optimizer["param_groups"]:
         if "params" not in group:
             raise InvalidImplementation(
@@ -129,9 +131,9 @@ def of_state(state: Mapping[str, Any]) -> Entries:
                 f"{sorted(group)}. Correct the adapter ({page('docs/adapters.md')})."
             )
         settings = {name: value for name, value in group.items() if name != "params"}
-        found |= dict(of_settings(dict.fromkeys(group["params"], settings)))
-    found |= dict(_of_schedule(state.get("schedule", {})))
-    return found | {Entry("random numbers", f"of {rank}"): value for rank, value in state.get("random", {}).items()}
+        entries |= dict(of_settings(dict.fromkeys(group["params"], settings)))
+    entries |= dict(_of_schedule(state.get("schedule", {})))
+    return entries | {Entry("random numbers", f"of {rank}"): value for rank, value in state.get("random", {}).items()}
 
 
 def _of_schedule(schedule: Mapping[str, Any]) -> Iterator[tuple[Entry, Any]]:
@@ -140,19 +142,15 @@ def _of_schedule(schedule: Mapping[str, Any]) -> Iterator[tuple[Entry, Any]]:
 
 def first_difference(expected: Entries, actual: Entries) -> str:
     """Return the first entry that is not equal to the bit, with both numbers; empty if all are."""
-    return next(_differences(expected.items(), actual), "")
-
-
-def _differences(expected: Iterable[tuple[Entry, Any]], actual: Entries) -> Iterator[str]:
-    for entry, wanted in expected:
+    for entry, wanted in expected.items():
         if entry not in actual:
-            yield f"{entry} is missing"
-            continue
+            return f"{entry} is missing"
         got = actual[entry]
         if entry.kind in ("state", "setting", "schedule") and not _both_tensors(got, wanted):
             got, wanted = _number(got), _number(wanted)
-        if _differ(got, wanted):
-            yield f"{entry}{_shown(got, wanted)}"
+        if text := _difference(got, wanted):
+            return f"{entry}{text}"
+    return ""
 
 
 def _both_tensors(one: Any, other: Any) -> bool:
@@ -167,22 +165,8 @@ def _number(value: Any) -> Any:
     return tuple(value) if isinstance(value, (list, tuple)) else value
 
 
-def _differ(one: Any, other: Any) -> bool:
-    if _both_tensors(one, other):
-        return not same_bits(one, other)
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return True
-    return bool(one != other)
-
-
-def _shown(got: Any, wanted: Any) -> str:
-    if not _both_tensors(got, wanted):
-        return f": got {got!r:.60}, expected {wanted!r:.60}"
-    if got.shape != wanted.shape:
-        return f": got shape {tuple(got.shape)}, expected {tuple(wanted.shape)}"
-    if got.dtype != wanted.dtype:
-        return f": got {got.dtype}, expected {wanted.dtype}"
-    element = int((bits(got.reshape(-1)) != bits(wanted.reshape(-1))).nonzero()[0])
-    return (
-        f", element {element}: got {got.reshape(-1)[element].item()!r}, expected {wanted.reshape(-1)[element].item()!r}"
-    )
+def _difference(got: Any, wanted: Any) -> str:
+    if _both_tensors(got, wanted):
+        return difference_in_bits(got, wanted)
+    same = not isinstance(got, torch.Tensor) and not isinstance(wanted, torch.Tensor) and bool(got == wanted)
+    return "" if same else f": got {got!r:.60}, expected {wanted!r:.60}"

@@ -1,4 +1,4 @@
-"""How is every state saved once and loaded everywhere? On worlds of the pool, many items one after the other on each.
+"""The source of saved states: each is saved once and loaded everywhere, many one after the other on the same ranks.
 
 What follows from lost ranks is decided where it is for any case (`judging/attempts.py`).
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from fsdp_testing.ranks.pool import Pool
 from fsdp_testing.search.checkpoints.axes import LAYOUTS, SUBJECTS, WAYS, Layout, case_of, missing
 from fsdp_testing.search.checkpoints.on_ranks import Item, Stage, run_items
 from fsdp_testing.search.checkpoints.verdicts import judge_items
+from fsdp_testing.search.loop import search
 
 ITEMS_AT_ONCE = 24
 SECONDS_PER_ITEM = 1.0
@@ -97,15 +100,15 @@ class Plan:
         Raises:
             InvalidArgument: An implementation has none; all such are named.
         """
-        found = [Place(a, layout) for a in self.adapters for layout in LAYOUTS if layout.size in self.sizes]
-        asked = [place for place in found if any(self.asks(place, subject) for subject in self.subjects)]
-        idle = [a.name for a in self.adapters if all(place.adapter is not a for place in asked)]
+        every = [Place(a, layout) for a in self.adapters for layout in LAYOUTS if layout.size in self.sizes]
+        places = [place for place in every if any(self.asks(place, subject) for subject in self.subjects)]
+        idle = [a.name for a in self.adapters if all(place.adapter is not a for place in places)]
         if idle:
             raise InvalidArgument(
                 f"checkpoints: expected implementations that claim `full_state_dict` and a strategy on {self.sizes} "
                 f"ranks, got {', '.join(idle)}. Leave them out, or give other world sizes."
             )
-        return asked
+        return places
 
     def asks(self, place: Place, subject: str) -> bool:
         """Return whether what a subject needs is claimed."""
@@ -127,13 +130,16 @@ class Exchange:
         self._runner = CaseRunner(pool, timeout=plan.deadline)
         self._on_result = on_result
         self._scratch = ""
+        self._batches: deque[tuple[Place, Sequence[Item]]] = deque()
+        self._under_way = 0
+        self._loads = False
+        self._results: list[Result] = []
 
     @property
     def total(self) -> int:
         """Return how many results there will be."""
-        asked = {(p, s) for p in self.places for s in self.plan.subjects if self.plan.asks(p, s)}
-        by_subject = [sum(subject == one for _, one in asked) for subject in self.plan.subjects]
-        return len(self.plan.ways) * sum(count + count * count for count in by_subject)
+        counts = [sum(self.plan.asks(place, subject) for place in self.places) for subject in self.plan.subjects]
+        return len(self.plan.ways) * sum(count + count * count for count in counts)
 
     def run(self) -> list[Result]:
         """Return every result: of each state that was saved, and of each loader of each.
@@ -144,64 +150,80 @@ class Exchange:
         usable = memory.is_dir() and os.access(memory, os.W_OK)
         self._scratch = self._runner.pool.shared_directory("fsdp-checkpoints-", str(memory) if usable else None)
         try:
-            results = [result for place in self.places for result in self._saved_by(place)]
-            saved = list(results)
             for place in self.places:
-                results += self._loaded_by(place, saved)
-            return results
+                self._queue(place, self._saved_by(place))
+            search(self, self._runner.worlds, 1)
+            return self._results
         finally:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
+    # ------------------------------------------------------------------------------------------- the source
+
+    def next_job(self) -> Callable[[], list[Result]] | None:
+        """Return the next batch; nothing is loaded before everything is saved and judged."""
+        if not self._batches and not self._under_way and not self._loads:
+            self._loads = True
+            saved = list(self._results)
+            for place in self.places:
+                self._queue(place, self._loaded_by(place, saved))
+        if not self._batches:
+            return None
+        self._under_way += 1
+        return partial(self._judged, *self._batches.popleft())
+
+    def take(self, answer: list[Result]) -> None:
+        """Take in the results of a batch."""
+        self._under_way -= 1
+        for result in answer:
+            self._add(result)
+
+    def save(self) -> None:
+        """Leave nothing: what an exchange learned is in what `run` returns, and it is begun anew."""
+
     # ------------------------------------------------------------------------------------------- who does what
 
-    def _saved_by(self, place: Place) -> Iterator[Result]:
+    def _queue(self, place: Place, items: Sequence[Item]) -> None:
+        self._batches += [(place, items[at : at + ITEMS_AT_ONCE]) for at in range(0, len(items), ITEMS_AT_ONCE)]
+
+    def _saved_by(self, place: Place) -> list[Item]:
         subjects = [subject for subject in self.plan.subjects if self.plan.asks(place, subject)]
         items = []
         for subject, way in product(subjects, self.plan.ways):
-            items.append(
-                Item(subject, way, self._folder(place.name, subject, way), False, _has_optimizer(place.adapter))
-            )
-            Path(items[-1].folder).mkdir(parents=True)
-        for item, judgement in self._run(place, items):
-            yield self._told(_result(place.name, "", item, judgement))
+            folder = self._folder(place.name, subject, way)
+            Path(folder).mkdir(parents=True)
+            items.append(Item(subject, way, folder, place.name, False, _has_optimizer(place.adapter)))
+        return items
 
-    def _loaded_by(self, place: Place, saved: Sequence[Result]) -> list[Result]:
-        """Load what was saved; what was saved wrong is reported as that, and loaded by nobody."""
-        results, items, savers = [], [], []
+    def _loaded_by(self, place: Place, saved: Sequence[Result]) -> list[Item]:
+        """What is to be loaded; what was saved wrong is reported as that, and loaded by nobody."""
+        items = []
         carries = {p.name: _has_optimizer(p.adapter) and _has_optimizer(place.adapter) for p in self.places}
-        for one in saved:
-            if not self.plan.asks(place, one.subject):
+        for result in saved:
+            if not self.plan.asks(place, result.subject):
                 continue
-            if one.verdict is Verdict.PASS:
-                folder = self._folder(one.saver, one.subject, one.way)
-                items.append(Item(one.subject, one.way, folder, True, carries[one.saver]))
-                savers.append(one.saver)
+            if result.verdict is Verdict.PASS:
+                folder = self._folder(result.saver, result.subject, result.way)
+                items.append(Item(result.subject, result.way, folder, result.saver, True, carries[result.saver]))
             else:
-                results.append(self._told(replace(one, loader=place.name)))
-        for saver, (item, judgement) in zip(savers, self._run(place, items), strict=True):
-            results.append(self._told(_result(saver, place.name, item, judgement)))
-        return results
+                self._add(replace(result, loader=place.name))
+        return items
 
     def _folder(self, saver: str, subject: str, way: str) -> str:
         plain = "".join(c if c.isalnum() or c in "-." else "_" for c in f"{saver}+{subject}+{way}")
         return str(Path(self._scratch) / plain)
 
-    def _told(self, result: Result) -> Result:
+    def _add(self, result: Result) -> None:
+        self._results.append(result)
         self._on_result(result)
-        return result
 
     # ------------------------------------------------------------------------------------------- worlds
 
-    def _run(self, place: Place, items: Sequence[Item]) -> Iterator[tuple[Item, Judgement]]:
-        for start in range(0, len(items), ITEMS_AT_ONCE):
-            yield from self._settled(place, items[start : start + ITEMS_AT_ONCE])
-
-    def _settled(self, place: Place, items: Sequence[Item]) -> Iterator[tuple[Item, Judgement]]:
+    def _judged(self, place: Place, items: Sequence[Item]) -> list[Result]:
         def run(start: int, stop: int) -> Attempt:
             return self._attempt(place, items[start:stop])
 
         cases = [case_of(SUBJECTS[item.subject], place.layout, place.adapter) for item in items]
-        return zip(items, settle(cases, run), strict=True)
+        return [_result(place, item, judgement) for item, judgement in zip(items, settle(cases, run), strict=True)]
 
     def _attempt(self, place: Place, items: Sequence[Item]) -> Attempt:
         worlds = self._runner.worlds
@@ -213,14 +235,14 @@ class Exchange:
             return Attempt(ask_judge(worlds, judge_items, arguments, place.name), outcome)
 
 
-def _result(saver: str, loader: str, item: Item, judgement: Judgement) -> Result:
+def _result(place: Place, item: Item, judgement: Judgement) -> Result:
     finding = judgement.finding
     reason = finding.explanation if finding is not None else judgement.reason
     if judgement.loses_ranks:
         reason = next(iter(reason.splitlines()), "")
     return Result(
-        saver,
-        loader,
+        item.saver,
+        place.name if item.loads else "",
         item.subject,
         item.way,
         judgement.verdict,

@@ -1,9 +1,8 @@
-"""What do ranks do for one cell? Train and save, or load into a model and an optimizer of other values; then one step more."""
+"""What ranks do with one state: train and save, or load into a model and an optimizer of other values; then one step more."""
 
 from __future__ import annotations
 
 import copy
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,12 +16,10 @@ import torch
 from torch import nn
 
 from fsdp_testing.adapters.adapter import Adapter
-from fsdp_testing.cases.records import OUTLIVES, Case, CaseRecord, OptimizerSpec, RankObservation
-from fsdp_testing.judging import record_stream
-from fsdp_testing.judging.batch import everyone_raised, setup_on
+from fsdp_testing.cases.records import Case, CaseRecord, OptimizerSpec, RankObservation
+from fsdp_testing.judging.batch import run_each, setup_on
 from fsdp_testing.oracle import models
 from fsdp_testing.oracle.execute import RankProgram
-from fsdp_testing.oracle.rank_jobs import survivors
 from fsdp_testing.oracle.ways import Source, Trained, save
 from fsdp_testing.ranks.pool import Failed
 from fsdp_testing.ranks.pool.world import World, current_world
@@ -49,6 +46,7 @@ class Item:
         subject: Of `SUBJECTS`.
         way: Of `WAYS`.
         folder: Where the state lies, or is to lie.
+        saver: Implementation and layout that saved it, or is to save it.
         loads: Load it; else train and save it.
         optimizer: The optimizer's state goes with it.
     """
@@ -56,6 +54,7 @@ class Item:
     subject: str
     way: str
     folder: str
+    saver: str
     loads: bool
     optimizer: bool = True
 
@@ -104,26 +103,16 @@ def run_items(adapter: Adapter, layout: Layout, items: Sequence[Item], directory
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
     world = current_world()
-    models: list[tuple[int, weakref.ref[nn.Module]]] = []
-    with record_stream.path_of(directory, world.rank).open("ab") as file, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # as for every program that is judged: whatever filters the caller has
-        for index, item in enumerate(items):
-            program = CheckpointProgram(item, layout, adapter, world)
-            observation = program.run()
-            record_stream.append(file, CaseRecord(index, observation))
-            error = observation.error
-            if error is None:
-                adapter.finish(program.model)
-            elif not everyone_raised(directory, world, index, error):
-                return Failed(index + 1)
-            else:
-                with suppress(Exception):  # after an exception there may be nothing to finish
-                    adapter.finish(program.model)
-            models.append((index, weakref.ref(program.model)))
-            del program
-        for index in survivors(models):
-            record_stream.append(file, CaseRecord(index, StateObservation(world.rank), leaks=(OUTLIVES,)))
-    return len(items)
+
+    def run(index: int) -> tuple[CaseRecord, weakref.ref[nn.Module]]:
+        program = CheckpointProgram(items[index], layout, adapter, world)
+        observation = program.run()
+        # After an exception there may be nothing to finish.
+        with suppress(*([] if observation.error is None else [Exception])):
+            adapter.finish(program.model)
+        return CaseRecord(index, observation), weakref.ref(program.model)
+
+    return run_each(len(items), run, directory)
 
 
 class CheckpointProgram(RankProgram):
@@ -139,8 +128,8 @@ class CheckpointProgram(RankProgram):
 
     def run(self, *, observe_all: bool = False) -> StateObservation:
         """Run the item; report stage and what is beside the state too. Collectives: as for `RankProgram.run`."""
-        seen = super().run(observe_all=observe_all)
-        return seen.extended(StateObservation, beside=tuple(self.beside), stage=str(self.stage))
+        observation = super().run(observe_all=observe_all)
+        return observation.extended(StateObservation, beside=tuple(self.beside), stage=str(self.stage))
 
     def _run(self, *, observe_all: bool) -> None:
         if self.item.loads:

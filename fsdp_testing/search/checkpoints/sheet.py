@@ -7,13 +7,25 @@ from collections.abc import Mapping, Sequence
 
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.report.drawings.cube import cube_picture
-from fsdp_testing.report.sheet import Article, Cell, Line, Picture, Row, RowGroup, Section, Sheet, Table, made_by
+from fsdp_testing.report.sheet import (
+    Article,
+    Cell,
+    Line,
+    Picture,
+    Row,
+    RowGroup,
+    Section,
+    Sheet,
+    Table,
+    bulleted,
+    made_by,
+)
 from fsdp_testing.search.checkpoints.exchange import Result
 from fsdp_testing.search.checkpoints.summary import MARKS, SAVED, Cause, Summary, worst
 
 CAUSES_AT_SIGHT = 12
-SHADES = {"X": "fails", "?": "unknown", "r": "refused", "=": "holds"}
-"""Class of a square in the drawing, by the mark of a state."""
+SHADES = {"X": "fail", "?": "unknown", "r": "refused", "=": "pass"}
+"""What the drawing calls a state, by its mark."""
 KINDS = {"X": "fail", "?": "unknown", "r": "expected_failure", "=": ""}
 WORDS = {"X": "fails", "?": "unknown", "r": "refused: an error on every rank"}
 CAPTION = (
@@ -48,8 +60,8 @@ def checkpoints_sheet(summary: Summary) -> Sheet:
 
 def _article(reason: str, causes: Sequence[Cause]) -> Article:
     mark = causes[0].mark
-    examples = tuple(Line(f"{mark} {cause.count:,} x: {cause.example}") for cause in causes)
-    return Article(reason, (Line(WORDS[mark], "meaning"), *examples), kind=KINDS[mark])
+    examples = bulleted(f"{mark} {cause.count:,} x: {cause.example}" for cause in causes)
+    return Article(reason, (Line(WORDS[mark], "meaning"), examples), kind=KINDS[mark])
 
 
 def _picture(summary: Summary) -> Picture:
@@ -67,8 +79,8 @@ def _picture(summary: Summary) -> Picture:
     for saver, row in cells.items():
         for loader in row.keys() & columns.keys():
             faces[columns[loader]][labels[saver]] = dict(Counter(SHADES[result.mark] for result in row[loader]))
-    drawn = cube_picture(faces, list(labels.values()), list(faces))
-    return Picture(drawn, CAPTION, "Savers and loaders", table=table)
+    picture = cube_picture(faces, list(labels.values()), list(faces))
+    return Picture(picture, CAPTION, "Savers and loaders", table=table)
 
 
 def _table(
@@ -79,7 +91,7 @@ def _table(
     def cell(results: list[Result] | None) -> Cell:
         if not results:
             return Cell("-", "not_claimed")
-        held, total, mark = sum(one.verdict is Verdict.PASS for one in results), len(results), worst(results)
+        held, total, mark = sum(result.verdict is Verdict.PASS for result in results), len(results), worst(results)
         return Cell(mark if key else f"{held:,}" if held == total else f"{held:,} of {total:,}", KINDS[mark])
 
     made = tuple(Row(name, tuple(cell(row.get(column)) for column in columns)) for name, row in rows.items())

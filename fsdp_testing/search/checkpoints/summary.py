@@ -1,4 +1,4 @@
-"""What does an exchange of checkpoints say, in numbers? Computed once; terminal, page and JSON show the same."""
+"""An exchange of checkpoints in numbers: computed once; terminal, page and JSON show the same."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Summary:
     @property
     def exit_code(self) -> int:
         """Return 1 if anything fails, 3 if anything is unknown or nothing holds, else 0."""
-        found = exit_code(result.verdict for result in self.results)
-        return found if any(result.verdict is Verdict.PASS for result in self.loaded) else found or 3
+        code = exit_code(result.verdict for result in self.results)
+        return code if any(result.verdict is Verdict.PASS for result in self.loaded) else code or 3
 
     def conclusion(self) -> str:
         """Return what was found, in a sentence."""
@@ -69,29 +69,29 @@ class Summary:
 
     def cells(self) -> dict[str, dict[str, list[Result]]]:
         """Return saver -> loader (and `SAVED`) -> results."""
-        found: dict[str, dict[str, list[Result]]] = {place: {} for place in self.places}
+        cells: dict[str, dict[str, list[Result]]] = {place: {} for place in self.places}
         for result in self.results:
-            found[result.saver].setdefault(result.loader or SAVED, []).append(result)
-        return found
+            cells[result.saver].setdefault(result.loader or SAVED, []).append(result)
+        return cells
 
     def by_implementation(self) -> dict[str, dict[str, list[Result]]]:
         """Return the same for implementations, all layouts together."""
-        found: dict[str, dict[str, list[Result]]] = {}
+        table: dict[str, dict[str, list[Result]]] = {}
         for saver, loaders in self.cells().items():
-            row = found.setdefault(saver.split()[0], {})
+            row = table.setdefault(saver.split()[0], {})
             for loader, results in loaders.items():
                 row.setdefault(loader.split()[0], []).extend(results)
-        return found
+        return table
 
     def causes(self) -> list[Cause]:
         """Return why states do not hold, what fails first, the most frequent first; layouts are not distinguished."""
         groups: dict[tuple[str, str, str, str], list[Result]] = {}
-        for one in self.results:
-            if one.verdict is not Verdict.PASS:
-                who = f"{one.saver.split()[0]} -> {one.loader.split()[0] if one.loader else SAVED}"
-                groups.setdefault((one.mark, one.reason, who, one.subject), []).append(one)
-        found = [Cause(key[0], key[1], len(same), _example(same[0])) for key, same in groups.items()]
-        return sorted(found, key=lambda cause: (list(MARKS).index(cause.mark), -cause.count))
+        for result in self.results:
+            if result.verdict is not Verdict.PASS:
+                who = f"{result.saver.split()[0]} -> {result.loader.split()[0] if result.loader else SAVED}"
+                groups.setdefault((result.mark, result.reason, who, result.subject), []).append(result)
+        causes = [Cause(*key[:2], len(same), _example(same[0])) for key, same in groups.items()]
+        return sorted(causes, key=lambda cause: (list(MARKS).index(cause.mark), -cause.count))
 
     def to_json(self) -> str:
         """Return it as a JSON document."""
@@ -114,5 +114,5 @@ def _example(result: Result) -> str:
 
 def worst(results: Sequence[Result]) -> str:
     """Return the letter that a cell shows."""
-    found = {result.mark for result in results}
-    return next(mark for mark in MARKS if mark in found)
+    marks = {result.mark for result in results}
+    return next(mark for mark in MARKS if mark in marks)

@@ -1,4 +1,4 @@
-"""Is what was saved what was trained, is what was loaded what was saved, and is the next step the right one?
+"""The judgement of a state: what was saved is what was trained, what was loaded is what was saved, and the next step is right.
 
 Runs in a process of its own, which reads what the ranks reported. The state of the ranks right before saving is the
 truth: it was read piece by piece, without any code that saves.

@@ -32,6 +32,7 @@ from fsdp_testing.cli.main import main
 from fsdp_testing.errors import HarnessError, WorldFailed
 from fsdp_testing.search.certificate import certify
 from fsdp_testing.search.certificate.axes import EVERY_RANK, Cell
+from fsdp_testing.search.state import read_state
 from fsdp_testing.train.function import TrainingDiffers, TrainingUndecided
 from fsdp_testing.train.model import ModelDiffers, ModelUndecided, check_model
 
@@ -39,7 +40,7 @@ HERE = Path(__file__).parent
 CELL = Cell("no_shard", "2", "root", "plain", "S", "S", EVERY_RANK, "to none", "float64")
 HANGS_AFTER = 5.0
 PATIENT = 120.0
-WORDS = {"holds": "pass", "fails": "fail", "not_claimed": "not claimed", "expected_failure": "expected"}
+WORDS = {"not_claimed": "not claimed", "expected_failure": "expected"}
 WORST_FIRST = ("fail", "unknown", "expected", "not claimed", "pass")
 
 
@@ -112,8 +113,8 @@ def fuzz(given: Given, name: str, known: Sequence[Sequence[str]] = (), more: Seq
     if name == "HANGS":  # each case takes its time limit some ten times: alone, again, and while it is shrunk
         drawn, timeout = ("--examples", "1", "--seed", "1"), "2"
     code = main([*asked, "--timeout", timeout, *(more or drawn)])
-    statuses = json.loads((state / "state.json").read_text(encoding="utf-8"))["statuses"]
-    right = "expected" if statuses.get("known") else "pass"
+    verdicts = read_state(state / "state.json").counts()
+    right = "expected" if verdicts[Verdict.EXPECTED_FAILURE] else "pass"
     return Ended({0: right, 1: "fail", 3: "unknown"}.get(code, "nothing"), code)
 
 
@@ -123,8 +124,8 @@ def certificate(given: Given, name: str) -> Ended:
     file, state = given.folder / "certificate.json", given.folder / "state"
     asked = ["certify", f"contract_faults:{name}", "--state", str(state), "--jobs", "1", "--explain", "0"]
     code = main([*asked, "--timeout", _timeout(name), "--json", str(file)])
-    counts = json.loads(file.read_text(encoding="utf-8"))["statuses"]
-    return Ended(_worst(status for status, count in counts.items() if count), code)
+    counts = json.loads(file.read_text(encoding="utf-8"))["verdicts"]
+    return Ended(_worst(verdict for verdict, count in counts.items() if count), code)
 
 
 def checkpoints(given: Given, name: str) -> Ended:

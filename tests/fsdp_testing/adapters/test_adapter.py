@@ -12,7 +12,7 @@ from torch import nn
 from fsdp_testing.adapters.adapter import Adapter, TorchStyle
 from fsdp_testing.adapters.defaults import OPTIONAL_WITHOUT_DEFAULT
 from fsdp_testing.adapters.protocol import METHODS_OF_CAPABILITY, STRATEGIES, Precision
-from fsdp_testing.cases.records import capabilities
+from fsdp_testing.cases import records
 from fsdp_testing.errors import InvalidImplementation
 
 
@@ -106,8 +106,8 @@ def test_the_models_own_clipping_is_preferred():
 
 
 def test_tags_and_strategies_of_the_protocol_are_those_of_the_records():
-    assert set(METHODS_OF_CAPABILITY) <= set(capabilities.CAPABILITIES)
-    assert set(STRATEGIES) == set(capabilities.STRATEGIES)
+    assert set(METHODS_OF_CAPABILITY) <= set(records.CAPABILITIES)
+    assert set(STRATEGIES) == set(records.STRATEGIES)
 
 
 def test_reduce_dtype_is_inferred_from_the_compute_dtype_only_where_it_is_left_out():

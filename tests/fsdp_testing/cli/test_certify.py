@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -27,12 +28,13 @@ def test_a_sound_implementation_ends_with_0_and_says_what_was_not_asked(tmp_path
     name = "small_faults:UNBROKEN"
     assert certify(name, "--sample", "12", "--html", "page", "--json", "all.json") == 0
     said = capsys.readouterr().out
-    assert "12 of 12 cells hold" in said
+    assert said.splitlines()[-1] == "exit code 0: UNBROKEN: 12 of 12 cells hold"
+    assert re.search(r" s  running cells, 0 of 12 ran before\n", said), "a log says what goes on"
     assert "are not claimed" in said
     assert "need shard_grad_op" in said
     found = json.loads((tmp_path / "all.json").read_text())
     assert found["format"] == "fsdp_testing/certificate"
-    assert found["statuses"] == {"holds": 12, "fails": 0, "unknown": 0}
+    assert found["verdicts"] == {"pass": 12, "fail": 0, "unknown": 0}
     page = (tmp_path / "page" / "index.html").read_text()
     assert 'class="cell holds"' in page
     assert 'class="cell fails' not in page
@@ -44,7 +46,7 @@ def test_a_fault_ends_with_1_and_is_drawn_told_and_replayed(tmp_path: Path, caps
     )
     said = " ".join(capsys.readouterr().out.split())
     found = json.loads((tmp_path / "all.json").read_text())
-    assert f"{found['statuses']['holds']} of 12 cells hold; {found['statuses']['fails']} fail" in said
+    assert f"{found['verdicts']['pass']} of 12 cells hold; {found['verdicts']['fail']} fail" in said
     assert all("/to zeros/" in name for name in found["failing"])
     (cause,) = found["causes"]
     assert cause["cell"]["mesh"] == "1"
@@ -84,7 +86,7 @@ def test_parts_are_put_together_as_if_they_had_been_one(tmp_path: Path, capsys):
     assert (tmp_path / "page" / "index.html").exists()
     whole, both = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("whole", "both"))
     assert sorted(both["failing"]) == sorted(whole["failing"])
-    for field in ("asked", "statuses", "faces", "cube", "not_claimed", "unexplained"):
+    for field in ("asked", "verdicts", "faces", "cube", "not_claimed", "unexplained"):
         assert both[field] == whole[field], field
     # Each part runs the first failing cells of one look again alone.
     assert both["unconfirmed"] <= whole["unconfirmed"]

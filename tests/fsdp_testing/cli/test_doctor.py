@@ -97,7 +97,7 @@ def test_a_rank_that_lost_its_controller_is_found(adopted: str) -> None:
             os.close(writer)  # ends the orphan and the subreaper, which read until now
             writer = -1
         assert symptom.condition is Condition.BROKEN
-        assert str(orphan) in symptom.said
+        assert str(orphan) in symptom.account
         assert str(orphan) in symptom.remedy
     finally:
         os.close(reader)
@@ -139,14 +139,14 @@ def test_shared_memory_that_nothing_of_ours_needs_is_odd_at_most(monkeypatch: py
     monkeypatch.setattr("os.access", lambda *_: False)
     symptom = examinations.shared_memory()
     assert symptom.condition is Condition.ODD
-    assert "NCCL" in symptom.said
+    assert "NCCL" in symptom.account
 
 
 def test_a_system_without_forks_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("os.memfd_create")
     symptom = examinations.python()
     assert symptom.condition is Condition.BROKEN
-    assert "os.memfd_create" in symptom.said
+    assert "os.memfd_create" in symptom.account
 
 
 def test_an_unknown_host_name_is_odd(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_variables_that_change_ranks_are_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     symptom = examinations.environment()
     assert symptom.condition is Condition.ODD
-    assert "GLOO_SOCKET_IFNAME=eth7" in symptom.said
+    assert "GLOO_SOCKET_IFNAME=eth7" in symptom.account
 
 
 def test_half_a_torchrun_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_half_a_torchrun_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examinations, "EXAMINATIONS", (examinations.environment,))
     ((_, symptom),) = examinations.examine()
     assert symptom.condition is Condition.BROKEN
-    assert "0 <= RANK < WORLD_SIZE" in symptom.said
+    assert "0 <= RANK < WORLD_SIZE" in symptom.account
 
 
 def test_a_trial_world_that_fails_or_is_wrong_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ def test_a_trial_world_that_fails_or_is_wrong_is_broken(monkeypatch: pytest.Monk
     monkeypatch.setattr("fsdp_testing.ranks.run.run_ranks", lost)
     ((_, symptom),) = examinations.examine()
     assert symptom.condition is Condition.BROKEN
-    assert symptom.said == "WorldFailed: rank 1 died by SIGKILL"
+    assert symptom.account == "WorldFailed: rank 1 died by SIGKILL"
     monkeypatch.setattr("fsdp_testing.ranks.run.run_ranks", lambda *args, **options: [3.0, 2.0])
     assert examinations.trial_world().condition is Condition.BROKEN
 
@@ -224,7 +224,7 @@ def test_a_directory_for_temporary_files_that_is_not_there(monkeypatch: pytest.M
     monkeypatch.setenv("TMPDIR", "/absent")
     found = examinations.temporary_files()
     assert found.condition is Condition.ODD
-    assert found.said.startswith("TMPDIR=/absent cannot be written to, /")
+    assert found.account.startswith("TMPDIR=/absent cannot be written to, /")
 
 
 def test_without_temporary_files_no_rank_is_started_and_no_adapter_blamed(monkeypatch: pytest.MonkeyPatch) -> None:

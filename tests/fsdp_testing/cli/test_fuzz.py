@@ -22,13 +22,15 @@ import pytest
 from fsdp_testing.adapters import registry
 from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices
 from fsdp_testing.cases.records import Case, FailureKind, Judgement, Verdict
+from fsdp_testing.checks.findings import rerun
 from fsdp_testing.checks.findings.known import shipped_known
 from fsdp_testing.cli import fuzz as fuzz_command
 from fsdp_testing.cli.main import main
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.judging.checkers.explain import finding
-from fsdp_testing.search.campaign import rerun
+from fsdp_testing.search.campaign.sheet import campaign_sheet
 from fsdp_testing.search.campaign.tally import CampaignTally
+from fsdp_testing.search.state import State, read_state, write_state
 
 FAULTS = Path(__file__).parents[1] / "search" / "campaign"
 BROKEN = Path(__file__).parents[2] / "quality" / "broken"
@@ -55,10 +57,12 @@ def test_a_variant_has_the_known_failures_of_what_it_is_built_on():
 
 def test_a_healthy_implementation_ends_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert fuzz("toy:UNBROKEN", "--examples", "40", "--state", str(tmp_path / "s"), "--without", "tree.strided") == 0
-    assert json.loads((tmp_path / "s" / "state.json").read_text())["run"] > 0
+    assert len(read_state(tmp_path / "s" / "state.json").verdicts) == 40
     said = capsys.readouterr().out
     assert "features are not drawn, for" in said
     assert "0 findings" in said
+    assert " s  starting ranks, then drawing and running cases\n" in said, "a log says what goes on"
+    assert said.splitlines()[-1] == "exit code 0: every case that ran is right, or fails as is known"
 
 
 def test_a_fault_is_found_shrunk_told_and_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -78,13 +82,13 @@ def test_a_fault_is_found_shrunk_told_and_replayed(tmp_path: Path, capsys: pytes
 def test_a_campaign_goes_on_where_it_ended_and_does_not_tell_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     state = str(tmp_path / "s")
     assert fuzz(WRONG, "--examples", "200", "--stop-at-first", "--state", state) == 1
-    first = json.loads((tmp_path / "s" / "state.json").read_text())
+    first = read_state(tmp_path / "s" / "state.json")
     capsys.readouterr()
     # What was found is not told again, and no success either.
     assert fuzz(WRONG, "--examples", "64", "--state", state) == 1
     assert "cases that failed as an earlier run of this campaign found" in capsys.readouterr().out
-    second = json.loads((tmp_path / "s" / "state.json").read_text())
-    assert second["drawn"] > first["drawn"]
+    second = read_state(tmp_path / "s" / "state.json")
+    assert len(second.verdicts) > len(first.verdicts)
     assert len(list((tmp_path / "s" / "found").iterdir())) <= 2
 
 
@@ -123,8 +127,9 @@ def test_what_failed_once_and_passes_alone_ends_with_3(
 
 
 def test_suspects_that_nobody_looked_at_are_failures():
-    tally = CampaignTally(statuses=Counter({"pass": 100, "fail": 4}), not_investigated=1)
+    tally = CampaignTally(verdicts=Counter({Verdict.PASS: 100, Verdict.FAIL: 4}))
     assert tally.exit_code == 1
+    assert campaign_sheet(tally, "toy", Path("s")).conclusion == "4 cases fail"
 
 
 def test_a_refusal_of_what_is_claimed_and_a_model_that_stays_end_with_1():
@@ -193,8 +198,7 @@ def test_ctrl_c_leaves_everything_on_disk(tmp_path: Path):
         process.kill()
     assert process.returncode == 130, (out, err)
     assert b"Traceback" not in err
-    state = json.loads((tmp_path / "s" / "state.json").read_text())
-    assert state["run"] > 0
+    assert read_state(tmp_path / "s" / "state.json").counts().total() > 0
     assert not list(scratch.glob("fsdp-batch-*")), "folders of batches are left"
 
 
@@ -224,9 +228,7 @@ def test_bad_usage_ends_with_2(arguments: list[str], message: str, capsys: pytes
 
 
 def test_a_state_of_another_implementation_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (tmp_path / "s").mkdir()
-    document = {"format": "fsdp_testing/fuzz_state", "version": 1, "implementation": "other"}
-    (tmp_path / "s" / "state.json").write_text(json.dumps(document))
+    write_state(tmp_path / "s" / "state.json", State({"implementation": "other"}))
     assert fuzz("torch-ddp", "--state", str(tmp_path / "s")) == 2
     assert "'other'" in capsys.readouterr().err
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_testing.checks.conformance import run_conformance
 from fsdp_testing.explain.compared_pieces import ComparedPiece
 from fsdp_testing.explain.patterns import pattern_of
 from fsdp_testing.oracle.quantities import Expected, Quantity
@@ -108,11 +107,3 @@ def test_a_cast_that_was_not_made_is_told() -> None:
     found = pattern_of([held], {})
     assert found is not None
     assert found.words == "the right number, left in float64 where a cast to float32 is due"
-
-
-def test_a_planted_shift_is_told() -> None:
-    report = run_conformance(
-        "faults_gradients:NeighboursSpan", checks=("training.gradients_are_means",), world_sizes=(2,)
-    )
-    explained = [f.shortest for f in report.results[0].findings if f.shortest is not None]
-    assert ["and is what is due, moved by 1 element." in one.sentence for one in explained] == [True]

@@ -29,7 +29,7 @@ from fsdp_testing.cases.records import (
 )
 from fsdp_testing.checks.conformance import run_conformance
 from fsdp_testing.errors import PoolBroken, WorldFailed
-from fsdp_testing.explain.inquiry import How
+from fsdp_testing.explain.inquiry import JudgeSettings
 from fsdp_testing.explain.root_causes import explain_results
 from fsdp_testing.explain.shrinking import shrink
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
@@ -40,7 +40,7 @@ GENEROUS = 300.0
 
 
 def explained(name: str, *checks: str) -> list[Finding]:
-    report = run_conformance(name, checks=checks, explain=GENEROUS)
+    report = run_conformance(name, checks=checks, world_sizes=(2,), explain=GENEROUS)
     assert report.count(Verdict.FAIL) == len(checks), [r.explanation for r in report.results]
     return [finding for result in report.results for finding in result.findings]
 
@@ -58,74 +58,28 @@ def test_a_failure_of_a_trace_is_shortened():
     assert [operation.kind for operation in explanation.case.program] == ["forward_backward"]
 
 
-@pytest.mark.parametrize(
-    ("name", "check", "expected"),
-    [
-        *(
-            (f"faults_gradients:{name}", check, expected)
-            for name, check, expected in (
-                (
-                    "SumForMean",
-                    "training.gradients_are_means",
-                    "is 2 times what is due, as if the sum over ranks were di",
-                ),
-                (
-                    "DividedTwice",
-                    "training.gradients_are_means",
-                    "is 1/2 of what is due, as if the sum over ranks were div",
-                ),
-                ("OneRankIgnored", "training.gradients_are_means", "lacks the inputs of rank 1;"),
-                (
-                    "LastLocalLost",
-                    "accumulation.no_sync_then_reduced",
-                    "lacks operation 1, forward-backward in no_sync;",
-                ),
-                (
-                    "RescaledEachTime",
-                    "accumulation.no_sync_then_reduced",
-                    "counts operation 0, forward-backward in no_sync, 1/2 t",
-                ),
-                ("ZeroGradByShape", "zero_grad.both_forms", "(and of 5 more) lacks every term;"),
-                (
-                    "WeightedByRows",
-                    "training.empty_batches",
-                    "as if divided by the 1 rank that contributes instead of all 2",
-                ),
-                (
-                    "FirstCallOnly",
-                    "shared.module_called_twice",
-                    "is 1/2 of what is due, as if its 2 uses were averaged",
-                ),
-                (
-                    "FrozenIsNotReduced",
-                    "accumulation.frozen",
-                    "(and of 1 more) lacks every term; gradient of layers.1.weight",
-                ),
-                (
-                    "StaleGradientOfUnused",
-                    "unused.sometimes",
-                    "still counts the inputs of rank 0, which was cleared, twice",
-                ),
-                (
-                    "NotReduced",
-                    "training.gradients_are_means",
-                    "on rank 0 is that of its own inputs alone, not reduced over",
-                ),
-            )
-        ),
-        (
-            "faults_around:CountsRecomputed",
-            "activation_checkpointing.inside_units",
-            "is 2 times what is due, as if the sum",
-        ),
-        ("stale_adapter:KEEPS_OLD_WEIGHTS", "forward_only.eval", "the weights from before operation"),
-        (
-            "stale_adapter:KEEPS_ONE_UNIT",
-            "forward_only.eval",
-            "unit `layers.1` still holds the weights from before operation 2, step, on ranks 0 and 1",
-        ),
-    ],
-)
+def table(text: str) -> list[list[str]]:
+    """Rows of a text whose fields are parted by bars; a field may begin on the next line."""
+    rows = text.replace("|\n", "|").strip().splitlines()
+    return [[field.strip() for field in row.split("|")] for row in rows]
+
+
+CAUSES = """
+faults_gradients:SumForMean | training.gradients_are_means | is 2 times what is due, as if the sum over
+faults_gradients:OneRankIgnored | training.gradients_are_means | lacks the inputs of rank 1;
+faults_gradients:LastLocalLost | accumulation.no_sync_then_reduced | lacks operation 1, forward-backward in no_sync;
+faults_gradients:RescaledEachTime | accumulation.no_sync_then_reduced | counts operation 0, forward-backward in no_sync, 1/2 t
+faults_gradients:ZeroGradByShape | zero_grad.both_forms | (and of 5 more) lacks every term;
+faults_gradients:WeightedByRows | training.empty_batches | by the 1 rank that contributes instead of all 2
+faults_gradients:FirstCallOnly | shared.module_called_twice | is 1/2 of what is due, as if its 2 uses were averaged
+faults_gradients:StaleGradientOfUnused | unused.sometimes | still counts the inputs of rank 0, which was cleared, twice
+faults_gradients:NotReduced | training.gradients_are_means | on rank 0 is that of its own inputs alone, not reduced over
+stale_adapter:KEEPS_OLD_WEIGHTS | forward_only.eval | the weights from before operation
+stale_adapter:KEEPS_ONE_UNIT | forward_only.eval | unit `layers.1` still holds the weights from before operation 2
+"""
+
+
+@pytest.mark.parametrize(("name", "check", "expected"), table(CAUSES))
 def test_the_cause_is_named(name: str, check: str, expected: str) -> None:
     # A unit that stays gathered is a finding of its own besides.
     findings = [finding for finding in explained(name, check) if finding.kind is not FailureKind.KEPT]
@@ -162,9 +116,9 @@ def test_nothing_is_changed_without_time_and_no_verdict_ever() -> None:
     (result,) = report.results
     assert all(finding.shortest is None and not finding.cause for finding in result.findings)
     runner = CaseRunner()
-    (unexplained,) = explain_results((result,), lambda check: How(Comparison()), runner, 0.0)
+    (unexplained,) = explain_results((result,), lambda check: JudgeSettings(Comparison()), runner, 0.0)
     assert unexplained == result
-    (done,) = explain_results((result,), lambda check: How(Comparison()), runner, GENEROUS)
+    (done,) = explain_results((result,), lambda check: JudgeSettings(Comparison()), runner, GENEROUS)
     stripped = tuple(replace(finding, cause="", shortest=None) for finding in done.findings)
     assert replace(done, findings=stripped) == result
 
@@ -174,7 +128,7 @@ def test_a_death_is_not_run_again_and_again() -> None:
     dead = replace(report.results[0].findings[0], kind="died")
     result = replace(report.results[0], findings=(dead,))
     assert isinstance(result, CheckResult)
-    assert explain_results((result,), lambda check: How(Comparison()), CaseRunner(), GENEROUS) == (result,)
+    assert explain_results((result,), lambda check: JudgeSettings(Comparison()), CaseRunner(), GENEROUS) == (result,)
 
 
 def test_what_is_held_when_an_operation_begins() -> None:
@@ -233,7 +187,7 @@ def test_failures_that_look_alike_are_put_together_only_if_one_schedule_shows_bo
         a_result("e.f", wrong_output(again)),
     )
     runner = TwoDefects()
-    done = explain_results(results, lambda check: How(Comparison()), runner, GENEROUS)  # type: ignore[arg-type]
+    done = explain_results(results, lambda check: JudgeSettings(Comparison()), runner, GENEROUS)  # type: ignore[arg-type]
     first, second, third = (result.findings[0] for result in done)
     assert first.cause == third.cause != second.cause
     assert [finding.shortest is not None for finding in (first, second, third)] == [True, True, False]
@@ -251,7 +205,7 @@ def test_failures_in_one_place_have_one_cause_only_if_both_hold_its_schedule() -
     findings = [wrong_output(case) for case in (stale, clipped, again)]
     results = [a_result(f"a.{number}", finding) for number, finding in enumerate(findings)]
     runner = TwoDefects()
-    done = explain_results(results, lambda check: How(Comparison()), runner, GENEROUS)  # type: ignore[arg-type]
+    done = explain_results(results, lambda check: JudgeSettings(Comparison()), runner, GENEROUS)  # type: ignore[arg-type]
     first, second, third = (result.findings[0].cause for result in done)
     assert first == third != second
 
@@ -266,12 +220,12 @@ def test_the_budget_is_runs_and_what_it_does_not_reach_says_so(monkeypatch: pyte
     ]
     clock = itertools.count(0.0, 3600.0)
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    done = explain_results(results, lambda check: How(Comparison()), TwoDefects(), 10.0)  # type: ignore[arg-type]
+    done = explain_results(results, lambda check: JudgeSettings(Comparison()), TwoDefects(), 10.0)  # type: ignore[arg-type]
     assert [finding.unexplained for result in done for finding in result.findings] == ["", ""]
     assert done[0].findings[0].shortest is not None
     assert done[0].findings[0].shortest.complete
     runs = 1 / shrink.RUNS_PER_SECOND
-    done = explain_results(results, lambda check: How(Comparison()), TwoDefects(), runs)  # type: ignore[arg-type]
+    done = explain_results(results, lambda check: JudgeSettings(Comparison()), TwoDefects(), runs)  # type: ignore[arg-type]
     assert [finding.unexplained for result in done for finding in result.findings] == ["", "not examined (time)"]
     assert done[0].findings[0].shortest is not None
     assert not done[0].findings[0].shortest.complete
@@ -292,7 +246,7 @@ def test_a_program_that_hangs_uses_up_the_budget_as_the_time_that_it_costs() -> 
     runner = Hangs()
     (done,) = explain_results(
         [a_result("a.b", wrong_output(stale))],
-        lambda check: How(Comparison()),
+        lambda check: JudgeSettings(Comparison()),
         runner,  # type: ignore[arg-type]
         10.0,
     )
@@ -316,7 +270,7 @@ def test_one_cause_shows_once_where_its_schedule_is_found_only_by_shortening() -
     base = Case(ModelSpec("mlp"), WorldSpec(2), (Forward(Batch(7)), Step(), look))
     other = replace(base, model=ModelSpec("deep_nest"), program=(Forward(Batch(7), "no_grad"), look, Step(), look))
     results = (a_result("a.b", wrong_output(base)), a_result("c.d", wrong_output(other)))
-    done = explain_results(results, lambda check: How(Comparison()), FirstLook(), GENEROUS)  # type: ignore[arg-type]
+    done = explain_results(results, lambda check: JudgeSettings(Comparison()), FirstLook(), GENEROUS)  # type: ignore[arg-type]
     first, second = (result.findings[0] for result in done)
     assert first.cause == second.cause
     assert second.shortest is None
@@ -331,78 +285,40 @@ def test_failures_that_one_schedule_shows_are_two_causes_if_their_numbers_differ
     assert sum("is 2 times what is due" in one for one in sentences) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "check", "expected"),
-    [
-        ("faults_state:WrongReduceDtype", "mixed_precision.reduce_float32", "reduced in bfloat16 where float32 is due"),
-        (
-            "faults_state:ReduceInFullPrecision",
-            "mixed_precision.param_bfloat16",
-            "reduced in float32 where bfloat16 is due",
-        ),
-    ],
-)
-def test_the_cast_that_was_made_instead_is_named(name: str, check: str, expected: str) -> None:
-    sentence = the_explanation(explained(name, check)).sentence
-    assert expected in sentence
+def test_the_cast_that_was_made_instead_is_named() -> None:
+    findings = explained("faults_state:WrongReduceDtype", "mixed_precision.reduce_float32")
+    sentence = the_explanation(findings).sentence
+    assert "reduced in bfloat16 where float32 is due" in sentence
     assert "equal bits were due" in sentence
     assert sentence.endswith("and is what one process gives with that cast.")
 
 
-@pytest.mark.parametrize(
-    ("name", "check", "happened"),
-    [
-        # Both give bits that a reduction in bfloat16 would give, too; none was on the wire.
-        (
-            "faults_gradients:AddsUpInComputeDtype",
-            "mixed_precision.local_sums",
-            "local micro-batches are added up in bfloat16 where float32 is due",
-        ),
-        (
-            "faults_models:AccumulatesReduced",
-            "mixed_precision.accumulated",
-            "what is wrong is what is due, rounded to bfloat16",
-        ),
-        (
-            "faults_around:HookResultIgnored",
-            "comm_hook.result_is_kept",
-            "what the communication hook returns has no effect",
-        ),
-        (
-            "faults_around:PartialGradientsStay",
-            "exceptions.repeatedly",
-            "the gradient of layers.2.weight (and of 1 more) still contains operation 0, interrupt, which was cleared",
-        ),
-        (
-            "faults_gradients:UnusedGetsZeros",
-            "unused.gradient_is_none",
-            "parameters that no rank used are given gradients of zeros",
-        ),
-        (
-            "faults_memory:GatherNotAwaited",
-            "training.sgd_momentum",
-            "the result of a collective is read before it was waited for",
-        ),
-        (
-            "faults_schedules:ZerosAreNone",
-            "zero_grad.then_step",
-            "operation 1, zero_grad, works as if set_to_none=True were asked for, not False",
-        ),
-        (
-            "faults_saving:LoadsOnFirstRank",
-            "full_state_dict.fresh_instance",
-            "operation 0, reload, does not load what is wrong: the new model's own values stay on rank 1",
-        ),
-        (
-            "faults_state:FirstRankWritesOnly",
-            "summon.edits_are_kept",
-            "operation 0, edit_full_parameters, had no effect on parameters on rank 1",
-        ),
-    ],
-)
+# The first two give bits that a reduction in bfloat16 would give, too; none was on the wire.
+DONE_INSTEAD = """
+faults_gradients:AddsUpInComputeDtype | mixed_precision.local_sums |
+    local micro-batches are added up in bfloat16 where float32 is due
+faults_models:AccumulatesReduced | mixed_precision.accumulated |
+    what is wrong is what is due, rounded to bfloat16
+faults_around:HookResultIgnored | comm_hook.result_is_kept |
+    what the communication hook returns has no effect
+faults_around:PartialGradientsStay | exceptions.repeatedly |
+    the gradient of layers.2.weight (and of 1 more) still contains operation 0, interrupt, which was cleared
+faults_gradients:UnusedGetsZeros | unused.gradient_is_none |
+    parameters that no rank used are given gradients of zeros
+faults_memory:GatherNotAwaited | training.sgd_momentum |
+    the result of a collective is read before it was waited for
+faults_schedules:ZerosAreNone | zero_grad.then_step |
+    operation 1, zero_grad, works as if set_to_none=True were asked for, not False
+faults_saving:LoadsOnFirstRank | full_state_dict.fresh_instance |
+    operation 0, reload, does not load what is wrong: the new model's own values stay on rank 1
+faults_state:FirstRankWritesOnly | summon.edits_are_kept |
+    operation 0, edit_full_parameters, had no effect on parameters on rank 1
+"""
+
+
+@pytest.mark.parametrize(("name", "check", "happened"), table(DONE_INSTEAD))
 def test_what_was_done_instead_is_named(name: str, check: str, happened: str) -> None:
-    report = run_conformance(name, checks=(check,), world_sizes=(2,), explain=GENEROUS)
-    shortest = [f.shortest for result in report.results for f in result.findings if f.shortest is not None]
+    shortest = [finding.shortest for finding in explained(name, check) if finding.shortest is not None]
     assert [one.happened for one in shortest] == [happened]
     assert happened.removeprefix("what is wrong is ") in shortest[0].sentence
 

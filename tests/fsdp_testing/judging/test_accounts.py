@@ -89,7 +89,7 @@ def test_it_is_met_within_500_random_cases(name: str, tmp_path: Path):
     )
     tally = Campaign(plan, default_pool(), lambda _: None, lambda *_: None).run()
     found = [discovery for discovery in tally.discovered if discovery.confirmed]
-    assert found, tally.statuses
+    assert found, tally.verdicts
     assert str(found[0].signature).startswith(FAULTS[name]), found[0].sentence()
     assert len(found[0].case.program) <= 2, found[0].case.program
 

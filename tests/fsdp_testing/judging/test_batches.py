@@ -15,6 +15,7 @@ from fsdp_testing.cases.records import Case, Clip, Observe, Step
 from fsdp_testing.judging.batch import Watch
 from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.judging.signature import Signature
+from fsdp_testing.oracle import rank_jobs
 from fsdp_testing.oracle.rank_jobs import survivors
 from fsdp_testing.ranks.pool import default_pool
 
@@ -24,7 +25,7 @@ BAD = case(micro(1), Clip(0.5), Step(), strategy="full_shard")
 
 def statuses(name: str, *cases: Case, **watch: bool) -> list[tuple[str, str]]:
     # Nobody but the deadline ends a rank that sleeps; everything else is noticed as it happens.
-    deadline = 10.0 if "HANGS" in name else 60.0
+    deadline = 5.0 if "HANGS" in name else 60.0
     results = CaseRunner(default_pool(), timeout=deadline).judge_batch(name, cases, Watch(**watch))
     return [(r.verdict.value, r.signature.kind if r.signature else "") for r in results]
 
@@ -70,7 +71,8 @@ def test_a_rank_that_is_lost_after_its_last_report_is_told_of_the_case_that_lose
     bad = ("fail", kind)
     expected = [("pass", ""), bad, ("pass", "")]
     assert statuses(f"fuzz_faults:{name}", GOOD, BAD, GOOD) == expected
-    assert statuses(f"fuzz_faults:{name}", BAD) == [bad]
+    if name == "DIES_LATE":  # alone a hang goes the same way, and takes two deadlines
+        assert statuses(f"fuzz_faults:{name}", BAD) == [bad]
 
 
 def test_a_rank_that_is_lost_once_and_not_again_leaves_one_case_unjudged(
@@ -169,3 +171,9 @@ def test_what_a_batch_changes_in_its_ranks_does_not_outlive_it():
     assert "error" not in before[0]
     assert statuses("fuzz_strict:WARNS", GOOD) == [("pass", "")]
     assert run_ranks(filters) == before
+
+
+def test_a_thread_of_torch_lets_go_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [nn.Linear(1, 1)]
+    monkeypatch.setattr(rank_jobs.time, "sleep", lambda seconds: kept.clear())
+    assert survivors([(0, weakref.ref(kept[0]))]) == []

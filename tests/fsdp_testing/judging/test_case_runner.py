@@ -9,7 +9,6 @@ from fsdp_testing.adapters import registry
 from fsdp_testing.cases.records import (
     Batch,
     Case,
-    Clip,
     FailureKind,
     Finding,
     ForwardBackward,
@@ -27,7 +26,6 @@ from fsdp_testing.judging.judge import Judgement
 from fsdp_testing.oracle import rank_jobs
 from fsdp_testing.oracle.comparison import Comparison
 from fsdp_testing.oracle.execute import RankProgram
-from fsdp_testing.oracle.quantities import Expectation
 from fsdp_testing.ranks.pool import Pool
 
 PROGRAM = (ForwardBackward(Batch(0)), Observe(), Step(), ZeroGrad(), ForwardBackward(Batch(1)))
@@ -89,13 +87,6 @@ def test_a_model_that_stays_in_memory_refutes_a_case_that_is_right_but_for_that(
     # Nothing of it is said of another implementation in the same processes, nor of a run that is looked at again.
     for mode in (RunMode(), RunMode(kept=True), RunMode(kept=True)):
         assert runner.judge("toy:UNBROKEN", case(strategy="full_shard"), mode=mode).outcome.verdict is Verdict.PASS
-
-
-def test_a_rank_that_dies_of_freeing_the_model_is_a_death():
-    clipped = case(strategy="full_shard", program=(ForwardBackward(Batch(0)), Clip(0.5), Step()))
-    judged = CaseRunner().judge("fuzz_faults:DIES_LATE", clipped)
-    assert judged.finding is not None
-    assert judged.finding.kind is FailureKind.DIED
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
@@ -191,32 +182,8 @@ def finding(kind, explanation="told"):
     return Finding(FailureKind(kind), "the run", 0, "", (1,), explanation, case())
 
 
-@pytest.mark.parametrize("kind", ["died", "hung"])
-def test_a_death_or_a_hang_that_repeats_is_a_finding(monkeypatch, kind):
-    judgement = scripted(monkeypatch, finding(kind), finding(kind)).judge("torch-ddp", case())
-    assert judgement.outcome.verdict is Verdict.FAIL
-
-
-@pytest.mark.parametrize("second", [None, "diverged"])
-def test_one_that_does_not_is_unknown(monkeypatch, second):
-    again = finding(second, "something else") if second else None
-    judgement = scripted(monkeypatch, finding("hung"), again).judge("torch-ddp", case())
-    assert judgement.outcome.verdict is Verdict.UNKNOWN
-    assert "gives different results" in judgement.outcome.error
-
-
 def test_a_divergence_that_hides_from_observation_is_told_as_such(monkeypatch):
     judgement = scripted(monkeypatch, finding("diverged"), None).judge("torch-ddp", case())
     assert judgement.outcome.verdict is Verdict.FAIL
     assert judgement.finding is not None
     assert "does not show when every operation is followed by an observation" in judgement.finding.explanation
-
-
-def test_an_oracle_that_ends_early_is_no_pass(monkeypatch):
-    runner = CaseRunner()
-    whole = runner._free_expectation(case(), observe_all=False)
-    short = Expectation(whole.points[:-1], whole.shapes)
-    monkeypatch.setattr(CaseRunner, "_free_expectation", lambda self, case, observe_all: short)
-    judgement = runner.judge("torch-ddp", case())
-    assert judgement.outcome.verdict is Verdict.UNKNOWN
-    assert "did not come to the end" in judgement.outcome.error

@@ -23,9 +23,8 @@ from fsdp_testing.cases.records import (
     WrappingPlan,
 )
 from fsdp_testing.oracle import unit_borders
-from fsdp_testing.oracle.pending import LocalGradients, PendingGradients, gradients_of, mean_size
 from fsdp_testing.oracle.quantities import Quantity
-from fsdp_testing.oracle.reduction import roundings
+from fsdp_testing.oracle.reduction import LocalGradients, PendingGradients, gradients_of, mean_size, roundings
 from fsdp_testing.oracle.replay import Replay
 
 

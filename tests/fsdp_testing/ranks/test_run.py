@@ -40,14 +40,6 @@ def planted() -> None:
         raise ValueError("planted")
 
 
-def leaves_dirt() -> None:
-    torch.set_default_dtype(torch.float64)
-
-
-def dtype() -> str:
-    return str(torch.get_default_dtype())
-
-
 def reads_file(path: Path) -> str:
     return path.read_text()
 
@@ -68,15 +60,6 @@ def test_the_error_accounts_for_every_rank() -> None:
     assert [rank.fate for rank in outcome.ranks] == [Fate.RETURNED, Fate.RAISED]
     assert "--- rank 0 returned" in str(caught.value)
     assert "in planted" in str(caught.value)
-
-
-def test_what_a_call_leaves_behind_does_not_reach_the_next() -> None:
-    run_ranks(leaves_dirt)
-    assert run_ranks(dtype) == ["torch.float32"] * 2
-
-
-def test_the_fake_backend() -> None:
-    assert run_ranks(place, size=512, backend="fake") == [(0, 512)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

@@ -14,7 +14,6 @@ from fsdp_testing.report.sheet import (
     Facts,
     Fold,
     Group,
-    Items,
     Line,
     Link,
     Listing,
@@ -25,18 +24,19 @@ from fsdp_testing.report.sheet import (
     Sheet,
     Steps,
     Table,
+    bulleted,
 )
 from fsdp_testing.report.terminal import print_sheet
 
 TABLE = Table("cells", ("left", "right"), (RowGroup((Row("a row", (Cell("x1"), Cell("x2", "fail")), "a meaning"),)),))
 BLOCKS = (
     Line("a line", links=(Link("one", "here"), Link("two", "here")), command="run --it"),
-    Items((Line("an item"),)),
+    bulleted(["an item"]),
     Facts((("a name", "a value"),)),
     Steps(("0 forward()", "1 step()"), 1, ((0, True), (1, False)), "it is stale"),
     Listing("first\n  second"),
     Fold("folded", (Line("inside"),)),
-    Fold("open", (Line("in sight"),), shown=True),
+    Fold("open", (Line("in sight"),), unfolded=True),
     Group((Line("in a group"),), "pair"),
     Picture("<svg/>", "what is drawn", "a drawing", table=TABLE),
 )

@@ -257,7 +257,6 @@ def test_a_wrong_number_fails_however_small_it_is_beside_the_weights(train, mess
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        (clears_before_the_step, "no gradient other than zero and no parameter that changes in any step"),
         (has_a_rate_of_zero, "no parameter that changes in any step"),
         (returns_nothing, "nothing is compared: the loop returns nothing"),
         (is_chaotic, "Roundings decide most of number"),
@@ -266,6 +265,11 @@ def test_a_wrong_number_fails_however_small_it_is_beside_the_weights(train, mess
 def test_nothing_is_not_a_pass(train, message):
     with pytest.raises(TrainingUndecided, match=message):
         check_training(train, world_sizes=(1, 2))
+
+
+def test_gradients_that_are_cleared_before_the_step_fail_on_any_world():
+    with pytest.raises(TrainingDiffers, match="no parameter has a gradient when the optimizer steps at step 0"):
+        check_training(clears_before_the_step, world_sizes=(1, 2))
 
 
 @pytest.mark.parametrize(

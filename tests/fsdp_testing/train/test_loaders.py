@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
 from fsdp_testing.train import loaders as loaders_module
-from fsdp_testing.train.feeding import Feed, Feeder
+from fsdp_testing.train.feed import Feed, Feeder
 from fsdp_testing.train.loaders import of_training
 
 
@@ -96,7 +96,7 @@ def test_set_epoch_is_observed_for_each_pass():
     sampler = DistributedSampler(Augmented(), num_replicas=2, rank=0)
     loader = DataLoader(Augmented(), batch_sampler=torch.utils.data.BatchSampler(sampler, 2, drop_last=False))
     right = taken(loader, before=lambda epoch: sampler.set_epoch(epoch), passes=2)
-    assert [(one.epoch, one.told) for one in right.passes] == [(0, 1), (1, 2)] and not right.repeats_order
+    assert [(one.epoch, one.epoch_calls) for one in right.passes] == [(0, 1), (1, 2)] and not right.repeats_order
     assert taken(loader, passes=2).repeats_order == "is not called"
     assert taken(loader, passes=2, before=lambda _: sampler.set_epoch(3)).repeats_order == "is called with 3 again"
     assert taken(loader, passes=2, items=1).repeats_order == ""  # looks at the first batch

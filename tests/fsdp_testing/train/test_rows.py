@@ -129,5 +129,5 @@ def test_only_passes_of_the_training_are_compared_in_their_order():
     peeked.passes[1].trained = 2
     assert peeked.repeats_order == "is not called"
     again = passes("0213", "0213")
-    again.passes[0].told, again.passes[1].told = 1, 2
+    again.passes[0].epoch_calls, again.passes[1].epoch_calls = 1, 2
     assert again.repeats_order == "is called with 0 again"

@@ -15,7 +15,7 @@ from torch import nn
 from toy import Toy, ToyAdapter
 from toy_more import MoreAdapter, MoreToy
 
-from fsdp_testing.cases.records.capabilities import SETTINGS
+from fsdp_testing.cases.records.specs import SETTINGS
 
 
 class OptionsAdapter(MoreAdapter):

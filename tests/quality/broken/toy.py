@@ -18,7 +18,7 @@ from torch import nn
 from fsdp_testing.adapters.protocol import Division, Piece, Setup
 from fsdp_testing.cases.models import tensors_in
 from fsdp_testing.cases.records import CAPABILITIES
-from fsdp_testing.cases.records.capabilities import SETTINGS
+from fsdp_testing.cases.records.specs import SETTINGS
 
 NOT_CLAIMED = {
     "shard_grad_op", "hybrid", "nested_wrapping", "policy_wrapping", "ignored_parameters", "cpu_offload",

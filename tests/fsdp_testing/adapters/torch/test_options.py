@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_testing.adapters.protocol import Precision, Setup, WrapPolicy
 from fsdp_testing.adapters.torch import ddp, fsdp1, fsdp2
-from fsdp_testing.cases.records.capabilities import SETTINGS
+from fsdp_testing.cases.records.specs import SETTINGS
 from fsdp_testing.errors import InvalidImplementation
 
 MESH: Any = object()

@@ -11,7 +11,7 @@ from fsdp_testing.adapters import registry
 from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices, legal_case, needs_of_case
 from fsdp_testing.cases.drawing.layouts import legal_layouts
 from fsdp_testing.cases.records import Case
-from fsdp_testing.cases.records.case import LAYOUTS
+from fsdp_testing.cases.records.specs import LAYOUTS
 from fsdp_testing.errors import InvalidArgument
 
 CLAIMED = registry.load("fsdp_ref-composable").claimed(2)

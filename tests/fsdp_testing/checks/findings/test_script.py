@@ -31,7 +31,6 @@ from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.checks.findings.model_source import model_source
 from fsdp_testing.checks.findings.script import script_for
 from fsdp_testing.judging.signature import Signature, operation_kind
-from fsdp_testing.search.campaign.state import StateDirectory
 from fsdp_testing.search.campaign.writing import try_script, write_discovery
 
 NAMES = ("torch-ddp", "torch-fsdp1", "torch-fsdp2")
@@ -115,7 +114,7 @@ def test_what_cannot_be_told_with_torch_alone_gets_no_script():
 def test_a_script_says_whether_it_reproduces(name: str, program: tuple[object, ...], reproduces: bool, tmp_path: Path):
     strategy = "no_shard" if name == "torch-ddp" else "full_shard"
     found = discovery(name, case(*program, strategy=strategy, nodes=(LINEAR,)))  # type: ignore[arg-type]  # operations
-    folder = write_discovery(found, StateDirectory(tmp_path, name))
+    folder = write_discovery(found, tmp_path)
     found_out = try_script(folder)
     output = (folder / "script_output.txt").read_text()
     assert found_out is reproduces, output

@@ -12,7 +12,7 @@ import pytest
 from fsdp_testing.errors import CollectiveMismatch
 from fsdp_testing.ranks.ledger import memory, recorder
 from fsdp_testing.ranks.ledger.memory import ANYBODY, GROUPS, RING, LedgerMemory
-from fsdp_testing.ranks.ledger.reading import counts, read_rank
+from fsdp_testing.ranks.ledger.reading import AreaView
 from fsdp_testing.ranks.ledger.records import (
     WAITS_FOR_NOBODY,
     Call,
@@ -69,13 +69,13 @@ def test_equal_sequences(ranks: list[recorder.Recorder], shared: LedgerMemory) -
     for call in (SUM, MAX, SUM):
         for rank in ranks:
             issue(rank, WORLD, call)
-    ledgers = [read_rank(area, 1) for area in shared.areas]
+    ledgers = [AreaView(area).read(1) for area in shared.areas]
     assert [ledger.issued for ledger in ledgers] == [{WORLD.key: 3}] * 3
     assert len({ledger.digests[WORLD.key] for ledger in ledgers}) == 1
     assert [entry.what for entry in ledgers[1].entries] == ["all_reduce(sum)", "all_reduce(max)", "all_reduce(sum)"]
-    assert ledgers[1].entries[0].call_site.endswith("in issue")
+    assert ledgers[1].entries[0].call_site.endswith("in test_equal_sequences")
     assert ledgers[2].members == {WORLD.key: (0, 1, 2)}
-    assert counts(shared.areas[0], 1) == {WORLD.key: 3}
+    assert AreaView(shared.areas[0]).counts(1) == {WORLD.key: 3}
 
 
 def test_a_thread_of_torch_has_few_frames_of_python(ranks: list[recorder.Recorder]) -> None:
@@ -100,7 +100,7 @@ def test_the_digest_knows_the_order(ranks: list[recorder.Recorder], shared: Ledg
         alone.start_job(5 + rank.rank)
         for call in calls:
             issue(alone, PAIR, call)
-    first, second = read_rank(shared.areas[0], 5), read_rank(shared.areas[1], 6)
+    first, second = AreaView(shared.areas[0]).read(5), AreaView(shared.areas[1]).read(6)
     assert first.issued == second.issued
     assert first.digests != second.digests
 
@@ -141,7 +141,7 @@ def test_a_rank_far_ahead_is_no_difference(ranks: list[recorder.Recorder], share
     for _ in range(RING + 5):
         issue(ranks[0], PAIR, SUM)
     issue(ranks[1], PAIR, MAX)  # its entry has left the ring: the digests tell it at the end
-    assert read_rank(shared.areas[0], 1).digests != read_rank(shared.areas[1], 1).digests
+    assert AreaView(shared.areas[0]).read(1).digests != AreaView(shared.areas[1]).read(1).digests
 
 
 def test_a_half_written_entry_is_not_believed(ranks: list[recorder.Recorder], shared: LedgerMemory) -> None:
@@ -169,7 +169,7 @@ def test_a_call_that_torch_refuses_is_taken_back(ranks: list[recorder.Recorder],
     issue(ranks[1], PAIR, SUM)
     issue(ranks[1], PAIR, SUM)
     issue(ranks[0], PAIR, SUM)
-    assert read_rank(shared.areas[0], 1).digests == read_rank(shared.areas[1], 1).digests
+    assert AreaView(shared.areas[0]).read(1).digests == AreaView(shared.areas[1]).read(1).digests
 
 
 def test_a_call_being_asked_for_is_waited_for(ranks: list[recorder.Recorder]) -> None:
@@ -264,11 +264,11 @@ def test_with_threads_no_wait_is_certain(
 def test_more_groups_than_room(ranks: list[recorder.Recorder], shared: LedgerMemory) -> None:
     for index in range(GROUPS + 3):
         issue(ranks[0], group_identity(f"g{index}", (0, 1), 3, True))
-    ledger = read_rank(shared.areas[0], 1)
+    ledger = AreaView(shared.areas[0]).read(1)
     assert ledger.uncompared == 3
     assert list(ledger.issued.values()) == [1] * GROUPS
     ranks[0].start_job(2)
-    assert read_rank(shared.areas[0], 2).uncompared == 0
+    assert AreaView(shared.areas[0]).read(2).uncompared == 0
 
 
 def test_strings_never_run_out(ranks: list[recorder.Recorder], shared: LedgerMemory) -> None:
@@ -276,7 +276,7 @@ def test_strings_never_run_out(ranks: list[recorder.Recorder], shared: LedgerMem
         ranks[0].start_job(job)
         for index in range(100):
             issue(ranks[0], PAIR, Call(("x", job, index), f"{job}.{index} " + "x" * 200))
-        ledger = read_rank(shared.areas[0], job, 100)
+        ledger = AreaView(shared.areas[0]).read(job, 100)
         assert [entry.what.split()[0] for entry in ledger.entries] == [f"{job}.{index}" for index in range(100)]
         assert all(entry.call_site.endswith("in test_strings_never_run_out") for entry in ledger.entries)
         assert ledger.members == {PAIR.key: (0, 1)}
@@ -294,7 +294,7 @@ def test_threads_record_side_by_side(ranks: list[recorder.Recorder], shared: Led
         thread.start()
     for thread in threads:
         thread.join()
-    ledger = read_rank(shared.areas[0], 1, 1000)
+    ledger = AreaView(shared.areas[0]).read(1, 1000)
     assert ledger.issued == {group.key: 300 for group in groups}
     for entry in ledger.entries:
         assert entry.what == f"{entry.group} {entry.number - 1}"
@@ -306,7 +306,7 @@ def test_a_rank_alone_compares_with_nobody(shared: LedgerMemory) -> None:
     everybody = group_identity("0", tuple(range(1024)), 1024, True)
     issue(alone, everybody, blocking=True)
     assert shared.areas[0].waiting() is None
-    assert read_rank(shared.areas[0], 1).issued == {everybody.key: 1}
+    assert AreaView(shared.areas[0]).read(1).issued == {everybody.key: 1}
 
 
 def test_the_listener_is_called(ranks: list[recorder.Recorder]) -> None:

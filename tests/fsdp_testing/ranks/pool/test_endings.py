@@ -24,10 +24,10 @@ def test_no_descriptor_is_left_by_calls_and_worlds() -> None:
     pool = Pool()
     run(pool.world(2), total)
     before = open_descriptors()
-    for _ in range(200):
+    for _ in range(50):
         run(pool.world(2), pid)
     assert open_descriptors() == before
-    for _ in range(50):
+    for _ in range(10):
         world = pool.world(2, isolation="fresh")
         world.execute(pid)
         world.release()
@@ -91,7 +91,7 @@ if __name__ == "__main__":
     {ending}
 """
 JOBS = """
-import os, signal, subprocess, time
+import os, signal, subprocess, threading, time
 def pids():
     plain = subprocess.Popen(["sleep", "600"])
     apart = subprocess.Popen(["sleep", "600"], start_new_session=True)

@@ -10,10 +10,12 @@ from fuzz_cases import case, micro
 
 from fsdp_testing.adapters import registry
 from fsdp_testing.cases.drawing import Scope
-from fsdp_testing.cases.records import Batch, Case, Clip, Forward, Step, WorldSpec
+from fsdp_testing.cases.records import Batch, Case, Clip, Forward, Step, Verdict, WorldSpec
 from fsdp_testing.judging.known import KnownFailures, Rule
 from fsdp_testing.search.campaign.campaign import Campaign, Plan
-from fsdp_testing.search.campaign.case_queue import BATCH, COSTLY_ONE_IN, CaseQueue
+from fsdp_testing.search.campaign.case_queue import BATCH, COSTLY_ONE_IN, CaseQueue, QueuedCase
+from fsdp_testing.search.loop import Budget
+from fsdp_testing.search.state import Verdicts
 
 DIES = KnownFailures((Rule("dies", "why", signatures=(("died",),), operations=("clip",)),))
 NOTHING = KnownFailures()
@@ -23,61 +25,68 @@ def numbered(number: int, costly: bool = False) -> Case:
     return case(micro(number), *((Clip(0.5),) if costly else (Step(),)))
 
 
-def queue(
-    draw: Any = numbered, limit: int | None = None, unfinished: tuple[int, ...] = (), over: Any = None
-) -> CaseQueue:
-    return CaseQueue(draw, 0, limit, unfinished, over or (lambda: False))
+class Record(Verdicts):
+    """Verdicts, with the queue that works on them."""
 
+    def __init__(self, draw: Any = numbered, limit: int | None = None, letters: str = "", seconds: Any = None) -> None:
+        super().__init__(letters)
+        clock = seconds or (lambda: 0.0)
+        self.queue = CaseQueue(draw, self, Budget(5.5 if seconds else None, limit, clock))
 
-def run_all(one: CaseQueue, known: KnownFailures = NOTHING) -> list[list[int]]:
-    """The numbers of all batches until there is none left."""
-    batches = []
-    while batch := one.next_batch(known):
-        batches.append([asked.number for asked in batch if asked.number is not None])
-        for asked in batch:
-            one.finish(asked)
-    return batches
+    def next_batch(self, known: KnownFailures = NOTHING) -> list[QueuedCase]:
+        return self.queue.next_batch(known)
+
+    def finish(self, batch: list[QueuedCase]) -> None:
+        for queued in batch:
+            if queued.number is not None:
+                self.take(queued.number, Verdict.PASS)
+
+    def run_all(self, known: KnownFailures = NOTHING) -> list[list[int]]:
+        """The numbers of all batches until there is none left."""
+        batches = []
+        while batch := self.next_batch(known):
+            batches.append([queued.number for queued in batch if queued.number is not None])
+            self.finish(batch)
+        return batches
 
 
 def test_every_case_that_is_drawn_runs_once_and_the_last_batch_is_as_long_as_it_is():
-    one = queue(limit=50)
-    batches = run_all(one)
+    record = Record(limit=50)
+    batches = record.run_all()
     assert [len(batch) for batch in batches] == [BATCH, BATCH, 50 - 2 * BATCH]
     assert sorted(number for batch in batches for number in batch) == list(range(50))
-    assert one.unfinished == ()
+    assert record.letters == "p" * 50
 
 
 def test_a_batch_has_one_size_of_world():
-    one = queue(lambda number: case(micro(number), world=WorldSpec(2 + number % 2)), limit=60)
-    while batch := one.next_batch(NOTHING):
-        assert len({asked.case.world.size for asked in batch}) == 1
+    record = Record(lambda number: case(micro(number), world=WorldSpec(2 + number % 2)), limit=60)
+    while batch := record.next_batch():
+        assert len({queued.case.world.size for queued in batch}) == 1
 
 
 def test_what_costs_the_ranks_is_rare_while_there_is_other_work_and_comes_last_in_its_batch():
-    one = queue(lambda number: numbered(number, number % 2 == 0), limit=200)
-    first = one.next_batch(DIES)
-    costly = [asked.number % 2 == 0 for asked in first if asked.number is not None]
+    record = Record(lambda number: numbered(number, number % 2 == 0), limit=200)
+    first = record.next_batch(DIES)
+    costly = [queued.number % 2 == 0 for queued in first if queued.number is not None]
     assert costly == sorted(costly)
     assert 1 <= sum(costly) <= 2
     assert len(costly) >= COSTLY_ONE_IN
-    for asked in first:
-        one.finish(asked)
-    assert sorted([n for batch in run_all(one, DIES) for n in batch] + [a.number for a in first]) == list(range(200))
-    assert one.postponed["dies"] == 100
+    record.finish(first)
+    record.run_all(DIES)
+    assert record.letters == "p" * 200
+    assert record.queue.postponed["dies"] == 100
 
 
 def test_where_every_case_may_cost_the_ranks_some_run_all_the_same():
-    one = queue(lambda number: numbered(number, True))
-    assert one.next_batch(DIES)
+    assert Record(lambda number: numbered(number, True)).next_batch(DIES)
 
 
 def test_what_did_not_run_comes_first_next_time():
-    one = queue(limit=30)
-    batch = one.next_batch(NOTHING)
-    assert one.unfinished == tuple(range(BATCH))
-    one.finish(batch[3])
-    later = CaseQueue(numbered, 30, 1, one.unfinished, lambda: False)
-    assert run_all(later) == [[*(n for n in range(BATCH) if n != 3), 30]]
+    record = Record(limit=30)
+    batch = record.next_batch()
+    assert record.numbers(None) == list(range(BATCH))
+    record.finish(batch[3:4])
+    assert Record(limit=1, letters=record.letters).run_all() == [[*(n for n in range(BATCH) if n != 3), BATCH]]
 
 
 def test_time_is_looked_at_before_each_case():
@@ -87,22 +96,22 @@ def test_time_is_looked_at_before_each_case():
         drawn.append(number)
         return numbered(number)
 
-    one = queue(draw, over=lambda: len(drawn) >= 7)
-    assert one.next_batch(NOTHING) == []
-    assert drawn == list(range(7))
-    assert one.unfinished == tuple(range(7))
+    record = Record(draw, seconds=lambda: float(len(drawn)))
+    assert record.next_batch() == []
+    assert drawn == record.numbers(None) == list(range(6))
 
 
 def test_a_variant_runs_besides_and_no_deeper_than_twice():
     rule = Rule("eval", "why", signatures=(("diverged",),), operations=("forward[eval]",), without="forward[eval]")
-    one = queue(limit=1)
-    (asked,) = one.next_batch(NOTHING)
-    met = asked._replace(case=case(micro(1), Forward(Batch(1), "eval")))
-    assert one.add_variant(met, rule, lambda c: c, lambda _: True)
-    (variant,) = one.next_batch(NOTHING)
+    record = Record(limit=1)
+    queue = record.queue
+    (queued,) = record.next_batch()
+    met = queued._replace(case=case(micro(1), Forward(Batch(1), "eval")))
+    assert queue.add_variant(met, rule, lambda c: c, lambda _: True)
+    (variant,) = record.next_batch()
     assert (variant.depth, variant.number, variant.case.program) == (1, None, (micro(1),))
-    assert not one.add_variant(met._replace(depth=2), rule, lambda c: c, lambda _: True)
-    assert not one.add_variant(met, rule, lambda c: c, lambda _: False)
+    assert not queue.add_variant(met._replace(depth=2), rule, lambda c: c, lambda _: True)
+    assert not queue.add_variant(met, rule, lambda c: c, lambda _: False)
 
 
 class NoPool:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from functools import cache
 from itertools import product
 from pathlib import Path
 
 import pytest
 
 from fsdp_testing.adapters import registry
-from fsdp_testing.cases.records import CAPABILITIES
-from fsdp_testing.errors import PoolBroken
+from fsdp_testing.cases.records import CAPABILITIES, Verdict
+from fsdp_testing.errors import InvalidRecord, PoolBroken
 from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.judging.known import KnownFailures
 from fsdp_testing.oracle.models import uses_of
 from fsdp_testing.ranks.pool import default_pool
+from fsdp_testing.search.certificate import certify
 from fsdp_testing.search.certificate.axes import CLEARING, EVERY_RANK, WORLDS, Cell, in_cube
 from fsdp_testing.search.certificate.cases import case_of
 from fsdp_testing.search.certificate.causes import CauseFinder
-from fsdp_testing.search.certificate.certify import CellRunner, Certificate, Marked, Plan
-from fsdp_testing.search.certificate.cube import jobs
-from fsdp_testing.search.certificate.verdicts import FAILS, HELD, HOLDS, UNKNOWN
+from fsdp_testing.search.certificate.certify import CellRunner, Certificate, Judged, Plan
+from fsdp_testing.search.certificate.cube import Job, jobs
+from fsdp_testing.search.state import Reason
 
 STRATEGIES = ("full_shard", "hybrid_shard")
 REST = ("root", "plain")
@@ -36,17 +39,17 @@ def face(*, first: tuple[str, ...], clearing: tuple[str, ...] = ("to none",), sk
     return [cell for cell in made if in_cube(cell)]
 
 
-def marked(name: str, cells: list[Cell], deadline: float = 60.0) -> Marked:
+def judged(name: str, cells: list[Cell], deadline: float = 60.0) -> Judged:
     runner = CellRunner(registry.load(name), CaseRunner(default_pool(), timeout=deadline))
     assert all(map(runner.claimed, cells))
     sizes = sorted({cell.size for cell in cells})
-    return [one for size in sizes for one in runner.run(tuple(c for c in cells if c.size == size))]
+    return [row for size in sizes for row in runner.run(tuple(c for c in cells if c.size == size))]
 
 
 def failing(name: str, cells: list[Cell]) -> set[str]:
-    found = marked(name, cells)
-    assert all(mark.status in (HOLDS, FAILS) for _, mark in found), found
-    return {cell.name for cell, mark in found if mark.status == FAILS}
+    rows = judged(name, cells)
+    assert all(verdict in (Verdict.PASS, Verdict.FAIL) for _, verdict, _ in rows), rows
+    return {cell.name for cell, verdict, _ in rows if verdict is Verdict.FAIL}
 
 
 FAULTS: dict[str, tuple[list[Cell], Callable[[Cell], bool]]] = {
@@ -78,7 +81,7 @@ def test_uses_that_are_added_where_the_gradient_is_stored_are_no_failure(clearin
     """FSDP1 on one rank adds up the two uses of a part in float32 once there is a gradient, else in bfloat16."""
     reduced = "bfloat16, reduced in float32"
     cell = Cell("full_shard", "1", "root and two nested", "called twice", "S", "S", EVERY_RANK, clearing, reduced)
-    assert marked("torch-fsdp1", [cell]) == [(cell, HELD)]
+    assert judged("torch-fsdp1", [cell]) == [(cell, Verdict.PASS, None)]
 
 
 def test_only_a_part_that_is_used_twice_has_more_room():
@@ -94,9 +97,8 @@ def test_only_a_part_that_is_used_twice_has_more_room():
 
 def test_a_cell_that_dies_costs_itself_only():
     cells = [c for c in face(first=("S",), clearing=tuple(CLEARING)) if c.size == 3]
-    found = dict(marked("small_faults:DIES", cells))
-    for cell, mark in found.items():
-        assert (mark.looks[:1] == ("died",)) == (cell.clearing == "to zeros"), (cell, mark)
+    for cell, _, reason in judged("small_faults:DIES", cells):
+        assert (reason is not None and reason.looks[0] == "died") == (cell.clearing == "to zeros"), (cell, reason)
 
 
 def test_a_death_that_does_not_repeat_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -104,10 +106,12 @@ def test_a_death_that_does_not_repeat_is_no_failure(tmp_path: Path, monkeypatch:
     once.touch()
     monkeypatch.setenv("CERTIFICATE_DIES_ONCE", str(once))  # each job takes over the environment
     cells = [c for c in face(first=("S",)) if c.size == 2]
-    found = [mark for _, mark in marked("small_faults:ONCE", cells)]
+    others = [row for row in judged("small_faults:ONCE", cells) if row[1] is not Verdict.PASS]
     assert not once.exists(), "nothing died"
-    assert [mark.status for mark in found if mark != HELD] == [UNKNOWN]
-    assert "then, on other ranks, it held" in next(mark.reason for mark in found if mark != HELD)
+    ((_, verdict, reason),) = others
+    assert verdict is Verdict.UNKNOWN
+    assert reason is not None
+    assert "then, on other ranks, it held" in reason.text
 
 
 @pytest.mark.parametrize(
@@ -120,15 +124,16 @@ def test_a_death_that_does_not_repeat_is_no_failure(tmp_path: Path, monkeypatch:
 )
 def test_a_cell_that_is_right_but_for_how_it_ends_fails(name: str, looks: tuple[str, ...]):
     cells = [c for c in face(first=("S",), clearing=tuple(CLEARING)) if c.size == 2 and c.strategy == "full_shard"]
-    for cell, mark in marked(f"small_faults:{name}", cells):
-        assert (mark.status, mark.looks) == ((FAILS, looks) if cell.clearing == "to zeros" else (HOLDS, ())), mark
+    for cell, verdict, reason in judged(f"small_faults:{name}", cells):
+        expected = (Verdict.FAIL, looks) if cell.clearing == "to zeros" else (Verdict.PASS, ())
+        assert (verdict, reason.looks if reason is not None else ()) == expected, reason
 
 
 def test_of_cells_that_look_alike_the_first_are_run_again_alone_and_the_others_say_that_they_were_not():
     cells = [c for c in face(first=("S", "NS", "SS"), clearing=("to zeros",)) if c.size == 2]
-    found = [mark for _, mark in marked("small_faults:ZEROS", cells)]
-    assert [mark.status for mark in found] == [FAILS] * len(cells)
-    assert [mark.confirmed for mark in found] == [True] * 3 + [False] * (len(cells) - 3)
+    rows = judged("small_faults:ZEROS", cells)
+    assert [verdict for _, verdict, _ in rows] == [Verdict.FAIL] * len(cells)
+    assert [reason is not None and reason.confirmed for _, _, reason in rows] == [True] * 3 + [False] * (len(cells) - 3)
 
 
 def test_a_lost_judge_leaves_the_cells_unknown_that_lose_it(monkeypatch: pytest.MonkeyPatch):
@@ -142,7 +147,7 @@ def test_a_lost_judge_leaves_the_cells_unknown_that_lose_it(monkeypatch: pytest.
         return judge_batch(runner, name, cases, *arguments, **options)
 
     monkeypatch.setattr(CaseRunner, "judge_batch", losing)
-    lost = {cell for cell, mark in marked("small_faults:UNBROKEN", cells) if mark != HELD}
+    lost = {cell for cell, verdict, _ in judged("small_faults:UNBROKEN", cells) if verdict is Verdict.UNKNOWN}
     assert lost == {cell for cell in cells if (cell.strategy, cell.first) == (bad.strategy, bad.first)}
 
 
@@ -153,7 +158,8 @@ def test_every_rank_may_be_the_one_that_leaves_a_part_out(name: str, fails: tupl
     asked = {cell for job in jobs(lambda cell: cell.mesh == "2" and cell.strategy == "full_shard") for cell in job}
     cells = [c for rank in range(2) for c in face(first=("s",), skipping=rank) if c in asked]
     assert {cell.skipping for cell in cells} == {0, 1}
-    assert {cell.skipping for cell, mark in marked(f"small_faults:{name}", cells) if mark.status == FAILS} == set(fails)
+    rows = judged(f"small_faults:{name}", cells)
+    assert {cell.skipping for cell, verdict, _ in rows if verdict is Verdict.FAIL} == set(fails)
 
 
 # ----------------------------------------------------------------------------------------------- whole runs
@@ -165,20 +171,112 @@ def certificate(name: str, state: Path, **plan: int) -> Certificate:
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path):
     whole = certificate("UNBROKEN", tmp_path / "whole", sample=16).run()
-    assert whole.counts()[HOLDS] == len(whole.ran) == 16
-    parts = certificate("UNBROKEN", tmp_path / "parts", sample=16, cells=1).run()
-    begun = set(parts.ran)
-    assert 0 < len(begun) < 16
-    seen: list[int] = []
+    assert whole.letters == "p" * 16
+    begun = certificate("UNBROKEN", tmp_path / "parts", sample=16, cells=1).run()
+    assert 0 < len(begun.numbers(Verdict.PASS)) < 16
+    progress: list[int] = []
     later = certificate("UNBROKEN", tmp_path / "parts", sample=16)
-    assert later.verdicts.ran == begun
-    assert later.run(lambda found: seen.append(len(found.ran))).ran == whole.ran
-    assert seen[0] > len(begun)
+    assert (later.verdicts.letters, later.earlier) == (begun.letters, len(begun.numbers(Verdict.PASS)))
+    assert later.run(lambda made: progress.append(made.verdicts.counts().total())).letters == whole.letters
+    assert progress[0] > later.earlier
+    # What is complete says nothing of an implementation that may have changed since.
+    again = certificate("UNBROKEN", tmp_path / "parts", sample=16)
+    assert (again.earlier, again.verdicts.letters) == (0, "." * 16)
+
+
+@cache
+def drawn(sample: int, shard: tuple[int, int]) -> list[Job]:
+    return jobs(CellRunner(registry.load("small_faults:UNBROKEN"), CaseRunner(default_pool())).claimed, sample, shard)
+
+
+@pytest.fixture
+def cells_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cube takes seconds to write down, and is the same for each of these certificates."""
+    monkeypatch.setattr(certify, "jobs", lambda _claimed, sample, shard: drawn(sample, shard))
+
+
+FAILED = Reason("gradient of a.w is off", ("diverged", "gradient", "end"))
+
+
+def kept(folder: Path) -> Certificate:
+    """A certificate of 16 cells of which the second fails, the third is unknown, and the last ones have not run."""
+    made = certificate("UNBROKEN", folder, sample=16)
+    for number in range(12):
+        made.verdicts.take(number, Verdict.PASS)
+    made.verdicts.take(1, Verdict.FAIL, FAILED)
+    made.verdicts.take(2, Verdict.UNKNOWN, Reason("the judge was lost"))
+    made.save()
+    return made
+
+
+@pytest.mark.usefixtures("cells_once")
+def test_what_was_unknown_is_asked_again_and_what_is_complete_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made = kept(tmp_path)
+    again = certificate("UNBROKEN", tmp_path, sample=16)
+    assert again.verdicts.letters == "pf." + "p" * 9 + "...."
+    assert (again.verdicts.reasons, again.failing()) == ({1: FAILED}, [made.cells[1]])
+    assert {cell for job in again._remaining for cell in job} == {made.cells[2], *made.cells[12:]}
+    for number in range(12, 16):
+        made.verdicts.take(number, Verdict.PASS)
+    made.save()
+    assert certificate("UNBROKEN", tmp_path, sample=16).verdicts.numbers(None) == [2]
+    made.verdicts.take(2, Verdict.PASS)
+    made.save()
+    monkeypatch.setattr(certify, "source_digest", lambda _: "another")
+    assert certificate("UNBROKEN", tmp_path, sample=16).verdicts.letters == "." * 16
+
+
+@pytest.mark.usefixtures("cells_once")
+def test_a_cell_of_which_nothing_is_said_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(CellRunner, "run", lambda *_: [])
+    verdicts = certificate("UNBROKEN", tmp_path, sample=4).run()
+    assert (verdicts.letters, {reason.text for reason in verdicts.reasons.values()}) == (
+        "uuuu",
+        {"nothing was said of it"},
+    )
+
+
+@pytest.mark.usefixtures("cells_once")
+def test_a_state_of_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    kept(tmp_path)
+    for name, plan, message in (
+        ("ZEROS", {"sample": 16}, "implementation: expected 'small_faults:ZEROS', got 'small_faults:UNBROKEN'"),
+        ("UNBROKEN", {"sample": 15}, "cells: expected '15 "),
+        ("UNBROKEN", {"sample": 16, "shard": (1, 2)}, "part: expected 1 of 2, got 1 of 1"),
+    ):
+        with pytest.raises(InvalidRecord, match=message):
+            certificate(name, tmp_path, **plan)  # type: ignore[arg-type]  # numbers and a shard
+    monkeypatch.setattr(certify, "source_digest", lambda _: "another")
+    with pytest.raises(InvalidRecord, match="the implementation, or fsdp-testing, has changed since"):
+        certificate("UNBROKEN", tmp_path, sample=16)
+
+
+@pytest.mark.usefixtures("cells_once")
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"verdicts": "pf."},
+        {"verdicts": "-" * 16},
+        {"verdicts": "e" * 12 + "...."},
+        {"reasons": {}},
+        {"reasons": {"1": {"text": "why", "looks": [], "confirmed": False}}},
+        {"verdicts": "pff" + "." * 13},
+    ],
+)
+def test_a_state_without_a_verdict_or_reason_that_it_must_have_is_refused(damage: dict[str, object], tmp_path: Path):
+    kept(tmp_path)
+    file = tmp_path / "certificate.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | damage))
+    with pytest.raises(InvalidRecord, match=r"certificate\.json"):
+        certificate("UNBROKEN", tmp_path, sample=16)
 
 
 def test_one_cause_is_told_once_with_its_simplest_cell_and_shortest_schedule(tmp_path: Path):
     made = certificate("ALONE", tmp_path, sample=48)
-    failed = made.run().failing()
+    made.run()
+    failed = made.failing()
     assert len(failed) > 5
     assert all(cell.mesh.endswith("x1") and "N" in cell.first.upper() for cell in failed)
     (cause,) = CauseFinder(made, KnownFailures(), 600.0).find()

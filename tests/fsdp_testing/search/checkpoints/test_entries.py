@@ -61,7 +61,7 @@ def test_groups_say_whose_they_are():
 
 def test_settings_of_a_parameter_that_is_left_out_are_missed():
     """Only a flat parameter stands for others; a group that is gone is gone."""
-    item = Item("", "memory", "", loads=True)
+    item = Item("", "memory", "", "", loads=True)
     truth = {RATE: 0.1, Entry("setting", "v", "lr"): 0.1}
     assert first_difference(_expected_entries(truth, item, {RATE: 0.1}), {RATE: 0.1}) == "lr of v is missing"
     flat = {Entry("setting", "outer.flat", "lr"): 0.1}

@@ -1,18 +1,19 @@
-"""Does a case give the same again? Read from any file that holds one, run on new processes, compared by its bits."""
+"""A recorded case, run again: read from any file that holds one, run on new processes, compared by its bits."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.base.document import load_json
 from fsdp_testing.cases.drawing import legal_case, needs_of_case
-from fsdp_testing.cases.records import Case, RankObservation, RunReport, outcome
+from fsdp_testing.cases.records import Case, RunReport, outcome
 from fsdp_testing.checks.findings import discovery
 from fsdp_testing.errors import InvalidArgument, InvalidRecord
 from fsdp_testing.judging import record_stream
@@ -101,31 +102,24 @@ def _digest(directory: str, size: int) -> str:
         records = record_stream.read(directory, rank)
         if not records:
             return ""
-        for part in _parts(records[0].observation):
+        seen, error = records[0].observation, records[0].observation.error
+        # Of an exception its text is left out, which may name an address.
+        for part in _parts((seen.results, seen.snapshots, (error.index, error.type_name) if error else None)):
             total.update(part)
     return total.hexdigest()[:16]
 
 
-def _parts(observation: RankObservation) -> Iterator[bytes]:
-    for result in observation.results:
-        yield repr((result.index, sorted(result.values))).encode()
-        yield from (_bits(result.values[name]) for name in sorted(result.values))
-    for snapshot in observation.snapshots:
-        for fqn, seen in sorted(snapshot.parameters.items()):
-            yield repr((fqn, seen.shape, seen.dtype, seen.requires_grad, seen.grad_dtype)).encode()
-            for piece in (*seen.pieces, *(seen.grad_pieces or ())):
-                yield repr((piece.start, piece.stop)).encode()
-                yield _bits(piece.value)
-        for fqn, buffer in sorted(snapshot.buffers.items()):
-            yield fqn.encode() + _bits(buffer.value)
-        for fqn, state in sorted((snapshot.optimizer or {}).items()):
-            yield repr((fqn, sorted(state.scalars.items()))).encode()
-            yield from (_bits(p.value) for name in sorted(state.tensors) for p in state.tensors[name])
-    error = observation.error
-    if error is not None:
-        yield repr((error.index, error.type_name)).encode()
-
-
-def _bits(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().contiguous().reshape(-1)
-    return bytes(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else b""
+def _parts(value: Any) -> Iterator[bytes]:
+    """Yield every bit of a record: tensors as they lie in memory, mappings in the order of their keys."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().contiguous().reshape(-1)
+        yield repr((tuple(value.shape), str(value.dtype))).encode()
+        yield bytes(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else b""
+    elif isinstance(value, Mapping):
+        yield from _parts([*sorted(value), *(value[key] for key in sorted(value))])
+    elif isinstance(value, (tuple, list)):
+        yield from (part for item in (len(value), *value) for part in _parts(item))
+    elif is_dataclass(value):
+        yield from _parts([getattr(value, item.name) for item in fields(value)])
+    else:
+        yield repr(value).encode()

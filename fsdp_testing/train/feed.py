@@ -124,7 +124,7 @@ class Feeder:
         self._waiting = iter(feed.batches)
         self._loaders: list[LoaderWatch] = []
         self._out: list[Pass] = []  # passes with an item that no forward came after yet
-        self._items_taken = self._told = 0
+        self._items_taken = self._epoch_calls = 0
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -133,15 +133,15 @@ class Feeder:
         real_iter, real_len, set_epoch = DataLoader.__iter__, DataLoader.__len__, DistributedSampler.set_epoch
         before, _current = _current, self
 
-        def tell(sampler: Any, epoch: int) -> None:
-            self._told += 1
+        def set_counted_epoch(sampler: Any, epoch: int) -> None:
+            self._epoch_calls += 1
             set_epoch(sampler, epoch)
 
         try:
             with (
                 mock.patch.object(DataLoader, "__iter__", lambda loader: self._pass(loader, real_iter)),
                 mock.patch.object(DataLoader, "__len__", lambda loader: self._length(loader, real_len(loader))),
-                mock.patch.object(DistributedSampler, "set_epoch", tell),
+                mock.patch.object(DistributedSampler, "set_epoch", set_counted_epoch),
             ):
                 yield
         finally:
@@ -191,7 +191,7 @@ class Feeder:
 
     def _pass(self, loader: Any, real_iter: Any) -> Iterator[Any]:
         number, watched = self._watched(loader)
-        one, own = watched.begin(lambda: real_iter(loader), self._told)
+        one, own = watched.begin(lambda: real_iter(loader), self._epoch_calls)
         fed = self._fed(number)
         if fed is None or fed.passes is None:
             return self._counted(one, own)
@@ -224,8 +224,8 @@ def batch(*values: Any) -> Any:
 
     Returns what it is given. While `fsdp-verify train` runs the script in one process, it returns the rows of all ranks instead.
     """
-    found = values if _current is None else _current.mark(values)
-    return found[0] if len(values) == 1 else found
+    rows = values if _current is None else _current.mark(values)
+    return rows[0] if len(values) == 1 else rows
 
 
 def _share(item: Any, counts: Sequence[int], rank: int) -> Any:

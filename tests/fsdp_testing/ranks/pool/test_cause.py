@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_testing.ranks.pool.diagnosis import cause_of, find_stuck, first_difference
+from fsdp_testing.ranks.pool.cause import cause_of, find_stuck, first_difference
 from fsdp_testing.ranks.pool.outcome import CollectiveRecord, ErrorRecord, Fate, RankOutcome
 
 KEY, OTHER = 7, 8

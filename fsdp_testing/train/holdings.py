@@ -1,13 +1,16 @@
-"""What does a rank hold of each parameter, its gradient, its moments and each buffer of a model that nobody registered?
+"""What a rank holds of each parameter, its gradient, its moments, each buffer, and of copies of the weights.
 
 Read in place and without communication, whatever holds it: plain tensors, DDP, FSDP1, FSDP2 and other DTensors, `fsdp_ref`;
-of DeepSpeed through its accessors, which communicate.
+of DeepSpeed through its accessors, which communicate. Copies of the weights, as for a moving average, are looked for in the
+variables of the functions that run when the script is ended, and one level below in objects of its own classes.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,13 +37,13 @@ def held_by(model: nn.Module, *, gradients: bool = True) -> Held:
     if deepspeed_engine.is_engine(model):
         return deepspeed_engine.held(model, gradients=gradients)
     units = _flat_units(model)
-    found: Held = (
+    parts: Held = (
         pieces.of_parameters(naming.named_parameters(model))
         if units is None
         else flat_pieces.local_pieces(model, units)
     )
     wrappers = _wrappers(model)
-    return {_without(wrappers, name): held for name, held in found.items()}
+    return {_without(wrappers, name): held for name, held in parts.items()}
 
 
 def begin_with(weights: Mapping[str, torch.Tensor], model: nn.Module, number: int) -> None:
@@ -52,8 +55,8 @@ def begin_with(weights: Mapping[str, torch.Tensor], model: nn.Module, number: in
         number: Of the model.
     """
     prefix = f"model {number}: " if number else ""
-    held = {prefix + name: found for name, found in held_by(model, gradients=False).items()}
-    pieces.scatter_back(weights, {name: found for name, found in held.items() if name in weights})
+    parts = {prefix + name: own for name, own in held_by(model, gradients=False).items()}
+    pieces.scatter_back(weights, {name: own for name, own in parts.items() if name in weights})
 
 
 def whole_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -69,20 +72,20 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def block_in(held: Iterable[tuple[Piece, ...]]) -> int:
     """Return how many elements of the tensors of a model, of which this rank has some, make a sum; 1 where all are kept."""
-    return block_of(sum(torch.Size(found[0].shape).numel() for found in held if found))
+    return block_of(sum(torch.Size(parts[0].shape).numel() for parts in held if parts))
 
 
 def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer, block: int) -> dict[str, Spans]:
     """Return what an optimizer keeps of each parameter of a model, as {"weight": {"exp_avg": ...}}; scalars have the shape ()."""
-    found: Mapping[str, Mapping[str, StateEntry]]
+    states: Mapping[str, Mapping[str, StateEntry]]
     if deepspeed_engine.is_engine(model):
-        found = deepspeed_engine.moments(model)
+        states = deepspeed_engine.moments(model)
     elif (units := _flat_units(model)) is None:
-        found = pieces.optimizer_state(dict(naming.named_parameters(model)), optimizer)
+        states = pieces.optimizer_state(dict(naming.named_parameters(model)), optimizer)
     else:
-        found = flat_pieces.optimizer_pieces(model, optimizer, units)
+        states = flat_pieces.optimizer_pieces(model, optimizer, units)
     wrappers = _wrappers(model)
-    return {_without(wrappers, name): _entries(state, block) for name, state in found.items()}
+    return {_without(wrappers, name): _entries(state, block) for name, state in states.items()}
 
 
 def moments_of_tensors(
@@ -115,14 +118,14 @@ def buffers_of(model: nn.Module, block: int) -> Spans:
 
 def spans_of(held: tuple[Piece, ...], which: str, block: int = 1) -> tuple[Span, ...]:
     """Return what is kept of the values ("value") or gradients ("grad") of pieces; a gradient that is None counts as zeros."""
-    found = []
+    spans = []
     for piece in held:
         tensor = getattr(piece, which)
         if tensor is None and which == "grad" and piece.value is not None:
             tensor = torch.zeros_like(piece.value)
         if tensor is not None:
-            found.append(span_of(piece, tensor, block))
-    return tuple(found)
+            spans.append(span_of(piece, tensor, block))
+    return tuple(spans)
 
 
 def _entries(state: Mapping[str, StateEntry], block: int) -> Spans:
@@ -160,11 +163,21 @@ def unreduced_in(model: nn.Module) -> tuple[str, ...]:
     return unit_trace.fsdp2_unreduced(model)
 
 
+def unsharded_in(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, torch.Tensor, Callable[[], bool]]]:
+    """Yield of each parameter of FSDP2: name, the leaf that autograd sees, its shard, and what says that no gradient is kept."""
+    torch_fsdp = sys.modules.get("torch.distributed.fsdp")
+    if torch_fsdp is not None and any(isinstance(m, torch_fsdp.FSDPModule) for m in model.modules()):
+        from fsdp_testing.adapters.torch import unit_trace
+
+        with suppress(AttributeError):  # of another release: then nothing is seen
+            yield from unit_trace.fsdp2_unsharded(model)
+
+
 def shares_in(model: nn.Module) -> dict[str, None]:
     """Return this rank's places along mesh axes by which DTensors are sharded and that no FSDP gathers: of tensor parallelism."""
     torch_fsdp = sys.modules.get("torch.distributed.fsdp")
     gathered = torch_fsdp is not None and any(isinstance(m, torch_fsdp.FSDPModule) for m in model.modules())
-    found: dict[str, None] = {}
+    shares: dict[str, None] = {}
     for parameter in model.parameters():
         placements = getattr(parameter, "placements", ())
         first = 1 if gathered else 0
@@ -174,8 +187,8 @@ def shares_in(model: nn.Module) -> dict[str, None]:
         for axis, placement in enumerate(placements):
             if axis >= first and not placement.is_replicate():
                 mesh = parameter.device_mesh  # type: ignore[attr-defined]  # of a DTensor
-                found[f"{(mesh.mesh_dim_names or range(mesh.ndim))[axis]} {mesh.get_local_rank(axis)}"] = None
-    return found
+                shares[f"{(mesh.mesh_dim_names or range(mesh.ndim))[axis]} {mesh.get_local_rank(axis)}"] = None
+    return shares
 
 
 def _wrappers(model: nn.Module) -> list[str]:
@@ -188,3 +201,58 @@ def _without(wrappers: list[str], name: str) -> str:
         if name.startswith(prefix):
             return prefix.removesuffix("module.") + name.removeprefix(prefix)
     return name
+
+
+_FOREIGN = frozenset({"torch", "numpy", "fsdp_testing", "builtins", *sys.stdlib_module_names} - {"__main__"})
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def copies_in(variables: Sequence[Mapping[str, Any]], models: Sequence[nn.Module], block: int) -> dict[str, Spans]:
+    """Return what this rank has of each other copy of the models' weights, by the name of its variable.
+
+    Args:
+        variables: Of each function, or of the script.
+        models: Those that are trained.
+        block: Elements to each sum that is kept of their larger tensors.
+    """
+    copies: dict[str, Spans] = {}
+    trained = {id(part) for model in models for part in model.modules()}
+    with suppress(Exception):  # whatever a variable is, the training was only watched
+        shapes = {name: tuple(held[0].shape) for model in models for name, held in held_by(model).items() if held}
+        for name, value in _named(variables):
+            if isinstance(value, nn.Module) and not trained.isdisjoint(map(id, value.modules())):
+                continue
+            with suppress(Exception):
+                spans = _spans(value, shapes, block)
+                if spans:
+                    copies[name] = spans
+    return copies
+
+
+def _named(variables: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for scope in variables:
+        for name, value in list(scope.items()):
+            if name.startswith("__"):
+                continue
+            yield name, value
+            package = type(value).__module__.partition(".")[0]
+            if package not in _FOREIGN and hasattr(value, "__dict__") and not isinstance(value, nn.Module):
+                yield from ((f"{name}.{attribute}", part) for attribute, part in vars(value).items())
+
+
+def _spans(value: Any, shapes: Shapes, block: int) -> Spans:
+    if isinstance(value, nn.Module):
+        own = {name.removeprefix("module."): held for name, held in held_by(value).items()}
+    elif isinstance(value, Mapping):
+        own = {
+            naming.original(name).removeprefix("module."): pieces.of_tensor(tensor)
+            for name, tensor in value.items()
+            if isinstance(name, str) and isinstance(tensor, torch.Tensor)
+        }
+    elif isinstance(value, list) and len(value) == len(shapes) and all(type(part) is torch.Tensor for part in value):
+        own = {name: pieces.of_tensor(tensor) for name, tensor in zip(shapes, value)}
+    else:
+        return {}
+    fitting = {name: held for name, held in own.items() if held and shapes.get(name) == held[0].shape}
+    return {name: spans_of(held, "value", block) for name, held in fitting.items()}

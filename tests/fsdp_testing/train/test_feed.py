@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.train.feeding import Feed, Feeder, Source, Taken, Uncollated, feeds_of
+from fsdp_testing.train.feed import Feed, Feeder, Source, Taken, Uncollated, feeds_of
 from fsdp_testing.train.loaders import LoaderSeen, Pass
 from fsdp_testing.train.observation import Call
 

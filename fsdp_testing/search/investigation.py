@@ -1,11 +1,15 @@
-"""What becomes of a suspect? It runs alone, is compared with what is known, and is shrunk if it is new."""
+"""The investigation of a case that fails: it runs alone, is compared with what is known, and is shrunk if it is new.
+
+Every search investigates so, and keeps what it learned in `Causes`: what is known need not run alone to be counted.
+"""
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp_testing.cases.records import ENDS_RANKS, Case, FailureKind, Verdict
 from fsdp_testing.checks.findings.discovery import Discovery
@@ -37,6 +41,13 @@ def attempts_on(runner: CaseRunner, name: str) -> Attempt:
     return attempt
 
 
+def told_apart(case: Case) -> Case:
+    """Return the case with other numbers in each micro-batch: of equal ones, what stays and what counts twice look alike."""
+    seeds = itertools.count(1)
+    renumbered = (operation.with_batches(lambda batch: replace(batch, seed=next(seeds))) for operation in case.program)
+    return replace(case, program=tuple(renumbered))
+
+
 @dataclass(frozen=True, slots=True)
 class Suspect:
     """A case that failed among others.
@@ -58,6 +69,33 @@ class Suspect:
         """Return the suspect of a judgement that fails."""
         assert judged.signature is not None
         return Suspect(judged.case, judged.signature, judged.judgement.why, judged.judgement.account)
+
+
+class Causes:
+    """The causes of failures that are known by now, and how they look among other cases.
+
+    Attributes:
+        rules: Known failures, and a rule of each confirmed discovery.
+    """
+
+    def __init__(self, rules: KnownFailures) -> None:
+        self.rules = rules
+        self._names: dict[Signature, set[str]] = {}
+
+    def by_looks(self, signature: Signature, case: Case, at: int | None = None) -> Rule | None:
+        """Return the rule of a failure that looked so among other cases, and was another one alone."""
+        return self.rules.fitting(self._names.get(signature, ()), case, at)
+
+    def learn(self, signature: Signature, name: str) -> None:
+        """Note that the failure of a rule may look so among other cases."""
+        self._names.setdefault(signature, set()).add(name)
+
+    def add(self, discovery: Discovery, signature: Signature) -> Rule:
+        """Take up the rule of a confirmed discovery, which looked so among other cases, and return it."""
+        rule = discovery.rule()
+        self.rules = self.rules.with_rule(rule)
+        self.learn(signature, rule.name)
+        return rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +201,7 @@ class Investigator:
         """What the wrong numbers are equal to; a world that is lost on the way leaves it unknown."""
         try:
             with suppress(HarnessError):
-                return cause_of(runner, self.name, case)
+                return cause_of(runner, self.name, told_apart(case)) or cause_of(runner, self.name, case)
         except Exception as error:  # noqa: BLE001 - a campaign of an hour must not be lost over an explanation
             why = f"{self.name}: a finding is not explained: {type(error).__name__}: {error}"
             warnings.warn(why, RuntimeWarning, stacklevel=2)

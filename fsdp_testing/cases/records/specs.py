@@ -1,0 +1,157 @@
+"""What a case is made of besides its program: the model, its wrapping, the world, dtypes and the optimizer, each a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdp_testing.base.document import ADDED_LATER
+
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+OPTIMIZERS = ("sgd", "adamw", "adam")
+POLICIES = ("module_class", "size", "always")
+PREFETCH = ("pre", "post", "none")
+LAYOUTS = ("colwise", "colwise_cut", "rowwise", "rowwise_cut", "sequence", "replicated")
+"""How tensor parallelism cuts one module (`WrappingPlan.layouts`). All but two take and give whole activations:
+`colwise_cut` gives each rank its own columns, and `rowwise_cut` takes them. `sequence` cuts the rows of activations
+and leaves the parameters whole."""
+STRATEGIES: dict[str, str] = {
+    "full_shard": "full_shard",
+    "shard_grad_op": "shard_grad_op",
+    "no_shard": "no_shard",
+    "hybrid_shard": "hybrid",
+    "hybrid_shard_zero2": "hybrid",
+}
+"""Strategy of a case -> the capability that an implementation must claim to run it."""
+SETTINGS: dict[str, str] = {
+    "static_graph": "the user promises that every iteration runs the same graph",
+    "gradient_views": "gradients are views of communication buckets",
+    "small_buckets": "gradients are sent in buckets that hold hardly more than one of them",
+    "divide_factor": "what gradients are divided by is given by hand: twice the number of ranks, which halves them",
+    "sum_reduction": "gradients are summed and divided apart, whatever the backend could do at once",
+    "late_all_reduce": "in `no_sync` hybrid sharding reduces within shard groups, and leaves out the replicas only",
+    "kept_after_backward": "in `no_sync` parameters are not freed after backward",
+    "partial_reshard": "after forward parameters stay sharded over fewer ranks",
+    "last_dimension": "parameters are cut along their last dimension, where ranks divide it",
+    "default_device": "the implementation chooses the device",
+    "default_groups": "the implementation chooses the groups of hybrid sharding",
+    "own_state": "state is saved and loaded by the implementation's own methods, with their defaults",
+    "offloaded_state": "gathered parameters and saved state are moved to the CPU",
+}
+"""Options of some implementations, off by default, that change no number but for `divide_factor`; each is a capability."""
+
+Scalar = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Which module is trained.
+
+    Attributes:
+        name: A model of the zoo, or `tree` for a module tree drawn by the fuzzer.
+        arguments: Keyword arguments of the zoo's builder (scalars and tuples of scalars).
+        dtype: Dtype of parameters and floating buffers before wrapping.
+        tree: The module tree of a drawn model, as plain data; None for a zoo model.
+        freeze: Parameters (fnmatch patterns) with `requires_grad=False` before wrapping.
+    """
+
+    name: str
+    arguments: Mapping[str, Scalar | tuple[Scalar, ...]] = field(default_factory=dict)
+    dtype: str = "float64"
+    tree: Any = None
+    freeze: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """A wrapping policy.
+
+    Attributes:
+        kind: `module_class` (every module of one of the classes), `size` (by number of elements), `always`.
+        classes: Names of the module classes (class `__name__`), for `module_class`.
+        min_numel: Smallest number of elements that makes a unit, for `size`.
+    """
+
+    kind: str
+    classes: tuple[str, ...] = ()
+    min_numel: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WrappingPlan:
+    """Which modules become units. The root always is one.
+
+    Attributes:
+        units: FQNs of the inner modules wrapped by hand, in any order; the implementation wraps children before
+            parents.
+        policy: Wraps automatically instead of (or, where claimed, beside) the list.
+        ignored: FQNs of modules whose parameters stay outside.
+        checkpointed: FQNs of modules whose forward is computed again in backward.
+        checkpoint_reentrant: By running a backward inside the backward, as torch's older way does.
+        checkpoint_outside: Around what wrapping made of the module, instead of inside it.
+        forward_prefetch: Asks for units to be gathered ahead in forward.
+        backward_prefetch: `pre`, `post` or `none`: when the next unit of a backward is gathered.
+        sync_module_states: Ranks begin with different values, and wrapping gives all of them those of rank 0.
+        meta_init: Modules are on the meta device, and wrapping has them initialised.
+        settings: Names of options that change no number (`SETTINGS`).
+        layouts: `(FQN of a module, one of LAYOUTS)`: what tensor parallelism makes of modules before they are wrapped.
+    """
+
+    units: tuple[str, ...] = ()
+    policy: PolicySpec | None = None
+    ignored: tuple[str, ...] = ()
+    checkpointed: tuple[str, ...] = ()
+    checkpoint_reentrant: bool = False
+    checkpoint_outside: bool = False
+    forward_prefetch: bool = False
+    backward_prefetch: str = "pre"
+    sync_module_states: bool = False
+    meta_init: bool = False
+    settings: tuple[str, ...] = ()
+    layouts: tuple[tuple[str, str], ...] = field(default=(), metadata=ADDED_LATER)
+
+
+@dataclass(frozen=True, slots=True)
+class WorldSpec:
+    """Which ranks run it.
+
+    Attributes:
+        size: How many in all.
+        backend: Of their groups.
+        mesh: Shape of the device mesh: (size,) or (replicas, shards).
+        tensor_parallel: How many of them hold one model together, which the plan's `layouts` cut; the model is wrapped
+            over the others, and ranks r and s have the same inputs where r // tensor_parallel == s // tensor_parallel.
+    """
+
+    size: int
+    backend: str = "gloo"
+    mesh: tuple[int, ...] = ()
+    tensor_parallel: int = field(default=1, metadata=ADDED_LATER)
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks have inputs of their own."""
+        return self.size // self.tensor_parallel
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """The mesh shape, one-dimensional unless one is given."""
+        return self.mesh or (self.size,)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPrecisionSpec:
+    """Dtypes by name; None leaves the original (`reduce_dtype` None: the dtype of the computed gradient)."""
+
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    buffer_dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """Which optimizer; `arguments` are its keyword arguments. In a document its name is one of `OPTIMIZERS`."""
+
+    name: str = "sgd"
+    arguments: Mapping[str, Scalar | tuple[Scalar, ...]] = field(default_factory=lambda: {"lr": 0.1})

@@ -1,0 +1,109 @@
+"""The loop of every search: a source gives batches of cases, threads have them judged, and the source takes in the answers.
+
+A source lives in one thread, the caller's: it needs no lock. Its jobs run in threads that only wait for worlds of their own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Protocol, TypeVar
+
+from fsdp_testing.judging.concurrency import INTERRUPT_SECONDS
+from fsdp_testing.judging.worlds import Worlds
+
+_SAVE_SECONDS = 5.0
+
+A = TypeVar("A")
+
+
+class Source(Protocol[A]):
+    """Where cases come from; every method is called from the thread of the loop."""
+
+    def next_job(self) -> Callable[[], A] | None:
+        """Return the next job; None while there is none, until another answer was taken in."""
+
+    def take(self, answer: A) -> None:
+        """Take in what a job returned."""
+
+    def save(self) -> None:
+        """Write down what is known by now; called every few seconds, and at the end, however that comes."""
+
+
+class Budget:
+    """What a search may take.
+
+    Args:
+        seconds: Time at most; None for no limit.
+        cases: How many cases to begin at most; None for no limit.
+        clock: Seconds, of which only differences count.
+    """
+
+    def __init__(
+        self, seconds: float | None = None, cases: int | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._seconds = seconds
+        self._cases = cases
+        self._clock = clock
+        self._start = clock()
+        self.begun = 0
+
+    def restart(self) -> None:
+        """Let the time begin now."""
+        self._start = self._clock()
+
+    @property
+    def spent(self) -> float:
+        """Return the seconds since the beginning."""
+        return self._clock() - self._start
+
+    def left(self, most: float) -> float:
+        """Return the seconds that are left, and no more than `most`."""
+        return most if self._seconds is None else min(max(0.0, self._seconds - self.spent), most)
+
+    def time_is_up(self, share: float = 1.0) -> bool:
+        """Return whether so large a share of the time is over."""
+        return self._seconds is not None and self.spent >= share * self._seconds
+
+    @property
+    def enough(self) -> bool:
+        """Return whether so many cases were begun as there may be."""
+        return self._cases is not None and self.begun >= self._cases
+
+
+def search(source: Source[A], worlds: Worlds, jobs: int) -> None:
+    """Keep up to `jobs` jobs of a source under way until it has none any more and all are done.
+
+    If this is interrupted, the ranks of jobs under way are ended, no thread is left, and the source is saved: what was under
+    way has no verdict then, and is run by the next search.
+
+    Args:
+        source: Gives jobs.
+        worlds: Where they run.
+        jobs: How many at a time, each in a thread of its own.
+    """
+    saved = time.monotonic()
+    running: set[Future[A]] = set()
+    executor = ThreadPoolExecutor(jobs, thread_name_prefix="fsdp-job")
+    try:
+        while True:
+            while len(running) < jobs and (job := source.next_job()) is not None:
+                running.add(executor.submit(job))
+            if not running:
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                source.take(future.result())
+            if time.monotonic() - saved > _SAVE_SECONDS:
+                source.save()
+                saved = time.monotonic()
+    except BaseException:
+        # Threads end only once their ranks do, and one may just have begun on another world: asked again until none is left.
+        worlds.interrupt()
+        while wait(running, timeout=INTERRUPT_SECONDS).not_done:
+            worlds.interrupt()
+        raise
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+        source.save()

@@ -1,0 +1,205 @@
+"""The state of one search on disk: a verdict on every case that ran, so that the next run goes on where this one ended.
+
+One document for every source of cases. A source numbers its cases; the document has one letter for each number. A pass is
+written down as such: a number without a verdict says nothing, whatever else is lost. The file is written as a whole or not
+at all, so that an interruption at any moment leaves the old or the new content.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fsdp_testing.base.document import Format, decode, load_json, read_text
+from fsdp_testing.cases.records import FailureKind, Verdict
+from fsdp_testing.errors import InvalidRecord
+from fsdp_testing.judging.signature import Signature
+from fsdp_testing.report.files import write_atomically
+
+FORMAT = Format("fsdp_testing/search_state", 1)
+SOURCE = "source"
+"""Name in a subject of the digest of the implementation's text, and of the harness that judges it."""
+_OF_EARLIER_VERSIONS = ("fsdp_testing/fuzz_state", "fsdp_testing/certificate_state")
+_ADVICE = "Give another --state directory, or remove that one to begin anew."
+
+_LETTERS = {"p": Verdict.PASS, "f": Verdict.FAIL, "u": Verdict.UNKNOWN, "e": Verdict.EXPECTED_FAILURE}
+_LETTER_OF = {verdict: letter for letter, verdict in _LETTERS.items()}
+OPEN = "."
+"""Stands for a case that has no verdict yet."""
+FORMER = "-"
+"""Stands for a case that ran on another subject: it is not run again, and nothing is said of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a case does not pass.
+
+    Attributes:
+        text: The first fact that differs, or what hindered the judge.
+        looks: Kind, quantity and operation of a failure, else empty.
+        confirmed: It failed alike again, alone.
+    """
+
+    text: str
+    looks: tuple[str, ...] = ()
+    confirmed: bool = False
+
+    @property
+    def signature(self) -> Signature | None:
+        """Return what the failure looks like."""
+        return Signature(FailureKind(self.looks[0]), *self.looks[1:]) if self.looks else None
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a search knows, over all its runs.
+
+    Attributes:
+        subject: What its verdicts are about, by name: implementation, versions, digests, what its cases follow from.
+        shard: `(i, n)`: its cases are the i-th of n parts, and numbered from 0 in it.
+        verdicts: One letter for each case, by number.
+        reasons: Why cases do not pass, by number; a source may keep that elsewhere.
+        variants: Verdicts on cases that have no number: others without what brought a known failure about.
+        known: How many cases failed by each known failure.
+        not_investigated: Cases that failed like others, and were not looked at themselves.
+        turns: In which run the example of each known failure ran last, the first run being 0.
+        runs: Runs so far.
+        seconds: Time spent.
+    """
+
+    subject: Mapping[str, str]
+    shard: tuple[int, int] = (1, 1)
+    verdicts: str = ""
+    reasons: Mapping[str, Reason] = field(default_factory=dict)
+    variants: Mapping[str, int] = field(default_factory=dict)
+    known: Mapping[str, int] = field(default_factory=dict)
+    not_investigated: int = 0
+    turns: Mapping[str, int] = field(default_factory=dict)
+    runs: int = 0
+    seconds: float = 0.0
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        """Return the numbers of the cases without a verdict."""
+        return tuple(number for number, letter in enumerate(self.verdicts) if letter == OPEN)
+
+    def counts(self) -> Counter[Verdict]:
+        """Return how many cases have each verdict, variants included."""
+        return counts_of(self.verdicts) + Counter({Verdict(word): count for word, count in self.variants.items()})
+
+
+def counts_of(letters: str) -> Counter[Verdict]:
+    """Return how many cases have each verdict."""
+    return Counter({verdict: count for letter, verdict in _LETTERS.items() if (count := letters.count(letter))})
+
+
+class Verdicts:
+    """The verdicts of a search while it runs, by number of the case; for one thread.
+
+    Args:
+        letters: As a state has them.
+        reasons: Likewise.
+    """
+
+    def __init__(self, letters: str = "", reasons: Mapping[int, Reason] | None = None) -> None:
+        self._letters = bytearray(letters, "ascii")
+        self.reasons = dict(reasons or {})
+
+    def __len__(self) -> int:
+        return len(self._letters)
+
+    def __getitem__(self, number: int) -> Verdict | None:
+        """Return the verdict on a case; None as long as it has none."""
+        return _LETTERS.get(chr(self._letters[number]))
+
+    @property
+    def letters(self) -> str:
+        """Return one letter for each case, as a state has them."""
+        return self._letters.decode("ascii")
+
+    def add_case(self) -> int:
+        """Return the number of one case more, which has no verdict yet."""
+        self._letters.append(ord(OPEN))
+        return len(self._letters) - 1
+
+    def take(self, number: int, verdict: Verdict, reason: Reason | None = None) -> None:
+        """Take in the verdict on a case, and why it is none that passes; what was said of it before is gone."""
+        self._letters[number] = ord(_LETTER_OF[verdict])
+        self.reasons.pop(number, None)
+        if reason is not None:
+            self.reasons[number] = reason
+
+    def numbers(self, verdict: Verdict | None) -> list[int]:
+        """Return the numbers of the cases with a verdict, or of those without one."""
+        letter = OPEN if verdict is None else _LETTER_OF[verdict]
+        return [number for number, other in enumerate(self.letters) if other == letter]
+
+    def counts(self) -> Counter[Verdict]:
+        """Return how many cases have each verdict."""
+        return counts_of(self.letters)
+
+
+# ----------------------------------------------------------------------------------------------- on disk
+
+
+def read_state(file: Path) -> State:
+    """Read what `write_state` wrote.
+
+    Raises:
+        InvalidRecord: The file is not there, damaged, or of an earlier or newer version.
+    """
+    where = str(file)
+    data = load_json(
+        read_text(file, "the state of a search", "Give the --state directory of `fuzz` or `certify`."), where
+    )
+    if data.get("format") in _OF_EARLIER_VERSIONS:
+        raise InvalidRecord(
+            f"{where}: expected a verdict on every case, got a state of an earlier version, which has none. {_ADVICE}"
+        )
+    state = decode(State, FORMAT.read(data, where), where)
+    strange = sorted(set(state.verdicts) - {*_LETTERS, OPEN, FORMER})
+    if strange:
+        raise InvalidRecord(f"{where}.verdicts: expected letters of {''.join(_LETTERS)}, got {strange}. {_ADVICE}")
+    for number, reason in state.reasons.items():
+        try:
+            reason.signature  # noqa: B018 - looks that are none raise
+        except (ValueError, TypeError) as error:
+            raise InvalidRecord(
+                f"{where}.reasons.{number}.looks: expected what a failure looks like, got {reason.looks} ({error}). {_ADVICE}"
+            ) from error
+    words = sorted(set(state.variants) - {verdict.value for verdict in _LETTER_OF})
+    if words:
+        raise InvalidRecord(f"{where}.variants: expected verdicts, got {words}. {_ADVICE}")
+    return state
+
+
+def write_state(file: Path, state: State) -> None:
+    """Write a state, as a whole or not at all."""
+    write_atomically(file, FORMAT.write(state), option="--state")
+
+
+def changes(subject: Mapping[str, str], state: State, shard: tuple[int, int] = (1, 1)) -> dict[str, str]:
+    """Return what of a state is not as it is asked now, by name, in words."""
+    wrong = {
+        name: f"{name}: expected {subject.get(name, 'nothing')!r}, got {state.subject.get(name, 'nothing')!r}"
+        for name in {**subject, **state.subject}
+        if subject.get(name) != state.subject.get(name)
+    }
+    if SOURCE in wrong:
+        wrong[SOURCE] += ", for the implementation, or fsdp-testing, has changed since"
+    if state.shard != shard:
+        wrong["part"] = "part: expected {} of {}, got {} of {}".format(*shard, *state.shard)
+    return wrong
+
+
+def refuse(file: Path, wrong: Mapping[str, str]) -> None:
+    """Refuse a state that is of something else.
+
+    Raises:
+        InvalidRecord: There is anything wrong.
+    """
+    if wrong:
+        what = "; ".join(wrong.values())
+        raise InvalidRecord(f"{file}: {what}. What ran before says nothing of what is asked now. {_ADVICE}")

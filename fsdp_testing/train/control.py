@@ -1,0 +1,305 @@
+"""The control inside one run: the gradient that is stepped is that of the losses which backward was called on. Pure.
+
+Autograd's gradient of each backward pass of each rank is a term. What the optimizer is given has to be their sum, times one
+factor: a mean over ranks, over passes, or a sum. It needs no second run, so that a mistake shows which every number of ranks
+makes alike: a micro-batch that is lost or counted twice, gradients that are not unscaled, or not cleared. Wrong sums are taken
+apart into terms (`explain.contributions`); what is no sum of terms with small fractions (gradients made by hand, noise,
+projections) is told, and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fsdp_testing.cases.records import ObservedPiece, ParameterObservation, RankObservation, Snapshot
+from fsdp_testing.cases.records.tolerance import UNIT_ROUNDOFF
+from fsdp_testing.explain.contributions import Contributions, contributions, sentence
+from fsdp_testing.oracle.gradient_terms import ELSEWHERE, GradientTerm
+from fsdp_testing.oracle.quantities import Expected
+from fsdp_testing.train.comparison import floor
+from fsdp_testing.train.quantities import Kind, Quantity
+from fsdp_testing.train.terms import Terms
+from fsdp_testing.train.whole import WholeRun
+
+_ROUNDINGS = 8
+"""Of each term, beside one for each that is added up."""
+_SAME = 1e-5
+"""Relative; factors that are nearer are one."""
+
+Gradients = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What the control says of a run; `wrong` is empty where nothing is, `line` tells what was compared or why not."""
+
+    wrong: str = ""
+    line: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What one step is given of parameters that have terms of the same backward passes, beside these terms.
+
+    Attributes:
+        number: Of the step.
+        passes: How many passes.
+        got: By parameter.
+        terms: Of each rank, pass by pass; without those that were cleared and rightly so.
+        bounds: How far each may be off.
+        sample: The terms of rank 0 as they were seen.
+    """
+
+    number: int
+    passes: int
+    got: Gradients
+    terms: list[list[Gradients]]
+    bounds: Mapping[str, float]
+    sample: Terms
+
+    def total(self, name: str) -> torch.Tensor:
+        parts = [terms[name].double() for rank in self.terms for terms in rank if name in terms]
+        return torch.stack(parts).sum(0) if parts else torch.zeros_like(self.got[name])
+
+
+def control(run: WholeRun) -> Control:
+    """Compare each of the first steps of a run with what its backward passes gave."""
+    if run.shares_work or run.own:
+        return Control(line="not compared with what backward gave: ranks share the work on each row")
+    sentences: dict[int, str] = {}
+    times: dict[str, dict[int, None]] = {}
+    previous: dict[frozenset[str], Gradients] = {}
+    warm_up = False
+    for step in _steps(run):
+        names = frozenset(step.got)
+        wrong, factor = _wrong(step, run.size, previous.get(names))
+        previous[names] = step.got
+        # What was cleared before the first step alone may have been run to warm up.
+        warm_up |= bool(wrong) and step.number == 0 and any(step.sample.cleared)
+        sentences[step.number] = sentences.get(step.number) or wrong
+        if factor is not None:
+            times.setdefault(_words(factor, run.size, step.passes), {})[step.number] = None
+    wrong_steps = [number for number, words in sentences.items() if words]
+    if wrong_steps and not (warm_up and wrong_steps == [0] and len(sentences) > 1):
+        return Control(sentences[wrong_steps[0]])
+    if not times:
+        return Control(line=_NO_SUM if sentences else _NOT_SEEN)
+    told = "; ".join(f"{words} (at step {', '.join(map(str, steps))})" for words, steps in times.items())
+    return Control(line=f"compared with what autograd gave in backward: the gradient that is stepped is {told}")
+
+
+_NO_SUM = "not compared with what backward gave: gradients are changed by hand, and are no simple sum of it"
+_NOT_SEEN = (
+    "not compared with what backward gave: that is seen where parameters are whole (plain, DDP, FSDP2, DeepSpeed)"
+)
+
+
+def _words(factor: float, size: int, passes: int) -> str:
+    of_ranks = "" if size == 1 else "the mean over ranks of "
+    of_passes = f"the sum of {passes} backward passes" if passes > 1 else "the backward pass"
+    known = {1.0: f"{of_ranks}{of_passes}", 1 / passes: f"{of_ranks}the mean of {passes} backward passes"}
+    known |= {float(size): f"the sum over ranks of {of_passes}"} if size > 1 else {}
+    near = [words for value, words in known.items() if abs(factor / value - 1) < _SAME]
+    return near[0] if near else f"{factor:.6g} times {of_ranks}{of_passes}"
+
+
+def _steps(run: WholeRun) -> Iterator[_Step]:
+    """Yield the steps of which every rank saw terms, and of which all ranks have the same gradient."""
+    kind = Kind.UNCLIPPED if run.names(Kind.UNCLIPPED) else Kind.GRADIENT
+    apart = min((odd.step for odd in run.disagreements if odd.kind in (kind, Kind.PARAMETER)), default=run.steps)
+    for number in range(apart):
+        ranks = [rank.steps[number].terms for rank in run.ranks]
+        # What else an optimizer steps has gradients of its own.
+        strange = any(rank.steps[number].strange for rank in run.ranks)
+        if strange or any(not terms.passes or not terms.scale for terms in ranks):
+            continue
+        names = dict.fromkeys(name for terms in ranks for one in terms.passes for name in one)
+        values = {name: run.quantities.get(Quantity(kind, name), []) for name in names}
+        got = {n: v[number].reshape(-1) for n, v in values.items() if number < len(v) and v[number].numel()}
+        sizes = {(n, one[n].numel()) for terms in ranks for one in terms.passes for n in one if n in got}
+        finite = all(bool(one[n].isfinite().all()) for terms in ranks for one in terms.passes for n in one)
+        if not got or not finite or any(got[n].numel() != count or not got[n].isfinite().all() for n, count in sizes):
+            continue
+        # Who clears the gradient of some parameters trains the others by it.
+        filled = {name: value for name, value in got.items() if bool(value.any())}
+        got = {n: v.double() for n, v in (filled or got).items()}
+        due = [_due(terms, got) for terms in ranks]
+        bounds = _bounds(run, kind, number, ranks, got)
+        # What is done to some parts of the model alone is no matter of the passes.
+        groups: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
+        for name, value in got.items():
+            groups.setdefault(tuple(at for at, one in enumerate(due[0]) if name in one), {})[name] = value
+        for own, group in groups.items():
+            yield _Step(number, max(len(own), 1), group, due, bounds, ranks[0])
+
+
+def _due(terms: Terms, got: Gradients) -> list[Gradients]:
+    """Return the terms that are due; of a pass that was used otherwise, or after which weights moved, not what was cleared."""
+    due: list[Gradients] = []
+    for one, cleared, moved in zip(terms.passes, terms.cleared, terms.moved):
+        lost = {name for name in one if name in got} <= cleared
+        used = moved or not {*one} <= cleared
+        due.append({n: v for n, v in one.items() if n in got and not (n in cleared and (used if lost else True))})
+    return due
+
+
+def _bounds(run: WholeRun, kind: Kind, number: int, ranks: Sequence[Terms], got: Gradients) -> dict[str, float]:
+    count = _ROUNDINGS + sum(len(terms.passes) for terms in ranks)
+    bounds = {}
+    for name in got:
+        unit = UNIT_ROUNDOFF.get(str(run.quantities[Quantity(kind, name)][number].dtype).removeprefix("torch."), 0.0)
+        largest = sum(float(one[name].abs().max()) for terms in ranks for one in terms.passes if name in one)
+        bounds[name] = count * unit * largest * ranks[0].block ** 0.5
+    return bounds
+
+
+def _wrong(step: _Step, size: int, previous: Gradients | None) -> tuple[str, float | None]:
+    """Return what is wrong with the gradient of a step, and of what it is a multiple of the mean over ranks, if it is one."""
+    passes, unit = step.passes, size * step.sample.scale
+    at = f"at step {step.number}"
+    if not any(bool(value.any()) for value in step.got.values()):
+        if not any(bool(step.total(name).any()) for name in step.got):
+            return "", None
+        return (
+            f"the gradient that is stepped {at} lacks every backward pass, though {passes} ran on each rank: it is zero. "
+            "Cause: gradients are cleared before the step, or what accumulates them loses them. Clear after the step."
+        ), None
+    factor = _factor(step.got, step)
+    if factor is not None:
+        times = factor * unit
+        return _wrong_factor(step, times, size), times
+    if previous is not None and {*previous} == {*step.got}:
+        rest = {name: value - previous[name] for name, value in step.got.items()}
+        if _factor(rest, step) is not None:
+            return (
+                f"the gradient that is stepped {at} still contains the gradient of the step before. Cause: gradients are not "
+                "cleared between steps. Call optimizer.zero_grad() once for each step."
+            ), None
+    shares = taken_apart(step.got, {n: step.total(n) / unit for n in step.got}, step.terms, step.bounds)
+    if shares is None or not _is_wrong(shares):
+        return "", None
+    words = sentence(shares, size, backward_pass)
+    why = (
+        "Cause: optimizer.zero_grad() is called between the micro-batches. Clear once for each step, after it."
+        if any(step.sample.cleared)
+        else "Cause: what accumulates gradients over backward passes loses some, or counts them otherwise."
+    )
+    return f"{words}, {at}: it is not the sum of what autograd gave. {why}", None
+
+
+def _wrong_factor(step: _Step, times: float, size: int) -> str:
+    sample, passes = step.sample, step.passes
+    sound = {1.0, float(size), 1 / passes, size / passes}
+    unscaled = any(abs(times / value - 1) < _SAME for value in sound)
+    scaled = any(abs(times / sample.scale / value - 1) < _SAME for value in sound)
+    if sample.scale != 1 and scaled and not unscaled and not sample.unscales:
+        return (
+            f"the gradient at step {step.number} is {sample.scale:.6g} times that of the loss: GradScaler multiplied the loss, "
+            "and the gradient is not unscaled when it is clipped or stepped. Cause: the optimizer is stepped, or gradients are "
+            "clipped, before unscale. Call scaler.unscale_(optimizer) before clipping, and scaler.step(optimizer)."
+        )
+    if sample.engine and abs(times - 1) > _SAME:
+        return (
+            f"the gradient that DeepSpeed steps at step {step.number} is {times:.6g} times the mean over ranks of what autograd "
+            f"gave in {passes} backward passes. Cause: the engine divides, or reduces, otherwise than once."
+        )
+    return ""
+
+
+def _is_wrong(shares: Contributions) -> bool:
+    """Whether passes count otherwise than one another; ranks may be weighted by their tokens."""
+    by_rank: dict[int, set[object]] = {}
+    for weight in shares.weights:
+        by_rank.setdefault(weight.rank, set()).add(weight.got)
+    return any(len(weights) > 1 or 0 in weights for weights in by_rank.values())
+
+
+def _factor(got: Gradients, step: _Step) -> float | None:
+    """Return of what factor times the sum of all terms the gradients are; None if there is no such factor."""
+    total = {name: step.total(name) for name in got}
+    square = sum(float(value.square().sum()) for value in total.values())
+    factor = sum(float((got[name] * value).sum()) for name, value in total.items()) / square if square else 0.0
+    near = all(
+        bool(((got[name] - factor * value).abs() <= step.bounds[name] * max(1.0, abs(factor))).all())
+        for name, value in total.items()
+    )
+    return factor if factor > 0 and near else None
+
+
+def taken_apart(
+    got: Gradients, due: Gradients, ranks: Sequence[Sequence[Gradients]], bounds: Mapping[str, float], unit: float = 0.0
+) -> Contributions | None:
+    """Return what gradients are the sum of, where the ones that are due are the mean of all terms; None if that is not certain.
+
+    Args:
+        got: By parameter.
+        due: Likewise.
+        ranks: Terms that each rank saw, pass by pass.
+        bounds: How far each may be off.
+        unit: Roundoff of the narrowest dtype that terms are added up in.
+    """
+    terms = [
+        GradientTerm(0, number, rank, {name: {ELSEWHERE: one[name].double()} for name in got if name in one})
+        for rank, passes in enumerate(ranks)
+        for number, one in enumerate(passes)
+    ]
+    seen = {name: _observation(name, value.reshape(-1)) for name, value in got.items()}
+    observed = [RankObservation(rank, snapshots=(Snapshot(0, "", seen, {}),)) for rank in range(len(ranks))]
+    expected = {name: Expected(due[name].double().reshape(-1), bounds[name]) for name in got}
+    return contributions(0, expected, observed, terms, unit)
+
+
+def backward_pass(_step: int, number: int | None) -> str:
+    """Return what a term is called."""
+    return "the backward pass" if number is None else f"backward pass {number + 1}"
+
+
+def _observation(name: str, gradient: torch.Tensor) -> ParameterObservation:
+    piece = ObservedPiece(0, gradient.numel(), gradient.double())
+    return ParameterObservation(name, (gradient.numel(),), "float64", True, (piece,), (piece,), "float64")
+
+
+def wrong_term(reference: WholeRun, run: WholeRun, roundings: float) -> str:
+    """Return what the first gradient is the sum of that differs from the reference world, in words; empty where not certain.
+
+    Args:
+        reference: The reference world, of which the gradient is the mean of the terms of the other world.
+        run: The other world.
+        roundings: Admissible difference, in units of roundoff times the largest number of a gradient.
+    """
+    for step in range(min(reference.steps, run.steps)):
+        got, due, bounds = {}, {}, {}
+        for key in reference.names(Kind.GRADIENT):
+            values, there = reference.quantities[key], run.quantities.get(key, [])
+            if step >= min(len(values), len(there)):
+                continue
+            bound = floor(values[step].dtype, roundings) * float(
+                values[step].abs().max() if values[step].numel() else 0
+            )
+            one, two = values[step].double().reshape(-1), there[step].double().reshape(-1)
+            if one.shape != two.shape or not bool((two - one).abs().le(bound).all()):
+                got[key.name], due[key.name], bounds[key.name] = two, one, bound
+        if got:
+            ranks = [rank.steps[step].terms.passes for rank in run.ranks]
+            terms = [one for passes in ranks for one in passes]
+            if not terms or not all(
+                _is_mean(due[name], [one.get(name) for one in terms], bounds[name]) for name in got
+            ):
+                return ""
+            shares = taken_apart(got, due, ranks, bounds)
+            return f"Cause: {sentence(shares, run.size, backward_pass)}, at step {step}." if shares is not None else ""
+    return ""
+
+
+def _is_mean(due: torch.Tensor, terms: Sequence[torch.Tensor | None], bound: float) -> bool:
+    """Whether every term has the same share in what is due: else nothing follows from the shares in what is there."""
+    known = [term.double() for term in terms if term is not None]
+    if len(known) < len(terms) or any(term.shape != due.shape for term in known):
+        return False
+    total = torch.stack(known).sum(dim=0)
+    square = float(total.square().sum())
+    share = float((total * due).sum()) / square if square else 0.0
+    return share > 0 and bool((share * total - due).abs().le(bound).all())

@@ -1,0 +1,74 @@
+"""Nothing is not a pass: what does nothing in a training is told beside the verdict, or fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_testing import check_training
+from fsdp_testing.cases.records import Verdict
+from fsdp_testing.train.comparison import side_by_side
+from fsdp_testing.train.function import TrainingDiffers
+from fsdp_testing.train.script import Launch, examine
+
+SCRIPT = str(Path(__file__).parent / "with_idle_parts.py")
+
+
+@pytest.mark.parametrize(
+    ("idle", "lines"),
+    [
+        (
+            "none",
+            ["dtypes as the optimizer steps: weights float32, gradients float32, the optimizer's state float32"],
+        ),
+        ("rates", ["nothing: groups were made with learning rates 0.1, 0.01, and at each step all have the same"]),
+        ("clip", ["nothing: clip_grad_norm_ clips at no step, norms are at most"]),
+        ("loss", ["nothing: the loss does not move, it is 0 at each step"]),
+        ("layer", ["nothing: no gradient other than zero reaches 2 of 6 parameters, first unused.weight"]),
+        ("bfloat16", ["warning: weights are stepped in bfloat16, without a copy in float32"]),
+    ],
+)
+def test_what_does_nothing_is_told(idle, lines):
+    launch = Launch(SCRIPT, ("--idle", idle), steps=3, isolation="warm")
+    (judgement,) = examine(launch, (2,)).judgements
+    assert judgement.verdict is Verdict.PASS, str(judgement)
+    told = [line for line in judgement.compared if line.startswith(("nothing", "warning", "dtypes"))]
+    assert all(any(line.startswith(words) for line in told) for words in lines), judgement
+    assert len([line for line in told if line.startswith("nothing")]) == (idle not in ("none", "bfloat16")), told
+
+
+class LosesUpdates(torch.optim.SGD):
+    """Steps copies of the weights, and forgets them."""
+
+    def step(self, closure=None):
+        groups = [group["params"] for group in self.param_groups]
+        before = [[p.detach().clone() for p in params] for params in groups]
+        super().step(closure)
+        for params, values in zip(groups, before):
+            for parameter, value in zip(params, values):
+                parameter.data.copy_(value)
+
+
+def loses_its_updates(world):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    optimizer = LosesUpdates(model.parameters(), lr=0.1)
+    for step in range(2):
+        inputs = torch.randn(12, 3, generator=torch.Generator().manual_seed(step)).double()
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    return {"weight": model.weight.detach()}
+
+
+def test_a_loop_of_which_no_step_moves_a_weight_fails():
+    with pytest.raises(TrainingDiffers, match=r"no weight changes in any step, though at step 0 learning rate times"):
+        check_training(loses_its_updates, world_sizes=(1, 2))
+
+
+def test_a_norm_that_was_not_measured_is_no_zero():
+    *_, row = side_by_side([(1.0, None)], [(2.0, 0.5)], 1, 2)
+    assert row.split() == ["0", "1", "2", "-", "0.5"]
