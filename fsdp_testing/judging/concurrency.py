@@ -85,6 +85,7 @@ def capacity(largest: int, processors: int | None = None) -> Capacity:
         limits[f"{allowed} processes and threads are allowed, a rank has about {_TASKS_OF_A_RANK}"] = (
             allowed // _TASKS_OF_A_RANK
         )
+    # The narrowest of all limits is the one that a user is told.
     reason = min(limits, key=lambda name: limits[name])
     return Capacity(
         largest,
