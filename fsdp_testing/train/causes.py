@@ -138,9 +138,10 @@ def of_disagreement(run: WholeRun, odd: Disagreement) -> str:
             "Copy after each step, on all ranks."
         )
     by_evidence = evidence.between_ranks(run.evidence, str(odd.quantity))
+    reduced = all(all(rank.steps[odd.step].evidence.reduced[-1:]) for rank in run.ranks)
     return (
         _skipped(run, odd)
-        or (_local_norm(run, odd.step) if _reduced(run, odd.step) else "")
+        or (_local_norm(run, odd.step) if reduced else "")
         or _some_unreduced(run, odd)
         or by_evidence
         or "Each rank changes its own copy: look for a gradient that is not reduced, or a step that one rank skips."
@@ -188,10 +189,6 @@ def _some_unreduced(run: WholeRun, odd: Disagreement) -> str:
         f"Cause: the gradients of {len(own)} of {len(seen[0])} parameters are not reduced, first that of {own[0]}: each rank has "
         "its own when the optimizer steps. Wrap or shard the module that holds them too (the root as well), or all-reduce them."
     )
-
-
-def _reduced(run: WholeRun, step: int) -> bool:
-    return all(all(rank.steps[step].evidence.reduced[-1:]) for rank in run.ranks)
 
 
 def _local_norm(run: WholeRun, step: int) -> str:
@@ -320,7 +317,8 @@ def _own_counts(reference: WholeRun, run: WholeRun, step: int) -> str:
     weights = torch.linalg.lstsq(terms, wanted[:, None]).solution[:, 0]
     fits = (terms @ weights - wanted).abs().max() <= bound and (terms.mean(1) - given).abs().max() <= bound
     uneven = float((weights - 1 / run.size).abs().max()) > UNEVEN and abs(float(weights.sum()) - 1) < UNEVEN
-    if not (fits and uneven and bool((weights > 0).all()) and _independent(terms)):
+    singular = torch.linalg.svdvals(terms)
+    if not (fits and uneven and bool((weights > 0).all()) and bool(singular[-1] > UNEVEN * singular[0])):
         return ""
     return (
         f"Cause: the loss is divided by the rank's own count (of tokens, of weights). At step {step} one process weights the "
@@ -342,11 +340,6 @@ def _gradients(run: WholeRun, names: Sequence[str], step: int) -> torch.Tensor |
     kind = Kind.UNCLIPPED if run.names(Kind.UNCLIPPED) else Kind.GRADIENT
     values = [run.quantities.get(Quantity(kind, name), [])[step : step + 1] for name in names]
     return torch.cat([one[0].double().reshape(-1) for one in values]) if names and all(values) else None
-
-
-def _independent(terms: torch.Tensor) -> bool:
-    singular = torch.linalg.svdvals(terms)
-    return bool(singular[-1] > UNEVEN * singular[0])
 
 
 def _loss(difference: Difference) -> str:

@@ -180,10 +180,14 @@ def beyond_roundings(
         decided: Takes note of how much was compared, and what of it is undecided.
         start: As for `first_difference`.
     """
+    import torch
+
     spread: dict[Place, torch.Tensor] = {}
     for seed in range(1, RUNS + 1):
         for here, there in disturbed(seed):
-            _widen(spread, here, there)
+            for place in in_order(here):
+                distance = _distance(there, here, place)
+                spread[place] = torch.maximum(spread[place], distance) if place in spread else distance
         if seed in STAGES:
             difference = first_difference(reference, other, roundings, _room_of(spread, seed), start=start)
             if difference is not None:
@@ -194,14 +198,6 @@ def beyond_roundings(
             decided.add(seen)
             break
     return None
-
-
-def _widen(spread: dict[Place, torch.Tensor], here: Quantities, there: Quantities) -> None:
-    import torch
-
-    for place in in_order(here):
-        distance = _distance(there, here, place)
-        spread[place] = torch.maximum(spread[place], distance) if place in spread else distance
 
 
 _SET = (Kind.RATE, Kind.SETTING)

@@ -87,12 +87,14 @@ def control(run: WholeRun) -> Control:
         return Control(sentences[wrong_steps[0]])
     if not times:
         return Control(line=_NO_SUM if sentences else _NOT_SEEN)
-    told = "; ".join(f"{words} (at steps {', '.join(map(str, steps))})" for words, steps in times.items())
+    told = "; ".join(f"{words} (at step {', '.join(map(str, steps))})" for words, steps in times.items())
     return Control(line=f"compared with what autograd gave in backward: the gradient that is stepped is {told}")
 
 
 _NO_SUM = "not compared with what backward gave: gradients are changed by hand, and are no simple sum of it"
-_NOT_SEEN = "not compared with what backward gave: that is seen where parameters are whole (plain, DDP, DeepSpeed)"
+_NOT_SEEN = (
+    "not compared with what backward gave: that is seen where parameters are whole (plain, DDP, FSDP2, DeepSpeed)"
+)
 
 
 def _words(factor: float, size: int, passes: int) -> str:
@@ -110,7 +112,9 @@ def _steps(run: WholeRun) -> Iterator[_Step]:
     apart = min((odd.step for odd in run.disagreements if odd.kind in (kind, Kind.PARAMETER)), default=run.steps)
     for number in range(apart):
         ranks = [rank.steps[number].terms for rank in run.ranks]
-        if any(not terms.passes or not terms.scale for terms in ranks):
+        # What else an optimizer steps has gradients of its own.
+        strange = any(rank.steps[number].strange for rank in run.ranks)
+        if strange or any(not terms.passes or not terms.scale for terms in ranks):
             continue
         names = dict.fromkeys(name for terms in ranks for one in terms.passes for name in one)
         values = {name: run.quantities.get(Quantity(kind, name), []) for name in names}

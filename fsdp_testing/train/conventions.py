@@ -197,10 +197,12 @@ def _joined(outputs: Sequence[Any], groups: Sequence[Sequence[int]]) -> Any:
 
 
 def _statistics_of(model: nn.Module) -> list[torch.Tensor]:
-    norms = [
-        m for m in model.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) and m.training
-    ]
-    return [buffer for norm in norms for buffer in norm.buffers()]
+    return [buffer for module in model.modules() if is_batch_norm(module) for buffer in module.buffers()]
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether a module in training normalises by the statistics of one rank's rows alone."""
+    return isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) and module.training
 
 
 def _terms_of(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Tensor]:

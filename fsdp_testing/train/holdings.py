@@ -8,7 +8,7 @@ variables of the functions that run when the script is ended, and one level belo
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -161,6 +161,16 @@ def unreduced_in(model: nn.Module) -> tuple[str, ...]:
     from fsdp_testing.adapters.torch import unit_trace
 
     return unit_trace.fsdp2_unreduced(model)
+
+
+def unsharded_in(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, torch.Tensor, Callable[[], bool]]]:
+    """Yield of each parameter of FSDP2: name, the leaf that autograd sees, its shard, and what says that no gradient is kept."""
+    torch_fsdp = sys.modules.get("torch.distributed.fsdp")
+    if torch_fsdp is not None and any(isinstance(m, torch_fsdp.FSDPModule) for m in model.modules()):
+        from fsdp_testing.adapters.torch import unit_trace
+
+        with suppress(AttributeError):  # of another release: then nothing is seen
+            yield from unit_trace.fsdp2_unsharded(model)
 
 
 def shares_in(model: nn.Module) -> dict[str, None]:

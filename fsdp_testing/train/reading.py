@@ -19,6 +19,7 @@ from torch import nn
 from fsdp_testing.adapters.protocol import Piece
 from fsdp_testing.adapters.shared import pieces
 from fsdp_testing.cases.records.tolerance import UNIT_ROUNDOFF
+from fsdp_testing.train.conventions import is_batch_norm
 from fsdp_testing.train.deepspeed_engine import is_engine, unread
 from fsdp_testing.train.holdings import (
     Held,
@@ -73,7 +74,7 @@ class Reader:
         if self.models:
             held = dict(self._of_models(partial(self._held_by, gradients=gradients), needed=True))
             self._find_copies(optimizer, held)
-            return held | {name: pieces.of_parameter(copy) for name, copy in self._copies.items()}
+            return held | self._held_copies()
         listed = [(place, at, p) for place, g in enumerate(optimizer.param_groups) for at, p in enumerate(g["params"])]
         return self._read(
             lambda: {f"parameter {at} of group {group}": pieces.of_parameter(p) for group, at, p in listed}, needed=True
@@ -160,7 +161,7 @@ class Reader:
 
     def batch_norm(self) -> bool:
         """Whether a model in training has batch norms that look at one rank's rows alone."""
-        return any(_is_batch_norm(module) for model in self.models for module in model.modules())
+        return any(is_batch_norm(module) for model in self.models for module in model.modules())
 
     def _held_copies(self) -> dict[str, tuple[Piece, ...]]:
         return {name: pieces.of_parameter(copy) for name, copy in self._copies.items()}
@@ -244,10 +245,6 @@ def generators() -> dict[str, str]:
             [part.tobytes() if hasattr(part, "tobytes") else part for part in numpy.random.get_state()]
         ).encode()
     return {name: hashlib.blake2b(state, digest_size=8).hexdigest() for name, state in states.items()}
-
-
-def _is_batch_norm(module: nn.Module) -> bool:
-    return isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) and module.training
 
 
 def once_gradients_are_there(read: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -171,7 +171,7 @@ def examine(
     except (Failed, Undecided) as why:
         return TrainReport(launch.script, (Judgement(1, Verdict.UNKNOWN, f"one process {why}", output=why.output),))
     runs = {1: alone}
-    remarks = _fixed_files(alone, again) + _downloads(alone)
+    remarks = _touched(alone, again)
     judgements = [judged(runner, runs, size) for size in sizes]
     if launch.resume_at:
         judgements += _resumed(runner, runs, judgements)
@@ -201,20 +201,15 @@ def _resumed(runner: Runner, runs: dict[int, WholeRun], judgements: Sequence[Jud
     return [judge_resumed(runner, runs, size, (size, following[size])) for size in passed]
 
 
-def _fixed_files(alone: WholeRun, again: WholeRun) -> tuple[str, ...]:
-    """Return a sentence on each file elsewhere that every run writes; names that change are temporary files."""
+def _touched(alone: WholeRun, again: WholeRun) -> tuple[str, ...]:
+    """Return a sentence on each file elsewhere that every run writes, if it is no temporary file, and on each machine."""
     same = sorted({*alone.ranks[0].outside} & {*again.ranks[0].outside})
-    return tuple(
+    files = [
         f"writes to {path}, outside the current folder: every run replaces it, and it stays. Give the script a relative path."
         for path in same[:5]
-    )
-
-
-def _downloads(alone: WholeRun) -> tuple[str, ...]:
-    return tuple(
-        f"asks for {host}: every run does so again. Let what it downloads be there before."
-        for host in alone.ranks[0].hosts
-    )
+    ]
+    hosts = alone.ranks[0].hosts
+    return (*files, *(f"asks for {h}: every run does so again. Let what it downloads be there before." for h in hosts))
 
 
 def _ending(outcome: WorldOutcome) -> Exception:

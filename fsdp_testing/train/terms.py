@@ -1,12 +1,12 @@
 """What each backward pass of a rank adds to gradients, seen before anything is reduced.
 
-Seen where parameters are whole on the rank when backward runs: plain, DDP, and engines of DeepSpeed. The gradients of the
+Seen of plain models, DDP, FSDP2 and engines of DeepSpeed. The gradients of the
 first steps only, as elements, or as the sums that are kept of a larger model (`spans`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from torch import nn
 
 from fsdp_testing.adapters.shared import naming, pieces
 from fsdp_testing.train.deepspeed_engine import is_engine
-from fsdp_testing.train.holdings import whole_parameters
+from fsdp_testing.train.holdings import unsharded_in, whole_parameters
 from fsdp_testing.train.spans import block_of, span_of
 
 _STEPS, _MOST_NUMBERS = 4, 2**20
@@ -50,11 +50,16 @@ class Terms:
     block: int = 1
 
 
+def _has_no_gradient(parameter: torch.Tensor) -> bool:
+    return parameter.grad is None or not bool(parameter.grad.any())
+
+
 class TermCollector:
     """Collects the terms of one step after another on one rank."""
 
     def __init__(self) -> None:
-        self._parameters: dict[str, torch.Tensor] = {}
+        self._weights_of: dict[str, torch.Tensor] = {}
+        self._is_gone: dict[str, Callable[[], bool]] = {}
         self._engine = False
         self._block = 1
         self._steps = 0
@@ -85,10 +90,11 @@ class TermCollector:
         self._engine |= is_engine(model)
         engine: Any = model
         named = naming.named_parameters(engine.module) if is_engine(model) else whole_parameters(model)
-        for name, parameter in named:
-            if parameter.requires_grad and parameter.is_leaf:
-                self._parameters[prefix + name] = parameter
-                parameter.register_hook(partial(self._see, prefix + name))
+        leaves = [(name, p, p, partial(_has_no_gradient, p)) for name, p in named]
+        for name, leaf, weights, is_gone in leaves or unsharded_in(model):
+            if leaf.requires_grad and leaf.is_leaf:
+                self._weights_of[prefix + name], self._is_gone[prefix + name] = weights, is_gone
+                leaf.register_hook(partial(self._see, prefix + name))
         self._block = block_of(sum(parameter.numel() for parameter in model.parameters()))
 
     @property
@@ -104,7 +110,7 @@ class TermCollector:
             self._weights.append(self._some_weights())
 
     def _see(self, name: str, gradient: torch.Tensor) -> None:
-        if not self._wanted or not self._passes:
+        if not self._wanted or not self._passes or type(gradient) is not torch.Tensor:
             return
         (piece,) = pieces.of_tensor(gradient)
         term, known = span_of(piece, gradient, self._block).values, self._passes[-1].get(name)
@@ -113,14 +119,14 @@ class TermCollector:
 
     def _look(self) -> None:
         """Take note of the gradients that are gone since the last pass. An engine takes them away to add them up."""
-        for name, parameter in self._parameters.items() if not self._engine else ():
-            if parameter.grad is None or not bool(parameter.grad.any()):
+        for name, is_gone in self._is_gone.items() if not self._engine else ():
+            if is_gone():
                 for terms, cleared in zip(self._passes, self._cleared):
                     if name in terms and bool(terms[name].any()):
                         cleared.add(name)
 
     def _some_weights(self) -> list[torch.Tensor]:
-        return [p.detach().reshape(-1)[:_FIRST_NUMBERS].cpu().clone() for p in self._parameters.values()]
+        return [p.detach().reshape(-1)[:_FIRST_NUMBERS].cpu().clone() for p in self._weights_of.values()]
 
     def at_step(self, optimizer: torch.optim.Optimizer) -> Terms:
         """Return the terms, when an optimizer is about to step."""

@@ -170,7 +170,8 @@ def whole(size: int, ranks: Sequence[RankReport], own: Collection[str] = ()) -> 
     quantities: Quantities = {Quantity(Kind.RETURNED, name): values for name, values in ranks[0].returned.items()}
     steps, disagreements = together([rank.steps for rank in ranks], own)
     quantities |= steps
-    for name, tensor, odd in _assembled([rank.weights for rank in ranks]):
+    for name in {name: None for rank in ranks for name in rank.weights}:
+        tensor, odd = assembled([rank.weights.get(name, ()) for rank in ranks])
         key = Quantity(Kind.END, name)
         if name not in own:
             quantities[key] = [tensor]
@@ -240,11 +241,6 @@ def _tensors(
         for key in keys:
             if key.kind is kind:
                 yield key, *assembled([spans.get(key, ()) for spans in ranks])
-
-
-def _assembled(ranks: Sequence[Spans]) -> Iterable[tuple[str, torch.Tensor, int | None]]:
-    for name in {name: None for spans in ranks for name in spans}:
-        yield name, *assembled([spans.get(name, ()) for spans in ranks])
 
 
 def initial(run: WholeRun) -> Quantities:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_testing import check_training
 from fsdp_testing.train.function import TrainingDiffers
+from fsdp_testing.train.script import Launch, examine
+
+SCRIPTS = Path(__file__).parent
 
 ROWS, STEPS, PARTS = 12, 3, 3
 
@@ -93,6 +99,32 @@ def divides_all_but_the_last_micro_batch(world):
     return engine(world, lambda part: 1.0 if part == PARTS - 1 else 1.0 / PARTS)
 
 
+def shards(world, *, clear=(0,), waits=False):
+    plain, _ = model_of(world)
+    model = fully_shard(plain, mesh=world.mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        for part in range(PARTS):
+            if part in clear:
+                optimizer.zero_grad()
+            model.set_requires_gradient_sync(part == PARTS - 1 or not waits)
+            loss_of(model, rows_of(world, step, part)).backward()
+        optimizer.step()
+    return {}
+
+
+def clears_before_each_micro_batch_of_fsdp2(world):
+    return shards(world, clear=range(PARTS))
+
+
+def shards_rightly(world):
+    return shards(world)
+
+
+def shards_and_waits(world):
+    return shards(world, waits=True)
+
+
 def scales(world, *, unscales):
     plain, model = model_of(world)
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)
@@ -116,6 +148,7 @@ def forgets_to_unscale(world):
     ("loop", "message"),
     [
         (clears_before_each_micro_batch, r"lacks backward pass 1 and backward pass 2, at step 0: .*zero_grad"),
+        (clears_before_each_micro_batch_of_fsdp2, r"lacks backward pass 1 and backward pass 2, at step 0: .*zero_grad"),
         (never_clears, "still contains the gradient of the step before"),
         (clears_before_the_step, "lacks every backward pass"),
         (drops_the_last_micro_batch, "lacks backward pass 3"),
@@ -233,6 +266,8 @@ def searches_a_line(world):
     "loop",
     [
         accumulates,
+        shards_rightly,
+        shards_and_waits,
         ascends_first,
         trains_two_players,
         spares_the_last_layer,
@@ -246,3 +281,16 @@ def searches_a_line(world):
 )
 def test_a_right_loop_is_not_accused(loop):
     check_training(loop, world_sizes=(1, 2))
+
+
+def test_one_world_is_enough_to_see_a_micro_batch_that_is_lost():
+    with pytest.raises(TrainingDiffers, match="lacks backward pass 3"):
+        check_training(drops_the_last_micro_batch, world_sizes=(1,))
+
+
+def test_what_was_compared_with_autograd_is_listed_with_the_verdict(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    launch = Launch(str(SCRIPTS / "with_ddp.py"), ("--accumulate", "2"), steps=2, isolation="warm")
+    (judgement,) = examine(launch, (2,)).judgements
+    words = "the gradient that is stepped is the mean over ranks of the sum of 2 backward passes (at step 0)"
+    assert any(words in line for line in judgement.compared), str(judgement)
