@@ -117,6 +117,7 @@ def in_order(tasks: Sequence[Callable[[], A]], jobs: int, interrupt: Callable[[]
         interrupt: Called if the iteration ends early (Ctrl-C, a task that raised): makes tasks under way end soon. Tasks that
             have not begun are not called then, and no thread is left.
     """
+    # In the calling thread: Ctrl-C ends the task itself, and no thread has to be told.
     if jobs == 1:
         yield from (task() for task in tasks)
         return

@@ -190,6 +190,7 @@ def _leaked(case: Case, leak: str, rank: int, *, sort: str) -> Finding:
 
 def _undecided(case: Case, numbers: Numbers) -> Judgement | None:
     """Why nothing is known although nothing refutes."""
+    # What keeps the oracle from deciding comes first: it may be why nothing was compared.
     reason = numbers.problem
     if not reason and not numbers.tally.comparisons:
         reason = "nothing was compared"
