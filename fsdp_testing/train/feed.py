@@ -1,4 +1,4 @@
-"""What data did the ranks of a world take, and how is one process given the same, in place of its own?
+"""The data that the ranks of a world took, and how one process is given the same in place of its own.
 
 Three places where data enters are known: a line that the user marked with `batch`, the items of `DataLoader`s, and the
 arguments of the outermost forward where these determine the loss.

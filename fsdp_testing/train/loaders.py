@@ -1,4 +1,4 @@
-"""Which rows does a `DataLoader` give, pass by pass? By index where a dataset has a length, otherwise by digest.
+"""The rows that a `DataLoader` gives, pass by pass: by index where a dataset has a length, otherwise by digest.
 
 An augmentation draws a row anew each time: what a sampler gives is compared between runs, not what was drawn. Indices mean
 the same rows only where both runs index the same dataset, which a few rows, fetched with the same random numbers, show.
