@@ -27,9 +27,9 @@ BEGIN, END = "<!-- begin: python ci/known_defects.py -->", "<!-- end -->"
 
 def script_of(defect: Defect) -> Path | None:
     """The script with torch alone that shows a defect."""
-    if defect.page.endswith(".py"):
-        return FINDINGS / defect.page
-    return FINDINGS / "scripts" / f"{Path(defect.page).stem}.py" if defect.page.endswith(".md") else None
+    if defect.place.endswith(".py"):
+        return ROOT / defect.place
+    return FINDINGS / "scripts" / f"{defect.name}.py" if defect.place.endswith(".md") else None
 
 
 def checks_of(defect: Defect) -> list[str]:
@@ -58,12 +58,12 @@ def findings(defects: Iterable[Defect]) -> str:
     """What was found, with a page each."""
     rows = []
     for defect in defects:
-        if defect.page.endswith(".md"):
+        if defect.place.endswith(".md"):
             names = ", ".join(f"`{check}`" for check in checks_of(defect))
             beside = defect.expected and all(name.endswith(".tensor_parallel") for name in on_of(defect))
             found = names + ", with `--tensor-parallel 2`" * bool(beside)
             found = found or f"none; found by {defect.found or 'the fuzzer'}"
-            rows.append((f"[{defect.reason}]({defect.page})", defect.affects, defect.effect, found))
+            rows.append((f"[{defect.reason}]({defect.name}.md)", defect.affects, defect.effect, found))
     return table("finding | implementations | kind | checks that fail", rows)
 
 
@@ -89,8 +89,7 @@ def programs(defects: Iterable[Defect]) -> str:
         if not cases:
             continue
         program = min(map(tokens, cases), key=len)
-        place = f"findings/{defect.page}" if defect.place.startswith("docs/") else defect.page
-        links = [f"[described]({place})"] if place else []
+        links = [f"[described]({defect.place.removeprefix('docs/')})"] if defect.place else []
         links += [f"[reported]({defect.issue})"] if defect.issue else []
         names = ", ".join(f"`{name}`" for name in defect.implementations)
         rows.append((", ".join(program) or "wrapping", names, defect.reason, ", ".join(links)))

@@ -14,7 +14,7 @@ from fsdp_testing.adapters import registry
 from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices
 from fsdp_testing.cases.records import Case, FailureKind
 from fsdp_testing.checks.findings.known import shipped_known
-from fsdp_testing.judging.known import Rule
+from fsdp_testing.judging.known import CaseFeatures, Rule
 from fsdp_testing.judging.signature import Signature, operation_kind
 from fsdp_testing.judging.tags import units_of_tree
 
@@ -48,7 +48,7 @@ class Share(NamedTuple):
     Attributes:
         look: The failure.
         known: By its looks.
-        unasked: Of these, where no rule that knows it names a cause, so that no failure is asked for it.
+        unasked: Of these, where a rule that knows it names no cause: whatever its cause is, the failure is known.
         blind: Of these, where no second run shows what it may hide either.
         most: The rule that knows it most often.
     """
@@ -70,18 +70,21 @@ def shares(name: str, cases: int = CASES) -> Iterator[Share]:
         counted: dict[str, float] = {}
         unasked = blind = 0.0
         for case in drawn:
-            units = sorted(units_of_tree(case)) if asked_of_units and look.quantity not in _WITHOUT_UNIT else []
+            of_units = asked_of_units and look.quantity not in _WITHOUT_UNIT
+            units: list[str | None] = [*sorted(units_of_tree(case))] if of_units else []
             for unit in units or [None]:
                 share = 1 / max(len(units), 1)
                 where = None if unit is None else (unit,)
                 knowing = [
-                    rules for at in _places(case, look) if (rules := known.recognizing(look, case, at, None, where))
+                    rules
+                    for at in _places(case, look)
+                    if (rules := known.recognizing(look, CaseFeatures(case, at, where)))
                 ]
-                first = [rules[0] for rules in knowing]
-                for rule in first[:1]:
-                    counted[rule.name] = counted.get(rule.name, 0) + share
-                unasked += share * any(not rule.asks_cause(look) for rule in first)
-                blind += share * any(not rule.asks_cause(look) and not _runs_again(rule, case) for rule in first)
+                for rules in knowing[:1]:
+                    counted[rules[0].name] = counted.get(rules[0].name, 0) + share
+                bare = [rule for rules in knowing for rule in rules if not rule.asks_cause(look)]
+                unasked += share * bool(bare)
+                blind += share * any(not _runs_again(rule, case) for rule in bare)
         total = sum(counted.values())
         yield Share(
             look, total / cases, unasked / cases, blind / cases, max(counted, key=counted.__getitem__, default="")

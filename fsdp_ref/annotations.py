@@ -1,4 +1,4 @@
-"""What has been applied to a module, and where in a tree are the units?
+"""What has been applied to a module, and where in a tree the units are.
 
 A module carries up to three things of ours in its ``__dict__``, outside its parameters, buffers and children: the unit
 that it is, the units that own its parameters, and an ordered registry of the composable APIs that were applied to it.
@@ -89,29 +89,21 @@ def is_unit(module: nn.Module) -> bool:
     return UNIT_KEY in module.__dict__
 
 
-def _outside_replicas(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module once as (name, module), in ``named_modules()`` order, leaving out replicated subtrees.
+def units_under(root: nn.Module) -> list[tuple[str, nn.Module, Unit]]:
+    """Return every unit at or below ``root`` as (name, module, unit), depth first, without duplicates.
 
     A replicated subtree belongs to another parallelism, units inside it included (pytorch PR 91044).
     """
-    visited: set[nn.Module] = set()
-    stack = [("", root)]
-    while stack:
-        name, module = stack.pop()
-        if module in visited or is_replicated(module):
+    found: dict[nn.Module, tuple[str, nn.Module, Unit]] = {}
+    for name, module in walk(root, is_replicated):
+        if is_replicated(module):
+            if module is root:
+                break
             continue
-        visited.add(module)
-        yield name, module
-        children = [
-            (f"{name}.{child_name}" if name else child_name, child) for child_name, child in module.named_children()
-        ]
-        stack.extend(reversed(children))
-
-
-def units_under(root: nn.Module) -> list[tuple[str, nn.Module, Unit]]:
-    """Return every unit at or below ``root`` as (name, module, unit), depth first, without duplicates."""
-    found = [(name, module, unit_of(module)) for name, module in _outside_replicas(root)]
-    return [(name, module, unit) for name, module, unit in found if unit is not None]
+        unit = unit_of(module)
+        if unit is not None:
+            found.setdefault(module, (name, module, unit))
+    return list(found.values())
 
 
 def units_in(root: nn.Module) -> list[Unit]:

@@ -1,4 +1,4 @@
-"""Which names of torch differ between the supported versions, or exist only as private ones?
+"""Names of torch that differ between the supported versions, or exist only as private ones.
 
 Everything in the package that is not torch's public, stable surface is imported here and nowhere else.
 """

@@ -1,4 +1,4 @@
-"""How are parameters named once wrappers stand between a module and its children?
+"""Names of parameters without what wrappers add.
 
 A wrapper adds one attribute to every name below it. Users and checkpoints speak of names without these.
 """

@@ -1,4 +1,4 @@
-"""How is a loss scaled so that small gradients survive 16 bits, when each rank sees only its shards of them?
+"""A loss scaler for gradients of which each rank sees only its shards.
 
 As in one process, with one addition: a step is skipped on all ranks if any of them finds a gradient that is not finite, so
 that shards of one parameter never part and all scales stay equal. Ranks whose shards hold no gradient take part.

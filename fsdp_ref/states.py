@@ -1,4 +1,4 @@
-"""Which states does a unit go through, who owns the memory of its full parameters in each, and which moves are legal?
+"""The states of a unit, who owns the memory of its full parameters in each, and the legal moves.
 
 One enum, one table. A unit and its flat parameter share one :class:`LifeCycle`, which refuses a move that the table does
 not list, so that an illegal order of operations is named when it happens and not when a freed storage is read.

@@ -34,6 +34,8 @@ ROOMS = {
     "env": "base.env",
     "explanation": "explain",
     "findings": "checks.findings",
+    "findings.tags": "judging.tags",
+    "checks.findings.tags": "judging.tags",
     "implementations": "adapters",
     "ledger": "ranks.ledger",
     "model_check": "train",
@@ -65,7 +67,7 @@ def new_name(name: str) -> str | None:
     if head != __package__:
         return None
     parts = rest.split(".")
-    for length in (2, 1):
+    for length in (3, 2, 1):
         room = ROOMS.get(".".join(parts[:length]))
         if room is not None and len(parts) >= length:
             return ".".join((head, room, *parts[length:]))

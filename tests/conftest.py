@@ -5,13 +5,66 @@ Where GitHub runs them, the slowest tests are written into the summary of the jo
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 pytest_plugins = ["pytester"]
+
+VENDOR = Path(__file__).parents[1] / "examples" / "vendor"
+_BACKENDS = {"cuda": "nccl"}
+_ENTRY_POINTS = "[fsdp_testing.backends]\nsim = simdevice.testing:SIM\n"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        default="cuda",
+        metavar="NAME",
+        help="what tests marked gpu run on: cuda (over nccl and gloo-cuda), sim (simulated, examples/vendor), or another "
+        "registered backend with a device of its own (default: cuda)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the simulated device known where it is not installed, and say at once why no test could run on a device."""
+    if config.option.device == "sim":
+        make_simulated_device_known()
+    if config.option.markexpr.strip() == "gpu" and config.option.require_backend:
+        from fsdp_testing.base.backends import backend_named
+
+        device = config.option.device
+        reason = backend_named(_BACKENDS.get(device, device)).unavailable(1)
+        if reason is not None:
+            raise pytest.UsageError(f"--device {device}: {reason}. Without a GPU, `--device sim` runs these tests.")
+
+
+def make_simulated_device_known() -> str:
+    """Stand in for `pip install examples/vendor`, for this process and those that it starts; return the new PYTHONPATH."""
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(VENDOR) not in folders:
+        site = Path(tempfile.mkdtemp(prefix="fsdp-testing-sim-"))
+        atexit.register(shutil.rmtree, site, ignore_errors=True)
+        (site / "simdevice-0.dist-info").mkdir()
+        (site / "simdevice-0.dist-info" / "entry_points.txt").write_text(_ENTRY_POINTS)
+        (site / "simdevice-0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: simdevice\nVersion: 0\n")
+        sys.path[:0] = [str(site), str(VENDOR)]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), str(VENDOR), *folders]))
+    return os.environ["PYTHONPATH"]
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tests of devices name CUDA's backends; another device has one."""
+    device = item.config.option.device
+    mark = item.get_closest_marker("world")
+    if device not in _BACKENDS and mark is not None and item.get_closest_marker("gpu") is not None:
+        item.add_marker(pytest.mark.world(*mark.args, **{**mark.kwargs, "backend": device}), append=False)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,1 +1,1 @@
-"""How do users get at full parameters, and what becomes of their edits?"""
+"""Full parameters in users' hands, and what becomes of their edits."""

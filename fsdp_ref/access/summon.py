@@ -1,4 +1,4 @@
-"""How do users see full parameters, and what becomes of their edits?
+"""Full parameters shown to users, and what becomes of their edits.
 
 The full parameters are gathered in full precision into a buffer of their own, whatever state the unit is in, so that a
 unit which stays unsharded between forward and backward is not disturbed. Edits survive however they were made: in

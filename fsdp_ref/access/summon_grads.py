@@ -1,4 +1,4 @@
-"""How do users see full, averaged gradients next to full parameters?"""
+"""Full, averaged gradients shown next to full parameters."""
 
 from __future__ import annotations
 

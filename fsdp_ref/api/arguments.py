@@ -55,7 +55,7 @@ def older_arguments(
     ignored_params: Iterable[nn.Parameter] | None,
     older: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the older arguments (``device_mesh``, ``strategy``, ...) with what the newer ones say.
+    """Return the older arguments (``device_mesh``, ``sharding_strategy``, ...) with what the newer ones say.
 
     Args:
         mesh: A mesh of one axis, or of two (replicate, shard).
@@ -102,6 +102,7 @@ def older_arguments(
         merged["output_dtype"] = policy.output_dtype
     if offload_policy is not None:
         merged["cpu_offload"] = CPUOffload(_offloads(offload_policy))
+    merged["sharding_strategy"] = merged.pop("strategy")
     return merged
 
 

@@ -94,13 +94,8 @@ def fully_shard(
         With ``sync_module_states`` broadcasts; hybrid strategies without groups make groups. All ranks must call.
     """
     check_one_module("fully_shard", module)
-    if policy is not None and not isinstance(policy, PolicyObject):
-        raise ConfigError(
-            f"Expects an `_FSDPPolicy` but got {policy!r}: expected an object with _run_policy, got "
-            f"{type(policy).__name__}. Pass for example ModuleWrapPolicy({{Block}})."
-        )
-    _refuse_applied(module)
-    given = {
+    _refuse(module, policy)
+    older = {
         "process_group": process_group,
         "strategy": strategy,
         "cpu_offload": cpu_offload,
@@ -108,7 +103,7 @@ def fully_shard(
         "ignored_modules": ignored_modules,
         "device_mesh": device_mesh,
     }
-    given = older_arguments(mesh, reshard_after_forward, mp_policy, offload_policy, ignored_params, given)
+    given = older_arguments(mesh, reshard_after_forward, mp_policy, offload_policy, ignored_params, older)
     ignored = resolve_ignored(module, given.pop("ignored_modules"), ignored_params)
     options = {
         **given,
@@ -120,13 +115,16 @@ def fully_shard(
         "limit_all_gathers": True,
         "use_orig_params": True,
     }
-    options["sharding_strategy"] = options.pop("strategy")
-    units = attach(module, options, _hook, policy=policy, ignored=ignored, composable=True)
-    fully_shard.state(module).unit = units[-1]
+    fully_shard.state(module).unit = attach(module, options, _hook, policy=policy, ignored=ignored, composable=True)[-1]
     return module
 
 
-def _refuse_applied(module: nn.Module) -> None:
+def _refuse(module: nn.Module, policy: object) -> None:
+    if policy is not None and not isinstance(policy, PolicyObject):
+        raise ConfigError(
+            f"Expects an `_FSDPPolicy` but got {policy!r}: expected an object with _run_policy, got "
+            f"{type(policy).__name__}. Pass for example ModuleWrapPolicy({{Block}})."
+        )
     if is_replicated(module):
         raise AlreadyAppliedError(
             f"Cannot apply fully_shard on a module that `replicate` was applied to (Cannot apply both fully_shard and "

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CPU = torch.device("cpu")
+_COUNTING = ("is_available", "device_count", "current_device")
 
 
 def explicit_device(device_id: object) -> torch.device | None:
@@ -46,6 +47,8 @@ def explicit_device(device_id: object) -> torch.device | None:
         )
     if device.type == "cpu":
         return CPU  # tensors on the CPU have no index
+    if not all(hasattr(getattr(torch, device.type, None), name) for name in _COUNTING):
+        return device  # who registered the device counts none: its own errors speak
     _refuse_missing(device_id, device.type, device.index)
     if device.index is not None:
         return device
@@ -65,9 +68,7 @@ def _accelerator() -> str:
 
 
 def _refuse_missing(device_id: object, device_type: str, index: int | None) -> None:
-    module: Any = getattr(torch, device_type, None)
-    if not hasattr(module, "device_count"):
-        return  # who registered the device counts none: its own errors speak
+    module: Any = getattr(torch, device_type)
     count = module.device_count() if module.is_available() else 0
     if count and (index is None or 0 <= index < count):
         return

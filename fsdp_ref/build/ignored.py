@@ -1,4 +1,4 @@
-"""Which modules and parameters does the user want left alone?
+"""Modules and parameters that the user wants left alone.
 
 Ignored modules keep plain parameters: not flattened, not sharded, not reduced. Everything below an ignored module is
 ignored too, except units that are already there, which stay managed.

@@ -1,4 +1,4 @@
-"""What does a policy's answer mean: which modules become units, with which options?
+"""The modules that a policy makes units, with the options of each.
 
 Runs the policy (object or callable), adds the modules that mixed precision leaves in full precision, and sorts out
 manual units that are already in the tree. Decides only; nothing is changed.

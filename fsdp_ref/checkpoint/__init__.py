@@ -1,1 +1,1 @@
-"""How does the state of a sharded model leave it and come back, in which form, and who says so?"""
+"""The state of a sharded model, saved and loaded in several forms."""

@@ -1,15 +1,15 @@
-"""How does ``state_dict()`` return the form that is set, and how is such a state loaded?
+"""The forms of ``state_dict()``, returned as set and loaded again.
 
-Through the module's own state-dict hooks, the same for the wrapper and the composable API and unit by unit. Every module
-that shows parameters of a unit has them, so that the state of any part is right. The outermost one opens the unit: for
-full and sharded state it summons the full parameters, and beside the state itself only this unit and those around it are
-full; for local state nothing is gathered. Then each module turns its own entries into the form (see ``shards``), or its
-form into whole tensors, which ``nn.Module`` copies; missing and unexpected keys, and sizes, are reported by
-``nn.Module``. Names lose the wrappers' prefixes.
+Through the module's own state-dict hooks, the same for the wrapper and the composable API and unit by unit. Every module that
+shows parameters of a unit has them, so that the state of any part is right. The outermost one opens the unit: for full and
+sharded state it summons the full parameters, and beside the state itself only this unit and those around it are full; for
+local state nothing is gathered. Then each module turns its own entries into the form (see ``shards``), or its form into whole
+tensors, which ``nn.Module`` copies; missing and unexpected keys, and sizes, are reported by ``nn.Module``. Names lose the
+wrappers' prefixes.
 
-Collectives: full and sharded, one all-gather for each unit, over its shard group; to load a sharded state, also one
-exchange of descriptions for each tree of units and, for each parameter, broadcasts or an all-gather. All ranks must
-call, ``rank0_only`` included. Local: none.
+Collectives: full and sharded, one all-gather for each unit, over its shard group; to load a sharded state, also one exchange
+of descriptions for each tree of units and, for each parameter, broadcasts or an all-gather. All ranks must call,
+``rank0_only`` included. Local: none.
 """
 
 from __future__ import annotations
@@ -310,7 +310,8 @@ def _before_load(
 ) -> None:
     closed = _closed_units(module, loading=True)
     # Whoever is open around has compared what is below it.
-    compared = {each.config.groups.shard for unit in closed for each in _tree(unit) if _is_open(each)}
+    trees = [[unit] if unit.root is None else unit.root.units for unit in closed]
+    compared = {each.config.groups.shard for tree in trees for each in tree if _is_open(each)}
     for unit in closed:
         group = unit.config.groups.shard
         if unit.state_dict_settings.state_dict_type is StateDictType.SHARDED_STATE_DICT and group not in compared:
@@ -343,10 +344,6 @@ def _before_load(
                 and value is not param
             ):
                 state[prefix + name] = extension.unflatten(extension.cut(value))
-
-
-def _tree(unit: Unit) -> list[Unit]:
-    return [unit] if unit.root is None else unit.root.units
 
 
 def _take_whole(unit: Unit, param: nn.Parameter | None, state: dict[str, Any], key: str, errors: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Which entry of an optimizer belongs to which original parameters, and under which names?
+"""The entries of an optimizer, by the original parameters and names that they belong to.
 
 An optimizer keeps state per tensor that it steps: an original parameter (or this rank's piece of one), a whole flat
 parameter, or a parameter that no unit holds. State dicts are keyed by names of the plain module. Nothing here

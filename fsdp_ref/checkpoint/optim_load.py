@@ -1,4 +1,4 @@
-"""How does state by name become what this rank's optimizer loads?
+"""State by name becomes what this rank's optimizer loads.
 
 Every rank cuts the elements of its own shards out of whole values, one parameter and entry at a time: from a dictionary
 that it has, from DTensors that are gathered, or from what rank 0 broadcasts. Names, shapes and settings are compared with

@@ -1,4 +1,4 @@
-"""What do ranks tell one another of their optimizer state before they put it together, and where do they disagree?"""
+"""What ranks tell one another of their optimizer state before they put it together, and where they disagree."""
 
 from __future__ import annotations
 

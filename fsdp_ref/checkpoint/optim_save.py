@@ -1,4 +1,4 @@
-"""How does the state that ranks keep for their shards become the state that one process would have, by name?
+"""The state that ranks keep for their shards becomes the state that one process would have, by name.
 
 Unit by unit and entry by entry: the pieces of one entry (say ``exp_avg``) of one unit are gathered into one buffer, copied
 out parameter by parameter, and forgotten before the next. What is not shaped like the parameter (a step count, a flag, an

@@ -1,4 +1,4 @@
-"""Who has the state that an optimizer loads, and how does each rank get a whole entry of it?
+"""Sources of the state that an optimizer loads, and how each rank gets a whole entry from one.
 
 From a dictionary of its own, by gathering DTensors, or from rank 0. What cannot be read is refused before ranks wait for
 one another.

@@ -1,4 +1,4 @@
-"""Which form do state dicts of a tree have, who sets it, and for how long?
+"""The form that state dicts of a tree have: who sets it, and for how long.
 
 Each unit has settings of its own, so that a mixed tree may save each part its own way; users set them for all units at or
 below a module. torch's enum and configuration objects are accepted. Nothing here communicates.

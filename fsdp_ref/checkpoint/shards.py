@@ -1,4 +1,4 @@
-"""What does this rank put into a state that no rank has whole, and how is it put together again?
+"""This rank's part of a state that no rank has whole, and how parts are put together again.
 
 Both forms are DTensors, so that they carry their global shape and their ranks, and that
 ``torch.distributed.checkpoint`` saves them once and loads them on any number of ranks.

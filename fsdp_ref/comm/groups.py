@@ -1,4 +1,4 @@
-"""Over which ranks is a unit sharded, and over which is it replicated?
+"""The ranks over which a unit is sharded, and those over which it is replicated.
 
 Turns what users pass (a group, a pair of groups, a mesh, nothing) into :class:`DataParallelGroups`, and decides the
 strategy that these groups allow.

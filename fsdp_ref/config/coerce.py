@@ -1,4 +1,4 @@
-"""How do torch's own configuration objects become ours, without importing torch's FSDP?
+"""torch's own configuration objects become ours, without importing torch's FSDP.
 
 Users mix imports: a ``MixedPrecision`` of torch with our wrapper, or torch's ``ShardingStrategy``. An enum is
 recognised by class name and member name, a configuration object by class name and fields. A field that we do not

@@ -1,4 +1,4 @@
-"""Which named choices does a user make? Enums with the member order and values of torch's FSDP.
+"""Named choices of users: enums with the member order and values of torch's FSDP.
 
 Source: ``torch.distributed.fsdp.api`` (public names and order; re-read for torch 2.11 to 2.13).
 """

@@ -1,4 +1,4 @@
-"""Which settings does a user hand over as objects? Frozen dataclasses with torch's field names and defaults.
+"""Settings that users hand over as objects: frozen dataclasses with torch's field names and defaults.
 
 Source: ``torch.distributed.fsdp.api`` for names and defaults. The objects are what was asked for; what follows from
 it for one flat parameter (is precision really mixed, in which dtype is reduced) is decided where dtypes are known.

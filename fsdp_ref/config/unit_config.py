@@ -1,4 +1,4 @@
-"""Which settings does a unit keep? All of the user, of a policy and of the environment, resolved for one unit.
+"""The settings of one unit: those of the user, of a policy and of the environment, resolved.
 
 Made once per unit by ``build.resolve``, before anything is changed, and shared by the unit and its flat parameter.
 """

@@ -1,4 +1,4 @@
-"""What happens when a method other than forward computes with a unit's modules while its parameters are sharded?
+"""Calls of a unit's modules by a method other than forward, while parameters are sharded.
 
 torch would say that some matrix has the wrong shape. A hook on the modules that have sharded parameters says which
 parameters these are, which method was called, and how to register it. What a method computes with parameters themselves,

@@ -1,4 +1,4 @@
-"""Which trainable parameters of a tree does no unit manage, because its modules were changed after sharding?
+"""Trainable parameters that no unit manages, because modules were changed after sharding.
 
 Units keep to the parameters that they flattened. One that comes later, with a module that takes another's place or by
 ``register_parameter``, would be trained on each rank alone: nobody gathers it or averages its gradient, and no number

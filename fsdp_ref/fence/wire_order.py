@@ -1,4 +1,4 @@
-"""Compares ranks after each backward: did they communicate for the same units, in the same order, and edit alike in forward?
+"""Compares ranks after each backward: for which units they communicated, in which order, and how forward edited.
 
 Collectives pair by their order alone. Ranks that run different units of equal size gather each other's parameters and add
 up each other's gradients, and nothing fails. Each rank therefore notes for whom it communicates. When the last reduction of

@@ -1,4 +1,4 @@
-"""What must be known of one parameter to place it in a flat buffer and to rebuild it from there?
+"""One parameter as a flat buffer knows it: enough to place it there and to rebuild it.
 
 A name, a shape, the order in which its elements are stored, and the other names it is known by. No tensor, no dtype:
 one flat buffer has one dtype, and the layout counts elements.

@@ -1,4 +1,4 @@
-"""Which elements of which parameter does rank r of n have?
+"""The elements of each parameter that rank r of n has.
 
 A flat buffer is cut into equal chunks, the last ones short or empty, exactly as ``torch.chunk`` cuts a flat tensor;
 each rank's chunk is then padded on the right to the common size. Everything is computed for the rank that is asked

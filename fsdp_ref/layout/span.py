@@ -1,4 +1,4 @@
-"""What is a half-open range of elements, and how do two of them meet?
+"""Half-open ranges of elements.
 
 Every range in the package is one of these: ``start`` belongs to it, ``stop`` does not. Empty spans are legal and
 common (a rank beyond the end of a small parameter has one).

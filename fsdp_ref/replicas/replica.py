@@ -1,4 +1,4 @@
-"""How does a replicated module keep its gradients equal on all ranks?
+"""A replicated module, whose gradients are kept equal on all ranks.
 
 Once at the end of each backward pass, every trainable parameter's accumulated ``.grad`` is replaced by its mean over
 the group. Reducing what has accumulated, and not what one backward added, makes every schedule right without

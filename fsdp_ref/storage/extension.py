@@ -1,4 +1,4 @@
-"""What may be special about a parameter that is flattened, and who says so?
+"""The extension point for parameters that are more than one plain tensor.
 
 The extension point of the flat parameter. A parameter that is one tensor of this rank's needs nothing. For one that is
 more (a part of a tensor that other ranks have other parts of) an extension says how it becomes the plain tensor that is

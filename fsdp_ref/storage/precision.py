@@ -1,4 +1,4 @@
-"""In which dtypes does a unit compute, reduce and keep its buffers, and how are inputs cast?
+"""The dtypes in which a unit computes, reduces and keeps its buffers, and the casts of inputs.
 
 [Note: mixed precision] ``param_dtype`` counts as mixed only where it differs from the parameters' own dtype;
 ``reduce_dtype`` follows ``param_dtype`` unless it is given (pytorch PR 90660). Casts of inputs are ordinary autograd

@@ -1,4 +1,4 @@
-"""Where do short-lived flat buffers come from without paying for fresh pages each time?
+"""Short-lived flat buffers without the price of fresh pages each time.
 
 From a small pool. A gradient that is being exchanged needs two buffers of the unit's size for some milliseconds, in
 every unit of every step; taking them from the operating system each time costs more than filling them.

@@ -1,4 +1,4 @@
-"""How do parameters get onto modules and off again?
+"""Parameters put onto modules and taken off again.
 
 The only file that writes parameters, gradients and marks onto modules and tensors which it did not make. What a place
 shows has two forms: *registered* (in ``module._parameters``: listed by ``named_parameters()``) and *plain* (an ordinary

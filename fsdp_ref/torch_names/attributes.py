@@ -1,4 +1,4 @@
-"""Under which names do tools and tests read a unit's settings from its wrapper? Those of torch's class; read only."""
+"""The names under which tools and tests read a unit's settings from its wrapper: those of torch's class; read only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How are the gradients of a whole sharded tree clipped to a total norm?
+"""Clipping the gradients of a whole sharded tree to a total norm.
 
 Collects what every unit's users see as gradients (they may have edited them), sorts it by how ranks hold it, and
 leaves the arithmetic to ``norms``.

@@ -1,4 +1,4 @@
-"""What is the norm of gradients that are spread over ranks, and how are they scaled down to a bound?
+"""The norm of gradients that are spread over ranks, and scaling them down to a bound.
 
 Works on parts: gradients that a process group holds in disjoint shards, and gradients that every rank holds whole and
 that count once. Padding never reaches this file. The sum over a group is kept in float64, so that every rank sends the

@@ -1,4 +1,4 @@
-"""How do ranks with different numbers of batches train together, when every rank is needed to gather and to reduce?
+"""Ranks with different numbers of batches train together, although every rank is needed to gather and to reduce.
 
 A rank that has no batch left goes on with an example, whose gradients are zeros, and takes the optimizer steps of its
 shards. Built on torch's own ``torch.distributed.algorithms.join.Join``, which counts who has batches left.

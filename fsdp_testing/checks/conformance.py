@@ -22,7 +22,7 @@ from fsdp_testing.checks.suites import CHECKS, Check
 from fsdp_testing.checks.suites.check import needs_of
 from fsdp_testing.checks.suites.run import Where, judge_check
 from fsdp_testing.errors import BackendUnavailable, InvalidArgument, PoolBroken
-from fsdp_testing.explain.inquiry import How, Inquiry
+from fsdp_testing.explain.inquiry import Inquiry, JudgeSettings
 from fsdp_testing.explain.root_causes import explain_results, happened
 from fsdp_testing.explain.shrinking.shrink import EXPLAIN_SECONDS
 from fsdp_testing.explain.trace import portrait
@@ -153,10 +153,10 @@ def expecting(result: CheckResult, expectation: Expectation, runner: CaseRunner)
     return as_expected(result, expectation, lambda finding: happened(inquiry, finding, how) if how is not None else "")
 
 
-def how_of(check: str) -> How | None:
+def how_of(check: str) -> JudgeSettings | None:
     """How a check judges single programs; None for one that judges in a way of its own."""
     found = CHECKS.get(check)
-    return How(found.comparison, found.mode) if found is not None and found.judge is None else None
+    return JudgeSettings(found.comparison, found.mode) if found is not None and found.judge is None else None
 
 
 def _portraits(adapters: Mapping[str, Adapter], where: Where, runner: CaseRunner) -> Iterator[Portrait]:

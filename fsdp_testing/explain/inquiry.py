@@ -33,7 +33,7 @@ from fsdp_testing.oracle.setup import division_of
 
 
 @dataclass(frozen=True, slots=True)
-class How:
+class JudgeSettings:
     """How the cases of a check are judged.
 
     Attributes:
@@ -65,7 +65,7 @@ class Inquiry:
     _count: Callable[[int], None] = lambda _: None
     _expectations: dict[str, Expectation] = field(default_factory=dict)
 
-    def judge(self, case: Case, how: How) -> JudgedCase:
+    def judge(self, case: Case, how: JudgeSettings) -> JudgedCase:
         """Run a case as its check does, with a snapshot after every operation."""
         judged = self._runner.judge(self._name, case, how.comparison, closely=True, mode=how.mode)
         hung = judged.finding is not None and judged.finding.kind == FailureKind.HUNG
@@ -76,7 +76,7 @@ class Inquiry:
         self._count(1)
         return self._runner.on_ranks(function, *args, size=size)
 
-    def hypothesis(self, finding: Finding, how: How, traced: Trace | None) -> Hypothesis | None:
+    def hypothesis(self, finding: Finding, how: JudgeSettings, traced: Trace | None) -> Hypothesis | None:
         """What the wrong numbers are equal to; which units were unsharded is known from the trace."""
         if finding.kind not in WRONG_NUMBERS:
             return None
@@ -102,7 +102,7 @@ class Inquiry:
             return WrongNumbers(how.mode.seen_as(finding.case), ranks, comparison, sources).hypothesis(unsharded)
         return None
 
-    def cause(self, finding: Finding, how: How, like: Hypothesis | None) -> tuple[Hypothesis | None, str]:
+    def cause(self, finding: Finding, how: JudgeSettings, like: Hypothesis | None) -> tuple[Hypothesis | None, str]:
         """Return what wrong numbers are equal to, and the cast that gives them in words, of all that is tried.
 
         Args:
@@ -114,7 +114,7 @@ class Inquiry:
         cast = self._cast(finding, how) if like is None or like.pattern is not None else ""
         return (self._luck(finding, how) if like is None and not cast else like), cast
 
-    def _luck(self, finding: Finding, how: How) -> Hypothesis | None:
+    def _luck(self, finding: Finding, how: JudgeSettings) -> Hypothesis | None:
         """Whether the failure is gone where results arrive at once, or where fresh memory holds what it may."""
         if finding.kind not in WRONG_NUMBERS or how.mode != ORDINARY:
             return None
@@ -130,7 +130,7 @@ class Inquiry:
                 return Hypothesis(-1, frozenset(), happened=what, confirmed="is right where chance helps")
         return None
 
-    def _ranks(self, case: Case, how: How) -> Sequence[RankObservation]:
+    def _ranks(self, case: Case, how: JudgeSettings) -> Sequence[RankObservation]:
         """What ranks report of a case as the check runs it, with a snapshot after every operation."""
         ranks = self.judge(case, how).ranks
         if len(ranks) < case.world.size:
@@ -143,7 +143,7 @@ class Inquiry:
         expected: Expectation = self._on_ranks(mode.expect, case, True, *mode.expect_arguments, size=1)[0]
         return expected
 
-    def _cast(self, finding: Finding, how: How) -> str:
+    def _cast(self, finding: Finding, how: JudgeSettings) -> str:
         """In which dtype, or where, it was done instead, where the casts of wrong numbers are known one by one."""
         case = how.mode.seen_as(finding.case)
         decidable = how.comparison.lockstep or (case.mixed_precision is None and case.model.dtype != "float64")
@@ -168,7 +168,7 @@ class Inquiry:
             )
         return ""
 
-    def module(self, finding: Finding, how: How) -> str:
+    def module(self, finding: Finding, how: JudgeSettings) -> str:
         """Which module is the first whose numbers are wrong; empty if that is not seen, or not with modules watched."""
         if finding.kind not in WRONG_NUMBERS or how.mode != ORDINARY:
             return ""

@@ -24,7 +24,7 @@ from fsdp_testing.cases.records import (
     Verdict,
 )
 from fsdp_testing.explain.hypotheses import Hypothesis, contradict
-from fsdp_testing.explain.inquiry import WRONG_NUMBERS, How, Inquiry
+from fsdp_testing.explain.inquiry import WRONG_NUMBERS, Inquiry, JudgeSettings
 from fsdp_testing.explain.rendering import clause, render
 from fsdp_testing.explain.shrinking.shrink import NOT_EXAMINED, Budget, shorten, with_schedule
 from fsdp_testing.explain.trace.portrait import portrait_of
@@ -43,7 +43,7 @@ _TIMES_SLOWEST = 10.0
 """A rank that runs for so many seconds at least, and so many times as long as the slowest case of the run, hangs: whoever runs
 what failed again and again cannot wait as long for each as a check does."""
 
-HowOf = Callable[[str], How | None]
+HowOf = Callable[[str], JudgeSettings | None]
 """How a check judges, by its name; None for a check that is not decided by one program at a time."""
 
 
@@ -54,7 +54,7 @@ class _Failing:
     result: int
     number: int
     finding: Finding
-    how: How | None
+    how: JudgeSettings | None
 
 
 @dataclass(slots=True)
@@ -147,7 +147,7 @@ def cause_of(runner: CaseRunner, implementation: str, case: Case) -> str:
 
     The case is judged as the fuzzer judges it: everything is compared, freely, or in lockstep in mixed precision.
     """
-    how = How(Comparison(lockstep=case.mixed_precision is not None))
+    how = JudgeSettings(Comparison(lockstep=case.mixed_precision is not None))
     finding = runner.judge(implementation, case, how.comparison, closely=True).finding
     if finding is None:
         return ""
@@ -157,7 +157,7 @@ def cause_of(runner: CaseRunner, implementation: str, case: Case) -> str:
     return "; ".join(filter(None, (what, inquiry.module(finding, how))))
 
 
-def happened(inquiry: Inquiry, finding: Finding, how: How) -> str:
+def happened(inquiry: Inquiry, finding: Finding, how: JudgeSettings) -> str:
     """Return what was done wrong in the case of a finding as its check ran it, as a clause; empty if unknown.
 
     It depends on the case alone: not on time, nor on other failures.
@@ -204,7 +204,7 @@ class _Explainer:
             cause.members.append(failing)
         return [cause for causes in by_look.values() for cause in causes]
 
-    def _judge(self, how: How) -> Callable[[Case], Finding | None]:
+    def _judge(self, how: JudgeSettings) -> Callable[[Case], Finding | None]:
         def judge(case: Case) -> Finding | None:
             judged = self._inquiry.judge(case, how)
             return judged.finding

@@ -133,8 +133,7 @@ class Rule:
     def of_entry(entry: ExpectedFailure) -> Rule:
         """Return the rule that knows what one entry of a list of expected failures says."""
         signature = (str(entry.kind), entry.quantity, entry.operation, entry.cause)
-        place = {"page": entry.page, "issue": entry.issue, "parameter": entry.parameter}
-        return Rule("", entry.reason, signatures=(signature,), **place)
+        return Rule("", entry.reason, entry.page, (signature,), parameter=entry.parameter, issue=entry.issue)
 
     def entries(self) -> list[ExpectedFailure]:
         """Return the ways in which it was seen, as a report says each."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from fsdp_testing.cases.drawing.layouts import cut_dimension
 from fsdp_testing.cases.drawing.normal_form import needs_of_case
@@ -133,6 +134,17 @@ def _optional_units(case: Case) -> frozenset[str]:
     return units_of_tree(case) - {unit_of(fqn, case.wrapping.units) for fqn in used}
 
 
+def _frozen_units(case: Case) -> frozenset[str]:
+    changes = [change for operation in case.program if (change := operation.requires_grad_change())]
+    frozen = [*case.model.freeze, *(pattern for patterns, flag in changes if not flag for pattern in patterns)]
+    trained = {
+        unit_of(spec.fqn, case.wrapping.units)
+        for spec in parameters(case.model.tree)
+        if not spec.frozen and not any(fnmatchcase(spec.fqn, pattern) for pattern in frozen)
+    }
+    return units_of_tree(case) - trained
+
+
 def units_of_tree(case: Case) -> frozenset[str]:
     """Return the units of a tree that have parameters, by FQN; none where a policy makes them, or of another model."""
     return frozenset(() if case.model.tree is None else _elements_of_units(case))
@@ -140,9 +152,11 @@ def units_of_tree(case: Case) -> frozenset[str]:
 
 UNITS: Mapping[str, Callable[[Case], frozenset[str]]] = {
     "optional": _optional_units,
+    "frozen": _frozen_units,
     "one_element": lambda case: frozenset(unit for unit, size in _elements_of_units(case).items() if size == 1),
 }
-"""Units of a tree by what they have in common: inside a part that some micro-batches leave out, or of one element."""
+"""Units of a tree by what they have in common: inside a part that some micro-batches leave out, of parameters that are frozen
+at some time, all of them, or of one element."""
 
 
 def units_with(case: Case, word: str) -> frozenset[str] | None:

@@ -44,7 +44,7 @@ from fsdp_testing.errors import CollectiveMismatch, HarnessError, InvalidImpleme
 from fsdp_testing.oracle import models, one_process
 from fsdp_testing.oracle.fresh_memory import filled_with_garbage
 from fsdp_testing.oracle.models import dtype_name
-from fsdp_testing.oracle.setup import module_to_wrap, setup_among, setup_in_world
+from fsdp_testing.oracle.setup import module_to_wrap, move_what_is_ignored, setup_among, setup_in_world
 from fsdp_testing.oracle.ways import Carrier, DirectoryRefused, InMemory, carried_in_directory
 from fsdp_testing.ranks.ledger.late_delivery import deliver_late
 
@@ -189,6 +189,7 @@ class RankProgram:
     def _model_of(self, case: Case, flags: Mapping[str, bool]) -> nn.Module:
         module, init_module = module_to_wrap(case, self.rank, flags)
         setup = replace(self.make_setup(case, module), init_module=init_module)
+        move_what_is_ignored(module, setup)
         with self._inside():
             return self.adapter.wrap(module, setup)
 
@@ -230,6 +231,7 @@ class RankProgram:
             # Other values than the saved ones: what is not loaded shows.
             module, init_module = module_to_wrap(replace(case, seed=case.seed + 2), new_rank, flags)
             setup = replace(setup_among(case, module, ranks, group), init_module=init_module)
+            move_what_is_ignored(module, setup)
             with self._inside():
                 model, optimizer = adapter.wrap(module, setup), None
                 saved.load_model(adapter, model, group)

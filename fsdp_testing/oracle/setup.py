@@ -145,6 +145,12 @@ def module_to_wrap(case: Case, rank: int, flags: Mapping[str, bool]) -> tuple[nn
     return module, _emptied(managed) if case.wrapping.meta_init else None
 
 
+def move_what_is_ignored(module: nn.Module, setup: Setup) -> None:
+    """Put ignored modules on the device of this rank, as their user does: wrapping moves what it manages."""
+    for name in setup.ignored:
+        module.get_submodule(name).to(setup.device)
+
+
 def _change_all(modules: list[nn.Module], rank: int) -> None:
     """Give every parameter and buffer of these modules other values, of no rank's equal to another's."""
     tensors = [t for inner in modules for t in (*inner.parameters(recurse=False), *inner.buffers(recurse=False))]

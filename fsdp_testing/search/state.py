@@ -162,6 +162,13 @@ def read_state(file: Path) -> State:
     strange = sorted(set(state.verdicts) - {*_LETTERS, OPEN, FORMER})
     if strange:
         raise InvalidRecord(f"{where}.verdicts: expected letters of {''.join(_LETTERS)}, got {strange}. {_ADVICE}")
+    for number, reason in state.reasons.items():
+        try:
+            reason.signature  # noqa: B018 - looks that are none raise
+        except (ValueError, TypeError) as error:
+            raise InvalidRecord(
+                f"{where}.reasons.{number}.looks: expected what a failure looks like, got {reason.looks} ({error}). {_ADVICE}"
+            ) from error
     words = sorted(set(state.variants) - {verdict.value for verdict in _LETTER_OF})
     if words:
         raise InvalidRecord(f"{where}.variants: expected verdicts, got {words}. {_ADVICE}")

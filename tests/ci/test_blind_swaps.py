@@ -6,7 +6,7 @@ import pytest
 import torch
 from blind_swaps import KINDS, PAGE, REASONS, Swap, SwappedReplay, blind_of, halves_exchanged, is_computed, unnoticed
 
-from fsdp_testing.cases.models.partial import Gated
+from fsdp_testing.cases.models.unusual import Gated
 from fsdp_testing.cases.records import Batch, Case, ForwardBackward, ModelSpec, WorldSpec
 from fsdp_testing.checks.suites import CHECKS
 

@@ -228,6 +228,12 @@ class Call:
     stream: int
 
 
+def _stream_of(tensor: torch.Tensor) -> int:
+    if tensor.device.type == "cpu":
+        return 0
+    return int(torch.get_device_module(tensor.device).current_stream().stream_id)
+
+
 @contextlib.contextmanager
 def _watched_collectives() -> Iterator[list[Call]]:
     seen: list[Call] = []
@@ -239,8 +245,8 @@ def _watched_collectives() -> Iterator[list[Call]]:
         original = vars(Collectives)[op]
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            stream = torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else 0
-            seen.append(Call(op, *(args[place] for place in sent), stream))
+            tensor, *rest = (args[place] for place in sent)
+            seen.append(Call(op, tensor, *rest, _stream_of(tensor)))
             return original(self, *args, **kwargs)
 
         return call

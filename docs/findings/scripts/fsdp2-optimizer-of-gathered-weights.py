@@ -17,9 +17,16 @@ def main(rank: int, path: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     model = fully_shard(nn.Linear(3, 3), mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
+    earlier = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(2, 3))  # the root stays gathered, so that parameters() gives gathered weights
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = StateDictOptions(full_state_dict=True)
+    try:
+        get_optimizer_state_dict(model, earlier, options=options)
+    except KeyError as error:
+        print(f"rank {rank}: the state of an optimizer that was built before cannot be saved: KeyError: {error}")
+    else:
+        return  # fixed in this torch
     get_model_state_dict(model, options=options)  # frees them
     get_optimizer_state_dict(model, optimizer, options=options)  # steps on them, to make the optimizer's state
     dist.destroy_process_group()

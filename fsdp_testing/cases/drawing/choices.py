@@ -1,4 +1,4 @@
-"""Where do the choices of a generator come from? One small interface, so that one generator serves two sources.
+"""Where the choices of a generator come from: one small interface, so that one generator serves two sources.
 
 Options are ordered from simple to intricate: a source that shrinks moves towards the first option, the smallest number
 and "no".

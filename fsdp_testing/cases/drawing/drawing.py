@@ -1,4 +1,4 @@
-"""How is a whole case drawn? Features first, then model, plan, strategy, numbers and program."""
+"""Draws a whole case: features first, then model, plan, strategy, numbers and program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may a drawn case contain, and which capabilities must an implementation claim for it?
+"""What a drawn case may contain, and which capabilities an implementation must claim for it.
 
 A feature is a name that the generator asks about before it draws something. Each case is drawn with a random subset of
 the features switched on (swarm testing: Groce et al., "Swarm Testing", ISSTA 2012), since two features that are always

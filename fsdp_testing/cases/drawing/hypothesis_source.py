@@ -1,4 +1,4 @@
-"""How do Hypothesis tests draw the same cases? Through the same generator, with choices that Hypothesis makes.
+"""Hypothesis tests draw the same cases: through the same generator, with choices that Hypothesis makes.
 
 Shrinking is Hypothesis's own: every choice is ordered from simple to intricate.
 """

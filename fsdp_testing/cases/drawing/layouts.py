@@ -1,4 +1,4 @@
-"""Which layouts over the tensor-parallel axis may the modules of a drawn tree have, and how are they drawn?"""
+"""Layouts over the tensor-parallel axis: which ones the modules of a drawn tree may have, and how they are drawn."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def draw_layouts(choices: Choices, tree: Mapping[str, Any], ranks: int) -> Layou
     """Draw a layout for about two of three modules, out of about half of the layouts; the rest stays as it is."""
     mask = choices.subset(len(_PALETTE), sparse=False)
     wanted = {name for place, name in enumerate(_PALETTE) if mask >> place & 1}
-    found: dict[str, str] = {}
-    for one, other in _pairs(tree["nodes"], "", ranks):
-        if "colwise_cut" in wanted and one not in found and not choices.chance(3):
-            found |= {one: "colwise_cut", other: "rowwise_cut"}
+    layouts: dict[str, str] = {}
+    for first, second in _pairs(tree["nodes"], "", ranks):
+        if "colwise_cut" in wanted and first not in layouts and not choices.chance(3):
+            layouts |= {first: "colwise_cut", second: "rowwise_cut"}
     for place in every(walk(tree)):
         options = [name for name in OF_KIND.get(place.node["kind"], ()) if name in wanted - {"colwise_cut"}]
-        if place.fqn not in found and options and not choices.chance(3):
-            found[place.fqn] = choices.pick(options)
-    return tuple(found.items())
+        if place.fqn not in layouts and options and not choices.chance(3):
+            layouts[place.fqn] = choices.pick(options)
+    return tuple(layouts.items())
 
 
 def legal_layouts(layouts: Layouts, tree: Mapping[str, Any], ignored: Sequence[str], ranks: int) -> Layouts:
@@ -83,11 +83,11 @@ def _is_of_rows(node: Node) -> bool:
 
 def _shared_modules(specs: Sequence[ParameterSpec]) -> dict[str, list[str]]:
     """Return the modules that share a parameter, by the first of them."""
-    found: dict[Any, list[str]] = {}
+    sharing: dict[Any, list[str]] = {}
     for spec in specs:
         if spec.tie:
-            found.setdefault(spec.tie, []).append(spec.module)
-    return {modules[0]: modules for modules in found.values() if len(modules) > 1}
+            sharing.setdefault(spec.tie, []).append(spec.module)
+    return {modules[0]: modules for modules in sharing.values() if len(modules) > 1}
 
 
 def _pairs(nodes: Sequence[Node], prefix: str, ranks: int) -> Iterator[tuple[str, str]]:

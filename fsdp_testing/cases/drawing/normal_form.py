@@ -1,4 +1,4 @@
-"""What is the legal case nearest to one whose parts were deleted, and what must an implementation claim to run it?
+"""The legal case nearest to one whose parts were deleted, and what an implementation must claim to run it.
 
 One function decides for generator, mutator and shrinker. It never adds anything but what a case cannot be without. What
 an operation means in a case it says itself (`Operation.normalise`), of the facts that are gathered here.

@@ -1,4 +1,4 @@
-"""How is a training program drawn? Operation by operation, any of them at any place."""
+"""Draws a training program: operation by operation, any of them at any place."""
 
 from __future__ import annotations
 

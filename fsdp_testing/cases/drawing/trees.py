@@ -1,4 +1,4 @@
-"""How is a module tree drawn? As plain data that `zoo.tree` builds."""
+"""Draws a module tree, as plain data that `cases/models/tree.py` builds."""
 
 from __future__ import annotations
 

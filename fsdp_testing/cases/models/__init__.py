@@ -1,4 +1,4 @@
-"""Which models are judged? Small ones with one trait each and two real ones, none of which knows that sharding exists.
+"""The models that are judged: small ones with one trait each and two real ones, none of which knows that sharding exists.
 
 `MODELS[name]` gives a `ZooModel`: `build(seed, dtype)`, `make_input(seed, rank, step, batch, dtype)`, `loss(output)`.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from fsdp_testing.cases.models import outputs, partial, plain, sharing, stateful, transformers
+from fsdp_testing.cases.models import plain, transformers, unusual
 from fsdp_testing.cases.models.model import Inputs, ZooModel, loss_of, tensors_in
 
 __all__ = ["MODELS", "Inputs", "ZooModel", "loss_of", "tensors_in"]
 
 #: Every model by name.
 MODELS: Mapping[str, ZooModel] = MappingProxyType(
-    {model.name: model for family in (plain, sharing, stateful, partial, outputs, transformers) for model in family.ZOO}
+    {model.name: model for family in (plain, unusual, transformers) for model in family.ZOO}
 )

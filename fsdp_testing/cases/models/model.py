@@ -1,4 +1,4 @@
-"""What is a zoo model, and where do its numbers come from?
+"""A zoo model, and where its numbers come from.
 
 Every number is drawn from a generator made for it: the values of a model and of an input are a function of their
 arguments alone, on any rank of any world, and the global random state is left as it was.
@@ -120,25 +120,50 @@ class Family(list[ZooModel]):
         return register
 
 
-class Chain(nn.Module):
-    """Parts that are called one after the other, with tanh between them.
+class Wired(nn.Module):
+    """Parts, and one expression that calls them.
+
+    Args:
+        flow: Called with the module and its inputs; it finds parts as attributes at each call: an implementation may have
+            put another module in the place of one.
+        **parts: Modules and parameters by name.
+    """
+
+    def __init__(self, flow: Callable[..., Any], **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self._flow = flow
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._flow(self, *args, **kwargs)
+
+
+def chain(calls: str, **parts: nn.Module) -> Wired:
+    """Return parts that are called one after the other, with tanh between them.
 
     Args:
         calls: Names of the parts in the order of the calls, separated by blanks; the same one may come twice.
         **parts: The parts by name.
     """
 
-    def __init__(self, calls: str, **parts: nn.Module) -> None:
-        super().__init__()
-        self._calls = calls.split()
-        for name, part in parts.items():
-            self.add_module(name, part)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for place, name in enumerate(self._calls):
-            # Looked up at each call: an implementation may have put another module in this one's place.
-            x = self.get_submodule(name)(torch.tanh(x) if place else x)
+    def flow(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        for place, name in enumerate(calls.split()):
+            x = module.get_submodule(name)(torch.tanh(x) if place else x)
         return x
+
+    return Wired(flow, **parts)
+
+
+def layers(*made: nn.Module) -> Wired:
+    """Return layers that are called one after the other, with tanh after each."""
+
+    def flow(module: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in module.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+    return Wired(flow, layers=nn.ModuleList(made))
 
 
 def generator(*key: int) -> torch.Generator:

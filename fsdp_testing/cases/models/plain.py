@@ -1,7 +1,4 @@
-"""Models without any trick of sharing or state: depth, sizes, strides, dtypes, and how they take their input."""
-
-# mypy: disable-error-code="no-any-return"
-# Calling a module gives Any in torch's annotations, and every forward here returns what a module gave.
+"""Models whose every part trains: depth, sizes, strides, dtypes, how they take their input, and what is used more than once."""
 
 from __future__ import annotations
 
@@ -12,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_testing.cases.models.model import Chain, Family, Inputs, features, float_input, tokens
+from fsdp_testing.cases.models.model import Family, Inputs, Wired, chain, features, float_input, layers, tokens
 from fsdp_testing.cases.models.tree_layers import TreeLinear, TreeOffset
 
 ZOO = Family()
+_THREE = ("layers.0", "layers.1", "layers.2")
 
 
 def _token_input(seed: int, rank: int, step: int, batch: int, dtype: torch.dtype, **_options: Any) -> Inputs:
@@ -33,23 +31,15 @@ def _narrow(module: nn.Module, dtype: torch.dtype) -> None:
     module.get_submodule("narrow").to(other)
 
 
-class Layers(nn.Module):
-    """Linear layers of the given sizes, with tanh after each."""
-
-    def __init__(self, *sizes: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in pairwise(sizes))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
+def square(width: int) -> nn.Linear:
+    """Return a layer that keeps the width."""
+    return nn.Linear(width, width)
 
 
-@ZOO.model("mlp", float_input(8), ("layers.0", "layers.1", "layers.2"), elementwise_before=("layers.1", "layers.2"))
+@ZOO.model("mlp", float_input(8), _THREE, elementwise_before=("layers.1", "layers.2"))
 def mlp() -> nn.Module:
     """Three equal layers."""
-    return Layers(8, 8, 8, 8)
+    return layers(square(8), square(8), square(8))
 
 
 class Clipped(nn.Linear):
@@ -61,151 +51,147 @@ class Clipped(nn.Linear):
         return super().forward(x)
 
 
-@ZOO.model("self_clipping", float_input(8), ("layers.0", "layers.1", "layers.2"))
+@ZOO.model("self_clipping", float_input(8), _THREE, needs="forward_edits")
 def self_clipping() -> nn.Module:
     """Layers that change their own weights in forward, on all ranks alike."""
-    model = Layers(8, 8, 8, 8)
-    model.layers = nn.ModuleList(Clipped(8, 8) for _ in range(3))
-    return model
-
-
-class Level(nn.Module):
-    """One level of a nest: its own weights before and after the level below."""
-
-    def __init__(self, depth: int, width: int = 6) -> None:
-        super().__init__()
-        self.before = nn.Linear(width, width)
-        self.inner = Level(depth - 1, width) if depth > 1 else nn.Linear(width, width)
-        self.after = nn.Linear(width, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.after(torch.tanh(self.inner(torch.tanh(self.before(x)))))
+    return layers(Clipped(8, 8), Clipped(8, 8), Clipped(8, 8))
 
 
 @ZOO.model("deep_nest", float_input(6), ("inner", "inner.inner", "inner.inner.inner"), "nested")
-def deep_nest() -> nn.Module:
+def deep_nest(depth: int = 4) -> nn.Module:
     """Four modules inside each other, weights on every level."""
-    return Level(4)
+    return Wired(
+        lambda m, x: x + m.after(torch.tanh(m.inner(torch.tanh(m.before(x))))),
+        before=square(6),
+        inner=deep_nest(depth - 1) if depth > 1 else square(6),
+        after=nn.Linear(6, 6, bias=False),
+    )
 
 
 @ZOO.model("uneven", float_input(5), tuple(f"layers.{index}" for index in range(5)), "uneven")
 def uneven() -> nn.Module:
     """Sizes that divide by no number of ranks, some smaller than it."""
-    return Layers(5, 7, 1, 3, 2, 5)
+    return layers(*(nn.Linear(i, o) for i, o in pairwise((5, 7, 1, 3, 2, 5))))
 
 
-class Scaled(nn.Module):
-    """A linear layer times a parameter of shape `()` (or `(1,)`)."""
-
-    def __init__(self, shape: tuple[int, ...] = ()) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 5)
-        self.temperature = nn.Parameter(torch.ones(shape))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * self.temperature.exp()
+def _scaled(*shape: int) -> nn.Module:
+    temperature = nn.Parameter(torch.ones(shape))
+    return Wired(lambda m, x: m.linear(x) * m.temperature.exp(), linear=square(5), temperature=temperature)
 
 
 @ZOO.model("scalars", float_input(5), ("first", "second"), "zero_dim uneven", "zero_dim_parameters")
-def scalars(shape: tuple[int, ...] = ()) -> nn.Module:
+def scalars() -> nn.Module:
     """Parameters of shape () beside ordinary ones."""
-    return Chain("first second", first=Scaled(shape), second=Scaled(shape))
+    return chain("first second", first=_scaled(), second=_scaled())
 
 
 @ZOO.model("one_element", float_input(5), ("first", "second"), "uneven")
 def one_element() -> nn.Module:
     """Parameters of shape (1,) beside ordinary ones."""
-    return scalars((1,))
+    return chain("first second", first=_scaled(1), second=_scaled(1))
 
 
-class WithEmpty(nn.Module):
-    """A layer beside a parameter without elements, which takes part in the forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.nothing = nn.Parameter(torch.empty(0, 6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self.linear(x), x @ self.nothing.T], dim=-1)
+def _with_empty() -> nn.Module:
+    return Wired(
+        lambda m, x: torch.cat([m.linear(x), x @ m.nothing.T], dim=-1),
+        linear=square(6),
+        nothing=nn.Parameter(torch.empty(0, 6)),
+    )
 
 
 @ZOO.model("empty_parameters", float_input(6), ("first", "second", "only_empty"), "empty", "empty_parameters")
-class EmptyStack(nn.Module):
+def empty_parameters() -> nn.Module:
     """Parameters without elements, alone in a layer and beside others."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = WithEmpty()
-        self.second = WithEmpty()
-        self.only_empty = TreeLinear(6, 0, act=False)
+    def flow(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x = m.second(torch.tanh(m.first(x)))
+        return torch.cat([x, m.only_empty(x)], dim=-1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.second(torch.tanh(self.first(x)))
-        return torch.cat([x, self.only_empty(x)], dim=-1)
+    return Wired(flow, first=_with_empty(), second=_with_empty(), only_empty=TreeLinear(6, 0, act=False))
 
 
 @ZOO.model("strided", float_input(18), ("mix", "conv"), "strided uneven", "strided_parameters")
-class StridedStack(nn.Module):
+def strided() -> nn.Module:
     """Parameters that are not contiguous: transposed, channels last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = TreeLinear(18, 18, strided=True, act=False)
-        self.conv = nn.Conv2d(2, 3, 2)
-        self.conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's annotations
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.mix(x)).reshape(-1, 2, 3, 3)
-        return self.conv(x).flatten(1)
+    conv = nn.Conv2d(2, 3, 2)
+    conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's annotations
+    return Wired(
+        lambda m, x: m.conv(torch.tanh(m.mix(x)).reshape(-1, 2, 3, 3)).flatten(1),
+        mix=TreeLinear(18, 18, strided=True, act=False),
+        conv=conv,
+    )
 
 
 @ZOO.model("embedding", _token_input, ("embed", "head"), "integer_input uneven")
 def embedding() -> nn.Module:
     """An embedding with a padding row; integer inputs."""
-    return Chain("embed head", embed=nn.Embedding(13, 5, padding_idx=0), head=nn.Linear(5, 3))
+    return chain("embed head", embed=nn.Embedding(13, 5, padding_idx=0), head=nn.Linear(5, 3))
 
 
 @ZOO.model("two_dtypes", float_input(6), ("wide", "narrow"), "mixed_dtypes", finish=_narrow)
-class TwoDtypes(nn.Module):
+def two_dtypes() -> nn.Module:
     """Units of different dtypes in one model."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Linear(6, 6)
-        self.narrow = nn.Linear(6, 6)
+    def flow(m: Any, x: torch.Tensor) -> Any:
+        x = torch.tanh(m.wide(x))
+        return m.narrow(x.to(m.narrow.weight.dtype)).to(x.dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.wide(x))
-        return self.narrow(x.to(self.narrow.weight.dtype)).to(x.dtype)
+    return Wired(flow, wide=square(6), narrow=square(6))
 
 
 @ZOO.model("keywords", _keyword_input, ("linear", "offset"), "keyword_input")
-class KeywordOnly(nn.Module):
+def keywords() -> nn.Module:
     """Keyword-only nested inputs, and a unit that is called without arguments."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = Keyword(6)
-        self.offset = TreeOffset(6)
-
-    def forward(self, *, batch: dict[str, Any]) -> torch.Tensor:
+    def flow(m: Any, *, batch: dict[str, Any]) -> torch.Tensor:
         left, (right,) = batch["left"], batch["pair"]
-        return torch.tanh(self.linear(x=left, gain=batch["gain"]) + right + self.offset())
+        return torch.tanh(m.linear(x=left, gain=batch["gain"]) + right + m.offset())
 
-
-class Keyword(nn.Module):
-    """A linear layer called by keyword."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(width, width)
-
-    def forward(self, *, x: torch.Tensor, gain: float) -> torch.Tensor:
-        return self.inner(x) * gain
+    return Wired(flow, linear=Wired(lambda m, *, x, gain: m.inner(x) * gain, inner=square(6)), offset=TreeOffset(6))
 
 
 @ZOO.model("bare_root", float_input(7), ("first", "activation", "second"), "bare_root uneven")
 def bare_root() -> nn.Module:
     """A root without own parameters, and a unit without any."""
-    return nn.Sequential(OrderedDict(first=nn.Linear(7, 7), activation=nn.Tanh(), second=nn.Linear(7, 7)))
+    return nn.Sequential(OrderedDict(first=square(7), activation=nn.Tanh(), second=square(7)))
+
+
+@ZOO.model("tied_within", float_input(5), ("pair", "free"), "tied uneven", "shared_parameters")
+def tied_within() -> nn.Module:
+    """One parameter under two names inside one unit."""
+    first, second = square(5), square(5)
+    second.weight = first.weight
+    return chain("pair free", pair=chain("first second", first=first, second=second), free=square(5))
+
+
+@ZOO.model(
+    "tied_across",
+    float_input(5),
+    ("first", "middle", "last"),
+    "tied uneven",
+    "shared_parameters shared_across_units",
+)
+def tied_across() -> nn.Module:
+    """One parameter in two units."""
+    first, last = square(5), nn.Linear(5, 5, bias=False)
+    last.weight = first.weight
+    return chain("first middle last", first=first, middle=square(5), last=last)
+
+
+@ZOO.model("called_twice", float_input(7), ("again", "between"), "reused_module uneven", "reused_modules")
+def called_twice() -> nn.Module:
+    """A unit that runs twice in one forward."""
+    return chain("again between again", again=square(7), between=square(7))
+
+
+@ZOO.model(
+    "registered_twice",
+    float_input(7),
+    ("layer", "other"),
+    "reused_module tied uneven",
+    "shared_parameters reused_modules",
+)
+def registered_twice() -> nn.Module:
+    """A unit under two names."""
+    layer = square(7)
+    return chain("layer other alias", layer=layer, other=square(7), alias=layer)

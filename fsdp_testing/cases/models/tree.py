@@ -1,4 +1,4 @@
-"""How does a drawn module tree, plain data, become a model of the zoo?"""
+"""A drawn module tree, plain data, becomes a model of the zoo."""
 
 from __future__ import annotations
 

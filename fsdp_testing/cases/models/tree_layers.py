@@ -1,4 +1,4 @@
-"""Of which layers is a drawn model made? One class for each kind of node, and the containers that groups return.
+"""The layers of which a drawn model is made: one class for each kind of node, and the containers that groups return.
 
 Each is made with the width that enters it and with the fields of its node. It needs torch alone, and its numbers are of
 the default dtype: the text of those classes that a model needs is copied into the script of a finding.
@@ -7,7 +7,7 @@ the default dtype: the text of those classes that a model needs is copied into t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -153,3 +153,18 @@ class TreeDropout(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functional.dropout(x, 0.25, self.training)
+
+
+def pack(container: str, one: torch.Tensor, other: torch.Tensor) -> Any:
+    """Put two tensors into a container."""
+    made: dict[str, Any] = {
+        "tensor": one,
+        "tuple": (one, other),
+        "list": [one, None, other],
+        "dict": {"one": one, "other": other, "kind": "dict"},
+        "nested": {"both": [(one,), {"other": other}]},
+        "named_tuple": Named(one, other),
+        "dataclass": Record(one, (other, "text")),
+        "opaque": Opaque(one, other),
+    }
+    return made[container]

@@ -1,4 +1,4 @@
-"""How do the layers of a drawn model come together? Groups make them and call them in order."""
+"""The layers of a drawn model come together: groups make them and call them in order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import nn
 
 from fsdp_testing.cases.models import tree_layers
 from fsdp_testing.cases.models.model import tensors_in
-from fsdp_testing.cases.models.outputs import pack
 from fsdp_testing.cases.models.tree_schema import SCHEMA, Node, get
 
 Use = tuple[bool, ...]
@@ -64,7 +63,7 @@ class TreeGroup(nn.Module):
             return torch.cat([x, x], dim=-1)[:, : x.shape[-1]]
         if self._returns == "tensor":
             return x
-        return pack(self._returns, x, torch.sin(x))
+        return tree_layers.pack(self._returns, x, torch.sin(x))
 
 
 class Tree(nn.Module):
@@ -78,7 +77,7 @@ class Tree(nn.Module):
 
     def forward(self, x: torch.Tensor, *, ids: torch.Tensor, use: Use = ()) -> Any:
         x = run(self, self._nodes, x, ids, use)
-        return pack(self._output, x, torch.cos(x))
+        return tree_layers.pack(self._output, x, torch.cos(x))
 
 
 def fill_with(parent: nn.Module, nodes: list[Node], width: int) -> int:

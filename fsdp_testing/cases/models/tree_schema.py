@@ -1,4 +1,4 @@
-"""Which module trees are legal, and what is the legal tree nearest to an illegal one?
+"""Which module trees are legal, and the legal tree nearest to an illegal one.
 
 A drawn model is plain JSON data: `{"width": 5, "output": "tensor", "nodes": [...]}`. The nodes are called one after the
 other on a running tensor of shape `[rows, width]`; a group is a module of its own with nodes inside. Only output widths

@@ -1,4 +1,4 @@
-"""What may a training program consist of? One class for each operation, with all that is known of it.
+"""What a training program may consist of: one class for each operation, with all that is known of it.
 
 A new operation is a class in one of these files, an entry in `ALL`, and a test. Standard library at import: records and
 reports need no torch.

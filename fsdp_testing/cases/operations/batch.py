@@ -1,4 +1,4 @@
-"""Which inputs does a micro-batch have?"""
+"""The inputs of a micro-batch."""
 
 from __future__ import annotations
 

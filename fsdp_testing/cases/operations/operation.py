@@ -1,4 +1,4 @@
-"""What does an operation of a training program say of itself?
+"""What an operation of a training program says of itself.
 
 An operation is data: what it does depends on its own fields and the case, never on its position, so that deleting any
 other operation leaves its inputs unchanged. All that is known of one stands in its class: the record, how it is drawn

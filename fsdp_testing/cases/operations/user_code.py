@@ -1,4 +1,4 @@
-"""What does a training loop do to parameters by itself? Kept apart, since what torch raises here is the implementation's.
+"""What a training loop does to parameters by itself. Kept apart, since what torch raises here is the implementation's.
 
 These are the lines that a user of the implementation writes. An exception that torch raises in one of them is about the
 tensors that the implementation hands out; in any other file of the engine it would be the harness's own mistake.

@@ -1,4 +1,4 @@
-"""What did one operation cost a rank besides its numbers: what it put on the wire, and what it left gathered?
+"""What one operation cost a rank besides its numbers: what it put on the wire, and what it left gathered.
 
 Taken after every operation of a case, or made from the events of a trace; `checkers.overruns` judges it.
 """

@@ -1,4 +1,4 @@
-"""What can an implementation claim?
+"""What an implementation can claim.
 
 A capability is a tag that an implementation lists in `capabilities`. Checks name the tags they need; a check whose
 tags are not all claimed is reported "not claimed". Claims are the implementation's own: nothing is inferred from its

@@ -1,4 +1,4 @@
-"""What exactly is run? One case is one value, and one value is one JSON document.
+"""What is run, exactly: one case is one value, and one value is one JSON document.
 
 The same case gives the same collectives and the same numbers on every run. Nothing in a case names an implementation:
 any of them may be asked to run it.

@@ -1,4 +1,4 @@
-"""How does a failure look that is known, why is it there, and where is it written up? One entry of a user's list."""
+"""A known failure: how it looks, why it is there, and where it is written up. One entry of a user's list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which ways does a case fail? One list for every report, rule and signature."""
+"""The ways in which a case fails: one list for every report, rule and signature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What exactly diverged, where first, by how much, how is it run again, and what is the least that shows it?"""
+"""What diverged, where first, by how much, how it is run again, and the least that shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of one case on one implementation? One record, whoever ran the case: a check, a campaign, a certificate."""
+"""What is known of one case on one implementation: one record, whoever ran the case (a check, a campaign, a certificate)."""
 
 from __future__ import annotations
 

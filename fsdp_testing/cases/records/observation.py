@@ -1,4 +1,4 @@
-"""What does a rank report about its own state?
+"""What a rank reports about its own state.
 
 Local pieces only: a rank names which elements of which original parameter it holds, as half-open spans of the flattened
 parameter, and their values. Reading them needs no communication and changes nothing, so that looking does not mend a

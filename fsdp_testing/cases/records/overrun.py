@@ -1,4 +1,4 @@
-"""What does an operation cost beyond what the strategy promises? Facts; the sentence is made from them."""
+"""What an operation costs beyond what the strategy promises: facts, of which the sentence is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What did an implementation do with its units in one short run, ready to be drawn?
+"""What an implementation did with its units in one short run, ready to be drawn.
 
 Times are seconds since the first event of any rank, on a clock that the ranks share. Spans are half-open. A portrait
 decides nothing: verdicts come from checks.

@@ -1,4 +1,4 @@
-"""Which operations of a program take part, and which are void? One function decides for everyone.
+"""Which operations of a program take part and which are void: one function decides for everyone.
 
 A case is legal whatever its program: an operation that documentation forbids where it stands, or whose object is not
 there, is *void*, and nobody runs it. So deleting any operation leaves a legal case, which is what shrinking needs. Whatever

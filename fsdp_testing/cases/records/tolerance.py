@@ -1,4 +1,4 @@
-"""How far may two correct computations of the same quantity be apart?
+"""How far two correct computations of the same quantity may be apart.
 
 Every bound is derived from the number of roundings that separate the two and is printed with its derivation. The
 model is the usual first-order one (Higham, "Accuracy and Stability of Numerical Algorithms", chapter 3): a quantity

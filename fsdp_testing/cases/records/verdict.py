@@ -1,4 +1,4 @@
-"""What may a check say, and how do several sayings become one?
+"""What a check may say, and how several verdicts become one.
 
 The core is three-valued: a claim holds (`PASS`), is refuted (`FAIL`), or nothing is known (`UNKNOWN`: the check
 crashed, the pool was lost, an adapter misbehaved). `NOT_CLAIMED` means that nothing was asked, because the

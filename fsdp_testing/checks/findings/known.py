@@ -47,7 +47,8 @@ class Defect:
     Attributes:
         name: Unique in the list.
         reason: What goes wrong, in one sentence.
-        page: Where it is written up: below docs/findings a page, or the script alone; or an address.
+        page: Where it is written up, if not in docs/findings/NAME.md, or, of what was known before it was looked for and has no
+            finding of its own, in the script docs/findings/known/NAME.py alone: an address, or `none`.
         issue: Where it is reported, if one thread is about it.
         affects: What has it, for people.
         effect: What it does to a user, in a word or two: silent, or an error.
@@ -75,8 +76,9 @@ class Defect:
 
     @property
     def place(self) -> str:
-        """Return the page by its path from the root of a checkout, or the address."""
-        return PAGES + self.page if self.page and ":" not in self.page else self.page
+        """Return the page by its path from the root of a checkout, or the address; empty for none."""
+        page = self.page or (f"{self.name}.md" if self.affects else f"known/{self.name}.py")
+        return page if ":" in page else "" if page == "none" else PAGES + page
 
     def rules_on(self, name: str) -> Iterator[Rule]:
         """Yield its rules for an implementation."""
@@ -93,8 +95,8 @@ class Defect:
     @property
     def implementations(self) -> list[str]:
         """Return the implementations that have it, as far as it was seen."""
-        named = [name for entry in (*self.rules, *self.expected) for name in entry.on]
-        return list(dict.fromkeys(name.partition(".")[0] for name in (*named, *self.shown[1:])))
+        named = [*(rule.on for rule in self.rules), *(entry.on for entry in self.expected), self.shown[1:]]
+        return list(dict.fromkeys(name.partition(".")[0] for names in named for name in names))
 
 
 def is_list(document: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""What does an implementation do with what it does not claim? A loud error is an honest limit, a wrong number a finding.
+"""What an implementation does with what it does not claim: a loud error is an honest limit, a wrong number a finding.
 
 Every check that one missing capability keeps from an implementation is asked of a variant of its adapter that claims that
 capability too: `fsdp_testing.checks.suites.beyond_claims:torch-fsdp1+several_forwards`.
@@ -92,17 +92,18 @@ def probes(adapter: Adapter, capability: str) -> tuple[Check, ...]:
 
 def probe(runner: CaseRunner, adapter: Adapter, capability: str) -> Probed:
     """Ask the checks that `capability` alone keeps from `adapter`, strategy by strategy, up to the first wrong number."""
-    asked = registry.load(f"{__name__}:{adapter.reference}{_SEPARATOR}{capability}")
+    claiming = registry.load(f"{__name__}:{adapter.reference}{_SEPARATOR}{capability}")
     worst = Probed(capability, Limit.NOT_ASKED)
     for check in probes(adapter, capability):
         # An error under one strategy hides no wrong number under another one.
-        for strategy in (name for name in check.strategies if STRATEGIES[name] in asked.capabilities):
+        for strategy in (name for name in check.strategies if STRATEGIES[name] in claiming.capabilities):
             where = Where((4,)) if check.meshes else Where()
             where = Where((4,), tensor_parallel=2) if capability == "tensor_parallel" else where
-            one = replace(check, strategies=(strategy,))
-            found = _probed(capability, judge_check(runner, asked, one, where, stop_at_first=True))
-            worst = min(worst, found, key=lambda probed: _ORDER.index(probed.limit))
-            if found.limit is Limit.SILENT:
+            narrowed = replace(check, strategies=(strategy,))
+            result = judge_check(runner, claiming, narrowed, where, stop_at_first=True)
+            outcome = _probed(capability, result)
+            worst = min(worst, outcome, key=lambda probed: _ORDER.index(probed.limit))
+            if outcome.limit is Limit.SILENT:
                 return worst  # nothing is worse
     return worst
 
@@ -118,9 +119,9 @@ def _probed(capability: str, result: CheckResult) -> Probed:
         if parted or first.kind in (FailureKind.DIED, FailureKind.HUNG, FailureKind.UNCOORDINATED):
             limit = Limit.HANGS
         return Probed(capability, limit, result.check, first.statement or first.explanation)
-    known = {Verdict.PASS: Limit.WORKS, Verdict.NOT_CLAIMED: Limit.NOT_ASKED}
-    return Probed(capability, known.get(result.verdict, Limit.OPEN), result.check, result.explanation)
+    limits = {Verdict.PASS: Limit.WORKS, Verdict.NOT_CLAIMED: Limit.NOT_ASKED}
+    return Probed(capability, limits.get(result.verdict, Limit.OPEN), result.check, result.explanation)
 
 
 def _worst(findings: Sequence[Finding]) -> Finding:
-    return next((one for one in findings if one.kind in _SILENT), findings[0])
+    return next((finding for finding in findings if finding.kind in _SILENT), findings[0])

@@ -1,4 +1,4 @@
-"""How is state carried from one number of ranks to another, and what must training give on the way?
+"""State carried from one number of ranks to another, and what training must give on the way.
 
 Several worlds one after the other, such as of N, N+1 and N ranks: each loads what the one before it saved and runs the case's
 program on the inputs of its own ranks. The oracle does the same with one model.
@@ -46,10 +46,10 @@ def judge_moved(
     cases: list[Case] = []
     saved: Saved | None = None
     judgements: list[JudgedCase] = []
-    for place, (ranks, each) in enumerate(sizes):
+    for stage, (ranks, parts) in enumerate(sizes):
         # Other inputs in each world: a state that was not loaded must not give the same numbers.
-        world = replace(case.world, size=ranks, tensor_parallel=each)
-        moved = [operation.with_batches(partial(_reseeded, 10 * place)) for operation in case.program]
+        world = replace(case.world, size=ranks, tensor_parallel=parts)
+        moved = [operation.with_batches(partial(_reseeded, 10 * stage)) for operation in case.program]
         cases.append(replace(case, world=world, program=tuple(moved)))
         settings = {"saved": saved, "saves_optimizer": optimizer}
         mode = RunMode(rank_jobs.run_as, (MovingProgram, settings), expect_moved, (tuple(cases[:-1]), optimizer))
@@ -67,9 +67,9 @@ def _reseeded(offset: int, batch: Batch) -> Batch:
 
 def _merged(judgements: Sequence[JudgedCase]) -> JudgedCase:
     """Return the last world's verdict, with the comparisons of all of them; a world that saved nothing has said so itself."""
-    last, outcomes = judgements[-1], [one.outcome for one in judgements]
-    tally = Tally(sum(one.comparisons for one in outcomes), max(one.worst_ratio for one in outcomes))
-    seconds = sum(one.seconds for one in judgements)
+    last, outcomes = judgements[-1], [judged.outcome for judged in judgements]
+    tally = Tally(sum(o.comparisons for o in outcomes), max(o.worst_ratio for o in outcomes))
+    seconds = sum(judged.seconds for judged in judgements)
     return replace(last, judgement=replace(last.judgement, tally=tally), seconds=seconds)
 
 
@@ -84,11 +84,11 @@ class MovingProgram(RankProgram):
 
     def run(self, *, observe_all: bool = False) -> RankObservation:
         """Save the model and, if asked, the optimizer, when all went well; only rank 0 sends what all ranks have."""
-        seen = super().run(observe_all=observe_all)
-        if seen.error is not None:
-            return seen
-        kept = self._save(self.optimizer if self.saves_optimizer else None)
-        return seen.extended(SavingObservation, saved=kept if self.rank == 0 else None)
+        observation = super().run(observe_all=observe_all)
+        if observation.error is not None:
+            return observation
+        state = self._save(self.optimizer if self.saves_optimizer else None)
+        return observation.extended(SavingObservation, saved=state if self.rank == 0 else None)
 
     def _save(self, optimizer: torch.optim.Optimizer | None) -> Saved:
         state = self.adapter.full_state_dict(self.model)
@@ -132,8 +132,8 @@ def expect_moved(case: Case, observe_all: bool, earlier: tuple[Case, ...], optim
 
     def continued(disturbance: Disturbance) -> Replay:
         before: Replay | None = None
-        for one in earlier:
-            replay = _Continued(one, disturbance=disturbance)
+        for case_before in earlier:
+            replay = _Continued(case_before, disturbance=disturbance)
             replay.before, replay.with_optimizer = before, optimizer
             replay.run()
             before = replay

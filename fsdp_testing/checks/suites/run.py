@@ -1,4 +1,4 @@
-"""How does one check judge one implementation? Its cases at every place that is claimed, merged into one result."""
+"""One check judges one implementation: its cases at every place that is claimed, merged into one result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What do the programs of checks consist of? Micro-batches, forwards without backward, iterations, as short calls."""
+"""What the programs of checks consist of: micro-batches, forwards without backward, iterations, as short calls."""
 
 from __future__ import annotations
 

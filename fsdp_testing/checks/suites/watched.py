@@ -89,12 +89,12 @@ def run_beside_ddp(adapter: Adapter, case: Case, observe_all: bool) -> RankObser
     Collectives: those of both; every rank of the world runs the same call.
     """
     plain = replace(case, strategy="no_shard", wrapping=WrappingPlan(), cpu_offload=False)
-    seen = rank_jobs.run_case(adapter, case, observe_all)
-    if isinstance(seen, Failed):
-        return seen
+    observation = rank_jobs.run_case(adapter, case, observe_all)
+    if isinstance(observation, Failed):
+        return observation
     with rank_jobs.no_warnings():
-        other = RankProgram(plain, SECOND, seen.rank).run(observe_all=observe_all)
-    return seen.extended(PairedObservation, other=other, gradients=adapter.observes_gradients)
+        other = RankProgram(plain, SECOND, observation.rank).run(observe_all=observe_all)
+    return observation.extended(PairedObservation, other=other, gradients=adapter.observes_gradients)
 
 
 BESIDE_DDP = RunMode(run_beside_ddp, review=review_pair)

@@ -59,7 +59,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class PathQuestion:
     """Asked of a host: does it see this file?"""
 
     path: str
@@ -95,7 +95,7 @@ class Host:
         """Return whether a file of this host is there under the same name."""
         with self._asking:
             with suppress(OSError):  # who is gone gives no answer
-                self.control.send(Look(path))
+                self.control.send(PathQuestion(path))
             limit = time.monotonic() + _CONNECT_SECONDS
             while not self.control.closed and readable(self.control, limit - time.monotonic()):
                 # One that came too late for an earlier question is passed over.

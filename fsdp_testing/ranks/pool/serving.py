@@ -28,7 +28,7 @@ from fsdp_testing.errors import HarnessError, PoolBroken
 from fsdp_testing.ranks.ledger import memory
 from fsdp_testing.ranks.ledger.reading import AreaView
 from fsdp_testing.ranks.pool.channel import Channel
-from fsdp_testing.ranks.pool.hosts import PATIENCE, Host, Hosts, Look, Meeting, Place, interface_of
+from fsdp_testing.ranks.pool.hosts import PATIENCE, Host, Hosts, Meeting, PathQuestion, Place, interface_of
 from fsdp_testing.ranks.pool.jobs import Job
 from fsdp_testing.ranks.pool.processes import RankProcess, listening_socket, start_rank
 from fsdp_testing.ranks.pool.remote_rank import Note, Order, Started, StartRank, keep_alive
@@ -288,7 +288,7 @@ class _Server:
         for message in control.take_ready():
             if message is None:
                 return False
-            if isinstance(message, Look):
+            if isinstance(message, PathQuestion):
                 control.send((message.path, Path(message.path).exists()))
         if control.closed:
             raise PoolBroken(f"{self._place}: the controlling process vanished. Look at what it wrote.")

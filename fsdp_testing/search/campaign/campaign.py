@@ -288,6 +288,7 @@ class Campaign:
                 self._settle(queued, Verdict.FAIL)
                 return True
             tally.known[rule.name] += 1
+            tally.found_before.update(self._earlier & {rule.name})
             self._settle(queued, Verdict.EXPECTED_FAILURE)
             self._watch_models &= not judgement.only_model_stays
             return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +24,6 @@ from fsdp_testing.search.certificate.cases import case_of, needs_of
 from fsdp_testing.search.certificate.cube import Job, digest, jobs
 from fsdp_testing.search.loop import Budget, search
 from fsdp_testing.search.state import (
-    FORMER,
     OPEN,
     SOURCE,
     Reason,
@@ -171,37 +170,25 @@ class Certificate:
             return fresh
         state = read_state(self._file)
         wrong = changes(self._subject, state, self.plan.shard)
-        complete = OPEN not in state.verdicts and "u" not in state.verdicts
         source = wrong.pop(SOURCE, "")
         refuse(self._file, wrong)
-        if len(state.verdicts) != len(self.cells) or FORMER in state.verdicts:
+        letters = state.verdicts
+        if len(letters) != len(self.cells) or set(letters) - set("pfu."):
             raise InvalidRecord(
-                f"{self._file}.verdicts: expected one of each of {len(self.cells)} cells, got {len(state.verdicts)}. "
-                "Remove the file."
+                f"{self._file}.verdicts: expected p, f, u or . of each of {len(self.cells)} cells, got {len(letters)} of "
+                f"{sorted(set(letters))}. Remove the file."
             )
-        if complete:
+        if OPEN not in letters and "u" not in letters:
             return fresh
         refuse(self._file, {SOURCE: source} if source else {})
-        return self._checked(state)
-
-    def _checked(self, state: State) -> State:
-        """A state whose verdicts have their reasons, without what was unknown: that is asked again."""
-        reasons = {}
-        for number, letter in enumerate(state.verdicts):
-            reason = state.reasons.get(str(number))
-            if letter == "f" and (reason is None or reason.signature is None):
+        failing = [number for number, letter in enumerate(letters) if letter == "f"]
+        for number in failing:
+            if str(number) not in state.reasons or not state.reasons[str(number)].looks:
                 name = self.cells[number].name
-                raise InvalidRecord(f"{self._file}.reasons: expected why {name} fails, got {reason}. Remove the file.")
-            if letter == "f" and reason is not None:
-                reasons[str(number)] = reason
-        return State(
-            state.subject,
-            state.shard,
-            state.verdicts.replace("u", OPEN),
-            reasons,
-            runs=state.runs,
-            seconds=state.seconds,
-        )
+                raise InvalidRecord(f"{self._file}.reasons: expected why {name} fails, got nothing. Remove the file.")
+        # What was unknown is asked again.
+        reasons = {str(number): state.reasons[str(number)] for number in failing}
+        return replace(state, verdicts=letters.replace("u", OPEN), reasons=reasons)
 
 
 class CellRunner:

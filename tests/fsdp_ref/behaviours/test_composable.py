@@ -10,16 +10,10 @@ from torch import nn
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref import MixedPrecision, ShardingStrategy
+from fsdp_ref.annotations import units_under
 from fsdp_ref.composable import _get_registry, fully_shard, replicate
 from fsdp_ref.naming import clean_tensor_name
-from fsdp_ref.torch_names.traversal import (
-    _get_fsdp_handles,
-    _get_fsdp_root_states,
-    _get_fsdp_states,
-    _get_fsdp_states_with_modules,
-    _get_param_to_fqns,
-    _is_fsdp_flattened,
-)
+from fsdp_ref.storage.views import is_flattened
 from fsdp_ref.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy
 
 S = ShardingStrategy
@@ -225,17 +219,12 @@ def test_hooks_of_users_see_full_parameters(lab):
 
 
 @pytest.mark.world(2)
-@pytest.mark.covers("TRAV-01", "TRAV-02", "TRAV-04", "TRAV-05", "TRAV-06")
+@pytest.mark.covers("TRAV-01", "TRAV-02", "TRAV-04", "TRAV-06")
 def test_looking_into_a_tree(lab, path):
-    reference = lab.make(lab.Deep)
-    model = lab.shard(copy.deepcopy(reference), path, policy=policies(lab, "units"))
-    states, holders = _get_fsdp_states_with_modules(model)
-    assert states == _get_fsdp_states(model) == lab.units(model)
-    assert [unit.handle for unit in states] == _get_fsdp_handles(model)
+    model = lab.shard(lab.make(lab.Deep), path, policy=policies(lab, "units"))
+    holders = [called for _, called, _ in units_under(model)]
     assert holders == FSDP.fsdp_modules(model)
     order = {module: index for index, module in enumerate(model.modules())}
     assert [order[holder] for holder in holders] == sorted(order[holder] for holder in holders)
-    assert _get_fsdp_root_states(model) == [states[0]]
-    names = [fqn for fqns in _get_param_to_fqns(model).values() for fqn in fqns]
-    assert sorted(names) == sorted(name for name, _ in reference.named_parameters())
-    assert all(_is_fsdp_flattened(p) for p in model.parameters())
+    assert FSDP.fsdp_modules(model, root_only=True) == holders[:1]
+    assert all(is_flattened(p) for p in model.parameters())

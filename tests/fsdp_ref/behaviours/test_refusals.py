@@ -36,7 +36,7 @@ def assert_at_rest(lab, model):
     """Nothing of a pass that failed is left: no open call, no full parameter, no tracked view."""
     for unit in lab.units(model):
         assert unit.training_state is TrainingState.IDLE
-        assert unit.handle is None or (unit.handle.state, unit.handle.originals.shown) == (SHARDED, Shown.SHARDED)
+        assert (unit.handle.state, unit.handle.originals.shown) == (SHARDED, Shown.SHARDED)
 
 
 def assert_trains(lab, model, reference):

@@ -167,7 +167,7 @@ def test_the_first_difference_is_named(world):
 
     class Unit:
         config = SimpleNamespace(groups=SimpleNamespace(shard=dist.group.WORLD, replicate=None))
-        handle = 1
+        handle = SimpleNamespace(empty=False)
 
         def __init__(self, name):
             self.name = name

@@ -27,7 +27,9 @@ def test_a_fault_is_printed_drawn_and_written(tmp_path: Path, verify: Callable[.
         str(data),
     )
     assert ended.code == 1
-    assert "2 of 4 loaded states are equal to what was saved, and train on equally; 2 fail" in ended.out
+    last = "exit code 1: 2 of 4 loaded states are equal to what was saved, and train on equally; 2 fail"
+    assert ended.out.splitlines()[-1] == last
+    assert " s  saving and loading, 6 states in all\n" in ended.out, "a log says what goes on"
     assert "1 single-process no_shard/2/root = = X" in " ".join(ended.out.split())
     assert "loading: step of first.w.weight: got 0.0, expected 2.0" in ended.out
     found = json.loads(data.read_text())

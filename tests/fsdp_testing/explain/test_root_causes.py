@@ -29,7 +29,7 @@ from fsdp_testing.cases.records import (
 )
 from fsdp_testing.checks.conformance import run_conformance
 from fsdp_testing.errors import PoolBroken, WorldFailed
-from fsdp_testing.explain.inquiry import How
+from fsdp_testing.explain.inquiry import JudgeSettings
 from fsdp_testing.explain.root_causes import explain_results
 from fsdp_testing.explain.shrinking import shrink
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
@@ -116,9 +116,9 @@ def test_nothing_is_changed_without_time_and_no_verdict_ever() -> None:
     (result,) = report.results
     assert all(finding.shortest is None and not finding.cause for finding in result.findings)
     runner = CaseRunner()
-    (unexplained,) = explain_results((result,), lambda check: How(Comparison()), runner, 0.0)
+    (unexplained,) = explain_results((result,), lambda check: JudgeSettings(Comparison()), runner, 0.0)
     assert unexplained == result
-    (done,) = explain_results((result,), lambda check: How(Comparison()), runner, GENEROUS)
+    (done,) = explain_results((result,), lambda check: JudgeSettings(Comparison()), runner, GENEROUS)
     stripped = tuple(replace(finding, cause="", shortest=None) for finding in done.findings)
     assert replace(done, findings=stripped) == result
 
@@ -128,7 +128,7 @@ def test_a_death_is_not_run_again_and_again() -> None:
     dead = replace(report.results[0].findings[0], kind="died")
     result = replace(report.results[0], findings=(dead,))
     assert isinstance(result, CheckResult)
-    assert explain_results((result,), lambda check: How(Comparison()), CaseRunner(), GENEROUS) == (result,)
+    assert explain_results((result,), lambda check: JudgeSettings(Comparison()), CaseRunner(), GENEROUS) == (result,)
 
 
 def test_what_is_held_when_an_operation_begins() -> None:
@@ -187,7 +187,7 @@ def test_failures_that_look_alike_are_put_together_only_if_one_schedule_shows_bo
         a_result("e.f", wrong_output(again)),
     )
     runner = TwoDefects()
-    done = explain_results(results, lambda check: How(Comparison()), runner, GENEROUS)  # type: ignore[arg-type]
+    done = explain_results(results, lambda check: JudgeSettings(Comparison()), runner, GENEROUS)  # type: ignore[arg-type]
     first, second, third = (result.findings[0] for result in done)
     assert first.cause == third.cause != second.cause
     assert [finding.shortest is not None for finding in (first, second, third)] == [True, True, False]
@@ -205,7 +205,7 @@ def test_failures_in_one_place_have_one_cause_only_if_both_hold_its_schedule() -
     findings = [wrong_output(case) for case in (stale, clipped, again)]
     results = [a_result(f"a.{number}", finding) for number, finding in enumerate(findings)]
     runner = TwoDefects()
-    done = explain_results(results, lambda check: How(Comparison()), runner, GENEROUS)  # type: ignore[arg-type]
+    done = explain_results(results, lambda check: JudgeSettings(Comparison()), runner, GENEROUS)  # type: ignore[arg-type]
     first, second, third = (result.findings[0].cause for result in done)
     assert first == third != second
 
@@ -220,12 +220,12 @@ def test_the_budget_is_runs_and_what_it_does_not_reach_says_so(monkeypatch: pyte
     ]
     clock = itertools.count(0.0, 3600.0)
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    done = explain_results(results, lambda check: How(Comparison()), TwoDefects(), 10.0)  # type: ignore[arg-type]
+    done = explain_results(results, lambda check: JudgeSettings(Comparison()), TwoDefects(), 10.0)  # type: ignore[arg-type]
     assert [finding.unexplained for result in done for finding in result.findings] == ["", ""]
     assert done[0].findings[0].shortest is not None
     assert done[0].findings[0].shortest.complete
     runs = 1 / shrink.RUNS_PER_SECOND
-    done = explain_results(results, lambda check: How(Comparison()), TwoDefects(), runs)  # type: ignore[arg-type]
+    done = explain_results(results, lambda check: JudgeSettings(Comparison()), TwoDefects(), runs)  # type: ignore[arg-type]
     assert [finding.unexplained for result in done for finding in result.findings] == ["", "not examined (time)"]
     assert done[0].findings[0].shortest is not None
     assert not done[0].findings[0].shortest.complete
@@ -246,7 +246,7 @@ def test_a_program_that_hangs_uses_up_the_budget_as_the_time_that_it_costs() -> 
     runner = Hangs()
     (done,) = explain_results(
         [a_result("a.b", wrong_output(stale))],
-        lambda check: How(Comparison()),
+        lambda check: JudgeSettings(Comparison()),
         runner,  # type: ignore[arg-type]
         10.0,
     )
@@ -270,7 +270,7 @@ def test_one_cause_shows_once_where_its_schedule_is_found_only_by_shortening() -
     base = Case(ModelSpec("mlp"), WorldSpec(2), (Forward(Batch(7)), Step(), look))
     other = replace(base, model=ModelSpec("deep_nest"), program=(Forward(Batch(7), "no_grad"), look, Step(), look))
     results = (a_result("a.b", wrong_output(base)), a_result("c.d", wrong_output(other)))
-    done = explain_results(results, lambda check: How(Comparison()), FirstLook(), GENEROUS)  # type: ignore[arg-type]
+    done = explain_results(results, lambda check: JudgeSettings(Comparison()), FirstLook(), GENEROUS)  # type: ignore[arg-type]
     first, second = (result.findings[0] for result in done)
     assert first.cause == second.cause
     assert second.shortest is None

@@ -14,6 +14,7 @@ from fsdp_testing.cases.operations.unusual_backwards import UnusualBackward
 from fsdp_testing.cases.records import (
     Batch,
     FailureKind,
+    Finding,
     Forward,
     ForwardBackward,
     Operation,
@@ -24,7 +25,7 @@ from fsdp_testing.cases.records import (
 )
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.judging.known import CaseFeatures, KnownFailures, Rule, joined, read_known
-from fsdp_testing.judging.signature import Signature
+from fsdp_testing.judging.signature import Signature, signature_of
 from fsdp_testing.judging.tags import tokens
 
 OFF = Signature(FailureKind.DIVERGED, "output", "forward")
@@ -148,7 +149,7 @@ def test_a_rule_of_some_units_knows_what_fails_in_them_alone():
     assert rules.recognize(wrong, CaseFeatures(met, units=("s", ""))) is None
     assert rules.recognize(wrong, met) is rule, "where it failed is not known"
     assert read_known(rules.to_json(), "here") == rules
-    with pytest.raises(InvalidRecord, match="expected one of optional, one_element, got 'any'"):
+    with pytest.raises(InvalidRecord, match="expected one of optional, frozen, one_element, got 'any'"):
         read_known(rules.to_json().replace('"one_element"', '"any"'), "here")
 
 
@@ -160,6 +161,49 @@ def test_a_link_of_an_earlier_version_is_a_page_or_an_issue(link: str, page: str
     text = KnownFailures((STALE,)).to_json().replace('"page": "page"', f'"link": "{link}"')
     (rule,) = read_known(text, "here").rules
     assert (rule.page, rule.issue, rule.link, rule.places) == (page, issue, "", link)
+
+
+def test_an_operation_may_be_either_of_two_and_is_left_out_as_either():
+    rule = Rule(
+        "either", "why", "", (("diverged",),), ("forward[t*|forward[e*", "step"), without="forward[t*|forward[e*"
+    )
+    train = Forward(Batch(1), "train")
+    assert known(rule, EVAL, Step()) and known(rule, train, Step())
+    assert not known(rule, Forward(Batch(1), "no_grad"), Step())
+    assert without(rule, EVAL, train, Step()) == ("step",)
+
+
+def test_a_rule_of_a_parameter_knows_what_fails_in_it_alone():
+    rule = Rule("named", "why", signatures=(("diverged", "gradient"),), parameter="a.*")
+    wrong = Signature(FailureKind.DIVERGED, "gradient", "forward_backward")
+    rules, met = KnownFailures((rule,)), case(micro(1))
+    assert rules.recognize(wrong, CaseFeatures(met, parameter="a.weight")) is rule
+    assert rules.recognize(wrong, CaseFeatures(met, parameter="b.weight")) is None
+    assert rules.recognize(wrong, met) is None, "which it is is not known"
+
+
+def test_a_rule_says_of_each_implementation_what_that_one_shows():
+    ways = (
+        ("diverged", "value"),
+        ("raised", "KeyError", "", "", "torch-*"),
+        ("raised", "ValueError", "step", "why", "ours"),
+    )
+    rule = Rule("several", "why", signatures=ways, on=("torch-ddp", "ours"))
+    assert rule.of("torch-ddp") == Rule(
+        "several", "why", signatures=(("diverged", "value"), ("raised", "KeyError", "", ""))
+    )
+    assert rule.of("ours").signatures == (("diverged", "value"), ("raised", "ValueError", "step", "why"))
+
+
+@pytest.mark.parametrize("place", ["fsdp_testing.programs.ways.", "fsdp_testing.oracle.ways.", ""])
+def test_a_rule_that_names_a_module_of_ours_knows_the_class_wherever_it_is(place: str):
+    """Files of users say where a class was; it has moved since."""
+    rule = Rule("moved", "why", signatures=(("raised", f"{place}DirectoryRefused: rank #"),))
+    wrong = Finding(FailureKind.RAISED, "x", 0, "step", (0,), "it raised", case(micro(1)), message="rank 1: no")
+    met = signature_of(replace(wrong, sort="fsdp_testing.somewhere.else_.DirectoryRefused"))
+    assert met.quantity == "DirectoryRefused: rank #: no"
+    assert known(rule, micro(1), signature=met)
+    assert not known(rule, micro(1), signature=signature_of(replace(wrong, sort="other.DirectoryRefused")))
 
 
 def test_features_alone_know_nothing():

@@ -20,6 +20,7 @@ from fsdp_testing.cases.records import (
     Verdict,
 )
 from fsdp_testing.report.conformance import complete_sheet
+from fsdp_testing.report.drawings.cube import cube_picture
 from fsdp_testing.report.drawings.layout import layout
 from fsdp_testing.report.drawings.live_bytes import live_bytes
 from fsdp_testing.report.drawings.svg import bytes_text, clipped, ticks
@@ -135,3 +136,19 @@ def test_round_numbers_and_sizes() -> None:
     assert list(ticks(0.0)) == list(ticks(float("nan"))) == []
     assert [bytes_text(size) for size in (0, 1000, 1024, 3 * 1024**2)] == ["0 B", "1000 B", "1 KiB", "3 MiB"]
     assert clipped("layers.12.attention.weight", 64) == "…on.weight"
+
+
+@pytest.mark.parametrize(
+    ("counts", "drawn"),
+    [
+        ({"pass": 3}, ["cell holds"]),
+        ({"pass": 2, "fail": 1}, ["cell fails some"]),
+        ({"pass": 2, "unknown": 1}, ["cell unknown some"]),
+        ({"refused": 1}, ["cell refused"]),
+        ({"pass": 1, "refused": 1}, ["cell refused some"]),
+        ({}, []),
+    ],
+)
+def test_a_square_of_the_cube_shows_the_gravest_verdict(counts: dict[str, int], drawn: list[str]):
+    picture = str(cube_picture({"full_shard 2": {"all": counts}}, ["all"], ["full_shard 2"]))
+    assert re.findall(r'class="(cell[^"]*)"', picture) == drawn

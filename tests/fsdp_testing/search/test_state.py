@@ -77,6 +77,14 @@ def test_a_state_that_cannot_be_written_is_a_bad_argument(tmp_path: Path):
         ({"variants": {"not_claimed": 1}}, "variants: expected verdicts"),
         ({"variants": {"pass": "many"}}, r"variants\.pass"),
         ({"reasons": {"1": "why"}}, "reasons"),
+        (
+            {"reasons": {"1": {"text": "why", "looks": ["nonsense"]}}},
+            "reasons.1.looks: expected what a failure looks like",
+        ),
+        (
+            {"reasons": {"1": {"text": "why", "looks": ["died"] * 9}}},
+            "reasons.1.looks: expected what a failure looks like",
+        ),
         ({"version": 9}, "newer fsdp-testing"),
         ({"format": "fsdp_testing/fuzz_state", "version": 3}, "a state of an earlier version, which has none"),
         ({"format": "fsdp_testing/certificate_state", "version": 2}, "a state of an earlier version, which has none"),

@@ -1,4 +1,4 @@
-"""One sharded model on CUDA devices beside the same model in one process on the same device."""
+"""One sharded model on devices beside the same model in one process on the same device."""
 
 from __future__ import annotations
 
@@ -73,6 +73,7 @@ class Pair:
         self.world = world
         self.api = api
         self.device = world.device
+        self.device_module = torch.get_device_module(world.device)
         torch.manual_seed(0)
         made = make().double()
         self.plain = copy.deepcopy(made).to(self.device)
@@ -149,7 +150,7 @@ def pair(world: Any) -> Callable[..., Pair]:
     def make(
         api: str = "orig", strategy: str = "FULL_SHARD", model: Callable[[], nn.Module] = Net, **options: Any
     ) -> Pair:
-        assert world.device.type == "cuda"
+        assert world.device.type != "cpu"
         return Pair(world, api, strategy, model, options)
 
     return make

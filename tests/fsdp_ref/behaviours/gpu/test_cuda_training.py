@@ -1,7 +1,7 @@
 """Training on CUDA devices: the numbers of one process, memory that is freed, streams of its own.
 
-Run by `tox -e gpu`. Over nccl each rank has a device; over gloo-cuda ranks share what there is, so that one device
-shows collectives between several ranks.
+Run by `tox -e gpu`, and by `tox -e sim` on simulated devices. Over nccl each rank has a device; over gloo-cuda ranks
+share what there is, so that one device shows collectives between several ranks.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class OnDevices:
         case.backward(0)
         want = torch.nn.utils.clip_grad_norm_(case.plain.parameters(), 0.01)
         norm = case.clip(0.01)
-        assert norm.device.type == ("cpu" if offload else "cuda")
+        assert norm.device.type == ("cpu" if offload else case.device.type)
         torch.testing.assert_close(norm.cpu(), want.cpu(), **case.CLOSE)
         case.step()
         case.compare()
@@ -179,16 +179,16 @@ class OnDevices:
         sharded = case.units()[0].handle.sharded
         with torch.no_grad():
             case.model(x)  # warms up streams and workspaces
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
+            case.device_module.synchronize()
+            case.device_module.reset_peak_memory_stats()
+            before = case.device_module.memory_allocated()
             case.model(x)
-            torch.cuda.synchronize()
-        assert torch.cuda.memory_allocated() - before == 0
+            case.device_module.synchronize()
+        assert case.device_module.memory_allocated() - before == 0
         assert full_bytes(case.model) == 0
         block_bytes = sum(param.nbytes for param in case.plain.blocks[0].parameters())
         if sharded:
-            grown = torch.cuda.max_memory_allocated() - before
+            grown = case.device_module.max_memory_allocated() - before
             assert block_bytes <= grown <= 4 * block_bytes  # two blocks, what ranks exchange, and room for rounding
             assert {unit.handle.state for unit in case.units() if unit.handle} == {UnitState.SHARDED}
 
@@ -197,8 +197,8 @@ class OnDevices:
 
         def held() -> int:
             gc.collect()
-            torch.cuda.synchronize()
-            return torch.cuda.memory_allocated()
+            case.device_module.synchronize()
+            return case.device_module.memory_allocated()
 
         sizes = []
         for seed in range(12):
@@ -212,7 +212,7 @@ class OnDevices:
         case.train(1)
         with watch_collectives() as seen:
             case.backward(1)
-        default = torch.cuda.current_stream().cuda_stream
+        default = case.device_module.current_stream().stream_id
         gathers = {call.stream for call in seen if call.op == "all_gather"}
         reductions = {call.stream for call in seen if call.op != "all_gather"}
         assert len(reductions) == 1
@@ -265,11 +265,11 @@ def test_evaluation_does_not_wait_for_the_device(pair, api) -> None:
     x = case.inputs(0)[0]
     with torch.no_grad():
         case.model(x)
-        torch.cuda.set_sync_debug_mode("error")
+        case.device_module.set_sync_debug_mode("error")
         try:
             case.model(x)
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            case.device_module.set_sync_debug_mode("default")
 
 
 @pytest.mark.world([1, 2], backend="nccl")
@@ -283,11 +283,11 @@ def test_a_step_does_not_stop_the_host(pair, api, strategy) -> None:
         case.clip(1.0)
         optimizer.step()
         optimizer.zero_grad()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    case.device_module.synchronize()
+    case.device_module.set_sync_debug_mode("error")
     try:
         case.model(inputs[2]).square().mean().backward()
         case.clip(1.0)
         optimizer.step()
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        case.device_module.set_sync_debug_mode("default")

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, find, given, settings
 from fsdp_testing.adapters import registry
 from fsdp_testing.cases.drawing import FEATURES, CaseDrawer, Scope, SeededChoices, cases, legal_case, needs_of_case
 from fsdp_testing.cases.operations import OPERATIONS
-from fsdp_testing.cases.records import Case, Clip, Freeze, Thaw
+from fsdp_testing.cases.records import Batch, Case, Clip, ForwardBackward, Freeze, ModelSpec, Thaw, WorldSpec
 from fsdp_testing.errors import InvalidArgument, InvalidImplementation
 
 BUILT_IN = ("torch-ddp", "torch-fsdp1", "torch-fsdp1-flat", "torch-fsdp2", "single-process")
@@ -28,6 +28,13 @@ def test_a_case_asks_for_claimed_capabilities_only_and_is_legal(name: str):
         assert needs_of_case(case) <= claimed
         assert legal_case(case, claimed) == case
         assert case.program
+
+
+def test_a_model_that_changes_its_weights_in_forward_is_drawn_only_where_that_is_claimed():
+    """A campaign on FSDP1, which claims no such thing, called its refusal a finding."""
+    case = Case(ModelSpec("self_clipping"), WorldSpec(2), (ForwardBackward(Batch(1)),))
+    assert "forward_edits" in needs_of_case(case)
+    assert "forward_edits" not in registry.load("torch-fsdp1").capabilities
 
 
 def test_a_case_survives_its_document():

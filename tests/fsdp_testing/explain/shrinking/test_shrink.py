@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -57,6 +58,7 @@ class Pretended(CaseRunner):
         return results
 
 
+@functools.cache  # drawing takes longer than what is asked of the cases
 def drawn(count: int, scope: Scope = Scope()) -> list[Case]:
     drawer = CaseDrawer(scope)
     return [drawer.draw(SeededChoices(seed)) for seed in range(count)]
@@ -144,7 +146,7 @@ def test_layouts_that_a_failure_does_not_need_are_left_out(needed: tuple[str, ..
     assert found == 2
 
 
-@pytest.mark.parametrize("kind", ["one_raised", "died", "hung", "uncoordinated"])
+@pytest.mark.parametrize("kind", ["died", "hung"])
 def test_a_failure_that_costs_the_ranks_is_met_rarely(kind: str):
     """Deleting one part at a time would meet it once for each of them."""
     signature = Signature(kind, "", "step")

@@ -18,13 +18,15 @@ from fsdp_testing.cases.records import Case, FailureKind, Judgement, Step, Verdi
 from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.judging.checkers.explain import finding
-from fsdp_testing.judging.known import KnownFailures, Rule
+from fsdp_testing.judging.known import CaseFeatures, KnownFailures, Rule
 from fsdp_testing.judging.signature import Signature, signature_of
 from fsdp_testing.judging.tags import tokens
 from fsdp_testing.ranks.pool import default_pool
 from fsdp_testing.search import investigation
 from fsdp_testing.search.campaign.campaign import Campaign, Plan
+from fsdp_testing.search.campaign.case_queue import QueuedCase
 from fsdp_testing.search.campaign.tally import CampaignTally
+from fsdp_testing.search.campaign.writing import write_discovery
 
 SOME = {
     "faults_gradients:SumForMean": "as if the sum over ranks were divided by 1 instead of 2",
@@ -68,7 +70,22 @@ def test_a_finding_that_cannot_be_explained_is_kept_without_a_cause(monkeypatch:
     monkeypatch.setattr(investigation, "cause_of", fails)
     asker = investigation.Investigator("torch-ddp", lambda case: case, lambda case: True, 1.0)
     with pytest.warns(RuntimeWarning, match="torch-ddp: a finding is not explained: ZeroDivisionError: in the expl"):
-        assert asker._cause(CaseRunner(default_pool()), None) == ""  # type: ignore[arg-type]
+        assert asker._cause(CaseRunner(default_pool()), case(micro(1))) == ""
+
+
+def test_equal_micro_batches_are_told_apart_before_the_cause_is_looked_for(monkeypatch: pytest.MonkeyPatch):
+    """What zero_grad leaves of a gradient was "2 times what is due", and so no known failure, where both were equal."""
+    asked: list[Case] = []
+
+    def cause_of(_runner: object, _name: str, met: Case) -> str:
+        asked.append(met)
+        return "" if len(asked) == 1 else "it is there"
+
+    monkeypatch.setattr(investigation, "cause_of", cause_of)
+    asker = investigation.Investigator("torch-ddp", lambda case: case, lambda case: True, 1.0)
+    met = case(micro(1), ZeroGrad(), micro(1))
+    assert asker._cause(CaseRunner(default_pool()), met) == "it is there"
+    assert asked == [case(micro(1), ZeroGrad(), micro(2)), met]
 
 
 def test_nothing_is_found_where_nothing_is(tmp_path: Path):
@@ -129,6 +146,22 @@ def test_a_known_failure_is_counted_and_one_whose_example_passes_is_dropped(tmp_
     assert healthy.gone == [first.name]
 
 
+def test_what_an_earlier_run_found_is_a_failure_each_time_it_is_met(tmp_path: Path):
+    """Also where it is known by its looks alone, and its example did not run this time."""
+    met = case(micro(1))
+    off = finding(met, FailureKind.DIVERGED, "gradient", 0, "off", ranks=(0,))
+    earlier = Discovery("toy:UNBROKEN", signature_of(off), met, met, "off")
+    write_discovery(earlier, tmp_path)
+    adapter = registry.load("toy:UNBROKEN")
+    run = Campaign(
+        Plan(adapter, Scope(adapter.capabilities), tmp_path), default_pool(), lambda _: None, lambda *_: None
+    )
+    number = run._verdicts.add_case()
+    assert not run._take_result(QueuedCase(met, number), JudgedCase(met, Judgement(Verdict.FAIL, off)))
+    assert (run.tally.known[earlier.name], run.tally.found_before[earlier.name]) == (1, 1)
+    assert run.tally.exit_code == 1
+
+
 @pytest.mark.parametrize(("without", "known"), [(Verdict.PASS, True), (Verdict.FAIL, False), (Verdict.UNKNOWN, False)])
 def test_wrong_numbers_without_a_cause_are_known_where_they_are_gone_without_what_brings_them_about(
     without: Verdict, known: bool
@@ -145,7 +178,7 @@ def test_wrong_numbers_without_a_cause_are_known_where_they_are_gone_without_wha
         return [SimpleNamespace(verdict=without)]
 
     runner = SimpleNamespace(impatient=lambda: SimpleNamespace(judge_batch=judge_batch))
-    kept = SimpleNamespace(signature=looks, case=failing, judgement=SimpleNamespace(operation=2), units=None)
+    kept = SimpleNamespace(signature=looks, case=failing, features=CaseFeatures(failing, 2))
     investigator = investigation.Investigator("it", shape=lambda other: other, fair=lambda _: True, seconds=1.0)
     assert (investigator._gone_without(runner, kept, KnownFailures((rule,))) is rule) is known
     assert [operation.kind for operation in ran[0].program] == ["forward_backward", "step"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from fsdp_testing.search.certificate.axes import CLEARING, EVERY_RANK, WORLDS, C
 from fsdp_testing.search.certificate.cases import case_of
 from fsdp_testing.search.certificate.causes import CauseFinder
 from fsdp_testing.search.certificate.certify import CellRunner, Certificate, Judged, Plan
-from fsdp_testing.search.certificate.cube import jobs
+from fsdp_testing.search.certificate.cube import Job, jobs
 from fsdp_testing.search.state import Reason
 
 STRATEGIES = ("full_shard", "hybrid_shard")
@@ -183,6 +184,17 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path):
     assert (again.earlier, again.verdicts.letters) == (0, "." * 16)
 
 
+@cache
+def drawn(sample: int, shard: tuple[int, int]) -> list[Job]:
+    return jobs(CellRunner(registry.load("small_faults:UNBROKEN"), CaseRunner(default_pool())).claimed, sample, shard)
+
+
+@pytest.fixture
+def cells_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cube takes seconds to write down, and is the same for each of these certificates."""
+    monkeypatch.setattr(certify, "jobs", lambda _claimed, sample, shard: drawn(sample, shard))
+
+
 FAILED = Reason("gradient of a.w is off", ("diverged", "gradient", "end"))
 
 
@@ -197,6 +209,7 @@ def kept(folder: Path) -> Certificate:
     return made
 
 
+@pytest.mark.usefixtures("cells_once")
 def test_what_was_unknown_is_asked_again_and_what_is_complete_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -215,6 +228,7 @@ def test_what_was_unknown_is_asked_again_and_what_is_complete_is_made_anew(
     assert certificate("UNBROKEN", tmp_path, sample=16).verdicts.letters == "." * 16
 
 
+@pytest.mark.usefixtures("cells_once")
 def test_a_cell_of_which_nothing_is_said_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(CellRunner, "run", lambda *_: [])
     verdicts = certificate("UNBROKEN", tmp_path, sample=4).run()
@@ -224,6 +238,7 @@ def test_a_cell_of_which_nothing_is_said_is_unknown(tmp_path: Path, monkeypatch:
     )
 
 
+@pytest.mark.usefixtures("cells_once")
 def test_a_state_of_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     kept(tmp_path)
     for name, plan, message in (
@@ -238,11 +253,13 @@ def test_a_state_of_something_else_is_refused(tmp_path: Path, monkeypatch: pytes
         certificate("UNBROKEN", tmp_path, sample=16)
 
 
+@pytest.mark.usefixtures("cells_once")
 @pytest.mark.parametrize(
     "damage",
     [
         {"verdicts": "pf."},
         {"verdicts": "-" * 16},
+        {"verdicts": "e" * 12 + "...."},
         {"reasons": {}},
         {"reasons": {"1": {"text": "why", "looks": [], "confirmed": False}}},
         {"verdicts": "pff" + "." * 13},

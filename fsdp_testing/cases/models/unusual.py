@@ -1,0 +1,294 @@
+"""Models with buffers, with parts that get no gradient, and with outputs other than one fresh tensor."""
+
+# mypy: disable-error-code="no-any-return"
+# Calling a module gives Any in torch's annotations, and every forward here returns what a module gave.
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_testing.cases.models.model import (
+    Family,
+    Inputs,
+    MakeInput,
+    Wired,
+    features,
+    float_input,
+    generator,
+    layers,
+    tensors_in,
+)
+from fsdp_testing.cases.models.plain import square
+from fsdp_testing.cases.models.tree_layers import pack
+
+ZOO = Family()
+
+# -------------------------------------------------------------------------------------------------------- buffers
+
+
+class Shifted(nn.Module):
+    """A layer with a saved and an unsaved floating-point buffer, and a counter of its training forwards."""
+
+    offset: torch.Tensor
+    count: torch.Tensor
+
+    def __init__(self, name: str, key: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self._own = name
+        draw = generator(key)
+        self.register_buffer("offset", torch.randn(5, generator=draw))
+        self.register_buffer(name, torch.randn(5, generator=draw), persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.count += 1
+        own = self.get_buffer(self._own)
+        return self.linear(x + self.offset.to(x.dtype)) * torch.cos(own.to(x.dtype))
+
+
+class TableOnly(nn.Module):
+    """Buffers and no parameter; one of them is boolean."""
+
+    table: torch.Tensor
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(5, generator=generator(3)))
+        self.register_buffer("mask", torch.tensor([True, False, True, True, False]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.where(self.mask, x, x * self.table.to(x.dtype))
+
+
+@ZOO.model("buffers", float_input(5), ("first", "second", "plain"), "buffers uneven", "buffers")
+def buffers() -> nn.Module:
+    """Saved and unsaved, floating-point, integer and boolean buffers, with equal and with distinct names."""
+    return Wired(
+        lambda m, x: m.second(torch.tanh(m.first(m.plain(x)))),
+        first=Shifted("alpha", 1),
+        second=Shifted("beta", 2),
+        plain=TableOnly(),
+    )
+
+
+@ZOO.model("batch_norm", float_input(5), ("first", "second"), "buffers rank_local_buffers uneven", "buffers")
+def batch_norm() -> nn.Module:
+    """Batch statistics: buffers that each rank computes from its own inputs."""
+
+    def flow(m: Any, x: torch.Tensor) -> torch.Tensor:
+        # An empty batch has no statistics; torch refuses one, so the layer is passed by.
+        hidden = m.first(x)
+        return m.second(torch.tanh(m.norm(hidden) if len(x) > 1 or not m.training else hidden))
+
+    return Wired(flow, first=nn.Linear(5, 6), norm=nn.BatchNorm1d(6), second=nn.Linear(6, 5))
+
+
+# ------------------------------------------------------------------------------------- parts without a gradient
+
+
+def _with_use(width: int, default: tuple[bool, ...]) -> MakeInput:
+    def make_input(
+        seed: int,
+        rank: int,
+        step: int,
+        batch: int,
+        dtype: torch.dtype,
+        *,
+        use: tuple[bool, ...] | None = None,
+        **_: Any,
+    ) -> Inputs:
+        x = features(seed, rank, step, (batch, width), dtype)
+        return Inputs((x,), {"use": tuple(default if use is None else use)})
+
+    return make_input
+
+
+def _adapted(*frozen: str) -> nn.Module:
+    model = Wired(
+        lambda m, x: m.head(m.body(torch.tanh(m.stem(x)))),
+        stem=square(6),
+        body=layers(square(6), square(6)),
+        head=square(6),
+    )
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
+    return model
+
+
+@ZOO.model("frozen_body", float_input(6), ("stem", "body", "head"), "frozen", "frozen_parameters")
+def frozen_body() -> nn.Module:
+    """A frozen unit behind a trainable one, so that gradients pass through it."""
+    return _adapted("body")
+
+
+@ZOO.model("frozen_stem", float_input(6), ("stem", "body", "head"), "frozen", "frozen_parameters")
+def frozen_stem() -> nn.Module:
+    """The first units are frozen: nothing that enters them needs a gradient."""
+    return _adapted("stem", "body")
+
+
+@ZOO.model(
+    "frozen_bias",
+    float_input(5),
+    ("layers.0", "layers.1", "layers.2"),
+    "frozen uneven",
+    "frozen_parameters frozen_mixed_unit",
+)
+def frozen_bias() -> nn.Module:
+    """Trainable and frozen parameters inside one unit."""
+    made = [square(5) for _ in range(3)]
+    for layer in made:
+        layer.bias.requires_grad_(False)
+    return layers(*made)
+
+
+@ZOO.model(
+    "conditional",
+    _with_use(6, (True, False, True)),
+    ("trunk", "branches.0", "branches.1", "branches.2", "never"),
+    "unused conditional",
+    "unused_parameters",
+    input_options={"use": ((True, False, True), (True, True, True), (False, True, False), (False, False, False))},
+)
+def conditional() -> nn.Module:
+    """Units that run or not, as each input says; one that never runs."""
+
+    def flow(m: Any, x: torch.Tensor, use: tuple[bool, ...]) -> torch.Tensor:
+        x = torch.tanh(m.trunk(x))
+        for branch, used in zip(m.branches, use):
+            if used:
+                x = x + torch.tanh(branch(x))
+        return x
+
+    branches = nn.ModuleList(square(6) for _ in range(3))
+    return Wired(flow, trunk=square(6), branches=branches, never=square(6))
+
+
+class Gated(nn.Module):
+    """A layer with an optional correction, weighted so that its gradient is not that of the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(5, 5)
+        self.sometimes = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        return self.always(x) + 0.5 * self.sometimes(x) if use else self.always(x)
+
+
+@ZOO.model(
+    "partly_used",
+    _with_use(5, (True, False)),
+    ("first", "second"),
+    "unused conditional uneven",
+    "unused_parameters",
+    input_options={"use": ((True, False), (True, True), (False, True), (False, False))},
+)
+def partly_used() -> nn.Module:
+    """Units that always run, with parameters inside that are used or not."""
+    flow = lambda m, x, use: m.second(torch.tanh(m.first(x, use[0])), use[1])
+    return Wired(flow, first=Gated(), second=Gated())
+
+
+@ZOO.model("unused_output", float_input(6), ("kept", "dropped", "last"), "unused", "unused_parameters")
+def unused_output() -> nn.Module:
+    """A unit whose output the loss does not see."""
+
+    def flow(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(m.kept(x))
+        m.dropped(x)
+        return m.last(x)
+
+    return Wired(flow, kept=square(6), dropped=square(6), last=square(6))
+
+
+# -------------------------------------------------------------------------------------------------------- outputs
+
+
+@ZOO.model(
+    "containers",
+    float_input(5),
+    ("stem", "heads", "last"),
+    "containers uneven",
+    "container_outputs",
+    arguments={"container": ("tuple", "list", "dict", "nested", "named_tuple", "dataclass")},
+)
+def containers(container: str = "tuple") -> nn.Module:
+    """Units and model return tensors in a container."""
+
+    def two(m: Any, x: torch.Tensor) -> Any:
+        return pack(container, m.mean(x), torch.tanh(m.spread(x)))
+
+    def flow(m: Any, x: torch.Tensor) -> Any:
+        # What comes before a unit makes its weights take part in the backward pass.
+        mean, spread = tensors_in(m.heads(torch.tanh(m.stem(x))))
+        return pack(container, m.last(mean), spread * mean)
+
+    return Wired(flow, stem=square(5), heads=Wired(two, mean=square(5), spread=square(5)), last=square(5))
+
+
+@ZOO.model("opaque_output", float_input(5), ("stem", "heads", "last"), "containers uneven", "opaque_outputs")
+def opaque_output() -> nn.Module:
+    """Units and model return tensors inside an object of a class of their own."""
+    return containers("opaque")
+
+
+class Remembering(nn.Module):
+    """Keeps an intermediate result on itself."""
+
+    hidden: torch.Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.outer = nn.Linear(6, 6)
+        self.hidden = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden = torch.tanh(self.inner(x))
+        return torch.tanh(self.outer(self.hidden))
+
+    def take(self) -> torch.Tensor | None:
+        """Return what forward kept, once. A method: an attribute that is set through a wrapper may stay on the wrapper."""
+        kept, self.hidden = self.hidden, None  # else the graph of this step would live until the next
+        return kept
+
+
+@ZOO.model(
+    "cached_intermediate",
+    float_input(6),
+    ("stem", "unit", "last"),
+    "bypass",
+    "loss_bypasses_output",
+    arguments={"bypass": (True, False)},
+)
+def cached_intermediate(*, bypass: bool = True) -> nn.Module:
+    """The loss reaches a unit through a tensor that it kept, not through its output."""
+
+    def flow(m: Any, x: torch.Tensor) -> torch.Tensor:
+        returned = m.unit(torch.tanh(m.stem(x)))
+        kept = m.unit.take()
+        if kept is None:
+            raise RuntimeError("the unit kept nothing")
+        return m.last(kept if bypass else kept + returned)
+
+    return Wired(flow, stem=square(6), unit=Remembering(), last=square(6))
+
+
+@ZOO.model("view_output", float_input(6), ("stem", "unit", "last"), "view_output", "inplace_on_output")
+def view_output() -> nn.Module:
+    """A unit returns a view that its caller changes in place."""
+
+    def flow(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = m.unit(torch.tanh(m.stem(x)))
+        y += x
+        return m.last(torch.tanh(y))
+
+    viewed = Wired(lambda m, x: m.outer(torch.tanh(m.inner(x)))[:, :6], inner=nn.Linear(6, 12), outer=square(12))
+    return Wired(flow, stem=square(6), unit=viewed, last=square(6))
