@@ -113,6 +113,7 @@ def run_each(
             # As soon as the case is over: a rank that dies in the next one has reported this one.
             record_stream.append(file, record)
             error = record.observation.error
+            # What a case left changed reaches into the next one, and ranks that raised apart cannot meet in it.
             if record.leaks or (error is not None and not everyone_raised(directory, world, index, error)):
                 return Failed(index + 1)
         # Once, at the end: a collection for each case would cost more than the case.

@@ -155,6 +155,7 @@ def ask_here(adapter: Adapter, case: Case, ranks: Sequence[RankObservation], *, 
     comparison = comparison_for(case, adapter)
     if not comparison.lockstep:
         compared = fast_path_agrees(_undisturbed(case, observe_all=observe_all), ranks, comparison)
+        # Nothing compared is not cleared either: the full comparison has to say why.
         if compared > 0:
             return Numbers(Compared(comparisons=compared), fast=True)
         return compare_numbers(case, oracle.expect_free(case, observe_all=observe_all), ranks, comparison)

@@ -85,6 +85,7 @@ def capacity(largest: int, processors: int | None = None) -> Capacity:
         limits[f"{allowed} processes and threads are allowed, a rank has about {_TASKS_OF_A_RANK}"] = (
             allowed // _TASKS_OF_A_RANK
         )
+    # The narrowest of all limits is the one that a user is told.
     reason = min(limits, key=lambda name: limits[name])
     return Capacity(
         largest,
@@ -116,6 +117,7 @@ def in_order(tasks: Sequence[Callable[[], A]], jobs: int, interrupt: Callable[[]
         interrupt: Called if the iteration ends early (Ctrl-C, a task that raised): makes tasks under way end soon. Tasks that
             have not begun are not called then, and no thread is left.
     """
+    # In the calling thread: Ctrl-C ends the task itself, and no thread has to be told.
     if jobs == 1:
         yield from (task() for task in tasks)
         return

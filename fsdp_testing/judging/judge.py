@@ -103,6 +103,7 @@ def lost_ranks(case: Case, outcome: WorldOutcome) -> Judgement:
     fate = next((candidate for candidate in (Fate.DIED, Fate.RAISED, Fate.HUNG) if candidate in fates), None)
     if fate is None and isinstance(outcome.diagnosis, _RANKS_DISAGREE):
         return Judgement(Verdict.FAIL, _different_collectives(case, outcome.cause, outcome.describe()))
+    # Neither dead nor hung: what raised here is nobody's program, and says nothing of the implementation.
     if outcome.ok or fate not in (Fate.DIED, Fate.HUNG):
         why = outcome.cause or "a rank reported nothing of it"
         return Judgement(Verdict.UNKNOWN, reason=why, detail=outcome.describe())
@@ -189,6 +190,7 @@ def _leaked(case: Case, leak: str, rank: int, *, sort: str) -> Finding:
 
 def _undecided(case: Case, numbers: Numbers) -> Judgement | None:
     """Why nothing is known although nothing refutes."""
+    # What keeps the oracle from deciding comes first: it may be why nothing was compared.
     reason = numbers.problem
     if not reason and not numbers.tally.comparisons:
         reason = "nothing was compared"

@@ -63,6 +63,7 @@ class Worlds:
                 outcome = world.execute(job, arguments, timeout=timeout, name=name, lasting=lasting)
                 with self._lock:
                     self.lost += not outcome.ok
+                # While it is on loan: nobody else is lent a world that is about to leave.
                 if lasting:
                     self._limit_batches(world)
                 return outcome

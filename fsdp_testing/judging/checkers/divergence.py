@@ -106,6 +106,7 @@ class Compared:
 
     def within(self, point: ExpectedPoint, quantity: Quantity, ranks: tuple[int, ...], difference: Difference) -> None:
         """Record a comparison that passed, and mark it undecided if the bound was too wide to mean anything."""
+        # Of what passed alone: a divergence would hide how near the rest came to its bounds.
         self.worst_ratio = max(self.worst_ratio, difference.ratio)
         if difference.error == 0.0 and not difference.blank:
             return

@@ -92,6 +92,7 @@ def held_while_used(case: Case, ranks: Sequence[TracedObservation]) -> Finding |
         for position, event, owner, gathered in uses:
             if owner in gathered:
                 continue
+            # Backward is seen before its unit is gathered: what comes next for the unit decides, a gather or another free.
             changes = (e.transition for e in rank.events[position:] if isinstance(e, UnitEvent) and e.unit == owner)
             again = next((change for change in changes if change in ("gather", "free")), "") == "gather"
             if event.moment == "post_forward" or not again:
@@ -219,6 +220,7 @@ def _uses(rank: TracedObservation) -> Iterator[tuple[int, AutogradEvent, str, se
     last: dict[str, str] = {}
     for position, event in enumerate(rank.events):
         if isinstance(event, UnitEvent):
+            # In the order of events: what is gathered at a use is what was gathered before it and not freed since.
             if event.transition == "gather":
                 gathered.add(event.unit)
             elif event.transition == "free":

@@ -85,6 +85,7 @@ class _WrongCall(NamedTuple):
 
 def _wrong(case: Case, rank: HookedObservation, units: int, dtype: str) -> Iterator[_WrongCall]:
     due = rank.expected_squares or {}
+    # Missing and needless calls first: sums over too few or too many calls would only repeat that.
     for index in range(len(case.program)):
         count = sum(call.operation == index for call in rank.calls)
         expected = units if index in due else 0

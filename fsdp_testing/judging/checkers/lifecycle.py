@@ -45,6 +45,7 @@ def unsharded_before(history: History, operation: int) -> dict[str, tuple[int, .
     for rank in range(len(history.ranks)):
         gathered: dict[str, bool] = {}
         for event in history.units(rank):
+            # The last transition before the operation decides; what happens during it comes too late.
             if event.operation < operation and event.transition in ("gather", "free"):
                 gathered[event.unit] = event.transition == "gather"
         for unit in sorted(unit for unit, open_now in gathered.items() if open_now):

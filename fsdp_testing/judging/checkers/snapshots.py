@@ -168,6 +168,7 @@ class StateCheck:
         filled = {
             rank for rank, parameter in self._observed(quantity.name) if any(p.stop > p.start for p in parameter.pieces)
         }
+        # Ranks without elements of a parameter need no state of it.
         if filled & set(without):
             ranks = tuple(sorted(filled & set(without)))
             self._report(FailureKind.MISSING, quantity, ranks, "is not there, although other ranks have one")
