@@ -101,7 +101,7 @@ _NOT_SEEN = (
 def _words(factor: float, size: int, passes: int) -> str:
     of_ranks = "" if size == 1 else "the mean over ranks of "
     of_passes = f"the sum of {passes} backward passes" if passes > 1 else "the backward pass"
-    known = {1.0: f"{of_ranks}{of_passes}", 1 / passes: f"{of_ranks}the mean of {passes} backward passes"}
+    known = {1 / passes: f"{of_ranks}the mean of {passes} backward passes"} | {1.0: f"{of_ranks}{of_passes}"}
     known |= {float(size): f"the sum over ranks of {of_passes}"} if size > 1 else {}
     near = [words for value, words in known.items() if abs(factor / value - 1) < _SAME]
     return near[0] if near else f"{factor:.6g} times {of_ranks}{of_passes}"
