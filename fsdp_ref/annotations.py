@@ -94,7 +94,7 @@ def units_under(root: nn.Module) -> list[tuple[str, nn.Module, Unit]]:
 
     A replicated subtree belongs to another parallelism, units inside it included (pytorch PR 91044).
     """
-    found: dict[nn.Module, tuple[str, nn.Module, Unit]] = {}
+    units: dict[nn.Module, tuple[str, nn.Module, Unit]] = {}
     for name, module in walk(root, is_replicated):
         if is_replicated(module):
             if module is root:
@@ -102,8 +102,8 @@ def units_under(root: nn.Module) -> list[tuple[str, nn.Module, Unit]]:
             continue
         unit = unit_of(module)
         if unit is not None:
-            found.setdefault(module, (name, module, unit))
-    return list(found.values())
+            units.setdefault(module, (name, module, unit))
+    return list(units.values())
 
 
 def units_in(root: nn.Module) -> list[Unit]:

@@ -34,8 +34,8 @@ def in_forward(root: Root, unit: Unit) -> None:
     for following in targets:
         handle = following.handle
         # Gathered, on its way, running, or without bytes. One of another tree has streams and an order of its own.
-        asked = following.life.state is not UnitState.SHARDED or following.ahead is Ahead.PREFETCH
-        if handle.empty or asked or following.root is not root:
+        under_way = following.life.state is not UnitState.SHARDED or following.ahead is Ahead.PREFETCH
+        if handle.empty or under_way or following.root is not root:
             continue
         # What its own forward would do before its gather: nothing may change between this gather and that forward.
         if following.config.full_precision_in_eval:
@@ -57,6 +57,6 @@ def in_backward(root: Root, unit: Unit, moment: BackwardPrefetch) -> None:
     else:
         return
     for following in targets:
-        asked = following.ahead is Ahead.PREFETCH or following.life.state is UnitState.BACKWARD
-        if following.awaits_backward and not asked and following.root is root:
+        under_way = following.ahead is Ahead.PREFETCH or following.life.state is UnitState.BACKWARD
+        if following.awaits_backward and not under_way and following.root is root:
             following.unshard(Ahead.PREFETCH)

@@ -148,15 +148,15 @@ def sites_below(module: nn.Module, params: Iterable[nn.Parameter]) -> list[Manag
     """Find every place of ``params`` (compared by identity) below ``module``.
 
     Returns:
-        One entry per parameter found, in the order of ``named_modules`` with duplicates, then of registration. A place that
+        One entry per parameter places, in the order of ``named_modules`` with duplicates, then of registration. A place that
         has several names is one place.
     """
     wanted = set(params)
-    found: dict[nn.Parameter, tuple[dict[tuple[nn.Module, str], ParamSite], list[str]]] = {}
+    places: dict[nn.Parameter, tuple[dict[tuple[nn.Module, str], ParamSite], list[str]]] = {}
     for prefix, submodule in module.named_modules(remove_duplicate=False):
         for name, param in submodule.named_parameters(recurse=False, remove_duplicate=False):
             if param in wanted:
-                sites, names = found.setdefault(param, ({}, []))
+                sites, names = places.setdefault(param, ({}, []))
                 names.append(join_fqn(prefix, name))
                 sites.setdefault((submodule, name), ParamSite(submodule, name, names[-1]))
-    return [ManagedParam(param, tuple(sites.values()), tuple(names[1:])) for param, (sites, names) in found.items()]
+    return [ManagedParam(param, tuple(sites.values()), tuple(names[1:])) for param, (sites, names) in places.items()]

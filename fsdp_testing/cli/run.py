@@ -26,6 +26,7 @@ from fsdp_testing.errors import BackendUnavailable, InvalidArgument
 
 if TYPE_CHECKING:
     from fsdp_testing.cases.records import RunReport
+    from fsdp_testing.report.sheet import Sheet
     from fsdp_testing.report.terminal import Output
 
 INTERRUPTED = 130
@@ -123,20 +124,26 @@ def execute(options: argparse.Namespace) -> int:
     report = replace(report, own_names=own)
     if not interrupted:
         return present_report(report, options, console, paths)
-    present_report(report, options, console, {})
     # A report of half a run must not replace one of a whole run.
-    console.say("interrupted: this is what was known by then; no file was written", style="bold red")
-    return INTERRUPTED
+    ending = "interrupted: this is what was known by then; no file was written"
+    sheet = replace(_printed(report, options), exit_code=INTERRUPTED, conclusion=ending)
+    return present(sheet, console, {}, {}, full=options.full)
 
 
 def present_report(report: RunReport, options: argparse.Namespace, console: Output, paths: Mapping[str, Path]) -> int:
     """Print a report, write it in the forms that are asked for, and return its exit code."""
-    from fsdp_testing.report.conformance import complete_sheet, short_sheet
+    from fsdp_testing.report.conformance import complete_sheet
     from fsdp_testing.report.junit import junit_text
 
     texts = {"--json": lambda: report.to_json(indent=1) + "\n", "--junit": lambda: junit_text(report)}
-    sheet = complete_sheet(replace(report, own_names={})) if options.full else short_sheet(report)
+    sheet = _printed(report, options)
     return present(sheet, console, paths, texts, page=lambda: complete_sheet(report), full=options.full)
+
+
+def _printed(report: RunReport, options: argparse.Namespace) -> Sheet:
+    from fsdp_testing.report.conformance import complete_sheet, short_sheet
+
+    return complete_sheet(replace(report, own_names={})) if options.full else short_sheet(report)
 
 
 def check_backend(name: str, size: int) -> None:

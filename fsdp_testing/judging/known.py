@@ -306,14 +306,6 @@ class KnownFailures:
             if rule.example is not None
         ]
 
-    def counter_examples(self) -> list[tuple[Rule, Case]]:
-        """Return the rules that have a case which passes and is not theirs, with it."""
-        return [
-            (rule, Case.from_json(rule.unlike, f"what is unlike known failure {rule.name}"))
-            for rule in self.rules
-            if rule.unlike is not None
-        ]
-
     def to_json(self) -> str:
         """Return the rules as a JSON document, one line for each field of a rule."""
         rules = ",\n".join(_rule_json(rule) for rule in self.rules)

@@ -1,4 +1,4 @@
-"""Does a training script, a function or a model compute on N ranks what it computes in one process?
+"""The judgement whether a training script, a function or a model computes on N ranks what it computes in one process.
 
 Three ways to start, each a module: `script` (`fsdp-verify train`, `check_script`), `function` (`check_training`) and `model`
 (`check_model`, with `model_families` and `with_accelerate`). What follows is one.

@@ -1,4 +1,4 @@
-"""What was a forward given? A digest of each row, and copies that outlive the step."""
+"""What a forward was given: a digest of each row, and copies that outlive the step."""
 
 from __future__ import annotations
 

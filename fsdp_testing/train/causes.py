@@ -1,4 +1,4 @@
-"""Why does a world train otherwise than the reference world, or its ranks otherwise than one another? Pure.
+"""Why a world trains otherwise than the reference world, or its ranks otherwise than one another. Pure.
 
 The one table of causes: `of_difference`, `of_disagreement` and `wrong_in_itself` ask in their order. Only what was seen is named.
 """

@@ -1,4 +1,4 @@
-"""Is a training right on a number of ranks? One examined run, beside one reference world, whichever way it is started.
+"""The judgement of a training on a number of ranks: one examined run beside one reference world, whichever way it is started.
 
 The reference world runs twice: it must repeat itself. Each other world runs once. Scripts take rows of their own: where a world
 sees the same rows at each step as one process does, the two runs are compared as they are; otherwise one process runs the script

@@ -1,4 +1,4 @@
-"""What of two runs has to agree? Losses may be read in several ways, and gradients and rates may differ by one factor. Pure."""
+"""What of two runs has to agree: losses may be read in several ways, gradients and rates may differ by one factor. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where do two runs differ first, beyond what roundings may do? Pure comparison of named tensors, step by step."""
+"""The first difference of two runs, beyond what roundings may do. Pure comparison of named tensors, step by step."""
 
 from __future__ import annotations
 

@@ -76,7 +76,8 @@ def control(run: WholeRun) -> Control:
     for step in _steps(run):
         names = frozenset(step.got)
         wrong, factor = _wrong(step, run.size, previous.get(names))
-        previous[names] = step.got
+        stepped = {name: run.quantities.get(Quantity(Kind.GRADIENT, name), []) for name in names}
+        previous[names] = {n: v[step.number].double().reshape(-1) for n, v in stepped.items() if step.number < len(v)}
         # What was cleared before the first step alone may have been run to warm up.
         warm_up |= bool(wrong) and step.number == 0 and any(step.sample.cleared)
         sentences[step.number] = sentences.get(step.number) or wrong

@@ -1,4 +1,4 @@
-"""By which conventions are N ranks not one process, and not meant to be? One process can be made to follow them, too.
+"""Conventions by which N ranks are not one process, and are not meant to be. One process can be made to follow them, too.
 
 They are never followed by themselves: a verdict names the one that is seen, and who means it accepts it by name.
 """

@@ -1,4 +1,4 @@
-"""Do a world and the reference world compute the same? The one decision on a script, a function or a model.
+"""The one decision on a script, a function or a model: whether a world and the reference world compute the same.
 
 Losses and logged numbers come last: they are judged by what they mean where everything that trains agrees.
 """

@@ -1,4 +1,4 @@
-"""What does DeepSpeed hold of a model, its gradients and its optimizer's state? Read through its own public accessors.
+"""What DeepSpeed holds of a model, its gradients and its optimizer's state, read through its own public accessors.
 
 These put whole tensors together from all ranks: every rank of the engine has to come here at the same step.
 """

@@ -1,4 +1,4 @@
-"""How far may roundings alone move what a loop computes? It is run again with each rounding made differently.
+"""How far roundings alone may move what a loop computes. It is run again with each rounding made differently.
 
 Two right runs on worlds of different sizes round differently: sums have other orders, each rank rounds the gradient of
 its own rows, and a loss divided by another count is rounded elsewhere. Where computation is in bfloat16, or an optimizer

@@ -1,4 +1,4 @@
-"""What data did the ranks of a world take, and how is one process given the same, in place of its own?
+"""The data that the ranks of a world took, and how one process is given the same in place of its own.
 
 Three places where data enters are known: a line that the user marked with `batch`, the items of `DataLoader`s, and the
 arguments of the outermost forward where these determine the loss.
@@ -55,7 +55,7 @@ class Taken:
         """Digests of all rows where the script takes them: at marked lines, or else from `DataLoader`s."""
         if self.marks:
             return [row for rows in self.marks for row in rows]
-        return [row for loader in self.loaders for one in loader.passes for row in one.rows]
+        return [row for loader in self.loaders for loader_pass in loader.passes for row in loader_pass.rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,8 @@ class Feeder:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Return the arguments with which the outermost forward is to be called."""
-        for one in self._out:
-            one.trained += 1
+        for loader_pass in self._out:
+            loader_pass.trained += 1
         self._out.clear()
         call = next(self._waiting, None) if self._feed.source is Source.FORWARD else None
         return (args, kwargs) if call is None else call
@@ -191,12 +191,12 @@ class Feeder:
 
     def _pass(self, loader: Any, real_iter: Any) -> Iterator[Any]:
         number, watched = self._watched(loader)
-        one, own = watched.begin(lambda: real_iter(loader), self._epoch_calls)
+        loader_pass, own = watched.begin(lambda: real_iter(loader), self._epoch_calls)
         fed = self._fed(number)
         if fed is None or fed.passes is None:
-            return self._counted(one, own)
+            return self._counted(loader_pass, own)
         turn = len(watched.seen.passes) - 1
-        return self._counted(one, self._given(loader, fed.passes[turn] if turn < len(fed.passes) else [], own))
+        return self._counted(loader_pass, self._given(loader, fed.passes[turn] if turn < len(fed.passes) else [], own))
 
     def _given(self, loader: Any, items: Sequence[Any], own: Iterator[Any]) -> Iterator[Any]:
         for item in items:
@@ -205,15 +205,15 @@ class Feeder:
                 item = _share(loader.collate_fn(copied(item.samples)), item.counts, self._feed.rank)
             yield item
 
-    def _counted(self, one: Pass, items: Iterator[Any]) -> Iterator[Any]:
+    def _counted(self, loader_pass: Pass, items: Iterator[Any]) -> Iterator[Any]:
         for item in items:
             self._items_taken += 1
-            self._out.append(one)
+            self._out.append(loader_pass)
             try:
                 yield item
             finally:
-                if one in self._out:
-                    self._out.remove(one)
+                if loader_pass in self._out:
+                    self._out.remove(loader_pass)
 
 
 _current: Feeder | None = None
@@ -316,11 +316,15 @@ def _loader_feeds(ranks: Sequence[Taken], together: Any, one_by_one: bool) -> It
         for turn in range(len(loader.passes))
     ]
     shared = [ones for ones in passes if len(ones) == len(ranks)]
-    moments = [moment for ones in shared for moment in zip(*(one.items for one in ones))]
+    moments = [
+        moment for passes_of_ranks in shared for moment in zip(*(rank_pass.items for rank_pass in passes_of_ranks))
+    ]
     fits = one_by_one or all(_fits(moment, alike=False) for moment in moments)
     alike = one_by_one or (fits and all(_fits(moment, alike=True) for moment in moments))
     numbers = range(len(ranks[0].loaders))
-    known = all(len(one.samples) == len(one.items) for ones in shared for one in ones)
+    known = all(
+        len(rank_pass.samples) == len(rank_pass.items) for passes_of_ranks in shared for rank_pass in passes_of_ranks
+    )
     repeats = not any(loader.repeats is False for rank in ranks for loader in rank.loaders)
     if not alike and known and repeats:
         yield Feed(Source.LOADER, [_loader(ranks, number, None) for number in numbers], pads=not fits)
@@ -354,8 +358,8 @@ def _loader(ranks: Sequence[Taken], number: int, together: Any) -> FedLoader:
         if len(all_ranks) < len(ranks):
             passes.append(own.items)
         elif together is not None:
-            passes.append(together([one.items for one in all_ranks]))
+            passes.append(together([rank_pass.items for rank_pass in all_ranks]))
         else:
-            moments = zip(*(one.samples for one in all_ranks))
+            moments = zip(*(rank_pass.samples for rank_pass in all_ranks))
             passes.append([Uncollated([*chain(*moment)], tuple(map(len, moment))) for moment in moments])
     return FedLoader(first.length, passes)

@@ -1,4 +1,4 @@
-"""Does a team's own training loop, a function of a world, give the same result on every world size?"""
+"""A team's own training loop, a function of a world, which has to give the same result on every world size."""
 
 from __future__ import annotations
 

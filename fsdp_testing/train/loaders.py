@@ -1,4 +1,4 @@
-"""Which rows does a `DataLoader` give, pass by pass? By index where a dataset has a length, otherwise by digest.
+"""The rows that a `DataLoader` gives, pass by pass: by index where a dataset has a length, otherwise by digest.
 
 An augmentation draws a row anew each time: what a sampler gives is compared between runs, not what was drawn. Indices mean
 the same rows only where both runs index the same dataset, which a few rows, fetched with the same random numbers, show.
@@ -88,12 +88,12 @@ class LoaderSeen:
     @property
     def trains(self) -> bool:
         """Whether the model was trained on what it gives."""
-        return any(one.trained for one in self.passes)
+        return any(own_pass.trained for own_pass in self.passes)
 
     @property
     def repeats_order(self) -> str:
-        """How a sampler that shuffles by epoch came to take two passes in one order; empty if it did not."""
-        passes = [one for one in self.passes if one.counts and one.epoch is not None]
+        """How a sampler that shuffles by epoch came to take two passes in own_pass order; empty if it did not."""
+        passes = [own_pass for own_pass in self.passes if own_pass.counts and own_pass.epoch is not None]
         for first, second in pairwise(passes):
             if first.epoch == second.epoch and first.has_order_of(second):
                 return (
@@ -149,7 +149,7 @@ class Keeping:
 
 def copied(samples: Iterable[Any]) -> list[Any]:
     """Return rows of which a collator may take parts out."""
-    return [type(one)(one) if type(one) in (dict, list) else one for one in samples]
+    return [type(sample)(sample) if type(sample) in (dict, list) else sample for sample in samples]
 
 
 class LoaderWatch:
@@ -171,33 +171,33 @@ class LoaderWatch:
         loader, seen = self.loader, self.seen
         own = self._watched(begin)
         samplers = list(_samplers(loader))
-        epochs = [one.epoch for one in samplers if _shuffles_by_epoch(one)]
-        one = Pass(epoch=epochs[0] if epochs else None, epoch_calls=epoch_calls)
-        seen.passes.append(one)
+        epochs = [sampler.epoch for sampler in samplers if _shuffles_by_epoch(sampler)]
+        loader_pass = Pass(epoch=epochs[0] if epochs else None, epoch_calls=epoch_calls)
+        seen.passes.append(loader_pass)
         given: list[Any] = []
         seen.due = _length(loader)
         seen.replaces = any(bool(getattr(sampler, "replacement", False)) for sampler in samplers)
         if self._drawn is not None:
             given = self._drawn.given
-            self._open = one, given, self._drawn.source
-        return one, self._items(one, own, given)
+            self._open = loader_pass, given, self._drawn.source
+        return loader_pass, self._items(loader_pass, own, given)
 
-    def _items(self, one: Pass, own: Iterator[Any], given: list[Any]) -> Iterator[Any]:
+    def _items(self, loader_pass: Pass, own: Iterator[Any], given: list[Any]) -> Iterator[Any]:
         index = _index_of(self.loader)
         for number, item in enumerate(own):
             if isinstance(item, Collated):
                 if self.keeps:
-                    one.samples.append(on_cpu(item.samples))
+                    loader_pass.samples.append(on_cpu(item.samples))
                 item = item.item
             digests = row_digests(item)
             if self.keeps:
-                one.items.append(on_cpu(item))
-            one.rows += digests
-            one.indices += [index(row) for row in _flat(given[number : number + 1])]
+                loader_pass.items.append(on_cpu(item))
+            loader_pass.rows += digests
+            loader_pass.indices += [index(row) for row in _flat(given[number : number + 1])]
             self.seen.batch = self.seen.batch or len(digests)
-            one.complete = number + 1 == self.seen.due
+            loader_pass.complete = number + 1 == self.seen.due
             yield item
-        one.complete = True
+        loader_pass.complete = True
 
     def _watched(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Begin a pass of which indices and rows are seen. Its own attributes are the loader's again afterwards."""
@@ -221,17 +221,21 @@ class LoaderWatch:
         """Look, after the training, at what explains its rows: the rest of the last pass, the dataset, the collator."""
         loader, seen = self.loader, self.seen
         index = _index_of(loader)
-        for one in seen.passes:
-            one.planned = one.complete and bool(one.indices)
+        for loader_pass in seen.passes:
+            loader_pass.planned = loader_pass.complete and bool(loader_pass.indices)
         if self._open is not None and not self._open[0].complete and _is_pure(loader):
-            one, given, source = self._open
+            loader_pass, given, source = self._open
             with suppress(Exception):
                 rows = [*_flat(given), *islice(_flat(source), _MOST_INDICES + 1)]
                 if len(rows) <= _MOST_INDICES:
-                    one.indices, one.planned = [index(row) for row in rows], True
+                    loader_pass.indices, loader_pass.planned = [index(row) for row in rows], True
         if self._drawn is not None:
             seen.dataset = _fingerprint(_base(loader)[0])
-        kept = [(samples, item) for one in seen.passes for samples, item in zip(one.samples, one.items)]
+        kept = [
+            (samples, item)
+            for loader_pass in seen.passes
+            for samples, item in zip(loader_pass.samples, loader_pass.items)
+        ]
         if kept:
             with suppress(Exception), _seeded():
                 samples, item = kept[0]
@@ -250,8 +254,8 @@ def _samplers(loader: Any) -> Iterator[Any]:
     waiting: list[Any] = [loader]
     known: list[Any] = []
     while waiting and len(known) < 16:
-        one = waiting.pop(0)
-        samplers = [getattr(one, name, None) for name in ("batch_sampler", "sampler")]
+        owner = waiting.pop(0)
+        samplers = [getattr(owner, name, None) for name in ("batch_sampler", "sampler")]
         for sampler in samplers:
             if sampler is not None and not any(sampler is other for other in known):
                 known.append(sampler)
@@ -265,7 +269,7 @@ def _shuffles_by_epoch(sampler: Any) -> bool:
 
 
 def _is_pure(loader: Any) -> bool:
-    return all(type(one).__module__.partition(".")[0] in _PURE for one in _samplers(loader))
+    return all(type(sampler).__module__.partition(".")[0] in _PURE for sampler in _samplers(loader))
 
 
 def _length(loader: Any) -> int | None:
@@ -329,8 +333,8 @@ def _digest(tree: Any) -> str:
         elif isinstance(part, Mapping):
             add([value for pair in part.items() for value in pair])
         elif isinstance(part, (list, tuple)):
-            for one in part:
-                add(one)
+            for element in part:
+                add(element)
         else:
             raw = part.tobytes() if callable(getattr(part, "tobytes", None)) else repr(part).encode()
             digest.update(raw)

@@ -1,4 +1,4 @@
-"""Does a model train under an implementation on N ranks as it does in one process on the rows of all ranks?
+"""A model under an implementation on N ranks, which has to train as in one process on the rows of all ranks.
 
 A few steps of a loop that is the same for all models, run and compared as a user's own loop.
 """

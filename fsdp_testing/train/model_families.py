@@ -1,4 +1,4 @@
-"""What is the smallest model of each family of causal language models that Transformers has? Nothing is downloaded.
+"""The smallest model of each family of causal language models that Transformers has. Nothing is downloaded.
 
 One rule makes a configuration tiny, whatever its family: of the sizes below it takes those that the family's default
 configuration has. Families with sizes of their own have a line in `_OWN_SIZES`.

@@ -1,4 +1,4 @@
-"""What does a rank hold and compute at each optimizer step of a training that knows nothing of us?
+"""What a rank holds and computes at each optimizer step of a training that knows nothing of us.
 
 Models are those whose forward is called outermost with gradients; each parameter is reported as the spans that the rank
 has of it (`held`).

@@ -1,4 +1,4 @@
-"""How does a rank run a training, however it is started, and what does it report of it?"""
+"""How a rank runs a training, however it is started, and what it reports of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A world beside the reference world that saw the same data: where do both differ beyond what roundings may do?"""
+"""A world beside the reference world that saw the same data, and where both differ beyond what roundings may do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of the parameters of one process does each rank have, where ranks share the work on the same rows? Pure.
+"""The part that each rank has of the parameters of one process, where ranks share the work on the same rows. Pure.
 
 Tensor parallelism by hand, pipeline stages and experts keep plain tensors, and nothing says what these are parts of. Each is
 known by its values before the first step: those of a parameter of one process, by whatever name, or of slices of the one by its

@@ -1,4 +1,4 @@
-"""What do worlds compute that can be compared? Each quantity has a kind and a name; its sentence is made here and never read."""
+"""What worlds compute that can be compared. Each quantity has a kind and a name; its sentence is made here and never read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does this rank hold of the models of a training, and whose are the tensors that an optimizer steps?
+"""What this rank holds of the models of a training, and whose the tensors are that an optimizer steps.
 
 An optimizer may step copies of a model's parameters, in another dtype, which the training copies back (Apex O2). A copy is
 known by what it holds when it is stepped first: the values of one parameter. It then stands in the place of that parameter.

@@ -1,4 +1,4 @@
-"""In which way are the losses of ranks, and the numbers that they log, those of one process? Pure.
+"""The ways in which the losses of ranks, and the numbers that they log, can be those of one process. Pure.
 
 A rank's loss is that of its own rows. All ranks together have the loss of one process in one of a few ways: as the mean, as
 a sum of parts, as a mean by rows, or, where one process makes more backward passes, as the mean of a pass. A number that is

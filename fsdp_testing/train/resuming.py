@@ -1,4 +1,4 @@
-"""Does a script that is stopped and started again, on another number of ranks too, go on as if it had not been?
+"""A script that is stopped and started again, on another number of ranks too, has to go on as if it had not been.
 
 It is stopped right before a step, so that what it saves after the step before is saved. It is started again with the same
 arguments (and those that make it load) in a copy of the folder that it wrote to. What it begins with is compared with what it

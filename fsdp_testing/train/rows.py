@@ -1,4 +1,4 @@
-"""Do the ranks share the rows of data as they should: none lost, none taken twice? Pure.
+"""How the ranks share the rows of data: none may be lost, none taken twice. Pure.
 
 Rows are known by their indices where all runs index one dataset, otherwise by their digests; a row that is drawn anew each
 time has no digest that says anything. What is drawn with replacement may be taken twice, a sampler may pad its last batch or

@@ -1,4 +1,4 @@
-"""How is a training run on a world, whichever way it is started, and what does it mean when it does not come to its end?"""
+"""How a training is run on a world, whichever way it is started, and what it means when it does not come to its end."""
 
 from __future__ import annotations
 

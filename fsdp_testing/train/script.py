@@ -1,4 +1,4 @@
-"""Does a training script that nobody changed give on N ranks what one process gives on the data of all ranks?"""
+"""A training script that nobody changed, which has to give on N ranks what one process gives on the data of all ranks."""
 
 from __future__ import annotations
 

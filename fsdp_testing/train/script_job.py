@@ -1,4 +1,4 @@
-"""How does a rank run a script that nobody changed, as torchrun would have started it?"""
+"""How a rank runs a script that nobody changed, as torchrun would have started it."""
 
 from __future__ import annotations
 

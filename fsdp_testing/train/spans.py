@@ -1,4 +1,4 @@
-"""What is kept of the part of a tensor that a rank has, and how are the parts of all ranks put together?
+"""What is kept of the part of a tensor that a rank has, and how the parts of all ranks are put together.
 
 Elements, of tensors of models of usual test size. Of the larger tensors of a larger model sums of blocks, each element with a
 sign of its own that is always the same: what a step keeps has then one size whatever the model has. Such a sum is linear, so

@@ -1,4 +1,4 @@
-"""What did all ranks of a world hold and compute together, from what each was seen to? Pure."""
+"""What all ranks of a world held and computed together. Pure."""
 
 from __future__ import annotations
 

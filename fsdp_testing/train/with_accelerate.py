@@ -1,4 +1,4 @@
-"""How is a model prepared by Accelerate? As its users do: `Accelerator().prepare(model)`, which on CPUs makes it DDP.
+"""A model as it is prepared by Accelerate, as its users do: `Accelerator().prepare(model)`, which on CPUs makes it DDP.
 
 Imported only where `"accelerate"` is asked for: the package may not be installed.
 """

@@ -175,7 +175,8 @@ def test_an_interrupted_run_shows_what_is_known_and_keeps_the_old_report(
     report.write_text("old", encoding="utf-8")
     ended = verify("run", "torch-ddp", "--json", str(report))
     assert ended.code == 130
-    assert "interrupted" in ended.out
+    assert ended.out.splitlines()[-1].startswith("exit code 130: interrupted: ")
+    assert "exit code 1:" not in ended.out
     assert "what s.c1 shows" in ended.out
     assert report.read_text(encoding="utf-8") == "old"
     assert os.listdir(tmp_path) == ["r.json"]

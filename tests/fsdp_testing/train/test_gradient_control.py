@@ -63,6 +63,13 @@ def never_clears(world):
     return accumulates(world, clear=())
 
 
+def never_clears_and_clips(world):
+    def clip(optimizer):
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.05)
+
+    return accumulates(world, clear=(), before_step=clip)
+
+
 def clears_before_the_step(world):
     return accumulates(world, before_step=lambda optimizer: optimizer.zero_grad(set_to_none=False), decay=0.1)
 
@@ -150,6 +157,7 @@ def forgets_to_unscale(world):
         (clears_before_each_micro_batch, r"lacks backward pass 1 and backward pass 2, at step 0: .*zero_grad"),
         (clears_before_each_micro_batch_of_fsdp2, r"lacks backward pass 1 and backward pass 2, at step 0: .*zero_grad"),
         (never_clears, "still contains the gradient of the step before"),
+        (never_clears_and_clips, "still contains the gradient of the step before"),
         (clears_before_the_step, "lacks every backward pass"),
         (drops_the_last_micro_batch, "lacks backward pass 3"),
         (counts_the_first_micro_batch_twice, "counts backward pass 1 twice"),
