@@ -57,24 +57,20 @@ def test_close_leaves_no_process_and_can_be_undone() -> None:
     pool.close()
 
 
-def test_callbacks_run_while_ranks_still_answer() -> None:
-    pool = Pool()
+def test_callbacks_run_while_ranks_still_answer(pool: Pool) -> None:
     expected: list[Any] = []
-    world = pool.world(2)
+    world = pool.world(2, isolation="fresh")
     world.before_leaving.append(lambda leaving: expected.append(leaving.execute(pid).values))
-    pids = run(world, pid)
-    pool.close()
+    pids = run(world, pid)  # gives it back, which ends it
     assert expected == [pids]
 
 
-def test_a_world_that_was_killed_calls_nobody() -> None:
-    pool = Pool()
+def test_a_world_that_was_killed_calls_nobody(pool: Pool) -> None:
     expected: list[Any] = []
-    world = pool.world(2)
+    world = pool.world(2, isolation="fresh")
     world.before_leaving.append(expected.append)
     world.discard()
     world.release()
-    pool.close()
     assert expected == []
 
 
