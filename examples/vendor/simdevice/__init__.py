@@ -8,9 +8,6 @@ from datetime import timedelta
 
 NAME = "sim"
 DEVICES = 8  # as in device.cpp
-LATE = {"all": (True, True), "default": (True, False), "others": (False, True)}
-"""Whose work is as late as possible, by the value of `SIM_LATE`: every stream's, or that of the default stream or of the
-others alone, while the rest works at once. A missing wait shows where the stream that is not waited for is late."""
 
 
 def register() -> None:
@@ -18,7 +15,7 @@ def register() -> None:
 
     Raises:
         simdevice.build.CannotBuild: Without a compiler.
-        ValueError: For another value of `SIM_LATE` than `all`, `default` and `others`.
+        ValueError: For a value of `SIM_LATE` that `torch.sim.set_late` does not know.
     """
     import torch
     import torch.distributed as dist
@@ -26,13 +23,11 @@ def register() -> None:
     from simdevice import module
     from simdevice.build import library
 
-    late = os.environ.get("SIM_LATE", "all")
-    if late not in LATE:
-        raise ValueError(f"SIM_LATE: expected one of {', '.join(LATE)}, got {late!r}.")
     if hasattr(torch, NAME):
         return
     torch.ops.load_library(str(library()))
-    torch.ops.simdevice.start(*LATE[late])
+    module.set_late(os.environ.get("SIM_LATE", "all"))
+    torch.ops.simdevice.start()
     torch.utils.rename_privateuse1_backend(NAME)
     made = module.make()
     torch._register_device_module(NAME, made)

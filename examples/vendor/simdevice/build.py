@@ -55,7 +55,5 @@ def _compile(compiler: str, path: Path, includes: list[str], libraries: list[str
     if done.returncode != 0:
         unfinished.unlink(missing_ok=True)
         wrong = next((line for line in done.stderr.splitlines() if "error" in line), "no reason given")
-        raise CannotBuild(
-            f"the simulated device is compiled on first use, and {compiler!r} refuses its source: {wrong}"
-        )
+        raise CannotBuild(f"{_PROMISE} {compiler!r} refuses its source: {wrong}")
     unfinished.replace(path)

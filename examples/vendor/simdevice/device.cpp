@@ -44,8 +44,10 @@ constexpr size_t LONGEST = 20000;  // a host that runs further ahead waits, as b
 struct Queue {
   std::deque<std::function<void()>> tasks;
   uint64_t given = 0, done = 0;
-  bool late = true;
+  bool of_default_stream = false;
 };
+
+bool default_stream_late = true, other_streams_late = true;
 
 struct Point {  // what a queue was given so far
   Queue* queue;
@@ -93,7 +95,7 @@ void give(Queue& queue, std::function<void()> task) {
   Locked locked(lock());
   queue.tasks.push_back(std::move(task));
   queue.given++;
-  if (!queue.late) reach({&queue, queue.given});
+  if (!(queue.of_default_stream ? default_stream_late : other_streams_late)) reach({&queue, queue.given});
   if (queue.tasks.size() > LONGEST) reach({&queue, queue.given - LONGEST / 2});
 }
 
@@ -101,13 +103,11 @@ void wait_for(Queue& queue, const Point& point) {
   if (&queue != point.queue) give(queue, [point] { reach(point); });
 }
 
-bool default_stream_late = true, other_streams_late = true;
-
 Queue& queue_of(const c10::Stream& stream) {
   static auto* queues = new std::map<std::pair<DeviceIndex, c10::StreamId>, Queue>;
   Locked locked(lock());
   auto [entry, is_new] = queues->try_emplace({stream.device_index(), stream.id()});
-  if (is_new) entry->second.late = stream.id() == 0 ? default_stream_late : other_streams_late;
+  if (is_new) entry->second.of_default_stream = stream.id() == 0;
   return entry->second;
 }
 
@@ -215,11 +215,7 @@ Memory& memory() {
   return *all;
 }
 
-void park(Block* block) {
-  // In the order of the stream that it belongs to: who still reads it elsewhere, without a wait or record_stream, sees NaN.
-  give(*block->queue, [block] { std::memset(block->data, NOT_WRITTEN, block->size); });
-  memory().free[{block->queue, block->size}].push_back(block);
-}
+void park(Block* block) { memory().free[{block->queue, block->size}].push_back(block); }
 
 void park_what_streams_left() {
   auto& waiting = memory().in_use;
@@ -805,9 +801,12 @@ void register_collectives() {
   }
 }
 
-void start(bool default_late, bool others_late) {
+void set_late(bool default_late, bool others_late) {
   default_stream_late = default_late;
   other_streams_late = others_late;
+}
+
+void start() {
   if (at::isPrivateUse1HooksRegistered()) return;
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   register_collectives();
@@ -819,7 +818,8 @@ void forget_peak(int64_t device) { memory().peak[device] = memory().live[device]
 }  // namespace
 
 TORCH_LIBRARY(simdevice, library) {
-  library.def("start(bool default_late, bool others_late) -> ()", &start);
+  library.def("start() -> ()", &start);
+  library.def("set_late(bool default_late, bool others_late) -> ()", &set_late);
   library.def("live_bytes(int device, bool peak) -> int", &live_bytes);
   library.def("make_waits_errors(bool errors) -> ()", &make_waits_errors);
   library.def("forget_peak(int device) -> ()", &forget_peak);

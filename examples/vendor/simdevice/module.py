@@ -12,6 +12,8 @@ import torch
 
 from simdevice import DEVICES, NAME
 
+LATE = {"all": (True, True), "default": (True, False), "others": (False, True)}
+
 
 class Stream(torch.Stream):
     """A stream of a device, by default of the current one."""
@@ -94,6 +96,22 @@ def set_sync_debug_mode(mode: str) -> None:
     torch.ops.simdevice.make_waits_errors(mode == "error")
 
 
+def set_late(streams: str) -> None:
+    """Say whose work is as late as possible from now on; the rest works at once.
+
+    A missing wait shows where the stream that is not waited for is late and the one that does not wait is not.
+
+    Args:
+        streams: `all`, the `default` stream, or the `others`.
+
+    Raises:
+        ValueError: For another word.
+    """
+    if streams not in LATE:
+        raise ValueError(f"SIM_LATE: expected one of {', '.join(LATE)}, got {streams!r}.")
+    torch.ops.simdevice.set_late(*LATE[streams])
+
+
 def set_device(device: Any) -> None:
     torch.accelerator.set_device_index(_device(device).index)
 
@@ -118,7 +136,8 @@ def make() -> types.ModuleType:
     module = types.ModuleType(f"torch.{NAME}")
     for value in (
         Stream, Event, StreamContext, device, default_stream, current_stream, memory_allocated, max_memory_allocated,
-        reset_peak_memory_stats, synchronize, set_device, set_sync_debug_mode, current_device, get_rng_state, set_rng_state,
+        reset_peak_memory_stats, synchronize, set_device, set_sync_debug_mode, set_late, current_device,
+        get_rng_state, set_rng_state,
     ):  # fmt: skip
         setattr(module, value.__name__, value)
     answers: dict[str, Any] = {
