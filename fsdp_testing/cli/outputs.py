@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +12,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fsdp_testing.report.sheet import Sheet
     from fsdp_testing.report.terminal import Output
+
+_SUMMARY_LENGTH = 500_000
+"""GitHub shows no summary of a step above 1 MiB."""
 
 
 def add_html(group: argparse._ActionsContainer) -> argparse.Action:
@@ -67,8 +72,29 @@ def present(
     for option, path in paths.items():
         write_atomically(path, _page(page() if page else sheet) if option == "--html" else texts[option](), option)
         console.say(f"written: {path}")
+    _add_to_job_summary(sheet, console)
     say_ending(sheet, console)
     return sheet.exit_code
+
+
+def _add_to_job_summary(sheet: Sheet, console: Output) -> None:
+    """Append what is printed to the page of a GitHub job; a verdict does not depend on whether that can be written."""
+    from fsdp_testing.base import env
+    from fsdp_testing.report.terminal import LOG_WIDTH, Output, print_sheet
+
+    path = env.get("GITHUB_STEP_SUMMARY")
+    if not path:
+        return
+    text = io.StringIO()
+    print_sheet(sheet, Output(file=text, highlight=False, width=LOG_WIDTH))
+    # A message may hold a fence of its own: the page's has to be longer.
+    fence = "`" * (1 + max(map(len, re.findall("`+", text.getvalue())), default=2))
+    table = text.getvalue()[:_SUMMARY_LENGTH]
+    try:
+        with Path(path).open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"### {sheet.subject or sheet.title}\n\n{sheet.ending}\n\n{fence}text\n{table}\n{fence}\n\n")
+    except OSError as error:
+        console.say(f"not written: GITHUB_STEP_SUMMARY, {error}")
 
 
 def _page(sheet: Sheet) -> str:

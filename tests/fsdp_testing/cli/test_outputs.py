@@ -56,3 +56,22 @@ def test_what_is_written_is_named_and_the_last_line_has_the_exit_code(
     assert '<p class="banner unknown">Exit code 3: of one nothing is known.</p>' in page
     assert "it was looked at" in page
     assert sorted(os.listdir(tmp_path)) == ["all.json", "index.html"]
+
+
+def test_a_github_job_gets_what_is_printed_as_its_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "summary.md"
+    page.write_text("before\n")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(page))
+    fenced = Sheet("a title", 1, "one fails", lead=(Line("got ```` from a rank"),))
+    assert present(fenced, open_console(), {}, {}) == 1
+    lines = page.read_text().splitlines()
+    assert lines[:5] == ["before", "### a title", "", "exit code 1: one fails", ""]
+    assert lines[5:8] == ["`````text", "got ```` from a rank", ""]
+    assert lines[8] == "`````", "longer than any fence inside"
+
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "missing" / "summary.md"))
+    capsys.readouterr()
+    assert present(SHEET, open_console(), {}, {}) == 3
+    assert "not written: GITHUB_STEP_SUMMARY" in capsys.readouterr().out
