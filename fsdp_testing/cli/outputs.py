@@ -88,7 +88,7 @@ def _add_to_job_summary(sheet: Sheet, console: Output) -> None:
     text = io.StringIO()
     print_sheet(sheet, Output(file=text, highlight=False, width=LOG_WIDTH))
     # A message may hold a fence of its own: the page's has to be longer.
-    fence = "`" * (1 + max(map(len, re.findall("`+", text.getvalue())), default=2))
+    fence = "`" * (1 + max(2, *map(len, re.findall("`+", f"`{text.getvalue()}"))))
     table = text.getvalue()[:_SUMMARY_LENGTH]
     try:
         with Path(path).open("a", encoding="utf-8", errors="backslashreplace") as file:

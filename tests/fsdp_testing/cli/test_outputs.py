@@ -71,6 +71,10 @@ def test_a_github_job_gets_what_is_printed_as_its_summary(
     assert lines[5:8] == ["`````text", "got ```` from a rank", ""]
     assert lines[8] == "`````", "longer than any fence inside"
 
+    page.unlink()
+    assert present(SHEET, open_console(), {}, {}) == 3
+    assert page.read_text().count("```") == 2, "a fence where nothing asks for a longer one"
+
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "missing" / "summary.md"))
     capsys.readouterr()
     assert present(SHEET, open_console(), {}, {}) == 3

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fsdp_testing.adapters.protocol import Setup
-from fsdp_testing.oracle.starting import move_what_is_ignored
+from fsdp_testing.oracle.setup import move_what_is_ignored
 
 
 def test_ignored_modules_are_on_the_device_before_wrapping() -> None:
