@@ -127,7 +127,8 @@ def test_a_tie_with_a_unit_made_before_is_refused_by_name():
     root = Node(a=lin(), b=lin(), c=lin())
     root.b.weight = root.c.weight = root.a.weight
     mark_flattened(root.a.weight)
-    set_unit(root.a, SimpleNamespace(handle=None))
+    nothing = SimpleNamespace(originals=SimpleNamespace(params=()), fqns=())
+    set_unit(root.a, SimpleNamespace(handle=nothing))
     with pytest.raises(FsdpValueError, match=r"b\.weight \(for the root unit, .*\), c\.weight \(for"):
         plan_for(root)
 

@@ -194,11 +194,11 @@ def test_documents_keep_their_names_wherever_their_code_stands():
     assert names == {
         "fsdp_testing/case",
         "fsdp_testing/certificate",
-        "fsdp_testing/certificate_state",
         "fsdp_testing/checkpoints",
         "fsdp_testing/fuzz_finding",
-        "fsdp_testing/fuzz_state",
+        "fsdp_testing/known_defects",
         "fsdp_testing/known_failures",
         "fsdp_testing/report",
         "fsdp_testing/script",
+        "fsdp_testing/search_state",
     }

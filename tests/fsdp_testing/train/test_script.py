@@ -122,8 +122,8 @@ def test_what_cannot_be_judged_is_unknown_with_one_sentence(arguments, message, 
 
 
 def test_another_machine_that_a_script_asks_is_named_beside_the_verdict():
-    alone = SimpleNamespace(ranks=[SimpleNamespace(hosts=("hub.invalid",))])
-    assert ["hub.invalid" in remark for remark in script_module._downloads(alone)] == [True]
+    alone = SimpleNamespace(ranks=[SimpleNamespace(hosts=("hub.invalid",), outside=())])
+    assert ["hub.invalid" in remark for remark in script_module._touched(alone, alone)] == [True]
 
 
 def test_of_two_ranks_that_write_at_one_moment_the_first_replaces_the_link(tmp_path):
