@@ -185,7 +185,8 @@ def test_a_mismatch_ends_at_the_users_call(fates: dict[str, Any]) -> None:
     text = fates[_test("mismatched collective")].text
     assert not re.search(r"recorder\.py|interception\.py|c10d_logger\.py:\d+: in", text), text
     assert re.search(r"^> +dist.all_reduce", text, re.MULTILINE), text
-    assert text.count("default group differs") <= 2, text
+    # Each rank that is refused is told of in the message and in its own account; the other one may still be waiting.
+    assert text.count("default group differs") <= 2 * text.count("call failed"), text
 
 
 # name: (body, what is reported); the test passes with a warning, and fails under --strict-hygiene.

@@ -47,8 +47,8 @@ class Defect:
     Attributes:
         name: Unique in the list.
         reason: What goes wrong, in one sentence.
-        page: Where it is written up, if not on the page NAME.md of docs/findings, or, of what was known before it was looked for and has no
-            finding of its own, in the script docs/findings/known/NAME.py alone: an address, or `none`.
+        page: Where it is written up, if not on the page NAME.md of docs/findings, or, of what was known before it was looked for
+            and has no finding of its own, in the script docs/findings/known/NAME.py alone: an address, or `none`.
         issue: Where it is reported, if one thread is about it.
         affects: What has it, for people.
         effect: What it does to a user, in a word or two: silent, or an error.

@@ -192,7 +192,21 @@ def _put_contents(before: list[Content], now: list[Content]) -> None:
 
 def _lost_modules(before: Content, now: Content) -> list[str]:
     # A file of the same name in another folder took its place when the controller asked for a function of it.
-    return [n for n, module in before.items() if now.get(n) is not module and n not in targets.replaced_modules]
+    return [
+        name
+        for name, module in before.items()
+        if now.get(name) is not module
+        and name not in targets.replaced_modules
+        and not (_holds_modules_alone(module) and _holds_modules_alone(now.get(name)))
+    ]
+
+
+def _holds_modules_alone(module: Any) -> bool:
+    """Whether it is a package that has no code: setuptools, once imported, puts another `backports` into its place."""
+    if not isinstance(module, types.ModuleType) or not hasattr(module, "__path__"):
+        return False
+    own = (value for name, value in vars(module).items() if not (name.startswith("__") and name.endswith("__")))
+    return all(isinstance(value, types.ModuleType) for value in own)
 
 
 def _tell_modules(before: Content, now: Content) -> Iterator[str]:

@@ -292,7 +292,17 @@ def imports_more() -> None:
     HELD.extend((colorsys, wave))
 
 
-@pytest.mark.parametrize("function", [waits_for_its_messages, wraps_for_good, imports_more, sums])
+def finds_a_package_of_several_again() -> None:
+    """As setuptools does with `backports`: parts of several distributions, and no code of its own."""
+    package = type(sys)("parts_of_several")
+    package.__path__ = []
+    package.part = type(sys)("parts_of_several.part")  # type: ignore[attr-defined]
+    sys.modules["parts_of_several"] = package
+
+
+@pytest.mark.parametrize(
+    "function", [waits_for_its_messages, wraps_for_good, imports_more, finds_a_package_of_several_again, sums]
+)
 def test_what_is_no_dirt_is_not_named(function: Callable[[], Any], pool: Pool) -> None:
     world = pool.world(2)
     for _ in range(2):
