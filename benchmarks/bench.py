@@ -1,6 +1,6 @@
 """Every benchmark beside its peers in one run: a table, a JSON document, curves, and docs/performance.md.
 
-    tox -e bench                            # everything: about twenty minutes on two cores
+    tox -e bench                            # everything: about half an hour on two cores, `--quick` a quarter
     tox -e bench -- --quick --only setup    # small sizes, some parts
     tox -e bench -- --page                  # also write docs/performance.md and its pictures
 

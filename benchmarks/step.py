@@ -218,6 +218,10 @@ GOALS = {("overhead", 2): 0.50, ("blocks", 2): 0.60, ("blocks", 4): 0.75}
 """Highest ratio to the faster of FSDP1 and FSDP2 that is promised, by model and ranks."""
 
 
+CURVE = ("overhead", 2, "FULL_SHARD")
+"""Model, ranks and strategy that several numbers of units are measured of."""
+
+
 def compared(setting: Setting, names: list[str]) -> Comparison:
     """Measure one setting."""
     result = run(setting, names)
@@ -230,15 +234,15 @@ def compared(setting: Setting, names: list[str]) -> Comparison:
         "ms",
         {name: [1000 * seconds for seconds in samples] for name, samples in result["samples"].items()},
         tuple(name for name in BASELINES if name in names),
-        curve="a step by small units" if setting == overhead(setting.ranks, setting.strategy, setting.units) else "",
+        curve="a step by small units" if (setting.name, setting.ranks, setting.strategy) == CURVE else "",
         size=setting.units,
         goal=dict.fromkeys(("fsdp_ref-wrapper", "fsdp_ref-composable"), goal) if goal else None,
     )
 
 
-def overhead(ranks: int, strategy: str, units: int) -> Setting:
+def overhead(ranks: int, strategy: str, units: int, *, quick: bool) -> Setting:
     """Return the setting of many small units, in which nothing but overhead counts."""
-    return Setting("overhead", ranks, strategy, 64, units, 8, 25)
+    return Setting("overhead", ranks, strategy, 64, units, 8, 12 if quick else 25)
 
 
 def settings(ranks: Sequence[int], *, quick: bool) -> list[Setting]:
@@ -246,11 +250,11 @@ def settings(ranks: Sequence[int], *, quick: bool) -> list[Setting]:
     chosen = []
     for size in ranks:
         for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
-            chosen.append(Setting("blocks", size, strategy, 512, 8, 64, 25))
+            chosen.append(Setting("blocks", size, strategy, 512, 8, 64, 12 if quick else 25))
             if not quick:
                 chosen.append(Setting("blocks", size, strategy, 720, 12, 64, 15))
-            chosen.append(overhead(size, strategy, 60))
-    return chosen + [overhead(2, "FULL_SHARD", units) for units in (15, 30, 120, 240)[: 3 if quick else 4]]
+            chosen.append(overhead(size, strategy, 60, quick=quick))
+    return chosen + [overhead(2, "FULL_SHARD", units, quick=quick) for units in (15, 30, 120, 240)[: 3 if quick else 4]]
 
 
 def comparisons(*, quick: bool, ranks: Sequence[int] = (2, 4), only: Sequence[str] = ()) -> Iterator[Comparison]:
