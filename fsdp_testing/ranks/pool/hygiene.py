@@ -205,8 +205,12 @@ def _holds_modules_alone(module: Any) -> bool:
     """Whether it is a package that has no code: setuptools, once imported, puts another `backports` into its place."""
     if not isinstance(module, types.ModuleType) or not hasattr(module, "__path__"):
         return False
-    own = (value for name, value in vars(module).items() if not (name.startswith("__") and name.endswith("__")))
-    return all(isinstance(value, types.ModuleType) for value in own)
+    for name, value in vars(module).items():
+        # A `__getattr__` of its own is code, too.
+        about_itself = name.startswith("__") and name.endswith("__") and not isinstance(value, types.FunctionType)
+        if not about_itself and not isinstance(value, types.ModuleType):
+            return False
+    return True
 
 
 def _tell_modules(before: Content, now: Content) -> Iterator[str]:

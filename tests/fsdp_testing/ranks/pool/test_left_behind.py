@@ -22,7 +22,7 @@ import small_programs  # type: ignore[import-not-found]  # beside this file
 import torch
 import torch.distributed as dist
 
-from fsdp_testing.ranks.pool import Pool
+from fsdp_testing.ranks.pool import Pool, hygiene
 
 HELD: list[Any] = []
 
@@ -311,3 +311,13 @@ def test_what_is_no_dirt_is_not_named(function: Callable[[], Any], pool: Pool) -
         assert [rank.dirt for rank in outcome.ranks] == [(), ()]
     assert world.trusted
     world.release()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "alone"), [("part", sys, True), ("__getattr__", look, False), ("size", 3, False)]
+)
+def test_a_package_that_holds_more_than_modules_may_not_be_replaced(name: str, value: Any, alone: bool) -> None:
+    package = type(sys)("parts_of_several")
+    package.__path__ = []
+    setattr(package, name, value)
+    assert hygiene._holds_modules_alone(package) is alone
