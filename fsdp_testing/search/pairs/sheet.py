@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import groupby
 
-from markupsafe import Markup
-
-from fsdp_testing.report.drawings.svg import WIDTH, Drawing
+from fsdp_testing.report.drawings.matrix import matrix_picture
 from fsdp_testing.report.sheet import (
     Cell,
     Facts,
@@ -47,8 +44,6 @@ _CLASSES = {
 }  # fmt: skip
 _TROUBLE = (FAILS, REFUSED, UNKNOWN, KNOWN, NOT_MET)
 _KINDS = {FAILS: "fail", REFUSED: "fail", UNKNOWN: "unknown", NOT_MET: "unknown", KNOWN: "stale"}
-_NAME_WIDTH = 180
-_ROW = 12
 
 
 def pairs_sheet(summary: Summary) -> Sheet:
@@ -59,7 +54,14 @@ def pairs_sheet(summary: Summary) -> Sheet:
     sections = [
         Section(
             "Pairs",
-            (Picture(_picture(summary), CAPTION, "Every pair of traits", table=_table(summary)),),
+            (
+                Picture(
+                    matrix_picture(summary.traits, summary.word, _CLASSES, _TROUBLE),
+                    CAPTION,
+                    "Every pair of traits",
+                    table=_table(summary),
+                ),
+            ),
             anchor="pairs",
         )
     ]
@@ -106,25 +108,3 @@ def _table(summary: Summary) -> Table:
         if any(count[word] for word in columns)
     ]
     return Table("pairs of a trait", columns, (RowGroup(tuple(rows)),), numbers=True)
-
-
-def _picture(summary: Summary) -> Markup:
-    """Return the lower half of the matrix; what lies side by side and is alike is one box where nobody must look."""
-    size = len(summary.traits)
-    drawing = Drawing(_ROW * size + 4, "Which pairs of traits hold, fail, or were not asked")
-    width = (WIDTH - _NAME_WIDTH) / max(size, 1)
-    for row, trait in enumerate(summary.traits):
-        y, start = _ROW * row, 0
-        for (word, _), group in groupby(range(row), key=lambda column: _alike(summary, row, column)):
-            length = len(list(group))
-            if word in _CLASSES:
-                hint = f"{trait} with {summary.traits[start]}: {word}" if word in _TROUBLE else f"{trait}: {word}"
-                drawing.box(f"cell {_CLASSES[word]}", width * start, y, (width * length, _ROW - 1), hint)
-            start += length
-        drawing.text(width * row + 4, y + _ROW - 3, trait)
-    return drawing.markup()
-
-
-def _alike(summary: Summary, row: int, column: int) -> tuple[str, int]:
-    word = summary.word(row, column)
-    return word, column if word in _TROUBLE else -1

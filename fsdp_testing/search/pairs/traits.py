@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from math import prod
 
 from fsdp_testing.cases.drawing import Choices, needs_of_case
@@ -60,18 +60,21 @@ def _traits(case: Case) -> Iterator[str]:
 # ----------------------------------------------------------------------------------------------- what is not drawn
 
 _SETTINGS = (
-    "gradient_views", "small_buckets", "sum_reduction", "late_all_reduce", "kept_after_backward", "partial_reshard",
-    "last_dimension",
+    "gradient_views", "small_buckets", "sum_reduction", "kept_after_backward", "partial_reshard", "last_dimension",
 )  # fmt: skip
 """Settings that mean the same in every case. The others are a promise of the user's (`static_graph`), change numbers
-(`divide_factor`), or say where something is or whose methods are called, which the checks ask."""
+(`divide_factor`), communicate in `no_sync` (`late_all_reduce`), or say where something is or whose methods are called:
+the checks ask these."""
 _SET_ONE_IN = 8
 
 Setter = Callable[[Case, Choices], Case]
 
 
 def _recomputed(case: Case, choices: Choices, *, outside: bool) -> Case:
-    names = MODELS[case.model.name].units if case.model.tree is None else unit_names(case.model.tree)
+    names = unit_names(case.model.tree) if case.model.tree is not None else ()
+    zoo = MODELS.get(case.model.name)
+    if zoo is not None and not {"forward_edits", "buffers", "loss_bypasses_output", "opaque_outputs"} & zoo.needs:
+        names = zoo.units
     chosen = tuple(name for name in names if choices.chance(2)) or names[:1]
     return planned(case, checkpointed=chosen, checkpoint_outside=outside and bool(chosen))
 
@@ -126,15 +129,17 @@ APART: tuple[tuple[str, str, str], ...] = (
     ("which casts a part of another dtype sees is each implementation's own", _LOW, "dtype_of_part:*"),
     ("what is saved in low precision may be rounded", _LOW, f"{_ELSEWHERE} save"),
     ("second derivatives through casts are rounded where each implementation casts", _LOW, "unusual_backward:penalty"),
-    ("gathered parameters may be shown rounded, and what is made of them is then as rough", _LOW, "assign_data"),
     ("a cast of the whole model has one meaning with one dtype, and before a model is made anew", "move:float*",
      f"{_LOW} dtype_of_part:* {_ELSEWHERE} move:float*"),
     ("the largest of no elements is not defined", "clip:inf", "empty_parameters"),
+    ("nobody sees that backward begins where an output is in an object of the user's own, or kept aside", "recomputed:*",
+     "returns:opaque opaque_outputs group:keeps loss_bypasses_output"),
     ("a parameter under two names is replaced under one of them", "replace_parameters", "alias"),
 )  # fmt: skip
 """Why traits cannot meet in one case: the reason, and patterns of traits of which those before cannot meet those after."""
 
 
+@cache
 def why_apart(first: str, second: str) -> str:
     """Return why no legal case has both traits; empty if nothing that is known keeps them apart."""
     kinds = first.partition(":")[0], second.partition(":")[0]
