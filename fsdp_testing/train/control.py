@@ -51,6 +51,7 @@ class _Step:
         terms: Of each rank, pass by pass; without those that were cleared and rightly so.
         bounds: How far each may be off.
         sample: The terms of rank 0 as they were seen.
+        cleared: Whether gradients of any pass were cleared before the step.
     """
 
     number: int
@@ -59,6 +60,7 @@ class _Step:
     terms: list[list[Gradients]]
     bounds: Mapping[str, float]
     sample: Terms
+    cleared: bool
 
     def total(self, name: str) -> torch.Tensor:
         parts = [terms[name].double() for rank in self.terms for terms in rank if name in terms]
@@ -79,7 +81,7 @@ def control(run: WholeRun) -> Control:
         stepped = {name: run.quantities.get(Quantity(Kind.GRADIENT, name), []) for name in names}
         previous[names] = {n: v[step.number].double().reshape(-1) for n, v in stepped.items() if step.number < len(v)}
         # What was cleared before the first step alone may have been run to warm up.
-        warm_up |= bool(wrong) and step.number == 0 and any(step.sample.cleared)
+        warm_up |= bool(wrong) and step.number == 0 and step.cleared
         sentences[step.number] = sentences.get(step.number) or wrong
         if factor is not None:
             times.setdefault(_words(factor, run.size, step.passes), {})[step.number] = None
@@ -93,9 +95,7 @@ def control(run: WholeRun) -> Control:
 
 
 _NO_SUM = "not compared with what backward gave: gradients are changed by hand, and are no simple sum of it"
-_NOT_SEEN = (
-    "not compared with what backward gave: that is seen where parameters are whole (plain, DDP, FSDP2, DeepSpeed)"
-)
+_NOT_SEEN = "not compared with what backward gave: no module was seen to use parameters that are whole, as by attributes of its own"
 
 
 def _words(factor: float, size: int, passes: int) -> str:
@@ -127,23 +127,35 @@ def _steps(run: WholeRun) -> Iterator[_Step]:
         # Who clears the gradient of some parameters trains the others by it.
         filled = {name: value for name, value in got.items() if bool(value.any())}
         got = {n: v.double() for n, v in (filled or got).items()}
-        due = [_due(terms, got) for terms in ranks]
+        cleared = _cleared(ranks)
+        due = [_due(terms, cleared, got) for terms in ranks]
         bounds = _bounds(run, kind, number, ranks, got)
         # What is done to some parts of the model alone is no matter of the passes.
         groups: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
         for name, value in got.items():
             groups.setdefault(tuple(at for at, one in enumerate(due[0]) if name in one), {})[name] = value
         for own, group in groups.items():
-            yield _Step(number, max(len(own), 1), group, due, bounds, ranks[0])
+            yield _Step(number, max(len(own), 1), group, due, bounds, ranks[0], any(cleared))
 
 
-def _due(terms: Terms, got: Gradients) -> list[Gradients]:
+def _cleared(ranks: Sequence[Terms]) -> list[frozenset[str]]:
+    """Return of each pass the parameters whose gradient is gone: of all ranks, since each has a shard, which may be empty."""
+    cleared = []
+    for number in range(max(len(terms.passes) for terms in ranks)):
+        there = [terms for terms in ranks if number < len(terms.passes)]
+        filled = {name for terms in there for name, value in terms.passes[number].items() if bool(value.any())}
+        gone = [terms.cleared[number] | (filled - {*terms.passes[number]}) for terms in there]
+        cleared.append(frozenset(filled).intersection(*gone))
+    return cleared
+
+
+def _due(terms: Terms, cleared: Sequence[frozenset[str]], got: Gradients) -> list[Gradients]:
     """Return the terms that are due; of a pass that was used otherwise, or after which weights moved, not what was cleared."""
     due: list[Gradients] = []
-    for one, cleared, moved in zip(terms.passes, terms.cleared, terms.moved):
-        lost = {name for name in one if name in got} <= cleared
-        used = moved or not {*one} <= cleared
-        due.append({n: v for n, v in one.items() if n in got and not (n in cleared and (used if lost else True))})
+    for passed, gone, moved in zip(terms.passes, cleared, terms.moved):
+        lost = {name for name in passed if name in got} <= gone
+        used = moved or not {*passed} <= gone
+        due.append({n: v for n, v in passed.items() if n in got and not (n in gone and (used if lost else True))})
     return due
 
 
@@ -151,7 +163,8 @@ def _bounds(run: WholeRun, kind: Kind, number: int, ranks: Sequence[Terms], got:
     count = _ROUNDINGS + sum(len(terms.passes) for terms in ranks)
     bounds = {}
     for name in got:
-        unit = UNIT_ROUNDOFF.get(str(run.quantities[Quantity(kind, name)][number].dtype).removeprefix("torch."), 0.0)
+        dtype = str(run.quantities[Quantity(kind, name)][number].dtype).removeprefix("torch.")
+        unit = max(UNIT_ROUNDOFF.get(dtype, 0.0), *(terms.roundoff for terms in ranks))
         largest = sum(float(one[name].abs().max()) for terms in ranks for one in terms.passes if name in one)
         bounds[name] = count * unit * largest * ranks[0].block ** 0.5
     return bounds
@@ -185,7 +198,7 @@ def _wrong(step: _Step, size: int, previous: Gradients | None) -> tuple[str, flo
     words = sentence(shares, size, backward_pass)
     why = (
         "Cause: optimizer.zero_grad() is called between the micro-batches. Clear once for each step, after it."
-        if any(step.sample.cleared)
+        if step.cleared
         else "Cause: what accumulates gradients over backward passes loses some, or counts them otherwise."
     )
     return f"{words}, {at}: it is not the sum of what autograd gave. {why}", None
