@@ -14,6 +14,7 @@ from fsdp_testing.train.comparable import Comparable, comparable, only, vanishin
 from fsdp_testing.train.comparison import Decided, Difference
 from fsdp_testing.train.control import control
 from fsdp_testing.train.conventions import LOSS as OWN_LOSSES
+from fsdp_testing.train.conventions import MEASURED
 from fsdp_testing.train.idle import idle_lines, nothing_trained
 from fsdp_testing.train.pair import Pair, fail
 from fsdp_testing.train.quantities import LOSS, Kind, Quantities, Quantity
@@ -62,7 +63,7 @@ def decide(pair: Pair) -> Compared:
     difference = pair.difference(lambda world: only(world.quantities, trained), decided) or other_steps
     if difference is not None:
         _fail_by(pair, difference, names, trained)
-    wrong = causes.wrong_in_itself(run) or causes.wrong_in_itself(reference)
+    wrong = causes.wrong_in_itself(run, start.accept) or causes.wrong_in_itself(reference, start.accept)
     if wrong:
         raise Failed(f"is wrong in itself, as any world would be: {wrong}", pair.table)
     check_trained(run, names)
@@ -73,7 +74,7 @@ def decide(pair: Pair) -> Compared:
         remarks.append(f"not decided: {', '.join(vanished[:3])}: its gradient is zero but for roundings")
     remarks += _judge_logged(pair, chosen)
     remarks += _generators(reference, run)
-    remarks += [control(run).line, *idle_lines(run)]
+    remarks += [control(run, measures=MEASURED in start.accept).line, *idle_lines(run)]
     named = [*names, *({LOSS} & {*run.quantities})]
     return Compared(compared_lines(run, named, left, remarks), (*unknown, *_not_compared(pair, decided)))
 

@@ -157,7 +157,7 @@ class Observer:
         self._stepping = 0  # an optimizer may be made of others, whose steps are parts of its own
         self._in_closure = False
         self._computed = Computed()
-        self._collector = TermCollector()
+        self._collector = TermCollector(self.reader)
         self._made_rates: WeakKeyDictionary[torch.optim.Optimizer, list[float]] = WeakKeyDictionary()
         self._open = self._follows = False  # the last step may be followed by that of another optimizer
         self._ignoring = False
