@@ -295,7 +295,7 @@ class Observer:
         return __init__
 
     def _idle_schedules(self) -> tuple[str, ...]:
-        parts = {id(part) for schedule in self._schedules for part in getattr(schedule, "_schedulers", ())}
+        parts = {id(part) for schedule in self._schedules for part in compat.schedules_in(schedule)}
         return tuple(
             type(schedule).__name__
             for schedule, begin in self._schedules.items()
