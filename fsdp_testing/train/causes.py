@@ -303,7 +303,7 @@ def _batch_norm(run: WholeRun, step: int) -> str:
     return (
         "Cause: BatchNorm normalises the rows of each rank alone: each rank's own statistic, by design or by mistake. Use "
         "SyncBatchNorm, or another normalisation; without that N "
-        f"ranks are not one process. {flag(BATCH_NORM) if run.ranks[0].dropout_off else ''}".rstrip()
+        f"ranks are not one process. {flag(BATCH_NORM)}"
     )
 
 

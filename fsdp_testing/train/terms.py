@@ -180,6 +180,12 @@ class TermCollector:
             self._roundoff,
         )
 
+    def stands_still(self) -> bool:
+        """Whether weights are still those that the first backward pass since the last step found, where these are known."""
+        return bool(self._weights and self._weights[0]) and not _is_moved(
+            self._weights[0], _some_weights(self._reader.present())
+        )
+
     def end_step(self) -> None:
         """Begin the next step."""
         self._steps += bool(self._passes)
