@@ -8,7 +8,6 @@ operations, so that a gradient reaches the caller's tensor in the caller's dtype
 from __future__ import annotations
 
 import copy
-import copy
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Mapping
