@@ -224,7 +224,9 @@ class StreamRecorder(Device):
         """Make the current stream wait for a collective."""
         pending = self._pending.pop(id(work), None)
         if pending is not None:
-            self.note(EventWaited(pending[1].number, HOST if pending[1].number in self._of_host else self.current.number))
+            self.note(
+                EventWaited(pending[1].number, HOST if pending[1].number in self._of_host else self.current.number)
+            )
 
     def functional(self, name: str, group: str, reads: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """Note a functional collective; `wait_tensor` of a result waits for it."""
