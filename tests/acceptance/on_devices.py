@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp2
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_ref
+from fsdp_ref import compat
 from fsdp_ref.comm.streams import DeviceStreams
+from fsdp_testing.ranks.streams.simulated import Event
 
 pytestmark = [pytest.mark.gpu, pytest.mark.world(2, backend="nccl")]
 
@@ -107,3 +109,68 @@ def test_planted_use_before_its_gather(world) -> None:
     torch.sim.set_late("others")
     with left_out(fsdp2, "foreach_all_gather_copy_out", hasty):
         assert difference("fsdp2", world) > EXACT
+
+
+def offloaded_step(world) -> None:
+    """Three steps with shards and gradients on the host, whose optimizer runs there."""
+    with world.check_streams():
+        difference("ref", world, cpu_offload=fsdp_ref.CPUOffload(True))
+
+
+@pytest.mark.parametrize("kind", ["ref", "fsdp1", "fsdp2", "ddp"])
+def test_no_race_is_seen_on_a_device(world, kind: str) -> None:
+    with world.check_streams():
+        assert difference(kind, world) < EXACT
+
+
+def test_no_race_is_seen_of_the_host(world) -> None:
+    offloaded_step(world)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_planted_host_that_does_not_wait_for_a_copy(world, waits: bool) -> None:
+    with nullcontext() if waits else pytest.raises(AssertionError) as raised, world.check_streams():
+        home = torch.empty(4, pin_memory=True)
+        home.copy_(torch.ones(4, device=world.device), non_blocking=True)
+        if waits:
+            torch.sim.current_stream().synchronize()
+        home.add_(1)
+    if not waits:
+        assert "Nothing orders add_ on the host after copy_ on the default stream" in str(raised.value)
+        assert str(raised.value).count("on_devices.py") == 2
+
+
+def test_planted_offload_whose_optimizer_does_not_wait(world) -> None:
+    model = fully_shard(net(), mesh=world.mesh, offload_policy=CPUOffloadPolicy())
+    with left_out(Event, "synchronize"), pytest.raises(AssertionError) as raised, world.check_streams():
+        model(torch.ones(4, 6, dtype=torch.float64, device=world.device)).square().mean().backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    assert "on the host after" in str(raised.value)
+
+
+def test_a_cleared_gradient_of_a_failed_backward_stays_cleared(world) -> None:
+    """Autograd's thread of a device lets go of a failed pass after the caller; what was cleared came back with the next step."""
+    kept: list[object] = []  # as that thread does for a moment
+    queue = compat.queue_backward_callback
+
+    def queue_and_keep(end: Callable[[], None]) -> None:
+        kept.append(end)
+        queue(end)
+
+    model = sharded("ref", world, net().to(world.device))
+    inputs = torch.ones(4, 6, dtype=torch.float64, device=world.device)
+
+    def gradients() -> list[torch.Tensor]:
+        model(inputs).square().mean().backward()
+        return [param.grad.cpu() for param in model.parameters() if param.grad is not None and param.grad.numel()]
+
+    wanted = gradients()
+    for _ in range(2):
+        model.zero_grad()
+        failing = model[1].register_full_backward_hook(lambda *args: 1 / 0)
+        queued = left_out(compat, "queue_backward_callback", queue_and_keep)
+        with queued, model.no_sync(), pytest.raises(ZeroDivisionError):
+            model(inputs).square().mean().backward()
+        failing.remove()
+        model.zero_grad()
+        assert all(torch.equal(have, want) for have, want in zip(gradients(), wanted, strict=True))

@@ -104,17 +104,21 @@ def _replacements(recorder: StreamRecorder, module: Any) -> Iterator[Any]:
         if hasattr(module, name):
             yield patch.object(module, name, value)
     yield patch.object(Tensor, "record_stream", record_stream)
-    # FSDP1 calls record_stream on devices that it knows only; its own functions hold this one under their name for it.
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith(
-            "torch.distributed.fsdp."
-        ) and "_no_dispatch_record_stream" in vars(module):
-            yield patch.object(module, "_no_dispatch_record_stream", record_stream)
+    yield from _of_fsdp1(record_stream)
     yield patch.object(torch.UntypedStorage, "resize_", _resizing(recorder, torch.UntypedStorage.resize_))
     yield patch.object(dist.Work, "wait", _waiting(recorder, dist.Work.wait))
     for name in METHODS:
         if (method := vars(dist.ProcessGroup).get(name)) is not None:
             yield patch.object(dist.ProcessGroup, name, _issuing(recorder, method))
+
+
+def _of_fsdp1(record_stream: Callable[[Tensor, Stream], None]) -> Iterator[Any]:
+    """FSDP1 calls record_stream on devices that it knows only; its own functions hold this one under their name for it."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith(
+            "torch.distributed.fsdp."
+        ) and "_no_dispatch_record_stream" in vars(module):
+            yield patch.object(module, "_no_dispatch_record_stream", record_stream)
 
 
 def _resizing(recorder: StreamRecorder, method: Callable[..., Any]) -> Callable[..., Any]:

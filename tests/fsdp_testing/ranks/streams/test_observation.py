@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_testing.errors import HarnessError
 from fsdp_testing.ranks.pool.world import World
 from fsdp_testing.ranks.streams.history import Freed, History, Work
 from fsdp_testing.ranks.streams.observation import observe
@@ -196,3 +197,19 @@ def test_what_torch_tensor_makes_on_a_side_stream_is_that_streams(world: World) 
             torch.cat([torch.tensor([1, 2]), torch.tensor([3])])
         torch.ones(4)
     assert not races(history)
+
+
+@pytest.mark.world(1)
+def test_a_device_without_streams_is_refused_in_a_sentence(world: World) -> None:
+    with (
+        pytest.raises(HarnessError, match=r"expected torch.meta to have Stream, .* Nothing can be said"),
+        observe("meta"),
+    ):
+        pass
+
+
+@pytest.mark.world(2)
+def test_ddp_gives_no_false_alarm(world: World) -> None:
+    with world.check_streams():
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+        model(torch.ones(2, 3)).sum().backward()

@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# All that we ask of a GPU, once, on a machine that may be borrowed: one JSON, within ten minutes (each part has its own limit).
+#     bash ci/gpu_once.sh OUT.json          on CUDA devices
+#     bash ci/gpu_once.sh OUT.json sim      the same parts on simulated devices, to know that the script works
+# A part that cannot run says why and never counts as passed; the rest runs. Exit code 0: every part passed. 1: a part failed.
+# 3: nothing failed, and a part did not run.
+set -u
+out=${1:?usage: bash ci/gpu_once.sh OUT.json [DEVICE]}
+device=${2:-cuda}
+python=${PYTHON:-python}
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+if [ "$device" = sim ]; then
+    export PYTHONPATH="$PWD/examples/vendor${PYTHONPATH:+:$PYTHONPATH}"
+    mkdir -p "$logs/site/sim-0.dist-info"
+    printf '[fsdp_testing.backends]\nsim = simdevice.testing:SIM\n' > "$logs/site/sim-0.dist-info/entry_points.txt"
+    printf 'Metadata-Version: 2.1\nName: sim\nVersion: 0\n' > "$logs/site/sim-0.dist-info/METADATA"
+    export PYTHONPATH="$logs/site:$PYTHONPATH"
+fi
+
+part() {  # NAME SECONDS BACKEND RANKS COMMAND...: runs if the backend can have so many ranks here
+    local name=$1 limit=$2 backend=$3 ranks=$4 reason code begun=$SECONDS
+    shift 4
+    [ "$device" = cuda ] || backend=$device
+    echo "== $name"
+    if ! reason=$("$python" -c "
+import sys
+from fsdp_testing.base.backends import backend_named
+print(backend_named(sys.argv[1]).unavailable(int(sys.argv[2])) or '')" "$backend" "$ranks" 2>&1); then
+        reason="the backend cannot be asked: $(tail -n 1 <<< "$reason")"
+    fi
+    if [ -n "$reason" ]; then
+        code=-1
+    else
+        timeout "$limit" "$@" > "$logs/$name.log" 2>&1
+        code=$?
+        tail -n 3 "$logs/$name.log"
+    fi
+    printf '%s\t%s\t%s\t%s\t%s\t%s\n' "$name" "$code" "$((SECONDS - begun))" "$backend" "$ranks" "$reason" >> "$logs/parts.tsv"
+}
+
+pytest=("$python" -m pytest -q -m gpu --device "$device" -p no:cacheprovider)
+verify() { echo "$python" -m fsdp_testing.cli run; }
+many=nccl; [ "$device" = cuda ] || many=$device
+shared=gloo-cuda; [ "$device" = cuda ] || shared=$device
+checks=(--check training --check offload --check mixed_precision --explain 0
+        --expected-failures fsdp_testing/checks/findings/known_failures.toml)
+
+part one-rank 90 nccl 1 "${pytest[@]}" tests/acceptance/test_gpu.py -k "nccl or 1 or over_devices"
+part shared-devices 150 gloo-cuda 2 "${pytest[@]}" tests/fsdp_ref/behaviours/gpu -k "Shared and (is_that_of_one_process or offloaded_parameters or frees)"
+part no-host-wait 60 nccl 1 "${pytest[@]}" tests/fsdp_ref/behaviours/gpu -k "stop_the_host or does_not_wait"
+part streams 100 gloo-cuda 2 $(verify) fsdp_ref-wrapper torch-fsdp2 --backend "$shared" --check streams.training --check streams.summon --explain 0
+part conformance 150 gloo-cuda 2 $(verify) fsdp_ref-composable torch-fsdp2 --backend "$shared" "${checks[@]}"
+part two-gpus 90 nccl 2 $(verify) fsdp_ref-composable torch-fsdp2 --backend "$many" --check training --explain 0
+
+"$python" - "$logs" "$out" "$device" <<'PY'
+import datetime
+import json
+import pathlib
+import platform
+import sys
+
+import torch
+
+logs, out, device = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
+parts = []
+for line in (logs / "parts.tsv").read_text().splitlines():
+    name, code, seconds, backend, ranks, reason = line.split("\t")
+    verdict = "did not run" if reason else {"0": "pass", "3": "unknown", "124": "unknown"}.get(code, "fail")
+    why = reason or ("its time was over" if code == "124" else "")
+    log = logs / f"{name}.log"
+    end = log.read_text(errors="replace").splitlines()[-60:] if log.exists() else []
+    parts.append({"name": name, "verdict": verdict, "why": why, "exit_code": int(code), "seconds": int(seconds),
+                  "backend": backend, "ranks": int(ranks), "end_of_output": end})
+cuda = torch.cuda.is_available()
+report = {
+    "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    "device": torch.cuda.get_device_name() if cuda and device == "cuda" else device,
+    "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
+    "nccl": list(torch.cuda.nccl.version()) if cuda else None,
+    "parts": parts,
+}
+out.write_text(json.dumps(report, indent=1) + "\n")
+for part in parts:
+    print(f"{part['verdict']:12} {part['name']} ({part['seconds']} s) {part['why']}")
+verdicts = {part["verdict"] for part in parts}
+sys.exit(1 if "fail" in verdicts else 0 if verdicts == {"pass"} else 3)
+PY
