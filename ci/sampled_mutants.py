@@ -3,8 +3,8 @@
     python ci/sampled_mutants.py [SUBJECT ...] [--number N] [--seed S] [--shard I/N] [--minutes M] [--only TEXT] [--results FILE]
 
 SUBJECT is `fsdp_ref`, or `torch-fsdp2` or `torch-fsdp1`: torch's own Python files, of which a copy is imported. mutmut proposes
-the changes, `--seed` chooses N of each subject, each is written into the copy, and the harness alone looks at it: random cases for
-a minute, the checks, every pair of traits, random cases for five minutes more; no unit test. Changes of texts are left out.
+the changes, `--seed` chooses N of each subject, each is written into the copy, and the harness alone looks at it: random cases
+for a minute, the checks, every pair of traits, random cases for five minutes more; no unit test. Changes of texts are left out.
 
 Each result is appended to FILE, and a later run goes on where this one stopped: what was caught stays caught while the source
 stays; what was not is tried again after the harness changed. Exit code: 0 all survivors are explained
@@ -36,6 +36,8 @@ from pathlib import Path
 import libcst
 from mutant_subjects import SUBJECTS
 from mutmut.mutation.file_mutation import Mutation, create_mutations, deep_replace
+
+from fsdp_testing.cli.options import part
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPLAINED = Path(__file__).with_name("sampled-mutants-explained.toml")
@@ -357,12 +359,6 @@ def report(mutants: Sequence[Mutant], fates: Mapping[str, Fate]) -> int:
     if waiting:
         print(f"\n{waiting} of {len(mutants)} were not tried, or not by every stage; run again to go on")
     return 0 if len(left) == len(equivalent) and not waiting else 1
-
-
-def part(text: str) -> tuple[int, int]:
-    """`I/N`."""
-    first, _, of = text.partition("/")
-    return int(first), int(of)
 
 
 def main() -> int:
