@@ -43,8 +43,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXPLAINED = Path(__file__).with_name("sampled-mutants-explained.toml")
 RESULTS = ROOT / "mutants" / "sampled.jsonl"
 KNOWN = "fsdp_testing/checks/findings/known_failures.toml"
-SECONDS = 1800
-"""Until a stage counts as hung: several times what it takes, so that a busy machine makes no mutant look caught."""
+SECONDS = 1800  # until a stage counts as hung: several times what it takes, for a busy machine
 _VERIFY = ("-c", "from fsdp_testing.cli.main import main; raise SystemExit(main())")
 STAGES: dict[str, tuple[str, ...]] = {
     "fuzz": ("fuzz", "--seconds", "60", "--stop-at-first", "--no-scripts"),
@@ -205,7 +204,7 @@ class Bench:
             code, output = self.asked(stage)
         finally:
             place.write_text(original, encoding="utf-8")
-        asked, seconds = ((), 0.0) if before is None else (before.asked, before.seconds)
+        asked, seconds = (before.asked, before.seconds) if before else ((), 0.0)
         return Fate(
             mutant.identity,
             stage if code else "",
@@ -354,8 +353,7 @@ def report(mutants: Sequence[Mutant], fates: Mapping[str, Fate]) -> int:
         print(f"\n{'equivalent' if why else 'NOT CAUGHT'}: {mutant.place}:{mutant.first} {mutant.function}")
         print("\n".join(f"    {line}" for line in mutant.diff))
         print(f"    {why or f'asked: {chr(44).join(fates[mutant.identity].asked)}'}")
-    half = [mutant for mutant in left if set(STAGES) - set(fates[mutant.identity].asked)]
-    waiting = len(mutants) - len(tried) + len(half)
+    waiting = len(mutants) - len(tried) + sum(bool(set(STAGES) - set(fates[mutant.identity].asked)) for mutant in left)
     if waiting:
         print(f"\n{waiting} of {len(mutants)} were not tried, or not by every stage; run again to go on")
     return 0 if len(left) == len(equivalent) and not waiting else 1
