@@ -3,8 +3,8 @@
     python ci/sampled_mutants.py [SUBJECT ...] [--number N] [--seed S] [--shard I/N] [--minutes M] [--only TEXT] [--results FILE]
 
 SUBJECT is `fsdp_ref`, or `torch-fsdp2` or `torch-fsdp1`: torch's own Python files, of which a copy is imported. mutmut proposes
-the changes, `--seed` chooses N of each subject, each is written into the copy, and the harness alone looks at it: random cases for a
-minute, the checks, every pair of traits, random cases for five minutes more; no unit test. Changes of texts are left out.
+the changes, `--seed` chooses N of each subject, each is written into the copy, and the harness alone looks at it: random cases
+for a minute, the checks, every pair of traits, random cases for five minutes more; no unit test. Changes of texts are left out.
 
 Each result is appended to FILE, and a later run goes on where this one stopped: what was caught stays caught while the source
 stays; what was not is tried again after the harness changed. Exit code: 0 all survivors are explained
@@ -34,76 +34,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import libcst
+from mutant_subjects import SUBJECTS
 from mutmut.mutation.file_mutation import Mutation, create_mutations, deep_replace
+
+from fsdp_testing.cli.options import part
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPLAINED = Path(__file__).with_name("sampled-mutants-explained.toml")
 RESULTS = ROOT / "mutants" / "sampled.jsonl"
 KNOWN = "fsdp_testing/checks/findings/known_failures.toml"
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What is changed, and who is judged then.
-
-    Attributes:
-        package: That is copied; what it is called when it is imported.
-        files: Patterns of files in it.
-        names: Implementations made of it.
-        module: One of its modules, of which every process says where it comes from.
-    """
-
-    package: str
-    files: tuple[str, ...]
-    names: tuple[str, ...]
-    module: str
-
-    def source(self) -> Path:
-        """The folder of the package that is copied: in this repository, or where it is installed."""
-        if self.package == "fsdp_ref":
-            return ROOT / "fsdp_ref"
-        import torch
-
-        return Path(torch.__file__).parent.joinpath(*self.package.split(".")[1:])
-
-
-SUBJECTS = {
-    "fsdp_ref": Subject(
-        "fsdp_ref",
-        tuple(
-            f"{room}/*.py"
-            for room in ["runtime", "handle", "comm", "checkpoint", "training", "replicas", "build", "storage"]
-        ),
-        ("fsdp_ref-composable", "fsdp_ref-wrapper"),
-        "fsdp_ref.comm.collectives",
-    ),
-    "torch-fsdp2": Subject(
-        "torch.distributed.fsdp",
-        ("_fully_shard/*.py",),
-        ("torch-fsdp2",),
-        "torch.distributed.fsdp._fully_shard._fsdp_param",
-    ),
-    "torch-fsdp1": Subject(
-        "torch.distributed.fsdp",
-        tuple(
-            f"{file}.py"
-            for file in (
-                "fully_sharded_data_parallel",
-                "_flat_param",
-                "_runtime_utils",
-                "_init_utils",
-                "_state_dict_utils",
-                "_optim_utils",
-                "_unshard_param_utils",
-                "_exec_order_utils",
-            )
-        ),
-        ("torch-fsdp1",),
-        "torch.distributed.fsdp._flat_param",
-    ),
-}
-SECONDS = 1800
-"""Until a stage counts as hung: several times what it takes, so that a busy machine makes no mutant look caught."""
+SECONDS = 1800  # until a stage counts as hung: several times what it takes, for a busy machine
 _VERIFY = ("-c", "from fsdp_testing.cli.main import main; raise SystemExit(main())")
 STAGES: dict[str, tuple[str, ...]] = {
     "fuzz": ("fuzz", "--seconds", "60", "--stop-at-first", "--no-scripts"),
@@ -264,7 +204,7 @@ class Bench:
             code, output = self.asked(stage)
         finally:
             place.write_text(original, encoding="utf-8")
-        asked, seconds = ((), 0.0) if before is None else (before.asked, before.seconds)
+        asked, seconds = (before.asked, before.seconds) if before else ((), 0.0)
         return Fate(
             mutant.identity,
             stage if code else "",
@@ -413,17 +353,10 @@ def report(mutants: Sequence[Mutant], fates: Mapping[str, Fate]) -> int:
         print(f"\n{'equivalent' if why else 'NOT CAUGHT'}: {mutant.place}:{mutant.first} {mutant.function}")
         print("\n".join(f"    {line}" for line in mutant.diff))
         print(f"    {why or f'asked: {chr(44).join(fates[mutant.identity].asked)}'}")
-    half = [mutant for mutant in left if set(STAGES) - set(fates[mutant.identity].asked)]
-    waiting = len(mutants) - len(tried) + len(half)
+    waiting = len(mutants) - len(tried) + sum(bool(set(STAGES) - set(fates[mutant.identity].asked)) for mutant in left)
     if waiting:
         print(f"\n{waiting} of {len(mutants)} were not tried, or not by every stage; run again to go on")
     return 0 if len(left) == len(equivalent) and not waiting else 1
-
-
-def part(text: str) -> tuple[int, int]:
-    """`I/N`."""
-    first, _, of = text.partition("/")
-    return int(first), int(of)
 
 
 def main() -> int:

@@ -27,12 +27,12 @@ def matrix_picture(
     drawing = Drawing(ROW * len(traits) + 4, "Which pairs of traits hold, fail, or were not asked")
     width = (WIDTH - NAME_WIDTH) / max(len(traits), 1)
 
-    def alike(row: int, column: int) -> tuple[str, int]:
+    def look(row: int, column: int) -> tuple[str, int]:
         return word(row, column), column if word(row, column) in single else -1
 
     for row, trait in enumerate(traits):
-        start = 0
-        for (became, alone), group in groupby(range(row), key=lambda column, row=row: alike(row, column)):  # type: ignore[misc]
+        start, looks = 0, [look(row, column) for column in range(row)]
+        for (became, alone), group in groupby(looks):
             length = len(list(group))
             if became in classes:
                 hint = f"{trait} with {traits[start]}: {became}" if alone >= 0 else f"{trait}: {became}"

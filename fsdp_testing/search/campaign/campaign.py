@@ -10,10 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp_testing.adapters.adapter import Adapter
-from fsdp_testing.adapters.source import source_digest
 from fsdp_testing.base.document import read_text
-from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices, needs_of_case
+from fsdp_testing.cases.drawing import CaseDrawer, SeededChoices, needs_of_case
 from fsdp_testing.cases.records import Case, Verdict
 from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.errors import InvalidRecord
@@ -24,6 +22,7 @@ from fsdp_testing.judging.signature import Signature
 from fsdp_testing.ranks.pool import Pool
 from fsdp_testing.search.campaign.case_queue import CaseQueue, QueuedCase
 from fsdp_testing.search.campaign.example_checks import EXAMPLE_SECONDS, SHARE, check_examples
+from fsdp_testing.search.campaign.plan import Plan
 from fsdp_testing.search.campaign.tally import CampaignTally
 from fsdp_testing.search.campaign.writing import STATE_FILE, findings_in, write_files
 from fsdp_testing.search.investigation import Causes, Investigated, Investigator, Suspect
@@ -31,7 +30,6 @@ from fsdp_testing.search.loop import Budget, search
 from fsdp_testing.search.state import (
     FORMER,
     OPEN,
-    SOURCE,
     Reason,
     State,
     Verdicts,
@@ -45,60 +43,6 @@ _INVESTIGATED_AT_FIRST = 3
 _INVESTIGATED_LATER_ONE_IN = 25
 _KEPT_UNJUDGED = 3
 _REASON_LENGTH = 300
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a campaign is asked to do.
-
-    Attributes:
-        implementation: What is examined; loaded by name, so that ranks find it too.
-        scope: What may be drawn.
-        state: Where it keeps what it learns.
-        seconds: When to end; None for no limit.
-        examples: How many cases to draw at most; None for no limit.
-        seed: From which all choices follow.
-        lanes: Batches under way at a time.
-        deadline: Seconds that one case may take.
-        shrink_seconds: Time for shrinking one finding.
-        known: Failures to count and not to report.
-        stop_at_first: End with the first confirmed finding.
-        shard: `(i, n)`: draw only every n-th case of the campaign, beginning with the i-th; `examples` counts those of all parts.
-        listed: The cases of the campaign, in place of random ones; then it is kept why one does not pass.
-    """
-
-    implementation: Adapter
-    scope: Scope
-    state: Path
-    seconds: float | None = 60.0
-    examples: int | None = None
-    seed: int = 0
-    lanes: int = 2
-    deadline: float = 30.0
-    shrink_seconds: float = 20.0
-    known: KnownFailures = KnownFailures()
-    stop_at_first: bool = False
-    shard: tuple[int, int] = (1, 1)
-    listed: tuple[Case, ...] = ()
-
-    @property
-    def drawn_by(self) -> str:
-        """Return what cases follow from, besides the implementation, as text to compare."""
-        scope = self.scope
-        sizes, without = ",".join(map(str, scope.world_sizes)), ",".join(sorted(scope.excluded))
-        axis = f", tensor parallelism over {scope.tensor_parallel}" if scope.tensor_parallel > 1 else ""
-        source = f"{len(self.listed)} cases that hold every pair" if self.listed else f"seed {self.seed}"
-        return f"{source}, world sizes {sizes}{axis}, {scope.max_operations} operations, without {without or 'nothing'}"
-
-    @property
-    def subject(self) -> dict[str, str]:
-        """Return what verdicts of the campaign are about, by name."""
-        return {
-            "implementation": self.implementation.reference,
-            "cases by": self.drawn_by,
-            "known failures": self.known.digest,
-            SOURCE: source_digest(self.implementation),
-        }
 
 
 Listener = Callable[[CampaignTally], None]

@@ -9,6 +9,7 @@ from itertools import combinations
 
 from fsdp_testing.base.document import Format
 from fsdp_testing.cases.records import Verdict
+from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.search.campaign.tally import exit_code_of
 from fsdp_testing.search.pairs.covering import Covering, Pair
 from fsdp_testing.search.pairs.traits import traits_of
@@ -71,7 +72,7 @@ class Summary:
 
 
 def summary_of(
-    name: str, environment: Mapping[str, str], covering: Covering, state: State, *, discovered: Sequence[object] = ()
+    name: str, environment: Mapping[str, str], covering: Covering, state: State, *, discovered: Sequence[Discovery] = ()
 ) -> Summary:
     """Return what a campaign on the cases of a covering says; `state` may be that of one part of it."""
     first, of = state.shard
@@ -94,7 +95,7 @@ def summary_of(
     return Summary(
         implementation=name,
         environment=environment,
-        exit_code=exit_code_of(state.counts(), list(discovered)),  # type: ignore[arg-type]
+        exit_code=exit_code_of(state.counts(), list(discovered)),
         cases={verdict.value: count for verdict, count in state.counts().items()},
         traits=traits,
         counts=dict(Counter(words.values())),

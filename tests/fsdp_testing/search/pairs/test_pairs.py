@@ -103,7 +103,9 @@ def test_a_pair_that_no_draw_has_is_made_of_two_cases():
     drawn = covering_module._Pool(scope)
     drawn.draw(40)
     missing = [pair for pair in combinations(sorted(drawn.numbers), 2) if not drawn.has(pair) and not why_apart(*pair)]
-    of_programs = [pair for pair in missing if set(pair) <= {"step", "clip", "freeze", "save", "thaw", "set_lr", "move"}]
+    of_programs = [
+        pair for pair in missing if set(pair) <= {"step", "clip", "freeze", "save", "thaw", "set_lr", "move"}
+    ]
     made = [pair for pair in of_programs if drawn.make(pair)]
     assert made == of_programs != []
     assert all(drawn.has(pair) for pair in made)
