@@ -60,6 +60,13 @@ def environment() -> dict[str, str]:
     }
 
 
+def earlier(path: Path) -> tuple[dict[str, str], list[Comparison]]:
+    """Return the facts and the comparisons of a run that was written with --json."""
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    made = [Comparison(**{**fields, "peers": tuple(fields["peers"])}) for fields in facts.pop("comparisons")]
+    return facts, made
+
+
 def _cpuinfo() -> list[str]:
     path = Path("/proc/cpuinfo")
     return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
@@ -78,10 +85,14 @@ def table_of(comparison: Comparison) -> Table:
 def page_of(facts: dict[str, str], made: Sequence[Comparison]) -> str:
     """Return the page, with curves by their exponents."""
     text = HEAD + "\n".join(f"- {name}: {fact}" for name, fact in facts.items()) + "\n"
+    text += "\n## What is promised\n\n| | | ratio |\n| --- | --- | --- |\n"
+    promised = [(made_of, row) for made_of in made for row in made_of.rows() if row.goal is not None]
+    text += "".join(f"| {made_of.name} | {row.name} | {row.ratio_text()} |\n" for made_of, row in promised)
     for curve in curves(made):
         text += f"\n## {curve.capitalize()}\n\n![{curve}](pictures/{_file(curve)})\n\n"
         text += "Cost grows with the size to the power of: "
         text += ", ".join(f"{name} {power:.2f}" for name, power in exponents(made, curve).items()) + ".\n"
+    text += "\n## All figures\n"
     for comparison in made:
         text += f"\n### {comparison.name}\n\n| | minimum, {comparison.unit} | median | spread | ratio |\n"
         text += "| --- | --: | --: | --: | --- |\n"
@@ -118,7 +129,7 @@ def draw(made: Sequence[Comparison], folder: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "fsdp"  # the same figures give the same file
+    mpl.rcParams |= {"svg.hashsalt": "fsdp", "svg.fonttype": "none"}  # the same figures give the same small file
     from matplotlib import pyplot as plt
 
     for curve in curves(made):
@@ -126,7 +137,7 @@ def draw(made: Sequence[Comparison], folder: Path) -> None:
         for name, at in points(made, curve).items():
             axes.plot(*zip(*at, strict=True), marker="o", label=f"{name}: size^{exponent(at):.2f}")
         axes.set(xscale="log", yscale="log", title=curve, xlabel="size", ylabel="ms")
-        axes.grid(visible=True, which="both", alpha=0.2)
+        axes.grid(visible=True, alpha=0.2)
         axes.legend()
         figure.savefig(folder / _file(curve), metadata={"Date": None})
         plt.close(figure)
@@ -143,15 +154,22 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples here")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.relative_to(ROOT)} and its pictures")
+    parser.add_argument(
+        "--again", type=Path, metavar="FILE", help="measure nothing: take the samples of an earlier --json"
+    )
     options = parser.parse_args()
-    console, facts = Console(width=max(100, Console().width)), environment()
-    console.print("; ".join(facts.values()), soft_wrap=True)
-    made: list[Comparison] = []
-    for part in options.only:
-        console.print(f"\n{part} ...")
-        for comparison in PARTS[part](quick=options.quick):
-            made.append(comparison)
-            console.print(table_of(comparison))
+    console = Console(width=max(100, Console().width))
+    if options.again is not None:
+        facts, made = earlier(options.again)
+    else:
+        facts = {**environment(), "sizes": "small (--quick)" if options.quick else "all"}
+        console.print("; ".join(facts.values()), soft_wrap=True)
+        made = []
+        for part in options.only:
+            console.print(f"\n{part} ...")
+            for comparison in PARTS[part](quick=options.quick):
+                made.append(comparison)
+                console.print(table_of(comparison))
     for curve in curves(made):
         console.print(f"{curve}: grows with size to the power of {exponents(made, curve)}", soft_wrap=True)
     document: dict[str, Any] = {**facts, "comparisons": [asdict(comparison) for comparison in made]}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from bench import curves, exponents, page_of, table_of
+from bench import curves, earlier, exponents, page_of, table_of
 from figures import Comparison, exponent, interval
 
 
@@ -76,7 +78,17 @@ def test_the_page_has_every_row_and_curves_with_more_than_one_size() -> None:
     assert exponents(made, "a curve") == {"ours": pytest.approx(1.0), "theirs": pytest.approx(1.0)}
     page = page_of({"date": "2026-11-24"}, made)
     assert "- date: 2026-11-24" in page
-    assert page.count("| ours | ") == 2
+    assert page.count("\n| ours | ") == 2
+    promised = page.partition("## What is promised")[2].partition("\n## ")[0]
+    assert promised.count("| a step | ours | 0.50 (0.50 to 0.50); at most 0.60: reached |") == 2
     assert "pictures/a-curve.svg" in page
     assert curves(made[:1]) == []
     assert table_of(made[0]).row_count == 2
+
+
+def test_samples_of_an_earlier_run_give_the_same_page(tmp_path: Path) -> None:
+    made = [_comparison([size] * 5, [2 * size] * 5, 0.6, size) for size in (1.0, 2.0)]
+    (tmp_path / "run.json").write_text(
+        json.dumps({"date": "2026-11-24", "comparisons": [asdict(comparison) for comparison in made]})
+    )
+    assert page_of(*earlier(tmp_path / "run.json")) == page_of({"date": "2026-11-24"}, made)
