@@ -59,6 +59,12 @@ def make_simulated_device_known() -> str:
     return os.environ["PYTHONPATH"]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """A worker more than there are processors: many tests wait, for a process to start or for the deadline of a hang."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Tests of devices name CUDA's backends; another device has one."""
     device = item.config.option.device

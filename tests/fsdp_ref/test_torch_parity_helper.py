@@ -52,6 +52,21 @@ MODELS = (
 # A flat parameter trains wholly or not at all: the model that freezes single parameters needs the originals.
 CASES = [(name, orig) for name in MODELS for orig in (False, True) if orig or name != "NonUniformReqGradNWM"]
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+
+
+def product_of_cases():
+    """Return the whole product; each model in each form with one strategy in turn, the other two nightly."""
+    return [
+        pytest.param(
+            *(model, orig, strategy),
+            marks=[] if turn == number % len(STRATEGIES) else [pytest.mark.slow],
+            id=f"{model}-{'orig' if orig else 'flat'}-{strategy}",
+        )
+        for number, (model, orig) in enumerate(CASES)
+        for turn, strategy in enumerate(STRATEGIES)
+    ]
+
+
 SCHEDULES = {
     "backward_pre": {"backward_prefetch": BackwardPrefetch.BACKWARD_PRE},
     "backward_post": {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
@@ -135,10 +150,7 @@ def check_substituted(trained):
     assert all(torch.isfinite(param).all() for param in plain.parameters())
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    ("model", "use_orig_params"), CASES, ids=lambda value: {True: "orig", False: "flat"}.get(value)
-)
+@pytest.mark.parametrize(("model", "use_orig_params", "strategy"), product_of_cases())
 @pytest.mark.world(2)
 def test_trains_as_ddp_does_under_every_schedule(parity, model, strategy, use_orig_params):
     for options in SCHEDULES.values():

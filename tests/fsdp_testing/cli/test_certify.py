@@ -56,7 +56,7 @@ def test_a_fault_ends_with_1_and_is_drawn_told_and_replayed(tmp_path: Path, caps
     assert 'class="cell fails' in (tmp_path / "page" / "index.html").read_text()
     case = tmp_path / "case.json"
     case.write_text(json.dumps({"format": "fsdp_testing/case", "version": 1, **cause["case"]}))
-    assert main(["replay", str(case), "--implementation", "small_faults:ZEROS"]) == 1
+    assert main(["replay", str(case), "--implementation", "small_faults:ZEROS", "--once"]) == 1
 
 
 def test_limits_and_parts(tmp_path: Path, capsys):
@@ -74,26 +74,6 @@ def test_limits_and_parts(tmp_path: Path, capsys):
     assert "Give another --state directory" in capsys.readouterr().err
 
 
-def test_parts_are_put_together_as_if_they_had_been_one(tmp_path: Path, capsys):
-    name = "small_faults:ZEROS"
-    given = ("--sample", "12", "--explain", "600")
-    assert certify(name, *given, "--json", "whole.json") == 1
-    for part in ("1", "2"):
-        assert certify(name, *given, "--shard", f"{part}/2", "--json", f"{part}.json") in (0, 1)
-    capsys.readouterr()
-    assert main(["merge", "1.json", "2.json", "--json", "both.json", "--html", "page"]) == 1
-    assert "of 12 cells hold" in capsys.readouterr().out
-    assert (tmp_path / "page" / "index.html").exists()
-    whole, both = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("whole", "both"))
-    assert sorted(both["failing"]) == sorted(whole["failing"])
-    for field in ("asked", "verdicts", "faces", "cube", "not_claimed", "unexplained"):
-        assert both[field] == whole[field], field
-    # Each part runs the first failing cells of one look again alone.
-    assert both["unconfirmed"] <= whole["unconfirmed"]
-    (cause,), (other,) = whole["causes"], both["causes"]
-    assert (cause["cells"], cause["cell"], cause["signature"]) == (other["cells"], other["cell"], other["signature"])
-
-
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two parts of a certificate, the whole, and parts of others: made once, since no test changes them."""
@@ -101,16 +81,29 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(str(TESTS / "fsdp_testing" / "search" / "certificate"))
-        for file, more in {
-            "1": ("--sample", "4", "--shard", "1/2"),
-            "2": ("--sample", "4", "--shard", "2/2"),
-            "whole": ("--sample", "4"),
-            "other": ("--sample", "6", "--shard", "2/2"),
-        }.items():
-            assert certify("small_faults:UNBROKEN", *more, "--json", f"{file}.json") == 0
-    renamed = json.loads((folder / "2.json").read_text()) | {"implementation": "small_faults:ZEROS"}
-    (folder / "renamed.json").write_text(json.dumps(renamed))
+        for file, more in {"1": ("--shard", "1/2"), "2": ("--shard", "2/2"), "whole": ()}.items():
+            given = ("--sample", "12", "--explain", "600", *more)
+            assert certify("small_faults:ZEROS", *given, "--json", f"{file}.json") in (0, 1)
+    second = json.loads((folder / "2.json").read_text())
+    for file, other in {"other": {"sample": 13}, "renamed": {"implementation": "a:b"}}.items():
+        (folder / f"{file}.json").write_text(json.dumps(second | other))
     return folder
+
+
+def test_parts_are_put_together_as_if_they_had_been_one(parts: Path, tmp_path: Path, capsys):
+    given = [str(parts / f"{part}.json") for part in (1, 2)]
+    assert main(["merge", *given, "--json", "both.json", "--html", "page"]) == 1
+    assert "of 12 cells hold" in capsys.readouterr().out
+    assert (tmp_path / "page" / "index.html").exists()
+    whole, both = (json.loads(file.read_text()) for file in (parts / "whole.json", tmp_path / "both.json"))
+    assert whole["failing"]
+    assert sorted(both["failing"]) == sorted(whole["failing"])
+    for field in ("asked", "verdicts", "faces", "cube", "not_claimed", "unexplained"):
+        assert both[field] == whole[field], field
+    # Each part runs the first failing cells of one look again alone.
+    assert both["unconfirmed"] <= whole["unconfirmed"]
+    (cause,), (other,) = whole["causes"], both["causes"]
+    assert (cause["cells"], cause["cell"], cause["signature"]) == (other["cells"], other["cell"], other["signature"])
 
 
 @pytest.mark.parametrize(

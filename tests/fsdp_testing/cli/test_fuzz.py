@@ -65,7 +65,7 @@ def test_a_healthy_implementation_ends_with_0(tmp_path: Path, capsys: pytest.Cap
     assert said.splitlines()[-1] == "exit code 0: every case that ran is right, or fails as is known"
 
 
-def test_a_fault_is_found_shrunk_told_and_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_fault_is_found_shrunk_told_replayed_and_not_told_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert fuzz(WRONG, "--examples", "400", "--stop-at-first", "--state", str(tmp_path / "s")) == 1
     (folder,) = (tmp_path / "s" / "found").iterdir()
     case = json.loads((folder / "case.json").read_text())
@@ -76,19 +76,13 @@ def test_a_fault_is_found_shrunk_told_and_replayed(tmp_path: Path, capsys: pytes
     said = " ".join(capsys.readouterr().out.split())
     assert f"on {WRONG}: fails" in said
     assert "the same bits on restarted processes" in said
-    assert main(["replay", str(folder / "case.json"), "--implementation", "toy:UNBROKEN"]) == 0
-
-
-def test_a_campaign_goes_on_where_it_ended_and_does_not_tell_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    state = str(tmp_path / "s")
-    assert fuzz(WRONG, "--examples", "200", "--stop-at-first", "--state", state) == 1
+    assert main(["replay", str(folder / "case.json"), "--implementation", "toy:UNBROKEN", "--once"]) == 0
     first = read_state(tmp_path / "s" / "state.json")
     capsys.readouterr()
     # What was found is not told again, and no success either.
-    assert fuzz(WRONG, "--examples", "64", "--state", state) == 1
+    assert fuzz(WRONG, "--examples", "64", "--state", str(tmp_path / "s")) == 1
     assert "cases that failed as an earlier run of this campaign found" in capsys.readouterr().out
-    second = read_state(tmp_path / "s" / "state.json")
-    assert len(second.verdicts) > len(first.verdicts)
+    assert len(read_state(tmp_path / "s" / "state.json").verdicts) > len(first.verdicts)
     assert len(list((tmp_path / "s" / "found").iterdir())) <= 2
 
 
@@ -130,12 +124,6 @@ def test_suspects_that_nobody_looked_at_are_failures():
     tally = CampaignTally(verdicts=Counter({Verdict.PASS: 100, Verdict.FAIL: 4}))
     assert tally.exit_code == 1
     assert campaign_sheet(tally, "toy", Path("s")).conclusion == "4 cases fail"
-
-
-def test_a_refusal_of_what_is_claimed_and_a_model_that_stays_end_with_1():
-    for name in ("REFUSES_CLIP", "KEEPS_MODELS"):
-        given = ("--examples", "40", "--stop-at-first", "--no-scripts", "--state", name)
-        assert fuzz(f"fuzz_faults:{name}", *given) == 1
 
 
 @pytest.mark.parametrize(

@@ -286,11 +286,13 @@ def test_a_rank_that_raises_or_dies_fails_early_and_late(train, message):
         check_training(train, world_sizes=(1, 2))
 
 
+@pytest.mark.slow  # tests/acceptance/contract: check_training-hung always
 def test_a_loop_that_hangs_always_fails():
     with pytest.raises(WorldFailed, match="rank 1 hung"):
         check_training(hangs, world_sizes=(1, 2), timeout=6.0)
 
 
+@pytest.mark.slow  # tests/acceptance/contract: check_training-hung once, passes alone
 def test_of_a_loop_that_hung_once_nothing_is_known(tmp_path, monkeypatch):
     monkeypatch.setenv("HANGS_ONCE", str(tmp_path / "hung"))
     with pytest.raises(TrainingUndecided, match="run again, it came to its end"):

@@ -107,7 +107,7 @@ def test_what_cannot_be_told_with_torch_alone_gets_no_script():
     ("name", "program", "reproduces"),
     [
         ("torch-ddp", (micro(1), Clip(0.5), Step(), micro(2)), False),
-        ("torch-fsdp2", (micro(1), Step(), micro(2), Step()), False),
+        pytest.param("torch-fsdp2", (micro(1), Step(), micro(2), Step()), False, marks=pytest.mark.slow),
         ("torch-fsdp2", (micro(1), Forward(Batch(2)), Step(), micro(3)), True),
     ],
 )

@@ -128,6 +128,7 @@ def test_a_death_and_a_lone_error_stay_in_their_own_cells():
     assert found_later.reason.startswith("further step: ")
 
 
+@pytest.mark.slow  # tests/acceptance/contract: checkpoints-hung always
 def test_a_hang_ends_and_fails():
     (found,) = [one for one in exchanged("HANGS", subjects=(MOMENTUM,), deadline=5.0) if one.loader]
     assert found.mark == "X"
