@@ -50,6 +50,7 @@ class OpenState:
         module: the outermost module of that part; its hook ends it.
         form: the form that the unit's entries have.
         rows: parameters are shown without values, which are in this rank's rows, by the parameter's index.
+        indices: the parameters' indices, by module and name.
         errors: what ``nn.Module`` found wrong while loading; it is its own list.
     """
 
@@ -70,6 +71,8 @@ class OpenState:
         self._fresh = fresh
         self._spread: Spread | None = None
         self.rows = rows
+        managed = enumerate(unit.handle.originals.managed)
+        self.indices = {(site.module, site.name): index for index, each in managed for site in each.sites}
         self.errors: list[str] = []
         self._copies: dict[object, Tensor] = {}
         self.running = RunningCall.of_outermost_module_method()
@@ -84,7 +87,7 @@ class OpenState:
     def entry(self, shown: Tensor, place: tuple[nn.Module, str]) -> Tensor:
         """Return the entry of a summoned parameter, whose memory goes; one for all names of a tied parameter."""
         originals = self._unit.handle.originals
-        index = originals.places[place]
+        index = self.indices[place]
         extension = originals.extensions[index]
         value = shown if extension is None else extension.flatten(shown)
         key = index if self.rows is not None else (value.data_ptr(), value.shape, value.dtype)
@@ -349,7 +352,7 @@ def _before_load(
         if isinstance(own, Tensor) and own.data_ptr() == unit.handle.shard_S.data_ptr():
             del state[prefix + FLAT_PARAM]  # ``set_model_state_dict`` hands over what the model has, too
         if open_state.rows is not None:
-            load_shard(unit.handle, module, names, state, prefix)
+            load_shard(unit.handle, module, {name: open_state.indices[module, name] for name in names}, state, prefix)
         for name in names:
             param = module._parameters.get(name)
             _take_whole(unit, param, state, prefix + name, reports[2])

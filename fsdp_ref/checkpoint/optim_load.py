@@ -31,7 +31,7 @@ from fsdp_ref.checkpoint.optim_source import (
     of_all_ranks,
     outlined,
 )
-from fsdp_ref.checkpoint.rows import Rows, rows_in
+from fsdp_ref.checkpoint.rows import Rows, piece_of, rows_in
 from fsdp_ref.comm.collectives import broadcast_object
 from fsdp_ref.comm.tensor_parallel import is_dtensor
 from fsdp_ref.errors import FsdpValueError, explain, listing
@@ -255,7 +255,7 @@ class _Loading:
         home = handle.shard_S.device
         if not handle.sharded:
             return torch.empty_strided(spec.shape, spec.stride, dtype=whole.dtype, device=home).copy_(whole)
-        return handle.originals.piece_in(original.index, whole).to(home, copy=True)
+        return piece_of(handle, original.index, whole).to(home, copy=True)
 
     def of_users(self) -> dict[str, Any]:
         """Return what is in the state beside parameters."""

@@ -180,8 +180,20 @@ def _is_foreign(hook: Any) -> bool:
     return not str(getattr(hook, "__module__", "")).startswith("fsdp_ref.")
 
 
-def load_shard(handle: FlatHandle, module: nn.Module, names: Iterable[str], state: dict[str, Any], prefix: str) -> None:
+def piece_of(handle: FlatHandle, index: int, full: Tensor) -> Tensor:
+    """Return, of a whole value of a sharded parameter, those elements that this rank's shard holds, flat."""
+    flat = full.permute(handle.layout.params[index].storage_order).reshape(-1)
+    offset, numel = handle.originals.pieces.get(index, (0, 0))
+    first = handle.shard_map.shard_span(handle.shard_rank).start + offset - handle.layout.starts[index]
+    return flat[first : first + numel] if numel else flat[:0]
+
+
+def load_shard(
+    handle: FlatHandle, module: nn.Module, indices: Mapping[str, int], state: dict[str, Any], prefix: str
+) -> None:
     """Load entries of one module into the shard, and leave ``nn.Module`` what it has already to copy.
+
+    ``indices`` are those of the module's parameters, by their names in it.
 
     What has another shape is left for ``nn.Module`` to report.
 
@@ -191,8 +203,8 @@ def load_shard(handle: FlatHandle, module: nn.Module, names: Iterable[str], stat
     """
     rows: dict[int, Tensor] = {}
     shard = handle.originals.pieces_of(handle.shard_S)
-    for name in names:
-        index, value = handle.originals.places[module, name], state.get(prefix + name)
+    for name, index in indices.items():
+        value = state.get(prefix + name)
         param = module._parameters.get(name)
         if not isinstance(value, Tensor) or param is None or value.shape != param.shape or value is param:
             continue
@@ -203,7 +215,7 @@ def load_shard(handle: FlatHandle, module: nn.Module, names: Iterable[str], stat
             continue
         with torch.no_grad():
             full = whole(value) if is_dtensor(value) else value
-            shard[index].copy_(handle.originals.piece_in(index, full))
+            shard[index].copy_(piece_of(handle, index, full))
     if rows:
         Rows(handle).into_pieces(rows, {index: shard[index] for index in rows})
 
