@@ -24,9 +24,7 @@ process that sees the rows of all ranks: loss, learning rate, gradients as the o
 Options stand before SCRIPT; what follows it is the script's. Dropout is switched off; files that the script writes below the
 current folder go to a temporary one.
 
-  fsdp-verify train --world-sizes 1,2 train.py --config tiny.yaml
-  fsdp-verify train --vary k=1,2,4 train.py --accumulate {k} --batch {8/k}
-  fsdp-verify train --vary "" "--compile" --against main~1 train.py
+Example: fsdp-verify train --vary k=1,2,4 train.py --accumulate {k} --batch {8/k}
 """
 _ARGUMENTS, _VARY = "--resume-args", "--vary"
 
@@ -34,7 +32,6 @@ _ARGUMENTS, _VARY = "--resume-args", "--vary"
 def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
     command = declare(commands, "train", "compare a training script on N ranks with one process", DESCRIPTION)
-    command.formatter_class = argparse.RawDescriptionHelpFormatter
     option = command.add_argument
     valued = [
         option(
