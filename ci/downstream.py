@@ -82,7 +82,8 @@ def environment(folder: Path, wheels: list[Path], *, borrow: bool) -> Path:
         # A folder that is named here is searched after this one, and its own .pth files (an editable install) are not read.
         (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
         pip += ["--no-deps", "--no-index"]
-    run([*pip, *map(str, wheels)], folder)
+    ours, *theirs = map(str, wheels)
+    run([*pip, f"{ours}[verify]", *theirs], folder)
     return python
 
 

@@ -25,7 +25,7 @@ def table(seconds: Mapping[str, float]) -> list[str]:
     """The slowest tests as a table, setup and teardown included; a bar in a name would end its cell."""
     most = Counter(seconds).most_common(SHOWN)
     rows = [f"| {spent:.1f} | `{name.replace('|', '/')}` |" for name, spent in most]
-    return [f"### The {len(rows)} slowest of {len(seconds)} tests", "", "| s | test |", "| --: | --- |", *rows]
+    return [f"## The {len(rows)} slowest of {len(seconds)} tests", "", "| s | test |", "| --: | --- |", *rows]
 
 
 def read(text: str) -> tuple[dict[str, float], str, float]:

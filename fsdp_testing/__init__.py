@@ -56,4 +56,8 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(home), name)
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 old_names.install()

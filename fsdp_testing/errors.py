@@ -18,6 +18,10 @@ class UnsendableFunction(InvalidArgument):
     """A function cannot be named in another process: it must be importable (module level, not a lambda or closure)."""
 
 
+class MissingExtra(HarnessError, ImportError):
+    """A package that only some commands need is not installed; the message names the extra that brings it."""
+
+
 class BackendUnavailable(HarnessError):
     """A communication backend cannot run on this machine; the message gives the one reason."""
 

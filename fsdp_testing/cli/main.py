@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from fsdp_testing.base import env
+from fsdp_testing.base import env, extras
 from fsdp_testing.base.printable import printable
 from fsdp_testing.cli import (
     certify,
@@ -85,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "" not in sys.path and here not in sys.path:
         sys.path.insert(0, here)
     try:
-        code = _execute(options)
+        with extras.needed():
+            code = _execute(options)
         sys.stdout.flush()
     except PoolBroken as error:
         return _say(error, UNKNOWN)

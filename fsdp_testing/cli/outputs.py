@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsdp_testing.base import extras
+
 if TYPE_CHECKING:
     from fsdp_testing.report.sheet import Sheet
     from fsdp_testing.report.terminal import Output
@@ -33,12 +35,16 @@ def checked_outputs(options: argparse.Namespace) -> dict[str, Path]:
 
     Raises:
         InvalidArgument: One could not be written afterwards.
+        MissingExtra: A page is asked for, and nothing can make it.
     """
     from fsdp_testing.report.files import check_writable
 
     named = {f"--{name}": getattr(options, name, None) for name in ("html", "json", "junit")}
     paths = {option: path for option, path in named.items() if path is not None}
     page = paths.get("--html")
+    if page is not None:
+        with extras.needed("jinja2"):
+            pass
     if page is not None and (page.suffix != ".html" or page.is_dir()):
         paths["--html"] = page / "index.html"
     for option, path in paths.items():

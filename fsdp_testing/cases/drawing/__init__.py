@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fsdp_testing.base import extras
 from fsdp_testing.cases.drawing.choices import Choices, SeededChoices
 from fsdp_testing.cases.drawing.drawing import CaseDrawer
 from fsdp_testing.cases.drawing.features import FEATURES, Scope
@@ -18,7 +19,8 @@ __all__ = ["FEATURES", "CaseDrawer", "Choices", "Scope", "SeededChoices", "cases
 def __getattr__(name: str) -> Any:
     # A campaign does not need Hypothesis, and importing it takes longer than drawing a thousand cases.
     if name == "cases":
-        from fsdp_testing.cases.drawing.hypothesis_source import cases
+        with extras.needed("hypothesis"):
+            from fsdp_testing.cases.drawing.hypothesis_source import cases
 
-        return cases
+            return cases
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
