@@ -1,4 +1,4 @@
-"""Writes into docs/is-my-training-right.md which mistakes `fsdp-verify train` names, and that right scripts pass.
+"""Writes into docs/training-details.md which mistakes `fsdp-verify train` names, and that right scripts pass.
 
     python ci/loop_mistakes.py --state FILE [--runs 10] [--only PATTERN...]
 
@@ -29,7 +29,7 @@ from fsdp_testing.cases.records import Verdict
 from fsdp_testing.train.script import Launch, examine
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "is-my-training-right.md"
+PAGE = ROOT / "docs" / "training-details.md"
 BEGIN, END = "<!-- begin: made by ci/loop_mistakes.py -->\n", "<!-- end -->\n"
 STYLES = ROOT / "examples" / "training"
 FRAMEWORKS = ROOT / "tests" / "fsdp_testing" / "train"

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from fsdp_testing.ranks.run import run_ranks as run_ranks
     from fsdp_testing.train.feed import batch as batch
     from fsdp_testing.train.function import check_training as check_training
+    from fsdp_testing.train.loss import check_loss as check_loss
     from fsdp_testing.train.script import check_script as check_script
 
 _HOMES = {
     "World": "fsdp_testing.ranks.pool.world",
     "current_world": "fsdp_testing.ranks.pool.world",
     "batch": "fsdp_testing.train.feed",
+    "check_loss": "fsdp_testing.train.loss",
     "check_script": "fsdp_testing.train.script",
     "check_training": "fsdp_testing.train.function",
     "parametrize_with_checks": "fsdp_testing.plugin.conformance_checks",
@@ -36,6 +38,7 @@ _HOMES = {
 __all__ = [
     "World",
     "batch",
+    "check_loss",
     "check_script",
     "check_training",
     "current_world",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fsdp_testing.cli.options import Command, Subparsers, add_timeout, count, declare, sizes
@@ -22,8 +23,10 @@ Run an unmodified training script as torchrun would start it, on each number of 
 process that sees the rows of all ranks: loss, learning rate, gradients as the optimizer is given them, parameters after.
 Options stand before SCRIPT; what follows it is the script's. Dropout is switched off; files that the script writes below the
 current folder go to a temporary one.
+
+Example: fsdp-verify train --vary k=1,2,4 train.py --accumulate {k} --batch {8/k}
 """
-_ARGUMENTS = "--resume-args"
+_ARGUMENTS, _VARY = "--resume-args", "--vary"
 
 
 def add(commands: Subparsers[Command]) -> Command:
@@ -39,19 +42,7 @@ def add(commands: Subparsers[Command]) -> Command:
             help="numbers of ranks (default 1,2,3; one always runs)",
         ),
         option("--steps", type=count, default=10, metavar="K", help="optimizer steps compared (default 10)"),
-        option(
-            "--resume-at",
-            type=count,
-            default=0,
-            metavar="K",
-            help="also stop before step K (counted from 0), run again where it wrote to, compare with going on",
-        ),
-        option(
-            _ARGUMENTS,
-            default="",
-            metavar="ARGS",
-            help="further arguments of the script that is run again, in one word",
-        ),
+        *_add_relations(option),
         option(
             "--accept",
             action="append",
@@ -79,8 +70,45 @@ def add(commands: Subparsers[Command]) -> Command:
     return command
 
 
+def _add_relations(option: Callable[..., argparse.Action]) -> list[argparse.Action]:
+    """Declare what must change nothing beside the number of ranks; each option has a value."""
+    return [
+        option(
+            "--resume-at",
+            type=count,
+            default=0,
+            metavar="K",
+            help="also stop before step K (counted from 0), run again where it wrote to, compare with going on",
+        ),
+        option(
+            _ARGUMENTS,
+            default="",
+            metavar="ARGS",
+            help="further arguments of the script that is run again, in one word",
+        ),
+        option(
+            _VARY,
+            type=_words,
+            action="append",
+            default=[],
+            metavar="RELATION",
+            help="what must change nothing; may be repeated: NAME=V,V... stands where the arguments of the script have {NAME} or "
+            '{8/NAME}, as k=1,2,4 in `--accumulate {k} --batch {8/k}`; two texts of arguments, as "" "--compile"; order: rows '
+            "within a batch; padding: columns that collate_fn adds",
+        ),
+        option(
+            "--against",
+            action="append",
+            default=[],
+            metavar="ENV|COMMIT",
+            help="compare with the script run by another environment (its folder or interpreter), or with a commit of its "
+            "repository",
+        ),
+    ]
+
+
 def _attached(words: Sequence[str], valued: Container[str]) -> list[str]:
-    """Return the words with the value of --resume-args attached by `=`: argparse takes `--x=y` for an option otherwise.
+    """Return the words with the values of --resume-args and --vary attached by `=`: argparse takes `--x=y` for an option.
 
     Args:
         words: Options, script and its arguments.
@@ -90,10 +118,18 @@ def _attached(words: Sequence[str], valued: Container[str]) -> list[str]:
     place = 0
     while place + 1 < len(found) and found[place].startswith("-"):
         word = found[place]
+        attaches = word in (_ARGUMENTS, _VARY)
         if word == _ARGUMENTS:
             found[place : place + 2] = [f"{word}={found[place + 1]}"]
-        place += 2 if word in valued and word != _ARGUMENTS else 1
+        elif word == _VARY:
+            end = place + (3 if found[place + 1][:1] in ("", "-") else 2)  # texts of arguments are two
+            found[place:end] = [f"{word}={json.dumps(found[place + 1 : end])}"]
+        place += 2 if word in valued and not attaches else 1
     return found
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(json.loads(text)) if text.startswith("[") else (text,)
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -116,6 +152,8 @@ def execute(options: argparse.Namespace) -> int:
         resume_at=options.resume_at,
         resume_arguments=tuple(shlex.split(options.resume_args)),
         accept=tuple(options.accept),
+        vary=tuple(options.vary),
+        against=tuple(options.against),
     )
     console, began = open_console(), time.monotonic()
     with Display(console) as display:
@@ -124,6 +162,8 @@ def execute(options: argparse.Namespace) -> int:
         "arguments": options.arguments,
         "steps": options.steps,
         "world_sizes": options.world_sizes,
+        "vary": options.vary,
+        "against": options.against,
         "seconds": time.monotonic() - began,
         "environment": environment(),
     }

@@ -7,7 +7,7 @@ again, given the rows of the ranks in place of its own. Functions and models tak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -38,7 +38,7 @@ def run_alone(runner: Runner, size: int) -> tuple[WholeRun, WholeRun]:
         Failed, Undecided: They do not, or they are not numbers.
     """
     alone = runner.run(size)
-    _check_numbers(runner, alone)
+    check_numbers(runner, alone)
     again = runner.run(size)
     check_repeats(runner, alone, again)
     if alone.rows != again.rows:
@@ -59,12 +59,25 @@ def judged(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
         WorldFailed: A rank of a function raised or died, or hung twice.
         InvalidArgument: A function or a model is not one.
     """
+    judge = _judge_with_rows if runner.start.takes_rows else _judge
+    return guarded(runner, size, lambda: judge(runner, runs, size))
+
+
+def guarded(runner: Runner, size: int, judge: Callable[[], Judgement]) -> Judgement:
+    """Return a judgement, or what it means that it ended early or hung once.
+
+    Args:
+        runner: Runs the world that is judged.
+        size: Number of its ranks.
+        judge: Judges it.
+    """
     start = runner.start
     runner.unsteady.clear()
     try:
-        judgement = (_judge_with_rows if start.takes_rows else _judge)(runner, runs, size)
+        judgement = judge()
     except Failed as why:
-        return Judgement(size, Verdict.FAIL, start.sentence(size, why), table=why.table, output=why.output)
+        sentence = start.sentence(size, why)
+        return Judgement(size, Verdict.FAIL, sentence, table=why.table, output=why.output, first=why.first)
     except Undecided as why:
         return Judgement(size, Verdict.UNKNOWN, start.sentence(size, why), output=why.output)
     except InvalidArgument as why:
@@ -89,7 +102,7 @@ def _judge(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
     _check_disagreements(pair)
     compared = decide(pair)
     sentence = f"{run.steps} steps are those of {start.world(alone.size)}"
-    return Judgement(size, Verdict.PASS, sentence, compared.lines, compared.unknown)
+    return Judgement(size, Verdict.PASS, sentence, compared.lines, compared.unknown, steps=run.steps)
 
 
 def check_ranks(runner: Runner, run: WholeRun, reference: WholeRun) -> None:
@@ -112,7 +125,7 @@ def _named(returned: dict[str, list[torch.Tensor]]) -> Quantities:
     return {Quantity(Kind.RETURNED, name): values for name, values in returned.items()}
 
 
-def _check_numbers(runner: Runner, run: WholeRun) -> None:
+def check_numbers(runner: Runner, run: WholeRun) -> None:
     """NaN equals nothing, and everything that is NaN looks alike: no verdict could be trusted."""
     for rank, report in enumerate(run.ranks):
         places = _nan(_named(report.returned))
@@ -176,9 +189,9 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
     pair, start = _with_same_start(pair)
     _check_disagreements(pair)
     compared = _decided(pair)
-    lines = compared.lines + unknown_shares(alone, taken) + _not_stepped(run) + _not_compared(run, accept)
+    lines = compared.lines + unknown_shares(alone, taken) + not_stepped(run) + not_compared(run, accept)
     sentence = f"{run.steps} steps are those of one process {how}{start}"
-    return Judgement(size, Verdict.PASS, sentence, lines, compared.unknown)
+    return Judgement(size, Verdict.PASS, sentence, lines, compared.unknown, steps=run.steps)
 
 
 def _decided(pair: Pair) -> Compared:
@@ -235,7 +248,7 @@ def _check_replicas(run: WholeRun) -> None:
         raise Failed(apart)
 
 
-def _not_stepped(run: WholeRun) -> tuple[str, ...]:
+def not_stepped(run: WholeRun) -> tuple[str, ...]:
     """Say what an optimizer steps that nobody can read; weights agree.
 
     Raises:
@@ -255,7 +268,8 @@ def _not_stepped(run: WholeRun) -> tuple[str, ...]:
     )
 
 
-def _not_compared(run: WholeRun, accept: Sequence[str]) -> tuple[str, ...]:
+def not_compared(run: WholeRun, accept: Sequence[str]) -> tuple[str, ...]:
+    """Say that dropout was off, and which conventions were accepted."""
     off = any(rank.dropout for rank in run.ranks)
     sentences = (
         ["not compared: dropout, which was switched off, since masks are drawn for a rank's own rows"] if off else []
@@ -270,14 +284,14 @@ def _reference(runner: Runner, alone: WholeRun, run: WholeRun) -> tuple[WholeRun
     """Return one process that sees the rows of all ranks, step by step, and what it had to be given for that."""
     if not any(any(ranks) for ranks in run.rows):
         raise Undecided("the model's forward is given no tensor with rows, so that nobody knows what data it sees.")
-    if _same_data(alone, run) or _same_source(alone, run):
+    if _same_data(alone, run) or same_source(alone, run):
         return alone, Feed()
     feeds = feeds_of([rank.taken for rank in run.ranks], alone.forwards(), run.forwards())
     tried = []
     for feed in feeds:
         fed = runner.run(1, RunSettings(feed=feed))
-        if _same_data(fed, run) or (feed.pads and _same_moments(fed, run)):
-            _check_numbers(runner, fed)
+        if _same_data(fed, run) or (feed.pads and same_moments(fed, run)):
+            check_numbers(runner, fed)
             return fed, feed
         tried.append(f"{feed.source}")
     if not tried:
@@ -292,7 +306,7 @@ def _reference(runner: Runner, alone: WholeRun, run: WholeRun) -> tuple[WholeRun
     )
 
 
-def _same_moments(one: WholeRun, run: WholeRun) -> bool:
+def same_moments(one: WholeRun, run: WholeRun) -> bool:
     """Whether both made as many forwards until each step, after as many items of their loaders.
 
     Rows that are padded to the longest of another batch have other digests. There are as many of them, unless each batch is
@@ -310,7 +324,7 @@ def _same_moments(one: WholeRun, run: WholeRun) -> bool:
     return True
 
 
-def _same_source(alone: WholeRun, run: WholeRun) -> bool:
+def same_source(alone: WholeRun, run: WholeRun) -> bool:
     """Whether all ranks take the rows of one process, though forward is given parts of them, as slices of sequences."""
     sources = [rank.taken.rows for rank in (*alone.ranks, *run.ranks)]
     known = min(map(len, sources))
@@ -346,18 +360,19 @@ def _with_same_start(pair: Pair) -> tuple[Pair, str]:
             f"makes {run.steps} steps of the optimizer where one process makes {reference.steps}. Cause: the number of steps "
             "depends on the number of ranks (an early stop, or the length of a rank's data)."
         )
-    difference = _other_start(reference, run)
+    difference = other_start(reference, run)
     if difference is None:
         return pair, ""
     other = f"starts from other weights than one process: {difference}. {causes.of_other_start(reference, run)}"
     if not may_be_given_weights(run):
         raise Undecided(other)
     given = pair.with_weights()
-    if given.reference.steps != run.steps or _other_start(given.reference, run) is not None:
+    if given.reference.steps != run.steps or other_start(given.reference, run) is not None:
         raise Undecided(other)
     return given, ". It was given the weights with which the ranks begin, which are not those that it draws"
 
 
-def _other_start(reference: WholeRun, run: WholeRun) -> Difference | None:
+def other_start(reference: WholeRun, run: WholeRun) -> Difference | None:
+    """Return where the weights with which a world begins are not those of the reference."""
     sums = any(span.block > 1 for spans in first_steps(run)[0].before.values() for span in spans)
     return first_difference(initial(reference), initial(run), SUMMED_ROUNDINGS if sums else 0.0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fsdp_testing.cases.records.tolerance import UNIT_ROUNDOFF
 from fsdp_testing.judging.checkers.divergence import DECISIVE
 from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, Difference, first_difference, part, side_by_side
-from fsdp_testing.train.quantities import LOSS, RATE, Kind, Quantities, Quantity
+from fsdp_testing.train.quantities import LOSS, RATE, Kind, Quantities, Quantity, rank_count
 from fsdp_testing.train.whole import WholeRun
 
 Compare = Callable[[Sequence[Quantity], Sequence[float]], Difference | None]
@@ -163,15 +163,22 @@ def _vanishes(key: Quantity, run: Quantities, roundoff: float) -> bool:
     return True
 
 
-def loss_table(reference: WholeRun, other: WholeRun) -> tuple[str, ...]:
-    """Return loss and norm of the gradient of both worlds, step by step; empty where no step was seen."""
+def loss_table(reference: WholeRun, other: WholeRun, names: tuple[str, str] | None = None) -> tuple[str, ...]:
+    """Return loss and norm of the gradient of both worlds, step by step; empty where no step was seen.
+
+    Args:
+        reference: One world.
+        other: The other.
+        names: Of both, where it is not their size that tells them apart.
+    """
     losses = [run.quantities.get(LOSS, []) for run in (reference, other)]
     steps = min(map(len, losses))
     columns = [
         [(float(values[step].double().sum()), _norm(run, step)) for step in range(steps)]
         for run, values in zip((reference, other), losses)
     ]
-    return side_by_side(columns[0], columns[1], reference.size, other.size) if steps else ()
+    names = names or (rank_count([reference.size]), rank_count([other.size]))
+    return side_by_side(columns[0], columns[1], names) if steps else ()
 
 
 def _norm(run: WholeRun, step: int) -> float | None:

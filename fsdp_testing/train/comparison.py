@@ -315,22 +315,16 @@ def suggestion(difference: Difference, size: int) -> str:
 
 
 def side_by_side(
-    reference: Sequence[tuple[float, float | None]],
-    other: Sequence[tuple[float, float | None]],
-    size: int,
-    other_size: int,
+    reference: Sequence[tuple[float, float | None]], other: Sequence[tuple[float, float | None]], names: tuple[str, str]
 ) -> tuple[str, ...]:
     """Return lines with loss and norm of the gradient of two worlds, step by step.
 
     Args:
         reference: Loss and norm at each step; None where no norm was measured.
         other: Those of the other world.
-        size: Ranks of the reference.
-        other_size: Ranks of the other world.
+        names: Of both.
     """
-    titles = [
-        f"{what} ({count} rank{'s' if count > 1 else ''})" for what in ("loss", "norm") for count in (size, other_size)
-    ]
+    titles = [f"{what} ({name})" for what in ("loss", "norm") for name in names]
     rows = [
         (str(step), *("-" if x is None else f"{x:.6g}" for x in (a[0], b[0], a[1], b[1])))
         for step, (a, b) in enumerate(zip(reference, other))

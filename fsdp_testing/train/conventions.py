@@ -131,7 +131,7 @@ class Follower:
         outputs = []
         with _buffers_left_alone(model):
             for group in groups:
-                here = _rows_of((args, kwargs), group, len(place[2]))
+                here = rows_of((args, kwargs), group, len(place[2]))
                 outputs.append(call(*here[0], **here[1]))
                 terms.append(_terms_of(model))
                 statistics = statistics or [buffer.clone() for buffer in _statistics_of(model)]
@@ -173,15 +173,16 @@ def _groups(ranks: AsRanks, place: _Place) -> list[list[int]]:
     return groups if not any(waiting.values()) and all(groups) else []
 
 
-def _rows_of(tree: Any, group: Sequence[int], count: int) -> Any:
+def rows_of(tree: Any, group: Sequence[int], count: int) -> Any:
+    """Return some rows of each tensor that has `count`, in the order of `group`; all else as it is."""
     if isinstance(tree, torch.Tensor):
         rows = torch.tensor(group, device=tree.device)
         return tree.index_select(0, rows) if tree.ndim and len(tree) == count else tree
     if isinstance(tree, Mapping):
-        return type(tree)({key: _rows_of(value, group, count) for key, value in tree.items()})  # type: ignore[call-arg]  # mypy knows no constructor of a mapping
+        return type(tree)({key: rows_of(value, group, count) for key, value in tree.items()})  # type: ignore[call-arg]  # mypy knows no constructor of a mapping
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_rows_of(part, group, count) for part in tree))
-    return type(tree)(_rows_of(part, group, count) for part in tree) if isinstance(tree, (list, tuple)) else tree
+        return type(tree)(*(rows_of(part, group, count) for part in tree))
+    return type(tree)(rows_of(part, group, count) for part in tree) if isinstance(tree, (list, tuple)) else tree
 
 
 def _joined(outputs: Sequence[Any], groups: Sequence[Sequence[int]]) -> Any:

@@ -71,8 +71,10 @@ def decide(pair: Pair) -> Compared:
     vanished = [str(key) for key in decided.undecided if key in decided.excused]
     if vanished:
         remarks.append(f"not decided: {', '.join(vanished[:3])}: its gradient is zero but for roundings")
-    remarks += _judge_logged(pair, chosen)
-    remarks += _generators(reference, run)
+    # A line that logs the loss of the last micro-batch takes that of other rows where there are more.
+    other_passes = pair.varied is not None and pair.passes_differ
+    remarks += [] if other_passes else _judge_logged(pair, chosen)
+    remarks += _generators(pair)
     remarks += [control(run, measures=MEASURED in start.accept).line, *idle_lines(run)]
     named = [*names, *({LOSS} & {*run.quantities})]
     return Compared(compared_lines(run, named, left, remarks), (*unknown, *_not_compared(pair, decided)))
@@ -85,9 +87,8 @@ def _seen(run: WholeRun) -> Quantities:
 def _other_steps(reference: WholeRun, run: WholeRun) -> Difference | None:
     """Return that worlds step their optimizers another number of times, or one of them fewer parameters."""
     if reference.steps != run.steps:
-        sentence = (
-            f"has {run.steps} steps, expected {reference.steps}: the number of steps depends on the number of ranks"
-        )
+        of_ranks = ": the number of steps depends on the number of ranks" if reference.size != run.size else ""
+        sentence = f"has {run.steps} steps, expected {reference.steps}{of_ranks}"
         return Difference(Quantity(Kind.RETURNED, "the optimizer"), 0, 1, sentence)
     here, there = run.names(Kind.PARAMETER), reference.names(Kind.PARAMETER)
     if run.own or not here or {*here} - {*there}:
@@ -101,8 +102,8 @@ def _fail_by(pair: Pair, difference: Difference, names: Sequence[Quantity], trai
     returns_loss = any("loss" in key.name.lower() for key in names if key.kind is Kind.RETURNED)
     if LOSS in names and not returns_loss and difference.error is not None:
         difference = pair.difference(lambda world: only(world.quantities, names), Decided()) or difference
-    cause = causes.of_difference(pair.reference, pair.run, difference)
-    is_set = difference.quantity.kind in (Kind.RATE, Kind.SETTING)
+    cause = pair.cause(difference)
+    is_set = difference.quantity.kind in (Kind.RATE, Kind.SETTING) or pair.varied is not None
     apart = not is_set and pair.agrees_apart(lambda world: only(world.quantities, trained))
     if apart and not cause.startswith("Cause: "):
         cause = causes.OWN_LOSS
@@ -157,15 +158,16 @@ def _not_compared(pair: Pair, decided: Decided) -> list[str]:
     return sentences
 
 
-def _generators(reference: WholeRun, run: WholeRun) -> list[str]:
+def _generators(pair: Pair) -> list[str]:
     """Say where the states of random generators agree. They may differ: what draws rows or noise is often a rank's own."""
+    reference, run = pair.reference, pair.run
     packages: dict[str, list[str]] = {}
     for package in next((seen.generators for seen in run.seen), {}):
         here, there = (
             {tuple(seen.generators.get(package) for seen in rank.steps) for rank in world.ranks}
             for world in (run, reference)
         )
-        own, other = ", each rank's own", ", the same on all ranks and not that of one process"
+        own, other = ", each rank's own", ", the same on all ranks and not that of " + pair.other
         packages.setdefault(own if len(here) > 1 else other if here != there else "", []).append(package)
     return [
         f"{'not ' if how else ''}compared: the state of the random generator of {', '.join(named)} after each step{how}"
@@ -212,7 +214,7 @@ def _judge_losses(pair: Pair, decided: Decided) -> list[str]:
     difference = pair.difference(lambda run: readings.losses(run, reading), decided)
     if difference is None:
         return [] if reading == readings.MEAN else [f"the loss of one process is {reading} of theirs"]
-    if readings.is_some_mean(pair.reference, pair.run):
+    if pair.varied is None and readings.is_some_mean(pair.reference, pair.run):
         raise Undecided(
             f"trains as one process does, but {difference}, as the mean over ranks. It lies between the losses of the ranks: the "
             "script weights their gradients by numbers that are not seen. Weight the loss before backward instead, by "
@@ -221,7 +223,7 @@ def _judge_losses(pair: Pair, decided: Decided) -> list[str]:
     fail(
         pair,
         difference,
-        "Cause: gradients and parameters are those of one process and the loss is not, neither as mean nor as sum over ranks: "
+        f"Cause: gradients and parameters are those of {pair.other} and the loss is not, neither as mean nor as sum over ranks: "
         "it is scaled, and the gradient is scaled back elsewhere. Whatever is logged of it is wrong.",
     )
     return []

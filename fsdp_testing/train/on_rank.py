@@ -110,7 +110,7 @@ def run_here(job: Job, run: RunSettings) -> RankReport:
     Collectives: those of the training; all ranks of the world must join.
     """
     world = current_world()
-    feeder = Feeder(replace(run.feed, rank=world.rank if world.size > 1 else -1), run.keep_data)
+    feeder = Feeder(replace(run.feed, rank=world.rank if world.size > 1 else run.feed.rank), run.keep_data)
     follower = Follower(run.feed.ranks)
     observer = _observer(job, run, feeder, follower)
     with ExitStack() as stack:

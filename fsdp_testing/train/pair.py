@@ -25,6 +25,21 @@ _APART = "one process that runs the rows of each rank apart, and averages"
 
 
 @dataclass(frozen=True, slots=True)
+class Varied:
+    """What is another on a world that has as many ranks as its reference.
+
+    Attributes:
+        runner: Runs the world again.
+        names: Of the reference and of the world, for messages.
+        cause: Returns why both differ.
+    """
+
+    runner: Runner
+    names: tuple[str, str]
+    cause: Callable[[WholeRun, WholeRun, Difference], str]
+
+
+@dataclass(frozen=True, slots=True)
 class Pair:
     """A world and the reference world, which saw the same data.
 
@@ -35,6 +50,7 @@ class Pair:
         feed: What the reference was given.
         own: What the ranks were given; nothing but where they are judged with batches that are padded together.
         kept: Disturbed runs of both by seed.
+        varied: What is another, where it is not the number of ranks.
         apart: Whether one process that runs the rows of each rank apart computes the same; empty where that was not tried.
     """
 
@@ -44,18 +60,30 @@ class Pair:
     feed: Feed = field(default_factory=Feed)
     own: Feed = field(default_factory=Feed)
     kept: dict[int, tuple[WholeRun, WholeRun]] = field(default_factory=dict)
+    varied: Varied | None = None
     apart: list[bool] = field(default_factory=list)
 
     @property
     def other(self) -> str:
         """What the world is compared with."""
-        return self.runner.start.world(self.reference.size)
+        return self.varied.names[0] if self.varied else self.runner.start.world(self.reference.size)
+
+    def cause(self, difference: Difference) -> str:
+        """Return why both differ."""
+        why = self.varied.cause if self.varied else causes.of_difference
+        return why(self.reference, self.run, difference)
+
+    @property
+    def passes_differ(self) -> bool:
+        """Whether backward is called another number of times before a step."""
+        passes = [[len(seen.losses) for seen in world.seen] for world in (self.reference, self.run)]
+        return passes[0] != passes[1]
 
     @property
     def table(self) -> tuple[str, ...]:
         """Loss and norm of the gradient of both, step by step, and which reference holds where two were tried."""
         tried = [f"{_UNION}: differs; {_APART}: {'the same' if same else 'differs, too'}" for same in self.apart]
-        return (*loss_table(self.reference, self.run), *tried)
+        return (*loss_table(self.reference, self.run, self.varied.names if self.varied else None), *tried)
 
     def difference(self, view: View, decided: Decided, view_run: View | None = None) -> Difference | None:
         """Return where both differ beyond what roundings may do.
@@ -70,6 +98,8 @@ class Pair:
         roundings = self.runner.start.roundings
         difference = first_difference(reference, run, roundings, start=start)
         if difference is not None and difference.error is not None and not self.kept:
+            if self.varied is not None:
+                check_repeats(self.runner, self.reference, self._reference_again(0), view)
             check_repeats(self.runner, self.run, self._again(0), view_run)
 
         def disturbed(seed: int) -> list[tuple[Quantities, Quantities]]:
@@ -89,9 +119,7 @@ class Pair:
     def _disturbed(self, seed: int, difference: Difference | None) -> tuple[WholeRun, WholeRun]:
         try:
             if seed not in self.kept:
-                size, settings = self.reference.size, RunSettings(feed=self.feed, seed=seed)
-                alone = self.runner.disturbed(size, seed) if self.feed.is_plain else self.runner.run(size, settings)
-                self.kept[seed] = alone, self._again(seed)
+                self.kept[seed] = self._reference_again(seed), self._again(seed)
         except (Failed, Undecided, WorldFailed) as why:
             raise Undecided(
                 f"differs from {self.other}: {difference}. To know whether roundings alone do that, it is run with other ones, "
@@ -99,8 +127,15 @@ class Pair:
             ) from why
         return self.kept[seed]
 
+    def _reference_again(self, seed: int) -> WholeRun:
+        size, settings = self.reference.size, RunSettings(feed=self.feed, seed=seed)
+        plain = self.feed.is_plain and seed
+        again = self.runner.disturbed(size, seed) if plain else self.runner.run(size, settings)
+        return in_place(again, self.reference.parts)
+
     def _again(self, seed: int) -> WholeRun:
-        again = self.runner.run(self.run.size, RunSettings(feed=self.own, seed=seed))
+        runner = self.varied.runner if self.varied else self.runner
+        again = runner.run(self.run.size, RunSettings(feed=self.own, seed=seed))
         again = whole(again.size, again.ranks, self.run.own) if self.run.own else again
         return in_place(again, self.run.parts)
 
@@ -198,7 +233,7 @@ def check_until(pair: Pair, step: int) -> None:
     names = comparable(until(pair.reference), until(pair.run), pair.runner.start.roundings).names if step else []
     difference = pair.difference(lambda run: only(until(run), names), Decided()) if names else None
     if difference is not None:
-        fail(pair, difference, causes.of_difference(pair.reference, pair.run, difference))
+        fail(pair, difference, pair.cause(difference))
 
 
 def fail(pair: Pair, difference: Difference, cause: str) -> None:
@@ -214,4 +249,4 @@ def fail(pair: Pair, difference: Difference, cause: str) -> None:
             f"differs from {pair.other}, {difference}, and forward draws random numbers, which cannot be the same for other "
             "shares of the data. Draw them outside forward, or switch them off for this check."
         )
-    raise Failed(f"differs from {pair.other}: {difference}. {cause}", pair.table)
+    raise Failed(f"differs from {pair.other}: {difference}. {cause}", pair.table, first=difference)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -58,6 +59,11 @@ Quantities = dict[Quantity, list["torch.Tensor"]]
 """The value of each step; one value where a quantity belongs to the end. An empty tensor stands for none at a step."""
 QuantitySpans = dict[Quantity, tuple["Span", ...]]
 """What one rank has of each quantity."""
+
+
+def rank_count(sizes: Sequence[int]) -> str:
+    """Return numbers of ranks as words: "1 rank", "2, 3 ranks"."""
+    return f"{', '.join(map(str, sizes))} rank{'' if sizes == [1] else 's'}"
 
 
 def spans_of_kind(spans: QuantitySpans, kind: Kind) -> dict[str, tuple[Span, ...]]:

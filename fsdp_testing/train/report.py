@@ -12,8 +12,22 @@ from fsdp_testing.base.document import Format
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.cases.records.verdict import exit_code, merge
 from fsdp_testing.errors import HarnessError
-from fsdp_testing.report.sheet import Article, Block, Fold, Listing, Section, Sheet, bulleted, made_by
-from fsdp_testing.train.quantities import Kind, Quantity
+from fsdp_testing.report.sheet import (
+    Article,
+    Block,
+    Cell,
+    Fold,
+    Listing,
+    Row,
+    RowGroup,
+    Section,
+    Sheet,
+    Table,
+    bulleted,
+    made_by,
+)
+from fsdp_testing.train.comparison import Difference
+from fsdp_testing.train.quantities import Kind, Quantity, rank_count
 from fsdp_testing.train.whole import WholeRun
 
 FORMAT = Format("fsdp_testing/script", 1)
@@ -52,6 +66,9 @@ class Judgement:
         unknown: Of what nothing is known, though the rest was judged.
         table: Loss and norm of both worlds, step by step; of failures.
         output: End of what the script itself said, where it did not end well.
+        relation: What was changed that must change nothing; empty where that is the number of ranks.
+        steps: Steps that were compared.
+        first: What differs first, where that is a number.
     """
 
     size: int
@@ -61,11 +78,28 @@ class Judgement:
     unknown: tuple[str, ...] = ()
     table: tuple[str, ...] = ()
     output: tuple[str, ...] = ()
+    relation: str = ""
+    steps: int = 0
+    first: Difference | None = None
+
+    @property
+    def owner(self) -> str:
+        """Whose verdict it is."""
+        return f"{self.relation} on {rank_count([self.size])}" if self.relation else rank_count([self.size])
 
     @property
     def title(self) -> str:
         """Whose verdict it is, and which."""
-        return f"{rank_count([self.size])}: {WORDS[self.verdict]}"
+        return f"{self.owner}: {WORDS[self.verdict]}"
+
+    def row(self, steps: int) -> Row:
+        """Return of each step whether it agrees (=), differs first (x) or was not compared (-), and what differs first."""
+        until = self.first.step if self.first else self.steps
+        marks = ["="] * until + ["x"] * bool(self.first) + ["-"] * steps
+        first = str(self.first.quantity) if self.first else ""
+        cells = [*marks[:steps], WORDS[self.verdict], first]
+        label = self.owner if self.relation else f"{self.owner} and one process"
+        return Row(label, tuple(Cell(text, "fail" if text == "x" else "") for text in cells))
 
     def lines(self) -> list[str]:
         """Return the lines of a terminal."""
@@ -103,9 +137,19 @@ class TrainReport:
         verdicts = [
             f"{WORDS[verdict]} on {rank_count(sizes)}"
             for verdict in WORDS
-            if (sizes := [one.size for one in self.judgements if one.verdict is verdict])
+            if (sizes := [one.size for one in self.judgements if one.verdict is verdict and not one.relation])
         ]
+        verdicts += [f"{WORDS[one.verdict]} of {one.owner}" for one in self.judgements if one.relation]
         return f"{self.script}: {'; '.join(verdicts) or 'nothing was judged'}"
+
+    def relations(self) -> Table | None:
+        """Return relation by step, and what differs first; nothing where the number of ranks alone was changed."""
+        if not any(judgement.relation for judgement in self.judgements):
+            return None
+        steps = max((max(one.steps, one.first.step + 1 if one.first else 0) for one in self.judgements), default=0)
+        columns = (*map(str, range(steps)), "verdict", "differs first")
+        rows = RowGroup(tuple(judgement.row(steps) for judgement in self.judgements))
+        return Table("relation by step", columns, (rows,), key="= agrees, x differs first, - not compared")
 
     def to_json(self, **facts: Any) -> str:
         """Return the report as a JSON document, with further `facts` of plain data."""
@@ -140,21 +184,18 @@ def training_sheet(
         blocks: list[Block] = [bulleted(told)] if told else []
         for title, lines in (("step by step", judgement.table), ("what the script said last", judgement.output)):
             blocks += [Fold(title, (Listing("\n".join(lines)),), unfolded=True)] if lines else []
-        word, owner, kind = WORDS[judgement.verdict], rank_count([judgement.size]), judgement.verdict.value
-        articles.append(Article(word, tuple(blocks), owner, kind, sentence=judgement.sentence))
+        word, kind = WORDS[judgement.verdict], judgement.verdict.value
+        articles.append(Article(word, tuple(blocks), judgement.owner, kind, sentence=judgement.sentence))
+    table = report.relations()
+    sections = [Section("", (table,))] if table else []
     return Sheet(
         title=report.script,
         exit_code=report.exit_code,
         conclusion=report.conclusion,
-        sections=(Section("", tuple(articles)),),
+        sections=(*sections, Section("", tuple(articles))),
         subject=" ".join([report.script, *arguments]),
         foot=made_by(environment, f"{seconds:.1f} s, up to {steps} steps. "),
     )
-
-
-def rank_count(sizes: Sequence[int]) -> str:
-    """Return numbers of ranks as words: "1 rank", "2, 3 ranks"."""
-    return f"{', '.join(map(str, sizes))} rank{'' if sizes == [1] else 's'}"
 
 
 def compared_lines(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from fsdp_testing.cases.records import Verdict
@@ -33,7 +34,7 @@ def judge_resumed(runner: Runner, runs: Mapping[int, WholeRun], size: int, other
         size: Ranks of the run that is stopped.
         others: Numbers of ranks on which it goes on.
     """
-    at = runner.start.resume_at
+    at, name = runner.start.resume_at, f"--resume-at {runner.start.resume_at}"
     folder = Path(runner.pool.shared_directory("fsdp-verify-resume-"))
     compared = []
     try:
@@ -42,16 +43,14 @@ def judge_resumed(runner: Runner, runs: Mapping[int, WholeRun], size: int, other
             shutil.copytree(folder / "0", folder / str(number), symlinks=True)
             compared.append(f"on {other} ranks ({_compare(runner, runs, (size, other), folder / str(number), saved)})")
     except Failed as why:
-        return Judgement(
-            size, Verdict.FAIL, f"stopped before step {at} and {runner.start.sentence(size, why)}", table=why.table
-        )
+        sentence = f"stopped before step {at} and {runner.start.sentence(size, why)}"
+        return Judgement(size, Verdict.FAIL, sentence, table=why.table, relation=name, first=why.first)
     except Undecided as why:
-        return Judgement(size, Verdict.UNKNOWN, f"stopped before step {at} and resumed: {why}")
+        return Judgement(size, Verdict.UNKNOWN, f"stopped before step {at} and resumed: {why}", relation=name)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return Judgement(
-        size, Verdict.PASS, f"stopped before step {at}, it goes on as the run that was not: {', '.join(compared)}"
-    )
+    sentence = f"stopped before step {at}, it goes on as the run that was not: {', '.join(compared)}"
+    return Judgement(size, Verdict.PASS, sentence, relation=name, steps=runs[size].steps)
 
 
 def _stop(runner: Runner, size: int, folder: Path) -> list[str]:
@@ -116,7 +115,8 @@ def _compare(
     difference = difference_of(due, given, disturbed, decided, initial(resumed))
     if difference is not None:
         raise Failed(
-            f"{where} it goes on otherwise, counted from step {at}: {difference}. {_cause(difference.quantity)}"
+            f"{where} it goes on otherwise, counted from step {at}: {difference}. {_cause(difference.quantity)}",
+            first=replace(difference, step=at + difference.step),
         )
     if not decided.enough:
         keys = ", ".join(map(str, decided.unknown[:5])) or "what is compared"

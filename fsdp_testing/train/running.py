@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 
 from fsdp_testing.errors import WorldFailed
 from fsdp_testing.ranks.pool import Fate, Pool, WorldOutcome
-from fsdp_testing.train.comparison import ROUNDINGS
+from fsdp_testing.train.comparison import ROUNDINGS, Difference
 from fsdp_testing.train.on_rank import Job, RankReport, RunSettings, run_here
 from fsdp_testing.train.whole import WholeRun, whole
 
@@ -30,13 +30,19 @@ class Failed(Exception):
         subject: Which ranks the sentence is about; all of the world without.
         table: Loss and norm of both worlds, step by step.
         output: End of what the script said.
+        first: What differs first, where that is a number.
     """
 
     def __init__(
-        self, sentence: str, table: tuple[str, ...] = (), output: tuple[str, ...] = (), subject: str = ""
+        self,
+        sentence: str,
+        table: tuple[str, ...] = (),
+        output: tuple[str, ...] = (),
+        subject: str = "",
+        first: Difference | None = None,
     ) -> None:
         super().__init__(sentence)
-        self.table, self.output, self.subject = table, output, subject
+        self.table, self.output, self.subject, self.first = table, output, subject, first
 
 
 class RunListener(Protocol):
@@ -69,6 +75,7 @@ class Start:
         resume_at: Step before which it is stopped to be resumed; never with 0.
         resume_arguments: Further arguments of what is resumed.
         roundings: What passes at once (`comparison.ROUNDINGS`).
+        variation: What of it must change nothing, in words; empty where it is started as it is.
         takes_rows: Whether one process may be given the rows of the ranks, and the losses of these be read in several ways: else
             all worlds take the same rows by themselves.
         returns: Whether it returns what is to be compared, the loss that it means included.
@@ -82,6 +89,7 @@ class Start:
     resume_at: int = 0
     resume_arguments: tuple[str, ...] = ()
     roundings: float = ROUNDINGS
+    variation: str = ""
     takes_rows: ClassVar[bool] = False
     returns: ClassVar[bool] = False
 
@@ -121,6 +129,15 @@ class Start:
     def prepared(self, pool: Pool, run: RunSettings) -> Iterator[RunSettings]:
         """Prepare a run, and clean up after it."""
         yield run
+
+    def execute(self, pool: Pool, size: int, run: RunSettings) -> WorldOutcome:
+        """Run a prepared run on a world of the pool, and return what its ranks did."""
+        world = pool.world(size, self.backend, self.isolation)
+        try:
+            job = self.job(size), run
+            return world.execute(run_here, job, timeout=self.timeout, name=self.name, lasting=self.lasting)
+        finally:
+            world.release()
 
     def ending(self, outcome: WorldOutcome) -> Exception:
         """Return what to raise where ranks did not come to their end."""
@@ -179,18 +196,12 @@ class Runner:
         return self._put_together(size, outcome.values)
 
     def _execute(self, size: int, settings: RunSettings) -> WorldOutcome:
-        start, what, began = self.start, _named(size, settings), time.monotonic()
+        start, what, began = self.start, _named(size, settings, self.start.variation), time.monotonic()
         # Ranks that import these one by one take seconds of the timeout.
         self.pool.expect(__name__, type(start).__module__, *start.modules)
         self.listener.started(what)
         with start.prepared(self.pool, settings) as prepared:
-            world = self.pool.world(size, start.backend, start.isolation)
-            try:
-                outcome = world.execute(
-                    run_here, (start.job(size), prepared), timeout=start.timeout, name=start.name, lasting=start.lasting
-                )
-            finally:
-                world.release()
+            outcome = start.execute(self.pool, size, prepared)
         self.listener.ended(what, time.monotonic() - began, outcome)
         return outcome
 
@@ -220,9 +231,10 @@ def unequal_ends(outcome: WorldOutcome) -> Failed | None:
     )
 
 
-def _named(size: int, run: RunSettings) -> str:
+def _named(size: int, run: RunSettings, variation: str) -> str:
     who = "one process" if size == 1 else f"{size} ranks"
-    how = [f"stopped before step {run.stop_before}"] if run.stop_before else []
+    how = [variation] if variation else []
+    how += [f"stopped before step {run.stop_before}"] if run.stop_before else []
     how += ["resumed"] if run.folder and not run.stop_before else []
     how += ["given the rows of all ranks"] if run.feed.source is not None else []
     how += [f"how far roundings move it ({run.seed})"] if run.seed else []

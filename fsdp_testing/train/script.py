@@ -6,7 +6,7 @@ import re
 import shutil
 import sysconfig
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -18,8 +18,10 @@ from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.ranks.pool import Pool, RankOutcome, WorldOutcome, default_pool
 from fsdp_testing.ranks.pool.cause import EndedBadly
 from fsdp_testing.ranks.pool.outcome import Fate, rank_names
+from fsdp_testing.train import relations
 from fsdp_testing.train.check import judged, run_alone
 from fsdp_testing.train.conventions import check_names
+from fsdp_testing.train.elsewhere import Elsewhere, elsewhere, execute_elsewhere
 from fsdp_testing.train.on_rank import RankReport, RunSettings
 from fsdp_testing.train.report import Judgement, TrainingDiffers, TrainingUndecided, TrainReport
 from fsdp_testing.train.resuming import judge_resumed
@@ -60,6 +62,9 @@ class Launch(Start):
         script: Path, or with `is_module` the name of a module.
         arguments: Those after it.
         is_module: Whether it is started with `-m`.
+        vary: For each relation of arguments or rows its words (`relations.read`).
+        against: Environments and commits whose runs it has to equal.
+        elsewhere: The one in which it is started; empty for this one.
     """
 
     script: str
@@ -72,6 +77,10 @@ class Launch(Start):
     resume_at: int = 0
     resume_arguments: tuple[str, ...] = ()
     accept: tuple[str, ...] = ()
+    vary: tuple[tuple[str, ...], ...] = ()
+    against: tuple[str, ...] = ()
+    variation: str = ""
+    elsewhere: Elsewhere = Elsewhere()
 
     takes_rows: ClassVar[bool] = True
 
@@ -83,7 +92,7 @@ class Launch(Start):
     def job(self, size: int) -> ScriptJob:
         """Return what a rank runs."""
         script = self.script if self.is_module else str(Path(self.script).resolve())
-        return ScriptJob(script, self.arguments, self.is_module)
+        return ScriptJob(script, self.arguments, self.is_module, self.elsewhere.moved)
 
     @contextmanager
     def prepared(self, pool: Pool, run: RunSettings) -> Iterator[RunSettings]:
@@ -93,14 +102,21 @@ class Launch(Start):
             return
         folder = Path(pool.shared_directory("fsdp-verify-train-"))
         try:
-            show_files(Path.cwd(), folder)
+            for source in (self.elsewhere.moved_path(Path.cwd()), Path.cwd()):
+                show_files(source, folder)
             yield replace(run, folder=str(folder))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
+    def execute(self, pool: Pool, size: int, run: RunSettings) -> WorldOutcome:
+        """Run it on a world of the pool, or of another environment."""
+        if self.elsewhere.python:
+            return execute_elsewhere(self.elsewhere.python, replace(self, elsewhere=Elsewhere()), size, run)
+        return Start.execute(self, pool, size, run)
+
     def ending(self, outcome: WorldOutcome) -> Exception:
         """Return what it means that the script did not end well."""
-        return _ending(outcome)
+        return _ending(outcome, works=bool(self.variation))
 
     def check(self, ranks: Sequence[RankReport]) -> None:
         """Refuse a script that never steps, or of which parameters cannot be read."""
@@ -164,24 +180,59 @@ def examine(
     """
     sizes = [size for size in world_sizes if size > 1]
     _check_arguments(launch, world_sizes)
+    arguments, variations, rows = relations.read(launch.vary, launch.arguments)
+    launch = replace(launch, arguments=arguments)
     runner = Runner(launch, pool or default_pool(), listener or NoListener())
+    with ExitStack() as stack:
+        others = [replace(launch, arguments=one.arguments, variation=one.names[1]) for one in variations]
+        named = [(one.name, one.names) for one in variations]
+        for target in launch.against:
+            others.append(_launch_of(launch, stack.enter_context(elsewhere(target, launch.script, runner.pool))))
+            named.append((f"--against {target}", ("this version", target)))
+        return _examined(runner, sizes or [1], rows, list(zip(others, named)))
+
+
+def _launch_of(launch: Launch, place: Elsewhere) -> Launch:
+    script = launch.script if launch.is_module else str(place.moved_path(Path(launch.script).resolve()))
+    return replace(launch, script=script, elsewhere=place, variation=f"of {place.name}")
+
+
+def _examined(
+    runner: Runner,
+    sizes: Sequence[int],
+    rows: Sequence[str],
+    others: Sequence[tuple[Launch, tuple[str, tuple[str, str]]]],
+) -> TrainReport:
+    """Judge a script on each world size, and then what must change nothing.
+
+    Args:
+        runner: Runs it.
+        sizes: Numbers of ranks.
+        rows: Names of relations of rows.
+        others: Other ways of starting it, with the name of the relation and how both runs are called.
+    """
+    launch = runner.start
     try:
         alone, again = run_alone(runner, 1)
         if runner.unsteady:
             raise Undecided(" ".join(runner.unsteady))
     except (Failed, Undecided) as why:
-        return TrainReport(launch.script, (Judgement(1, Verdict.UNKNOWN, f"one process {why}", output=why.output),))
+        return TrainReport(launch.name, (Judgement(1, Verdict.UNKNOWN, f"one process {why}", output=why.output),))
     runs = {1: alone}
     remarks = _touched(alone, again)
-    judgements = [judged(runner, runs, size) for size in sizes]
+    judgements = [judged(runner, runs, size) for size in sizes if size > 1]
     if launch.resume_at:
         judgements += _resumed(runner, runs, judgements)
-    return TrainReport(launch.script, tuple(replace(one, compared=one.compared + remarks) for one in judgements))
+    judgements += [relations.judge_rows(runner, alone, relation) for relation in rows]
+    for other, relation in others:
+        beside = Runner(other, runner.pool, runner.listener)
+        judgements += [relations.judge_varied(runner, runs, size, beside, relation) for size in sizes]
+    return TrainReport(launch.name, tuple(replace(one, compared=one.compared + remarks) for one in judgements))
 
 
 def _check_arguments(launch: Launch, world_sizes: Sequence[int]) -> None:
     check_names(launch.accept)
-    if not any(size > 1 for size in world_sizes):
+    if not any(size > 1 for size in world_sizes) and not (launch.vary or launch.against):
         raise InvalidArgument(
             f"world sizes: expected one above 1, got {tuple(world_sizes)}. One process is always run."
         )
@@ -213,20 +264,24 @@ def _touched(alone: WholeRun, again: WholeRun) -> tuple[str, ...]:
     return (*files, *(f"asks for {h}: every run does so again. Let what it downloads be there before." for h in hosts))
 
 
-def _ending(outcome: WorldOutcome) -> Exception:
+def _ending(outcome: WorldOutcome, *, works: bool = False) -> Exception:
     """Return why a script did not end well.
+
+    Args:
+        outcome: What its ranks did.
+        works: Whether it comes to its end on as many ranks where nothing is varied.
 
     What one process runs to its end and several ranks do not (they raise, die, hang, or disagree) is a failure. What is
     missing here (an accelerator, a download) says nothing.
     """
-    several = outcome.size > 1
+    several = outcome.size > 1 or works
     unequal = unequal_ends(outcome)
     if unequal is not None:
         return unequal
     bad = outcome.diagnosis.first if isinstance(outcome.diagnosis, EndedBadly) else None
     first = bad or next((rank for rank in outcome.ranks if not rank.good), outcome.ranks[0])
     output = tail(first)
-    if several and outcome.diagnosis is not None and not isinstance(outcome.diagnosis, EndedBadly):
+    if outcome.size > 1 and outcome.diagnosis is not None and not isinstance(outcome.diagnosis, EndedBadly):
         return Failed(
             f"{outcome.cause}.{_places(outcome.ranks)} Cause: the ranks do not run the same collectives (an early stop on a "
             "local value, an uneven number of batches, a branch that depends on the rank).",

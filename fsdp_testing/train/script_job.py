@@ -29,11 +29,13 @@ class ScriptJob(Job):
         script: Path of the script, or name of the module.
         arguments: Those after it.
         is_module: Whether it is run with `-m`.
+        moved: A folder of modules, and the one from which they are taken in its place; nothing where all stay.
     """
 
     script: str
     arguments: tuple[str, ...] = ()
     is_module: bool = False
+    moved: tuple[str, str] = ("", "")
 
     @contextmanager
     def watch(self, run: RunSettings) -> Iterator[Callable[[], dict[str, Any]]]:
@@ -68,7 +70,8 @@ class ScriptJob(Job):
             return {"copies": copies_in(scopes, observer.reader.models, observer.reader.block)}
 
         try:
-            return copies([run_script(self, run.arguments)])
+            with _modules_moved(*self.moved):
+                return copies([run_script(self, run.arguments)])
         except EnoughSteps as end:
             scopes = [frame.f_locals for frame, _ in traceback.walk_tb(end.__traceback__)]
             return copies(scopes) | {"ended": False}
@@ -105,6 +108,46 @@ def run_script(job: ScriptJob, arguments: Sequence[str] = ()) -> dict[str, Any]:
         sys.argv[:], sys.path[:] = argv, path
         if main is not None:
             sys.modules["__main__"] = main
+
+
+@contextmanager
+def _modules_moved(folder: str, other: str) -> Iterator[None]:
+    """Have modules of a folder be imported from the same places of another one.
+
+    Raises:
+        InvalidArgument: One is imported from the folder all the same.
+    """
+    if not folder:
+        yield
+        return
+    path = list(sys.path)
+    _forget(folder)  # a rank that is kept, or a preloaded module, has them already
+    for number, entry in enumerate(path):
+        place = Path(entry).resolve()
+        if place.is_relative_to(folder) and (Path(other) / place.relative_to(folder)).is_dir():
+            sys.path[number] = str(Path(other) / place.relative_to(folder))
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        _forget(other)
+        stayed = _forget(folder)
+        if stayed:
+            raise InvalidArgument(
+                f"imports {', '.join(stayed[:3])} from {folder}, the version of today, since it is installed from there. Compare "
+                "environments instead, in which each version is installed: --against PATH_OF_ENVIRONMENT."
+            )
+
+
+def _forget(folder: str) -> list[str]:
+    """Remove the modules of a folder, other than installed ones and our own, from those that are imported; return their names."""
+    files = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
+    inside = {name: Path(file).parts for name, file in files.items() if file.startswith(f"{folder}/")}
+    ours = __name__.partition(".")[0]
+    gone = [n for n, parts in inside.items() if not {"site-packages", ours} & {*parts} and n != "__main__"]
+    for name in gone:
+        del sys.modules[name]
+    return sorted(gone)
 
 
 def _of_exit(script: str, end: SystemExit) -> str:

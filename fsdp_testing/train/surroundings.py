@@ -159,20 +159,29 @@ def _replace(full: Path, *, empty: bool) -> None:
 
 
 def show_files(source: Path, folder: Path) -> None:
-    """Fill `folder` with links to the files of `source`; folders are made anew, beyond many files they are links too."""
+    """Fill `folder` with links to the files of `source`; folders are made anew, beyond many files they are links too.
+
+    What is there already stays.
+    """
     count = 0
     for place, folders, files in os.walk(source):
         here = folder / Path(place).relative_to(source)
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files:
             count += 1
-            (here / name).symlink_to(Path(place) / name)
+            _link(here / name, Path(place) / name)
         if count > _MOST_FILES:
             for name in folders:
-                (here / name).symlink_to(Path(place) / name)
+                _link(here / name, Path(place) / name)
             folders.clear()
         for name in folders:
-            (here / name).mkdir()
+            if not (here / name).is_symlink():
+                (here / name).mkdir(exist_ok=True)
+
+
+def _link(place: Path, target: Path) -> None:
+    if not place.exists() and not place.is_symlink():
+        place.symlink_to(target)
 
 
 _TORCH = str(Path(torch.__file__).parent)

@@ -105,5 +105,5 @@ def test_a_loop_that_steps_nothing_and_returns_its_loss_is_no_pass():
 
 
 def test_a_norm_that_was_not_measured_is_no_zero():
-    *_, row = side_by_side([(1.0, None)], [(2.0, 0.5)], 1, 2)
+    *_, row = side_by_side([(1.0, None)], [(2.0, 0.5)], ("1 rank", "2 ranks"))
     assert row.split() == ["0", "1", "2", "-", "0.5"]

@@ -1,0 +1,3 @@
+"""What `with_relations.py` imports beside it; another version has another rate."""
+
+RATE = 0.1
