@@ -1,15 +1,13 @@
-"""Would anybody notice a wrong line in the code that moves and frees memory? A random sample of mutants, tried one by one.
+"""Would fsdp-testing notice a wrong line in the code that it judges? A random sample of mutants, tried one by one.
 
-    python ci/sampled_mutants.py [FOLDER ...] [--number N] [--seed S] [--minutes M] [--only TEXT] [--results FILE]
+    python ci/sampled_mutants.py [SUBJECT ...] [--number N] [--seed S] [--shard I/N] [--minutes M] [--only TEXT] [--results FILE]
 
-The layout is tried line by line (ci/mutants.py); its tests take seconds and need no ranks. What runs on ranks is tried on
-a sample: mutmut proposes the changes, `--seed` chooses N of each folder, each is written into a copy of the repository and
-meets the tests that execute the changed line (ci/tests_by_line.py), the folder's own first, until one fails: for a short
-while, which is enough for most, then all of them. Those that no test notices meet the conformance suite, on both paths of
-the reference. Changes of texts are left out.
+SUBJECT is `fsdp_ref`, or `torch-fsdp2` or `torch-fsdp1`: torch's own Python files, of which a copy is imported. mutmut proposes
+the changes, `--seed` chooses N of each subject, each is written into the copy, and the harness alone looks at it: random cases for a
+minute, the checks, every pair of traits, random cases for five minutes more; no unit test. Changes of texts are left out.
 
-Each result is appended to FILE, and a later run goes on where this one stopped: what was noticed stays noticed while the
-source stays; what was not is tried again after the tests changed. Exit code: 0 all survivors are explained
+Each result is appended to FILE, and a later run goes on where this one stopped: what was caught stays caught while the source
+stays; what was not is tried again after the harness changed. Exit code: 0 all survivors are explained
 (ci/sampled-mutants-explained.toml), 1 some are not or not all were tried, 2 nothing could be tried.
 """
 
@@ -37,31 +35,102 @@ from pathlib import Path
 
 import libcst
 from mutmut.mutation.file_mutation import Mutation, create_mutations, deep_replace
-from tests_by_line import PYTEST, TestsByLine, environment, loaded, measured, saved, statement_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPLAINED = Path(__file__).with_name("sampled-mutants-explained.toml")
 RESULTS = ROOT / "mutants" / "sampled.jsonl"
-FOLDERS = ("fsdp_ref/handle", "fsdp_ref/runtime", "fsdp_ref/comm", "fsdp_ref/storage", "fsdp_ref/training")
-STAGES = ("glance", "tests", "conformance")
-GLANCE_SECONDS = 90
-TEST_SECONDS = 180
-"""Until one test counts as hung: sixty times what the slowest takes. Ranks have a deadline of their own."""
-SECONDS = 3600
-"""Until a stage counts as hung: ten times what it takes, so that a busy machine makes no mutant look noticed."""
-_VERIFY = ("-c", "from fsdp_testing.cli.main import main; raise SystemExit(main())", "run", "--explain", "0")
+KNOWN = "fsdp_testing/checks/findings/known_failures.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is changed, and who is judged then.
+
+    Attributes:
+        package: That is copied; what it is called when it is imported.
+        files: Patterns of files in it.
+        names: Implementations made of it.
+        module: One of its modules, of which every process says where it comes from.
+    """
+
+    package: str
+    files: tuple[str, ...]
+    names: tuple[str, ...]
+    module: str
+
+    def source(self) -> Path:
+        """The folder of the package that is copied: in this repository, or where it is installed."""
+        if self.package == "fsdp_ref":
+            return ROOT / "fsdp_ref"
+        import torch
+
+        return Path(torch.__file__).parent.joinpath(*self.package.split(".")[1:])
+
+
+SUBJECTS = {
+    "fsdp_ref": Subject(
+        "fsdp_ref",
+        tuple(
+            f"{room}/*.py"
+            for room in ["runtime", "handle", "comm", "checkpoint", "training", "replicas", "build", "storage"]
+        ),
+        ("fsdp_ref-composable", "fsdp_ref-wrapper"),
+        "fsdp_ref.comm.collectives",
+    ),
+    "torch-fsdp2": Subject(
+        "torch.distributed.fsdp",
+        ("_fully_shard/*.py",),
+        ("torch-fsdp2",),
+        "torch.distributed.fsdp._fully_shard._fsdp_param",
+    ),
+    "torch-fsdp1": Subject(
+        "torch.distributed.fsdp",
+        tuple(
+            f"{file}.py"
+            for file in (
+                "fully_sharded_data_parallel",
+                "_flat_param",
+                "_runtime_utils",
+                "_init_utils",
+                "_state_dict_utils",
+                "_optim_utils",
+                "_unshard_param_utils",
+                "_exec_order_utils",
+            )
+        ),
+        ("torch-fsdp1",),
+        "torch.distributed.fsdp._flat_param",
+    ),
+}
+SECONDS = 1800
+"""Until a stage counts as hung: several times what it takes, so that a busy machine makes no mutant look caught."""
+_VERIFY = ("-c", "from fsdp_testing.cli.main import main; raise SystemExit(main())")
+STAGES: dict[str, tuple[str, ...]] = {
+    "fuzz": ("fuzz", "--seconds", "60", "--stop-at-first", "--no-scripts"),
+    "run": ("run", "--explain", "0", "--expected-failures", KNOWN),
+    "pairs": ("run", "--pairs"),
+    "fuzz for long": ("fuzz", "--seconds", "300", "--seed", "1", "--stop-at-first", "--no-scripts"),
+}
+"""Who looks at a mutant, the quickest first."""
 _WHERE = """
-import fsdp_ref, fsdp_testing
+import importlib, fsdp_testing
 def place():
-    import fsdp_ref.comm.collectives as imported
-    return imported.__file__
+    return importlib.import_module({module!r}).__file__
 if __name__ == "__main__":
-    print(fsdp_testing.__file__, fsdp_ref.__file__, *fsdp_testing.run_ranks(place, size=2), sep="\\n")
+    print(fsdp_testing.__file__, place(), *fsdp_testing.run_ranks(place, size=2), sep="\\n")
 """
+_COPY_OF_TORCH = """
+import importlib.abc, importlib.util, sys
+class OfTheCopy(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == {package!r}:
+            folder = {folder!r}
+            return importlib.util.spec_from_file_location(name, folder + "/__init__.py", submodule_search_locations=[folder])
+sys.meta_path.insert(0, OfTheCopy())
+"""
+"""What every interpreter on the tree runs first (`sitecustomize`): the copied package is found in the copy."""
 _HUNG = re.compile(r"\bhung\b|not ended after|^Timeout \(", re.MULTILINE)
 _NOT_ENDED = 124
-_HANGS_END = ("-o", f"faulthandler_timeout={TEST_SECONDS}", "-o", "faulthandler_exit_on_timeout=true")
-_NOTHING_RAN = (4, 5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,25 +138,25 @@ class Mutant:
     """One change of one file.
 
     Attributes:
-        file: Path in the repository.
+        subject: Of which it is.
+        file: Path in the package.
         function: Name of the function or method that is changed.
         source: The whole file, changed.
         diff: The change, as lines of a unified diff.
         first: First line that is changed, in the file as it is.
-        last: Last one.
     """
 
+    subject: str
     file: str
     function: str
     source: str
     diff: tuple[str, ...]
     first: int
-    last: int
 
     @property
-    def folder(self) -> str:
-        """Where it is, for counting."""
-        return Path(self.file).parent.as_posix()
+    def place(self) -> str:
+        """The file with its package, for counting and telling."""
+        return f"{SUBJECTS[self.subject].package.replace('.', '/')}/{self.file}"
 
     def text(self, sign: str) -> str:
         """Lines that go (`-`) or come (`+`), in one line."""
@@ -96,12 +165,12 @@ class Mutant:
     @property
     def name(self) -> tuple[str, str, str, str]:
         """How ci/sampled-mutants-explained.toml knows it: no line numbers, which shift."""
-        return self.file, self.function, self.text("-"), self.text("+")
+        return self.place, self.function, self.text("-"), self.text("+")
 
     @property
     def identity(self) -> str:
         """The changed file as a whole, so that a result holds for this source alone."""
-        return hashlib.sha256(f"{self.file}\n{self.source}".encode()).hexdigest()[:24]
+        return hashlib.sha256(f"{self.place}\n{self.source}".encode()).hexdigest()[:24]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +180,10 @@ class Fate:
     Attributes:
         mutant: Its identity.
         stage: What failed first; empty if nothing did.
-        account: The failing test or check, or how many tests execute the line.
+        account: The failing check or finding; empty if there is none.
         asked: Stages that looked at it and found nothing, or the last one something.
-        hung: It was noticed because ranks, or all of it, did not end.
-        tests: State of the tests that looked at it.
+        hung: It was caught because ranks, or all of it, did not end.
+        harness: State of the harness that looked at it.
         seconds: How long that took.
     """
 
@@ -123,7 +192,7 @@ class Fate:
     account: str
     asked: Sequence[str]
     hung: bool
-    tests: str
+    harness: str
     seconds: float
 
 
@@ -131,6 +200,7 @@ class Fate:
 class Proposal:
     """A change that mutmut proposes, not written out yet: that takes long, and few are chosen."""
 
+    subject: str
     file: str
     function: str
     module: libcst.Module
@@ -141,89 +211,81 @@ class Proposal:
         changed = deep_replace(self.module, self.mutation.original_node, self.mutation.mutated_node)
         source = changed.code if isinstance(changed, libcst.Module) else ""
         lines = list(difflib.unified_diff(self.module.code.splitlines(), source.splitlines(), n=0))[2:]
-        spans = re.findall(r"^@@ -(\d+)(?:,(\d+))?", "\n".join(lines), flags=re.MULTILINE)
-        first, (start, count) = int(spans[0][0]), spans[-1]
-        last = int(start) + max(1, int(count or 1)) - 1
-        return Mutant(self.file, self.function, source, tuple(line for line in lines if line[0] in "+-"), first, last)
+        first = int((re.findall(r"^@@ -(\d+)", "\n".join(lines), flags=re.MULTILINE) or ["0"])[0])
+        return Mutant(
+            self.subject, self.file, self.function, source, tuple(line for line in lines if line[0] in "+-"), first
+        )
 
 
-def proposals(file: Path) -> Iterator[Proposal]:
+def proposals(subject: str, file: Path) -> Iterator[Proposal]:
     """Every change that mutmut proposes inside functions, but for changes of texts."""
-    name = file.relative_to(ROOT).as_posix()
+    name = file.relative_to(SUBJECTS[subject].source()).as_posix()
     module, mutations, _, _ = create_mutations(name, file.read_text(encoding="utf-8"))
     for mutation in mutations:
         function = mutation.contained_by_top_level_function
         text = (libcst.SimpleString, libcst.FormattedString, libcst.ConcatenatedString)
         if isinstance(function, libcst.FunctionDef) and not isinstance(mutation.original_node, text):
-            yield Proposal(name, function.name.value, module, mutation)
+            yield Proposal(subject, name, function.name.value, module, mutation)
 
 
-def chosen(folders: Sequence[str], number: int, seed: int, only: str) -> list[Mutant]:
-    """`number` mutants of each folder in turn, the same for the same seed and source; a part of them is a sample too."""
-    drawn: list[list[Proposal]] = []
-    for folder in folders:
-        files = sorted(path for path in (ROOT / folder).rglob("*.py") if path.name != "__init__.py")
-        found = [each for file in files for each in proposals(file) if only in f"{each.file} {each.function}"]
-        drawn.append(random.Random(f"{seed} {folder}").sample(found, min(number, len(found))))
-        print(f"{folder}: {len(found)} mutants, {len(drawn[-1])} of them chosen", flush=True)
-    return [each[turn].written_out() for turn in range(number) for each in drawn if turn < len(each)]
+def chosen(subject: str, number: int, seed: int, only: str, shard: tuple[int, int]) -> list[Mutant]:
+    """`number` mutants of a subject, the same for the same seed and source; of these the part of a shard."""
+    home = SUBJECTS[subject].source()
+    files = sorted({path for pattern in SUBJECTS[subject].files for path in home.glob(pattern)})
+    found = [each for file in files for each in proposals(subject, file) if only in f"{each.file} {each.function}"]
+    drawn = random.Random(f"{seed} {subject}").sample(found, min(number, len(found)))
+    print(f"{subject}: {len(found)} mutants, {len(drawn)} of them chosen", flush=True)
+    return [each.written_out() for each in drawn[shard[0] - 1 :: shard[1]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Where mutants are tried.
+    """Where mutants of a subject are tried.
 
     Attributes:
+        subject: Its name.
         tree: A copy of the repository; only this is imported, by the controller and by ranks.
-        state: Stands for the tests in it.
-        by_line: Which tests execute which line.
+        package: The copy of the package that is changed.
+        state: Stands for the harness in the tree.
     """
 
+    subject: str
     tree: Path
+    package: Path
     state: str
-    by_line: TestsByLine
 
     def fate(self, mutant: Mutant, stage: str, before: Fate | None) -> Fate:
-        """Writes the mutant into the tree, lets a stage look at it, and takes it back."""
-        place = self.tree / mutant.file
+        """Writes the mutant into the copy, lets a stage look at it, and takes it back."""
+        place = self.package / mutant.file
         original = place.read_text(encoding="utf-8")
-        tests = self.by_line.executing(mutant.file, statement_lines(original, mutant.first, mutant.last))
         start = time.monotonic()
         place.write_text(mutant.source, encoding="utf-8")
         try:
-            if stage == "conformance":
-                code, output = run(self.tree, *_VERIFY, "fsdp_ref-composable", "fsdp_ref-wrapper")
-            else:
-                code, output = asked_tests(self.tree, mutant, tests, GLANCE_SECONDS if stage == "glance" else SECONDS)
+            code, output = self.asked(stage)
         finally:
             place.write_text(original, encoding="utf-8")
         asked, seconds = ((), 0.0) if before is None else (before.asked, before.seconds)
-        if stage == "glance":  # what ended in time needs no second look
-            stage, code = (stage, 0) if code == _NOT_ENDED else ("tests", code)
-        account = _account(output) if code else f"{len(tests)} test functions execute the line"
         return Fate(
             mutant.identity,
             stage if code else "",
-            account,
+            _account(output) if code else "",
             (*asked, stage),
             bool(code and _HUNG.search(output)),
             self.state,
             round(seconds + time.monotonic() - start, 1),
         )
 
-
-def asked_tests(tree: Path, mutant: Mutant, tests: Sequence[str], seconds: float) -> tuple[int, str]:
-    """Exit code and output of the tests; 0 if there are none.
-
-    Raises:
-        RuntimeError: pytest ran none of them, for another reason than the mutant.
-    """
-    code, output = run(tree, *PYTEST, *_HANGS_END, *tests, seconds=seconds) if tests else (0, "")
-    if code in _NOTHING_RAN:
-        module = mutant.file.removesuffix(".py").replace("/", ".")
-        if not run(tree, "-c", f"import fsdp_ref, {module}")[0]:
-            raise RuntimeError(f"{tests}: expected tests that run, got exit code {code}\n{output[-2000:]}")
-    return code, output
+    def asked(self, stage: str) -> tuple[int, str]:
+        """Exit code and output of a stage, for the first implementation that is refuted; 0 if none is."""
+        command, *options = STAGES[stage]
+        for name in SUBJECTS[self.subject].names:
+            state = self.tree.parent / "state"
+            shutil.rmtree(state, ignore_errors=True)
+            keeps = ("--state", str(state)) if command == "fuzz" or "--pairs" in options else ()
+            code, output = run(self.tree, *_VERIFY, command, name, *options, *keeps)
+            if code:
+                return code, output
+        return 0, ""
 
 
 def run(tree: Path, *arguments: str, seconds: float = SECONDS) -> tuple[int, str]:
@@ -232,7 +294,7 @@ def run(tree: Path, *arguments: str, seconds: float = SECONDS) -> tuple[int, str
     with subprocess.Popen(
         command,
         cwd=tree,
-        env=environment(tree),
+        env=os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
         text=True,
         start_new_session=True,
         stdout=said,
@@ -250,47 +312,41 @@ def run(tree: Path, *arguments: str, seconds: float = SECONDS) -> tuple[int, str
 
 
 def _account(output: str) -> str:
-    said = re.findall(r"^(?:FAILED|ERROR) (.*)$", output, flags=re.MULTILINE)
-    refuted = re.findall(r"^\s+(\S+) .*\b(?:FAIL|unknown)\b", output, flags=re.MULTILINE)
-    return (said or refuted or output.strip().splitlines() or [""])[0][:200]
+    refuted = re.findall(r"^(\S+: after .*|\s+\S+ .*\b(?:FAIL|unknown)\b.*)$", output, flags=re.MULTILINE)
+    return (refuted or output.strip().splitlines()[-1:] or [""])[0].strip()[:200]
 
 
-def copied(home: Path) -> Path:
-    """A copy of what git knows of this tree.
+def prepared(home: Path, subject: str, *, sound: bool) -> Bench:
+    """A copy of the tree and of the package, proved to be what is imported, and that every stage finds it sound.
 
     Raises:
-        RuntimeError: Something else than the copy would be imported.
+        RuntimeError: Something else than the copy would be imported, or a stage refutes it as it is.
     """
+    tree, what = home / subject / "tree", SUBJECTS[subject]
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
     for name in files:
-        if (ROOT / name).is_file():
-            (home / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, home / name)
-    asking = home / "where.py"
-    asking.write_text(_WHERE, encoding="utf-8")
-    code, output = run(home, str(asking))
-    if code or len(output.split()) != 4 or not all(Path(each).is_relative_to(home) for each in output.split()):
-        raise RuntimeError(f"imports: expected those of {home} here and on ranks, got\n{output}")
-    return home
-
-
-def prepared(home: Path, results: Path) -> Bench:
-    """A copy of the tree, proved to be sound and to be what is imported."""
-    tree = copied(home / "tree")
-    files = sorted(path for top in ("fsdp_ref", "fsdp_testing", "tests") for path in (tree / top).rglob("*.py"))
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:24]
-    kept = results.with_name("tests-by-line.json")
-    by_line = loaded(kept, digest)
-    if by_line is None:
-        print("measuring which tests execute which line, and that all pass (minutes)", flush=True)
-        data = home / "coverage"
-        data.mkdir()
-        by_line = measured(tree, data, environment(tree))
-        code, output = run(tree, *_VERIFY, "fsdp_ref-composable", "fsdp_ref-wrapper")
+        if (ROOT / name).is_file() and name.startswith(("fsdp_ref/", "fsdp_testing/", "docs/findings/")):
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tree / name)
+    package = tree.joinpath(*what.package.split(".")) if what.package == "fsdp_ref" else tree / "copied"
+    if what.package != "fsdp_ref":
+        shutil.copytree(what.source(), package, ignore=shutil.ignore_patterns("__pycache__"))
+        finder = _COPY_OF_TORCH.format(package=what.package, folder=str(package))
+        (tree / "sitecustomize.py").write_text(finder, encoding="utf-8")
+    asking = tree / "where.py"
+    asking.write_text(_WHERE.format(module=what.module), encoding="utf-8")
+    code, output = run(tree, str(asking))
+    if code or len(output.split()) != 4 or not all(Path(each).is_relative_to(tree) for each in output.split()):
+        raise RuntimeError(f"imports: expected those of {tree} here and on ranks, got\n{output}")
+    texts = sorted(path for path in tree.rglob("*.py") if path not in (tree / "sitecustomize.py", asking))
+    bench = Bench(
+        subject, tree, package, hashlib.sha256(b"".join(path.read_bytes() for path in texts)).hexdigest()[:24]
+    )
+    for stage in STAGES if sound else ():
+        code, output = bench.asked(stage)
         if code:
-            raise RuntimeError(f"conformance: expected success without any change, got\n{output[-3000:]}")
-        saved(by_line, kept, digest)
-    return Bench(tree, digest, by_line)
+            raise RuntimeError(f"{stage}: expected success without any change, got\n{output[-3000:]}")
+    return bench
 
 
 def known_fates(results: Path) -> dict[str, Fate]:
@@ -304,22 +360,19 @@ def known_fates(results: Path) -> dict[str, Fate]:
 
 
 def attempted(mutants: Sequence[Mutant], bench: Bench, results: Path, until: float) -> dict[str, Fate]:
-    """Tries what has no result yet, stage by stage, until the time has passed; returns all results of these tests."""
-    known = {name: fate for name, fate in known_fates(results).items() if fate.stage or fate.tests == bench.state}
+    """Tries what has no result yet, stage by stage, until the time has passed; returns all results of this harness."""
+    known = {name: fate for name, fate in known_fates(results).items() if fate.stage or fate.harness == bench.state}
     for stage in STAGES:
         for number, mutant in enumerate(mutants, start=1):
             before = known.get(mutant.identity)
-            done = before is not None and (before.stage or set(STAGES[STAGES.index(stage) :]) & set(before.asked))
-            if done or time.monotonic() > until or (before is None and stage != STAGES[0]):
+            if time.monotonic() > until or (before is not None and (before.stage or stage in before.asked)):
                 continue
             fate = known[mutant.identity] = bench.fate(mutant, stage, before)
-            said = {"fate": asdict(fate), "file": mutant.file, "line": mutant.first, "diff": mutant.diff}
+            said = {"fate": asdict(fate), "file": mutant.place, "line": mutant.first, "diff": mutant.diff}
             with results.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(said) + "\n")
-            end = (
-                f"{fate.stage}{' (hung)' if fate.hung else ''}: {fate.account}" if fate.stage else "not noticed so far"
-            )
-            print(f"{number}/{len(mutants)} {stage}, {fate.seconds} s: {mutant.file}:{mutant.first} {mutant.function}")
+            end = f"caught{' (hung)' if fate.hung else ''}: {fate.account}" if fate.stage else "not caught so far"
+            print(f"{number}/{len(mutants)} {stage}, {fate.seconds} s: {mutant.place}:{mutant.first} {mutant.function}")
             print("\n".join(f"    {line}" for line in (*mutant.diff, end)), flush=True)
     return known
 
@@ -341,57 +394,72 @@ def wilson(caught: int, judged: int) -> tuple[float, float]:
 
 
 def report(mutants: Sequence[Mutant], fates: Mapping[str, Fate]) -> int:
-    """Tells the share that was noticed, by folder, and every survivor; returns the exit code."""
+    """Tells the share that was caught, by file, and every survivor; returns the exit code."""
     known = explanations()
     tried = [mutant for mutant in mutants if mutant.identity in fates]
     left = [mutant for mutant in tried if not fates[mutant.identity].stage]
     equivalent = [mutant for mutant in left if mutant.name in known]
-    print(f"\n{'':18} tried  tests  conformance  (hung)  not noticed  equivalent  noticed of the others, 95 % interval")
-    for folder in (*dict.fromkeys(mutant.folder for mutant in tried), ""):
-        here = [fates[mutant.identity] for mutant in tried if folder in ("", mutant.folder)]
-        by = {stage: sum(fate.stage == stage for fate in here) for stage in ("tests", "conformance", "")}
-        same = sum(folder in ("", mutant.folder) for mutant in equivalent)
-        caught, judged = len(here) - by[""], len(here) - same
+    print("\ntried  caught  (hung)  equivalent  caught of the others, 95 % interval  where; by stage")
+    for place in (*dict.fromkeys(mutant.place for mutant in tried), ""):
+        here = [fates[mutant.identity] for mutant in tried if place in ("", mutant.place)]
+        same = sum(place in ("", mutant.place) for mutant in equivalent)
+        caught, judged = sum(bool(fate.stage) for fate in here), len(here) - same
         low, high = wilson(caught, judged)
-        print(
-            f"{folder or 'all':18} {len(here):5} {by['tests']:6} {by['conformance']:12} {sum(f.hung for f in here):7}"
-            f" {by['']:12} {same:11}  {caught} of {judged}: {caught / max(1, judged):.1%} ({low:.1%} to {high:.1%})"
-        )
+        by = ", ".join(f"{stage} {count}" for stage in STAGES if (count := sum(fate.stage == stage for fate in here)))
+        share = f"{caught} of {judged}: {caught / max(1, judged):.1%} ({low:.1%} to {high:.1%})"
+        print(f"{len(here):5} {caught:7} {sum(f.hung for f in here):7} {same:11}  {share}  {place or 'all'}; {by}")
     for mutant in left:
         why = known.get(mutant.name)
-        print(f"\n{'equivalent' if why else 'NOT NOTICED'}: {mutant.file}:{mutant.first} {mutant.function}")
+        print(f"\n{'equivalent' if why else 'NOT CAUGHT'}: {mutant.place}:{mutant.first} {mutant.function}")
         print("\n".join(f"    {line}" for line in mutant.diff))
-        fate = fates[mutant.identity]
-        asked = " and ".join(fate.asked)
-        print(f"    {why or f'{fate.account}; asked: {asked}'}")
-    half = [mutant for mutant in left if STAGES[-1] not in fates[mutant.identity].asked]
+        print(f"    {why or f'asked: {chr(44).join(fates[mutant.identity].asked)}'}")
+    half = [mutant for mutant in left if set(STAGES) - set(fates[mutant.identity].asked)]
     waiting = len(mutants) - len(tried) + len(half)
     if waiting:
-        print(f"\n{waiting} of {len(mutants)} were not tried, or not by {STAGES[-1]}; run again to go on")
+        print(f"\n{waiting} of {len(mutants)} were not tried, or not by every stage; run again to go on")
     return 0 if len(left) == len(equivalent) and not waiting else 1
+
+
+def part(text: str) -> tuple[int, int]:
+    """`I/N`."""
+    first, _, of = text.partition("/")
+    return int(first), int(of)
 
 
 def main() -> int:
     """Choose, try, tell; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="*", default=FOLDERS, metavar="FOLDER", help=f"default: {' '.join(FOLDERS)}")
-    parser.add_argument("--number", type=int, default=20, help="mutants of each folder (default: 20)")
+    parser.add_argument("subjects", nargs="*", default=["fsdp_ref"], metavar="SUBJECT", help=", ".join(SUBJECTS))
+    parser.add_argument("--number", type=int, default=20, help="mutants of each subject (default: 20)")
     parser.add_argument("--seed", type=int, default=0, help="which (default: 0)")
+    parser.add_argument("--shard", type=part, default=(1, 1), metavar="I/N", help="the I-th of N parts of them")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no mutant after so long")
     parser.add_argument("--only", default="", help="only mutants whose file and function contain this")
+    parser.add_argument("--stages", default=",".join(STAGES), help="who looks at them (default: all)")
+    parser.add_argument(
+        "--unproved", action="store_true", help="do not see first that every stage passes without a change"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="where results are kept (default: mutants/)")
     asked = parser.parse_args()
     until = time.monotonic() + 60 * asked.minutes
-    mutants = chosen(asked.folders, asked.number, asked.seed, asked.only)
     asked.results.parent.mkdir(parents=True, exist_ok=True)
+    for stage in set(STAGES) - set(asked.stages.split(",")):
+        del STAGES[stage]
+    mutants: list[Mutant] = []
+    fates: dict[str, Fate] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        try:
-            fates = attempted(mutants, prepared(Path(scratch).resolve(), asked.results), asked.results, until)
-        except RuntimeError as failure:
-            print(f"nothing more was tried: {failure}")
-            return 2
-        except KeyboardInterrupt:
-            fates = known_fates(asked.results)
+        for subject in asked.subjects:
+            mine = chosen(subject, asked.number, asked.seed, asked.only, asked.shard)
+            mutants += mine
+            try:
+                bench = prepared(Path(scratch).resolve(), subject, sound=not asked.unproved)
+                fates |= attempted(mine, bench, asked.results, until)
+            except RuntimeError as failure:
+                print(f"nothing more was tried: {failure}")
+                return 2
+            except KeyboardInterrupt:
+                fates |= known_fates(asked.results)
+                break
     return report(mutants, fates)
 
 

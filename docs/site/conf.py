@@ -12,14 +12,6 @@ project = PROJECT["name"]
 release = PROJECT["version"]
 extensions = ["myst_parser", "sphinx_external_toc", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 include_patterns = ["*.md", "docs/**.md", "examples/*/README.md"]
-    "README.md",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "SECURITY.md",
-    "CODE_OF_CONDUCT.md",
-    "docs/**.md",
-    "examples/*/README.md",
-]
 external_toc_path = "docs/site/toc.yml"
 html_theme = "furo"
 html_title = "fsdp-testing"

@@ -40,13 +40,19 @@ from fsdp_ref.storage.views import flat_views
 
 @dataclass(frozen=True, slots=True)
 class SummonOptions:
-    """What a user asks for; the fields are those of ``summon_full_params``."""
+    """What a user asks for; the fields but the last are those of ``summon_full_params``.
+
+    Attributes:
+        gather: fill what is shown. Without, nothing is sent: what is shown has the shapes of full parameters alone, for who
+            reads the shard and, with ``writeback``, writes there.
+    """
 
     recurse: bool = True
     writeback: bool = True
     rank0_only: bool = False
     offload_to_cpu: bool = False
     with_grads: bool = False
+    gather: bool = True
 
 
 @contextmanager
@@ -58,8 +64,8 @@ def summon(module: nn.Module, options: SummonOptions) -> Iterator[None]:
         UnsupportedError: options that exclude one another.
 
     Collectives:
-        One all-gather per sharded unit over its shard group; with ``with_grads`` up to two more; at the end, with
-        ``writeback`` and ``rank0_only``, broadcasts. All ranks must enter and leave.
+        With ``gather`` one all-gather per sharded unit over its shard group, with ``with_grads`` up to two more; at the end,
+        with ``writeback`` and ``rank0_only``, broadcasts. All ranks must enter and leave.
     """
     if options.recurse:
         units = list(dict.fromkeys(unit for _, _, unit in units_under(module)))
@@ -182,8 +188,10 @@ class _Summoned:
         handle = self._handle
         handle.grads.absorb()
         absorb_params(handle)
-        if handle.state is UnitState.GATHERING or handle.compute_dtype != handle.precision.original:
-            # A low-precision copy would be out of date after an edit: later compute gathers again.
+        partly = self._options.writeback and not self._options.gather
+        if partly or handle.state is UnitState.GATHERING or handle.compute_dtype != handle.precision.original:
+            # A low-precision copy would be out of date after an edit, as a whole one after an edit of this rank's elements
+            # alone: later compute gathers again.
             self._unit.reshard(ReshardReason.OUT_OF_DATE)
 
     def show(self) -> None:
@@ -201,7 +209,10 @@ class _Summoned:
                 # With writeback the buffer is kept: it receives rank 0's edits.
                 self._full_F = handle.shard_S
             return
-        self._views = flat_views(self._full_F, handle.layout)
+        if self._options.gather or not handle.sharded:
+            self._views = flat_views(self._full_F, handle.layout)
+        else:  # shapes alone, over one element
+            self._views = [self._full_F[0].expand(spec.shape) for spec in handle.layout.params]
         self._shown = handle.originals.show_summoned(self._views)
         self._counted = [compat.version_of(param) for param in self._shown]
         if self._grads is not None:
@@ -216,7 +227,9 @@ class _Summoned:
             whole = handle.shard_S.to(device)
             discards = not self._options.writeback and handle.config.strategy is not ShardingStrategy.NO_SHARD
             return whole.clone() if discards else whole
-        return handle.gathered_copy(handle.shard_S.dtype).to(device)
+        if self._options.gather:
+            return handle.gathered_copy(handle.shard_S.dtype).to(device)
+        return torch.empty(1, dtype=handle.shard_S.dtype, device=device)
 
     def keep_edits(self, resumes: UnitState) -> None:
         """Write what the user made of the parameters to the shard, and to the unit's own buffer if that is filled."""
@@ -234,7 +247,9 @@ class _Summoned:
         changed = edited if keeps or self._full_F is handle.shard_S else ()
         if keeps:
             with torch.no_grad():
-                if handle.sharded:
+                if not self._options.gather:
+                    pass  # edits are in the shard already
+                elif handle.sharded:
                     span = handle.shard_map.shard_span(handle.shard_rank)
                     handle.shard_S[: span.numel].copy_(self._full_F[span.as_slice()])
                 elif self._full_F is not handle.shard_S:

@@ -1,15 +1,16 @@
 """The forms of ``state_dict()``, returned as set and loaded again.
 
 Through the module's own state-dict hooks, the same for the wrapper and the composable API and unit by unit. Every module that
-shows parameters of a unit has them, so that the state of any part is right. The outermost one opens the unit: for full and
-sharded state it summons the full parameters, and beside the state itself only this unit and those around it are full; for
-local state nothing is gathered. Then each module turns its own entries into the form (see ``shards``), or its form into whole
-tensors, which ``nn.Module`` copies; missing and unexpected keys, and sizes, are reported by ``nn.Module``. Names lose the
-wrappers' prefixes.
+shows parameters of a unit has them, so that the state of any part is right. The outermost one opens the unit. For full
+state it summons the full parameters, and beside the state itself only this unit and those around it are full. For sharded
+state ranks exchange rows for pieces of flat shards (see ``rows``), and parameters are shown without values, unless other code
+than ``nn.Module``'s sees them: then they are summoned too. For local state nothing is gathered. Then each module turns its own
+entries into the form (see ``shards``), or its form into what ``nn.Module`` copies; missing and unexpected keys, and sizes, are
+reported by ``nn.Module``. Names lose the wrappers' prefixes.
 
-Collectives: full and sharded, one all-gather for each unit, over its shard group; to load a sharded state, also one exchange
-of descriptions for each tree of units and, for each parameter, broadcasts or an all-gather. All ranks must call,
-``rank0_only`` included. Local: none.
+Collectives over the unit's shard group: full, one all-gather for each unit; sharded, one exchange instead, to load one for
+each module, one of descriptions for each tree of units and, for each parameter that is laid out otherwise, an all-gather. All
+ranks must call, ``rank0_only`` included. Local: none.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from fsdp_ref.access.summon import SummonOptions, refuse_running, summon
 from fsdp_ref.annotations import OWNERS_KEY, owners_of, unit_of, units_in
-from fsdp_ref.checkpoint.shards import Spread, compare_ranks, fill, flat_shard_problem, whole
+from fsdp_ref.checkpoint.rows import Rows, load_shard, values_are_read, whole
+from fsdp_ref.checkpoint.shards import Spread, compare_ranks, take_flat_shard
 from fsdp_ref.comm.tensor_parallel import is_dtensor
 from fsdp_ref.compat import RunningCall
 from fsdp_ref.config import FullStateDictConfig, ShardingStrategy, StateDictType
@@ -33,7 +34,7 @@ from fsdp_ref.fence.own_state import sends_from_rank0
 from fsdp_ref.naming import FLAT_PARAM, FSDP_WRAPPED_MODULE, clean_tensor_name, join_fqn
 from fsdp_ref.runtime.root import close_ended, lazy_init
 from fsdp_ref.runtime.unit import Unit
-from fsdp_ref.states import ReshardReason, UnitState
+from fsdp_ref.states import UnitState
 
 if TYPE_CHECKING:
     from fsdp_ref.storage.extension import ParameterExtension
@@ -48,7 +49,7 @@ class OpenState:
         running: the call of ``nn.Module`` that collects or loads.
         module: the outermost module of that part; its hook ends it.
         form: the form that the unit's entries have.
-        extensions: what is special about parameters, by place.
+        rows: parameters are shown without values, which are in this rank's rows, by the parameter's index.
         errors: what ``nn.Module`` found wrong while loading; it is its own list.
     """
 
@@ -60,6 +61,7 @@ class OpenState:
         parameters: AbstractContextManager[None],
         *,
         fresh: bool,
+        rows: dict[int, Tensor] | None = None,
     ) -> None:
         self.module = module
         self.form = form
@@ -67,9 +69,9 @@ class OpenState:
         self._parameters = parameters
         self._fresh = fresh
         self._spread: Spread | None = None
-        self.extensions = unit.handle.originals.extended
+        self.rows = rows
         self.errors: list[str] = []
-        self._copies: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
+        self._copies: dict[object, Tensor] = {}
         self.running = RunningCall.of_outermost_module_method()
 
     @property
@@ -79,18 +81,25 @@ class OpenState:
             self._spread = Spread(self._unit.handle)
         return self._spread
 
-    def entry(self, shown: Tensor, extension: ParameterExtension | None) -> Tensor:
+    def entry(self, shown: Tensor, place: tuple[nn.Module, str]) -> Tensor:
         """Return the entry of a summoned parameter, whose memory goes; one for all names of a tied parameter."""
+        originals = self._unit.handle.originals
+        index = originals.places[place]
+        extension = originals.extensions[index]
         value = shown if extension is None else extension.flatten(shown)
-        place = (value.data_ptr(), value.shape, value.dtype)
-        if place not in self._copies or not value.numel():
-            self._copies[place] = self._converted(value.detach(), extension)
-        return self._copies[place]
+        key = index if self.rows is not None else (value.data_ptr(), value.shape, value.dtype)
+        if key not in self._copies or not value.numel():
+            self._copies[key] = self._converted(value.detach(), index, extension)
+        return self._copies[key]
 
-    def _converted(self, value: Tensor, extension: ParameterExtension | None) -> Tensor:
+    def _converted(self, value: Tensor, index: int, extension: ParameterExtension | None) -> Tensor:
         offload = self._unit.state_dict_settings.state_dict_config.offload_to_cpu
         if self.form is StateDictType.SHARDED_STATE_DICT:
-            chunk = self.spread.chunk(value, extension)
+            chunk = (
+                self.spread.chunk(value, extension)
+                if self.rows is None
+                else self.spread.entry(self.rows[index], tuple(value.shape), extension)
+            )
             return chunk.cpu() if offload else chunk
         value = value if extension is None else extension.gather(value)
         return value.to("cpu", copy=True) if offload else value.clone()
@@ -167,14 +176,21 @@ def _open(unit: Unit, module: nn.Module, *, loading: bool) -> None:
             stacklevel=4,
         )
     parameters: AbstractContextManager[None] = nullcontext()
+    rows: dict[int, Tensor] | None = None
     if form is StateDictType.LOCAL_STATE_DICT:
         root.recover()
         unit.absorb()
     else:
         rank0_only = not loading and _left_to_rank_zero(unit) and not _takes_part(unit)
-        parameters = summon(unit.holder, SummonOptions(recurse=False, writeback=loading, rank0_only=rank0_only))
+        by_rows = form is StateDictType.SHARDED_STATE_DICT and not values_are_read(unit.holder, loading=loading)
+        by_rows = by_rows and not (loading and unit.handle.originals.extended)  # an extension writes to what it shows
+        parameters = summon(unit.holder, SummonOptions(False, loading, rank0_only, gather=not by_rows))
+        rows = {} if by_rows else None
     parameters.__enter__()
-    root.visits[unit] = OpenState(unit, module, form, parameters, fresh=fresh)
+    if rows is not None and not loading:
+        shard_S = unit.handle.shard_S
+        rows = Rows(unit.handle).from_pieces(dict(enumerate(unit.handle.originals.shard_views())), shard_S.dtype)
+    root.visits[unit] = OpenState(unit, module, form, parameters, fresh=fresh, rows=rows)
 
 
 def _check(unit: Unit, module: nn.Module, *, loading: bool) -> None:
@@ -279,7 +295,7 @@ def _convert(unit: Unit, open_state: OpenState, module: nn.Module, state: dict[s
         if open_state.form is StateDictType.LOCAL_STATE_DICT:
             state.pop(key, None)
         elif isinstance(state.get(key), Tensor):
-            state[key] = open_state.entry(state[key], open_state.extensions.get((module, name)))
+            state[key] = open_state.entry(state[key], (module, name))
     if open_state.form is StateDictType.LOCAL_STATE_DICT and module is unit.module:
         state[prefix + FLAT_PARAM] = open_state.spread.flat_shard(unit.handle)
 
@@ -327,15 +343,17 @@ def _before_load(
             continue
         open_state.errors = reports[2]
         if open_state.form is StateDictType.LOCAL_STATE_DICT:
-            _take_flat_shard(unit, module, state, prefix, reports)
+            take_flat_shard(unit, module, state, prefix, reports)
             continue
         own = state.get(prefix + FLAT_PARAM) if module is unit.module else None
         if isinstance(own, Tensor) and own.data_ptr() == unit.handle.shard_S.data_ptr():
             del state[prefix + FLAT_PARAM]  # ``set_model_state_dict`` hands over what the model has, too
+        if open_state.rows is not None:
+            load_shard(unit.handle, module, names, state, prefix)
         for name in names:
             param = module._parameters.get(name)
             _take_whole(unit, param, state, prefix + name, reports[2])
-            extension = open_state.extensions.get((module, name))
+            extension = unit.handle.originals.extended.get((module, name))
             value = state.get(prefix + name)
             if (
                 extension is not None
@@ -352,7 +370,7 @@ def _take_whole(unit: Unit, param: nn.Parameter | None, state: dict[str, Any], k
     if not is_dtensor(value):
         return
     if unit.state_dict_settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-        state[key] = param if fill(param, value) else whole(value)
+        state[key] = whole(value)
         return
     form = unit.state_dict_settings.state_dict_type.name
     errors.append(
@@ -360,37 +378,6 @@ def _take_whole(unit: Unit, param: nn.Parameter | None, state: dict[str, Any], k
         "SHARDED_STATE_DICT to load it."
     )
     state[key] = param
-
-
-def _take_flat_shard(
-    unit: Unit, module: nn.Module, state: dict[str, Any], prefix: str, reports: tuple[list[str], ...]
-) -> None:
-    """Load the flat shard here, and give ``nn.Module`` what it has already to copy."""
-    missing, unexpected, errors = reports
-    handle = unit.handle
-    for name in owners_of(module)[unit]:
-        if prefix + name in state:
-            unexpected.append(prefix + name)
-            del state[prefix + name]
-        if name in module._parameters:
-            state[prefix + name] = module._parameters[name]
-    if module is not unit.module:
-        return
-    key = prefix + FLAT_PARAM
-    if key not in state:
-        missing.append(key)
-    elif (problem := flat_shard_problem(handle, state[key])) is not None:
-        errors.append(
-            f"{clean_tensor_name(key)}: {problem}. A local state is read by the same units over as many ranks."
-        )
-    else:
-        unit.reshard(ReshardReason.OUT_OF_DATE)
-        mine = state[key].to_local()
-        with torch.no_grad():
-            handle.shard_S[: mine.numel()].copy_(mine)
-    state.pop(key, None)
-    if FLAT_PARAM in module._parameters:
-        state[key] = module._parameters[FLAT_PARAM]
 
 
 def _after_load(module: nn.Module, incompatible: Any) -> None:

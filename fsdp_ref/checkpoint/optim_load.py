@@ -31,6 +31,7 @@ from fsdp_ref.checkpoint.optim_source import (
     of_all_ranks,
     outlined,
 )
+from fsdp_ref.checkpoint.rows import Rows, rows_in
 from fsdp_ref.comm.collectives import broadcast_object
 from fsdp_ref.comm.tensor_parallel import is_dtensor
 from fsdp_ref.errors import FsdpValueError, explain, listing
@@ -58,9 +59,9 @@ def load_optim_state(
         FsdpRuntimeError: ranks pass different names.
 
     Collectives:
-        None for EVERY_RANK. For SHARDS an exchange of names and an all-gather per entry; for FIRST_RANK a broadcast of names
-        and one per entry, over the groups of the outermost unit; for both one exchange of what does not fit. All ranks
-        must call.
+        None for EVERY_RANK. For SHARDS an exchange of names, one of rows per unit and entry, and an all-gather for
+        each other DTensor; for FIRST_RANK a broadcast of names and one per entry, over the groups of the outermost
+        unit; for both one exchange of what does not fit. All ranks must call.
     """
     mine = source is not Source.FIRST_RANK or index.is_first_rank
     problem = malformed(saved, source) if mine else ""
@@ -195,25 +196,54 @@ class _Loading:
         """
         places = {original: stepped for group in self.groups for stepped in group for original in stepped.originals}
         found: dict[Any, dict[str, Any]] = {}
+        pieces = self._from_rows()
         for original in self.index.originals:
             key, stepped = self._key(original), places.get(original)
             entries = {} if key is None else self.saved["state"][key]
             if key is not None and stepped is not None and stepped.present:
                 found.setdefault(stepped.key, {})
             for name, value in entries.items():
+                piece = pieces.pop((original, name), None)
                 elsewhere = isinstance(value, Outline) or is_dtensor(value)
-                whole = self.fetch(key or "", name, value) if elsewhere else value
+                whole = self.fetch(key or "", name, value) if elsewhere and piece is None else value
                 if stepped is None or not stepped.present:
                     continue
                 state = found[stepped.key]
                 if not self._shaped(original, name, value):
                     state.setdefault(name, _copied(whole))
-                elif stepped.flat is None:
-                    state[name] = self._cut(original, whole)
+                    continue
+                piece = self._cut(original, whole) if piece is None else piece
+                if stepped.flat is None:
+                    state[name] = piece
                 else:  # what no original has stays zero
-                    shard_S = state.setdefault(name, torch.zeros_like(stepped.flat.shard_S, dtype=whole.dtype))
-                    stepped.flat.originals.pieces_of(shard_S)[original.index].copy_(self._cut(original, whole))
+                    if name not in state:
+                        state[name] = torch.zeros_like(stepped.flat.shard_S, dtype=piece.dtype)
+                    stepped.flat.originals.pieces_of(state[name])[original.index].copy_(piece)
         return {stepped.key: found[stepped.key] for group in self.groups for stepped in group if stepped.key in found}
+
+    def _from_rows(self) -> dict[tuple[Original, str], Tensor]:
+        """Return this rank's pieces of what is saved by rows, as sharded states are.
+
+        Collectives: one exchange per unit and entry, over the unit's shard group.
+        """
+        found: dict[tuple[Original, str], Tensor] = {}
+        for handle, originals in self.index.handles():
+            rows: dict[tuple[str, torch.dtype], dict[Original, Tensor]] = {}
+            for original in originals if handle.sharded else ():
+                for name, value in (self._state(original) or {}).items():
+                    mine = rows_in(value, handle, original.index) if self._shaped(original, name, value) else None
+                    if mine is not None:
+                        rows.setdefault((name, mine.dtype), {})[original] = mine
+            for (name, dtype), of_originals in rows.items():
+                numel = {original: handle.originals.pieces.get(original.index, (0, 0))[1] for original in of_originals}
+                home = handle.shard_S.device
+                pieces = {original: torch.empty(numel[original], dtype=dtype, device=home) for original in of_originals}
+                Rows(handle).into_pieces(
+                    {original.index: mine for original, mine in of_originals.items()},
+                    {original.index: piece for original, piece in pieces.items()},
+                )
+                found.update(((original, name), piece) for original, piece in pieces.items())
+        return found
 
     def _cut(self, original: Original, whole: Tensor) -> Tensor:
         """Return a copy of this rank's elements of a whole value, shaped like this rank's piece of the parameter."""
@@ -225,10 +255,7 @@ class _Loading:
         home = handle.shard_S.device
         if not handle.sharded:
             return torch.empty_strided(spec.shape, spec.stride, dtype=whole.dtype, device=home).copy_(whole)
-        offset, numel = handle.originals.pieces.get(original.index, (0, 0))
-        flat = whole.permute(spec.storage_order).reshape(-1)
-        first = handle.shard_map.shard_span(handle.shard_rank).start + offset - handle.layout.starts[original.index]
-        return flat[first : first + numel].to(home, copy=True) if numel else flat[:0].to(home, copy=True)
+        return handle.originals.piece_in(original.index, whole).to(home, copy=True)
 
     def of_users(self) -> dict[str, Any]:
         """Return what is in the state beside parameters."""

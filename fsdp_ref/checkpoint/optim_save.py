@@ -29,6 +29,7 @@ from fsdp_ref.checkpoint.optim_index import (
     stepped_groups,
 )
 from fsdp_ref.checkpoint.optim_records import Record, entry_of, merged, plain_names
+from fsdp_ref.checkpoint.rows import Rows
 from fsdp_ref.checkpoint.shards import Spread
 from fsdp_ref.comm.collectives import gather_objects
 from fsdp_ref.config import FullOptimStateDictConfig, StateDictSettings, StateDictType
@@ -89,7 +90,7 @@ def save_optim_state(
             optimizer's; on every rank of the shard groups, whichever of them has them.
 
     Collectives:
-        One exchange of objects over each shard group, then one all-gather per unit and entry, in the order of units. All
+        One exchange of objects over each shard group, then one all-gather, or one exchange of rows, per unit and entry. All
         ranks must call.
     """
     own = optim.state_dict() if given is None else given
@@ -125,6 +126,7 @@ class _Saving:
     numbers: dict[Original, int] = field(default_factory=dict)
     records: dict[Original, Record] = field(default_factory=dict)
     elsewhere: dict[Original, dict[str, Any]] = field(default_factory=dict)
+    spreads: dict[FlatHandle, Spread] = field(default_factory=dict)
 
     def read(self, optim: Optimizer) -> None:
         """Sort this rank's entries by original."""
@@ -274,18 +276,30 @@ class _Saving:
         self, handle: FlatHandle, name: str, dtype: torch.dtype, having: Sequence[Original]
     ) -> dict[Original, Any]:
         """Return copies of one entry of a unit's originals in the wanted form; the unit's whole buffer goes with the call."""
+        if self.form.sharded and handle.sharded:
+            return self._chunks(handle, name, dtype, having)
         views = self._whole(handle, name, dtype, having)
-        if not self.form.sharded or not handle.sharded:
-            gathers = {original: each.gather for original in views if (each := original.extension) is not None}
-            if self.form.kept:
-                whole = {o: gathers[o](view) if o in gathers else view for o, view in views.items()}
-                return {original: self.form.copied(view) for original, view in whole.items()}
-            for original, gather in gathers.items() if handle.groups.is_first else ():
-                gather(views[original])  # rank 0 returns it
-            return {}
-        spread = Spread(handle)
-        chunks = {original: spread.chunk(view, original.extension) for original, view in views.items()}
-        return {original: chunk.cpu() if self.form.offload else chunk for original, chunk in chunks.items()}
+        gathers = {original: each.gather for original in views if (each := original.extension) is not None}
+        if self.form.kept:
+            whole = {o: gathers[o](view) if o in gathers else view for o, view in views.items()}
+            return {original: self.form.copied(view) for original, view in whole.items()}
+        for original, gather in gathers.items() if handle.groups.is_first else ():
+            gather(views[original])  # rank 0 returns it
+        return {}
+
+    def _chunks(
+        self, handle: FlatHandle, name: str, dtype: torch.dtype, having: Sequence[Original]
+    ) -> dict[Original, Any]:
+        """Return one entry of a unit's originals by rows."""
+        nothing = torch.empty(0, dtype=dtype, device=handle.config.device)
+        pieces = {original.index: self.local.get(original, {}).get(name, nothing) for original in having}
+        rows = Rows(handle).from_pieces(pieces, dtype)
+        if handle not in self.spreads:
+            self.spreads[handle] = Spread(handle)
+        entry = self.spreads[handle].entry
+        shapes = [handle.layout.params[original.index].shape for original in having]
+        chunks = [entry(rows[o.index], shape, o.extension) for o, shape in zip(having, shapes, strict=True)]
+        return {o: chunk.cpu() if self.form.offload else chunk for o, chunk in zip(having, chunks, strict=True)}
 
     def of_users(self) -> dict[str, Any]:
         """Return what the user keeps in the state beside parameters."""

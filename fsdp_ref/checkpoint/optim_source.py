@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_ref.checkpoint.optim_index import ModelIndex
-from fsdp_ref.checkpoint.shards import whole
+from fsdp_ref.checkpoint.rows import whole
 from fsdp_ref.comm.collectives import as_bytes, collectives_for, gather_objects
 from fsdp_ref.comm.tensor_parallel import is_dtensor
 from fsdp_ref.errors import FsdpRuntimeError, explain, listing
@@ -106,7 +106,10 @@ def malformed(saved: Any, source: Source) -> str:
 def compare_names(index: ModelIndex, saved: Any, problem: str) -> None:
     """Refuse on all ranks what one of them could not load: they would wait for one another's gathers."""
     state = {} if problem else saved["state"]
-    mine = problem or [(key, list(value) if isinstance(value, Mapping) else None) for key, value in state.items()]
+    mine = problem or [
+        (key, [(name, _laid_out(each)) for name, each in value.items()] if isinstance(value, Mapping) else None)
+        for key, value in state.items()
+    ]
     of_ranks: list[tuple[int, Any]] = [(dist.get_rank(), mine)]
     for group in index.exchanged:
         of_ranks = [theirs for each in gather_objects(of_ranks, group) for theirs in each]
@@ -115,11 +118,15 @@ def compare_names(index: ModelIndex, saved: Any, problem: str) -> None:
         raise FsdpRuntimeError(
             explain(
                 "optim_state_dict_to_load",
-                expected="the same names in the same order on all ranks",
+                expected="tensors laid out alike under the same names in the same order on all ranks",
                 got=f"others than on rank {of_ranks[0][0]} on ranks {listing(others)}",
                 remedy="Load the same sharded state on every rank",
             )
         )
+
+
+def _laid_out(value: Any) -> str:
+    return str(value.placements) if is_dtensor(value) else ""
 
 
 def of_all_ranks(index: ModelIndex, problems: list[str]) -> list[str]:
@@ -170,8 +177,7 @@ class Broadcast:
         if self._saved is None:
             full = torch.empty(value.shape, dtype=value.dtype, device=self._device)
         else:
-            # A copy: the result of a broadcast is written where it is sent from.
-            full = self._saved["state"][key][name].detach().to(self._device, copy=True).contiguous()
+            full = self._saved["state"][key][name].detach().to(self._device).contiguous()
         for group in self._groups if full.numel() else ():
             flat = as_bytes(full.view(-1))
             collectives_for(group, self._device).broadcast(flat, 0, group, key).wait()

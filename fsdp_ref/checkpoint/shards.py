@@ -20,15 +20,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_ref.comm.collectives import as_bytes, collectives_for, gather_objects
-from fsdp_ref.comm.tensor_parallel import is_dtensor
+from fsdp_ref.annotations import owners_of
+from fsdp_ref.checkpoint.rows import mesh_row
+from fsdp_ref.comm.collectives import gather_objects
+from fsdp_ref.comm.tensor_parallel import is_dtensor, over
 from fsdp_ref.errors import FsdpRuntimeError, explain, listing
-from fsdp_ref.naming import clean_tensor_name
+from fsdp_ref.layout import row_major_stride
+from fsdp_ref.naming import FLAT_PARAM, clean_tensor_name
+from fsdp_ref.states import ReshardReason
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from fsdp_ref.handle.flat_handle import FlatHandle
+    from fsdp_ref.runtime.unit import Unit
     from fsdp_ref.storage.extension import ParameterExtension
 
 
@@ -48,7 +53,7 @@ class Spread:
 
         groups = handle.groups
         self.mesh = DeviceMesh.from_group(groups.shard, handle.config.device.type)
-        if groups.mesh is not None and _row(groups.mesh) == dist.get_process_group_ranks(groups.shard):
+        if groups.mesh is not None and mesh_row(groups.mesh) == dist.get_process_group_ranks(groups.shard):
             # Its ranks may stand in another order than in its groups, and flat shards then too.
             self.mesh = groups.mesh
         self.size = self.mesh.size(self.mesh.ndim - 1)
@@ -66,77 +71,23 @@ class Spread:
             first = min(self.mesh.get_local_rank(self.mesh.ndim - 1) * count, full.shape[0])
             rows = full[first : first + count]
         # The buffer of the whole is given back; what is kept is these rows alone.
-        rows = rows.clone(memory_format=torch.contiguous_format)
+        return self.entry(rows.clone(memory_format=torch.contiguous_format), tuple(full.shape), extension)
+
+    def entry(self, rows: Tensor, shape: tuple[int, ...], extension: ParameterExtension | None = None) -> Tensor:
+        """Return the DTensor of this rank's rows of a parameter of that shape."""
         if extension is not None:
-            return extension.chunk(rows, self.mesh, self._sharded if full.dim() else self._replicated)
-        return self._dtensor(rows, full.shape)
+            return extension.chunk(rows, self.mesh, self._sharded if shape else self._replicated)
+        return self._dtensor(rows, shape)
 
     def flat_shard(self, handle: FlatHandle) -> Tensor:
         """Return a copy of this rank's flat shard without right padding, as a DTensor over the flat parameter."""
         numel = handle.shard_map.shard_span(handle.shard_rank).numel
-        return self._dtensor(handle.shard_S[:numel].clone(), torch.Size([handle.layout.numel]))
+        return self._dtensor(handle.shard_S[:numel].clone(), (handle.layout.numel,))
 
-    def _dtensor(self, mine: Tensor, shape: torch.Size) -> Tensor:
-        from torch.distributed.tensor import DTensor
-
+    def _dtensor(self, mine: Tensor, shape: tuple[int, ...]) -> Tensor:
         placements = self._sharded if shape else self._replicated
-        stride = torch.empty(shape, device="meta").stride()
         with torch.no_grad():
-            return DTensor.from_local(mine.detach(), self.mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def _row(mesh: DeviceMesh) -> list[int]:
-    """Return the ranks along the last axis of a mesh, where this rank is."""
-    place: Sequence[int] = mesh.get_coordinate() or ()
-    row: list[int] = mesh.mesh[tuple(place[:-1])].tolist()
-    return row
-
-
-def whole(value: Any) -> Tensor:
-    """Return the whole tensor of a DTensor, whatever its layout.
-
-    Collectives:
-        Those of ``DTensor.full_tensor``: an all-gather over the ranks of its mesh, all of which must call.
-    """
-    with torch.no_grad():
-        # A state that was offloaded lies on the host; its mesh communicates between devices.
-        full: Tensor = value.to(value.device_mesh.device_type).full_tensor()
-    return full
-
-
-def fill(param: nn.Parameter | None, value: Any) -> bool:
-    """Write the whole of a DTensor where a parameter is, beside which no memory is needed; return whether that was possible.
-
-    It is where ``value`` is cut as `Spread` cuts, and has the parameter's shape and dtype.
-
-    Collectives:
-        One broadcast for each rank of the last axis of its mesh that has rows, all of which must call.
-    """
-    from torch.distributed.tensor import Replicate, Shard
-
-    mesh, placements = value.device_mesh, value.placements
-    cut_alike = type(placements[-1]) is Shard and placements[-1].dim == 0
-    cut_alike = cut_alike and all(isinstance(each, Replicate) for each in placements[:-1])
-    if param is None or is_dtensor(param) or not param.is_contiguous() or mesh.get_coordinate() is None:
-        return False
-    if not cut_alike or (param.shape, param.dtype) != (value.shape, value.dtype):
-        return False
-    group = mesh.get_group(mesh.ndim - 1)
-    with torch.no_grad():
-        mine, chunks = value.to_local(), param.detach().chunk(mesh.size(mesh.ndim - 1))
-        place = mesh.get_local_rank(mesh.ndim - 1)
-        if place < len(chunks):
-            chunks[place].copy_(mine)
-        collectives = collectives_for(group, param.device)
-        ranks = zip(_row(mesh), chunks, strict=False)  # the last ranks may have no rows
-        sent = [
-            collectives.broadcast(as_bytes(rows.view(-1)), dist.get_group_rank(group, rank), group, "load_state_dict")
-            for rank, rows in ranks
-            if rows.numel()
-        ]
-        for each in sent:
-            each.wait()
-    return True
+            return over(mine.detach(), self.mesh, placements, torch.Size(shape), row_major_stride(shape))
 
 
 def compare_ranks(
@@ -191,7 +142,38 @@ def _of_another_rank(value: Any) -> str:
     return "" if rank == dist.get_rank() else f", the chunk of rank {rank}"
 
 
-def flat_shard_problem(handle: FlatHandle, value: Any) -> str | None:
+def take_flat_shard(
+    unit: Unit, module: nn.Module, state: dict[str, Any], prefix: str, reports: tuple[list[str], ...]
+) -> None:
+    """Load the flat shard here, and give ``nn.Module`` what it has already to copy."""
+    missing, unexpected, errors = reports
+    handle = unit.handle
+    for name in owners_of(module)[unit]:
+        if prefix + name in state:
+            unexpected.append(prefix + name)
+            del state[prefix + name]
+        if name in module._parameters:
+            state[prefix + name] = module._parameters[name]
+    if module is not unit.module:
+        return
+    key = prefix + FLAT_PARAM
+    if key not in state:
+        missing.append(key)
+    elif (problem := _flat_shard_problem(handle, state[key])) is not None:
+        errors.append(
+            f"{clean_tensor_name(key)}: {problem}. A local state is read by the same units over as many ranks."
+        )
+    else:
+        unit.reshard(ReshardReason.OUT_OF_DATE)
+        mine = state[key].to_local()
+        with torch.no_grad():
+            handle.shard_S[: mine.numel()].copy_(mine)
+    state.pop(key, None)
+    if FLAT_PARAM in module._parameters:
+        state[key] = module._parameters[FLAT_PARAM]
+
+
+def _flat_shard_problem(handle: FlatHandle, value: Any) -> str | None:
     """Return why ``value`` cannot be this rank's flat shard; None when it can."""
     span, size = handle.shard_map.shard_span(handle.shard_rank), handle.shard_size
     wanted = f"{span.numel} of {handle.layout.numel} elements of {handle.shard_S.dtype}"

@@ -84,6 +84,21 @@ class Collectives:
         with compat.labelled("broadcast", unit):
             return self._broadcast(tensor, group_src, group)
 
+    def exchange(
+        self, out: Tensor, taken: list[int], sent: Tensor, given: list[int], group: dist.ProcessGroup, unit: str
+    ) -> Pending:
+        """Send each rank its part of the bytes ``sent``, fill ``out`` with what ranks send here, both in rank order.
+
+        ``given`` and ``taken`` say how many bytes go to and come from each rank.
+        """
+        with compat.labelled("exchange", unit):
+            return self._exchange(out, taken, sent, given, group)
+
+    def _exchange(
+        self, out: Tensor, taken: list[int], sent: Tensor, given: list[int], group: dist.ProcessGroup
+    ) -> Pending:
+        return Started(dist.all_to_all_single(out, sent, taken, given, group=group, async_op=True))
+
     def _all_gather(self, out: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
         return Started(compat.all_gather_flat(out, shard, group))
 
@@ -187,6 +202,13 @@ class HostCollectives(Collectives):
     def _reduce_scatter(self, out: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
         host = torch.empty(out.shape, dtype=out.dtype)
         return Started(self._on_host._reduce_scatter(host, _on_host(full), group), lambda: out.copy_(host))
+
+    def _exchange(
+        self, out: Tensor, taken: list[int], sent: Tensor, given: list[int], group: dist.ProcessGroup
+    ) -> Pending:
+        host = torch.empty(out.shape, dtype=out.dtype)
+        pending = self._on_host._exchange(host, taken, _on_host(sent), given, group)
+        return Started(pending, lambda: out.copy_(host))
 
     def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, op: str) -> Pending:
         host = _on_host(tensor)

@@ -131,6 +131,17 @@ class Gradients:
                 grads[index] = piece if values.used[index] and self._originals.present(index) else None
         self._give(grads)
 
+    def publish_failed(self) -> None:
+        """Give users what a failed pass has completed, unless they may have cleared it already.
+
+        On a device autograd's own thread runs the pass, and we hear of its failure when users may have gone on: what they
+        cleared must not come back. Who has no gradients then, gets none.
+        """
+        if self._handle.config.device.type != "cpu" and all(param.grad is None for param in self._shown_params):
+            self.forget()
+        else:
+            self.publish()
+
     def _give(self, grads: Sequence[Tensor | None]) -> None:
         for param, grad in zip(self._shown_params, grads, strict=True):
             set_grad(param, grad)

@@ -94,6 +94,11 @@ class Originals:
         """Made on first use: in a copied model the modules are filled only after the handle was copied."""
         return SiteWriters(self.managed, registered=self.use_orig_params)
 
+    @cached_property
+    def places(self) -> dict[tuple[nn.Module, str], int]:
+        """Return which original hangs where, by module and name."""
+        return {(site.module, site.name): index for index, each in enumerate(self.managed) for site in each.sites}
+
     def copied(self, handle: FlatHandle, memo: dict[int, Any]) -> Originals:
         """Return the user-visible side of a copy of the handle (see ``FlatHandle.__deepcopy__``)."""
         managed = [
@@ -123,6 +128,16 @@ class Originals:
             flat_S[start : start + numel] if numel else none
             for start, numel in (self.pieces.get(index, (0, 0)) for index in range(len(self.params)))
         ]
+
+    def piece_in(self, index: int, whole: Tensor) -> Tensor:
+        """Return, of a whole value of original ``index``, those elements that this rank's shard holds, flat."""
+        handle = self._handle
+        whole = whole.permute(handle.layout.params[index].storage_order).reshape(-1)
+        offset, numel = self.pieces.get(index, (0, 0))
+        if not numel:
+            return whole[:0]
+        first = handle.shard_map.shard_span(handle.shard_rank).start + offset - handle.layout.starts[index]
+        return whole[first : first + numel]
 
     def shard_views(self) -> list[Tensor]:
         """Return each original's piece of this rank's shard (the same objects until the shard is replaced)."""

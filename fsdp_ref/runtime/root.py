@@ -6,6 +6,7 @@ them one set of streams and one execution order, and keeps what lasts for one fo
 
 from __future__ import annotations
 
+import threading
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 
@@ -48,6 +49,10 @@ def close_ended(unit: Unit) -> None:
         if visit.running.ended():
             del root.visits[each]
             visit.close()
+
+
+_ENDING = threading.RLock()
+"""Held while a failed pass is cleaned up: by autograd's thread of a device, or by whoever uses the units next."""
 
 
 class _PassEnd:
@@ -243,9 +248,11 @@ class Root:
 
         Whatever waits for other ranks is left to :meth:`recover`, so that the exception is not delayed.
         """
-        self._passes.pop(task, None)
-        if self._live_passes():
-            return
+        with _ENDING:  # whoever hears of it second waits until the first one is through
+            if self._passes.pop(task, None) is not None and not self._live_passes():
+                self._give_back()
+
+    def _give_back(self) -> None:
         self._put_hooks_back()
         for unit in self.units:
             unit.reshard(ReshardReason.FAILED)
@@ -254,7 +261,7 @@ class Root:
         for unit in self.in_pass:
             # Waiting for a copy to the host may be waiting for ranks that will not come.
             unit.handle.grads.drop_arriving()
-            unit.handle.grads.publish()
+            unit.handle.grads.publish_failed()
         self._loosen()
 
     def _put_hooks_back(self) -> None:
@@ -272,6 +279,11 @@ class Root:
 
     def recover(self) -> None:
         """Clean up after a backward pass that failed: its end was never reached."""
+        if not compat.in_backward():
+            # Out here no pass runs. On a device, autograd's thread lets go of one that failed a moment after the exception.
+            with _ENDING:
+                for task in list(self._passes):
+                    self.backward_failed(task)
         if not self._dirty or self._live_passes():
             return
         self._dirty = False

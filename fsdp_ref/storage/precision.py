@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -79,11 +80,13 @@ def _map_mapping(value: Mapping[Any, Any], fn: Callable[[Tensor], Tensor]) -> An
         return value
     if type(value) is dict:
         return items
-    copied: Any = value.copy() if isinstance(value, dict) else type(value)
-    if isinstance(value, dict):
+    if isinstance(value, (dict, UserDict)):
+        # Not ``value.copy()``, which makes a plain ``dict`` of a user's subclass and leaves its attributes out.
+        copied = copy.copy(value)
         copied.update(items)
         return copied
-    return copied(items)
+    rebuilt: Any = type(value)
+    return rebuilt(items)
 
 
 def _map_dataclass(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:

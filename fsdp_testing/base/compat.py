@@ -87,6 +87,11 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def schedules_in(schedule: Any) -> tuple[Any, ...]:
+    """Return the schedules of learning rates that one is made of, and steps in their turn."""
+    return tuple(getattr(schedule, "_schedulers", ()))
+
+
 def process_group_named(name: Any) -> Any:
     """Return the process group that a functional collective names; torch resolves names in a private registry."""
     from torch.distributed.distributed_c10d import _resolve_process_group

@@ -89,22 +89,31 @@ def execute(options: argparse.Namespace) -> int:
     if options.name is None or options.exhibits is not None:
         raise InvalidArgument("fuzz: expected NAME alone. Say what is to be fuzzed; exhibits: `museum --exhibits N`.")
     from fsdp_testing.adapters import registry
-    from fsdp_testing.ranks.pool import default_pool
-    from fsdp_testing.report.progress import Display
-    from fsdp_testing.report.terminal import open_console, print_sheet
-    from fsdp_testing.search.campaign.campaign import Campaign
+    from fsdp_testing.report.terminal import open_console
     from fsdp_testing.search.campaign.sheet import campaign_sheet
 
     adapter = registry.load(options.name)
     plan = _plan(options, adapter)
     console = open_console()
-    missing = plan.scope.not_claimed()
+    tally = campaigned(plan, console, scripts=not options.no_scripts)
+    return present(campaign_sheet(tally, adapter.name, plan.state), console, {}, {})
+
+
+def campaigned(plan: Plan, console: Output, *, scripts: bool = True) -> CampaignTally:
+    """Run a campaign, tell each finding when it is made, and run their scripts at the end; return what happened."""
+    from fsdp_testing.ranks.pool import default_pool
+    from fsdp_testing.report.progress import Display
+    from fsdp_testing.report.terminal import print_sheet
+    from fsdp_testing.search.campaign.campaign import Campaign
+    from fsdp_testing.search.campaign.sheet import campaign_sheet
+
+    name, missing = plan.implementation.name, plan.scope.not_claimed()
     if missing:
-        features = f"{len(missing)} features are not drawn, for {adapter.name} does not claim them"
+        features = f"{len(missing)} features are not drawn, for {name} does not claim them"
         console.say(f"{features}: {', '.join(sorted(missing))}", style="dim")
     with Display(console, "cases") as display:
         findings = _Findings(display)
-        display.stage("starting ranks, then drawing and running cases")
+        display.stage("starting ranks, then running cases")
         campaign = Campaign(plan, default_pool(), findings.progress, findings.found)
         for message in campaign.damaged:
             console.say(f"left out: {message}")
@@ -113,11 +122,11 @@ def execute(options: argparse.Namespace) -> int:
         except (KeyboardInterrupt, PoolBroken) as end:
             how = "interrupted" if isinstance(end, KeyboardInterrupt) else "ended before its time"
             console.say(f"{how}; everything up to here is in {plan.state}")
-            print_sheet(campaign_sheet(campaign.tally, adapter.name, plan.state), console)
+            print_sheet(campaign_sheet(campaign.tally, name, plan.state), console)
             raise
-    if not options.no_scripts:
+    if scripts:
         _try_scripts(console, findings.folders)
-    return present(campaign_sheet(tally, adapter.name, plan.state), console, {}, {})
+    return tally
 
 
 def batches_at_a_time(asked: int | None, largest: int) -> int:
@@ -128,6 +137,14 @@ def batches_at_a_time(asked: int | None, largest: int) -> int:
     """
     room = capacity_here(largest)
     return room.jobs(asked, max(2, room.processors // 2))
+
+
+def state_folder(home: Path, name: str, shard: tuple[int, int], tensor_parallel: int) -> Path:
+    """Return the folder of a campaign for which none was named."""
+    folder = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
+    folder += "-shard-{}-of-{}".format(*shard) if shard != (1, 1) else ""
+    folder += f"-tensor-parallel-{tensor_parallel}" if tensor_parallel > 1 else ""
+    return home / folder
 
 
 def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
@@ -142,15 +159,12 @@ def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
         text = read_text(path, "a file of known failures for --known", "Give another file.")
         known.append(read_rules(text, str(path), adapter.built_on))
     limit = options.seconds if options.seconds or options.examples else 60.0
-    folder = "".join(c if c.isalnum() or c in "-_." else "_" for c in options.name)
-    folder += "-shard-{}-of-{}".format(*options.shard) if options.shard != (1, 1) else ""
     parts = options.tensor_parallel
-    folder += f"-tensor-parallel-{parts}" if parts > 1 else ""
     drawn = (options.world_size, options.max_operations, frozenset(options.without), parts)
     return Plan(
         implementation=adapter,
         scope=Scope(adapter.claimed(parts), *drawn),
-        state=options.state or Path(".fsdp-fuzz") / folder,
+        state=options.state or state_folder(Path(".fsdp-fuzz"), options.name, options.shard, parts),
         seconds=limit,
         examples=options.examples,
         seed=options.seed,

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fsdp_testing.report.terminal import Output
 
 INTERRUPTED = 130
+WORLD_SIZES = (2,)
 _BESIDE = "tensor_parallel"
 """Name of the table, inside that of an implementation, which counts over tensor parallelism."""
 
@@ -47,7 +48,7 @@ def add(commands: Subparsers[Command]) -> Command:
     command.add_argument("names", nargs="*", metavar="NAME", help="implementations")
     command.add_argument("--all", action="store_true", help="every registered implementation")
     what = command.add_argument_group("what is run")
-    add_world_sizes(what)
+    add_world_sizes(what, "numbers of ranks (default 2; with --pairs 2,3,4)", ())
     add_tensor_parallel(what)
     what.add_argument("--backend", default="gloo", help="of the ranks: gloo (default), nccl or a registered one")
     what.add_argument(
@@ -64,6 +65,12 @@ def add(commands: Subparsers[Command]) -> Command:
         metavar="I/N",
         help="the I-th of N parts of the checks, for `fsdp-verify merge`",
     )
+    what.add_argument(
+        "--pairs",
+        action="store_true",
+        help="in place of checks: cases that hold every pair of traits, on 2, 3 and 4 ranks; minutes",
+    )
+    what.add_argument("--state", type=Path, metavar="DIR", help="of --pairs; default: .fsdp-pairs/NAME")
     what.add_argument("--extended", action="store_true", help="the extended profile too: more cases, more time")
     add_timeout(what, 60.0)
     add_jobs(what, "checks")
@@ -99,6 +106,13 @@ def execute(options: argparse.Namespace) -> int:
     from fsdp_testing.ranks.pool import default_pool
     from fsdp_testing.report.terminal import open_console
 
+    if options.pairs:
+        from fsdp_testing.cli import pairs
+
+        return pairs.execute(options)
+    if options.state is not None:
+        raise InvalidArgument(f"run: expected --state beside --pairs alone, got {str(options.state)!r}. Drop it.")
+    options.world_size = options.world_size or WORLD_SIZES
     if options.all and options.names:
         raise InvalidArgument(f"run: expected names or --all, got both ({', '.join(options.names)}). Drop one of them.")
     paths = checked_outputs(options)

@@ -57,9 +57,9 @@ def add(commands: Subparsers[Command]) -> Command:
             action="append",
             default=[],
             metavar="NAME",
-            help="a convention by which N ranks are not one process, and that one process is to follow too, so that the rest is "
-            "judged; may be repeated: scheduler-per-process (Accelerate's scheduler steps once for each process), "
-            "batch-norm-per-rank, loss-per-rank (a router's balance, a contrastive loss)",
+            help="a convention that is meant, so that the rest is judged: one process follows it, too; may be repeated: "
+            "scheduler-per-process (of Accelerate), batch-norm-per-rank, loss-per-rank (a router's balance, a contrastive loss), "
+            "measured-gradients (backward passes that are cleared before the step are none of it)",
         ),
         add_timeout(command, 300.0),
         add_html(command),

@@ -27,6 +27,8 @@ _DEPENDENT = 1e-9
 """Singular values below this share of the largest: terms that cannot be distinguished."""
 
 Gradients = Mapping[str, torch.Tensor]
+_Key = tuple[int, int, int, Use | None]
+"""Operation, micro-batch, rank and use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,31 @@ def contributions(
             parts = [(rank, _decoded(columns, wanted, flat, len(ranks), unit_roundoff)) for rank, flat in by_rank]
             if parts and all(weights is not None for _, weights in parts):
                 return _first_wrong(parts, fqns, _uses(terms, fqns))
+        if everything is not None:
+            columns = _columns(terms, fqns, due, by_use=False)
+            weights = _decoded_over_ranks(columns, wanted, everything, len(ranks), unit_roundoff)
+            if weights is not None and _any_wrong(weights):
+                return Contributions(weights, fqns, _uses(terms, fqns))
     return None
+
+
+def _decoded_over_ranks(
+    columns: Mapping[_Key, Gradients], wanted: Mapping[str, Expected], got: Gradients, size: int, unit_roundoff: float
+) -> tuple[Weight, ...] | None:
+    """The weights, if every rank's term of a backward counts alike: fewer unknowns than terms where a gradient is small."""
+    sums: dict[_Key, dict[str, torch.Tensor]] = {}
+    for (operation, micro_batch, _, _), column in columns.items():
+        nothing = {fqn: torch.zeros_like(column[fqn]) for fqn in wanted}
+        summed = sums.setdefault((operation, micro_batch, -1, None), nothing)
+        for fqn in wanted:
+            summed[fqn] += column[fqn]
+    # As many numbers as sums are met by some weights whatever they are.
+    certain = sum(int(got[fqn].isfinite().sum()) for fqn in wanted) > len(sums)
+    decoded = _decoded(sums, wanted, got, size, unit_roundoff) if certain else None
+    if decoded is None:
+        return None
+    by_batch = {(weight.operation, weight.micro_batch): weight for weight in decoded}
+    return tuple(Weight(*key, by_batch[key[:2]].due, by_batch[key[:2]].got) for key in columns)
 
 
 def _first_wrong(
@@ -156,9 +182,6 @@ def _merged(ranks: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]
                 return None
             merged[fqn] = torch.where(merged[fqn].isnan(), flat, merged[fqn])
     return merged
-
-
-_Key = tuple[int, int, int, Use | None]
 
 
 def _columns(

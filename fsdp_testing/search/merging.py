@@ -103,6 +103,11 @@ def joined(states: Sequence[State]) -> State:
     return State(
         subject=states[0].subject,
         verdicts="".join(chain.from_iterable(zip(*columns, strict=True)))[:drawn],
+        reasons={
+            str(int(number) * of + part): reason
+            for part, state in enumerate(states)
+            for number, reason in state.reasons.items()
+        },
         variants=total(state.variants for state in states),
         known=total(state.known for state in states),
         not_investigated=total(state.not_investigated for state in states),

@@ -13,7 +13,7 @@ from fsdp_testing.judging.checkers.divergence import DECISIVE
 from fsdp_testing.train import evidence
 from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, Difference, floor, suggestion
 from fsdp_testing.train.control import control, wrong_term
-from fsdp_testing.train.conventions import BATCH_NORM, LOSS, SCHEDULER, flag
+from fsdp_testing.train.conventions import BATCH_NORM, LOSS, MEASURED, SCHEDULER, flag
 from fsdp_testing.train.idle import stands_still, still_though_stepped
 from fsdp_testing.train.quantities import Kind, Quantity, spans_of_kind
 from fsdp_testing.train.spans import assembled
@@ -23,10 +23,14 @@ UNEVEN = 1e-3
 """Weights of ranks that differ by less, or gradients of ranks that are so nearly multiples of one another, say nothing."""
 
 
-def wrong_in_itself(run: WholeRun) -> str:
+def wrong_in_itself(run: WholeRun, accept: Sequence[str]) -> str:
     """Return what is wrong on any number of ranks, so that no comparison shows it; empty if right.
 
     No weight of the model changes though backward passes ran, gradients wait to be reduced, an order of data is repeated.
+
+    Args:
+        run: Of any world.
+        accept: Names of what is meant (`conventions`).
     """
     return (
         _strange_optimizer(run)
@@ -34,7 +38,7 @@ def wrong_in_itself(run: WholeRun) -> str:
         or _unreduced(run)
         or _order(run)
         or still_though_stepped(run)
-        or control(run).wrong
+        or control(run, measures=MEASURED in accept).wrong
     )
 
 
@@ -299,7 +303,7 @@ def _batch_norm(run: WholeRun, step: int) -> str:
     return (
         "Cause: BatchNorm normalises the rows of each rank alone: each rank's own statistic, by design or by mistake. Use "
         "SyncBatchNorm, or another normalisation; without that N "
-        f"ranks are not one process. {flag(BATCH_NORM) if run.ranks[0].dropout_off else ''}".rstrip()
+        f"ranks are not one process. {flag(BATCH_NORM)}"
     )
 
 

@@ -15,8 +15,9 @@ import torch
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.train import causes
+from fsdp_testing.train.comparable import only
 from fsdp_testing.train.comparison import Difference, first_difference
-from fsdp_testing.train.conventions import BATCH_NORM, CONVENTIONS, SCHEDULER
+from fsdp_testing.train.conventions import BATCH_NORM, CONVENTIONS, LOSS, SCHEDULER, to_follow
 from fsdp_testing.train.deciding import Compared, decide
 from fsdp_testing.train.feed import Feed, feeds_of
 from fsdp_testing.train.on_rank import RunSettings
@@ -84,6 +85,7 @@ def _judge(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
     run = runs[size] = whole(size, run.ranks, own) if own else run
     check_ranks(runner, run, alone)
     pair = Pair(runner, alone, run)
+    pair = pair.as_ranks(to_follow(start.accept)) if to_follow(start.accept) else pair
     _check_disagreements(pair)
     compared = decide(pair)
     sentence = f"{run.steps} steps are those of {start.world(alone.size)}"
@@ -147,6 +149,8 @@ def _check_disagreements(pair: Pair) -> None:
         return
     if run is not pair.reference:
         check_until(pair, int(min(odd.moment, run.steps)))
+    if odd.kind is Kind.BUFFER:
+        pair.agrees_apart(lambda world: only(world.quantities, run.names(Kind.GRADIENT, Kind.PARAMETER)))
     raise Failed(f"do not hold the same: {odd}. {causes.of_disagreement(run, odd)}", pair.table, subject="ranks")
 
 
@@ -154,7 +158,7 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
     """Judge a script, whose ranks take rows of their own."""
     alone = runs[1]
     run = runs[size] = with_parts_in_place(alone, runner.run(size, RunSettings(keep_data=True)))
-    wrong = causes.wrong_in_itself(run)
+    wrong = causes.wrong_in_itself(run, runner.start.accept)
     times = doubled(run)
     if wrong or times > 1:
         raise Failed(wrong or causes.of_same_rows(run, times))
@@ -167,7 +171,8 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
         raise Failed(wrong)
     pair, how = _pair(runner, alone, run, taken)
     accept = runner.start.accept
-    pair = pair.as_ranks(accept) if accept else pair
+    pair = pair.as_ranks(to_follow(accept)) if to_follow(accept) else pair
+    how += ", which runs the rows of each rank apart and averages" if {LOSS, BATCH_NORM} & {*accept} else ""
     pair, start = _with_same_start(pair)
     _check_disagreements(pair)
     compared = _decided(pair)

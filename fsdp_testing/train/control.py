@@ -10,7 +10,7 @@ projections) is told, and decides nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,6 +20,7 @@ from fsdp_testing.explain.contributions import Contributions, contributions, sen
 from fsdp_testing.oracle.gradient_terms import ELSEWHERE, GradientTerm
 from fsdp_testing.oracle.quantities import Expected
 from fsdp_testing.train.comparison import floor
+from fsdp_testing.train.conventions import MEASURED, flag
 from fsdp_testing.train.quantities import Kind, Quantity
 from fsdp_testing.train.terms import Terms
 from fsdp_testing.train.whole import WholeRun
@@ -51,6 +52,7 @@ class _Step:
         terms: Of each rank, pass by pass; without those that were cleared and rightly so.
         bounds: How far each may be off.
         sample: The terms of rank 0 as they were seen.
+        cleared: Of each pass the parameters whose gradient was gone before the next one, or the step.
     """
 
     number: int
@@ -59,14 +61,31 @@ class _Step:
     terms: list[list[Gradients]]
     bounds: Mapping[str, float]
     sample: Terms
+    cleared: Sequence[frozenset[str]]
+
+    def without_measured(self) -> _Step:
+        """Return the step without the passes before the last one that were cleared as a whole."""
+        terms = [
+            [
+                {} if n < len(rank) - 1 and {*passed} <= gone else passed
+                for n, (passed, gone) in enumerate(zip(rank, self.cleared))
+            ]
+            for rank in self.terms
+        ]
+        return replace(self, terms=terms, passes=max(sum(map(bool, terms[0])), 1))
 
     def total(self, name: str) -> torch.Tensor:
         parts = [terms[name].double() for rank in self.terms for terms in rank if name in terms]
         return torch.stack(parts).sum(0) if parts else torch.zeros_like(self.got[name])
 
 
-def control(run: WholeRun) -> Control:
-    """Compare each of the first steps of a run with what its backward passes gave."""
+def control(run: WholeRun, *, measures: bool = False) -> Control:
+    """Compare each of the first steps of a run with what its backward passes gave.
+
+    Args:
+        run: Of any world.
+        measures: Whether a pass of which every gradient is cleared before the step is none of it.
+    """
     if run.shares_work or run.own:
         return Control(line="not compared with what backward gave: ranks share the work on each row")
     sentences: dict[int, str] = {}
@@ -76,10 +95,15 @@ def control(run: WholeRun) -> Control:
     for step in _steps(run):
         names = frozenset(step.got)
         wrong, factor = _wrong(step, run.size, previous.get(names))
+        if wrong and measures:
+            step = step.without_measured()
+            factor = _factor(step.got, step)
+            factor = factor and factor * run.size * step.sample.scale
+            wrong = wrong if factor is None else _wrong_factor(step, factor, run.size)
         stepped = {name: run.quantities.get(Quantity(Kind.GRADIENT, name), []) for name in names}
         previous[names] = {n: v[step.number].double().reshape(-1) for n, v in stepped.items() if step.number < len(v)}
         # What was cleared before the first step alone may have been run to warm up.
-        warm_up |= bool(wrong) and step.number == 0 and any(step.sample.cleared)
+        warm_up |= bool(wrong) and step.number == 0 and any(step.cleared)
         sentences[step.number] = sentences.get(step.number) or wrong
         if factor is not None:
             times.setdefault(_words(factor, run.size, step.passes), {})[step.number] = None
@@ -93,9 +117,7 @@ def control(run: WholeRun) -> Control:
 
 
 _NO_SUM = "not compared with what backward gave: gradients are changed by hand, and are no simple sum of it"
-_NOT_SEEN = (
-    "not compared with what backward gave: that is seen where parameters are whole (plain, DDP, FSDP2, DeepSpeed)"
-)
+_NOT_SEEN = "not compared with what backward gave: no module was seen to use its parameters as attributes of its own"
 
 
 def _words(factor: float, size: int, passes: int) -> str:
@@ -127,23 +149,35 @@ def _steps(run: WholeRun) -> Iterator[_Step]:
         # Who clears the gradient of some parameters trains the others by it.
         filled = {name: value for name, value in got.items() if bool(value.any())}
         got = {n: v.double() for n, v in (filled or got).items()}
-        due = [_due(terms, got) for terms in ranks]
+        cleared = _cleared(ranks)
+        due = [_due(terms, cleared, got) for terms in ranks]
         bounds = _bounds(run, kind, number, ranks, got)
         # What is done to some parts of the model alone is no matter of the passes.
         groups: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
         for name, value in got.items():
             groups.setdefault(tuple(at for at, one in enumerate(due[0]) if name in one), {})[name] = value
         for own, group in groups.items():
-            yield _Step(number, max(len(own), 1), group, due, bounds, ranks[0])
+            yield _Step(number, max(len(own), 1), group, due, bounds, ranks[0], cleared)
 
 
-def _due(terms: Terms, got: Gradients) -> list[Gradients]:
+def _cleared(ranks: Sequence[Terms]) -> list[frozenset[str]]:
+    """Return of each pass the parameters whose gradient is gone: of all ranks, since each has a shard, which may be empty."""
+    cleared = []
+    for number in range(max(len(terms.passes) for terms in ranks)):
+        there = [terms for terms in ranks if number < len(terms.passes)]
+        filled = {name for terms in there for name, value in terms.passes[number].items() if bool(value.any())}
+        gone = [terms.cleared[number] | (filled - {*terms.passes[number]}) for terms in there]
+        cleared.append(frozenset(filled).intersection(*gone))
+    return cleared
+
+
+def _due(terms: Terms, cleared: Sequence[frozenset[str]], got: Gradients) -> list[Gradients]:
     """Return the terms that are due; of a pass that was used otherwise, or after which weights moved, not what was cleared."""
     due: list[Gradients] = []
-    for one, cleared, moved in zip(terms.passes, terms.cleared, terms.moved):
-        lost = {name for name in one if name in got} <= cleared
-        used = moved or not {*one} <= cleared
-        due.append({n: v for n, v in one.items() if n in got and not (n in cleared and (used if lost else True))})
+    for passed, gone, moved in zip(terms.passes, cleared, terms.moved):
+        lost = {name for name in passed if name in got} <= gone
+        used = moved or not {*passed} <= gone
+        due.append({n: v for n, v in passed.items() if n in got and not (n in gone and (used if lost else True))})
     return due
 
 
@@ -151,7 +185,8 @@ def _bounds(run: WholeRun, kind: Kind, number: int, ranks: Sequence[Terms], got:
     count = _ROUNDINGS + sum(len(terms.passes) for terms in ranks)
     bounds = {}
     for name in got:
-        unit = UNIT_ROUNDOFF.get(str(run.quantities[Quantity(kind, name)][number].dtype).removeprefix("torch."), 0.0)
+        dtype = str(run.quantities[Quantity(kind, name)][number].dtype).removeprefix("torch.")
+        unit = max(UNIT_ROUNDOFF.get(dtype, 0.0), *(terms.roundoff for terms in ranks))
         largest = sum(float(one[name].abs().max()) for terms in ranks for one in terms.passes if name in one)
         bounds[name] = count * unit * largest * ranks[0].block ** 0.5
     return bounds
@@ -184,8 +219,9 @@ def _wrong(step: _Step, size: int, previous: Gradients | None) -> tuple[str, flo
         return "", None
     words = sentence(shares, size, backward_pass)
     why = (
-        "Cause: optimizer.zero_grad() is called between the micro-batches. Clear once for each step, after it."
-        if any(step.sample.cleared)
+        "Cause: optimizer.zero_grad() is called between the micro-batches. Clear once for each step, after it. Or it is no "
+        f"micro-batch: its gradients are read, and cleared. {flag(MEASURED)}"
+        if any(step.cleared)
         else "Cause: what accumulates gradients over backward passes loses some, or counts them otherwise."
     )
     return f"{words}, {at}: it is not the sum of what autograd gave. {why}", None

@@ -20,10 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_testing.errors import InvalidArgument
 
 SCHEDULER, BATCH_NORM, LOSS = "scheduler-per-process", "batch-norm-per-rank", "loss-per-rank"
+MEASURED = "measured-gradients"
+"""No convention of ranks: nothing that one process would have to follow."""
 CONVENTIONS = {
     SCHEDULER: "Accelerate's scheduler steps once for each process",
     BATCH_NORM: "batch norms normalise the rows of each rank alone, and rank 0's statistics are kept",
     LOSS: "a loss over the rows of each rank that is no mean over rows, as a router's balance or a contrastive loss",
+    MEASURED: "backward passes of which every gradient is cleared before the step are none of it: their gradients are read",
 }
 _SCHEDULERS = "accelerate.scheduler"
 
@@ -43,7 +46,13 @@ def check_names(names: Sequence[str]) -> None:
 
 def flag(name: str) -> str:
     """Return the advice for who means a convention."""
-    return f"If that is meant, `--accept {name}` has one process do the same, and judges the rest."
+    does = "leaves it out" if name == MEASURED else "has one process do the same"
+    return f'If that is meant, `--accept {name}` {does}, and judges the rest. In Python: accept=["{name}"].'
+
+
+def to_follow(accept: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of what one process is to do otherwise than by itself."""
+    return tuple(name for name in accept if name != MEASURED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from fsdp_testing.train import causes, readings
 from fsdp_testing.train.comparable import Comparable, comparable, only, vanishing
 from fsdp_testing.train.comparison import Decided, Difference
 from fsdp_testing.train.control import control
-from fsdp_testing.train.conventions import LOSS as OWN_LOSSES
+from fsdp_testing.train.conventions import MEASURED
 from fsdp_testing.train.idle import idle_lines, nothing_trained
 from fsdp_testing.train.pair import Pair, fail
 from fsdp_testing.train.quantities import LOSS, Kind, Quantities, Quantity
@@ -62,7 +62,7 @@ def decide(pair: Pair) -> Compared:
     difference = pair.difference(lambda world: only(world.quantities, trained), decided) or other_steps
     if difference is not None:
         _fail_by(pair, difference, names, trained)
-    wrong = causes.wrong_in_itself(run) or causes.wrong_in_itself(reference)
+    wrong = causes.wrong_in_itself(run, start.accept) or causes.wrong_in_itself(reference, start.accept)
     if wrong:
         raise Failed(f"is wrong in itself, as any world would be: {wrong}", pair.table)
     check_trained(run, names)
@@ -73,7 +73,7 @@ def decide(pair: Pair) -> Compared:
         remarks.append(f"not decided: {', '.join(vanished[:3])}: its gradient is zero but for roundings")
     remarks += _judge_logged(pair, chosen)
     remarks += _generators(reference, run)
-    remarks += [control(run).line, *idle_lines(run)]
+    remarks += [control(run, measures=MEASURED in start.accept).line, *idle_lines(run)]
     named = [*names, *({LOSS} & {*run.quantities})]
     return Compared(compared_lines(run, named, left, remarks), (*unknown, *_not_compared(pair, decided)))
 
@@ -102,9 +102,9 @@ def _fail_by(pair: Pair, difference: Difference, names: Sequence[Quantity], trai
     if LOSS in names and not returns_loss and difference.error is not None:
         difference = pair.difference(lambda world: only(world.quantities, names), Decided()) or difference
     cause = causes.of_difference(pair.reference, pair.run, difference)
-    start = pair.runner.start
-    named = cause.startswith("Cause: ") or OWN_LOSSES in start.accept or not start.takes_rows
-    if not named and pair.as_ranks_agrees((OWN_LOSSES,), lambda world: only(world.quantities, trained)):
+    is_set = difference.quantity.kind in (Kind.RATE, Kind.SETTING)
+    apart = not is_set and pair.agrees_apart(lambda world: only(world.quantities, trained))
+    if apart and not cause.startswith("Cause: "):
         cause = causes.OWN_LOSS
     fail(pair, difference, cause)
 
@@ -184,6 +184,12 @@ def check_something(run: WholeRun) -> None:
         raise Undecided(
             "says nothing, since nothing is compared: the loop returns nothing, and no step of an optimizer was seen of which "
             "parameters can be compared. Return what it computes, as {'loss': losses, 'weight': model.weight.detach()}."
+        )
+    passes = run.ranks[0].idle_passes
+    if passes and all(value.numel() == 1 for key in run.names(Kind.RETURNED) for value in run.quantities[key]):
+        raise Undecided(
+            f"trains nothing that can be seen: {passes} backward passes ran, no optimizer stepped, no weight moved, and all that "
+            "is returned are single numbers: nothing is known of the gradients. Step an optimizer, or return the gradients."
         )
     check_trained(run, list(run.quantities))
 

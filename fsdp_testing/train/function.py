@@ -17,6 +17,7 @@ from fsdp_testing.ranks.pool.world import World, current_world
 from fsdp_testing.train import causes
 from fsdp_testing.train.check import judged, run_alone
 from fsdp_testing.train.comparison import ROUNDINGS
+from fsdp_testing.train.conventions import check_names
 from fsdp_testing.train.deciding import check_something
 from fsdp_testing.train.observation import Observer
 from fsdp_testing.train.on_rank import Job, RunSettings
@@ -66,6 +67,7 @@ class Function(Start):
     backend: str = "gloo"
     timeout: float = 60.0
     roundings: float = ROUNDINGS
+    accept: tuple[str, ...] = ()
     returns: ClassVar[bool] = True
 
     @property
@@ -102,6 +104,7 @@ def check_training(
     backend: str = "gloo",
     timeout: float = 60.0,
     roundings: float = ROUNDINGS,
+    accept: Sequence[str] = (),
     pool: Pool | None = None,
 ) -> None:
     """Run `train` on worlds of several sizes and compares what it returns.
@@ -118,6 +121,8 @@ def check_training(
         timeout: Seconds until a rank counts as hung.
         roundings: What passes at once, in units of roundoff of the dtype times the largest number of the quantity; at most 4
             in dtypes narrower than float32. What exceeds it is judged by how far roundings move the loop (`disturbance`).
+        accept: What is meant, by the names that `fsdp-verify train --accept` takes: "measured-gradients", and conventions that a
+            reference world of one process is to follow, too.
         pool: Where worlds come from; the process's own by default.
 
     Raises:
@@ -130,7 +135,8 @@ def check_training(
     """
     if not world_sizes:
         raise InvalidArgument("check_training: expected at least one world size, got none. Give world_sizes=(1, 2).")
-    start = Function(target_of(train), backend, timeout, roundings)
+    check_names(accept)
+    start = Function(target_of(train), backend, timeout, roundings, tuple(accept))
     runner, first = Runner(start, pool or default_pool()), world_sizes[0]
     unknown = []
     try:
@@ -140,7 +146,7 @@ def check_training(
     except Undecided as why:
         raise TrainingUndecided(f"{start.target}: {start.sentence(first, why)}") from why
     unknown += runner.unsteady
-    wrong = causes.wrong_in_itself(reference) if len(world_sizes) == 1 else ""
+    wrong = causes.wrong_in_itself(reference, start.accept) if len(world_sizes) == 1 else ""
     if wrong:
         raise TrainingDiffers(f"{start.target}: {start.world(first)} is wrong in itself: {wrong}")
     try:

@@ -8,7 +8,7 @@ variables of the functions that run when the script is ended, and one level belo
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -59,15 +59,20 @@ def begin_with(weights: Mapping[str, torch.Tensor], model: nn.Module, number: in
     pieces.scatter_back(weights, {name: own for name, own in parts.items() if name in weights})
 
 
-def whole_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of a model that shards nothing, by original name; none of one that does."""
-    shards = ("fsdp_ref", "torch.distributed.fsdp", "torch.distributed._composable")
-    if deepspeed_engine.is_engine(model):
-        return
-    plain = all(type(parameter) is nn.Parameter for parameter in model.parameters())
-    if plain and not any(type(module).__module__.startswith(shards) for module in model.modules()):
-        wrappers = _wrappers(model)
-        yield from ((_without(wrappers, name), parameter) for name, parameter in naming.named_parameters(model))
+Site = tuple[int, str]
+"""Where a parameter is used: id of the module, and attribute."""
+
+
+def sites_in(model: nn.Module) -> dict[Site, str]:
+    """Return the original name of each parameter by where it is whole when it is used, whoever shards it in between."""
+    engine = deepspeed_engine.is_engine(model)
+    root = naming.unwrapped(model.module if engine else model)  # type: ignore[arg-type]  # of an engine
+    names = [name for name, _ in naming.named_parameters(root)] if engine else [*held_by(model, gradients=False)]
+    wrappers = _wrappers(model)
+    paths = root.named_modules(remove_duplicate=False)
+    modules = {_without(wrappers, f"{naming.original(path)}.").rstrip("."): module for path, module in paths}
+    places = [(name, *name.rpartition(".")[::2]) for name in names]
+    return {(id(modules[path]), attribute): name for name, path, attribute in places if path in modules}
 
 
 def block_in(held: Iterable[tuple[Piece, ...]]) -> int:
@@ -161,16 +166,6 @@ def unreduced_in(model: nn.Module) -> tuple[str, ...]:
     from fsdp_testing.adapters.torch import unit_trace
 
     return unit_trace.fsdp2_unreduced(model)
-
-
-def unsharded_in(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, torch.Tensor, Callable[[], bool]]]:
-    """Yield of each parameter of FSDP2: name, the leaf that autograd sees, its shard, and what says that no gradient is kept."""
-    torch_fsdp = sys.modules.get("torch.distributed.fsdp")
-    if torch_fsdp is not None and any(isinstance(m, torch_fsdp.FSDPModule) for m in model.modules()):
-        from fsdp_testing.adapters.torch import unit_trace
-
-        with suppress(AttributeError):  # of another release: then nothing is seen
-            yield from unit_trace.fsdp2_unsharded(model)
 
 
 def shares_in(model: nn.Module) -> dict[str, None]:

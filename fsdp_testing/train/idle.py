@@ -74,7 +74,10 @@ def still_though_stepped(run: WholeRun) -> str:
 
 def idle_lines(run: WholeRun) -> list[str]:
     """Return sentences on what does nothing, and on the dtypes that weights, gradients and the optimizer's state have."""
-    return [*filter(None, [_zero_steps(run), _loss(run), _unreached(run), _rates(run), _clips(run)]), *_dtypes(run)]
+    return [
+        *filter(None, [_zero_steps(run), _loss(run), _unreached(run), _rates(run), _schedules(run), _clips(run)]),
+        *_dtypes(run),
+    ]
 
 
 def _zero_steps(run: WholeRun) -> str:
@@ -110,6 +113,14 @@ def _rates(run: WholeRun) -> str:
         return ""
     listed = ", ".join(f"{rate:.6g}" for rate in made)
     return f"nothing: groups were made with learning rates {listed}, and at each step all have the same"
+
+
+def _schedules(run: WholeRun) -> str:
+    """Of those that are not stepped in several steps; one that goes by passes over the data may need more of them."""
+    idle = run.ranks[0].steps[-1].idle_schedules if run.steps > 1 else ()
+    if not idle:
+        return ""
+    return f"nothing: the learning rate's schedule ({', '.join(idle)}) was made and is not stepped in these {run.steps} steps"
 
 
 def _clips(run: WholeRun) -> str:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp_testing.base import compat
@@ -54,6 +55,7 @@ class StepSeen:
         norm_dtype: Their dtype.
         clip_limits: What it was to clip them to.
         made_rates: The learning rate with which each group of the optimizer was made.
+        idle_schedules: Schedules of learning rates that were not stepped since they were made.
         before: Parameters as the step found them, of a later step those that were changed since the step before; of the first
             step also what the optimizer kept of parameters before it.
         after: What this rank has of each quantity: gradients as the step's first clip was given them, and as the optimizer is
@@ -81,6 +83,7 @@ class StepSeen:
     norm_dtype: torch.dtype = torch.float64
     clip_limits: tuple[float, ...] = ()
     made_rates: tuple[float, ...] = ()
+    idle_schedules: tuple[str, ...] = ()
     before: QuantitySpans = field(default_factory=dict)
     after: QuantitySpans = field(default_factory=dict)
     unreduced: tuple[str, ...] = ()
@@ -157,8 +160,9 @@ class Observer:
         self._stepping = 0  # an optimizer may be made of others, whose steps are parts of its own
         self._in_closure = False
         self._computed = Computed()
-        self._collector = TermCollector()
+        self._collector = TermCollector(self.reader)
         self._made_rates: WeakKeyDictionary[torch.optim.Optimizer, list[float]] = WeakKeyDictionary()
+        self._schedules: WeakKeyDictionary[LRScheduler, int] = WeakKeyDictionary()
         self._open = self._follows = False  # the last step may be followed by that of another optimizer
         self._ignoring = False
         self._start_step()
@@ -176,6 +180,7 @@ class Observer:
                 (nn.Module, "__call__", self._seeing_calls(nn.Module.__call__)),
                 (torch.autograd, "backward", self._seeing_losses(torch.autograd.backward)),
                 (torch.optim.Optimizer, "add_param_group", self._seeing_groups(torch.optim.Optimizer.add_param_group)),
+                (LRScheduler, "__init__", self._seeing_schedules(LRScheduler.__init__)),
             ):
                 stack.enter_context(mock.patch.object(owner, name, replacement))
             for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
@@ -282,6 +287,21 @@ class Observer:
 
         return add_param_group
 
+    def _seeing_schedules(self, original: Any) -> Any:
+        def __init__(schedule: LRScheduler, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - takes its place
+            original(schedule, *args, **kwargs)
+            self._schedules[schedule] = schedule.last_epoch
+
+        return __init__
+
+    def _idle_schedules(self) -> tuple[str, ...]:
+        parts = {id(part) for schedule in self._schedules for part in compat.schedules_in(schedule)}
+        return tuple(
+            type(schedule).__name__
+            for schedule, begin in self._schedules.items()
+            if schedule.last_epoch == begin and id(schedule) not in parts
+        )
+
     def _seeing_messages(self, original: Any) -> Any:
         def pass_on(*args: Any, **kwargs: Any) -> Any:
             self._close()
@@ -336,7 +356,7 @@ class Observer:
         step.strange, step.stepped = reader.counts(optimizer)
         step.settings, step.made_rates = settings_of(optimizer), tuple(self._made_rates.get(optimizer, ()))
         step.unreadable, step.batch_norm, step.share = reader.unreadable, reader.batch_norm(), reader.share()
-        step.generators = generators()
+        step.generators, step.idle_schedules = generators(), self._idle_schedules()
         if self._follows:
             self.steps[-1] = self.steps[-1].followed_by(step)
         else:
@@ -352,6 +372,10 @@ class Observer:
     def _end_last(self) -> None:
         self.finish()
         self._after_step(len(self.steps))
+
+    def idle_passes(self) -> int:
+        """Return how many backward passes a training made of which no optimizer steps and no weight moves."""
+        return self._passes if not self.steps and self._collector.stands_still() else 0
 
     def parameters(self) -> Spans:
         """Return the parameters of the models that were seen, as they are now."""

@@ -58,6 +58,7 @@ class RankReport:
         outside: Files that it wrote elsewhere than below its current folder.
         hosts: Other machines that it asked for.
         copies: Other copies of the weights at the end, by the name of their variable.
+        idle_passes: Backward passes of a training that steps no optimizer and moves no weight.
         ended: Whether the training ended by itself.
         dropout_off: Whether dropout was switched off.
         dropout: Whether it would have been active.
@@ -72,6 +73,7 @@ class RankReport:
     outside: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     copies: dict[str, Spans] = field(default_factory=dict)
+    idle_passes: int = 0
     ended: bool = True
     dropout_off: bool = False
     dropout: bool = False
@@ -132,10 +134,12 @@ def run_here(job: Job, run: RunSettings) -> RankReport:
     taken.calls = observer.calls
     if not run.keep_data:
         taken.marked.clear()
-    conventions = tuple(sorted(follower.seen))
+    conventions, idle_passes = tuple(sorted(follower.seen)), observer.idle_passes()
     if "returned" in ending:
         ending["weights"] = observer.parameters()
-    return RankReport(tuple(observer.steps), taken, conventions=conventions, **facts(), **ending)
+    return RankReport(
+        tuple(observer.steps), taken, conventions=conventions, idle_passes=idle_passes, **facts(), **ending
+    )
 
 
 def _observer(job: Job, run: RunSettings, feeder: Feeder, follower: Follower) -> Observer:

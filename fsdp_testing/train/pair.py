@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from fsdp_testing.errors import WorldFailed
 from fsdp_testing.train import causes
-from fsdp_testing.train.comparable import comparable, loss_table, only, rescaled
-from fsdp_testing.train.comparison import Decided, Difference, difference_of, first_difference
-from fsdp_testing.train.conventions import AsRanks
+from fsdp_testing.train.comparable import comparable, loss_table, only, rescaled, vanishing
+from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, Decided, Difference, difference_of, first_difference
+from fsdp_testing.train.conventions import BATCH_NORM, LOSS, AsRanks
 from fsdp_testing.train.feed import Feed
 from fsdp_testing.train.on_rank import RunSettings
 from fsdp_testing.train.parts import in_place
@@ -20,6 +20,8 @@ from fsdp_testing.train.whole import WholeRun, initial, whole, with_ends
 NEAR = 1e-3
 """Gradients that are farther apart, as parts of the largest one, need no closer look."""
 View = Callable[[WholeRun], Quantities]
+_UNION = "one process given the rows of all ranks"
+_APART = "one process that runs the rows of each rank apart, and averages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class Pair:
         feed: What the reference was given.
         own: What the ranks were given; nothing but where they are judged with batches that are padded together.
         kept: Disturbed runs of both by seed.
+        apart: Whether one process that runs the rows of each rank apart computes the same; empty where that was not tried.
     """
 
     runner: Runner
@@ -41,6 +44,7 @@ class Pair:
     feed: Feed = field(default_factory=Feed)
     own: Feed = field(default_factory=Feed)
     kept: dict[int, tuple[WholeRun, WholeRun]] = field(default_factory=dict)
+    apart: list[bool] = field(default_factory=list)
 
     @property
     def other(self) -> str:
@@ -49,8 +53,9 @@ class Pair:
 
     @property
     def table(self) -> tuple[str, ...]:
-        """Loss and norm of the gradient of both, step by step."""
-        return loss_table(self.reference, self.run)
+        """Loss and norm of the gradient of both, step by step, and which reference holds where two were tried."""
+        tried = [f"{_UNION}: differs; {_APART}: {'the same' if same else 'differs, too'}" for same in self.apart]
+        return (*loss_table(self.reference, self.run), *tried)
 
     def difference(self, view: View, decided: Decided, view_run: View | None = None) -> Difference | None:
         """Return where both differ beyond what roundings may do.
@@ -110,14 +115,21 @@ class Pair:
         return self._given(replace(self.feed, weights=weights))
 
     def _given(self, feed: Feed) -> Pair:
-        return replace(self, reference=self.runner.run(1, RunSettings(feed=feed)), feed=feed, kept={})
+        return replace(self, reference=self.runner.run(1, RunSettings(feed=feed)), feed=feed, kept={}, apart=[])
 
-    def as_ranks_agrees(self, accept: tuple[str, ...], view: View) -> bool:
-        """Whether one process that follows these conventions computes the same."""
-        try:
-            return self.as_ranks(accept).difference(view, Decided()) is None
-        except (Failed, Undecided):
-            return False
+    def agrees_apart(self, view: View) -> bool:
+        """Whether one process that runs the rows of each rank apart, and averages, computes the same; noted in `apart`."""
+        own = self.reference.size == 1 < self.run.size and not self.run.shares_work and all(map(any, self.run.rows))
+        if own and not self.apart and LOSS not in self.runner.start.accept:
+            try:
+                other = self.as_ranks((LOSS, BATCH_NORM))
+                due, given = view(other.reference), view(other.run)
+                names = {*due, *given} - vanishing([other.reference.quantities, other.run.quantities], 0.0)
+                far = first_difference(only(due, names), only(given, names), CLEAR_ROUNDINGS)
+                self.apart.append(far is None and other.difference(view, Decided()) is None)
+            except (Failed, Undecided, WorldFailed):
+                return False
+        return any(self.apart)
 
 
 def returned(run: WholeRun) -> Quantities:

@@ -122,9 +122,17 @@ class Reader:
             {name: pieces for name, pieces in held.items() if is_changed(pieces, known.get(name))}, "value"
         )
 
+    def present(self) -> Held:
+        """Return what is held of the models now, with the gradients."""
+        return self._of_models(self._held_by)
+
+    def waiting(self) -> Mapping[str, object]:
+        """Return the parameters with a gradient that FSDP2 keeps on this rank, for a later backward to reduce."""
+        return self._of_models(lambda model: dict.fromkeys(unreduced_in(model)))
+
     def gradients(self) -> Spans:
         """Return the gradients of the models, as they are."""
-        return self.kept(self._of_models(self._held_by) | self._held_copies(), "grad")
+        return self.kept({**self.present(), **self._held_copies()}, "grad")
 
     def in_models(self, *, whole: bool) -> Spans:
         """Return the parameters as the models themselves have them now; only those that are stepped as copies unless `whole`."""
@@ -135,10 +143,9 @@ class Reader:
 
     def unreduced(self, held: Held) -> tuple[str, ...]:
         """Return the parameters whose gradient waits on this rank to be reduced."""
-        waiting = self._of_models(lambda model: dict.fromkeys(unreduced_in(model), True))
         # Tensor parallelism may lay a gradient out otherwise than its parameter.
         apart = [name for name, parts in held.items() if any(not part.reduced for part in parts) and not self.share()]
-        return (*apart, *waiting)
+        return (*apart, *self.waiting())
 
     def share(self) -> str:
         """Return this rank's place along mesh axes by which parameters are sharded and that no FSDP gathers; empty without."""

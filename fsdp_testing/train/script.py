@@ -134,7 +134,8 @@ def check_script(
         steps: Optimizer steps that are compared; then the script is ended.
         timeout: Seconds until a rank counts as hung.
         accept: Conventions by which N ranks are not one process, and that the one process is to follow too:
-            "scheduler-per-process", "batch-norm-per-rank", "loss-per-rank".
+            "scheduler-per-process", "batch-norm-per-rank", "loss-per-rank". And "measured-gradients": backward passes of which
+            every gradient is cleared before the step are none of it.
 
     Returns:
         What was compared, for each size.

@@ -1,12 +1,13 @@
 """What each backward pass of a rank adds to gradients, seen before anything is reduced.
 
-Seen of plain models, DDP, FSDP2 and engines of DeepSpeed. The gradients of the
-first steps only, as elements, or as the sums that are kept of a larger model (`spans`).
+A parameter is whole where its module uses it, whoever shards it between uses: plain models, DDP, FSDP1, FSDP2, `fsdp_ref`,
+engines of DeepSpeed. So the tensors that modules have right after their forward are hooked, leaves of autograd or views of
+something larger. The gradients of the first steps only, as elements, or as the sums that are kept of a larger model (`spans`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,15 +17,21 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp_testing.adapters.shared import naming, pieces
+from fsdp_testing.adapters.protocol import Piece
+from fsdp_testing.adapters.shared import pieces
+from fsdp_testing.cases.records.tolerance import UNIT_ROUNDOFF
 from fsdp_testing.train.deepspeed_engine import is_engine
-from fsdp_testing.train.holdings import unsharded_in, whole_parameters
-from fsdp_testing.train.spans import block_of, span_of
+from fsdp_testing.train.holdings import Held, Site, block_in, sites_in
+from fsdp_testing.train.reading import Reader
+from fsdp_testing.train.spans import span_of
 
 _STEPS, _MOST_NUMBERS = 4, 2**20
 """Of how many steps terms are kept, and how many numbers of each."""
 _FIRST_NUMBERS = 64
+_Weights = dict[tuple[str, int, int], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +40,13 @@ class Terms:
 
     Attributes:
         passes: By parameter, in one row, of each pass.
-        cleared: Of each pass the parameters of which the gradient was gone before the next pass, or the step.
+        cleared: Of each pass the parameters of which this rank had no gradient before the next pass, or the step.
         moved: Of each pass whether weights changed before the next one.
         scale: By what a `GradScaler` multiplied the losses; 1 without, 0 where it was not the same of all.
         unscales: Whether the optimizer itself divides by it.
         engine: Whether an engine of DeepSpeed accumulates and reduces: nobody else touches its gradients.
         block: Elements to a sum; 1 where elements are kept.
+        roundoff: Of the narrowest dtype that terms have.
     """
 
     passes: tuple[Mapping[str, torch.Tensor], ...] = ()
@@ -48,18 +56,17 @@ class Terms:
     unscales: bool = False
     engine: bool = False
     block: int = 1
-
-
-def _has_no_gradient(parameter: torch.Tensor) -> bool:
-    return parameter.grad is None or not bool(parameter.grad.any())
+    roundoff: float = 0.0
 
 
 class TermCollector:
-    """Collects the terms of one step after another on one rank."""
+    """Collects the terms of one step after another on one rank; `reader` reads its models."""
 
-    def __init__(self) -> None:
-        self._weights_of: dict[str, torch.Tensor] = {}
-        self._is_gone: dict[str, Callable[[], bool]] = {}
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._sites: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of each hooked tensor
+        self._names: dict[Site, set[str]] = {}
+        self._views: set[str] = set()
         self._engine = False
         self._block = 1
         self._steps = 0
@@ -68,34 +75,49 @@ class TermCollector:
     def _reset(self) -> None:
         self._passes: list[dict[str, torch.Tensor]] = []
         self._cleared: list[set[str]] = []
-        self._weights: list[list[torch.Tensor]] = []
+        self._weights: list[_Weights] = []
         self._scales: set[float] = set()
-        self._numbers = 0
+        self._numbers, self._roundoff = 0, 0.0
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """See what a `GradScaler` multiplies losses by, while the context lasts."""
+        """See parameters where modules use them, and what a `GradScaler` multiplies losses by, while the context lasts."""
         scale = torch.amp.GradScaler.scale
 
-        def seen(scaler: Any, outputs: Any) -> Any:
+        def scale_seen(scaler: Any, outputs: Any) -> Any:
             if scaler.is_enabled():
                 self._scales.add(float(scaler.get_scale()))
             return scale(scaler, outputs)
 
-        with mock.patch.object(torch.amp.GradScaler, "scale", seen):
-            yield
+        handle = register_module_forward_hook(self._after_forward)
+        try:
+            with mock.patch.object(torch.amp.GradScaler, "scale", scale_seen):
+                yield
+        finally:
+            handle.remove()
 
     def add(self, model: nn.Module, prefix: str) -> None:
-        """Hook the parameters of a model; their names begin with `prefix`."""
+        """Take note of the parameters of a model; their names begin with `prefix`."""
         self._engine |= is_engine(model)
-        engine: Any = model
-        named = naming.named_parameters(engine.module) if is_engine(model) else whole_parameters(model)
-        leaves = [(name, p, p, partial(_has_no_gradient, p)) for name, p in named]
-        for name, leaf, weights, is_gone in leaves or unsharded_in(model):
-            if leaf.requires_grad and leaf.is_leaf:
-                self._weights_of[prefix + name], self._is_gone[prefix + name] = weights, is_gone
-                leaf.register_hook(partial(self._see, prefix + name))
-        self._block = block_of(sum(parameter.numel() for parameter in model.parameters()))
+        for site, name in sites_in(model).items():
+            self._names.setdefault(site, set()).add(prefix + name)
+
+    def _after_forward(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        """Hook what a module and those below it use: a sharded one still has it whole, since its own hooks come later."""
+        if not self._wanted or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        for part in module.modules():
+            for name, tensor in (*part._parameters.items(), *vars(part).items()):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    self._hook(tensor, (id(part), name))
+
+    def _hook(self, tensor: torch.Tensor, site: Site) -> None:
+        sites = self._sites.get(tensor)
+        if sites is None:
+            sites = self._sites[tensor] = []
+            tensor.register_hook(partial(self._see, sites, tensor.is_leaf))
+        if site not in sites:
+            sites.append(site)
 
     @property
     def _wanted(self) -> bool:
@@ -104,47 +126,85 @@ class TermCollector:
     def begin_pass(self) -> None:
         """Take note that a backward pass begins."""
         if self._wanted:
-            self._look()
+            self._weights.append(self._look())
             self._passes.append({})
             self._cleared.append(set())
-            self._weights.append(self._some_weights())
 
-    def _see(self, name: str, gradient: torch.Tensor) -> None:
+    def _see(self, sites: list[Site], is_leaf: bool, gradient: torch.Tensor) -> None:
         if not self._wanted or not self._passes or type(gradient) is not torch.Tensor:
             return
+        names = {name for site in sites for name in self._names.get(site, ())}
+        # A shard's own hooks may be run with the gradient of the whole, which the view of it was given already.
+        names = names - self._views if is_leaf else names
+        if not is_leaf:
+            self._views |= names
+        if not names:
+            return
         (piece,) = pieces.of_tensor(gradient)
-        term, known = span_of(piece, gradient, self._block).values, self._passes[-1].get(name)
-        self._numbers += term.numel()
-        self._passes[-1][name] = term if known is None else known + term
+        term = span_of(piece, gradient, self._block).values
+        dtype = str(gradient.dtype).removeprefix("torch.")
+        self._roundoff = max(self._roundoff, UNIT_ROUNDOFF.get(dtype, 0.0))
+        for name in names:
+            known = self._passes[-1].get(name)
+            self._numbers += term.numel()
+            self._passes[-1][name] = term if known is None else known + term
 
-    def _look(self) -> None:
-        """Take note of the gradients that are gone since the last pass. An engine takes them away to add them up."""
-        for name, is_gone in self._is_gone.items() if not self._engine else ():
-            if is_gone():
-                for terms, cleared in zip(self._passes, self._cleared):
-                    if name in terms and bool(terms[name].any()):
-                        cleared.add(name)
+    def _look(self) -> _Weights:
+        """Take note of the gradients that are gone since the last pass; return some weights of each parameter.
 
-    def _some_weights(self) -> list[torch.Tensor]:
-        return [p.detach().reshape(-1)[:_FIRST_NUMBERS].cpu().clone() for p in self._weights_of.values()]
+        An engine takes gradients away to add them up, and to read what it holds communicates.
+        """
+        if self._engine:
+            return {}
+        held = self._reader.present()
+        self._block = self._reader.block or block_in(held.values())
+        waiting = self._reader.waiting() if self._passes else {}
+        gone = {name for name, parts in held.items() if _has_no_gradient(parts) and name not in waiting}
+        for terms, cleared in zip(self._passes, self._cleared):
+            cleared |= gone & {*terms}
+        return _some_weights(held)
 
     def at_step(self, optimizer: torch.optim.Optimizer) -> Terms:
         """Return the terms, when an optimizer is about to step."""
         if not self._wanted or not self._passes:
             return Terms()
-        self._look()
-        weights = [*self._weights, self._some_weights()]
+        weights = [*self._weights, self._look()]
         return Terms(
             tuple(self._passes),
             tuple(map(frozenset, self._cleared)),
-            tuple(any(not torch.equal(one, two) for one, two in zip(*pair)) for pair in pairwise(weights)),
+            tuple(_is_moved(*pair) for pair in pairwise(weights)),
             self._scales.pop() if len(self._scales) == 1 else float(not self._scales),
             getattr(optimizer, "grad_scale", None) is not None,
             self._engine,
             self._block,
+            self._roundoff,
+        )
+
+    def stands_still(self) -> bool:
+        """Whether weights are still those that the first backward pass since the last step found, where these are known."""
+        return bool(self._weights and self._weights[0]) and not _is_moved(
+            self._weights[0], _some_weights(self._reader.present())
         )
 
     def end_step(self) -> None:
         """Begin the next step."""
         self._steps += bool(self._passes)
         self._reset()
+
+
+def _has_no_gradient(parts: tuple[Piece, ...]) -> bool:
+    return not any(piece.grad is not None and bool(piece.grad.any()) for piece in parts)
+
+
+def _some_weights(held: Held) -> _Weights:
+    """Return the first numbers of each parameter by their place: a root of FSDP2 shows shards at one time only."""
+    return {
+        (name, piece.start, piece.stop): piece.value.detach().reshape(-1)[:_FIRST_NUMBERS].cpu().clone()
+        for name, parts in held.items()
+        for piece in parts
+        if piece.value is not None
+    }
+
+
+def _is_moved(before: _Weights, after: _Weights) -> bool:
+    return any(not torch.equal(values, after[place]) for place, values in before.items() if place in after)

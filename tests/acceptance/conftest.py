@@ -16,7 +16,10 @@ import pytest
 
 HEADER = """
 import os, signal, sys, threading, time
-import pytest, torch
+import pytest
+"""
+TORCH = """
+import torch
 import torch.distributed as dist
 """
 NEXT = """
@@ -91,7 +94,10 @@ def run_folder() -> Runner:
 
 def run_source(folder: Path, source: str, *args: str, then_next: bool = False) -> Verdict:
     """Write a test module (imports are there already) and run pytest over it, and what else is there."""
-    (folder / "test_ranks.py").write_text(HEADER + source + (NEXT if then_next else ""))
+    source += NEXT if then_next else ""
+    # What does not need it does without: torch takes more than a second of each session.
+    imports = TORCH if re.search(r"\b(torch|dist)\b", source) else ""
+    (folder / "test_ranks.py").write_text(HEADER + imports + source)
     return run_pytest(folder, *args)
 
 
@@ -122,7 +128,7 @@ def run_many(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str
 
     def runner(bodies: dict[str, str], *args: str) -> dict[str, Case]:
         folder = tmp_path_factory.mktemp("many")
-        parts = [HEADER]
+        parts = [HEADER, TORCH]
         for name, body in bodies.items():
             parts.append(f"@pytest.mark.world(2, timeout=3)\ndef test_{slug(name)}(world):{body}\n")
             parts.append(NEXT.replace("test_next", f"test_{slug(name)}_next"))

@@ -38,7 +38,12 @@ def test_late(world):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the sessions over those three are."""
-    return tmp_path_factory.mktemp("three")
+    made = tmp_path_factory.mktemp("three")
+    (made / "conftest.py").write_text(
+        "import sys\ndef pytest_terminal_summary(terminalreporter):\n"
+        "    terminalreporter.line(f'torch in the controller: {\"torch\" in sys.modules}')\n"
+    )
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +55,10 @@ def first(folder: Path, run_in: Runner) -> Any:
 
 def test_each_test_counts_once(first: Any) -> None:
     assert first.counts() == (2, 1, 0), first.text
+
+
+def test_torch_is_left_to_the_ranks_by_tests_that_do_not_import_it(first: Any) -> None:
+    assert "torch in the controller: False" in first.text
 
 
 def test_selection_and_stopping(run: Runner) -> None:

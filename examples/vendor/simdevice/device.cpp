@@ -11,6 +11,8 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -433,7 +435,12 @@ void resize_outs(const c10::FunctionSchema& schema, const std::vector<IValue>& a
 std::vector<IValue> call(const c10::OperatorHandle& op, const std::vector<IValue>& args, DispatchKey key) {
   Plain plain;
   Stack stack(args.begin(), args.end());
-  op.redispatchBoxed(DispatchKeySet(key), &stack);
+  try {
+    op.redispatchBoxed(DispatchKeySet(key), &stack);
+  } catch (c10::Error& error) {  // it may be met long after the call, by whoever reaches that place of the queue
+    error.add_context("in " + op.schema().name() + " of the simulated device");
+    throw;
+  }
   return {stack.begin(), stack.end()};
 }
 
@@ -453,7 +460,8 @@ Tensor snapshot(const Tensor& tensor) {
 
 void copy_into(const IValue& target, const IValue& value) {  // targets are tensors of the host over device memory
   if (value.isTensor() && target.isTensor() && target.toTensor().defined()) {
-    target.toTensor().copy_(value.toTensor());
+    // Batch norm in evaluation leaves statistics empty on the host, of which its Meta kernel says sizes.
+    if (value.toTensor().numel() > 0) target.toTensor().copy_(value.toTensor());
   } else if (value.isTensorList()) {
     auto to = target.toTensorVector(), from = value.toTensorVector();
     for (size_t i = 0; i < from.size(); i++) if (to[i].defined()) to[i].copy_(from[i]);
@@ -466,7 +474,11 @@ bool is_view(const c10::FunctionSchema& schema) {
 }
 
 // Values that sizes depend on, and random numbers: those are drawn in the order of the calls, as on the host.
-bool runs_at_once(const c10::OperatorHandle& op) {
+bool runs_at_once(const c10::OperatorHandle& op, const std::vector<IValue>& args) {
+  const auto& name = op.schema().name();
+  bool statistics = name == "aten::native_layer_norm" || name == "aten::native_group_norm";
+  // In low precision the Meta kernel says another dtype of the statistics than the host's kernels have and want.
+  if (statistics && c10::isReducedFloatingType(args[0].toTensor().scalar_type())) return true;
   for (const auto& result : op.schema().returns()) {
     auto kind = result.type()->kind();
     if (kind != c10::TypeKind::TensorType && kind != c10::TypeKind::ListType) return true;
@@ -555,7 +567,7 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   std::vector<IValue> results;
   if (is_view(op.schema())) {
     results = views(op, args);
-  } else if (runs_at_once(op) || !infer(op, device, args, results)) {
+  } else if (runs_at_once(op, args) || !infer(op, device, args, results)) {
     results = run_now(op, device, args);
   } else {
     std::vector<IValue> inputs, targets(results.size());
@@ -664,6 +676,36 @@ Tensor& set_nothing(Tensor& tensor) {
 bool same_kind_of_tensor(const Tensor& tensor, const Tensor& from) {
   auto dense = [](const Tensor& t) { return t.layout() == at::kStrided && (ours(t) || t.is_cpu()); };
   return dense(tensor) && dense(from);
+}
+
+// Convolutions of a device that is not torch's own come here: they are those of the host.
+Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, c10::SymIntArrayRef stride,
+                   c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed,
+                   c10::SymIntArrayRef output_padding, c10::SymInt groups) {
+  reach(end_of(current_queue(input.device().index())));
+  Plain plain;
+  auto value = at::convolution_symint(host(input), host(weight), bias ? host(*bias) : Tensor(), stride, padding, dilation,
+                                      transposed, output_padding, groups);
+  Tensor result = empty_like(input.device().index(), value);
+  host(result).copy_(value);
+  return result;
+}
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(
+    const Tensor& grad, const Tensor& input, const Tensor& weight, c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
+    c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding, c10::SymInt groups,
+    std::array<bool, 3> mask) {
+  reach(end_of(current_queue(input.device().index())));
+  Plain plain;
+  std::vector<c10::SymInt> channels{grad.sym_size(1)};
+  auto values = at::convolution_backward_symint(host(grad), host(input), host(weight), c10::SymIntArrayRef(channels), stride,
+                                                padding, dilation, transposed, output_padding, groups, mask);
+  auto made = [&](const Tensor& value) {
+    if (!value.defined()) return Tensor();
+    Tensor result = empty_like(input.device().index(), value);
+    host(result).copy_(value);
+    return result;
+  };
+  return {made(std::get<0>(values)), made(std::get<1>(values)), made(std::get<2>(values))};
 }
 
 void record_stream(Tensor& tensor, c10::Stream stream) { used_on(tensor.storage().data_ptr(), stream); }
@@ -838,6 +880,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Storage", &set_storage);
   library.impl("set_.source_Storage_storage_offset", &set_strided);
   library.impl("set_.source_Tensor", &set_tensor);
+  library.impl("convolution_overrideable", &convolution);
+  library.impl("convolution_backward_overrideable", &convolution_backward);
+  // Torch has made-up ones for any device, whose statistics have another dtype than those of the host's backward.
+  for (const char* name : {"native_layer_norm", "native_group_norm"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
   library.impl("record_stream", &record_stream);
   library.impl("_has_compatible_shallow_copy_type", &same_kind_of_tensor);
 }

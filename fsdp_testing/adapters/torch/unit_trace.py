@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from fsdp_testing.adapters.shared import naming
@@ -173,26 +171,11 @@ def fsdp2_unreduced(model: nn.Module) -> tuple[str, ...]:
     names = {id(parameter): naming.original(fqn) for fqn, parameter in model.named_parameters()}
     found = [p for _, group in _groups(model) for p in group.fsdp_params]
     return tuple(
-        names.get(id(p.sharded_param), "?")
+        names.get(id(p.sharded_param)) or names.get(id(getattr(p, "_unsharded_param", None)), "?")
         for p in found
         if p.unsharded_accumulated_grad is not None
         or getattr(getattr(p, "_unsharded_param", None), "grad", None) is not None
     )
-
-
-def fsdp2_unsharded(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, torch.Tensor, Callable[[], bool]]]:
-    """Yield of each parameter that was unsharded: name, the leaf that autograd sees, shard, and whether no gradient is kept."""
-    names = {id(parameter): naming.original(fqn) for fqn, parameter in model.named_parameters()}
-
-    def is_gone(parameter: Any) -> bool:
-        kept = (parameter.sharded_param.grad, parameter._unsharded_param.grad, parameter.unsharded_accumulated_grad)
-        return all(gradient is None for gradient in kept)
-
-    for parameter in (p for _, group in _groups(model) for p in group.fsdp_params):
-        leaf = getattr(parameter, "_unsharded_param", None)
-        name = names.get(id(parameter.sharded_param)) or names.get(id(leaf))  # the root stays unsharded after forward
-        if leaf is not None and name is not None:
-            yield name, leaf, parameter.sharded_param.to_local(), partial(is_gone, parameter)
 
 
 @contextmanager

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -64,6 +65,9 @@ def _select_device(place: RankPlace) -> None:
 
 
 def _no_gloo(size: int) -> str | None:
+    # Ranks ask again before they begin. A controller that has no use for torch is not made to import it for this.
+    if "torch" not in sys.modules:
+        return None
     import torch.distributed as dist
 
     there = dist.is_available() and dist.is_gloo_available()

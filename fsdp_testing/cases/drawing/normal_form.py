@@ -193,7 +193,22 @@ def _legal_wrapping(plan: WrappingPlan, tree: Mapping[str, Any], tensor_parallel
             classes = tuple(name for name in policy.classes if _KINDS.get(name) in kinds)
             policy = replace(policy, classes=classes) if classes else None
     layouts = legal_layouts(plan.layouts, tree, ignored, tensor_parallel)
-    return replace(plan, units=units, policy=policy, ignored=ignored, layouts=layouts)
+    checkpointed = tuple(dict.fromkeys(n for n in plan.checkpointed if n in names and _may_run_again(tree, n)))
+    return replace(plan, units=units, policy=policy, ignored=ignored, layouts=layouts, checkpointed=checkpointed)
+
+
+def _may_run_again(tree: Mapping[str, Any], module: str) -> bool:
+    """Whether running a module again in backward changes no number, and backward is seen to begin from every output.
+
+    What a forward writes to a buffer is written twice then. Where a tensor leaves a unit in an object that nobody looks into,
+    nobody knows that its parameters are needed again.
+    """
+    places = list(every(walk(tree)))
+    opaque = [tree.get("output"), *(get(p.node, "returns") for p in places if p.node["kind"] == "group")]
+    if "opaque" in opaque or any(p.node["kind"] == "group" and get(p.node, "keeps") for p in places):
+        return False
+    inside = [p.node for p in places if f"{p.fqn}.".startswith(f"{module}.")]
+    return not any(node["kind"] == "buffer" and get(node, "style") != "constant" for node in inside)
 
 
 def _all_frozen(tree: Mapping[str, Any], module: str) -> bool:

@@ -149,7 +149,7 @@ def run_observed(adapter: Adapter, case: Case, observe_all: bool) -> RankObserva
     program = RankProgram(case, registry.adapter_of(adapter), current_world().rank)
     # Late copies and garbage are writes that no device makes.
     program.late = program.garbage = False
-    with observe() as history:
+    with observe(current_world().device) as history:
         result = rank_jobs.run_program(program, observe_all)
     if isinstance(result, Failed):
         return result

@@ -1,6 +1,8 @@
-"""Observe what a rank on the CPU issues on which stream, as if the CPU were a device with streams.
+"""Observe what a rank issues on which stream: on the CPU, as if it were a device with streams, or on a device.
 
-`torch.cpu` gets recorded streams and events. A dispatch mode sees each operator with the tensors that it reads and writes.
+The device's module (`torch.cpu`, `torch.cuda`, a vendor's) gets recorded streams and events, and all work really runs on one
+stream. A dispatch mode sees each operator with the tensors that it reads and writes. On a device, what the host itself reads
+and writes is its own, as if on a stream: a copy that does not block it, to or from pinned memory, is not over until it waits.
 A collective runs on a stream of its group, as NCCL's do, from the current stream's state until somebody waits for it; one
 that does not return before it is over runs on the current stream. What C++ code issues and waits for by itself (DDP's
 reducer) is taken to be waited for at once: its waits cannot be seen.
@@ -22,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_testing.base.compat import operators_run_by, storage_key
+from fsdp_testing.errors import HarnessError
 from fsdp_testing.ranks.ledger.readers import METHODS
 from fsdp_testing.ranks.streams.history import History, UseRecorded
 from fsdp_testing.ranks.streams.recorder import StreamRecorder, run_noted
@@ -29,20 +32,33 @@ from fsdp_testing.ranks.streams.simulated import Event, Stream, StreamContext
 
 
 @contextmanager
-def observe() -> Iterator[History]:
+def observe(device: torch.device | str = "cpu") -> Iterator[History]:
     """Record what this thread, and the autograd engine for it, issues on which stream while the context lasts.
 
     Make the model, or at least run its first step, inside: streams that were made before are not recorded ones.
 
+    Args:
+        device: Where the rank computes.
+
     Yields:
         The history, complete when the context has ended.
+
+    Raises:
+        HarnessError: The device's module has no streams.
     """
-    with operators_run_by(partial(run_noted, StreamRecorder(History()))):
+    kind = torch.device(device).type
+    module = getattr(torch, kind, None)
+    if not all(hasattr(module, name) for name in ("Stream", "Event", "current_stream", "stream")):
+        raise HarnessError(
+            f"streams: expected torch.{kind} to have Stream, Event, current_stream and stream, and it has not all of them. "
+            "Nothing can be said of the streams of such a device; have its package register a module with them."
+        )
+    with operators_run_by(partial(run_noted, StreamRecorder(History(), kind))):
         torch.empty(0)  # the first operator under a mode makes torch import its compiler, which is not to be observed
     history = History()
-    recorder = StreamRecorder(history)
+    recorder = StreamRecorder(history, kind)
     with ExitStack() as stack:
-        for change in _replacements(recorder):
+        for change in _replacements(recorder, module):
             stack.enter_context(change)
         stack.enter_context(operators_run_by(partial(run_noted, recorder)))
         try:
@@ -51,11 +67,14 @@ def observe() -> Iterator[History]:
             recorder.close()
 
 
-def _replacements(recorder: StreamRecorder) -> Iterator[Any]:
+def _replacements(recorder: StreamRecorder, module: Any) -> Iterator[Any]:
     """Yield what stands in torch's place while a rank is observed, as context managers."""
 
     def current_stream(device: Any = None) -> Stream:
         return recorder.current
+
+    def default_stream(device: Any = None) -> Stream:
+        return recorder.default
 
     def stream_context(stream: Stream | None) -> StreamContext:
         return StreamContext(recorder, stream)
@@ -76,11 +95,14 @@ def _replacements(recorder: StreamRecorder) -> Iterator[Any]:
         "Stream": make_stream,
         "Event": make_event,
         "current_stream": current_stream,
+        "default_stream": default_stream,
+        "set_stream": recorder.enter,
         "stream": stream_context,
         "StreamContext": stream_context,
         "synchronize": synchronize,
     }.items():
-        yield patch.object(torch.cpu, name, value)
+        if hasattr(module, name):
+            yield patch.object(module, name, value)
     yield patch.object(Tensor, "record_stream", record_stream)
     # FSDP1 calls record_stream on devices that it knows only; its own functions hold this one under their name for it.
     for module in list(sys.modules.values()):
@@ -102,7 +124,7 @@ def _resizing(recorder: StreamRecorder, method: Callable[..., Any]) -> Callable[
             recorder.freed(storage_key(storage))
         result = method(storage, size)
         if size:
-            recorder.block(torch.empty(0, dtype=torch.uint8).set_(storage), made=True)
+            recorder.block(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), made=True)
         return result
 
     return resize

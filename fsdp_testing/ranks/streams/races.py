@@ -198,7 +198,8 @@ class _Judge:
 
     def _free(self, number: int, site: Site) -> None:
         block = self._blocks.pop(number, None)
-        if block is None:
+        # Memory of the host that a device still copies to or from is kept by the allocator of pinned memory.
+        if block is None or block.owner == HOST:
             return
         # The allocator itself waits for what recorded streams have done by now, and for what that came after.
         clocks = [self._clock(stream) for stream in sorted(block.recorded)]
@@ -216,7 +217,7 @@ class _Judge:
         return Use(done.work.name, self._name(done.stream), done.access.writes, done.work.site)
 
     def _name(self, stream: int) -> str:
-        return self._history.streams.get(stream, f"stream {stream}")
+        return "the host" if stream == HOST else self._history.streams.get(stream, f"stream {stream}")
 
 
 def _conflict(before: Access, now: Access) -> bool:

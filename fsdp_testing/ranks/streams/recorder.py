@@ -16,6 +16,7 @@ from fsdp_testing.base import compat
 from fsdp_testing.base.compat import Operator, storage_key, storage_reference
 from fsdp_testing.ranks.ledger import interception
 from fsdp_testing.ranks.streams.history import (
+    HOST,
     Access,
     Allocated,
     Entry,
@@ -63,6 +64,8 @@ _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_em
 _LOOKS_AT_NOTHING = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh", "record_stream"})
 # Operators whose result the host reads: it waits for the current stream.
 _HOST_READS = frozenset({"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select"})
+# Operators that copy, maybe between the host and a device.
+_COPIES = frozenset({"copy_", "_to_copy", "_foreach_copy_"})
 # Which arguments of a collective are written and which are read; where one is both, it stands in both.
 _COLLECTIVES: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "allreduce_": ((0,), (0,)),
@@ -99,13 +102,16 @@ class _TrackedBlock:
 class StreamRecorder(Device):
     """The device of an observed rank: also knows blocks of memory, and collectives that nobody has waited for."""
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: History, kind: str = "cpu") -> None:
+        self._kind = kind
+        self._settle = getattr(torch, kind).synchronize
         self._blocks: dict[int, _TrackedBlock] = {}
         self._shared: set[int] = set()
         self._until_full_sweep = _FULL_SWEEP
         self._made = 0
         self._pending: dict[int, tuple[Any, Event]] = {}
         self._results: dict[int, Event] = {}
+        self._of_host: set[int] = set()  # events of collectives between tensors of the host
         self._groups: dict[str, Stream] = {}
         self.caller: Any = None
         self.silent = False
@@ -149,7 +155,7 @@ class StreamRecorder(Device):
         key = storage_key(storage)
         block = self._blocks.get(key)
         if block is None:
-            owner = self.current.number if made else self.default.number
+            owner = HOST if self.on_host(tensor) else self.current.number if made else self.default.number
             self._made += 1
             block = self._blocks[key] = _TrackedBlock(key, storage_reference(storage), self._made, owner)
             shape = "x".join(map(str, tensor.shape)) or "one"
@@ -157,7 +163,26 @@ class StreamRecorder(Device):
             self.history.entries.append(Allocated(block.number, owner, label))
         return block
 
-    def work(self, name: str, stream: Stream, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+    def settle(self) -> None:
+        """Let the device really be done: whatever the host is told to wait for, it may read next."""
+        if self._kind != "cpu":
+            self._settle()
+
+    def on_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in memory of the host, and the observed device is another one."""
+        return self._kind != "cpu" and tensor.device.type == "cpu"
+
+    def operator(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], *, copies: bool) -> None:
+        """Note an operator, on the current stream; what it reads and writes on the host, the host does unless it `copies`."""
+        mixed = [tensor for tensor in (*reads, *writes) if self.on_host(tensor)]
+        if not mixed or (copies and len(mixed) < len(reads) + len(writes)):
+            self.work(name, self.current.number, reads, writes)
+            return
+        for stream, here in ((HOST, True), (self.current.number, False)):
+            parts = [[tensor for tensor in part if self.on_host(tensor) is here] for part in (reads, writes)]
+            self.work(name, stream, *parts)
+
+    def work(self, name: str, stream: int, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         """Note a piece of work."""
         accesses: list[Access] = []
         for tensor, writing in [(each, False) for each in reads] + [(each, True) for each in writes]:
@@ -165,24 +190,31 @@ class StreamRecorder(Device):
             if tensor.numel() == 0 or tensor.device.type == "meta":
                 continue
             block, size = self.block(tensor), tensor.element_size()
-            if block.owner != stream.number:
+            if block.owner != stream:
                 self._shared.add(block.key)
             strides = tuple(stride * size for stride in tensor.stride())
             region = Region(int(tensor.storage_offset()) * size, tuple(tensor.shape), strides, size)
             accesses.append(Access(block.number, region, writing))
         if accesses:
-            self.history.entries.append(Work(stream.number, name, tuple(accesses), _site()))
+            self.history.entries.append(Work(stream, name, tuple(accesses), _site()))
 
     def collective(self, name: str, group: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Event:
         """Note an asynchronous collective and return the event that its waiters wait for."""
         stream = self._groups.get(group)
         if stream is None:
             stream = self._groups[group] = Stream(self, f"the stream of process group {group}")
-        self.note(StreamWaited(stream.number, self.current.number))
-        self.work(name, stream, reads, writes)
+        if self.issuer([*reads, *writes]) != HOST:  # what the host did comes before anything that it issues
+            self.note(StreamWaited(stream.number, self.current.number))
+        self.work(name, stream.number, reads, writes)
         event = Event(self)
         self.note(EventRecorded(event.number, stream.number))
+        if self.issuer([*reads, *writes]) == HOST:
+            self._of_host.add(event.number)
         return event
+
+    def issuer(self, tensors: Sequence[Tensor]) -> int:
+        """Who issues a collective of these tensors, and waits for it: the host between tensors of its own."""
+        return HOST if tensors and all(map(self.on_host, tensors)) else self.current.number
 
     def pend(self, work: Any, event: Event) -> None:
         """Remember that waiting for `work` means waiting for `event`; the work holds its tensors until then."""
@@ -192,7 +224,9 @@ class StreamRecorder(Device):
         """Make the current stream wait for a collective."""
         pending = self._pending.pop(id(work), None)
         if pending is not None:
-            self.note(EventWaited(pending[1].number, self.current.number))
+            self.note(
+                EventWaited(pending[1].number, HOST if pending[1].number in self._of_host else self.current.number)
+            )
 
     def functional(self, name: str, group: str, reads: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """Note a functional collective; `wait_tensor` of a result waits for it."""
@@ -231,10 +265,29 @@ def run_noted(recorder: StreamRecorder, operator: Operator, args: tuple[Any, ...
         recorder.block(tensor, made=True)
     idle = operator.is_view and not made and not writes
     if not idle and operator.name not in _EMPTY and operator.name not in _LOOKS_AT_NOTHING:
-        recorder.work(operator.name, recorder.current, reads, [*writes, *made])
-    if operator.name in _HOST_READS:
+        recorder.operator(operator.name, reads, [*writes, *made], copies=operator.name in _COPIES)
+    if _host_waits(recorder, operator, args, kwargs, [*reads, *writes, *made]):
         recorder.current.synchronize()
     return result
+
+
+def _host_waits(
+    recorder: StreamRecorder, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], used: Sequence[Tensor]
+) -> bool:
+    """Whether the host waits for the current stream: it reads a value, or a copy between it and the device blocks it."""
+    here = [tensor for tensor in used if recorder.on_host(tensor)]
+    if operator.name in _HOST_READS:
+        return len(here) < len(used)
+    if operator.name not in _COPIES or not 0 < len(here) < len(used):
+        return False
+    place = next(place for place, (name, _, _) in enumerate(operator.arguments) if name == "non_blocking")
+    if not (args[place] if place < len(args) else kwargs.get("non_blocking", False)):
+        return True
+    recorder.silent = True
+    try:
+        return not all(tensor.is_pinned() for tensor in here)
+    finally:
+        recorder.silent = False
 
 
 def _note_collective(
@@ -248,7 +301,7 @@ def _note_collective(
     writes = [tensor for place in written for tensor in _tensors(given.get(names[place]))]
     reads = [tensor for place in read for tensor in _tensors(given.get(names[place]))]
     if recorder.caller is None or not given.get("async_op", given.get("asyncOp", True)):
-        recorder.work(operator.name, recorder.current, reads, writes)
+        recorder.work(operator.name, recorder.issuer([*reads, *writes]), reads, writes)
     else:
         recorder.issued = recorder.collective(operator.name, recorder.caller.group_name, reads, writes)
 

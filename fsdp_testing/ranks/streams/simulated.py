@@ -32,6 +32,9 @@ class Device:
         """Add an entry to the history; overridden where something has to be noted before it."""
         self.history.entries.append(entry)
 
+    def settle(self) -> None:
+        """Really wait, where work is not done when it is issued."""
+
     def new_stream(self, name: str) -> int:
         """Return the number of a new stream."""
         with self._lock:
@@ -57,6 +60,7 @@ class Device:
 
     def synchronize(self) -> None:
         """Make the host wait for all streams."""
+        self.settle()
         for number in list(self.history.streams):
             self.note(StreamWaited(HOST, number))
 
@@ -78,6 +82,7 @@ class Event:
 
     def synchronize(self) -> None:
         """Make the host wait for the event."""
+        self._device.settle()
         self._device.note(EventWaited(self.number, HOST))
 
     def query(self) -> bool:
@@ -109,6 +114,7 @@ class Stream:
 
     def synchronize(self) -> None:
         """Make the host wait for all that the stream was given so far."""
+        self._device.settle()
         self._device.note(StreamWaited(HOST, self.number))
 
     def query(self) -> bool:

@@ -28,11 +28,23 @@ from fsdp_testing.search.campaign.tally import CampaignTally
 from fsdp_testing.search.campaign.writing import STATE_FILE, findings_in, write_files
 from fsdp_testing.search.investigation import Causes, Investigated, Investigator, Suspect
 from fsdp_testing.search.loop import Budget, search
-from fsdp_testing.search.state import FORMER, OPEN, SOURCE, State, Verdicts, changes, read_state, refuse, write_state
+from fsdp_testing.search.state import (
+    FORMER,
+    OPEN,
+    SOURCE,
+    Reason,
+    State,
+    Verdicts,
+    changes,
+    read_state,
+    refuse,
+    write_state,
+)
 
 _INVESTIGATED_AT_FIRST = 3
 _INVESTIGATED_LATER_ONE_IN = 25
 _KEPT_UNJUDGED = 3
+_REASON_LENGTH = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +64,7 @@ class Plan:
         known: Failures to count and not to report.
         stop_at_first: End with the first confirmed finding.
         shard: `(i, n)`: draw only every n-th case of the campaign, beginning with the i-th; `examples` counts those of all parts.
+        listed: The cases of the campaign, in place of random ones; then it is kept why one does not pass.
     """
 
     implementation: Adapter
@@ -66,6 +79,7 @@ class Plan:
     known: KnownFailures = KnownFailures()
     stop_at_first: bool = False
     shard: tuple[int, int] = (1, 1)
+    listed: tuple[Case, ...] = ()
 
     @property
     def drawn_by(self) -> str:
@@ -73,10 +87,8 @@ class Plan:
         scope = self.scope
         sizes, without = ",".join(map(str, scope.world_sizes)), ",".join(sorted(scope.excluded))
         axis = f", tensor parallelism over {scope.tensor_parallel}" if scope.tensor_parallel > 1 else ""
-        return (
-            f"seed {self.seed}, world sizes {sizes}{axis}, {scope.max_operations} operations, "
-            f"without {without or 'nothing'}"
-        )
+        source = f"{len(self.listed)} cases that hold every pair" if self.listed else f"seed {self.seed}"
+        return f"{source}, world sizes {sizes}{axis}, {scope.max_operations} operations, without {without or 'nothing'}"
 
     @property
     def subject(self) -> dict[str, str]:
@@ -127,7 +139,8 @@ class Campaign:
         self._on_finding = on_finding
         self._file = plan.state / STATE_FILE
         self._before = self._load()
-        self._verdicts = Verdicts(self._before.verdicts)
+        reasons = {int(number): reason for number, reason in self._before.reasons.items()}
+        self.verdicts = Verdicts(self._before.verdicts, reasons)
         self._variants: Counter[Verdict] = Counter()
         self._turns = dict(self._before.turns)
         self._drawer = CaseDrawer(plan.scope)
@@ -143,8 +156,10 @@ class Campaign:
         self.tally = CampaignTally(resumed=len(self._before.unfinished))
         self._earlier: set[str] = set()
         self._causes = Causes(joined([self._found_earlier(), plan.known]))
-        self._budget = Budget(plan.seconds, self._share(plan.examples), clock)
-        self._queue = CaseQueue(self._draw, self._verdicts, self._budget)
+        listed = self._share(len(plan.listed) or None)
+        cases = self._share(plan.examples) if listed is None else listed - len(self._before.verdicts)
+        self._budget = Budget(plan.seconds, cases, clock)
+        self._queue = CaseQueue(self._draw, self.verdicts, self._budget)
 
     def _load(self) -> State:
         """What earlier runs left.
@@ -162,6 +177,8 @@ class Campaign:
         refuse(self._file, {name: wrong[name] for name in wrong if name == "implementation" or not whole})
         if not wrong:
             return state
+        if plan.listed:
+            return fresh  # each of its numbers is another case now
         former = "".join(letter if letter == OPEN else FORMER for letter in state.verdicts)
         return replace(fresh, verdicts=former, turns=state.turns, runs=state.runs, seconds=state.seconds)
 
@@ -222,17 +239,18 @@ class Campaign:
         before, tally = self._before, self.tally
         tally.seconds = self._budget.spent
         tally.worlds_lost = self._runner.worlds.lost
-        tally.drawn = len(self._verdicts) - len(before.verdicts)
+        tally.drawn = len(self.verdicts) - len(before.verdicts)
         tally.postponed = Counter(self._queue.postponed)
-        tally.left = len(self._verdicts.numbers(None))
+        tally.left = len(self.verdicts.numbers(None))
         variants = Counter(before.variants) + Counter({v.value: count for v, count in self._variants.items()})
         write_state(
             self._file,
             State(
                 before.subject,
                 before.shard,
-                self._verdicts.letters,
-                variants=variants,
+                self.verdicts.letters,
+                {str(number): reason for number, reason in self.verdicts.reasons.items()},
+                variants,
                 known=dict(Counter(before.known) + tally.known),
                 not_investigated=before.not_investigated + tally.not_investigated,
                 turns=self._turns,
@@ -253,6 +271,8 @@ class Campaign:
 
     def _draw(self, number: int) -> Case:
         first, of = self._plan.shard
+        if self._plan.listed:
+            return self._plan.listed[number * of + first - 1]
         return self._drawer.draw(SeededChoices((self._plan.seed << 40) + number * of + first - 1))
 
     def _share(self, examples: int | None) -> int | None:
@@ -261,11 +281,14 @@ class Campaign:
 
     # ------------------------------------------------------------------------------------------- taking in
 
-    def _settle(self, queued: QueuedCase, verdict: Verdict, former: Verdict | None = None) -> None:
+    def _settle(
+        self, queued: QueuedCase, verdict: Verdict, former: Verdict | None = None, why: Reason | None = None
+    ) -> None:
         """Note the verdict on a case; a suspect fails until it was investigated, and then has the verdict of that."""
         counts = [self.tally.verdicts]
         if queued.number is not None:
-            self._verdicts.take(queued.number, verdict)
+            why = why or self.verdicts.reasons.get(queued.number)
+            self.verdicts.take(queued.number, verdict, why if self._plan.listed else None)
         else:
             counts.append(self._variants)
         for count in counts:
@@ -285,14 +308,14 @@ class Campaign:
             rule = rules[0]
             asks = judgement.cause is None and rule.asks_cause(signature)
             if asks and _is_one_of_few(self._looked_like, rule.name):
-                self._settle(queued, Verdict.FAIL)
+                self._settle(queued, Verdict.FAIL, why=_reason(judged))
                 return True
             tally.known[rule.name] += 1
             tally.found_before.update(self._earlier & {rule.name})
-            self._settle(queued, Verdict.EXPECTED_FAILURE)
+            self._settle(queued, Verdict.EXPECTED_FAILURE, why=Reason(rule.name))
             self._watch_models &= not judgement.only_model_stays
             return False
-        self._settle(queued, judged.verdict)
+        self._settle(queued, judged.verdict, why=_reason(judged))
         if judged.verdict is Verdict.UNKNOWN:
             self._take_unknown(judged)
         elif judgement.only_model_stays:
@@ -375,6 +398,13 @@ class Campaign:
         self.tally.gone += checked.gone
         self.tally.examples = (len(checked.ran), len(checked.ran) + checked.left)
         self._suspects += [(None, judged) for judged in checked.changed]
+
+
+def _reason(judged: JudgedCase) -> Reason | None:
+    if judged.verdict is Verdict.PASS:
+        return None
+    judgement, looks = judged.judgement, tuple(map(str, judged.signature or ()))
+    return Reason((judgement.why if looks else judgement.reason)[:_REASON_LENGTH], looks)
 
 
 def _is_one_of_few(counts: Counter[Any], kind: object) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
@@ -64,10 +63,6 @@ def _left_out(operation: Operation, size: int) -> str:
     if not ranks:
         return ""
     return ", a part left out" + ("" if len(ranks) == size else f" on rank {', '.join(map(str, ranks))}")
-
-
-_LOST = re.compile("what (operation .*), did to gradients is lost")
-"""How a cause is worded where a small gradient on many ranks has more terms than numbers: a term that it lacks."""
 
 
 class CauseFinder:
@@ -144,7 +139,7 @@ def _known_as(cause: CellCause, rule: Rule) -> CellCause:
 def _key(discovery: Discovery) -> Hashable:
     """Return what is equal for one cause on every mesh: the cause itself where it was found, else what is needed."""
     signature, operations, needed = discovery.key
-    cause = _LOST.sub(r"the gradient of * lacks \1", as_pattern(discovery.cause.partition("; ")[0]))
+    cause = as_pattern(discovery.cause.partition("; ")[0])
     return signature, operations, cause or frozenset(tag for tag in needed if not tag.startswith("mesh:"))
 
 

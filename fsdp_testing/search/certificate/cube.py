@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from itertools import islice, product, zip_longest
 from typing import NamedTuple
 
 from fsdp_testing.search.certificate.axes import (
@@ -103,8 +103,8 @@ def sampled(cells: Sequence[Cell], count: int) -> list[Cell]:
     faces: dict[tuple[str, str, str], list[Cell]] = {}
     for cell in sorted(cells, key=lambda cell: digest(cell.name)):
         faces.setdefault((cell.strategy, cell.mesh, cell.units), []).append(cell)
-    ranked = sorted((place, face, cell) for face, inside in faces.items() for place, cell in enumerate(inside))
-    return [cell for _, _, cell in ranked[:count]]
+    turns = zip_longest(*(faces[face] for face in sorted(faces)))
+    return list(islice((cell for turn in turns for cell in turn if cell is not None), count))
 
 
 def packed(groups: Sequence[Sequence[Cell]]) -> Iterator[Job]:

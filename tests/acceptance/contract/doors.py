@@ -30,6 +30,7 @@ from fsdp_testing.cases.records import (
 from fsdp_testing.cli import fuzz as fuzz_command
 from fsdp_testing.cli.main import main
 from fsdp_testing.errors import HarnessError, WorldFailed
+from fsdp_testing.ranks import pool
 from fsdp_testing.search.certificate import certify
 from fsdp_testing.search.certificate.axes import EVERY_RANK, Cell
 from fsdp_testing.search.state import read_state
@@ -139,20 +140,37 @@ def checkpoints(given: Given, name: str) -> Ended:
     return Ended(_worst(result["verdict"] for result in results), code)
 
 
-def replay(given: Given, name: str, once: bool = False) -> Ended:
-    """`fsdp-verify replay` of a recorded case."""
+class KeptPool:
+    """New ranks from the fork server that is there: `replay` starts a new one for each run, which takes seconds."""
+
+    def __init__(self) -> None:
+        self._pool = pool.default_pool()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def close(self) -> None:
+        for world in self._pool.worlds():
+            world.discard()
+
+
+def replay(given: Given, name: str) -> Ended:
+    """`fsdp-verify replay` of a recorded case; the one that is right on new fork servers, as users have them."""
     tree = {"width": 3, "nodes": [{"kind": "linear", "name": "a", "out": 3}]}
     program = (ForwardBackward(Batch(1)), Step(), ForwardBackward(Batch(2)), Step())
     case = Case(ModelSpec("tree", dtype="float64", tree=tree), WorldSpec(2), program, strategy="no_shard")
     file = given.folder / "case.json"
     file.write_text(case.to_json(), encoding="utf-8")
-    asked = ["replay", str(file), "--implementation", f"contract_faults:{name}", "--timeout", _timeout(name)]
-    return _by_code(main([*asked, *(["--once"] if once else [])]))
+    if name != "RIGHT":
+        given.monkeypatch.setattr(pool, "Pool", KeptPool)
+    return _by_code(
+        main(["replay", str(file), "--implementation", f"contract_faults:{name}", "--timeout", _timeout(name)])
+    )
 
 
 def train(_given: Given, situation: str) -> Ended:
     """`fsdp-verify train`, two steps on two ranks."""
-    limit = str(3 * HANGS_AFTER if situation.startswith("hung") else PATIENT)
+    limit = str(2 * HANGS_AFTER if situation.startswith("hung") else PATIENT)
     # A script that has made the steps that are compared is ended: to come to its own end it needs to make fewer.
     steps = "10" if situation == "died after its last report" else "2"
     asked = ["train", "--world-sizes", "2", "--steps", steps, "--timeout", limit]

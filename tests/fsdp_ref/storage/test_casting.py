@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict
 from types import MappingProxyType
 
 import pytest
@@ -12,10 +12,30 @@ import torch
 from fsdp_ref.storage.precision import cast_floating, move_to
 
 
+class Named(dict):
+    """A user's own: its copy is to be of its class, with what else it has."""
+
+    def __init__(self, items, *, note="kept"):
+        super().__init__(items)
+        self.note = note
+
+
+class NamedData(UserDict):
+    """What tokenizers return: more than its items."""
+
+    note = "not set"
+
+
+def named_data(items):
+    data = NamedData(items)
+    data.note = "kept"
+    return data
+
+
 @pytest.mark.parametrize(
     "container",
-    [dict, OrderedDict, MappingProxyType, lambda items: defaultdict(list, items)],
-    ids=["dict", "ordered", "view", "default"],
+    [dict, OrderedDict, MappingProxyType, lambda items: defaultdict(list, items), Named, named_data],
+    ids=["dict", "ordered", "view", "default", "subclass", "user dict"],
 )
 def test_mappings(container):
     ids = torch.tensor([1])
@@ -28,6 +48,7 @@ def test_mappings(container):
     assert found["more"][1] == "text"
     assert value["x"].dtype is torch.float32
     assert getattr(found, "default_factory", None) is getattr(value, "default_factory", None)
+    assert getattr(found, "note", None) == getattr(value, "note", None)
     assert cast_floating(value, torch.float32) is value
 
 

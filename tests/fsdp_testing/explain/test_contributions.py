@@ -140,3 +140,38 @@ def test_the_shape_of_a_defect_is_the_same_on_any_program() -> None:
     assert one is not None
     assert other is not None
     assert one.shape == other.shape == {(Fraction(1), Fraction(0))}
+
+
+def _of_four_numbers(weights: dict[int, float]) -> tuple[tuple[GradientTerm, ...], torch.Tensor]:
+    """Three backward passes of four ranks: twelve terms of a gradient that has four numbers."""
+    terms = tuple(
+        GradientTerm(operation, 0, rank, {"w": {CALLS[0]: numbers(100 * operation + 10 * rank)[:2, :2]}})
+        for operation in (0, 2, 3)
+        for rank in range(4)
+    )
+    zero = torch.zeros(2, 2, dtype=torch.float64)
+    return terms, sum((weights[term.operation] * term.uses["w"][CALLS[0]] / 4 for term in terms), zero)
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ({0: 0.0, 2: 0.0, 3: 1.0}, "lacks operation 2, forward-backward in no_sync"),
+        ({0: 1.0, 2: 1.0, 3: 1.0}, "still contains operation 0, forward-backward, which was cleared"),
+        ({0: 0.0, 2: 2.0, 3: 1.0}, "counts operation 2, forward-backward in no_sync, twice"),
+    ],
+)
+def test_more_terms_than_numbers_are_summed_over_ranks(weights: dict[int, float], expected: str) -> None:
+    terms, gradient = _of_four_numbers(weights)
+    due = _of_four_numbers({0: 0.0, 2: 1.0, 3: 1.0})[1]
+    ranks = [observed(rank, gradient, 0, 4) for rank in range(4)]
+    sums = contributions(LAST, {"w": Expected(due, 1e-12)}, ranks, terms)
+    assert sums is not None
+    assert sentence_of(sums, 4, of_program(CASE)) == f"the gradient of w {expected}"
+
+
+def test_a_term_of_one_rank_among_more_terms_than_numbers_is_not_named() -> None:
+    terms, due = _of_four_numbers({0: 0.0, 2: 1.0, 3: 1.0})
+    lacking = due - terms[5].uses["w"][CALLS[0]] / 4
+    ranks = [observed(rank, lacking, 0, 4) for rank in range(4)]
+    assert contributions(LAST, {"w": Expected(due, 1e-12)}, ranks, terms) is None

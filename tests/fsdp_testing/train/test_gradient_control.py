@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_testing import check_training
+from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.train.function import TrainingDiffers
 from fsdp_testing.train.script import Launch, examine
 
@@ -106,32 +106,6 @@ def divides_all_but_the_last_micro_batch(world):
     return engine(world, lambda part: 1.0 if part == PARTS - 1 else 1.0 / PARTS)
 
 
-def shards(world, *, clear=(0,), waits=False):
-    plain, _ = model_of(world)
-    model = fully_shard(plain, mesh=world.mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(STEPS):
-        for part in range(PARTS):
-            if part in clear:
-                optimizer.zero_grad()
-            model.set_requires_gradient_sync(part == PARTS - 1 or not waits)
-            loss_of(model, rows_of(world, step, part)).backward()
-        optimizer.step()
-    return {}
-
-
-def clears_before_each_micro_batch_of_fsdp2(world):
-    return shards(world, clear=range(PARTS))
-
-
-def shards_rightly(world):
-    return shards(world)
-
-
-def shards_and_waits(world):
-    return shards(world, waits=True)
-
-
 def scales(world, *, unscales):
     plain, model = model_of(world)
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)
@@ -155,7 +129,6 @@ def forgets_to_unscale(world):
     ("loop", "message"),
     [
         (clears_before_each_micro_batch, r"lacks backward pass 1 and backward pass 2, at step 0: .*zero_grad"),
-        (clears_before_each_micro_batch_of_fsdp2, r"lacks backward pass 1 and backward pass 2, at step 0: .*zero_grad"),
         (never_clears, "still contains the gradient of the step before"),
         (never_clears_and_clips, "still contains the gradient of the step before"),
         (clears_before_the_step, "lacks every backward pass"),
@@ -274,8 +247,6 @@ def searches_a_line(world):
     "loop",
     [
         accumulates,
-        shards_rightly,
-        shards_and_waits,
         ascends_first,
         trains_two_players,
         spares_the_last_layer,
@@ -289,6 +260,44 @@ def searches_a_line(world):
 )
 def test_a_right_loop_is_not_accused(loop):
     check_training(loop, world_sizes=(1, 2))
+
+
+def measures(world, clear=(0, 1)):
+    """A first backward pass is for the size of its gradient alone."""
+    sizes = []
+
+    def read(optimizer):
+        sizes.append(sum(p.grad.square().sum() for p in optimizer.param_groups[0]["params"]))
+
+    return accumulates(world, clear=clear, before_step=read)
+
+
+def measures_and_drops(world):
+    return engine(world, lambda part: float(part < PARTS - 1))
+
+
+def test_gradients_that_are_measured_and_cleared_are_accepted_by_name():
+    with pytest.raises(TrainingDiffers, match="lacks backward pass 1, .*`--accept measured-gradients` leaves it out"):
+        check_training(measures, world_sizes=(1, 2))
+    check_training(measures, world_sizes=(1, 2), accept=["measured-gradients"])
+
+
+@pytest.mark.parametrize(
+    ("loop", "message"),
+    [
+        (measures_and_drops, "lacks backward pass 3"),
+        (never_clears, "gradient of the step before"),
+        (clears_before_the_step, "lacks every backward pass"),
+    ],
+)
+def test_other_mistakes_fail_though_measured_gradients_are_accepted(loop, message):
+    with pytest.raises(TrainingDiffers, match=message):
+        check_training(loop, world_sizes=(2,), accept=["measured-gradients"])
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(InvalidArgument, match="expected some of .*measured-gradients, got 'measured'"):
+        check_training(measures, accept=["measured"])
 
 
 def test_one_world_is_enough_to_see_a_micro_batch_that_is_lost():

@@ -11,7 +11,7 @@ from torch import nn
 from fsdp_testing import check_training
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.train.comparison import side_by_side
-from fsdp_testing.train.function import TrainingDiffers
+from fsdp_testing.train.function import TrainingDiffers, TrainingUndecided
 from fsdp_testing.train.script import Launch, examine
 
 SCRIPT = str(Path(__file__).parent / "with_idle_parts.py")
@@ -28,6 +28,7 @@ SCRIPT = str(Path(__file__).parent / "with_idle_parts.py")
             ],
         ),
         ("rates", ["nothing: groups were made with learning rates 0.1, 0.01, and at each step all have the same"]),
+        ("schedule", ["nothing: the learning rate's schedule (StepLR) was made and is not stepped in these 3 steps"]),
         ("clip", ["nothing: clip_grad_norm_ clips at no step, norms are at most"]),
         ("loss", ["nothing: the loss does not move, it is 0 at each step"]),
         ("layer", ["nothing: no gradient other than zero reaches 2 of 6 parameters, first unused.weight"]),
@@ -70,6 +71,37 @@ def loses_its_updates(world):
 def test_a_loop_of_which_no_step_moves_a_weight_fails():
     with pytest.raises(TrainingDiffers, match=r"no weight changes in any step, though at step 0 learning rate times"):
         check_training(loses_its_updates, world_sizes=(1, 2))
+
+
+def steps_nothing(world):
+    torch.manual_seed(0)
+    model, losses = nn.Linear(3, 1).double(), []
+    for step in range(2):
+        inputs = torch.randn(12, 3, generator=torch.Generator().manual_seed(step)).double()
+        loss = model(inputs).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+    return {"loss": losses}
+
+
+def steps_by_hand(world):
+    torch.manual_seed(0)
+    model, losses = nn.Linear(3, 1).double(), []
+    for step in range(2):
+        inputs = torch.randn(12, 3, generator=torch.Generator().manual_seed(step)).double()
+        loss = model(inputs).square().mean()
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.data -= 0.1 * parameter.grad
+            parameter.grad = None
+        losses.append(loss.detach())
+    return {"loss": losses}
+
+
+def test_a_loop_that_steps_nothing_and_returns_its_loss_is_no_pass():
+    with pytest.raises(TrainingUndecided, match="2 backward passes ran, no optimizer stepped, no weight moved"):
+        check_training(steps_nothing, world_sizes=(1, 2))
+    check_training(steps_by_hand, world_sizes=(1, 2))
 
 
 def test_a_norm_that_was_not_measured_is_no_zero():

@@ -122,10 +122,21 @@ def test_an_optimizer_that_cannot_be_read_is_unknown_where_weights_agree_and_no_
 def test_a_convention_is_named_and_accepted_and_the_rest_is_judged(kind, name):
     text = said(judge("conventions", "--kind", kind), Verdict.FAIL)
     assert f"If that is meant, `--accept {name}` has one process do the same, and judges the rest." in text
+    assert "each rank's own statistic, by design or by mistake" in text
+    assert (
+        "rows of all ranks: differs; one process that runs the rows of each rank apart, and averages: the same" in text
+    )
     text = said(judge("conventions", "--kind", kind, accept=(name,)), Verdict.PASS)
     assert f"accepted: {name}: " in text
+    assert "which runs the rows of each rank apart and averages" in text
     text = said(judge("conventions", "--kind", kind, "--mistake", "summed", accept=(name,)), Verdict.FAIL)
     assert re.search(r"gradient of \S+weight at step 0", text), text
+
+
+def test_what_differs_beside_a_convention_is_no_statistic_of_a_rank():
+    text = said(judge("conventions", "--kind", "balance", "--mistake", "summed"), Verdict.FAIL)
+    assert "one process that runs the rows of each rank apart, and averages: differs, too" in text
+    assert "each rank's own statistic" not in text
 
 
 def test_a_convention_that_is_accepted_and_not_there_is_said():

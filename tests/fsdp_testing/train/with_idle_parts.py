@@ -26,6 +26,7 @@ optimizer = torch.optim.SGD(groups, momentum=0.9)
 if idle == "rates":
     for group in optimizer.param_groups:
         group["lr"] = 0.1
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1) if idle == "schedule" else None
 loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=False))
 for inputs, targets in loader:
     outputs = model(inputs)

@@ -104,6 +104,10 @@ class Checkpointed(Axis):
         again = "activation_checkpointing", "reentrant_checkpointing"
         return again[: 1 + case.wrapping.checkpoint_reentrant] if case.wrapping.checkpointed else ()
 
+    def simpler(self, case: Case) -> Iterable[Step]:
+        if case.wrapping.checkpointed:
+            yield ("wrapping", ".checkpointed"), planned(case, checkpointed=(), checkpoint_outside=False)
+
     def setup(self, case: Case) -> Mapping[str, Any]:
         return {
             name: getattr(case.wrapping, name)
@@ -120,6 +124,11 @@ class Settings(Axis):
     def problems(self, case: Case) -> Iterable[str]:
         for name in case.wrapping.settings:
             yield from demand("wrapping.settings", name, SETTINGS)
+
+    def simpler(self, case: Case) -> Iterable[Step]:
+        settings = case.wrapping.settings
+        for name in settings:
+            yield ("wrapping", ".settings", name), planned(case, settings=tuple(n for n in settings if n != name))
 
     def setup(self, case: Case) -> Mapping[str, Any]:
         return {"settings": frozenset(case.wrapping.settings)}

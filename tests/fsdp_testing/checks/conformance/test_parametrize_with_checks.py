@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-MODULE = """
-    import fsdp_testing
+ENTRY = {"reason": "known", "kind": "diverged", "quantity": "gradient", "operation": "forward_backward"}
+EXPECTED = {"none": {}, "entry": ENTRY, "reason": "known", "cause": {**ENTRY, "cause": "half of * is lost"}}
+"""What stands in a list of expected failures; a reason alone says no way at all, and matches nothing."""
 
-    @fsdp_testing.parametrize_with_checks(
-        "toy:UNBROKEN", "faults_gradients:SumForMean",
-        checks=("training.gradients_are_means", "offload.trained"),
-        expected_failures={expected},
-    )
-    def test_conformance(check):
+MODULE = """
+    from fsdp_testing import parametrize_with_checks
+
+    MEAN = "training.gradients_are_means"
+    FAULT = "faults_gradients:SumForMean"
+
+    @parametrize_with_checks("toy:UNBROKEN", FAULT, checks=(MEAN, "offload.trained"))
+    def test_none(check):
+        check()
+
+    @parametrize_with_checks("toy:UNBROKEN", FAULT, checks=(MEAN,), expected_failures={{MEAN: {entry}}})
+    def test_entry(check):
+        check()
+
+    @parametrize_with_checks(FAULT, checks=(MEAN,), expected_failures={{MEAN: {reason!r}}})
+    def test_reason(check):
+        check()
+
+    @parametrize_with_checks(FAULT, checks=(MEAN,), expected_failures={{MEAN: {cause}}})
+    def test_cause(check):
         check()
 """
 
@@ -66,47 +83,32 @@ def test_those_of_one_function_go_on_side_by_side(pytester, monkeypatch):
     result.stderr.fnmatch_lines(["ERROR: --check-jobs: expected at most * here (*), got 1000. Give fewer."])
 
 
-def run(pytester, expected, *options):
-    from pathlib import Path
-
+@pytest.mark.parametrize("jobs", [pytest.param("1", marks=pytest.mark.slow), "3"])
+def test_each_check_is_one_test_and_a_failure_of_the_expected_kind_is_a_strict_xfail(pytester, jobs):
     broken = Path(__file__).parents[3] / "quality" / "broken"
-    pytester.makepyfile(MODULE.format(expected=expected))
+    pytester.makepyfile(MODULE.format(**EXPECTED))
     pytester.makeini(f"[pytest]\npythonpath = {broken}\n")
-    return pytester.runpytest_subprocess("-rs", "-v", *options)
-
-
-@pytest.mark.parametrize("jobs", ["1", "3"])
-def test_each_check_is_one_test(pytester, jobs):
-    result = run(pytester, {}, "--check-jobs", jobs)
-    result.assert_outcomes(passed=1, failed=1, skipped=2)
-    result.stdout.fnmatch_lines(
+    result = pytester.runpytest_subprocess("-rs", "-v", "--check-jobs", jobs)
+    # The unbroken one passes although a failure was expected: stale, and reported as a failure.
+    result.assert_outcomes(passed=1, failed=4, skipped=2, xfailed=1)
+    fault = "[[]faults_gradients:SumForMean-training.gradients_are_means[]]"
+    result.stdout.fnmatch_lines_random(
         [
-            "*test_conformance[[]toy:UNBROKEN-training.gradients_are_means[]] PASSED*",
-            "*test_conformance[[]faults_gradients:SumForMean-training.gradients_are_means[]] FAILED*",
+            "*test_none[[]toy:UNBROKEN-training.gradients_are_means[]] PASSED*",
+            f"*test_none{fault} FAILED*",
             "*CheckFailed: faults_gradients:SumForMean training.gradients_are_means: after operation 0 *",
             "*run it again: fsdp-verify run faults_gradients:SumForMean --check training.gradients_are_means --world-size 2",
             "*case, for `fsdp-verify replay FILE --implementation NAME`:*",
             "*not claimed: * does not claim cpu_offload*",
+            f"*test_entry{fault} XFAIL*",
+            "*test_entry[[]toy:UNBROKEN-training.gradients_are_means[]] FAILED*",
+            "*XPASS(strict)*known*",
+            f"*test_reason{fault} FAILED*",
+            f"*test_cause{fault} FAILED*",
         ]
     )
-
-
-ENTRY = {"reason": "known", "kind": "diverged", "quantity": "gradient", "operation": "forward_backward"}
-
-
-def test_an_expected_failure_is_a_strict_xfail(pytester):
-    result = run(pytester, {"training.gradients_are_means": ENTRY})
-    # The unbroken one passes although a failure was expected: stale, and reported as a failure.
-    result.assert_outcomes(xfailed=1, failed=1, skipped=2)
-    result.stdout.fnmatch_lines(["*XPASS(strict)*known*"])
-
-
-@pytest.mark.parametrize("entry", ["known", {**ENTRY, "quantity": "output", "cause": "half of * is lost"}])
-def test_what_fails_in_another_way_than_expected_fails(pytester, entry):
-    """A reason alone says no way at all."""
-    result = run(pytester, {"training.gradients_are_means": entry}, "-k", "SumForMean")
-    result.assert_outcomes(failed=1, skipped=1, deselected=2)
-    result.stdout.fnmatch_lines(["*CheckFailed: faults_gradients:SumForMean *", "*listed as known *"])
+    # Neither the reason alone nor another cause makes it the known failure.
+    result.stdout.fnmatch_lines(["*listed as known *", "*listed as known *"])
 
 
 def test_a_check_is_asked_where_the_decorator_says(monkeypatch):

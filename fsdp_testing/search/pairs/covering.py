@@ -1,0 +1,189 @@
+"""Legal cases that hold every pair of traits: taken from many that are drawn, and made of two where no draw has a pair.
+
+A generator of covering arrays would have to know which combinations are legal, which the normal form alone knows: it would
+need each rule a second time. Drawing costs half a millisecond, and what is drawn is legal.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from typing import TypeVar
+
+from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices, needs_of_case
+from fsdp_testing.cases.records import Case
+from fsdp_testing.search.pairs.traits import traits_of, why_apart, with_options
+
+DRAWN = 9000
+"""Cases of which the covering ones are chosen; many more meet hardly any pair more."""
+DRAWN_OF_ALL = 3000
+"""Cases, drawn as if everything were claimed, that say what a pair needs."""
+TIMES = 3
+"""In so many cases each pair is, where so many that are drawn have it: one that fails for another reason decides nothing."""
+_SEED = 7 << 40
+_EXAMPLES = 3
+_LONGEST = 14
+
+T = TypeVar("T")
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Covering:
+    """What is asked, and of what is not asked why.
+
+    Attributes:
+        traits: In alphabetical order.
+        cases: That hold every pair there is.
+        not_claimed: Pairs that need capabilities which are not claimed, with these.
+        not_expressible: Pairs of which no legal case consists, with the reason.
+        not_met: Pairs that no drawn case has, and that were taken apart wherever a case was made of them.
+    """
+
+    traits: tuple[str, ...]
+    cases: tuple[Case, ...]
+    not_claimed: dict[Pair, str]
+    not_expressible: dict[Pair, str]
+    not_met: dict[Pair, str]
+
+
+def covering(scope: Scope) -> Covering:
+    """Return cases of a scope that hold every pair of traits which legal cases of it can have."""
+    pool = _Pool(scope)
+    pool.draw(DRAWN)
+    needs = _Needs(scope)
+    traits = tuple(sorted({*pool.numbers, *needs.of_trait}))
+    not_claimed, not_expressible, not_met = {}, {}, {}
+    for pair in combinations(traits, 2):
+        if pool.has(pair):
+            continue
+        reason = why_apart(*pair)
+        if reason:
+            not_expressible[pair] = reason
+        elif missing := needs.of(pair) - scope.capabilities:
+            not_claimed[pair] = ", ".join(sorted(missing))
+        elif not pool.make(pair):
+            not_met[pair] = "no drawn case has both, and the legal form of each that was made of them drops one"
+    return Covering(traits, tuple(pool.chosen(TIMES)), not_claimed, not_expressible, not_met)
+
+
+def _drawers(scope: Scope) -> list[CaseDrawer]:
+    """One drawer for each world size, which is the usual one there."""
+    sizes = scope.world_sizes
+    return [CaseDrawer(replace(scope, world_sizes=(*sizes[at:], *sizes[:at]))) for at in range(len(sizes))]
+
+
+class _Pool:
+    """Cases, each with a bit mask of its traits; and for each trait the mask of those that it has met."""
+
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope
+        self._drawers = _drawers(scope)
+        self.numbers: dict[str, int] = {}
+        self._cases: list[tuple[Case, int]] = []
+        self._met: defaultdict[int, int] = defaultdict(int)
+        self._examples: defaultdict[str, list[Case]] = defaultdict(list)
+
+    def draw(self, count: int) -> None:
+        """Draw cases, each with some of the options that are not drawn elsewhere."""
+        for number in range(count):
+            choices, drawer = SeededChoices(_SEED + number), self._drawers[number % len(self._drawers)]
+            case = drawer.draw(choices)
+            more = drawer.shape(with_options(case, choices))
+            self._add(more if self._fair(more) else case)
+
+    def has(self, pair: Pair) -> bool:
+        """Return whether a case has both traits."""
+        first, second = map(self.numbers.get, pair)
+        return first is not None and second is not None and bool(self._met[first] >> second & 1)
+
+    def make(self, pair: Pair) -> bool:
+        """Make a case of two that have one trait each, and keep it if its legal form has both."""
+        first, second = (self._examples[trait] for trait in pair)
+        shape = self._drawers[0].shape
+        for one, other in product(first, second):
+            for mixed in _mixed(one, other):
+                case = shape(mixed)
+                if self._fair(case) and set(pair) <= traits_of(case):
+                    self._add(case)
+                    return True
+        return False
+
+    def chosen(self, times: int) -> Iterator[Case]:
+        """Yield cases that hold every pair so many times, if so many have it: those first that hold the most."""
+        met = [defaultdict[int, int](int) for _ in range(times)]
+        left, least = self._cases, 256
+        while least:
+            passed_over = []
+            for case, mask in left:
+                new = sum((mask & ~met[-1][bit]).bit_count() for bit in _bits(mask))
+                if new < 2 * least:
+                    passed_over += [(case, mask)] if new else []
+                    continue
+                yield case
+                for bit in _bits(mask):
+                    carried = mask
+                    for layer in met:
+                        carried, layer[bit] = carried & layer[bit], layer[bit] | carried
+            left, least = passed_over, least // 2
+
+    def _fair(self, case: Case) -> bool:
+        return bool(case.program) and needs_of_case(case) <= self._scope.capabilities
+
+    def _add(self, case: Case) -> None:
+        traits = traits_of(case)
+        mask = sum(1 << self.numbers.setdefault(trait, len(self.numbers)) for trait in traits)
+        self._cases.append((case, mask))
+        for trait in traits:
+            self._met[self.numbers[trait]] |= mask
+            if len(self._examples[trait]) < _EXAMPLES:
+                self._examples[trait].append(case)
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
+
+
+def _mixed(one: Case, other: Case) -> Iterator[Case]:
+    """Yield cases whose parts are those of two others: every combination of model, program, world, dtypes and the rest."""
+    programs = [one.program, other.program, (*one.program, *other.program)[:_LONGEST]]
+    programs.append((*other.program, *one.program)[:_LONGEST])
+    models = [(case.model, case.wrapping) for case in (one, other)]
+    again = other.wrapping.units if one.wrapping.checkpointed else ()
+    models.append((other.model, replace(other.wrapping, checkpointed=again)))
+    worlds = [(case.world, case.strategy) for case in (one, other)]
+    numbers = list(product((one.model.dtype, other.model.dtype), (one.mixed_precision, other.mixed_precision)))
+    rest = [(case.cpu_offload, case.optimizer) for case in (one, other)]
+    for program, (model, wrapping), (world, strategy), (dtype, precision), (offload, optimizer) in product(
+        programs, models, worlds, numbers, rest
+    ):
+        yield Case(
+            replace(model, dtype=dtype), world, program, one.seed, wrapping, strategy, precision, offload, optimizer
+        )
+
+
+class _Needs:
+    """What pairs need, whatever is claimed: what all cases that have one have in common."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.of_trait: dict[str, frozenset[str]] = {}
+        drawers = _drawers(replace(scope, capabilities=Scope().capabilities))
+        self._seen: list[tuple[frozenset[str], frozenset[str]]] = []
+        for number in range(DRAWN_OF_ALL):
+            choices, drawer = SeededChoices(_SEED + number), drawers[number % len(drawers)]
+            case = drawer.shape(with_options(drawer.draw(choices), choices))
+            traits, needs = traits_of(case), needs_of_case(case)
+            self._seen.append((traits, needs))
+            for trait in traits:
+                self.of_trait[trait] = self.of_trait.get(trait, needs) & needs
+
+    def of(self, pair: Pair) -> frozenset[str]:
+        """Return the capabilities without which no case has both traits."""
+        apart = frozenset().union(*(self.of_trait.get(trait, frozenset()) for trait in pair))
+        together = [needs for traits, needs in self._seen if set(pair) <= traits]
+        return apart | (frozenset.intersection(*together) if together else frozenset())

@@ -1,0 +1,132 @@
+"""What became of each pair: computed once from the verdicts on cases; terminal, page and JSON show the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from fsdp_testing.base.document import Format
+from fsdp_testing.cases.records import Verdict
+from fsdp_testing.search.campaign.tally import exit_code_of
+from fsdp_testing.search.pairs.covering import Covering, Pair
+from fsdp_testing.search.pairs.traits import traits_of
+from fsdp_testing.search.state import State, Verdicts
+
+FORMAT = Format("fsdp_testing/pairs", 1)
+
+HOLDS, FAILS, REFUSED, KNOWN, UNKNOWN, OPEN = "holds", "fails", "refused", "fails as known", "unknown", "not run yet"
+NOT_CLAIMED, NOT_EXPRESSIBLE, NOT_MET = "not claimed", "not expressible", "not met"
+WORDS = (HOLDS, FAILS, REFUSED, KNOWN, UNKNOWN, OPEN, NOT_MET, NOT_CLAIMED, NOT_EXPRESSIBLE)
+ASKED = WORDS[: WORDS.index(OPEN)]
+"""What may become of a pair that was asked. It holds if one case that has it passes; else it is what all of them are."""
+_REFUSAL = "NotImplementedError"
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What became of every pair.
+
+    Attributes:
+        implementation: Its name.
+        environment: Versions.
+        exit_code: 1 if a case fails that no known failure explains, 3 if one is unknown or none decides, else 0.
+        cases: How many cases have each verdict, those without what a known failure is about included.
+        traits: In alphabetical order.
+        counts: How many pairs became what.
+        matrix: For each trait one letter for each trait before it: the place in `words` of what became of the pair.
+        words: What letters mean.
+        reasons: What is not claimed, expressible or met -> why -> how many pairs.
+        wrong: Pairs of which no case passes -> what became of them, and why the first case does not.
+    """
+
+    implementation: str
+    environment: Mapping[str, str]
+    exit_code: int
+    cases: Mapping[str, int]
+    traits: tuple[str, ...]
+    counts: Mapping[str, int]
+    matrix: tuple[str, ...]
+    words: tuple[str, ...]
+    reasons: Mapping[str, Mapping[str, int]]
+    wrong: tuple[tuple[str, str, str, str], ...]
+
+    def word(self, row: int, column: int) -> str:
+        """Return what became of the pair of a trait and one before it."""
+        return self.words[int(self.matrix[row][column])]
+
+    @property
+    def conclusion(self) -> str:
+        """Return it in a sentence."""
+        asked = sum(self.counts.get(word, 0) for word in ASKED)
+        parts = [f"{self.counts.get(HOLDS, 0):,} of {asked:,} pairs that were asked hold"]
+        for word in (FAILS, REFUSED, KNOWN, UNKNOWN, OPEN, NOT_MET):
+            parts += [f"{self.counts[word]:,} {word}"] if self.counts.get(word) else []
+        return "; ".join(parts)
+
+    def to_json(self) -> str:
+        """Return it as a JSON document."""
+        return FORMAT.write(self, indent=1)
+
+
+def summary_of(
+    name: str, environment: Mapping[str, str], covering: Covering, state: State, *, discovered: Sequence[object] = ()
+) -> Summary:
+    """Return what a campaign on the cases of a covering says; `state` may be that of one part of it."""
+    first, of = state.shard
+    part = covering.cases[first - 1 :: of]
+    verdicts = Verdicts(state.verdicts, {int(number): reason for number, reason in state.reasons.items()})
+    became: dict[Pair, str] = {}
+    because: dict[Pair, str] = {}
+    for number, case in enumerate(part):
+        word, why = _word(verdicts, number)
+        for pair in combinations(sorted(traits_of(case)), 2):
+            if pair not in became or _rank(word) < _rank(became[pair]):
+                became[pair], because[pair] = word, why
+    closed = {
+        **dict.fromkeys(covering.not_claimed, NOT_CLAIMED),
+        **dict.fromkeys(covering.not_expressible, NOT_EXPRESSIBLE),
+        **dict.fromkeys(covering.not_met, NOT_MET),
+    }
+    words = {pair: became.get(pair) or closed.get(pair, OPEN) for pair in combinations(covering.traits, 2)}
+    traits = covering.traits
+    return Summary(
+        implementation=name,
+        environment=environment,
+        exit_code=exit_code_of(state.counts(), list(discovered)),  # type: ignore[arg-type]
+        cases={verdict.value: count for verdict, count in state.counts().items()},
+        traits=traits,
+        counts=dict(Counter(words.values())),
+        matrix=tuple(
+            "".join(str(WORDS.index(words[low, high])) for low in traits[:at]) for at, high in enumerate(traits)
+        ),
+        words=WORDS,
+        reasons={
+            NOT_CLAIMED: dict(Counter(covering.not_claimed.values()).most_common()),
+            NOT_EXPRESSIBLE: dict(Counter(covering.not_expressible.values()).most_common()),
+            NOT_MET: {" with ".join(pair): 1 for pair in covering.not_met},
+        },
+        wrong=tuple(_wrong(words, because)),
+    )
+
+
+def _word(verdicts: Verdicts, number: int) -> tuple[str, str]:
+    """What the verdict on a case says of its pairs, and why."""
+    verdict = verdicts[number] if number < len(verdicts) else None
+    reason = verdicts.reasons.get(number)
+    why = reason.text if reason is not None else ""
+    if verdict is Verdict.FAIL:
+        return (REFUSED if reason and any(look.startswith(_REFUSAL) for look in reason.looks) else FAILS), why
+    named = {Verdict.PASS: HOLDS, Verdict.EXPECTED_FAILURE: KNOWN, Verdict.UNKNOWN: UNKNOWN, None: OPEN}
+    return named[verdict], why
+
+
+def _rank(word: str) -> int:
+    """Among cases that have a pair the one with the lowest rank says what becomes of it."""
+    return (HOLDS, FAILS, REFUSED, UNKNOWN, KNOWN, OPEN).index(word)
+
+
+def _wrong(words: Mapping[Pair, str], because: Mapping[Pair, str]) -> Iterator[tuple[str, str, str, str]]:
+    for word in (FAILS, REFUSED, UNKNOWN, KNOWN):
+        yield from ((*pair, word, because[pair]) for pair, became in words.items() if became == word)

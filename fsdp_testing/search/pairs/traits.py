@@ -1,0 +1,160 @@
+"""What is in a case, as traits of which any two may meet: tags of its axes and its model, and what its program does.
+
+Traits are the words of `judging/tags.py`, each once. A pair of which no legal case consists has a reason here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import cache, partial
+from math import prod
+
+from fsdp_testing.cases.drawing import Choices, needs_of_case
+from fsdp_testing.cases.models import MODELS
+from fsdp_testing.cases.models.tree import unit_names
+from fsdp_testing.cases.models.tree_schema import parameters
+from fsdp_testing.cases.records import Case
+from fsdp_testing.cases.records.axes.axis import planned
+from fsdp_testing.cases.records.schedule import plan
+from fsdp_testing.cases.records.specs import PREFETCH, STRATEGIES
+from fsdp_testing.judging.tags import tags
+
+ZOO = "zoo"
+_SAID_OTHERWISE = frozenset(
+    {
+        *STRATEGIES.values(), "nested_wrapping", "policy_wrapping", "mixed_precision", "reduce_dtype", "buffer_dtype",
+        "cpu_offload", "prefetch", "activation_checkpointing", "forward_edits",
+    }
+)  # fmt: skip
+"""Capabilities that another trait says more closely; forwards that edit parameters are one model of the zoo."""
+_FOLLOWS = frozenset({"whole_parameters", "gathered_until_backward"})
+"""Tags that follow from strategy and mesh."""
+_LARGE = 1000
+
+
+def traits_of(case: Case) -> frozenset[str]:
+    """Return the traits of a legal case; operations that are void have no part in it."""
+    return frozenset(_traits(case))
+
+
+def _traits(case: Case) -> Iterator[str]:
+    yield from (tag for tag in tags(case) - _FOLLOWS if not tag.startswith(("needs:", "zoo:")))
+    yield from needs_of_case(replace(case, program=())) - _SAID_OTHERWISE
+    for step in plan(case):
+        if not step.void:
+            kind, _, variants = step.operation.token().rstrip("]").partition("[")
+            yield from (f"{kind}:{variant}" if variant else kind for variant in variants.split(","))
+    wrapping = case.wrapping
+    if wrapping.checkpointed:
+        yield "recomputed:around" if wrapping.checkpoint_outside else "recomputed:inside"
+    if wrapping.forward_prefetch:
+        yield "forward_prefetch"
+    if case.model.tree is None:
+        yield ZOO
+    elif any(prod(spec.shape) >= _LARGE for spec in parameters(case.model.tree)):
+        yield "large_parameters"
+
+
+# ----------------------------------------------------------------------------------------------- what is not drawn
+
+_SETTINGS = (
+    "gradient_views", "small_buckets", "sum_reduction", "kept_after_backward", "partial_reshard", "last_dimension",
+)  # fmt: skip
+"""Settings that mean the same in every case. The others are a promise of the user's (`static_graph`), change numbers
+(`divide_factor`), communicate in `no_sync` (`late_all_reduce`), or say where something is or whose methods are called:
+the checks ask these."""
+_SET_ONE_IN = 8
+
+Setter = Callable[[Case, Choices], Case]
+
+
+def _recomputed(case: Case, choices: Choices, *, outside: bool) -> Case:
+    names = unit_names(case.model.tree) if case.model.tree is not None else ()
+    zoo = MODELS.get(case.model.name)
+    if zoo is not None and not {"forward_edits", "buffers", "loss_bypasses_output", "opaque_outputs"} & zoo.needs:
+        names = zoo.units
+    chosen = tuple(name for name in names if choices.chance(2)) or names[:1]
+    return planned(case, checkpointed=chosen, checkpoint_outside=outside and bool(chosen))
+
+
+def _with_setting(case: Case, choices: Choices, *, name: str) -> Case:
+    return planned(case, settings=(*case.wrapping.settings, name))
+
+
+_SETTERS: tuple[Setter, ...] = (
+    partial(_recomputed, outside=False),
+    partial(_recomputed, outside=True),
+    lambda case, choices: planned(case, forward_prefetch=True),
+    lambda case, choices: planned(case, backward_prefetch=choices.pick(PREFETCH[1:])),
+    *(partial(_with_setting, name=name) for name in _SETTINGS),
+)
+
+
+def with_options(case: Case, choices: Choices) -> Case:
+    """Return a drawn case with some of the options that campaigns do not draw.
+
+    There a new feature would change the case of every seed.
+    """
+    for setter in _SETTERS:
+        if choices.chance(_SET_ONE_IN):
+            case = setter(case, choices)
+    return case
+
+
+# ----------------------------------------------------------------------------------------------- what cannot meet
+
+_ONE_VALUE = frozenset(
+    {
+        "strategy", "mesh", "world", "tensor_parallel", "dtype", "optimizer", "units", "param_dtype", "reduce_dtype",
+        "buffer_dtype", "policy", "backward_prefetch", "recomputed",
+    }
+)  # fmt: skip
+_LOW = "param_dtype:* reduce_dtype:* buffer_dtype:*"
+_ELSEWHERE = "reload:* train_elsewhere:*"
+
+_OF_TREES = (
+    "node:* group:* returns:* dtype_of_part:* policy:* ignored_parameters one_element_unit uneven_parameters "
+    "large_parameters move:* layout:* cut:*"
+)
+APART: tuple[tuple[str, str, str], ...] = (
+    ("only hybrid sharding has a mesh", "mesh:*", "strategy:full_shard strategy:shard_grad_op strategy:no_shard"),
+    ("what a model of the zoo consists of is not known without building it", ZOO, _OF_TREES),
+    ("which units a policy makes is the implementation's own", "policy:*",
+     "units:[123] reload:plan train_elsewhere:plan one_element_unit"),
+    ("low precision is compared bit by bit, and a product of a transposed matrix may be rounded otherwise", _LOW,
+     "strided_parameters"),
+    ("activations in low precision may pass through an ignored module that nobody casts", _LOW, "ignored_parameters"),
+    ("which casts a part of another dtype sees is each implementation's own", _LOW, "dtype_of_part:*"),
+    ("what is saved in low precision may be rounded", _LOW, f"{_ELSEWHERE} save"),
+    ("second derivatives through casts are rounded where each implementation casts", _LOW, "unusual_backward:penalty"),
+    ("a cast of the whole model has one meaning with one dtype, and before a model is made anew", "move:float*",
+     f"{_LOW} dtype_of_part:* {_ELSEWHERE} move:float*"),
+    ("the largest of no elements is not defined", "clip:inf", "empty_parameters"),
+    ("nobody sees that backward begins where an output is in an object of the user's own, or kept aside", "recomputed:*",
+     "returns:opaque opaque_outputs group:keeps loss_bypasses_output"),
+    ("a parameter under two names is replaced under one of them", "replace_parameters", "alias"),
+)  # fmt: skip
+"""Why traits cannot meet in one case: the reason, and patterns of traits of which those before cannot meet those after."""
+
+
+@cache
+def why_apart(first: str, second: str) -> str:
+    """Return why no legal case has both traits; empty if nothing that is known keeps them apart."""
+    kinds = first.partition(":")[0], second.partition(":")[0]
+    if kinds[0] == kinds[1] and kinds[0] in _ONE_VALUE:
+        return f"a case has one {kinds[0]}"
+    for mesh, world in ((first, second), (second, first)):
+        if mesh.startswith("mesh:") and world.startswith("world:"):
+            ranks = prod(map(int, mesh[5:].split("x")))
+            return "" if str(ranks) == world[6:] else f"the mesh has {ranks} ranks"
+    for reason, left, right in APART:
+        for one, other in ((first, second), (second, first)):
+            if _matches(one, left) and _matches(other, right):
+                return reason
+    return ""
+
+
+def _matches(trait: str, patterns: str) -> bool:
+    return any(fnmatchcase(trait, pattern) for pattern in patterns.split())
