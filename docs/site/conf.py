@@ -11,15 +11,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 project = PROJECT["name"]
 release = PROJECT["version"]
 extensions = ["myst_parser", "sphinx_external_toc", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-include_patterns = [
-    "README.md",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "SECURITY.md",
-    "CODE_OF_CONDUCT.md",
-    "docs/**.md",
-    "examples/*/README.md",
-]
+include_patterns = ["*.md", "docs/**.md", "examples/*/README.md"]
 external_toc_path = "docs/site/toc.yml"
 html_theme = "furo"
 html_title = "fsdp-testing"

@@ -100,9 +100,9 @@ def contributions(
     everything = _merged(flats)
     by_rank = [(rank, flat) for rank, flat in enumerate(flats) if any(bool((~v.isnan()).any()) for v in flat.values())]
     for fqns in dict.fromkeys(((*due,), *((fqn,) for fqn in due))):
+        wanted = {fqn: expected[fqn] for fqn in fqns}
         for by_use in (False, True):
             columns = _columns(terms, fqns, due, by_use=by_use)
-            wanted = {fqn: expected[fqn] for fqn in fqns}
             if everything is not None:
                 weights = _decoded(columns, wanted, everything, len(ranks), unit_roundoff)
                 if weights is not None and _any_wrong(weights):

@@ -1,4 +1,4 @@
-"""Does docs/design.md name files that exist?"""
+"""Do docs/design.md and its walks name files that exist?"""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ def paths_named(text: str) -> set[str]:
 
 
 def test_every_file_that_the_design_names_is_there() -> None:
-    named = paths_named((ROOT / "docs" / "design.md").read_text(encoding="utf-8"))
+    pages = [ROOT / "docs" / name for name in ("design.md", "appendix/walks.md")]
+    named = paths_named("".join(page.read_text(encoding="utf-8") for page in pages))
     absent = sorted(path for path in named if not any((top / path).is_file() for top in TOPS))
     assert len(named) > 80
-    assert not absent, f"docs/design.md names files that are not there: {absent}"
+    assert not absent, f"docs/design.md or its walks name files that are not there: {absent}"
 
 
 def test_a_file_that_is_gone_would_be_seen() -> None:
