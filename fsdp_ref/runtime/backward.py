@@ -62,6 +62,7 @@ def pre_backward(unit: Unit) -> None:
     """
     root = unit.root
     assert root is not None  # the unit ran forward
+    unit.creates_graph = torch.is_grad_enabled()
     task = root.enter_backward()
     flush_partial(root, unit, task)
     if unit.life.state is not UnitState.BACKWARD:
@@ -102,7 +103,9 @@ def _enter(root: Root, unit: Unit, task: int) -> None:
             # Not for autograd, which makes its own views: for a forward that checkpointing runs again in here.
             record = unit.graph.record
             views = [alias(view) for view in handle.compute_views()] if record is None else record.views
-            handle.originals.show_computing(handle.originals.unflattened(views) if record is None else views)
+            handle.originals.show_computing(
+                handle.originals.unflattened(views) if record is None else unit.computing(views)
+            )
         unit.move(UnitState.BACKWARD)
         unit.backward_task = task
         prefetch.in_backward(root, unit, BackwardPrefetch.BACKWARD_PRE)

@@ -100,7 +100,7 @@ def _gather(unit: Unit, root: Root, frame: Frame) -> None:
         frame.record = tracked_views(unit, root)
         if not frame.replay:
             root.open_records.append(frame.record)
-        handle.originals.show_computing(frame.record.views)
+        handle.originals.show_computing(unit.computing(frame.record.views) if frame.replay else frame.record.views)
     frame.compute()
 
 

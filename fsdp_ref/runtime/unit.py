@@ -8,12 +8,12 @@ in its life is one ``states.UnitState``; :meth:`Unit.reshard` is the one way to 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_ref.autograd.graph_ties import GraphSide
 from fsdp_ref.config import (
@@ -72,6 +72,7 @@ class Unit:
         forward_targets: units to gather ahead of need in this one's forward; None: as settings say.
         backward_targets: the same in its backward.
         unguarded: autograd saved views of the latest forward, and not by way of our hooks.
+        creates_graph: the backward that it is in makes a graph of its own (``create_graph``).
         backward_task: the backward pass that state BACKWARD began in, -1 in other states.
     """
 
@@ -112,6 +113,7 @@ class Unit:
         self.ahead: Ahead | None = None
         self.awaits_backward = False
         self.unguarded = False
+        self.creates_graph = False
         self.backward_task = -1
         self.forward_targets: tuple[Unit, ...] | None = None
         self.backward_targets: tuple[Unit, ...] | None = None
@@ -234,6 +236,14 @@ class Unit:
             handle.reshard()
             handle.streams.free_rest()  # no gather of the same pass follows that would
         handle.originals.show_sharded()
+
+    def computing(self, views: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return what a forward that checkpointing runs again in backward computes with.
+
+        Checkpointing keeps what that forward saves by itself, past our hooks. With ``create_graph`` it is read once more,
+        by the backward of the new graph, when the buffer is gone: then modules compute with copies that the graph owns.
+        """
+        return [view.clone() for view in views] if self.creates_graph else views
 
     def drop_out_of_date(self) -> None:
         """Free full parameters that were gathered before the parameters were changed; who needs them gathers anew.

@@ -185,3 +185,31 @@ def test_checkpointing_with_low_precision(lab, path, kind):
     got = {n.replace("_checkpoint_wrapped_module.", ""): p for n, p in lab.params(model).items()}
     want = lab.params(plain)
     assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_penalty_on_gradients_of_inputs_runs_it_again(lab, path, where):
+    """The graph of the first backward reads what the second forward computed with, when the buffer is gone."""
+
+    def loss(model, batch):
+        x = batch.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(model(x).pow(3).sum(), x, create_graph=True)
+        return model(x).sum() + grad.pow(2).sum()
+
+    reference = lab.make(lambda: Chain(lab.Block))
+    model = copy.deepcopy(reference)
+    for index, block in enumerate(model.blocks):
+        if where == "inside":
+            model.blocks[index] = lab.shard(checkpoint_wrapper(block, KINDS["non-reentrant"]), path)
+        else:
+            model.blocks[index] = checkpoint_wrapper(lab.shard(block, path), KINDS["non-reentrant"])
+    model = lab.shard(model, path)
+    for step in range(2):
+        loss(model, lab.batch(step)).backward()
+        for batch in lab.batches(step):
+            (loss(reference, batch) / lab.world.size).backward()
+    for each in (model, reference):
+        torch.optim.SGD(each.parameters(), lr=0.01).step()
+    got = {n.replace("_checkpoint_wrapped_module.", ""): p for n, p in lab.params(model).items()}
+    lab.assert_same(got, {n: p.detach() for n, p in reference.named_parameters()})
