@@ -186,20 +186,25 @@ class _Issued:
     """
 
     def __init__(self, accounted: AccountedProgram | None = None) -> None:
-        self._texts: dict[int, list[str]] = {}
+        self._calls: dict[int, list[Call]] = {}
         self._accounted = accounted
         self.groups: dict[int, tuple[int, ...]] = {}
 
     def __call__(self, group: GroupIdentity, call: Call, _site: str) -> None:
-        self._texts.setdefault(group.key, []).append(call.text)
+        self._calls.setdefault(group.key, []).append(call)
         self.groups[group.key] = group.members
         if self._accounted is not None:
             self._accounted.collective(group, call)
 
     def summary(self) -> dict[int, tuple[int, int]]:
-        """Return number and digest by group key."""
-        hashes = {k: hashlib.blake2b("|".join(texts).encode(), digest_size=8) for k, texts in self._texts.items()}
-        return {key: (len(texts), int.from_bytes(hashes[key].digest(), "little")) for key, texts in self._texts.items()}
+        """Return number and digest by group key: of what has to be equal on all members, not of the sizes that each may send."""
+        return {key: (len(calls), _digest(calls)) for key, calls in self._calls.items()}
+
+
+def _digest(calls: Sequence[Call]) -> int:
+    texts = {call: repr(call.what) for call in dict.fromkeys(calls)}
+    joined = "|".join(map(texts.__getitem__, calls))
+    return int.from_bytes(hashlib.blake2b(joined.encode(), digest_size=8).digest(), "little")
 
 
 def setup_on(world: World, case: Case, module: nn.Module) -> Setup:

@@ -7,16 +7,19 @@ import weakref
 from pathlib import Path
 
 import pytest
+import torch
 from fuzz_cases import case, micro
 from torch import nn
 
 from fsdp_testing import run_ranks
 from fsdp_testing.cases.records import Case, Clip, Observe, Step
-from fsdp_testing.judging.batch import Watch
+from fsdp_testing.judging.batch import Watch, _Issued
 from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.oracle import rank_jobs
 from fsdp_testing.oracle.rank_jobs import survivors
+from fsdp_testing.ranks.ledger.calls import call_for
+from fsdp_testing.ranks.ledger.records import GroupIdentity
 from fsdp_testing.ranks.pool import default_pool
 
 GOOD = case(micro(1), Step(), strategy="full_shard")
@@ -177,3 +180,14 @@ def test_a_thread_of_torch_lets_go_a_moment_later(monkeypatch: pytest.MonkeyPatc
     kept = [nn.Linear(1, 1)]
     monkeypatch.setattr(rank_jobs.time, "sleep", lambda seconds: kept.clear())
     assert survivors([(0, weakref.ref(kept[0]))]) == []
+
+
+def test_ranks_that_send_uneven_parts_issue_the_same_collectives():
+    group = GroupIdentity(1, "group", (0, 1), blocking_host=True)
+    summaries = []
+    for sizes, operation in ((3, "sum"), (7, "sum"), (7, "max")):
+        issued = _Issued()
+        issued(group, call_for(("all_to_all_single", (), torch.uint8, torch.Size([sizes]))), "")
+        issued(group, call_for(("all_reduce", (operation,), torch.float64, torch.Size([2]))), "")
+        summaries.append(issued.summary())
+    assert summaries[0] == summaries[1] != summaries[2]
