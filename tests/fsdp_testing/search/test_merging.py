@@ -17,7 +17,7 @@ from fsdp_testing.errors import InvalidArgument, InvalidRecord
 from fsdp_testing.judging.known import KnownFailures
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.ranks.pool import Pool
-from fsdp_testing.search.campaign import campaign
+from fsdp_testing.search.campaign import plan as campaign_plan
 from fsdp_testing.search.campaign.campaign import Campaign, Plan
 from fsdp_testing.search.campaign.writing import findings_in, write_files
 from fsdp_testing.search.merging import MergedCampaign, joined, merge_campaigns, total
@@ -155,7 +155,7 @@ def test_a_part_goes_on_as_that_part_only(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         with pytest.raises(InvalidRecord, match=said):
             begun(other)
-    monkeypatch.setattr(campaign, "source_digest", lambda _: "another")
+    monkeypatch.setattr(campaign_plan, "source_digest", lambda _: "another")
     with pytest.raises(InvalidRecord, match="the implementation, or fsdp-testing, has changed since"):
         begun(plan)
 
@@ -165,7 +165,7 @@ def test_a_whole_campaign_goes_on_after_a_change_with_the_next_number_and_says_n
 ) -> None:
     plan = Plan(registry.adapter_of("torch-ddp"), Scope(), tmp_path, seed=3)
     part(tmp_path, 1, subject=plan.subject, shard=(1, 1), verdicts="pf.ue", variants={"fail": 1})
-    assert begun(plan)._verdicts.letters == "pf.ue"
+    assert begun(plan).verdicts.letters == "pf.ue"
     for change in (replace(plan, seed=4), replace(plan, scope=Scope(world_sizes=(3,)))):
         begun(change).save()
         state = read_state(tmp_path / "state.json")

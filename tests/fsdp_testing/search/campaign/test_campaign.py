@@ -151,7 +151,7 @@ def test_what_an_earlier_run_found_is_a_failure_each_time_it_is_met(tmp_path: Pa
     run = Campaign(
         Plan(adapter, Scope(adapter.capabilities), tmp_path), default_pool(), lambda _: None, lambda *_: None
     )
-    number = run._verdicts.add_case()
+    number = run.verdicts.add_case()
     assert not run._take_result(QueuedCase(met, number), JudgedCase(met, Judgement(Verdict.FAIL, off)))
     assert (run.tally.known[earlier.name], run.tally.found_before[earlier.name]) == (1, 1)
     assert run.tally.exit_code == 1
