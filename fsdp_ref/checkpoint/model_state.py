@@ -185,7 +185,8 @@ def _open(unit: Unit, module: nn.Module, *, loading: bool) -> None:
         unit.absorb()
     else:
         rank0_only = not loading and _left_to_rank_zero(unit) and not _takes_part(unit)
-        by_rows = form is StateDictType.SHARDED_STATE_DICT and not values_are_read(unit.holder, loading=loading)
+        by_rows = form is StateDictType.SHARDED_STATE_DICT and unit.handle.sharded
+        by_rows = by_rows and not values_are_read(unit.holder, loading=loading)
         by_rows = by_rows and not (loading and unit.handle.originals.extended)  # an extension writes to what it shows
         parameters = summon(unit.holder, SummonOptions(False, loading, rank0_only, gather=not by_rows))
         rows = {} if by_rows else None

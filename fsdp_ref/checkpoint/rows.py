@@ -81,7 +81,7 @@ class Rows:
         """Return this rank's rows of parameters, in memory of their own.
 
         Args:
-            pieces: by the parameter's index what this rank's shard has of it, flat; may be empty.
+            pieces: by the parameter's index what this rank's shard has of it, as ``Originals.pieces_of`` gives it; may be empty.
             dtype: of all pieces.
 
         Collectives:
@@ -90,7 +90,7 @@ class Rows:
         device = self._handle.config.device
         flat = {index: torch.empty(self.span(index, self._me).numel, dtype=dtype, device=device) for index in pieces}
         self._exchange(
-            _parts(pieces, {index: list(self._of_shard(index)) for index in pieces}),
+            _parts(_in_storage_order(self._handle, pieces), {index: list(self._of_shard(index)) for index in pieces}),
             _parts(flat, {index: list(self._of_rows(index)) for index in pieces}),
         )
         return {index: self._shaped(index, rows) for index, rows in flat.items()}
@@ -149,8 +149,11 @@ class Rows:
 
 
 def rows_in(value: Any, handle: FlatHandle, index: int) -> Tensor | None:
-    """Return this rank's rows of a parameter in a DTensor that is cut as `Spread` cuts; None for anything else."""
-    if not is_dtensor(value) or handle.originals.extensions[index] is not None:
+    """Return this rank's rows of a parameter in a DTensor that is cut as `Spread` cuts; None for anything else.
+
+    Where one rank has all of a parameter, nothing has to be exchanged.
+    """
+    if not handle.sharded or not is_dtensor(value) or handle.originals.extensions[index] is not None:
         return None
     from torch.distributed.tensor import Replicate, Shard
 
@@ -178,6 +181,14 @@ def values_are_read(module: nn.Module, *, loading: bool) -> bool:
 def _is_foreign(hook: Any) -> bool:
     hook = getattr(hook, "hook", hook)  # torch wraps some of them
     return not str(getattr(hook, "__module__", "")).startswith("fsdp_ref.")
+
+
+def _in_storage_order(handle: FlatHandle, pieces: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return pieces flat. Those of a shard are; where one rank has all (a shard group of one), they have shapes."""
+    if handle.sharded:
+        return dict(pieces)
+    orders = {index: handle.layout.params[index].storage_order for index in pieces}
+    return {index: piece.permute(orders[index]).reshape(-1) for index, piece in pieces.items()}
 
 
 def piece_of(handle: FlatHandle, index: int, full: Tensor) -> Tensor:

@@ -77,6 +77,15 @@ def test_the_reference_passes(name):
     assert [result.verdict.value for result in found] == ["pass"] * 13, [result.judgement.why for result in found]
 
 
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_the_reference_saves_a_scalar_where_each_shard_group_is_one_rank(strategy):
+    nodes = ({"kind": "scale", "shape": "scalar", "name": "a"}, {"kind": "linear", "name": "b", "out": 3})
+    elsewhere = TrainElsewhere(Batch(7), 1, True, None, strategy, directory=True)
+    hybrid = {"world": WorldSpec(2, mesh=(2, 1)), "strategy": "hybrid_shard_zero2", "optimizer": ADAMW}
+    answer = CaseRunner(default_pool()).judge("fsdp_ref-composable", case(*program(elsewhere), nodes=nodes, **hybrid))
+    assert answer.verdict.value == "pass", answer.judgement.why
+
+
 @pytest.mark.parametrize("fault", ["LastShardLost", "MomentsByPlace"])
 def test_what_is_lost_on_the_way_is_seen(fault):
     cases = [case(*program(Reload()), **THREE), *here_and_there(units=(None,))]
