@@ -198,6 +198,7 @@ def test_documents_keep_their_names_wherever_their_code_stands():
         "fsdp_testing/fuzz_finding",
         "fsdp_testing/known_defects",
         "fsdp_testing/known_failures",
+        "fsdp_testing/pairs",
         "fsdp_testing/report",
         "fsdp_testing/script",
         "fsdp_testing/search_state",

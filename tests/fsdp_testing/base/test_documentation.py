@@ -59,5 +59,7 @@ def test_each_page_that_the_sources_name_exists() -> None:
 def test_every_folder_of_the_documentation_is_in_the_wheel() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["data-files"]
     packed = {path for patterns in listed.values() for pattern in patterns for path in ROOT.glob(pattern)}
-    pages = {path for path in (ROOT / "docs").rglob("*.*") if path.is_file() and not {"__pycache__", "site"} & {*path.parts}}
+    pages = {
+        path for path in (ROOT / "docs").rglob("*.*") if path.is_file() and not {"__pycache__", "site"} & {*path.parts}
+    }
     assert sorted(map(str, pages - packed)) == []
