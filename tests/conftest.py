@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -34,6 +35,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make the simulated device known where it is not installed, and say at once why no test could run on a device."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell's background job ignores Ctrl-C, and so would every process that a test interrupts.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.device == "sim":
         make_simulated_device_known()
     if config.option.markexpr.strip() == "gpu" and config.option.require_backend:
