@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     from fsdp_testing.train.on_rank import RunSettings
     from fsdp_testing.train.running import Start
 
-_ASKED = ("fsdp-testing", "torch")
+_REQUIRED = ("fsdp-testing", "torch")
 _VERSIONS = (
-    "import json\nfrom importlib import metadata\nfound = {}\n"
-    f"for name in {_ASKED}:\n    try: found[name] = metadata.version(name)\n    except Exception: pass\n"
-    "print(json.dumps(found))"
+    "import json\nfrom importlib import metadata\nversions = {}\n"
+    f"for name in {_REQUIRED}:\n    try: versions[name] = metadata.version(name)\n"
+    "    except metadata.PackageNotFoundError: pass\n"
+    "print(json.dumps(versions))"
 )
-_TOLD = 8
+_LINES_SHOWN = 8
 """Lines of an interpreter's own output that are shown where it did not answer."""
 
 
@@ -93,10 +94,10 @@ def elsewhere(target: str, script: str, pool: Pool) -> Iterator[Elsewhere]:
             unpacked = subprocess.run(["tar", "-x", "-C", str(folder)], stdin=archive.stdout, check=False)
         if archive.returncode or unpacked.returncode:
             raise InvalidArgument(f"against: {commit} cannot be checked out: see `git -C {root} archive {target}`.")
-        found = Elsewhere(target, "", (str(Path(root).resolve()), str(folder.resolve())))
-        if Path(script).is_file() and found.moved_path(Path(script).resolve()) == Path(script).resolve():
+        commit_files = Elsewhere(target, "", (str(Path(root).resolve()), str(folder.resolve())))
+        if Path(script).is_file() and commit_files.moved_path(Path(script).resolve()) == Path(script).resolve():
             raise InvalidArgument(f"against: {script} is not in commit {target}. Name a commit that has it.")
-        yield found
+        yield commit_files
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -104,10 +105,10 @@ def elsewhere(target: str, script: str, pool: Pool) -> Iterator[Elsewhere]:
 def _git(place: Path, *arguments: str) -> str:
     """Return what git says of the repository of a folder; empty where there is none, or no git."""
     try:
-        said = subprocess.run(["git", "-C", str(place), *arguments], capture_output=True, text=True, check=False)
+        answered = subprocess.run(["git", "-C", str(place), *arguments], capture_output=True, text=True, check=False)
     except OSError:
         return ""
-    return said.stdout.strip() if said.returncode == 0 else ""
+    return answered.stdout.strip() if answered.returncode == 0 else ""
 
 
 def _interpreter(path: Path) -> str:
@@ -118,14 +119,16 @@ def _interpreter(path: Path) -> str:
     """
     python = path / "bin" / "python" if path.is_dir() else path
     try:
-        said = subprocess.run([str(python), "-c", _VERSIONS], capture_output=True, text=True, check=False, timeout=60)
-        versions = json.loads(said.stdout) if said.returncode == 0 else None
+        answered = subprocess.run(
+            [str(python), "-c", _VERSIONS], capture_output=True, text=True, check=False, timeout=60
+        )
+        versions = json.loads(answered.stdout) if answered.returncode == 0 else None
     except (OSError, ValueError, subprocess.SubprocessError):
         versions = None
     if not isinstance(versions, dict):
         raise InvalidArgument(f"against: expected an environment with bin/python, got {path}. Correct the path.")
     mine = metadata.version("fsdp-testing")
-    lacking = [name for name in _ASKED if name not in versions]
+    lacking = [name for name in _REQUIRED if name not in versions]
     if lacking or versions["fsdp-testing"] != mine:
         there = f"lacks {' and '.join(lacking)}" if lacking else f"has fsdp-testing {versions['fsdp-testing']}"
         raise InvalidArgument(
@@ -163,8 +166,8 @@ class _Session:
             outcome: WorldOutcome = pickle.loads(self._here.recv_bytes())  # noqa: S301  # of our own child
         except (OSError, EOFError, pickle.PickleError, AttributeError, ImportError) as why:
             self._process.kill()
-            _, told = self._process.communicate()
-            lines = told.decode(errors="replace").splitlines()[-_TOLD:]
+            _, output_bytes = self._process.communicate()
+            lines = output_bytes.decode(errors="replace").splitlines()[-_LINES_SHOWN:]
             output = tuple(f"stderr of {self.python}: {line}" for line in lines)
             raise Undecided(f"{self.python} did not run it ({type(why).__name__}). Mend what it says.", output) from why
         return outcome

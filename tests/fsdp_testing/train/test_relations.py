@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import fsdp_testing
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.train import relations
@@ -155,9 +156,8 @@ def test_another_environment_runs_the_script_with_its_own_packages(tmp_path, mon
     with pytest.raises(InvalidArgument, match=r"lacks fsdp-testing and torch, .* -m pip install torch fsdp-testing=="):
         examine(replace(LAUNCH, against=(str(tmp_path / "other"),)), (1,))
     (packages,) = (tmp_path / "other").glob("lib/python*/site-packages")
-    (packages / "beside.pth").write_text(
-        "\n".join(path for path in sys.path if "site-packages" in path or "wt" in path)
-    )
+    ours = str(Path(fsdp_testing.__file__).parents[1])  # a checkout, or where the wheel is installed
+    (packages / "beside.pth").write_text("\n".join([ours, *(path for path in sys.path if "site-packages" in path)]))
     (packages / "sitecustomize.py").write_text("import fractions\nfractions.RATE = 0.3\n")
     script = tmp_path / "script.py"
     here = "import fractions\nRATE = getattr(fractions, 'RATE', 0.1)\n"
