@@ -15,8 +15,7 @@ from fsdp_testing.adapters.protocol import Division
 from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case, MixedPrecisionSpec, RankObservation
 from fsdp_testing.explain.compared_pieces import compared_pieces
 from fsdp_testing.judging.checkers import agreement
-from fsdp_testing.oracle.comparison import Comparison
-from fsdp_testing.oracle.quantities import Expectation
+from fsdp_testing.oracle.quantities import Comparison, Expectation
 from fsdp_testing.oracle.rank_jobs import Otherwise
 
 LockstepOracle = Callable[[Case, Otherwise], Expectation]

@@ -35,9 +35,8 @@ from fsdp_testing.explain.patterns import Pattern, pattern_of
 from fsdp_testing.judging.checkers import agreement
 from fsdp_testing.judging.checkers.divergence import DECISIVE
 from fsdp_testing.judging.checkers.explain import listed
-from fsdp_testing.oracle.comparison import Comparison
 from fsdp_testing.oracle.gradient_terms import GradientTerm
-from fsdp_testing.oracle.quantities import Expectation, Expected, ExpectedPoint
+from fsdp_testing.oracle.quantities import Comparison, Expectation, Expected, ExpectedPoint
 
 Oracle = Callable[[Case], Expectation]
 """Runs a case in one process, freely, and looks after every operation."""

@@ -23,13 +23,11 @@ from fsdp_testing.judging.checkers.lifecycle import unsharded_before
 from fsdp_testing.judging.numbers import compare_numbers
 from fsdp_testing.judging.signature import signature_of
 from fsdp_testing.oracle import gathered_state, rank_jobs
-from fsdp_testing.oracle.comparison import Comparison
-from fsdp_testing.oracle.fitting import as_observed
 from fsdp_testing.oracle.gathered_state import GatheredState
 from fsdp_testing.oracle.gradient_terms import GradientTerm
 from fsdp_testing.oracle.module_values import WatchedObservation
-from fsdp_testing.oracle.quantities import Expectation
-from fsdp_testing.oracle.setup import division_of
+from fsdp_testing.oracle.quantities import Comparison, Expectation
+from fsdp_testing.oracle.setup import as_observed, division_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from fsdp_testing.explain.trace.run import Trace
 from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.judging.checkers.lifecycle import unsharded_before
 from fsdp_testing.judging.signature import FineSignature, Signature, fine_signature_of, signature_of
-from fsdp_testing.oracle.comparison import Comparison
+from fsdp_testing.oracle.quantities import Comparison
 
 REDUCIBLE = frozenset(FailureKind) - LOSES_RANKS
 """Kinds of findings that may be run again often; each death or hang costs a world and a deadline."""

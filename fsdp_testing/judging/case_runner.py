@@ -37,9 +37,8 @@ from fsdp_testing.judging.numbers import Numbers, compare_numbers
 from fsdp_testing.judging.signature import Signature, signature_of
 from fsdp_testing.judging.worlds import Worlds
 from fsdp_testing.oracle import gathered_state, rank_jobs
-from fsdp_testing.oracle.comparison import Comparison
-from fsdp_testing.oracle.fitting import as_observed, fitted, oracle_view
-from fsdp_testing.oracle.quantities import Expectation
+from fsdp_testing.oracle.quantities import Comparison, Expectation
+from fsdp_testing.oracle.setup import as_observed, fitted, oracle_view
 from fsdp_testing.ranks.pool import Pool, WorldOutcome, default_pool
 from fsdp_testing.ranks.run import raise_unless_ok
 

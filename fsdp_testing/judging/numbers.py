@@ -13,8 +13,7 @@ from fsdp_testing.cases.models.tree_schema import parameters
 from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case, Finding, RankObservation
 from fsdp_testing.judging.checkers import agreement
 from fsdp_testing.judging.checkers.divergence import Compared
-from fsdp_testing.oracle.comparison import Comparison
-from fsdp_testing.oracle.quantities import Expectation
+from fsdp_testing.oracle.quantities import Comparison, Expectation
 
 _ROUNDINGS_OF_A_PART = 64
 """Roundings of a part in a narrower dtype: its inner products, several times over."""

@@ -16,7 +16,7 @@ from torch import nn
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.adapters.protocol import Setup
 from fsdp_testing.cases.records import Case, OperationAccount, RankObservation
-from fsdp_testing.cases.records.account import GATHERS, REDUCTIONS, wire_bytes
+from fsdp_testing.cases.records.observation import GATHERS, REDUCTIONS, wire_bytes
 from fsdp_testing.oracle.execute import RankProgram, SetupMaker
 from fsdp_testing.oracle.setup import setup_in_world
 from fsdp_testing.ranks.ledger.recorder import Call, GroupIdentity

@@ -7,6 +7,7 @@ rank then stops and says so at once, so that the pool does not wait for ranks th
 
 from __future__ import annotations
 
+import ctypes
 import tempfile
 import time
 import traceback
@@ -42,7 +43,6 @@ from fsdp_testing.cases.records import (
 from fsdp_testing.cases.records.schedule import builds_late
 from fsdp_testing.errors import CollectiveMismatch, HarnessError, InvalidImplementation
 from fsdp_testing.oracle import models, one_process
-from fsdp_testing.oracle.fresh_memory import filled_with_garbage
 from fsdp_testing.oracle.models import dtype_name
 from fsdp_testing.oracle.setup import module_to_wrap, move_what_is_ignored, setup_among, setup_in_world
 from fsdp_testing.oracle.ways import Carrier, DirectoryRefused, InMemory, carried_in_directory
@@ -338,3 +338,28 @@ def _state(fqn: str, entries: Mapping[str, protocol.StateEntry]) -> OptimizerObs
 # Copies: the implementation goes on with the memory that it shows.
 def _copied(start: int, stop: int, value: torch.Tensor) -> ObservedPiece:
     return ObservedPiece(start, stop, value.detach().reshape(-1).clone())
+
+
+_M_PERTURB = -6
+# Freed memory is filled with this byte, new memory with its complement: about -5e303 in float64, -1.7e38 in float32.
+_BYTE = 0x01
+
+
+@contextmanager
+def filled_with_garbage() -> Iterator[None]:
+    """Have the C library fill memory that it hands out or takes back (glibc only).
+
+    Left as they were: zeroed and very large memory, and a freed piece below 1 KiB that fits a request exactly (glibc
+    returns such a piece from its cache per thread, before it fills; without that cache a training step takes 1.1 to 1.5
+    times as long).
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is None:
+        yield
+        return
+    # For the whole process, every thread of it; what is in use keeps its contents.
+    set_option(_M_PERTURB, _BYTE)
+    try:
+        yield
+    finally:
+        set_option(_M_PERTURB, 0)

@@ -26,6 +26,7 @@ from fsdp_testing.cases.records.schedule import builds_late
 from fsdp_testing.oracle import models
 from fsdp_testing.oracle.disturbance import NO_DISTURBANCE, Disturbance
 from fsdp_testing.oracle.gathered_state import GatheredState
+from fsdp_testing.oracle.models import replica_of
 from fsdp_testing.oracle.quantities import Quantity
 from fsdp_testing.oracle.reduction import (
     LocalGradients,
@@ -37,7 +38,6 @@ from fsdp_testing.oracle.reduction import (
     require_backward,
     roundings,
 )
-from fsdp_testing.oracle.replicas import replica_of
 from fsdp_testing.oracle.setup import precision_of
 from fsdp_testing.oracle.tensor_axis import compute_in_parts
 

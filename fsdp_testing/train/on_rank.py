@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsdp_testing.oracle.fresh_memory import filled_with_garbage
+from fsdp_testing.oracle.execute import filled_with_garbage
 from fsdp_testing.ranks.ledger import interception
 from fsdp_testing.ranks.ledger.late_delivery import deliver_late
 from fsdp_testing.ranks.pool.world import current_world

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdp_testing.cases.records.failure import LOSES_RANKS, RAISES, FailureKind
-from fsdp_testing.cases.records.finding import Finding
-from fsdp_testing.cases.records.overrun import Overrun
+from fsdp_testing.cases.records.finding import Finding, Overrun
 from fsdp_testing.cases.records.verdict import Verdict
 
 _MESSAGE_LENGTH = 300

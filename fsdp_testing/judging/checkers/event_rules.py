@@ -22,7 +22,7 @@ from fsdp_testing.cases.records import (
     RankObservation,
     UnitEvent,
 )
-from fsdp_testing.cases.records.account import GATHERS, REDUCTIONS, wire_bytes
+from fsdp_testing.cases.records.observation import GATHERS, REDUCTIONS, wire_bytes
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.judging.checkers.event_order import ranks_agree
 from fsdp_testing.judging.checkers.explain import finding, overrun_finding

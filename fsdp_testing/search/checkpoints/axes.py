@@ -24,7 +24,7 @@ from fsdp_testing.cases.records import (
     WrappingPlan,
     ZeroGrad,
 )
-from fsdp_testing.oracle.fitting import fitted
+from fsdp_testing.oracle.setup import fitted
 
 UNITS: Mapping[str, tuple[str, ...]] = {
     "root": (),

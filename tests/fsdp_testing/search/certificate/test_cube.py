@@ -13,7 +13,7 @@ import pytest
 from fsdp_testing.cases.drawing import legal_case, needs_of_case
 from fsdp_testing.cases.records import STRATEGIES
 from fsdp_testing.cases.records.capabilities import CAPABILITIES
-from fsdp_testing.oracle.fitting import oracle_view
+from fsdp_testing.oracle.setup import oracle_view
 from fsdp_testing.search.certificate.axes import (
     CLEARING,
     DTYPES,
