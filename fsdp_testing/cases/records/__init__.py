@@ -36,8 +36,16 @@ from fsdp_testing.cases.records.event import (
     WaitEvent,
 )
 from fsdp_testing.cases.records.failure import ENDS_RANKS, LOSES_RANKS, RAISES, FailureKind, Mismatch
-from fsdp_testing.cases.records.finding import ExpectedFailure, Explanation, Finding, Measure, Overrun
-from fsdp_testing.cases.records.judgement import NOTHING_COMPARED, Judgement, Tally
+from fsdp_testing.cases.records.finding import (
+    NOTHING_COMPARED,
+    ExpectedFailure,
+    Explanation,
+    Finding,
+    Judgement,
+    Measure,
+    Overrun,
+    Tally,
+)
 from fsdp_testing.cases.records.observation import (
     OUTLIVES,
     BufferObservation,

@@ -20,9 +20,8 @@ from torch import nn
 from fsdp_testing.cases.operations import user_code
 from fsdp_testing.cases.records import Batch, Case, FailureKind, Finding, OperationResult, RankObservation, Snapshot
 from fsdp_testing.judging.case_runner import RunMode
-from fsdp_testing.judging.checkers import agreement, remarks
+from fsdp_testing.judging.checkers import agreement
 from fsdp_testing.judging.checkers.explain import finding, ranks_text
-from fsdp_testing.judging.checkers.remarks import Remark, RemarkedObservation
 from fsdp_testing.oracle import models, rank_jobs
 from fsdp_testing.oracle.execute import RankProgram, snapshot_of
 from fsdp_testing.oracle.quantities import Comparison, Expectation
@@ -237,6 +236,53 @@ def scaled(factor: float, **how: Any) -> RunMode:
 
 # --------------------------------------------------------------------------------- gradients that are not finite
 
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """Something wrong that a rank saw itself, where the numbers of the case do not show it.
+
+    Attributes:
+        operation: In or after which operation.
+        quantity: What is wrong, in two or three words.
+        statement: What is wrong with it.
+        error: How large a number is off, where it is one.
+        bound: How far that might be off.
+        derivation: How the bound came about.
+    """
+
+    operation: int
+    quantity: str
+    statement: str
+    error: float | None = None
+    bound: float | None = None
+    derivation: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RemarkedObservation(RankObservation):
+    """What a rank reports that looked for itself."""
+
+    remarks: tuple[Remark, ...] = ()
+
+
+def review_remarks(case: Case, ranks: Sequence[RankObservation], _expectation: Expectation) -> Finding | None:
+    """Return the earliest remark of any rank as a finding."""
+    remarks = [(remark.operation, rank.rank, remark) for rank in ranks for remark in getattr(rank, "remarks", ())]
+    if not remarks:
+        return None
+    _, rank, remark = min(remarks, key=lambda entry: entry[:2])
+    return finding(
+        case,
+        FailureKind.DIVERGED,
+        remark.quantity,
+        remark.operation,
+        f"{remark.statement}, on rank {rank}",
+        ranks=(rank,),
+        max_error=remark.error,
+        bound=remark.bound,
+        bound_derivation=remark.derivation,
+    )
+
+
 _NORMS = (2.0, 1.0, math.inf)
 
 
@@ -294,4 +340,4 @@ class PoisonedProgram(RankProgram):
 
 def poisoned(value: float, *, raises: bool) -> RunMode:
     """Return a mode in which one gradient becomes `value`, and an error is asked for or not."""
-    return RunMode(rank_jobs.run_as, (PoisonedProgram, {"value": value, "raises": raises}), review=remarks.review)
+    return RunMode(rank_jobs.run_as, (PoisonedProgram, {"value": value, "raises": raises}), review=review_remarks)

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from fsdp_testing.adapters.adapter import Adapter
-from fsdp_testing.adapters.source import source_digest
 from fsdp_testing.cases.records import Judgement, Verdict
 from fsdp_testing.errors import InvalidRecord, PoolBroken
 from fsdp_testing.judging.attempts import confirmed
@@ -19,8 +18,7 @@ from fsdp_testing.judging.batch import Watch
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.judging.signature import signature_of
 from fsdp_testing.ranks.pool import Pool
-from fsdp_testing.search.certificate.axes import Cell
-from fsdp_testing.search.certificate.cases import case_of, needs_of
+from fsdp_testing.search.certificate.axes import Cell, case_of, needs_of
 from fsdp_testing.search.certificate.cube import Job, digest, jobs
 from fsdp_testing.search.loop import Budget, search
 from fsdp_testing.search.state import (
@@ -32,6 +30,7 @@ from fsdp_testing.search.state import (
     changes,
     read_state,
     refuse,
+    source_digest,
     write_state,
 )
 

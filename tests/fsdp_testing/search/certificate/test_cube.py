@@ -25,12 +25,13 @@ from fsdp_testing.search.certificate.axes import (
     UNITS,
     WORLDS,
     Cell,
+    case_of,
     in_cube,
+    needs_of,
     ranks_of,
     schedules,
     skips,
 )
-from fsdp_testing.search.certificate.cases import case_of, needs_of
 from fsdp_testing.search.certificate.cube import blocks, jobs, sampled
 
 BLOCKS = blocks()
