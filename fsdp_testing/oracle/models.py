@@ -16,7 +16,7 @@ from fsdp_testing.cases.models.tree import tree_model
 from fsdp_testing.cases.models.tree_modules import LEAVES, Tree, TreeGroup
 from fsdp_testing.cases.models.tree_schema import get
 from fsdp_testing.cases.operations.operation import matching
-from fsdp_testing.cases.records import Batch, Case
+from fsdp_testing.cases.records import UNIT_ROUNDOFF, Batch, Case
 from fsdp_testing.errors import InvalidRecord
 
 
@@ -50,6 +50,11 @@ def dtype_of(name: str) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return `float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
+
+
+def roundoff(dtype: torch.dtype) -> float:
+    """Return the unit roundoff of a dtype; 0 where nothing is rounded."""
+    return UNIT_ROUNDOFF.get(dtype_name(dtype), 0.0)
 
 
 def zoo_model(case: Case) -> ZooModel:
@@ -188,10 +193,10 @@ def _seed(seed: int) -> None:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply `function` to every tensor in tuples, lists and dicts."""
+    """Apply `function` to every tensor in tuples, lists and mappings, which become dictionaries."""
     if isinstance(value, torch.Tensor):
         return function(value)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: map_tensors(function, item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(function, item) for item in value))

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from fsdp_testing.oracle.models import map_tensors
+
 _MOST_ROWS = 4096
 
 
@@ -61,13 +63,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 def on_cpu(tree: Any) -> Any:
     """Return a copy of nested lists, tuples and mappings with detached tensors on the CPU."""
-    if isinstance(tree, torch.Tensor):
-        return tree.detach().cpu().clone()
-    if isinstance(tree, Mapping):
-        return {key: on_cpu(value) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(on_cpu(part) for part in tree))
-    return type(tree)(on_cpu(part) for part in tree) if isinstance(tree, (list, tuple)) else tree
+    return map_tensors(lambda tensor: tensor.detach().cpu().clone(), tree)
 
 
 def row_digests(tree: Any) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from fsdp_testing.errors import WorldFailed
 from fsdp_testing.ranks.pool import Fate, Pool, WorldOutcome
@@ -45,22 +45,14 @@ class Failed(Exception):
         self.table, self.output, self.subject, self.first = table, output, subject, first
 
 
-class RunListener(Protocol):
-    """Is told of each run of the training."""
+class RunListener:
+    """Is told of each run of the training; this one takes note of nothing."""
 
     def started(self, what: str) -> None:
         """Take note that a run begins; `what` names it in a few words."""
 
     def ended(self, what: str, seconds: float, outcome: WorldOutcome) -> None:
         """Take note that it ended, with what its ranks did and wrote."""
-
-
-class NoListener(RunListener):
-    """Takes note of nothing."""
-
-    def started(self, what: str) -> None: ...
-
-    def ended(self, what: str, seconds: float, outcome: WorldOutcome) -> None: ...
 
 
 class Start:
@@ -162,7 +154,7 @@ class Runner:
 
     start: Start
     pool: Pool
-    listener: RunListener = field(default_factory=NoListener)
+    listener: RunListener = field(default_factory=RunListener)
     kept: dict[tuple[int, int], WholeRun] = field(default_factory=dict)
     unsteady: list[str] = field(default_factory=list)
 

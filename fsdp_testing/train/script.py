@@ -25,7 +25,7 @@ from fsdp_testing.train.elsewhere import Elsewhere, elsewhere, execute_elsewhere
 from fsdp_testing.train.on_rank import RankReport, RunSettings
 from fsdp_testing.train.report import Judgement, TrainingDiffers, TrainingUndecided, TrainReport
 from fsdp_testing.train.resuming import judge_resumed
-from fsdp_testing.train.running import Failed, NoListener, RunListener, Runner, Start, Undecided, unequal_ends
+from fsdp_testing.train.running import Failed, RunListener, Runner, Start, Undecided, unequal_ends
 from fsdp_testing.train.script_job import ScriptJob
 from fsdp_testing.train.surroundings import show_files
 from fsdp_testing.train.whole import WholeRun
@@ -182,7 +182,7 @@ def examine(
     _check_arguments(launch, world_sizes)
     arguments, variations, rows = relations.read(launch.vary, launch.arguments)
     launch = replace(launch, arguments=arguments)
-    runner = Runner(launch, pool or default_pool(), listener or NoListener())
+    runner = Runner(launch, pool or default_pool(), listener or RunListener())
     with ExitStack() as stack:
         others = [replace(launch, arguments=one.arguments, variation=one.names[1]) for one in variations]
         named = [(one.name, one.names) for one in variations]

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_testing.adapters.protocol import Piece
 from fsdp_testing.adapters.shared import pieces
-from fsdp_testing.cases.records.tolerance import UNIT_ROUNDOFF
+from fsdp_testing.oracle.models import roundoff
 from fsdp_testing.train.deepspeed_engine import is_engine
 from fsdp_testing.train.holdings import Held, Site, block_in, sites_in
 from fsdp_testing.train.reading import Reader
@@ -142,8 +142,7 @@ class TermCollector:
             return
         (piece,) = pieces.of_tensor(gradient)
         term = span_of(piece, gradient, self._block).values
-        dtype = str(gradient.dtype).removeprefix("torch.")
-        self._roundoff = max(self._roundoff, UNIT_ROUNDOFF.get(dtype, 0.0))
+        self._roundoff = max(self._roundoff, roundoff(gradient.dtype))
         for name in names:
             known = self._passes[-1].get(name)
             self._numbers += term.numel()

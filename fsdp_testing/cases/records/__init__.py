@@ -78,5 +78,5 @@ from fsdp_testing.cases.records.specs import (
     WorldSpec,
     WrappingPlan,
 )
-from fsdp_testing.cases.records.tolerance import EXACT, UNDERFLOW, UNIT_ROUNDOFF, Bound, rounding_bound
+from fsdp_testing.cases.records.tolerance import UNDERFLOW, UNIT_ROUNDOFF
 from fsdp_testing.cases.records.verdict import Verdict, exit_code, merge

@@ -236,6 +236,7 @@ def scaled(factor: float, **how: Any) -> RunMode:
 
 # --------------------------------------------------------------------------------- gradients that are not finite
 
+
 @dataclass(frozen=True, slots=True)
 class Remark:
     """Something wrong that a rank saw itself, where the numbers of the case do not show it.
