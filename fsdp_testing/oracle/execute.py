@@ -45,7 +45,7 @@ from fsdp_testing.errors import CollectiveMismatch, HarnessError, InvalidImpleme
 from fsdp_testing.oracle import models, one_process
 from fsdp_testing.oracle.models import dtype_name
 from fsdp_testing.oracle.setup import module_to_wrap, move_what_is_ignored, setup_among, setup_in_world
-from fsdp_testing.oracle.ways import Carrier, DirectoryRefused, InMemory, carried_in_directory
+from fsdp_testing.oracle.ways import Carrier, DirectoryRefused, carried_in_directory
 from fsdp_testing.ranks.ledger.late_delivery import deliver_late
 
 _HOME = Path(fsdp_testing.__file__).parent
@@ -208,7 +208,7 @@ class RankProgram:
 
     def saved_as(self, directory: bool) -> AbstractContextManager[Carrier]:
         """Return what carries a saved state, while it is needed. Collectives: for a directory, a broadcast and a barrier."""
-        return carried_in_directory(self.files) if directory else nullcontext(InMemory())
+        return carried_in_directory(self.files) if directory else nullcontext(Carrier())
 
     def train_among(
         self, ranks: tuple[int, ...], case: Case, batch: Batch, saved: Carrier, flags: Mapping[str, bool]
@@ -234,10 +234,10 @@ class RankProgram:
             move_what_is_ignored(module, setup)
             with self._inside():
                 model, optimizer = adapter.wrap(module, setup), None
-                saved.load_model(adapter, model, group)
+                saved.source(group).load_model(adapter, model)
                 if self.optimizer is not None:
                     optimizer = adapter.build_optimizer(model, partial(models.build_optimizer, case))
-                    saved.load_optimizer(adapter, model, optimizer, group)
+                    saved.source(group).load_optimizer(adapter, model, optimizer)
                 loss = models.forward(model, case, batch, new_rank, models.make_inputs(case, batch, new_rank)).loss
                 if loss.requires_grad:
                     adapter.backward(model, loss)
