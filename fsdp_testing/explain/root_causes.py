@@ -32,8 +32,8 @@ from fsdp_testing.explain.shrinking.shrink import NOT_EXAMINED, Budget, shorten,
 from fsdp_testing.explain.trace.portrait import portrait_of
 from fsdp_testing.explain.trace.run import Trace
 from fsdp_testing.judging.case_runner import CaseRunner
+from fsdp_testing.judging.checkers.event_rules import unsharded_before
 from fsdp_testing.judging.checkers.explain import listed, ranks_text
-from fsdp_testing.judging.checkers.lifecycle import unsharded_before
 from fsdp_testing.judging.signature import FineSignature, Signature, fine_signature_of, signature_of
 from fsdp_testing.oracle.quantities import Comparison
 
@@ -78,7 +78,6 @@ class _RootCause:
 
     @property
     def shape(self) -> tuple[str, ...]:
-        """The kinds of operations of its schedule."""
         return _shape(self.explanation.case)
 
     def contained(self, finding: Finding) -> bool:

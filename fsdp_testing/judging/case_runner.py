@@ -104,7 +104,6 @@ class JudgedCase:
 
     @property
     def verdict(self) -> Verdict:
-        """Return the judgement's verdict."""
         return self.judgement.verdict
 
     @property
@@ -198,7 +197,6 @@ class CaseRunner:
 
     @property
     def pool(self) -> Pool:
-        """Where worlds come from."""
         return self.worlds.pool
 
     def judge(
@@ -343,9 +341,6 @@ class CaseRunner:
             return self._ask_oracle(
                 rank_jobs.expect_lockstep, (case, question.adapter, gathered_state.states(ranks)), case
             )
-        return self._free_expectation(case, observe_all=observe_all)
-
-    def _free_expectation(self, case: Case, *, observe_all: bool) -> Expectation:
         key = oracle_view(case).identity, observe_all
         return self._expectations.get(key, lambda: self._ask_oracle(rank_jobs.expect_free, (case, observe_all), case))
 

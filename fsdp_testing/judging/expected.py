@@ -49,7 +49,6 @@ class Expectation:
 
     @property
     def reason(self) -> str:
-        """All reasons in a line."""
         reasons = [entry.text for rule in self.failures for entry in rule.entries()]
         return "; ".join(dict.fromkeys([*reasons, *filter(None, [self.bare])]))
 

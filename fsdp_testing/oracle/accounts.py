@@ -62,7 +62,6 @@ class AccountedProgram(RankProgram):
         return wrap
 
     def run(self, *, observe_all: bool = False) -> RankObservation:
-        """End the subscription with the case."""
         try:
             return super().run(observe_all=observe_all)
         finally:
@@ -94,7 +93,6 @@ class AccountedProgram(RankProgram):
 
     @property
     def index(self) -> int:
-        """Return the index of the operation that runs now."""
         return -1 if self._index is None else self._index
 
     @index.setter

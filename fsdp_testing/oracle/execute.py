@@ -141,7 +141,6 @@ class RankProgram:
             self.adapter.backward(self.model, loss)
 
     def zero_grad(self, *, set_to_none: bool) -> None:
-        """Clear gradients as the implementation does."""
         self.adapter.zero_grad(self.model, self.optimizer, set_to_none)
 
     def call(self, batch: Any, *, inner: bool = False, penalised: bool = False) -> models.Forwarded:
@@ -175,7 +174,6 @@ class RankProgram:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of parameters and inputs."""
         return models.dtype_of(self.case.model.dtype)
 
     def rebuild(self, flags: Mapping[str, bool]) -> None:

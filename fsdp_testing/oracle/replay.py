@@ -116,7 +116,6 @@ class Replay:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every parameter."""
         return {fqn: tuple(parameter.shape) for fqn, parameter in self.parameters.items()}
 
     # ------------------------------------------------------------------------------------------- construction
@@ -280,11 +279,9 @@ class Replay:
         self.slack[Quantity(kind, fqn, name, rank)] = (slack, why)
 
     def unit_roundoff(self, tensor: torch.Tensor) -> float:
-        """Return the unit roundoff of a tensor's dtype."""
         return UNIT_ROUNDOFF[models.dtype_name(tensor.dtype)]
 
     def scale(self, patterns: tuple[str, ...], factor: float) -> None:
-        """Multiply the stored parameters that match."""
         with torch.no_grad():
             for _, parameter in matching(self.parameters.items(), patterns):
                 parameter.mul_(factor)
@@ -296,7 +293,6 @@ class Replay:
             parameter.grad = None
 
     def cast(self) -> None:
-        """Cast parameters and buffers to the dtype of the case's model."""
         dtype = models.dtype_of(self.case.model.dtype)
         for fqn, parameter in self.parameters.items():
             parameter.data = parameter.data.to(dtype)

@@ -57,7 +57,6 @@ class Reason:
 
     @property
     def signature(self) -> Signature | None:
-        """Return what the failure looks like."""
         return Signature(FailureKind(self.looks[0]), *self.looks[1:]) if self.looks else None
 
 
@@ -146,7 +145,6 @@ class Verdicts:
         return [number for number, other in enumerate(self.letters) if other == letter]
 
     def counts(self) -> Counter[Verdict]:
-        """Return how many cases have each verdict."""
         return counts_of(self.letters)
 
 

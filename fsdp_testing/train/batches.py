@@ -39,7 +39,6 @@ class Computed:
         self._before, self._now = self._now, []
 
     def others_in(self, tree: Any) -> list[torch.Tensor]:
-        """Return the tensors that no forward gave."""
         known = {_memory(tensor) for tensor in (*self._before, *self._now)}
         return [tensor for tensor in tensors_in(tree) if not known or _memory(tensor) not in known]
 

@@ -57,7 +57,6 @@ class StepEvidence:
 
     @property
     def backwards(self) -> int:
-        """Number of backward passes."""
         return len(self.reduced)
 
 
@@ -81,11 +80,9 @@ class Clues:
         self._gathered |= "gather" in str(name) and "float" in str(dtype)
 
     def see_backward(self) -> None:
-        """Take note that a backward pass begins."""
         self._reduced.append(0)
 
     def see_forward(self, module: nn.Module, _args: Any) -> None:
-        """Take note of a module's forward."""
         if compat.in_backward():
             return  # activations are computed again
         if not self._generator:

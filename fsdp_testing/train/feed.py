@@ -168,7 +168,6 @@ class Feeder:
         self.taken.items.append(self._items_taken)
 
     def finish(self) -> None:
-        """Look at the loaders once more, after the training."""
         for loader in self._loaders:
             loader.finish()
 

@@ -89,7 +89,6 @@ class ModelJob(Job):
     leaves_unused: bool = False
 
     def reader(self) -> Reader:
-        """Return what reads models by the implementation's adapter."""
         adapter = adapter_of(self.implementation)
 
         def held_by(model: nn.Module, *, gradients: bool = True) -> dict[str, tuple[Piece, ...]]:
@@ -149,7 +148,6 @@ class Model(Start):
 
     @property
     def name(self) -> str:
-        """Its family or function."""
         return f"model {self.model}"
 
     @property
@@ -159,7 +157,6 @@ class Model(Start):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """What Transformers imports."""
         return _SLOW_TO_IMPORT if isinstance(self.model, str) else ()
 
     def job(self, size: int) -> ModelJob:
@@ -169,7 +166,6 @@ class Model(Start):
         return ModelJob(self.model, self.implementation, self.ranks, self.steps, self.leaves_unused)
 
     def ending(self, outcome: WorldOutcome) -> Exception:
-        """Return what it means that the training did not come to its end."""
         error = next((rank.error for rank in outcome.ranks if rank.error is not None), None)
         if error is not None and error.type_name == "InvalidArgument":
             return InvalidArgument(error.message)

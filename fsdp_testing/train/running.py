@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from fsdp_testing.errors import WorldFailed
 from fsdp_testing.ranks.pool import Fate, Pool, WorldOutcome
@@ -45,8 +45,8 @@ class Failed(Exception):
         self.table, self.output, self.subject, self.first = table, output, subject, first
 
 
-class RunListener:
-    """Is told of each run of the training; this one takes note of nothing."""
+class RunListener(Protocol):
+    """Is told of each run of the training."""
 
     def started(self, what: str) -> None:
         """Take note that a run begins; `what` names it in a few words."""
@@ -154,7 +154,7 @@ class Runner:
 
     start: Start
     pool: Pool
-    listener: RunListener = field(default_factory=RunListener)
+    listener: RunListener | None = None
     kept: dict[tuple[int, int], WholeRun] = field(default_factory=dict)
     unsteady: list[str] = field(default_factory=list)
 
@@ -191,10 +191,12 @@ class Runner:
         start, what, began = self.start, _named(size, settings, self.start.variation), time.monotonic()
         # Ranks that import these one by one take seconds of the timeout.
         self.pool.expect(__name__, type(start).__module__, *start.modules)
-        self.listener.started(what)
+        if self.listener is not None:
+            self.listener.started(what)
         with start.prepared(self.pool, settings) as prepared:
             outcome = start.execute(self.pool, size, prepared)
-        self.listener.ended(what, time.monotonic() - began, outcome)
+        if self.listener is not None:
+            self.listener.ended(what, time.monotonic() - began, outcome)
         return outcome
 
     def _put_together(self, size: int, ranks: Sequence[RankReport]) -> WholeRun:

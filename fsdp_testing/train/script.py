@@ -86,11 +86,9 @@ class Launch(Start):
 
     @property
     def name(self) -> str:
-        """Its path or module."""
         return self.script
 
     def job(self, size: int) -> ScriptJob:
-        """Return what a rank runs."""
         script = self.script if self.is_module else str(Path(self.script).resolve())
         return ScriptJob(script, self.arguments, self.is_module, self.elsewhere.moved)
 
@@ -115,7 +113,6 @@ class Launch(Start):
         return Start.execute(self, pool, size, run)
 
     def ending(self, outcome: WorldOutcome) -> Exception:
-        """Return what it means that the script did not end well."""
         return _ending(outcome, works=bool(self.variation))
 
     def check(self, ranks: Sequence[RankReport]) -> None:
@@ -182,7 +179,7 @@ def examine(
     _check_arguments(launch, world_sizes)
     arguments, variations, rows = relations.read(launch.vary, launch.arguments)
     launch = replace(launch, arguments=arguments)
-    runner = Runner(launch, pool or default_pool(), listener or RunListener())
+    runner = Runner(launch, pool or default_pool(), listener)
     with ExitStack() as stack:
         others = [replace(launch, arguments=one.arguments, variation=one.names[1]) for one in variations]
         named = [(one.name, one.names) for one in variations]

@@ -203,7 +203,6 @@ class NumbersTaken:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The numbers in the dtype that they had."""
         return torch.tensor(self.values, dtype=torch.float64).to(self.dtype)
 
 

@@ -60,7 +60,6 @@ class Place:
     mesh: tuple[int, ...] = ()
 
     def put(self, case: Case) -> Case:
-        """Return the case at this place."""
         return replace(case, world=WorldSpec(self.world_size, self.backend, self.mesh), strategy=self.strategy)
 
 
@@ -110,7 +109,6 @@ class Check:
         return places
 
     def build(self, place: Place) -> list[Case]:
-        """Return the check's cases at a place."""
         cases = map(place.put, self.cases)
         return list(map(self.fit, cases) if self.fit is not None else cases)
 

@@ -169,7 +169,6 @@ class Budget:
 
     @property
     def seconds(self) -> float:
-        """Time since it began."""
         return time.monotonic() - self._start
 
 

@@ -91,7 +91,6 @@ class CampaignTally:
 
     @property
     def rate(self) -> float:
-        """Return the cases per second."""
         return self.run / self.seconds if self.seconds else 0.0
 
     @property

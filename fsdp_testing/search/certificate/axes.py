@@ -118,12 +118,10 @@ class Cell:
 
     @property
     def size(self) -> int:
-        """Return the number of ranks."""
         return ranks_of(self.mesh)
 
     @property
     def schedule(self) -> str:
-        """Return the micro-batches of both steps."""
         return f"{self.first} {self.second}"
 
 

@@ -85,7 +85,7 @@ class CauseFinder:
     def find(self) -> list[CellCause]:
         """Return the causes, the one of most cells first. `unexplained` has the cells for which there was no time."""
         self._budget.restart()
-        for cell in sorted(self._certificate.failing(), key=_simplicity):
+        for cell in sorted(self._certificate.failing(), key=lambda cell: (len(cell.schedule), cell.size, cell)):
             reason = self._certificate.reason(cell)
             signature = reason.signature
             assert signature is not None
@@ -140,7 +140,3 @@ def _key(discovery: Discovery) -> Hashable:
     signature, operations, needed = discovery.key
     cause = as_pattern(discovery.cause.partition("; ")[0])
     return signature, operations, cause or frozenset(tag for tag in needed if not tag.startswith("mesh:"))
-
-
-def _simplicity(cell: Cell) -> tuple[object, ...]:
-    return (len(cell.schedule), cell.size, cell)

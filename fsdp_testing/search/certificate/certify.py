@@ -115,11 +115,9 @@ class Certificate:
         return self._subject[SOURCE]
 
     def verdict(self, cell: Cell) -> Verdict | None:
-        """Return the verdict on a cell; None as long as it has none."""
         return self.verdicts[self._numbers[cell]]
 
     def reason(self, cell: Cell) -> Reason:
-        """Return why a cell does not pass."""
         return self.verdicts.reasons[self._numbers[cell]]
 
     def failing(self) -> list[Cell]:
@@ -140,7 +138,6 @@ class Certificate:
         return self.verdicts
 
     def next_job(self) -> Callable[[], Judged] | None:
-        """Return the next batch of cells."""
         job = None if self._budget.enough or self._budget.time_is_up() else next(self._remaining, None)
         if job is None:
             return None
@@ -149,14 +146,12 @@ class Certificate:
         return lambda: silent + self.runner.run(job)
 
     def take(self, answer: Judged) -> None:
-        """Take in the verdicts on a batch."""
         for cell, verdict, reason in answer:
             self.verdicts.take(self._numbers[cell], verdict, reason)
         self.seconds = self._before.seconds + self._budget.spent
         self._on_progress(self)
 
     def save(self) -> None:
-        """Write down the verdicts."""
         reasons = {str(number): reason for number, reason in self.verdicts.reasons.items()}
         letters, before = self.verdicts.letters, self._before
         state = State(self._subject, self.plan.shard, letters, reasons, runs=before.runs + 1, seconds=self.seconds)
@@ -205,7 +200,6 @@ class CellRunner:
         self._lock = threading.Lock()
 
     def claimed(self, cell: Cell) -> bool:
-        """Return whether the implementation may be asked a cell."""
         return needs_of(cell) <= self._capabilities
 
     def run(self, job: Job) -> Judged:

@@ -74,7 +74,6 @@ class Summary:
 
     @property
     def ran(self) -> int:
-        """Return how many cells ran."""
         return sum(self.verdicts.values())
 
     @property
@@ -93,7 +92,6 @@ class Summary:
         return counts
 
     def conclusion(self) -> str:
-        """Return what was found, in a sentence."""
         others = [(_FAIL, "fail"), (_UNKNOWN, "are unknown")]
         text = f"{self.verdicts[_PASS]:,} of {self.ran:,} cells hold"
         text += "".join(f"; {self.verdicts[status]:,} {verb}" for status, verb in others if self.verdicts[status])

@@ -60,12 +60,10 @@ class Layout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the mesh."""
         return tuple(map(int, self.mesh.split("x")))
 
     @property
     def size(self) -> int:
-        """Return the number of ranks."""
         return math.prod(self.shape)
 
 

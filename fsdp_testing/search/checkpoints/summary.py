@@ -76,7 +76,6 @@ class Summary:
         return code if any(result.verdict is Verdict.PASS for result in self.loaded) else code or 3
 
     def conclusion(self) -> str:
-        """Return what was found, in a sentence."""
         marks = [result.mark for result in self.loaded]
         others = [("X", "fail"), ("r", "end with an error on every rank"), ("?", "are unknown")]
         text = f"{marks.count('='):,} of {len(marks):,} loaded states are equal to what was saved, and train on equally"
@@ -109,7 +108,6 @@ class Summary:
         return sorted(causes, key=lambda cause: (list(MARKS).index(cause.mark), -cause.count))
 
     def to_json(self) -> str:
-        """Return it as a JSON document."""
         return FORMAT.write(self, indent=1)
 
     @staticmethod
