@@ -115,6 +115,10 @@ def division(setup: Setup) -> Division:
     return Division(before=1, after=setup.world_size)
 
 
+def _finish(model: nn.Module) -> None:
+    _AVERAGING.pop(model, None)
+
+
 IMPLEMENTATION = TorchStyle(
     name="single-process",
     wrap=wrap,
@@ -123,5 +127,5 @@ IMPLEMENTATION = TorchStyle(
     no_sync=no_sync,
     division=division,
     **replicated.METHODS,
-    finish=lambda model: _AVERAGING.pop(model, None),
+    finish=_finish,
 )
