@@ -37,10 +37,6 @@ class UnsupportedError(FsdpError, NotImplementedError):
     """A combination of options that the reference refuses; the message says what to use instead."""
 
 
-class LayoutError(FsdpValueError):
-    """A flat layout or a shard map was asked for sizes it cannot have, or disproved itself on construction."""
-
-
 class FlattenError(FsdpValueError):
     """Parameters cannot share one flat parameter (dtype, ``requires_grad``, emptiness, device)."""
 

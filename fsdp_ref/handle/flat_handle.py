@@ -30,7 +30,7 @@ from fsdp_ref.handle.gradients import Gradients
 from fsdp_ref.handle.marked_parameter import DESCRIBERS, FlatParameter, like_flat
 from fsdp_ref.handle.originals import Originals, Shown
 from fsdp_ref.handle.versions import ParameterVersions
-from fsdp_ref.layout import FlatLayout, ShardMap
+from fsdp_ref.layout import ShardMap
 from fsdp_ref.states import READABLE, LifeCycle, UnitState
 from fsdp_ref.storage import offload
 from fsdp_ref.storage.flat_buffer import FlatBuffer
@@ -82,9 +82,8 @@ class FlatHandle:
         self.sharded = self.shard_size > 1
         self.shard_rank = 0 if no_shard else groups.rank
         pad_ranks = groups.shard_size if no_shard else self.shard_size
-        padded_map = build_layout(params, config, pad_ranks)
-        self.shard_map = ShardMap(padded_map.layout, self.shard_size)
-        self.layout: FlatLayout = self.shard_map.layout
+        self.layout = build_layout(params, config, pad_ranks)
+        self.shard_map = ShardMap(self.layout, self.shard_size)
         self.fqns = [managed.fqn for managed in params]
         # Without parameters in no lower precision either: the shard of no elements is the full parameter.
         self.precision = (

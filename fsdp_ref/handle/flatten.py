@@ -57,7 +57,7 @@ def check_params(params: Sequence[nn.Parameter], names: Sequence[str], *, use_or
         )
 
 
-def build_layout(params: Sequence[ManagedParam], config: UnitConfig, world_size: int) -> ShardMap:
+def build_layout(params: Sequence[ManagedParam], config: UnitConfig, world_size: int) -> FlatLayout:
     """Place the parameters.
 
     Only with original parameters are there gaps: views of the flat parameter become what optimizers and kernels see,
@@ -65,10 +65,10 @@ def build_layout(params: Sequence[ManagedParam], config: UnitConfig, world_size:
     """
     specs = [managed.spec() for managed in params]
     if not params or not config.use_orig_params:
-        return ShardMap(FlatLayout.build(specs), world_size)
+        return FlatLayout.build(specs)
     dtype = config.mixed_precision.param_dtype or params[0].param.dtype
     aligned = max(1, ALIGNMENT_BYTES // dtype.itemsize)
-    return ShardMap(FlatLayout.build(specs, alignment_numel=aligned, pad_to_multiple=world_size), world_size)
+    return FlatLayout.build(specs, alignment_numel=aligned, pad_to_multiple=world_size)
 
 
 def flatten(tensors: Sequence[Tensor], layout: FlatLayout, device: torch.device) -> Tensor:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from fsdp_ref.layout.span import Span
+from fsdp_ref.layout import Span
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fsdp_ref.layout.flat_layout import FlatLayout
-    from fsdp_ref.layout.shard_map import ShardMap
+    from fsdp_ref.layout import FlatLayout, ShardMap
 
 
 class ShardParamInfo(NamedTuple):
