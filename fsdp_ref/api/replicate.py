@@ -22,7 +22,6 @@ from fsdp_ref.errors import (
     FsdpTypeError,
     FsdpValueError,
     UnsupportedError,
-    explain,
     listing,
 )
 from fsdp_ref.naming import join_fqn
@@ -129,19 +128,13 @@ def _check_options(given: dict[str, Any]) -> None:
     refused = sorted(name for name in given if name in _REFUSED and given[name] is not None)
     if refused:
         raise UnsupportedError(
-            explain(
-                "replicate", expected="replication in the parameters' own dtype", got=listing(refused), remedy="Drop it"
-            )
+            f"replicate: expected replication in the parameters' own dtype, got {listing(refused)}. Drop it."
         )
     unknown = sorted(set(given) - _WITHOUT_EFFECT - _REFUSED)
     if unknown:
         raise FsdpTypeError(
-            explain(
-                "replicate",
-                expected=f"options of DistributedDataParallel ({listing(sorted(_WITHOUT_EFFECT))} and those named)",
-                got=listing(unknown),
-                remedy="Check the spelling",
-            )
+            f"replicate: expected options of DistributedDataParallel ({listing(sorted(_WITHOUT_EFFECT))} and those "
+            f"named), got {listing(unknown)}. Check the spelling."
         )
 
 

@@ -28,7 +28,7 @@ from fsdp_ref.config import (
     coerce_config,
     coerce_enum,
 )
-from fsdp_ref.errors import FsdpAssertionError, FsdpRuntimeError, FsdpValueError, explain, listing
+from fsdp_ref.errors import FsdpAssertionError, FsdpRuntimeError, FsdpValueError, listing
 from fsdp_ref.runtime.unit import Unit
 
 C = TypeVar("C", StateDictConfig, OptimStateDictConfig)
@@ -131,12 +131,8 @@ def _units(module: nn.Module) -> list[tuple[str, Unit]]:
     found = [(name, unit) for name, _, unit in units_under(module)]
     if not found:
         raise FsdpValueError(
-            explain(
-                "state_dict_type",
-                expected="a module with units at or below it",
-                got=f"{type(module).__name__} without any",
-                remedy="Apply fully_shard or FullyShardedDataParallel first",
-            )
+            f"state_dict_type: expected a module with units at or below it, got {type(module).__name__} without any. "
+            "Apply fully_shard or FullyShardedDataParallel first."
         )
     return found
 
@@ -145,10 +141,7 @@ def _agree(units: list[tuple[str, Unit]], values: list[object]) -> None:
     odd = [f"{name or 'root'}: {value}" for (name, _), value in zip(units, values) if value != values[0]]
     if odd:
         raise FsdpAssertionError(
-            explain(
-                "All FSDP modules must have the same state dict settings",
-                expected=f"{values[0]} everywhere, as in {units[0][0] or 'the root'!r}",
-                got=listing(odd),
-                remedy="Ask and set each of them on its own, or use the context state_dict_type, which restores each",
-            )
+            f"All FSDP modules must have the same state dict settings: expected {values[0]} everywhere, as in "
+            f"{units[0][0] or 'the root'!r}, got {listing(odd)}. Ask and set each of them on its own, or use the "
+            "context state_dict_type, which restores each."
         )

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_ref.annotations import is_replicated, unit_of, units_under
-from fsdp_ref.errors import FsdpRuntimeError, explain, listing
+from fsdp_ref.errors import FsdpRuntimeError, listing
 from fsdp_ref.handle.originals import Shown
 from fsdp_ref.naming import FLAT_PARAM, clean_tensor_name, join_fqn
 from fsdp_ref.runtime.guards import Guard
@@ -85,14 +85,10 @@ class TreeWatch(Guard):
         problems += [f"units made after the first forward: {listing(late)}"] if late else []
         problems += [f"managed parameters that are no longer in the model: {listing(gone)}"] if gone else []
         raise FsdpRuntimeError(
-            explain(
-                f"forward of {self.root.unit!r}",
-                expected="the modules that were there when it was sharded, each trainable parameter managed by a unit",
-                got="; ".join(problems),
-                remedy="Replace or add modules and parameters before sharding (nobody gathers later ones or averages "
-                "their gradients), freeze them, or keep their gradients equal yourself and pass their modules as "
-                "ignored_modules when sharding",
-            )
+            f"forward of {self.root.unit!r}: expected the modules that were there when it was sharded, each trainable "
+            f"parameter managed by a unit, got {'; '.join(problems)}. Replace or add modules and parameters before "
+            "sharding (nobody gathers later ones or averages their gradients), freeze them, or keep their gradients "
+            "equal yourself and pass their modules as ignored_modules when sharding."
         )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fsdp_ref.errors import WritebackError, explain
+from fsdp_ref.errors import WritebackError
 from fsdp_ref.handle.accumulated import Accumulated, Uses
 from fsdp_ref.handle.originals import Originals
 from fsdp_ref.storage.views import flat_views, set_grad
@@ -251,12 +251,8 @@ class Gradients:
         handle = self._handle
         fqn = handle.fqns[index] if self._many else "the flat parameter"
         raise WritebackError(
-            explain(
-                f"gradient of {fqn} in {handle.name!r}",
-                expected=f"shape {tuple(view.shape)}",
-                got=f"{tuple(grad.shape)}",
-                remedy="Cannot writeback when the gradient shape changes; assign one of the parameter's present shape",
-            )
+            f"gradient of {fqn} in {handle.name!r}: expected shape {tuple(view.shape)}, got {tuple(grad.shape)}. Cannot "
+            "writeback when the gradient shape changes; assign one of the parameter's present shape."
         )
 
     def release(self) -> None:

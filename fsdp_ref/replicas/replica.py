@@ -25,7 +25,7 @@ from fsdp_ref.comm.buckets import cut_into_buckets
 from fsdp_ref.comm.collectives import collectives_for
 from fsdp_ref.comm.division import DivideFactors, divide
 from fsdp_ref.compat import graph_task_id, queue_backward_callback
-from fsdp_ref.errors import FsdpRuntimeError, explain, listing
+from fsdp_ref.errors import FsdpRuntimeError, listing
 from fsdp_ref.storage.precision import map_tensors
 
 if TYPE_CHECKING:
@@ -146,13 +146,10 @@ class Replica:
         trained = [name for name, param in late.items() if param.requires_grad]
         if trained:
             raise FsdpRuntimeError(
-                explain(
-                    f"forward of the replicated {type(self.module).__name__}",
-                    expected="the parameters that were there at its first forward",
-                    got=f"trainable parameters that came later: {listing(trained)}",
-                    remedy="Replace or add modules and parameters before the first forward (gradients of later ones are "
-                    "averaged by nobody), load values into the parameters that are there, or freeze them",
-                )
+                f"forward of the replicated {type(self.module).__name__}: expected the parameters that were there at "
+                f"its first forward, got trainable parameters that came later: {listing(trained)}. Replace or add "
+                "modules and parameters before the first forward (gradients of later ones are averaged by nobody), "
+                "load values into the parameters that are there, or freeze them."
             )
         self._modules = list(self.module.modules())
         # What is frozen now may be trained later.

@@ -17,7 +17,7 @@ from torch import Tensor
 from fsdp_ref.autograd.graph_hooks import InputsWatch, OutputHook, TakenInputs
 from fsdp_ref.compat import labelled, waited
 from fsdp_ref.config import BackwardPrefetch
-from fsdp_ref.errors import UnshardConflictError, explain
+from fsdp_ref.errors import UnshardConflictError
 from fsdp_ref.handle.accumulated import dense
 from fsdp_ref.handle.param_hooks import put_back, run_after_accumulation, run_tensor_hooks, set_aside
 from fsdp_ref.handle.writeback import absorb_params, check_unchanged
@@ -79,12 +79,8 @@ def demand(unit: Unit) -> None:
 def _enter(root: Root, unit: Unit, task: int) -> None:
     if unit.life.state is UnitState.SUMMONED:
         raise UnshardConflictError(
-            explain(
-                f"backward of {unit!r}",
-                expected="sharded parameters",
-                got="full parameters that summon_full_params shows",
-                remedy="Run backward outside of the context",
-            )
+            f"backward of {unit!r}: expected sharded parameters, got full parameters that summon_full_params shows. Run "
+            "backward outside of the context."
         )
     root.in_pass[unit] = None  # its gradients are shown when the pass ends, also if none arrives
     if unit.life.state is UnitState.FORWARD:

@@ -21,7 +21,7 @@ from fsdp_ref.autograd.graph_hooks import TakenInputs
 from fsdp_ref.autograd.graph_ties import PassRecord
 from fsdp_ref.autograd.tracked import TrackedParams
 from fsdp_ref.compat import RunningCall, labelled
-from fsdp_ref.errors import UnshardConflictError, explain
+from fsdp_ref.errors import UnshardConflictError
 from fsdp_ref.handle.writeback import absorb_params
 from fsdp_ref.runtime import backward, calls, prefetch
 from fsdp_ref.runtime.calls import Frame
@@ -46,12 +46,8 @@ def enter_forward(
     root = lazy_init(unit)
     if unit.life.state is UnitState.SUMMONED:
         raise UnshardConflictError(
-            explain(
-                f"forward of {unit!r}",
-                expected="sharded parameters",
-                got="full parameters that summon_full_params shows",
-                remedy="Expects tensor to be unsharded by forward itself; leave the context first",
-            )
+            f"forward of {unit!r}: expected sharded parameters, got full parameters that summon_full_params shows. "
+            "Expects tensor to be unsharded by forward itself; leave the context first."
         )
     if unit.life.state is UnitState.FORWARD:
         return Frame(unit, root, nested=True, running=running), args, kwargs

@@ -18,7 +18,7 @@ from fsdp_ref.annotations import units_under
 from fsdp_ref.autograd.graph_ties import GraphTie, PassRecord
 from fsdp_ref.autograd.tracked import UnitsByStorage, pack_with, unpack_with
 from fsdp_ref.comm.streams import streams_for
-from fsdp_ref.errors import FsdpAssertionError, FsdpValueError, explain, listing
+from fsdp_ref.errors import FsdpAssertionError, FsdpValueError, listing
 from fsdp_ref.handle.param_hooks import put_back
 from fsdp_ref.naming import clean_tensor_name
 from fsdp_ref.runtime import backward
@@ -129,12 +129,10 @@ class Root:
         others = [unit for unit in units if unit is not root_unit and unit.is_root]
         if others:
             raise FsdpAssertionError(
-                explain(
-                    "Non-root FSDP instance's `_is_root` should not have been set yet or should have been set to `False`",
-                    expected="the outermost unit to run first",
-                    got=f"roots already at {listing(unit.name or type(unit.module).__name__ for unit in others)}",
-                    remedy="Run, summon or clip through the outermost unit before any unit inside it",
-                )
+                "Non-root FSDP instance's `_is_root` should not have been set yet or should have been set to `False`: "
+                "expected the outermost unit to run first, got roots already at "
+                f"{listing(unit.name or type(unit.module).__name__ for unit in others)}. Run, summon or clip through "
+                "the outermost unit before any unit inside it."
             )
         check_homogeneous(units)
         names = {id(unit): clean_tensor_name(name) for name, _, unit in reversed(found)}
@@ -324,10 +322,6 @@ def check_homogeneous(units: list[Unit]) -> None:
         if any(value != values[0] for value in values):
             odd = [f"{type(unit.module).__name__}: {value}" for unit, value in zip(units, values) if value != values[0]]
             raise FsdpValueError(
-                explain(
-                    f"Expects one homogeneous value for {name}",
-                    expected=f"{values[0]} everywhere, as in the root",
-                    got=listing(odd),
-                    remedy="Give every unit of a tree the same value",
-                )
+                f"Expects one homogeneous value for {name}: expected {values[0]} everywhere, as in the root, got "
+                f"{listing(odd)}. Give every unit of a tree the same value."
             )

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_ref.comm.collectives import collectives_for
-from fsdp_ref.errors import FsdpValueError, explain
+from fsdp_ref.errors import FsdpValueError
 from fsdp_ref.storage.offload import upload
 
 if TYPE_CHECKING:
@@ -51,11 +51,7 @@ def check_norm_type(norm_type: float) -> float:
     """
     value = float(norm_type)
     if math.isnan(value) or value < 0:
-        raise FsdpValueError(
-            explain(
-                "clip_grad_norm_", expected="norm_type >= 0 or inf", got=str(norm_type), remedy="Pass 2.0, 1.0 or inf"
-            )
-        )
+        raise FsdpValueError(f"clip_grad_norm_: expected norm_type >= 0 or inf, got {norm_type}. Pass 2.0, 1.0 or inf.")
     return value
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from fsdp_ref.annotations import outermost_units
-from fsdp_ref.errors import FsdpRuntimeError, UnsupportedError, explain, listing
+from fsdp_ref.errors import FsdpRuntimeError, UnsupportedError, listing
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.storage.precision import map_tensors
 
@@ -87,13 +87,10 @@ class UnevenInputs(Joinable):
         if self._joined or not self._join_config.enable:
             return
         if self._unfinished or not torch.is_grad_enabled():
+            got = "a second forward before finish()" if self._unfinished else "a forward without gradients"
             raise FsdpRuntimeError(
-                explain(
-                    "UnevenInputs",
-                    expected="in Join one forward with gradients, one backward and one finish() for each batch",
-                    got="a second forward before finish()" if self._unfinished else "a forward without gradients",
-                    remedy="Accumulate and evaluate outside of Join; ranks without batches do not take part in either",
-                )
+                f"UnevenInputs: expected in Join one forward with gradients, one backward and one finish() for each batch, got "
+                f"{got}. Accumulate and evaluate outside of Join; ranks without batches do not take part in either."
             )
         self._unfinished = True
         Join.notify_join_context(self)
@@ -141,22 +138,15 @@ def _refuse_model(model: nn.Module, units: Sequence[Unit]) -> None:
     hybrid = any(unit.config.hybrid for unit in units)
     if len(groups) > 1 or (hybrid and total != {dist.get_world_size()}):
         raise UnsupportedError(
-            explain(
-                "UnevenInputs",
-                expected="units over the same ranks (hybrid ones: over all)",
-                got=listing(repr(unit) for unit in units),
-                remedy="Make one UnevenInputs for each model",
-            )
+            "UnevenInputs: expected units over the same ranks (hybrid ones: over all), got "
+            f"{listing(repr(unit) for unit in units)}. Make one UnevenInputs for each model."
         )
     synchronised = [name for name, each in model.named_modules() if isinstance(each, nn.SyncBatchNorm)]
     if synchronised:
         raise UnsupportedError(
-            explain(
-                "UnevenInputs",
-                expected="modules that see their own rank's batch alone",
-                got=f"SyncBatchNorm at {listing(synchronised)}",
-                remedy="The example of a rank without batches would count in its statistics: use BatchNorm or LayerNorm",
-            )
+            "UnevenInputs: expected modules that see their own rank's batch alone, got SyncBatchNorm at "
+            f"{listing(synchronised)}. The example of a rank without batches would count in its statistics: use "
+            "BatchNorm or LayerNorm."
         )
 
 
