@@ -1,6 +1,6 @@
 """Wrap policies under torch's module name: ``from fsdp_ref.wrap import ModuleWrapPolicy``.
 
-What makes an object a policy stands in ``build.wrap_policy``. Names and defaults follow ``torch.distributed.fsdp.wrap``.
+What makes an object a policy stands in ``build.targets``. Names and defaults follow ``torch.distributed.fsdp.wrap``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from fsdp_ref.build.wrap_policy import WrapFunction
+from fsdp_ref.build.targets import WrapFunction
 from fsdp_ref.errors import FsdpTypeError, FsdpValueError, UnsupportedError
 
 __all__ = [
@@ -199,5 +199,4 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 
 
 _FSDPPolicy = Policy
-_Policy = Policy
 _or_policy = or_policy

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_ref.comm.buckets import cut_into_buckets
-from fsdp_ref.comm.collectives import collectives_for
+from fsdp_ref.comm.collectives import collectives_for, cut_into_buckets
 from fsdp_ref.errors import FsdpRuntimeError, FsdpValueError, MaterializeError, listing
 from fsdp_ref.handle.flatten import check_params
 

@@ -26,12 +26,11 @@ from fsdp_ref.checkpoint.optim_source import (
     Source,
     Value,
     compare_names,
-    gathered,
     malformed,
     of_all_ranks,
     outlined,
 )
-from fsdp_ref.checkpoint.rows import Rows, piece_of, rows_in
+from fsdp_ref.checkpoint.rows import Rows, piece_of, rows_in, whole
 from fsdp_ref.comm.collectives import broadcast_object
 from fsdp_ref.comm.tensor_parallel import is_dtensor
 from fsdp_ref.errors import FsdpValueError, listing
@@ -66,7 +65,7 @@ def load_optim_state(
     mine = source is not Source.FIRST_RANK or index.is_first_rank
     problem = malformed(saved, source) if mine else ""
     outline: Any = saved
-    fetch: Fetch = gathered
+    fetch: Fetch = lambda _key, _name, value: whole(value)
     if source is Source.FIRST_RANK:
         message = (problem, outlined(saved) if mine and not problem else None)
         problem, outline = broadcast_object(message, index.exchanged)

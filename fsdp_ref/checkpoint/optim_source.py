@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_ref.checkpoint.optim_index import ModelIndex
-from fsdp_ref.checkpoint.rows import whole
 from fsdp_ref.comm.collectives import as_bytes, collectives_for, gather_objects
 from fsdp_ref.comm.tensor_parallel import is_dtensor
 from fsdp_ref.errors import FsdpRuntimeError, listing
@@ -141,15 +140,6 @@ def _outline(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return Outline(value.shape, value.dtype) if value.ndim else value.detach().cpu()
-
-
-def gathered(key: str, name: str, value: Any) -> Tensor:
-    """Return the whole tensor of a DTensor.
-
-    Collectives:
-        Those of ``DTensor.full_tensor`` over the ranks of its mesh.
-    """
-    return whole(value)
 
 
 class Broadcast:

@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 
 from torch import nn
 
-from fsdp_ref.annotations import units_under
+from fsdp_ref.annotations import outermost_units, units_under
 from fsdp_ref.config import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -28,7 +28,7 @@ from fsdp_ref.config import (
     coerce_config,
     coerce_enum,
 )
-from fsdp_ref.errors import FsdpAssertionError, FsdpRuntimeError, FsdpValueError, listing
+from fsdp_ref.errors import FsdpAssertionError, FsdpRuntimeError, listing
 from fsdp_ref.runtime.unit import Unit
 
 C = TypeVar("C", StateDictConfig, OptimStateDictConfig)
@@ -128,13 +128,8 @@ def _config(cls: type[C], value: object, form: StateDictType, where: str) -> C:
 
 
 def _units(module: nn.Module) -> list[tuple[str, Unit]]:
-    found = [(name, unit) for name, _, unit in units_under(module)]
-    if not found:
-        raise FsdpValueError(
-            f"state_dict_type: expected a module with units at or below it, got {type(module).__name__} without any. "
-            "Apply fully_shard or FullyShardedDataParallel first."
-        )
-    return found
+    outermost_units(module, "state_dict_type")  # there is one
+    return [(name, unit) for name, _, unit in units_under(module)]
 
 
 def _agree(units: list[tuple[str, Unit]], values: list[object]) -> None:

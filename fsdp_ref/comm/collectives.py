@@ -22,6 +22,7 @@ from fsdp_ref import compat
 from fsdp_ref.storage.scratch import ScratchPool
 
 T = TypeVar("T")
+TensorT = TypeVar("TensorT", bound=Tensor)
 
 
 class Pending(Protocol):
@@ -252,6 +253,22 @@ def broadcast_object(mine: T, groups: Iterable[dist.ProcessGroup | None]) -> T:
         if group is not None and group.size() > 1:
             dist.broadcast_object_list(box, group=group, group_src=0)
     return box[0]
+
+
+def cut_into_buckets(tensors: Iterable[TensorT], max_bytes: int) -> list[list[TensorT]]:
+    """Cut tensors, in order, into runs of one dtype and device of at most ``max_bytes``, or of one larger tensor."""
+    buckets: list[list[TensorT]] = []
+    # One open run per kind, so that kinds which alternate (weights, norms in float32) do not end each other's.
+    last: dict[tuple[torch.dtype, torch.device], tuple[list[TensorT], int]] = {}
+    for tensor in tensors:
+        kind = tensor.dtype, tensor.device
+        bucket, size = last.get(kind, ([], max_bytes))
+        if size + tensor.nbytes > max_bytes:
+            bucket, size = [], 0
+            buckets.append(bucket)
+        bucket.append(tensor)
+        last[kind] = bucket, size + tensor.nbytes
+    return buckets
 
 
 def as_bytes(flat: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from fsdp_ref.runtime import prefetch
 from fsdp_ref.runtime.events import UnitEventKind
 from fsdp_ref.runtime.unit import Ahead, Unit
 from fsdp_ref.states import READABLE, ReshardReason, UnitState
-from fsdp_ref.storage.precision import map_tensors
+from fsdp_ref.storage.precision import map_tensors, tensors_in
 from fsdp_ref.storage.views import alias
 
 if TYPE_CHECKING:
@@ -115,14 +115,7 @@ def reshard_with_inputs(unit: Unit, inputs: Any) -> None:
     handle, record = unit.handle, unit.graph.record
     if record is None or not torch.is_grad_enabled() or any(handle.originals.trainable()):
         return
-    tensors: list[Tensor] = []
-
-    def collect(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
-            tensors.append(tensor)
-        return tensor
-
-    map_tensors(inputs, collect)
+    tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
     if tensors:
         record.watch = InputsWatch(unit.graph.tie(), tensors, _frozen_done)
 

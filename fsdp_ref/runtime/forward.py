@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fsdp_ref import compat
 from fsdp_ref.autograd.graph_hooks import TakenInputs
@@ -29,7 +28,7 @@ from fsdp_ref.runtime.events import UnitEventKind
 from fsdp_ref.runtime.root import Root, lazy_init
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.states import READABLE, ReshardReason, UnitState
-from fsdp_ref.storage.precision import cast_floating, map_tensors, move_to
+from fsdp_ref.storage.precision import cast_floating, move_to, tensors_in
 from fsdp_ref.storage.views import alias
 
 
@@ -134,7 +133,7 @@ def _inputs(unit: Unit, frame: Frame, args: Any, kwargs: Any) -> tuple[Any, Any]
     if frame.outermost and unit.config.device.type != "cpu":
         args, kwargs = move_to(args, unit.config.device), move_to(kwargs, unit.config.device)
     if unit.config.full_precision_module:
-        frame.cast_back = _first_floating(args, kwargs)
+        frame.cast_back = next((t.dtype for t in tensors_in(args, kwargs) if t.is_floating_point()), None)
         dtype: torch.dtype | None = unit.handle.precision.original
     else:
         frame.cast_back = unit.config.output_dtype
@@ -145,18 +144,6 @@ def _inputs(unit: Unit, frame: Frame, args: Any, kwargs: Any) -> tuple[Any, Any]
     if dtype is None:
         return args, kwargs
     return cast_floating(args, dtype), cast_floating(kwargs, dtype)
-
-
-def _first_floating(*values: Any) -> torch.dtype | None:
-    found: list[torch.dtype] = []
-
-    def collect(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point():
-            found.append(tensor.dtype)
-        return tensor
-
-    map_tensors(values, collect)
-    return found[0] if found else None
 
 
 def exit_forward(frame: Frame, output: Any) -> Any:

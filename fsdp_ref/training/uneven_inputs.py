@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from fsdp_ref.annotations import outermost_units
 from fsdp_ref.errors import FsdpRuntimeError, UnsupportedError, listing
 from fsdp_ref.runtime.unit import Unit
-from fsdp_ref.storage.precision import map_tensors
+from fsdp_ref.storage.precision import tensors_in
 
 
 class UnevenInputs(Joinable):
@@ -100,8 +100,7 @@ class UnevenInputs(Joinable):
         self._joined = True
         try:
             with _put_back(self._model, self._device):
-                outputs: list[Tensor] = []
-                map_tensors(self._model(*self._example), _adder(outputs))
+                outputs = [each for each in tensors_in(self._model(*self._example)) if each.requires_grad]
                 torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
         finally:
             self._joined = False
@@ -121,15 +120,6 @@ class _Shadow(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self._training.end()
-
-
-def _adder(outputs: list[Tensor]) -> Callable[[Tensor], Tensor]:
-    def add(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
-            outputs.append(tensor)
-        return tensor
-
-    return add
 
 
 def _refuse_model(model: nn.Module, units: Sequence[Unit]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fsdp_ref.errors import FsdpValueError
-from fsdp_ref.training.norms import GradientPart, check_norm_type, scale_to, total_norm
+from fsdp_ref.training.clip import GradientPart, check_norm_type, scale_to, total_norm
 
 CPU = torch.device("cpu")
 
