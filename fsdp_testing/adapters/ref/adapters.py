@@ -18,7 +18,7 @@ from torch import nn
 import fsdp_ref
 import fsdp_ref.wrap
 from fsdp_ref import StateDictType
-from fsdp_ref.build.wrap_policy import choose_by_function
+from fsdp_ref.build.targets import choose_by_function
 from fsdp_ref.comm.division import DivideFactors
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.runtime.events import UnitEvent, UnitEventKind, observe
