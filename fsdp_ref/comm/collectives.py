@@ -98,6 +98,7 @@ class Collectives:
     def _exchange(
         self, out: Tensor, taken: list[int], sent: Tensor, given: list[int], group: dist.ProcessGroup
     ) -> Pending:
+        # Joined by every rank, also by one that sends and gets nothing: the backend pairs calls by their order alone.
         return Started(dist.all_to_all_single(out, sent, taken, given, group=group, async_op=True))
 
     def _all_gather(self, out: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
@@ -166,6 +167,7 @@ class GlooCollectives(Collectives):
             return self._gather_from_other(out, shard, group)
         # Every rank gets the same chunk from here, but an exchange reads one chunk per receiver.
         copies = self._scratch.take(out.numel(), shard.dtype, shard.device)
+        # Filled on this thread before the issue; given back by the waiter, for until then gloo's threads read it.
         copies.view(size, -1).copy_(shard)
         work = dist.all_to_all_single(as_bytes(out), as_bytes(copies), group=group, async_op=True)
         return Started(work, lambda: self._scratch.give(copies))
@@ -198,6 +200,7 @@ class HostCollectives(Collectives):
 
     def _all_gather(self, out: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
         host = torch.empty(out.shape, dtype=out.dtype)
+        # ``host`` lives in the function that copies it back, hence until the first wait.
         return Started(self._on_host._all_gather(host, _on_host(shard), group), lambda: out.copy_(host))
 
     def _reduce_scatter(self, out: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
@@ -225,6 +228,7 @@ def _on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
+# One object each for the process, so that all units share one pool of scratch memory.
 _plain = Collectives()
 _gloo = GlooCollectives()
 _gloo_by_host = HostCollectives(_gloo)

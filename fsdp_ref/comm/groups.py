@@ -169,6 +169,7 @@ def make_groups(shard_size: int) -> DataParallelGroups:
     Collectives:
         Makes groups, so all ranks of the default group must call it.
     """
+    # All ranks get here or none: what a rank may refuse was refused before any group is made.
     size, rank = dist.get_world_size(), dist.get_rank()
     if shard_size < 1 or size % shard_size:
         raise ConfigError(

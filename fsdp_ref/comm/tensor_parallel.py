@@ -79,6 +79,7 @@ class TensorAxis:
     def of(cls, mesh: DeviceMesh, shard: dist.ProcessGroup) -> TensorAxis:
         """Return the axis, one for all parameters of all units; it keeps both groups, so that their ids are theirs."""
         key = id(mesh.get_group()), id(shard)
+        # An entry lives as long as an axis does, which holds both groups: a key can never mean groups that are gone.
         found = cls._known.get(key)
         if found is None:
             found = cls._known[key] = cls(mesh, shard)

@@ -96,6 +96,8 @@ class FlatHandle:
         self.streams: Streams = Streams()
         self.life = LifeCycle()
         self._pending: Pending | None = None
+        # One per dtype, for as long as the original dtype stays: modules, records and autograd hold views of these very storages,
+        # which are refilled in place, so a buffer is never exchanged for another while somebody may look through a view.
         self._buffers: dict[torch.dtype, FlatBuffer] = {}
         self._views: dict[torch.dtype, list[Tensor]] = {}
         self._cast_S: Tensor | None = None
@@ -106,10 +108,12 @@ class FlatHandle:
         self._set_dtype(full_precision=False)
         requires_grad = any(managed.param.requires_grad for managed in params)
         self.flat_param: nn.Parameter = FlatParameter(self.shard_S, requires_grad=requires_grad)
+        # Before anybody sees it: units made around this one must leave it alone.
         mark_flattened(self.flat_param)
         self.originals = Originals(self, params)
         self.grads = Gradients(self, self.originals)
         self.versions = ParameterVersions(self)
+        # Last of the parts: from here on modules show what users will see, and an error before leaves theirs in place.
         self.originals.take_over()
         for describe in DESCRIBERS:
             describe(self)
@@ -154,6 +158,7 @@ class FlatHandle:
         # Full parameters of the old dtype must not be computed with, and a gather in flight reads the shard that goes.
         self.reshard()
         self.precision = self.grads.sum.precision = Precision.of(dtype, self.config.mixed_precision)
+        # A new tensor: the gather that may have read the old one was waited for above.
         self.replace_shard(offload.another_home(self.shard_S, dtype))
         self.streams.free_rest()
         self._buffers.clear()
@@ -219,6 +224,7 @@ class FlatHandle:
         Collectives:
             One all-gather over the shard group.
         """
+        # A copy where anything differs; it lives until the wait below, so the collective may read it all the while.
         source = part_S.to(full_F.device, full_F.dtype)
         with torch.no_grad():
             self.collectives.all_gather(full_F, source, self.groups.shard, self.name).wait()

@@ -132,6 +132,7 @@ def _count_steps_for(handle: FlatHandle) -> None:
 def _after_step(optimizer: Any, *_: Any) -> None:
     """Count the step for parameters that other ranks have a gradient of, and this one no element."""
     stepped = {id(param) for group in optimizer.param_groups for param in group["params"] if not param.numel()}
+    # A copy: another thread's collection may drop one meanwhile.
     for handle in list(_handles):
         originals, used = handle.originals, handle.grads.sum.used
         handle.versions.count(

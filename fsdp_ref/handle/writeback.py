@@ -192,6 +192,7 @@ def _absorb_data(handle: FlatHandle) -> bool:
         else:
             for index, value in values.items():
                 originals.shard_views()[index].copy_(value)
+    # The copy into the shard raised no counter of the user's objects: passes that are open must learn of it here.
     handle.versions.count(changed)
     originals.show_sharded(anew=True)
     return True
@@ -207,6 +208,7 @@ def _copy_full(handle: FlatHandle, values: dict[int, Tensor]) -> None:
     views = handle.compute_views()
     # Every rank is taken to have assigned the same full values: each keeps its own piece, and nothing is sent.
     for index, value in values.items():
+        # The full buffer is this handle's and rests: it is filled, no gather writes to it, and nobody computes.
         views[index].copy_(value)
     span = handle.shard_map.shard_span(handle.shard_rank)
     for index in values:

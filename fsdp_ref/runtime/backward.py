@@ -62,6 +62,7 @@ def pre_backward(unit: Unit) -> None:
     """
     root = unit.root
     assert root is not None  # the unit ran forward
+    # Autograd enables gradients inside of a pass for ``create_graph`` alone.
     unit.creates_graph = torch.is_grad_enabled()
     task = root.enter_backward()
     flush_partial(root, unit, task)
@@ -90,6 +91,7 @@ def _enter(root: Root, unit: Unit, task: int) -> None:
         handle = unit.handle
         if unit.life.state in READABLE:
             check_unchanged(handle)
+        # A prefetch has read the shard already: what were taken over now, the gathered values would not have.
         elif unit.ahead is not Ahead.PREFETCH:
             absorb_params(handle)
         unit.drop_out_of_date()
@@ -97,6 +99,8 @@ def _enter(root: Root, unit: Unit, task: int) -> None:
         if not handle.empty:
             root.owned(unit)
             # Not for autograd, which makes its own views: for a forward that checkpointing runs again in here.
+            # The views of the forward pass while its record lives: what runs again must lead to the node that is there, for a
+            # second one would reduce a second time.
             record = unit.graph.record
             views = [alias(view) for view in handle.compute_views()] if record is None else record.views
             handle.originals.show_computing(
@@ -148,12 +152,14 @@ def on_gradients(unit: Unit, grads: tuple[Tensor | None, ...]) -> None:
     local = [None if grad is None else dense(waited(grad)).detach() for grad in grads]
     if not unused:
         local = run_tensor_hooks(handle, local)
+    # Before the engine goes on to the leaves, where it would run them again.
     set_aside(handle)
     if unused:
         return
     root.in_pass[unit] = None
     if unit.life.state is UnitState.BACKWARD and unit.backward_task != task:
         # A pass inside the pass (reentrant checkpointing): other regions of the unit may follow. Keep it open.
+        # Local until backward moves on to another unit (``flush_partial``): all regions are reduced at once.
         root.partial[unit] = None
         root.sync.accumulate(unit, local)
         return
@@ -215,6 +221,7 @@ def end_backward(root: Root) -> None:
         root.streams.free_rest()
         for look in root.guards.gradients_ready:
             look()
+        # Last: users' hooks run in here, which may save, clip or run forward; they find no unit busy and nothing in flight.
         publish(root.in_pass)
         root.in_pass.clear()
 

@@ -81,12 +81,14 @@ def _gather(unit: Unit, root: Root, frame: Frame) -> None:
         for look in root.guards.unit_begins:
             look(unit)
     if not frame.replay or unit.life.state not in READABLE:
+        # What users did to gradients since they were shown is read before this pass adds to them.
         handle.grads.absorb()
     if absorb_params(handle) and unit.life.state is UnitState.ACCUMULATING:
         unit.reshard(ReshardReason.OUT_OF_DATE)
     unit.drop_out_of_date()
     unit.unshard()
     if not handle.empty:
+        # After the gather, which may have changed the dtype and so the buffer; before modules compute, and autograd saves views.
         root.owned(unit)
         if not frame.replay:
             # After the own gather, so that the next one queues behind it and runs while this unit computes.
@@ -94,6 +96,7 @@ def _gather(unit: Unit, root: Root, frame: Frame) -> None:
         # A unit that runs twice in a forward shows one set of views, hence has one node and one completion.
         frame.record = tracked_views(unit, root)
         if not frame.replay:
+            # Nothing else holds the record until outputs have their hooks, and the graph side knows it weakly.
             root.open_records.append(frame.record)
         handle.originals.show_computing(unit.computing(frame.record.views) if frame.replay else frame.record.views)
     frame.compute()
@@ -165,6 +168,7 @@ def exit_forward(frame: Frame, output: Any) -> Any:
             raise
         # Other hooks than ours were in force: autograd holds views, and only the end of backward knows that nobody reads them.
         unit.unguarded = frame.record is not None and frame.record.tracked and not root.saves_views()
+        # Edits are kept in here, from the buffer that the next lines may free.
         calls.close(frame)
         if not frame.replay:
             root.order.post_forward(root.index[unit])

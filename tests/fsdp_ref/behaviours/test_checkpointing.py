@@ -53,7 +53,7 @@ def compare(lab, model, reference, path, steps=2):
 
 
 @pytest.mark.world(2)
-@pytest.mark.covers("AC-01", "B018", "B020", "B034", "AC-05", "COMP-18")
+@pytest.mark.covers("AC-01", "B018", "B020", "B034", "AC-05", "COMP-18", "ORIG-17")
 @kinds
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("strategy", [S.FULL_SHARD, S.SHARD_GRAD_OP], ids=lambda s: s.name)

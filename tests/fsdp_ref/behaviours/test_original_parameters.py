@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_ref import ShardingStrategy
+from fsdp_ref.wrap import ModuleWrapPolicy
 
 S = ShardingStrategy
 quiet = pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy:FutureWarning")
@@ -298,3 +299,31 @@ def test_freezing_biases(lab, orig_path, when):
         optim.zero_grad()
         lab.reference_step(reference, lab.batches(step), optim=reference_optim)
         lab.assert_params(model, reference)
+
+
+class Scaled(nn.Module):
+    """A unit with a scalar that one rank holds alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.up(x) * self.scale
+
+
+@pytest.mark.world([2, 3])
+def test_data_assigned_to_a_unit_that_stays_gathered_is_noticed_by_ranks_that_hold_none_of_it(trial):
+    case = trial("orig", "SHARD_GRAD_OP", lambda: nn.Sequential(Scaled(), Scaled()), policy=ModuleWrapPolicy({Scaled}))
+    xs = case.inputs(0)
+    case.plain_loss(xs).backward()
+    with case.no_sync(True):
+        case.loss(xs).backward()
+    for model in (case.plain, case.model):
+        for name, param in model.named_parameters():
+            if name.endswith("scale"):
+                param.data = param.data * 2
+    case.both_backward(1)
+    case.step()
+    case.compare()
