@@ -111,25 +111,6 @@ def test_clearing_all_or_some_gradients(lab, orig_path):
 
 
 @pytest.mark.world(2)
-@pytest.mark.covers("ORIG-09")
-def test_an_unused_original_of_a_used_unit_gets_none(lab, orig_path):
-    class Partly(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
-        def forward(self, x):
-            return self.a(x)
-
-    model = lab.shard(lab.make(Partly), orig_path)
-    lab.loss(model, lab.batch()).backward()
-    handle = lab.units(model)[0].handle
-    for index, (fqn, p) in enumerate(zip(handle.fqns, handle.originals.params, strict=True)):
-        if handle.originals.present(index):
-            assert (p.grad is not None) == fqn.startswith("a.")
-
-
-@pytest.mark.world(2)
 @pytest.mark.covers("ORIG-10", "B090", "B152")
 @pytest.mark.parametrize("how", ["data", "attribute", "copy"])
 @pytest.mark.parametrize("when", ["before any forward", "after a forward", "after a step"])
@@ -237,24 +218,6 @@ def test_inside_forward_places_show_full_tracked_tensors(lab, path):
     assert all(tracked for _, _, tracked in values)
     if path != "flat":
         assert listed == ["a.bias", "a.weight", "b.bias", "b.weight"]
-
-
-@pytest.mark.world(2)
-@pytest.mark.covers("ORIG-19", "RUN-01")
-@pytest.mark.parametrize("strategy", [S.FULL_SHARD, S.SHARD_GRAD_OP], ids=lambda s: s.name)
-@pytest.mark.parametrize("summon", [False, True])
-def test_several_forwards_before_one_backward(lab, path, strategy, summon):
-    reference = lab.make()
-    model = lab.shard(copy.deepcopy(reference), path, policy={lab.Block}, sharding_strategy=strategy)
-    first = lab.loss(model, lab.batch(0))
-    if summon:
-        lab.assert_params(model, reference)
-    (first + lab.loss(model, lab.batch(1))).backward()
-    lab.reference_step(reference, lab.batches(0))
-    lab.reference_step(reference, lab.batches(1))
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    torch.optim.SGD(reference.parameters(), lr=0.1).step()
-    lab.assert_params(model, reference)
 
 
 @pytest.mark.world(2)
