@@ -67,7 +67,7 @@ def short_sheet(report: RunReport) -> Sheet:
         Line(f"  {result.implementation} {result.check}: {result.expected}")
         for result in summary.attention(report, Verdict.STALE)
     ]
-    causes = numbered(len(failures.new), "cause") if failures.new else ""
+    causes = f"{numbered(len(failures.new), 'cause')} ({_costs(failures)})" if failures.new else ""
     parts: dict[Verdict, tuple[Iterable[Block], str]] = {
         Verdict.FAIL: (_failed(failures, summary.attention(report, Verdict.FAIL)), causes),
         Verdict.UNKNOWN: (_unknown(failures, summary.attention(report, Verdict.UNKNOWN)), ""),
@@ -84,6 +84,10 @@ def short_sheet(report: RunReport) -> Sheet:
     hints: list[Block] = [Line(HINT, "meaning")] if failures.new or failures.known else []
     closing = (_cards(report), *hints, Line(summary.circumstances(report), "meaning"))
     return replace(_frame(report), lead=(table,) if few else (), sections=tuple(sections), closing=closing)
+
+
+def _costs(failures: Failures) -> str:
+    return summary.severities(cause.findings for _, cause in failures.new)
 
 
 def _failed(failures: Failures, results: tuple[CheckResult, ...]) -> Iterator[Block]:
@@ -127,10 +131,12 @@ def complete_sheet(report: RunReport) -> Sheet:
         *_told(failures),
         Section("Suites", (verdict_table(report, failures), legend), anchor="verdicts"),
         *(_trouble(failures, verdict, summary.attention(report, verdict)) for verdict in summary.ATTENTION),
-        _portraits(report, failures),
-        _not_claimed(report, failures),
-        _margins(report, failures),
-        Section("Environment", (Facts(tuple(summary.facts(report).items())),), anchor="environment"),
+        _rest(
+            _portraits(report, failures),
+            _not_claimed(report, failures),
+            _margins(report, failures),
+            Section("Environment", (Facts(tuple(summary.facts(report).items())),), anchor="environment"),
+        ),
     )
     answers = (
         Section("How far to trust it", tuple(map(Line, summary.trust(report)))),
@@ -139,6 +145,13 @@ def complete_sheet(report: RunReport) -> Sheet:
     )
     lead = (Group(answers, "answers"), _cards(report))
     return replace(_frame(report), lead=lead, sections=tuple(section for section in sections if section.blocks))
+
+
+def _rest(*sections: Section) -> Section:
+    """Return what few readers look for, folded."""
+    blocks = tuple(section for section in sections if section.blocks)
+    titles = ", ".join(section.title[0].lower() + section.title[1:] for section in blocks)
+    return Section("Everything else", (Fold(titles.capitalize(), blocks),))
 
 
 def _frame(report: RunReport) -> Sheet:
@@ -150,6 +163,7 @@ def _frame(report: RunReport) -> Sheet:
         subject=subject or "No implementation",
         genre="Conformance report",
         headline=summary.headline(report),
+        environment=report.environment,
         foot="Made by fsdp-testing. Every bound is derived and printed beside the error that it is compared with.",
         known=bool(report.count(Verdict.EXPECTED_FAILURE) + report.count(Verdict.STALE)),
     )
@@ -168,6 +182,8 @@ def _cards(report: RunReport) -> Group:
 
 def _broken(report: RunReport, failures: Failures) -> Iterator[Line]:
     """What is new, unknown or stale, and of what is known the reasons where nothing is new."""
+    if failures.new:
+        yield Line(f"New: {_costs(failures)}.", "said")
     for anchor, cause in failures.new[:CAUSES_AT_SIGHT]:
         yield Line(f"{failures.own(cause.implementation)}:", links=(Link(cause.sentence, anchor),))
     links = []

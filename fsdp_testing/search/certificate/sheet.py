@@ -19,7 +19,6 @@ from fsdp_testing.report.sheet import (
     Steps,
     Table,
     bulleted,
-    made_by,
 )
 from fsdp_testing.search.certificate.axes import WORLDS
 from fsdp_testing.search.certificate.causes import CellCause
@@ -54,7 +53,7 @@ def certificate_sheet(summary: Summary) -> Sheet:
         lead=(bulleted(summary.notes()),),
         sections=tuple(section for section in sections if section.blocks),
         subject=f"{summary.implementation} in every small case",
-        foot=made_by(summary.environment),
+        environment=summary.environment,
     )
 
 
