@@ -59,8 +59,8 @@ CAUSES_AT_SIGHT = 4
 SLOWEST = 10
 
 
-def short_sheet(report: RunReport) -> Sheet:
-    """Return what is new by its cause, what nothing is known of, what is stale, and what was expected by its page."""
+def short_sheet(report: RunReport, *changes: Section) -> Sheet:
+    """Return `changes`, what is new by its cause, what nothing is known of, what is stale, and what was expected by its page."""
     report = replace(report, own_names={})
     failures = Failures(report)
     stale = [
@@ -74,7 +74,7 @@ def short_sheet(report: RunReport) -> Sheet:
         Verdict.STALE: (stale, ""),
         Verdict.EXPECTED_FAILURE: (_known_lines(failures), numbered(len(failures.known), "reason")),
     }
-    sections = []
+    sections = [*changes]
     for verdict, (blocks, more) in parts.items():
         if count := report.count(verdict):
             title = listed(filter(None, (f"{TITLES[verdict]}: {summary.checks(count)}", more)))
@@ -122,12 +122,13 @@ def _known_lines(failures: Failures) -> list[Line]:
     return lines
 
 
-def complete_sheet(report: RunReport) -> Sheet:
-    """Return everything that is known of a run."""
+def complete_sheet(report: RunReport, *changes: Section) -> Sheet:
+    """Return everything that is known of a run, after the `changes` since an earlier one."""
     failures = Failures(report)
     words = tuple((summary.WORDS[verdict], summary.MEANINGS[verdict]) for verdict in Verdict)
     legend = Facts(words, tuple(verdict.value for verdict in Verdict))
     sections = (
+        *changes,
         *_told(failures),
         Section("Suites", (verdict_table(report, failures), legend), anchor="verdicts"),
         *(_trouble(failures, verdict, summary.attention(report, verdict)) for verdict in summary.ATTENTION),

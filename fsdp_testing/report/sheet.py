@@ -141,7 +141,7 @@ class Fold:
 
 @dataclass(frozen=True, slots=True)
 class Article:
-    """One failure, cause, or verdict: whose it is, what it is, in a word and a sentence if it has both, what it costs, and the facts."""
+    """One failure, cause, or verdict: whose, what (a word, a sentence, or both), what it costs, and the facts."""
 
     heading: str
     blocks: tuple[Block, ...]
