@@ -190,7 +190,7 @@ class _Printer:
         brief = any(cell.brief for row in rows for cell in row.cells)
         narrow = brief and max(labels, default=5) + sum(columns) > self._width
         grid = Grid(box=None, pad_edge=False, header_style="bold", show_edge=False)
-        grid.add_column(plain(table.heading), overflow="fold")
+        grid.add_column(plain(table.heading), overflow="fold", no_wrap=2 * max(labels, default=0) <= self._width)
         for number, name in enumerate(table.columns, 1):
             grid.add_column(plain(str(number) if narrow else name), overflow="fold", no_wrap=narrow)
             grid.columns[-1].justify = "right" if table.numbers else "left"
