@@ -20,11 +20,12 @@ for `fsdp-verify certify`: one certificate. Or put the --state directories of `f
 in the directory that --state names: each finding once, and a campaign that can go on. Parts that are missing, there twice, or
 of different runs are refused.
 """
+EXAMPLE = "fsdp-verify merge part-1.json part-2.json --html report"
 
 
 def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = declare(commands, "merge", "put the parts of a divided run together", DESCRIPTION)
+    command = declare(commands, "merge", "put the parts of a divided run together", DESCRIPTION, example=EXAMPLE)
     command.add_argument(
         "reports",
         nargs="+",

@@ -40,11 +40,12 @@ against which bound, and how to run it again.
 
 NAME is a registered name (`fsdp-verify list implementations`) or an import string package.module:attribute.
 """
+EXAMPLE = "fsdp-verify run torch-fsdp2 --check training --html report"
 
 
 def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = declare(commands, "run", "judge implementations", DESCRIPTION)
+    command = declare(commands, "run", "judge implementations", DESCRIPTION, example=EXAMPLE)
     command.add_argument("names", nargs="*", metavar="NAME", help="implementations")
     command.add_argument("--all", action="store_true", help="every registered implementation")
     what = command.add_argument_group("what is run")
