@@ -265,8 +265,9 @@ def _training(units: Sequence[UnitLayout], ranks: Ranks, options: argparse.Names
     """Yield what training takes on each rank, by a stated rule, and whether it fits.
 
     The rule: gradients are kept as parameters are; Adam keeps two float32 numbers for each; gathered units are held as the
-    strategy says, and one unsharded gradient beside them; each matrix (rows x columns) keeps `rows + columns` numbers of
-    each token for backward. Attention scores, logits in float32, fragments and what the allocator keeps are not counted.
+    strategy says, and one unsharded gradient beside them; each matrix (rows x columns) keeps its input and its output,
+    `rows + columns` numbers of each token, though some share them. Attention scores, logits in float32, fragments and
+    what the allocator keeps are not counted.
     """
     shard = sum(unit.shards.shard_numel * unit.element_bytes for unit in units)
     numbers = sum(unit.shards.shard_numel for unit in units)
@@ -287,7 +288,7 @@ def _training(units: Sequence[UnitLayout], ranks: Ranks, options: argparse.Names
     }
     total = sum(parts.values())
     yield f"training, a rank: {_bytes(total)} = {' + '.join(f'{_bytes(size)} {name}' for name, size in parts.items())}"
-    yield "  activations: rows + columns of each matrix for each token; attention scores and fragments are not counted"
+    yield "  activations: input and output of each matrix, nothing recomputed; attention scores and fragments not counted"
     if options.memory is not None:
         room = int(options.memory * 1024**3)
         left = f"{_bytes(room - total)} to spare" if total <= room else f"{_bytes(total - room)} too much"

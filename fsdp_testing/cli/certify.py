@@ -114,6 +114,7 @@ def _made(certificate: Certificate, console: Output, explain: float) -> Summary:
             display.at(counts.total(), f"{failing:,} fail" if failing else "", total)
 
         display.stage(f"running cells, {certificate.earlier:,} of {total:,} ran before", total)
+        show(certificate)
         certificate.run(show)
         display.stage("looking for causes")
         adapter = certificate.plan.implementation
