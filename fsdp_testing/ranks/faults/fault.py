@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from fsdp_testing.errors import HarnessError, InvalidArgument
+from fsdp_testing.errors import InvalidArgument
 
 FIRST = {"collective": 1, "step": 0, "save": 1, "load": 1}
 """The places of a fault, and the number of the first one: collectives are counted as the ledger does, steps as `train` does."""

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -34,15 +35,6 @@ def inject(faults: Iterable[Fault], rank: int) -> Injection:
     active.append(injection)
     injection.begin()
     return injection
-
-
-def run_with(faults: Sequence[Fault], rank: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function with faults injected; whether they were reached stands in this rank's standard error."""
-    injection = inject(faults, rank)
-    try:
-        return function(*args)
-    finally:
-        injection.end()
 
 
 class Injection(AbstractContextManager["Injection"]):
@@ -126,16 +118,18 @@ class Injection(AbstractContextManager["Injection"]):
                 self._move_clock(fault.value)
 
     def _limit_memory(self, more: int) -> None:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            used = int(file.read().split()[0]) * resource.getpagesize()
+        used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
         limits = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (used + more, limits[1]))
         self._stack.callback(resource.setrlimit, resource.RLIMIT_AS, limits)
 
     def _move_clock(self, seconds: float) -> None:
-        now, now_ns = time.time, time.time_ns
-        self._stack.enter_context(mock.patch.object(time, "time", lambda: now() + seconds))
-        self._stack.enter_context(mock.patch.object(time, "time_ns", lambda: now_ns() + int(seconds * 1e9)))
+        def moved(clock: Callable[[], float], by: float) -> float:
+            return clock() + by
+
+        for name, by in (("time", seconds), ("time_ns", int(seconds * 1e9))):
+            replacement = partial(moved, getattr(time, name), by)
+            self._stack.enter_context(mock.patch.object(time, name, replacement))
 
     # -------------------------------------------------------------------------------------------- steps
 
@@ -211,7 +205,7 @@ class Injection(AbstractContextManager["Injection"]):
         fault, buffer = self._due("save"), io.BytesIO()
         save(obj, buffer, *args, **kwargs)
         data, half = bytearray(buffer.getvalue()), len(buffer.getvalue()) // 2
-        with open(f, "wb") if isinstance(f, str | os.PathLike) else nullcontext(f) as file:
+        with Path(f).open("wb") if isinstance(f, str | os.PathLike) else nullcontext(f) as file:
             file.write(data[:half])
             file.flush()
             self._pass("save", "half of save")
@@ -230,7 +224,7 @@ def _contribution(name: str, group: Any, args: tuple[Any, ...]) -> list[Any]:
     root = getattr(args[-1], "rootRank", None) if args else None
     if name in ("broadcast", "scatter") and root != group.rank():
         return []
-    given = next(
+    given: Any = next(
         (args[place] for place in (1, 0) if len(args) > place and isinstance(args[place], torch.Tensor | list)), []
     )
     flat = [given] if isinstance(given, torch.Tensor) else list(given)
