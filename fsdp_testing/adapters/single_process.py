@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -116,10 +115,6 @@ def division(setup: Setup) -> Division:
     return Division(before=1, after=setup.world_size)
 
 
-def _finish(model: nn.Module) -> Any:
-    return _AVERAGING.pop(model, None)
-
-
 IMPLEMENTATION = TorchStyle(
     name="single-process",
     wrap=wrap,
@@ -128,5 +123,5 @@ IMPLEMENTATION = TorchStyle(
     no_sync=no_sync,
     division=division,
     **replicated.METHODS,
-    finish=_finish,
+    finish=lambda model: _AVERAGING.pop(model, None),
 )
