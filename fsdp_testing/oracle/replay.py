@@ -163,8 +163,10 @@ class Replay:
         """Store what a forward changed of its own parameters, where they do not share the stored ones' numbers."""
         with torch.no_grad():
             for fqn in edited:
-                if self.compute[fqn].data_ptr() != self.parameters[fqn].data_ptr():
-                    self.parameters[fqn].copy_(self.compute[fqn])
+                stored, computed = self.parameters[fqn], self.compute[fqn]
+                if computed.data_ptr() != stored.data_ptr():
+                    # An element that was not changed keeps the digits that the lower precision of the forward lacks.
+                    stored.copy_(torch.where(stored.to(computed.dtype) == computed, stored, computed.to(stored.dtype)))
 
     def interrupted(self, rank: int, batch: Any) -> None:
         """Run the forward of a micro-batch whose backward raises: gradients come of neither."""

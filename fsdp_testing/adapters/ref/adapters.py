@@ -19,7 +19,7 @@ import fsdp_ref
 import fsdp_ref.wrap
 from fsdp_ref import StateDictType
 from fsdp_ref.annotations import units_under
-from fsdp_ref.build.wrap_policy import choose_by_function
+from fsdp_ref.build.targets import choose_by_function
 from fsdp_ref.comm.division import DivideFactors
 from fsdp_ref.comm.tensor_parallel import TensorParallel
 from fsdp_ref.handle.flat_handle import FlatHandle

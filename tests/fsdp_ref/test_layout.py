@@ -1,4 +1,4 @@
-"""What holds for every layout? Drawn shapes, orders, ties, alignments and worlds; no process is started.
+"""The layout: what holds for every one, and worked examples. Drawn shapes, orders, ties, alignments and worlds; no ranks.
 
 The second half of each comparison is written from the definition and shares no code with the package: a list of
 owners, one entry per element of the flat buffer, cut by plain loops; or a real flat tensor cut by ``torch.chunk``.
@@ -7,6 +7,7 @@ owners, one entry per element of the flat buffer, cut by plain loops; or a real 
 from __future__ import annotations
 
 import math
+import tracemalloc
 from dataclasses import dataclass
 
 import pytest
@@ -14,8 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_ref.layout import FlatLayout, ParamSpec, ShardMap, Span
-from fsdp_ref.torch_names.inclusive_view import is_padding_mask, numels_with_padding, shard_metadata, shard_param_infos
+from fsdp_ref.layout import FlatLayout, ParamSpec, ShardMap, Span, is_dense, is_row_major, row_major_stride
+from fsdp_ref.torch_names.inclusive_view import (
+    is_padding_mask,
+    numels_with_padding,
+    segments,
+    shard_metadata,
+    shard_param_infos,
+)
 
 settings.register_profile("layout", deadline=None, max_examples=150)
 settings.load_profile("layout")
@@ -85,7 +92,8 @@ def naive_shards(buffer: list[tuple[int, int] | None], world: int) -> list[list[
 def flatten(layout: FlatLayout, drawn: list[Drawn], padding: float = float("nan")) -> torch.Tensor:
     """Write each tensor in its storage order at its place; NaN everywhere else, so that a leak shows."""
     flat = torch.full((layout.numel,), padding, dtype=torch.float64)
-    for span, item in zip(layout.spans, drawn, strict=True):
+    for index, item in enumerate(drawn):
+        span = layout.span(index)
         flat[span.as_slice()] = item.value.permute(item.spec.storage_order).reshape(-1)
     return flat
 
@@ -98,7 +106,8 @@ def test_offsets_agree_with_a_model_that_writes_out_every_element(drawn, alignme
     buffer = naive_buffer(specs, alignment, multiple)
     assert layout.numel == len(buffer)
     written: list[tuple[int, int] | None] = [None] * layout.numel
-    for index, span in enumerate(layout.spans):
+    for index in range(len(layout)):
+        span = layout.span(index)
         for k in range(span.numel):
             assert written[span.start + k] is None
             written[span.start + k] = (index, k)
@@ -115,7 +124,8 @@ def test_offsets_agree_with_a_model_that_writes_out_every_element(drawn, alignme
 def test_unflattening_gives_back_every_tensor_and_no_padding(drawn, alignment, multiple, dtype):
     layout = FlatLayout.build([d.spec for d in drawn], alignment_numel=alignment, pad_to_multiple=multiple)
     flat = flatten(layout, drawn).to(dtype)
-    for span, item in zip(layout.spans, drawn, strict=True):
+    for index, item in enumerate(drawn):
+        span = layout.span(index)
         piece = flat[span.as_slice()]
         back = torch.as_strided(piece.clone(), item.spec.shape, item.spec.stride)
         assert torch.equal(back, item.value.to(dtype))
@@ -192,7 +202,116 @@ def test_metadata_of_a_rank_is_what_slicing_the_real_flat_tensor_gives(drawn, al
     assert meta.param_offsets == tuple((i[3], i[4]) for i in infos if i.in_shard)
 
 
-@given(st.integers(0, 9), st.integers(0, 9))
-def test_a_span_contains_its_elements(a, la):
-    one = Span(a, a + la)
-    assert {k for k in range(30) if k in one} == set(range(a, a + la))
+def specs(*shapes):
+    return [ParamSpec.of(f"p{i}", shape) for i, shape in enumerate(shapes)]
+
+
+@pytest.mark.covers("FLAT-03", "FLAT-13")
+def test_fp32_with_two_ranks():
+    layout = FlatLayout.build(specs((7, 3), (5, 7), (5, 5)), alignment_numel=4, pad_to_multiple=2)
+    assert numels_with_padding(layout) == (21, 3, 35, 1, 25, 1)
+    assert is_padding_mask(layout) == (False, True, False, True, False, True)
+    assert layout.numel == 86
+
+
+@pytest.mark.covers("FLAT-04")
+def test_alignment_counts_elements_of_the_compute_dtype():
+    layout = FlatLayout.build(specs((5, 2), (5, 5), (3, 5)), alignment_numel=8, pad_to_multiple=2)
+    assert numels_with_padding(layout) == (10, 6, 25, 7, 15, 1)
+    assert layout.numel == 64
+
+
+def test_no_parameters_make_an_empty_layout():
+    layout = FlatLayout.build([], alignment_numel=4, pad_to_multiple=8)
+    assert layout.numel == 0
+    assert list(segments(layout)) == []
+
+
+def test_empty_parameters_share_a_place_with_their_neighbour():
+    layout = FlatLayout.build(specs((0,), (3,), (2, 0), (2,)))
+    assert tuple(map(layout.span, range(4))) == (Span(0, 0), Span(0, 3), Span(3, 3), Span(3, 5))
+    assert [index for index, *_ in layout.touched(Span(0, 5))] == [1, 3]
+
+
+@pytest.mark.covers("FLAT-14")
+def test_channels_last_keeps_its_element_order():
+    weight = torch.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    spec = ParamSpec.of("w", weight.shape, weight.stride())
+    assert spec.stride == weight.stride()
+    assert not spec.contiguous
+    assert spec.storage_order == (0, 2, 3, 1)
+    stored = torch.as_strided(weight, (weight.numel(),), (1,))
+    assert torch.equal(weight.permute(spec.storage_order).reshape(-1), stored)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(4, 6)[:, ::2], torch.zeros(1, 3).expand(4, 3), torch.zeros(4, 3, 2)[..., 0]],
+    ids=["strided", "expanded", "last-dim-selected"],
+)
+def test_elements_with_gaps_or_overlap_are_laid_out_row_major(tensor):
+    spec = ParamSpec.of("w", tensor.shape, tensor.stride())
+    assert not is_dense(tensor.shape, tensor.stride())
+    assert spec.stride == row_major_stride(tensor.shape)
+    assert spec.contiguous
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1, 1), (2, 1, 3), (4,)])
+def test_order_agrees_with_torch(shape):
+    tensor = torch.zeros(shape)
+    spec = ParamSpec.of("w", tensor.shape, tensor.stride())
+    assert spec.stride == tensor.stride()
+    assert spec.contiguous == tensor.is_contiguous()
+    assert is_row_major(shape, tensor.stride())
+    assert spec.numel == tensor.numel()
+
+
+def test_names_list_the_own_name_first():
+    assert ParamSpec.of("a", (2,), aliases=["b", "c"]).names == ("a", "b", "c")
+
+
+def one(numel: int) -> FlatLayout:
+    return FlatLayout.build([ParamSpec.of("w", (numel,))])
+
+
+@pytest.mark.covers("FLAT-06", "FLAT-07")
+def test_forty_two_elements_on_eight_ranks_leave_the_last_rank_all_padding():
+    shards = ShardMap(one(42), 8)
+    assert shards.shard_numel == 6
+    assert [shards.shard_span(rank).numel for rank in range(8)] == [6] * 7 + [0]
+    assert [shards.padding(rank) for rank in range(8)] == [0] * 7 + [6]
+    assert shards.param_spans(7) == ()
+    assert shards.padded_numel == 48
+
+
+@pytest.mark.covers("FLAT-06")
+def test_fewer_elements_than_ranks():
+    shards = ShardMap(one(2), 5)
+    assert [shards.shard_span(rank) for rank in range(5)] == [Span(0, 1), Span(1, 2)] + [Span(2, 2)] * 3
+    assert list(shards.owner_ranks(0)) == [0, 1]
+
+
+def test_nothing_to_shard():
+    shards = ShardMap(FlatLayout.build([ParamSpec.of("w", (0, 3))]), 4)
+    assert shards.shard_numel == shards.padded_numel == 0
+    assert list(shards.owner_ranks(0)) == []
+
+
+@pytest.mark.covers("FLAT-20")
+def test_a_world_of_one_holds_everything():
+    shards = ShardMap(one(7), 1)
+    assert shards.shard_span(0) == Span(0, 7)
+    assert shards.padding(0) == 0
+
+
+def test_one_rank_of_sixteen_thousand_costs_what_it_holds():
+    layout = FlatLayout.build([ParamSpec.of(f"p{i}", (i % 7, 3)) for i in range(100_000)], alignment_numel=4)
+    shards = ShardMap(layout, 16_384)
+    tracemalloc.start()
+    try:
+        held = sum(len(shards.param_spans(rank)) for rank in range(0, 16_384, 64))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 256 * (layout.numel // 16_384 + 2)
+    assert peak < 2**20, "asking one rank must not build tables for all"
