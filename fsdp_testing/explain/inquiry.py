@@ -119,13 +119,7 @@ class Inquiry:
         return None
 
     def cause(self, finding: Finding, how: JudgeSettings, like: Hypothesis | None) -> tuple[Hypothesis | None, str]:
-        """Return what wrong numbers are equal to, and the cast that gives them in words, of all that is tried.
-
-        Args:
-            finding: The failure.
-            how: How its check judges.
-            like: What `hypothesis` found.
-        """
+        """Return what wrong numbers are equal to, and the cast that gives them in words, of all that is tried."""
         # A cast that gives the very numbers says more than what they are like.
         cast = self._cast(finding, how) if like is None or like.pattern is not None else ""
         return (self._luck(finding, how) if like is None and not cast else like), cast

@@ -192,14 +192,7 @@ class RankProgram:
             return self.adapter.wrap(module, setup)
 
     def train_in_one_process(self, batch: Batch, state: Any, saved: Any, flags: Mapping[str, bool]) -> tuple[Any, Any]:
-        """Return what one process makes of a saved state of model and optimizer (None: not saved) in one step.
-
-        Args:
-            batch: Inputs; those of rank 0 are taken.
-            state: Complete state of the model.
-            saved: Complete state of the optimizer.
-            flags: `requires_grad` by name.
-        """
+        """Return what one process makes of a saved state of model and optimizer (None: not saved) in one step."""
         steps = self.optimizer is not None
         carried = one_process.train_on(self.case, batch, one_process.Saved(state, saved), flags, steps=steps)
         return carried.model, carried.optimizer

@@ -127,11 +127,7 @@ class Certificate:
     # ------------------------------------------------------------------------------------------- the source
 
     def run(self, on_progress: Callable[[Certificate], object] = lambda _: None) -> Verdicts:
-        """Run until all cells have run or a limit is reached; KeyboardInterrupt passes through after everything is saved.
-
-        Args:
-            on_progress: Called after every batch.
-        """
+        """Run until all cells have run or a limit is reached; KeyboardInterrupt passes through after everything is saved."""
         self._on_progress = on_progress
         self._budget.restart()
         search(self, self.runner.cases.worlds, self.plan.lanes)
