@@ -30,12 +30,11 @@ from fsdp_testing.errors import PoolBroken
 from fsdp_testing.judging.attempts import Attempt, settle
 from fsdp_testing.judging.batch import Watch
 from fsdp_testing.judging.batch_judge import attempt_batch
-from fsdp_testing.judging.concurrency import Shared
 from fsdp_testing.judging.judge import Review, judge
 from fsdp_testing.judging.known import CaseFeatures, features_of
 from fsdp_testing.judging.numbers import Numbers, compare_numbers
 from fsdp_testing.judging.signature import Signature, signature_of
-from fsdp_testing.judging.worlds import Worlds
+from fsdp_testing.judging.worlds import Shared, Worlds
 from fsdp_testing.oracle import gathered_state, rank_jobs
 from fsdp_testing.oracle.quantities import Comparison, Expectation
 from fsdp_testing.oracle.setup import as_observed, fitted, oracle_view
