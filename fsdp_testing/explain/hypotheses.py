@@ -160,9 +160,6 @@ class WrongNumbers:
         """Return what the numbers are equal to, or None if to nothing that is tried.
 
         In lockstep no operation is left out: each begins with the state that the implementation was in.
-
-        Args:
-            unsharded: Which units were gathered when an operation began.
         """
         point, free = self._point, not self._comparison.lockstep
         wrong = {piece.quantity for piece in self._wrong}

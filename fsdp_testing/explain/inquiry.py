@@ -256,16 +256,7 @@ def other_cast(
     reduced_in: Callable[[], Collection[str]],
     division: Division | None = None,
 ) -> str:
-    """Return which cast gives the numbers of the first divergence, in words; empty if none does.
-
-    Args:
-        case: The case as one process runs it.
-        ranks: What each rank reported, with a snapshot after every operation.
-        comparison: How the check compares.
-        oracle: Replays other casts.
-        reduced_in: Returns the dtypes that ranks gave to sums.
-        division: How the implementation says that it divides.
-    """
+    """Return which cast gives the numbers of the first divergence, in words; empty if none does."""
     divergences = agreement.compare(oracle(case, _AS_SAID), ranks, comparison).divergences
     wrong = {divergence.quantity for divergence in divergences}
     for cast in _others(case, division) if wrong else ():

@@ -144,15 +144,7 @@ def ask_judge(
 def judge_batch(
     adapter: Adapter, cases: Sequence[Case], size: int, directory: str, observe_all: bool
 ) -> list[Judgement]:
-    """Judge every case of a batch; a judgement is `incomplete` where a rank reported nothing.
-
-    Args:
-        adapter: The implementation.
-        cases: In the order in which they were run.
-        size: Number of ranks.
-        directory: Where their observations lie.
-        observe_all: A snapshot was taken after every operation.
-    """
+    """Judge every case of a batch; a judgement is `incomplete` where a rank reported nothing."""
     reported = [by_index(record_stream.read(directory, rank)) for rank in range(size)]
     judgements = []
     for index, case in enumerate(cases):

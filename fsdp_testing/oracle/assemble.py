@@ -39,12 +39,7 @@ class Assembled:
 
 
 def assemble(ranks: Iterable[RankPieces], shape: Sequence[int]) -> Assembled | None:
-    """Put pieces together; None if no rank reports any piece.
-
-    Args:
-        ranks: Each rank with its pieces of one tensor.
-        shape: Shape of the whole tensor.
-    """
+    """Put pieces together; None if no rank reports any piece."""
     numel = math.prod(shape)
     ranks = tuple(ranks)
     quick = _plain(ranks, numel)

@@ -206,13 +206,6 @@ class RankProgram:
     ) -> None:
         """Let some of the ranks load a saved state into new ones of the implementation, train a step, and save that in its place.
 
-        Args:
-            ranks: Who trains.
-            case: Says how they wrap.
-            batch: Inputs; these ranks have those of the first ranks.
-            saved: The state.
-            flags: `requires_grad` by name.
-
         Collectives: a group is made, and the new state is sent by the first of `ranks`; every rank of the world calls.
         """
         # Outside the branch: every rank of the world takes part in making a group.
