@@ -39,8 +39,8 @@ from fsdp_testing.judging.checkers import agreement
 from fsdp_testing.judging.checkers.event_rules import unsharded_before
 from fsdp_testing.judging.numbers import compare_numbers
 from fsdp_testing.judging.signature import signature_of
-from fsdp_testing.oracle import gathered_state, rank_jobs
-from fsdp_testing.oracle.gathered_state import GatheredState
+from fsdp_testing.oracle import assemble, rank_jobs
+from fsdp_testing.oracle.assemble import GatheredState
 from fsdp_testing.oracle.gradient_terms import GradientTerm
 from fsdp_testing.oracle.module_values import WatchedObservation
 from fsdp_testing.oracle.quantities import Comparison, Expectation
@@ -106,7 +106,7 @@ class Inquiry:
         with suppress(HarnessError):  # an oracle that cannot run a variant leaves the failure without a hypothesis
             ranks = self._ranks(finding.case, how)
             comparison = as_observed(how.comparison, registry.adapter_of(self._name))
-            adopted = gathered_state.states(ranks) if comparison.lockstep else None
+            adopted = assemble.states(ranks) if comparison.lockstep else None
             plain = self._oracle if adopted is None else partial(self._lockstep, adopted=adopted)
             sources = Sources(
                 oracle=partial(self._expected, mode=how.mode, plain=plain),
@@ -172,7 +172,7 @@ class Inquiry:
                 case,
                 ranks,
                 replace(as_observed(how.comparison, adapter), lockstep=True),
-                partial(self._lockstep, adopted=gathered_state.states(ranks)),
+                partial(self._lockstep, adopted=assemble.states(ranks)),
                 reduced_in=reduced_in if how.mode.seen_as(finding.case) == finding.case else lambda: set(UNIT_ROUNDOFF),
                 division=division_of(case, adapter),
             )
@@ -189,7 +189,7 @@ class Inquiry:
             same = judged.finding is not None and signature_of(judged.finding) == signature_of(finding)
             if not same or len(ranks) < case.world.size:
                 return ""
-            adopted = gathered_state.states(ranks) if how.comparison.lockstep else None
+            adopted = assemble.states(ranks) if how.comparison.lockstep else None
             expected = self._on_ranks(rank_jobs.expect_modules, case, self._name, adopted, size=1)[0]
             truth = self._oracle(case) if adopted is None else self._lockstep(case, adopted=adopted)
             comparison = as_observed(how.comparison, registry.adapter_of(self._name))

@@ -30,8 +30,8 @@ from fsdp_testing.judging.checkers.divergence import Compared
 from fsdp_testing.judging.judge import judge
 from fsdp_testing.judging.numbers import Numbers, compare_numbers
 from fsdp_testing.judging.worlds import Worlds
-from fsdp_testing.oracle import gathered_state, oracle
-from fsdp_testing.oracle.gathered_state import GatheredState
+from fsdp_testing.oracle import assemble, oracle
+from fsdp_testing.oracle.assemble import GatheredState
 from fsdp_testing.oracle.models import dtype_name
 from fsdp_testing.oracle.oracle import point_of
 from fsdp_testing.oracle.quantities import Comparison, Expectation, Expected
@@ -198,7 +198,7 @@ def ask_here(adapter: Adapter, case: Case, ranks: Sequence[RankObservation], *, 
         if compared > 0:
             return Numbers(Compared(comparisons=compared), fast=True)
         return compare_numbers(case, oracle.expect_free(case, observe_all=observe_all), ranks, comparison)
-    division, states = division_of(case, adapter), gathered_state.states(ranks)
+    division, states = division_of(case, adapter), assemble.states(ranks)
     # The narrowest bounds first: what agrees within them agrees, and takes one replay instead of two.
     quick = compare_numbers(case, _undisplaced(case, division, states), ranks, comparison)
     if quick.decided:

@@ -20,9 +20,9 @@ from fsdp_testing.adapters.protocol import Division
 from fsdp_testing.cases.records import OUTLIVES, UNIT_ROUNDOFF, Case, RankObservation
 from fsdp_testing.oracle import oracle
 from fsdp_testing.oracle.accounts import AccountedObservation, AccountedProgram, program_for
+from fsdp_testing.oracle.assemble import GatheredState
 from fsdp_testing.oracle.disturbance import Disturbance
 from fsdp_testing.oracle.execute import RankProgram
-from fsdp_testing.oracle.gathered_state import GatheredState
 from fsdp_testing.oracle.gradient_terms import GradientTerm
 from fsdp_testing.oracle.gradient_terms import gradient_terms as terms_of
 from fsdp_testing.oracle.models import dtype_of
