@@ -340,9 +340,7 @@ class CaseRunner:
         if mode.expect is not None:
             return self._ask_oracle(mode.expect, (case, observe_all, *mode.expect_arguments), case)
         if question.comparison.lockstep:
-            return self._ask_oracle(
-                rank_jobs.expect_lockstep, (case, question.adapter, assemble.states(ranks)), case
-            )
+            return self._ask_oracle(rank_jobs.expect_lockstep, (case, question.adapter, assemble.states(ranks)), case)
         key = oracle_view(case).identity, observe_all
         return self._expectations.get(key, lambda: self._ask_oracle(rank_jobs.expect_free, (case, observe_all), case))
 
