@@ -18,7 +18,8 @@ from fsdp_testing.judging.batch import Watch
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.judging.signature import signature_of
 from fsdp_testing.ranks.pool import Pool
-from fsdp_testing.search.certificate.axes import Cell, Job, case_of, digest, jobs, needs_of
+from fsdp_testing.search.certificate.axes import Cell, Job, digest, jobs
+from fsdp_testing.search.certificate.cases import case_of, needs_of
 from fsdp_testing.search.loop import Budget, search
 from fsdp_testing.search.state import (
     OPEN,

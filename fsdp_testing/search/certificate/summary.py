@@ -17,10 +17,10 @@ from fsdp_testing.search.certificate.axes import (
     UNITS,
     Cell,
     blocks,
-    needs_of,
     schedules,
     skips,
 )
+from fsdp_testing.search.certificate.cases import needs_of
 from fsdp_testing.search.certificate.causes import CauseFinder, CellCause
 from fsdp_testing.search.certificate.certify import CONFIRMED_ALONE, Certificate
 

@@ -26,15 +26,14 @@ from fsdp_testing.search.certificate.axes import (
     WORLDS,
     Cell,
     blocks,
-    case_of,
     in_cube,
     jobs,
-    needs_of,
     ranks_of,
     sampled,
     schedules,
     skips,
 )
+from fsdp_testing.search.certificate.cases import case_of, needs_of
 
 BLOCKS = blocks()
 CELLS = [cell for block in BLOCKS for cell in block.cells()]
