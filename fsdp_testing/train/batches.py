@@ -62,7 +62,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 def on_cpu(tree: Any) -> Any:
     """Return a copy of nested lists, tuples and mappings with detached tensors on the CPU."""
     if isinstance(tree, torch.Tensor):
-        return tree.detach().cpu().clone()
+        return local_part(tree).cpu().clone()
     if isinstance(tree, Mapping):
         return {key: on_cpu(value) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -70,9 +70,16 @@ def on_cpu(tree: Any) -> Any:
     return type(tree)(on_cpu(part) for part in tree) if isinstance(tree, (list, tuple)) else tree
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor, dense; a DTensor says so itself."""
+    shard = getattr(tensor, "to_local", None)
+    part = (shard() if callable(shard) else tensor).detach()
+    return part if part.layout is torch.strided else part.to_dense()
+
+
 def row_digests(tree: Any) -> tuple[str, ...]:
     """Return a digest of each row: of the first tensor with rows, and of all others with as many."""
-    tensors = [tensor.detach().cpu() for tensor in tensors_in(tree) if tensor.ndim]
+    tensors = [local_part(tensor).cpu() for tensor in tensors_in(tree) if tensor.ndim]
     rows = [tensor.contiguous() for tensor in tensors if len(tensor) == len(tensors[0])]
     if not rows:
         return ()
