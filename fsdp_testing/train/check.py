@@ -152,11 +152,11 @@ def _nan(quantities: Quantities) -> list[str]:
     ]
 
 
-def _check_disagreements(pair: Pair) -> None:
+def _check_disagreements(pair: Pair, kinds: Sequence[Kind] = tuple(Kind)) -> None:
     """Compare what the ranks have of the same parameters; what differs from the reference before that comes first."""
     run = pair.run
     own = Kind.BUFFER if BATCH_NORM in pair.runner.start.accept else None
-    deciding = [odd for odd in run.disagreements if odd.decides and odd.kind is not own]
+    deciding = [odd for odd in run.disagreements if odd.decides and odd.kind is not own and odd.kind in kinds]
     odd = min(deciding, key=lambda odd: odd.moment, default=None)
     if odd is None:
         return
@@ -164,7 +164,8 @@ def _check_disagreements(pair: Pair) -> None:
         check_until(pair, int(min(odd.moment, run.steps)))
     if odd.kind is Kind.BUFFER:
         pair.agrees_apart(lambda world: only(world.quantities, run.names(Kind.GRADIENT, Kind.PARAMETER)))
-    raise Failed(f"do not hold the same: {odd}. {causes.of_disagreement(run, odd)}", pair.table, subject="ranks")
+    table = pair.table if run is not pair.reference else ()
+    raise Failed(f"do not hold the same: {odd}. {causes.of_disagreement(run, odd)}", table, subject="ranks")
 
 
 def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
@@ -223,6 +224,8 @@ def _pair(runner: Runner, alone: WholeRun, run: WholeRun, taken: WholeRun) -> tu
         # Whatever forward is given: who computes the same gradients at each step has seen the same data.
         pair = Pair(runner, alone, run, Feed())
         if not computes_the_same(pair):
+            # All ranks began alike. What they hold of the same parameters by now needs no other world.
+            _check_disagreements(Pair(runner, run, run), (Kind.PARAMETER,))
             raise
         return pair, "with other arguments of forward: ranks share the work on each row"
     if feed.source is None and not _same_data(alone, taken):
