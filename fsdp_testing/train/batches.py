@@ -62,17 +62,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 def on_cpu(tree: Any) -> Any:
     """Return a copy of nested lists, tuples and mappings with detached tensors on the CPU."""
-<<<<<<< HEAD
-    if isinstance(tree, torch.Tensor):
-        return local_part(tree).cpu().clone()
-    if isinstance(tree, Mapping):
-        return {key: on_cpu(value) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(on_cpu(part) for part in tree))
-    return type(tree)(on_cpu(part) for part in tree) if isinstance(tree, (list, tuple)) else tree
-=======
-    return map_tensors(lambda tensor: tensor.detach().cpu().clone(), tree)
->>>>>>> main
+    return map_tensors(lambda tensor: local_part(tensor).cpu().clone(), tree)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

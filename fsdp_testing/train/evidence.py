@@ -118,17 +118,6 @@ class Clues:
         )
 
 
-<<<<<<< HEAD
-def _roundoff(dtype: torch.dtype) -> float:
-    return UNIT_ROUNDOFF.get(str(dtype).removeprefix("torch."), 0.0)
-=======
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor; a DTensor says so itself."""
-    shard = getattr(tensor, "to_local", None)
-    return (shard() if callable(shard) else tensor).detach()
->>>>>>> main
-
-
 def _digest(tensors: list[torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
