@@ -40,11 +40,12 @@ Run random cases (module tree, wrapping plan, strategy, program of training oper
 single-process oracle. What fails and is not known is shrunk and written to DIR/found/. A campaign goes on where the last
 one in DIR ended. Ctrl-C ends it with everything on disk.
 """
+EXAMPLE = "fsdp-verify fuzz torch-fsdp2 --seconds 300 --world-size 2,3"
 
 
 def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = declare(commands, "fuzz", "look for divergences with random cases", DESCRIPTION)
+    command = declare(commands, "fuzz", "look for divergences with random cases", DESCRIPTION, example=EXAMPLE)
     command.add_argument("name", metavar="NAME", nargs="?", help="implementation")
     limit = command.add_argument_group("how long")
     limit.add_argument("--seconds", type=seconds, metavar="N", help="end after N seconds (default 60)")

@@ -24,7 +24,6 @@ from fsdp_testing.report.sheet import (
     Sheet,
     Table,
     bulleted,
-    made_by,
 )
 from fsdp_testing.train.comparison import Difference
 from fsdp_testing.train.quantities import Kind, Quantity, rank_count
@@ -194,7 +193,7 @@ def training_sheet(
         conclusion=report.conclusion,
         sections=(*sections, Section("", tuple(articles))),
         subject=" ".join([report.script, *arguments]),
-        foot=made_by(environment, f"{seconds:.1f} s, up to {steps} steps. "),
+        environment={**environment, "duration": f"{seconds:.1f} s", "steps": f"at most {steps}"},
     )
 
 

@@ -99,6 +99,15 @@ class Cell:
         )
 
     @property
+    def words(self) -> str:
+        """Return all values, as people read them."""
+        parts = [f"{self.strategy} on {'a mesh of ' * ('x' in self.mesh)}{self.mesh} rank{'s' * (self.mesh != '1')}"]
+        parts += [f"units: {self.units}", self.trait, f"micro-batches {self.first}, then {self.second}"]
+        if skips(self.schedule.replace(" ", "")):
+            parts.append(f"left out on {'every rank' if self.skipping == EVERY_RANK else f'rank {self.skipping}'}")
+        return ", ".join([*parts, f"gradients cleared {self.clearing}", self.dtype])
+
+    @property
     def size(self) -> int:
         """Return the number of ranks."""
         return ranks_of(self.mesh)

@@ -18,7 +18,6 @@ from fsdp_testing.report.sheet import (
     Sheet,
     Table,
     bulleted,
-    made_by,
 )
 from fsdp_testing.search.checkpoints.exchange import Result
 from fsdp_testing.search.checkpoints.summary import MARKS, SAVED, Cause, Summary, worst
@@ -54,7 +53,7 @@ def checkpoints_sheet(summary: Summary) -> Sheet:
             *([Section("Why not", why, note, "why", kind="fail", at_sight=CAUSES_AT_SIGHT)] if why else []),
         ),
         subject="Saved by one, loaded by another",
-        foot=made_by(summary.environment),
+        environment=summary.environment,
     )
 
 
