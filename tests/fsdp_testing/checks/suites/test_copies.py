@@ -16,7 +16,7 @@ from fsdp_testing.cases.records import (
     Snapshot,
     WorldSpec,
 )
-from fsdp_testing.judging.checkers.copies import Copied, CopyingObservation, review_copies
+from fsdp_testing.checks.suites.programs import Copied, CopyingObservation, review_copies
 from fsdp_testing.oracle.quantities import Expectation, Expected, ExpectedPoint, Quantity
 
 CASE = Case(ModelSpec("mlp"), WorldSpec(2), (Observe("deepcopy"), ForwardBackward(Batch(1)), Observe()))

@@ -17,8 +17,8 @@ from fsdp_testing.cases.records import (
     Snapshot,
     WorldSpec,
 )
+from fsdp_testing.checks.suites.watched import PairedObservation, review_pair
 from fsdp_testing.errors import HarnessError
-from fsdp_testing.judging.checkers.second_oracle import PairedObservation, review_pair
 from fsdp_testing.oracle.quantities import Expectation, Expected, ExpectedPoint, Quantity
 
 CASE = Case(ModelSpec("mlp"), WorldSpec(2), (ForwardBackward(Batch(1)),))

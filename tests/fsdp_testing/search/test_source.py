@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_testing.adapters import registry
-from fsdp_testing.adapters.source import source_digest
+from fsdp_testing.search.state import source_digest
 
 ADAPTER = """
 from fsdp_testing.adapters import single_process

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_testing.base.backends import Backend, backend_named, register_backend, registered_backends, registry
+from fsdp_testing.base import backends as registry
+from fsdp_testing.base.backends import Backend, backend_named, register_backend, registered_backends
 from fsdp_testing.errors import InvalidArgument
 
 
