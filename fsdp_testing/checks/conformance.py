@@ -220,12 +220,12 @@ def run_case(name: str, case: Case, *, runner: CaseRunner | None = None, **compa
         name: Implementation.
         case: The case.
         runner: Where it runs; by default `shared_runner()`.
-        **comparison: Fields of `fsdp_testing.oracle.comparison.Comparison`.
+        **comparison: Fields of `fsdp_testing.oracle.quantities.Comparison`.
 
     Raises:
         InvalidRecord: The case is not legal.
     """
-    from fsdp_testing.oracle.comparison import Comparison
+    from fsdp_testing.oracle.quantities import Comparison
 
     check_case(case)
     load_all((name,))

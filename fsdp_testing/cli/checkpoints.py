@@ -45,7 +45,7 @@ def add(commands: Subparsers[Command]) -> Command:
 def execute(options: argparse.Namespace) -> int:
     """Exchange, print, write: 0 if every state holds, 1 if one fails, 3 if one is unknown."""
     from fsdp_testing.report.terminal import open_console
-    from fsdp_testing.search.checkpoints.sheet import checkpoints_sheet
+    from fsdp_testing.search.checkpoints.summary import checkpoints_sheet
 
     paths = checked_outputs(options)
     console = open_console()

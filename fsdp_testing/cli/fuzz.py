@@ -91,7 +91,7 @@ def execute(options: argparse.Namespace) -> int:
         raise InvalidArgument("fuzz: expected NAME alone. Say what is to be fuzzed; exhibits: `museum --exhibits N`.")
     from fsdp_testing.adapters import registry
     from fsdp_testing.report.terminal import open_console
-    from fsdp_testing.search.campaign.sheet import campaign_sheet
+    from fsdp_testing.search.campaign.tally import campaign_sheet
 
     adapter = registry.load(options.name)
     plan = _plan(options, adapter)
@@ -106,7 +106,7 @@ def campaigned(plan: Plan, console: Output, *, scripts: bool = True) -> Campaign
     from fsdp_testing.report.progress import Display
     from fsdp_testing.report.terminal import print_sheet
     from fsdp_testing.search.campaign.campaign import Campaign
-    from fsdp_testing.search.campaign.sheet import campaign_sheet
+    from fsdp_testing.search.campaign.tally import campaign_sheet
 
     name, missing = plan.implementation.name, plan.scope.not_claimed()
     if missing:

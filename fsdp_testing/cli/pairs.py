@@ -50,6 +50,7 @@ def _refuse_other_options(options: argparse.Namespace) -> None:
         "--expected-failures": options.expected_failures,
         "--junit": options.junit,
         "--compare": options.compare,
+        "--fault": options.fault,
         "--backend": options.backend != "gloo",
     }
     unwanted = [name for name, given in other.items() if given]

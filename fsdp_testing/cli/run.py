@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_testing.cli.options import (
     Command,
     Subparsers,
+    add_fault,
     add_jobs,
     add_tensor_parallel,
     add_timeout,
@@ -73,6 +74,7 @@ def add(commands: Subparsers[Command]) -> Command:
     )
     what.add_argument("--state", type=Path, metavar="DIR", help="of --pairs; default: .fsdp-pairs/NAME")
     what.add_argument("--extended", action="store_true", help="the extended profile too: more cases, more time")
+    add_fault(what.add_argument, "into the ranks in each run of a case, and judge it as it is then")
     add_timeout(what, 60.0)
     add_jobs(what, "checks")
     what.add_argument(
@@ -139,11 +141,14 @@ def execute(options: argparse.Namespace) -> int:
     for name in unknown_tables(options.expected_failures, names):
         whose = f"--expected-failures: [{name}] is no implementation of this run"
         console.say(f"{whose}, and none is registered under that name", style="bold yellow")
+    if options.fault:
+        console.say(f"injected into each run of a case: {', '.join(map(str, options.fault))}", style="bold yellow")
     console.say(f"{part_of}checks under way at a time: {room.said(options.jobs)}")
     report, interrupted = judged(names, expected, options, console)
     # A registered name is the adapter's own; an import string is not.
     own = {name: registry.adapter_of(name).name for name in report.implementations if ":" in name}
-    report = replace(report, own_names=own)
+    injected = {"faults": ", ".join(map(str, options.fault))} if options.fault else {}
+    report = replace(report, own_names=own, environment={**report.environment, **injected})
     if not interrupted:
         return present_report(report, options, console, paths, earlier)
     # A report of half a run must not replace one of a whole run.
@@ -302,10 +307,11 @@ def judged(
                 expected_failures=expected,
                 shard=options.shard,
                 extended=options.extended,
-                explain=options.explain,
+                # A failure that was injected has no other cause.
+                explain=0.0 if options.fault else options.explain,
                 portraits=options.html is not None,
                 listener=progress,
-                runner=CaseRunner(timeout=options.timeout),
+                runner=CaseRunner(timeout=options.timeout, faults=options.fault),
                 jobs=options.jobs,
             )
         except KeyboardInterrupt:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fsdp_testing.cli.options import Command, Subparsers, add_timeout, count, declare, sizes
+from fsdp_testing.cli.options import Command, Subparsers, add_fault, add_timeout, count, declare, sizes
 from fsdp_testing.cli.outputs import add_html, add_json, checked_outputs, present
 from fsdp_testing.errors import InvalidArgument
 
@@ -90,6 +90,7 @@ def _add_relations(option: Callable[..., argparse.Action]) -> list[argparse.Acti
             metavar="ARGS",
             help="further arguments of the script that is run again, in one word",
         ),
+        add_fault(option, "in one more run"),
         option(
             _VARY,
             type=_words,
@@ -158,6 +159,7 @@ def execute(options: argparse.Namespace) -> int:
         accept=tuple(options.accept),
         vary=tuple(options.vary),
         against=tuple(options.against),
+        faults=tuple(options.fault),
     )
     console, began = open_console(), time.monotonic()
     with Display(console) as display:
@@ -168,6 +170,7 @@ def execute(options: argparse.Namespace) -> int:
         "world_sizes": options.world_sizes,
         "vary": options.vary,
         "against": options.against,
+        "faults": [str(fault) for fault in options.fault],
         "seconds": time.monotonic() - began,
         "environment": environment(),
     }

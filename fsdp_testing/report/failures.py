@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from fsdp_testing.base.documentation import text_of
 from fsdp_testing.cases.records import CheckResult, FailureKind, Finding, Portrait, RunReport, Verdict
-from fsdp_testing.judging.entry import entry_line
+from fsdp_testing.judging.signature import entry_line
 from fsdp_testing.report import summary
 from fsdp_testing.report.causes import Cause, causes, explanation_line
 from fsdp_testing.report.drawings import layout, live_bytes, timeline

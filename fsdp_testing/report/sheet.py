@@ -1,6 +1,6 @@
 """A result as people read it: one model, which `terminal.py` prints and `html.py` writes as a page.
 
-Pure functions build a `Sheet` from what a command computed (`conformance.py`, `parity.py`, `search/*/sheet.py`,
+Pure functions build a `Sheet` from what a command computed (`conformance.py`, `parity.py`, `search/*`,
 `train/report.py`). `kind` is a class of the style sheet and a style of the terminal: a verdict's value, or one of
 `said` (what matters), `meaning` (what explains).
 """

@@ -83,7 +83,6 @@ class Judgement:
 
     @property
     def owner(self) -> str:
-        """Whose verdict it is."""
         return f"{self.relation} on {rank_count([self.size])}" if self.relation else rank_count([self.size])
 
     @property
@@ -101,7 +100,6 @@ class Judgement:
         return Row(label, tuple(Cell(text, "fail" if text == "x" else "") for text in cells))
 
     def lines(self) -> list[str]:
-        """Return the lines of a terminal."""
         return [
             f"{self.title}: {self.sentence}",
             *(f"  {line}" for line in (*self.compared, *self.unknown, *self.table, *self.output)),
@@ -132,7 +130,6 @@ class TrainReport:
 
     @property
     def conclusion(self) -> str:
-        """The verdicts in one line."""
         verdicts = [
             f"{WORDS[verdict]} on {rank_count(sizes)}"
             for verdict in WORDS

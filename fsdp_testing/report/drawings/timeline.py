@@ -53,9 +53,9 @@ def missing(portrait: Portrait, rank: RankPortrait) -> list[Stretch]:
         other.rank: [stretch for stretch in other.stretches if stretch.lane == "collective"] for other in portrait.ranks
     }
     most, own = max(issued.values(), key=len), issued[rank.rank]
-    names = [[stretch.what for stretch in stretches] for stretches in (most, own)]
+    due, issued_here = ([stretch.what for stretch in stretches] for stretches in (most, own))
     absent: list[Stretch] = []
-    for what, start, stop, _, _ in SequenceMatcher(None, *names, autojunk=False).get_opcodes():
+    for what, start, stop, _, _ in SequenceMatcher(None, due, issued_here, autojunk=False).get_opcodes():
         if what == "delete":
             absent += [replace(stretch, lane=MISSING) for stretch in most[start:stop]]
     return absent
