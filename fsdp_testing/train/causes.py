@@ -27,10 +27,6 @@ def wrong_in_itself(run: WholeRun, accept: Sequence[str]) -> str:
     """Return what is wrong on any number of ranks, so that no comparison shows it; empty if right.
 
     No weight of the model changes though backward passes ran, gradients wait to be reduced, an order of data is repeated.
-
-    Args:
-        run: Of any world.
-        accept: Names of what is meant (`conventions`).
     """
     return (
         _strange_optimizer(run)

@@ -64,13 +64,7 @@ def judged(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
 
 
 def guarded(runner: Runner, size: int, judge: Callable[[], Judgement]) -> Judgement:
-    """Return a judgement, or what it means that it ended early or hung once.
-
-    Args:
-        runner: Runs the world that is judged.
-        size: Number of its ranks.
-        judge: Judges it.
-    """
+    """Return a judgement, or what it means that it ended early or hung once."""
     start = runner.start
     runner.unsteady.clear()
     try:

@@ -153,13 +153,7 @@ def between_ranks(ranks: Sequence[Steps], name: str, reduced: str = "") -> str:
 
 
 def between_sizes(reference: Sequence[Steps], other: Sequence[Steps], size: int) -> str:
-    """Return why a world of `size` gives another result than the reference world.
-
-    Args:
-        reference: What each rank of the reference world saw.
-        other: What each rank of the other world saw.
-        size: Number of ranks of the other world.
-    """
+    """Return why a world of `size` gives another result than the reference world."""
     for step, (before, after) in enumerate(zip(zip(*reference), zip(*other))):
         cause = _not_reduced(after, step) or _accumulation(before, after, step) or _scaled(before, after, step, size)
         if cause:
