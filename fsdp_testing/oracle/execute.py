@@ -41,7 +41,7 @@ from fsdp_testing.cases.records import (
     plan,
 )
 from fsdp_testing.cases.records.schedule import builds_late
-from fsdp_testing.errors import CollectiveMismatch, HarnessError, InvalidImplementation
+from fsdp_testing.errors import CollectiveMismatch, HarnessError
 from fsdp_testing.oracle import models, one_process
 from fsdp_testing.oracle.models import dtype_name
 from fsdp_testing.oracle.setup import module_to_wrap, move_what_is_ignored, setup_among, setup_in_world
@@ -164,13 +164,7 @@ class RankProgram:
 
     def set_requires_grad(self, patterns: tuple[str, ...], flag: bool) -> None:
         """Set the flag on the parameters that match."""
-        parameters = matching(self.adapter.named_parameters(self.model), patterns)
-        if not parameters:
-            raise InvalidImplementation(
-                f"{self.adapter.name}.named_parameters: expected a parameter that matches {patterns}, got none. "
-                "Name parameters as the unwrapped module does, or do not claim `thawed_parameters`."
-            )
-        user_code.set_requires_grad([parameter for _, parameter in parameters], flag)
+        user_code.set_requires_grad(matching(self.adapter.named_parameters(self.model), patterns), patterns, flag)
 
     @property
     def dtype(self) -> torch.dtype:

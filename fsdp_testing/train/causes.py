@@ -96,6 +96,11 @@ def of_start(run: WholeRun) -> str:
     before = [spans_of_kind(seen.before, Kind.PARAMETER) for seen in first_steps(run)]
     for name in before[0] if before else ():
         odd = assembled([spans.get(name, ()) for spans in before])[1]
+        if odd is not None and any(any(seen.terms.moved) for seen in first_steps(run)):
+            return (
+                f"ranks 0 and {odd} hold different weights when the optimizer first steps, first {name}. Cause: weights are "
+                "changed between the backward passes of a step, by numbers of each rank's own. Reduce them first."
+            )
         if odd is not None:
             return (
                 f"ranks 0 and {odd} start from different weights, first in {name}. Cause: the seed depends on the rank and "
