@@ -82,7 +82,10 @@ class FlatHandle:
         self.sharded = self.shard_size > 1
         self.shard_rank = 0 if no_shard else groups.rank
         pad_ranks = groups.shard_size if no_shard else self.shard_size
-        self.layout = build_layout(params, config, pad_ranks)
+        compute = (
+            config.mixed_precision.param_dtype or params[0].param.dtype if config.use_orig_params and params else None
+        )
+        self.layout = build_layout(params, compute, pad_ranks)
         self.shard_map = ShardMap(self.layout, self.shard_size)
         self.fqns = [managed.fqn for managed in params]
         # Without parameters in no lower precision either: the shard of no elements is the full parameter.

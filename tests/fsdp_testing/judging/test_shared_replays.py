@@ -11,7 +11,7 @@ from fsdp_testing.adapters.protocol import Division
 from fsdp_testing.cases.records import CAPABILITIES, Case
 from fsdp_testing.judging import batch_judge
 from fsdp_testing.oracle import models, oracle
-from fsdp_testing.oracle.gathered_state import GatheredState
+from fsdp_testing.oracle.assemble import GatheredState
 from fsdp_testing.oracle.quantities import Expectation
 from fsdp_testing.oracle.replay import Replay
 from fsdp_testing.search.certificate.axes import EVERY_RANK, Cell, case_of

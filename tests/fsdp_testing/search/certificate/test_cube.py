@@ -25,14 +25,16 @@ from fsdp_testing.search.certificate.axes import (
     UNITS,
     WORLDS,
     Cell,
+    blocks,
     case_of,
     in_cube,
+    jobs,
     needs_of,
     ranks_of,
+    sampled,
     schedules,
     skips,
 )
-from fsdp_testing.search.certificate.cube import blocks, jobs, sampled
 
 BLOCKS = blocks()
 CELLS = [cell for block in BLOCKS for cell in block.cells()]
@@ -97,7 +99,7 @@ def test_the_oracle_sees_the_cells_of_a_block_as_one_and_those_of_others_not():
 
 PRINTED = """
 import sys
-from fsdp_testing.search.certificate.cube import jobs
+from fsdp_testing.search.certificate.axes import jobs
 found = jobs(lambda cell: cell.strategy != "no_shard", shard=(2, 3))
 print(len(found), [cell.name for job in found[:40] for cell in job], "torch" in sys.modules)
 """
