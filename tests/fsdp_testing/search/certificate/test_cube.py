@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import product
 
 import pytest
@@ -144,3 +144,14 @@ def test_a_sample_is_spread_over_all_faces():
     for item in fields(Cell):
         assert {getattr(cell, item.name) for cell in found} == {getattr(cell, item.name) for cell in CELLS}, item.name
     assert set(sampled(CELLS, 200)) < set(found)
+
+
+def test_a_cell_is_named_in_words() -> None:
+    cell = Cell("full_shard", "2", "root and outer", "plain", "Ns", "Ns", 1, "to zeros", "float64")
+    assert cell.words == (
+        "full_shard on 2 ranks, units: root and outer, plain, micro-batches Ns, then Ns, left out on rank 1, gradients cleared "
+        "to zeros, float64"
+    )
+    whole = replace(cell, strategy="hybrid_shard", mesh="2x1", first="S", second="S", skipping=EVERY_RANK)
+    assert whole.words.startswith("hybrid_shard on a mesh of 2x1 ranks, ")
+    assert "left out" not in whole.words
