@@ -160,6 +160,7 @@ class Observer:
         self._after_step, self._before_forward, self._about_to_step = after_step, before_forward, before_step
         self._forward = forward
         self._depth = 0
+        self._running: nn.Module | None = None
         self._stepping = 0  # an optimizer may be made of others, whose steps are parts of its own
         self._in_closure = False
         self._computed = Computed()
@@ -223,6 +224,7 @@ class Observer:
             observer._step.rows += (rows,)
             state = torch.get_rng_state()
             observer._depth += 1
+            observer._running = module
             if not observer._in_closure:
                 observer._stepping, observer._ignoring = 0, False  # a step that raised has not ended
             try:
@@ -230,15 +232,20 @@ class Observer:
                 output = observer._forward(module, partial(original, module), (args, kwargs), place)
             finally:
                 observer._depth -= 1
+                observer._running = None
             observer._step.drew |= not torch.equal(state, torch.get_rng_state())
             observer._computed.add(output)
-            if observer.reader.add(module):
-                observer._hook(module)
+            observer._meet(module)
             if observer.keep_calls:
                 observer.calls.append(Call(on_cpu(args), on_cpu(kwargs), holds_a_loss(output)))
             return output
 
         return __call__
+
+    def _meet(self, model: nn.Module | None) -> None:
+        """Read a model from now on: once it was run, or inside its forward, which may make whole steps (of Lightning)."""
+        if model is not None and self.reader.add(model):
+            self._hook(model)
 
     def _hook(self, model: nn.Module) -> None:
         """See what each backward pass adds to gradients, before anything is reduced; of an engine its own steps."""
@@ -255,6 +262,7 @@ class Observer:
                 original(tensors, *args, **kwargs)
                 return
             roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            self._meet(self._running)
             self._close()
             self._clues.see_backward()
             self._collector.begin_pass()

@@ -93,6 +93,27 @@ def test_what_is_sparse_is_seen_as_it_is_when_dense():
     assert seen.terms.passes[0]["weight"].tolist() == gradient.values.tolist()
 
 
+class StepsInside(nn.Sequential):
+    """Makes its step in its forward, as modules of Lightning do that optimize by hand."""
+
+    def forward(self, hidden):
+        super().forward(hidden).sum().backward()
+        self.optimizer.step()
+
+
+def test_a_forward_that_makes_steps_is_read_from_its_first_one():
+    model = StepsInside(nn.Linear(3, 1))
+    model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    observer, before = Observer(), model[0].weight.detach().flatten().tolist()
+    with observer.watch():
+        model(torch.ones(2, 3))
+        model(torch.ones(2, 3))
+    first, _ = observer.steps
+    [weight] = first.before[Quantity(Kind.PARAMETER, "0.weight")]
+    assert weight.values.tolist() == before
+    assert first.terms.passes[0]["0.weight"].tolist() == [2, 2, 2]
+
+
 def test_a_training_ends_where_it_trains_and_not_where_one_rank_evaluates():
     model = nn.Linear(3, 1)
     ended = []
