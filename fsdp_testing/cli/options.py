@@ -24,8 +24,10 @@ Subparsers = argparse._SubParsersAction  # the only name argparse gives it
 Command = argparse.ArgumentParser
 
 
-def declare(commands: Subparsers[Command], name: str, summary: str, description: str, epilog: str = "") -> Command:
-    """Declare a command: its name, and what its help says, in paragraphs as wide as the terminal."""
+def declare(
+    commands: Subparsers[Command], name: str, summary: str, description: str, *, example: str, epilog: str = ""
+) -> Command:
+    """Declare a command: its name, and what its help says, in paragraphs as wide as the terminal; examples keep their lines."""
     width = shutil.get_terminal_size().columns - 2  # as argparse does for options
 
     def filled(text: str) -> str:
@@ -35,7 +37,7 @@ def declare(commands: Subparsers[Command], name: str, summary: str, description:
         name,
         help=summary,
         description=filled(description),
-        epilog=filled(epilog),
+        epilog="\n  ".join(["example:", *example.splitlines()]) + (f"\n\n{filled(epilog)}" if epilog else ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

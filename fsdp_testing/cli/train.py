@@ -23,15 +23,19 @@ Run an unmodified training script as torchrun would start it, on each number of 
 process that sees the rows of all ranks: loss, learning rate, gradients as the optimizer is given them, parameters after.
 Options stand before SCRIPT; what follows it is the script's. Dropout is switched off; files that the script writes below the
 current folder go to a temporary one.
-
-Example: fsdp-verify train --vary k=1,2,4 train.py --accumulate {k} --batch {8/k}
+"""
+EXAMPLE = """\
+fsdp-verify train --world-sizes 1,2 train.py --epochs 1
+fsdp-verify train --vary k=1,2 train.py --accumulate {k} --batch {8/k}
 """
 _ARGUMENTS, _VARY = "--resume-args", "--vary"
 
 
 def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = declare(commands, "train", "compare a training script on N ranks with one process", DESCRIPTION)
+    command = declare(
+        commands, "train", "compare a training script on N ranks with one process", DESCRIPTION, example=EXAMPLE
+    )
     option = command.add_argument
     valued = [
         option(

@@ -37,9 +37,8 @@ from fsdp_testing.judging.numbers import Numbers, compare_numbers
 from fsdp_testing.judging.signature import Signature, signature_of
 from fsdp_testing.judging.worlds import Worlds
 from fsdp_testing.oracle import gathered_state, rank_jobs
-from fsdp_testing.oracle.comparison import Comparison
-from fsdp_testing.oracle.fitting import as_observed, fitted, oracle_view
-from fsdp_testing.oracle.quantities import Expectation
+from fsdp_testing.oracle.quantities import Comparison, Expectation
+from fsdp_testing.oracle.setup import as_observed, fitted, oracle_view
 from fsdp_testing.ranks.faults.fault import Fault
 from fsdp_testing.ranks.pool import Pool, WorldOutcome, default_pool
 from fsdp_testing.ranks.run import raise_unless_ok, run_with_faults
@@ -106,7 +105,6 @@ class JudgedCase:
 
     @property
     def verdict(self) -> Verdict:
-        """Return the judgement's verdict."""
         return self.judgement.verdict
 
     @property
@@ -202,7 +200,6 @@ class CaseRunner:
 
     @property
     def pool(self) -> Pool:
-        """Where worlds come from."""
         return self.worlds.pool
 
     def judge(
@@ -347,9 +344,6 @@ class CaseRunner:
             return self._ask_oracle(
                 rank_jobs.expect_lockstep, (case, question.adapter, gathered_state.states(ranks)), case
             )
-        return self._free_expectation(case, observe_all=observe_all)
-
-    def _free_expectation(self, case: Case, *, observe_all: bool) -> Expectation:
         key = oracle_view(case).identity, observe_all
         return self._expectations.get(key, lambda: self._ask_oracle(rank_jobs.expect_free, (case, observe_all), case))
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from fsdp_testing.oracle.fresh_memory import filled_with_garbage
+from fsdp_testing.oracle.execute import filled_with_garbage
 from fsdp_testing.ranks.faults.fault import Fault
 from fsdp_testing.ranks.faults.injection import inject
 from fsdp_testing.ranks.ledger import interception

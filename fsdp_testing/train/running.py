@@ -56,14 +56,6 @@ class RunListener(Protocol):
         """Take note that it ended, with what its ranks did and wrote."""
 
 
-class NoListener(RunListener):
-    """Takes note of nothing."""
-
-    def started(self, what: str) -> None: ...
-
-    def ended(self, what: str, seconds: float, outcome: WorldOutcome) -> None: ...
-
-
 class Start:
     """A way to start a training: what differs between a script, a function and a model. Each is a frozen dataclass.
 
@@ -166,7 +158,7 @@ class Runner:
 
     start: Start
     pool: Pool
-    listener: RunListener = field(default_factory=NoListener)
+    listener: RunListener | None = None
     kept: dict[tuple[int, int], WholeRun] = field(default_factory=dict)
     unsteady: list[str] = field(default_factory=list)
 
@@ -204,10 +196,12 @@ class Runner:
         start, what, began = self.start, _named(size, settings, self.start.variation), time.monotonic()
         # Ranks that import these one by one take seconds of the timeout.
         self.pool.expect(__name__, type(start).__module__, *start.modules)
-        self.listener.started(what)
+        if self.listener is not None:
+            self.listener.started(what)
         with start.prepared(self.pool, settings) as prepared:
             outcome = start.execute(self.pool, size, prepared)
-        self.listener.ended(what, time.monotonic() - began, outcome)
+        if self.listener is not None:
+            self.listener.ended(what, time.monotonic() - began, outcome)
         return outcome
 
     def _put_together(self, size: int, ranks: Sequence[RankReport]) -> WholeRun:

@@ -27,7 +27,7 @@ from fsdp_testing.train.faulted import judge_faults
 from fsdp_testing.train.on_rank import RankReport, RunSettings
 from fsdp_testing.train.report import Judgement, TrainingDiffers, TrainingUndecided, TrainReport
 from fsdp_testing.train.resuming import judge_resumed
-from fsdp_testing.train.running import Failed, NoListener, RunListener, Runner, Start, Undecided, unequal_ends
+from fsdp_testing.train.running import Failed, RunListener, Runner, Start, Undecided, unequal_ends
 from fsdp_testing.train.script_job import ScriptJob
 from fsdp_testing.train.surroundings import show_files
 from fsdp_testing.train.whole import WholeRun
@@ -89,11 +89,9 @@ class Launch(Start):
 
     @property
     def name(self) -> str:
-        """Its path or module."""
         return self.script
 
     def job(self, size: int) -> ScriptJob:
-        """Return what a rank runs."""
         script = self.script if self.is_module else str(Path(self.script).resolve())
         return ScriptJob(script, self.arguments, self.is_module, self.elsewhere.moved)
 
@@ -118,7 +116,6 @@ class Launch(Start):
         return Start.execute(self, pool, size, run)
 
     def ending(self, outcome: WorldOutcome) -> Exception:
-        """Return what it means that the script did not end well."""
         return _ending(outcome, works=bool(self.variation))
 
     def check(self, ranks: Sequence[RankReport]) -> None:
@@ -186,7 +183,7 @@ def examine(
     arguments, variations, rows = relations.read(launch.vary, launch.arguments)
     faulty = replace(launch, arguments=arguments)
     launch = replace(faulty, faults=())
-    runner = Runner(launch, pool or default_pool(), listener or NoListener())
+    runner = Runner(launch, pool or default_pool(), listener)
     with ExitStack() as stack:
         others = [replace(launch, arguments=one.arguments, variation=one.names[1]) for one in variations]
         named = [(one.name, one.names) for one in variations]
