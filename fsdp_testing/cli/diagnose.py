@@ -20,6 +20,7 @@ nccl_trace_rank_0.
 
 Exit code: 0 nothing is wrong in them, 1 ranks disagree, wait for others or left no dump, 3 nothing can be said.
 """
+EXAMPLE = "fsdp-verify diagnose nccl_trace_rank_* --json diagnosis.json"
 _CONCLUSIONS = {
     0: "nothing is wrong in the dumps",
     1: "ranks disagree, wait for others, or left no dump",
@@ -29,7 +30,8 @@ _CONCLUSIONS = {
 
 def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = declare(commands, "diagnose", "who waits for whom in dumps of torch's flight recorder", DESCRIPTION)
+    summary = "who waits for whom in dumps of torch's flight recorder"
+    command = declare(commands, "diagnose", summary, DESCRIPTION, example=EXAMPLE)
     command.add_argument(
         "dumps", nargs="+", type=Path, metavar="DUMP", help="a dump, or a folder that holds nothing else"
     )
