@@ -257,12 +257,16 @@ def run(
                 return
 
 
+def seed(text: str) -> int:
+    return datetime.now(UTC).date().toordinal() if text == "today" else int(text)
+
+
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, help="end after so many, whatever the counts")
     for name, count in COUNTS.items():
         parser.add_argument(f"--{name}", type=int, default=count, metavar="N", help=f"default {count}")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed, default=0, metavar="S", help="a number, or `today`: another one each day")
     parser.add_argument("--only", default="", metavar="PART,...", help=f"of {', '.join(COUNTS)}")
     parser.add_argument("--state", type=Path, metavar="FILE", help="how far it is; a run goes on from there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")

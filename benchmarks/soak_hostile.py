@@ -131,11 +131,13 @@ def documents() -> dict[str, str]:
     }
 
 
+def fuzz(at: Path) -> list[str]:
+    return ["fuzz", NAME, "--examples", "4", "--jobs", "1", "--state", str(at / "state")]
+
+
 def doors(folder: Path) -> list[Door]:
     """Return every door; sound states are made below `folder` by the commands themselves."""
-    kinds = documents()
     made: list[Door] = []
-    fuzz = lambda at: ["fuzz", NAME, "--examples", "4", "--jobs", "1", "--state", str(at / "state")]
     certify = lambda at: ["certify", NAME, "--sample", "3", "--jobs", "1", "--state", str(at / "state")]
     pairs = lambda at: ["run", NAME, "--pairs", "--world-size", "2", "--jobs", "1", "--state", str(at / "state")]
     sources = (
@@ -152,6 +154,11 @@ def doors(folder: Path) -> list[Door]:
         verdicts="pf.", reasons={"1": {"text": "it differs", "looks": ["diverged", "a", "step"], "confirmed": True}}
     )
     made[0] = Door(made[0].name, fuzz, made[0].file, json.dumps(state), {})
+    return [*made, *_doors_of_documents(state)]
+
+
+def _doors_of_documents(state: dict[str, Any]) -> list[Door]:
+    kinds, made = documents(), []
     parts = [json.dumps({**state, "shard": [part, 2]}) for part in (1, 2)]
     certificates = [json.dumps({**json.loads(CERTIFICATE.read_text()), "shard": [part, 2]}) for part in (1, 2)]
     merged = lambda at: ["merge", str(at / "a.json"), str(at / "b.json"), "--html", str(at / "out")]
