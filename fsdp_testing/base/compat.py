@@ -208,7 +208,7 @@ def freed(references: Mapping[int, Any]) -> list[int]:
     """Return the keys of the references whose memory is gone. Asked for each operator: a call less for each of them counts."""
     import torch
 
-    gone = torch.UntypedStorage._expired  # type: ignore[attr-defined]  # StorageWeakRef.expired() comes to it by two calls more
+    gone = torch.UntypedStorage._expired  # StorageWeakRef.expired() comes to it by two calls more
     return [key for key, reference in list(references.items()) if gone(reference.cdata)]
 
 

@@ -56,6 +56,11 @@ def add(commands: Subparsers[Command]) -> Command:
         add_html(command),
         add_json(command, "the report"),
     ]
+    option(
+        "--streams",
+        action="store_true",
+        help="also record streams on each number of ranks: a race fails (docs/streams.md)",
+    )
     option("--show-output", action="store_true", help="print what the script writes, after each run of it")
     option("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     option("script", metavar="SCRIPT")
@@ -153,6 +158,7 @@ def execute(options: argparse.Namespace) -> int:
         resume_arguments=tuple(shlex.split(options.resume_args)),
         accept=tuple(options.accept),
         vary=tuple(options.vary),
+        streams=options.streams,
         against=tuple(options.against),
     )
     console, began = open_console(), time.monotonic()
@@ -164,6 +170,7 @@ def execute(options: argparse.Namespace) -> int:
         "world_sizes": options.world_sizes,
         "vary": options.vary,
         "against": options.against,
+        "streams": options.streams,
         "seconds": time.monotonic() - began,
         "environment": environment(),
     }

@@ -27,6 +27,7 @@ from fsdp_testing.train.report import Judgement, TrainingDiffers, TrainingUndeci
 from fsdp_testing.train.resuming import judge_resumed
 from fsdp_testing.train.running import Failed, NoListener, RunListener, Runner, Start, Undecided, unequal_ends
 from fsdp_testing.train.script_job import ScriptJob
+from fsdp_testing.train.streams import judge_streams
 from fsdp_testing.train.surroundings import show_files
 from fsdp_testing.train.whole import WholeRun
 
@@ -78,6 +79,7 @@ class Launch(Start):
     resume_arguments: tuple[str, ...] = ()
     accept: tuple[str, ...] = ()
     vary: tuple[tuple[str, ...], ...] = ()
+    streams: bool = False
     against: tuple[str, ...] = ()
     variation: str = ""
     elsewhere: Elsewhere = Elsewhere()
@@ -223,6 +225,8 @@ def _examined(
     judgements = [judged(runner, runs, size) for size in sizes if size > 1]
     if launch.resume_at:
         judgements += _resumed(runner, runs, judgements)
+    if launch.streams:
+        judgements += [judge_streams(runner, size) for size in sizes if size > 1]
     judgements += [relations.judge_rows(runner, alone, relation) for relation in rows]
     for other, relation in others:
         beside = Runner(other, runner.pool, runner.listener)

@@ -1,9 +1,10 @@
-"""What is a backend, and which five come with the package?
+"""What is a backend, and which six come with the package?
 
 - gloo: collectives between CPU processes over loopback, always there where torch was built with it.
 - nccl: collectives between CUDA devices, one rank per device.
 - gloo-cuda: gloo between CUDA devices. Every collective passes through the host, slowly, but ranks may share a device, which
   NCCL refuses: so a machine with one GPU proves the CUDA path of an implementation (streams, events, memory).
+- nccl-shared: nccl between ranks that share devices, which NCCL allows from 2.30 on if it is asked to.
 - fake: one process as any rank of any size. Collectives return at once and move nothing: good for shapes, counts and memory
   at sizes nobody can start; values after a collective mean nothing.
 - bare: processes without a process group, started as torchrun starts them; the code makes its own groups. What it issues is
@@ -12,6 +13,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,6 +76,14 @@ def _no_gloo(size: int) -> str | None:
     return None if there else "this torch was built without gloo"
 
 
+def _let_ranks_share(place: RankPlace) -> None:
+    # NCCL reads both when it makes a communicator. Kernels of several ranks must fit on one device at once, or they wait for
+    # one another for ever: one block each.
+    os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    os.environ.setdefault("NCCL_MAX_CTAS", "1")
+    _select_device(place)
+
+
 def _no_cuda() -> str | None:
     import torch
 
@@ -94,6 +104,22 @@ def _no_nccl(size: int) -> str | None:
     return None if size <= devices else f"a world of {size} ranks needs {size} CUDA devices, {devices} found"
 
 
+def _no_nccl_shared(size: int) -> str | None:
+    import torch
+    import torch.distributed as dist
+
+    missing = _no_cuda()
+    if missing is not None:
+        return f"{missing}; nccl-shared needs one CUDA device, which its ranks share"
+    if not dist.is_nccl_available():
+        return "this torch was built without nccl"
+    version = torch.cuda.nccl.version()  # of the library that is loaded
+    if version >= _SHARES_DEVICES:
+        return None
+    loaded, wanted = (".".join(map(str, numbers)) for numbers in (version, _SHARES_DEVICES))
+    return f"ranks may share a device from NCCL {wanted} on, and {loaded} is loaded; gloo-cuda shares devices with any"
+
+
 def _no_gloo_cuda(size: int) -> str | None:
     missing = _no_cuda()
     if missing is not None:
@@ -111,10 +137,12 @@ def _no_fake(size: int) -> str | None:
     return None
 
 
+_SHARES_DEVICES = (2, 30)
 BUILT_IN = (
     Backend("gloo", "cpu", _no_gloo, "gloo"),
     Backend("nccl", "cuda", _no_nccl, "nccl", prepare=_select_device, device_count=_device_count),
     Backend("fake", "cpu", _no_fake, "fake", single_process=True),
     Backend("gloo-cuda", "cuda", _no_gloo_cuda, "gloo", prepare=_select_device, device_count=_device_count),
+    Backend("nccl-shared", "cuda", _no_nccl_shared, "nccl", prepare=_let_ranks_share, device_count=_device_count),
     Backend("bare", "cpu", lambda size: None, "", makes_group=False),
 )

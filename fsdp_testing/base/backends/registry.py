@@ -1,4 +1,4 @@
-"""Which backends are there? Built-in gloo, nccl, fake, gloo-cuda and bare, and a vendor's own by entry point or call.
+"""Which backends are there? Six built-in ones, and a vendor's own by entry point or call.
 
 A vendor copies nothing: a `Backend` is a name, a device type and three functions. Entry points of the group
 `fsdp_testing.base.backends` give a `Backend` object, loaded when its name is first asked for.

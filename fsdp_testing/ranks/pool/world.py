@@ -84,12 +84,13 @@ class World:
             HarnessError: The device has no streams.
         """
         from fsdp_testing.ranks.streams.observation import observe
-        from fsdp_testing.ranks.streams.races import races, tell
+        from fsdp_testing.ranks.streams.races import StreamAccount
 
         with observe(self.device) as history:
             yield
-        if pairs := races(history):
-            raise AssertionError(f"rank {self.rank} has {len(pairs)} races on its streams:\n{tell(pairs)}")
+        account = StreamAccount.of(history)
+        if account.races:
+            raise AssertionError(f"rank {self.rank} has {account.race_count} races on its streams:\n{account}")
 
     def assert_equal_across_ranks(self, tensor: torch.Tensor, name: str = "tensor") -> None:
         """Fail on every rank unless `tensor` has the same dtype, shape and bits on all ranks.
