@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fsdp_ref.errors import ConfigError
+from fsdp_ref.plan.traffic import LIBRARIES, messages, step_seconds
 
 if TYPE_CHECKING:
     from fsdp_ref.plan.unit_layouts import UnitLayout
@@ -52,6 +54,17 @@ def declare(command: argparse.ArgumentParser, more: str = "") -> None:
     )
     command.add_argument("--dtype", choices=DTYPES, default="float32", help="of models known by name")
     command.add_argument("--rank", type=int, metavar="R", help="show the pieces that this rank holds")
+    command.add_argument(
+        "--traffic",
+        choices=LIBRARIES,
+        metavar="LIBRARY",
+        help=f"also count what a step sends: {', '.join(LIBRARIES)} (units in the order in which the model names them)",
+    )
+    command.add_argument(
+        "--rates",
+        metavar="TOKENS,GB/s,TFLOP/s",
+        help="with --traffic: tokens of a rank in a step, rate of its link in each direction, and rate at which it computes",
+    )
     command.add_argument("--packed", action="store_true", help="no gaps between parameters, no padding of the total")
 
 
@@ -84,6 +97,8 @@ def drawn(options: argparse.Namespace, names: Sequence[str] = (), build: Build |
             yield f"  the same: {', '.join(same[1:3])}{f' ... {same[-1]}' * (len(same) > 3)}; {len(same)} in all"
             yield ""
     yield from _totals(layouts, ranks)
+    if options.traffic:
+        yield from _traffic(layouts, ranks, options.traffic, options.rates)
 
 
 def _count(text: str) -> int:
@@ -238,6 +253,32 @@ def _totals(units: Sequence[UnitLayout], ranks: Ranks) -> Iterator[str]:
     else:
         kept = "gathered units are freed after their forward and gathered again for their backward"
     yield f"{ranks.strategy}: {copies}; {kept}"
+
+
+def _traffic(units: Sequence[UnitLayout], ranks: Ranks, library: str, rates: str | None) -> Iterator[str]:
+    sent = messages(units, strategy=ranks.strategy, replicas=ranks.replicas, library=library)
+    counts = Counter(message.op for message in sent)
+    kinds = ", ".join(f"{number} {op}" for op, number in counts.items())
+    yield (
+        f"a step of {library}: {len(sent)} collectives ({kinds}), {_bytes(sum(message.full_bytes for message in sent))} gathered "
+        f"and reduced, {_bytes(round(sum(message.link_bytes for message in sent)))} over the link of a rank in a ring"
+    )
+    if rates is None:
+        return
+    try:
+        tokens, link, flops = map(float, rates.split(","))
+    except ValueError:
+        tokens = link = flops = 0.0
+    if min(tokens, link, flops) <= 0:
+        raise ConfigError(
+            f"--rates: expected three numbers above 0 as 4096,50,400 (tokens, GB/s, TFLOP/s), got {rates}. Write them so."
+        )
+    elements = sum(unit.shards.layout.params_numel for unit in units)
+    seconds = step_seconds(sent, elements, tokens=int(tokens), link_bytes=link * 1e9, flops=flops * 1e12)
+    yield (
+        f"at these rates: {seconds[0]:.4g} s of computation (6 operations for each element and token), {seconds[1]:.4g} s of "
+        f"communication; a step takes {max(seconds):.4g} s if they overlap all the time, {sum(seconds):.4g} s if never"
+    )
 
 
 def _share(part: int, whole: int) -> str:
