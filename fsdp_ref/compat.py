@@ -14,35 +14,12 @@ from typing import Any, Final, cast
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase  # no public name covers every batch norm
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import _global_optimizer_post_hooks as optimizer_hooks  # nothing public lists them
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-__all__ = [
-    "BatchNormBase",
-    "RunningCall",
-    "accumulator",
-    "after_optimizer_steps",
-    "all_gather_flat",
-    "apply_function",
-    "calls_of",
-    "detailed_debug",
-    "graph_task_id",
-    "hook_first",
-    "in_backward",
-    "labelled",
-    "method_called_on",
-    "pass_reaches",
-    "queue_backward_callback",
-    "reduce_scatter_flat",
-    "saved_tensor_hooks",
-    "saved_tensor_hooks_active",
-    "saved_tensor_hooks_allowed",
-    "storage_key",
-    "version_of",
-    "waited",
-]
+BatchNormBase = _BatchNorm  # no public name covers every batch norm
 
 # Renamed in torch 2.13; the older names stay as deprecated aliases for a while.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -67,11 +44,6 @@ def graph_task_id() -> int:
 def in_backward() -> bool:
     """Return whether this code runs inside a backward pass of this thread."""
     return graph_task_id() != -1
-
-
-def accumulator(leaf: torch.Tensor) -> Any:
-    """Return the node that adds to the gradient of ``leaf``."""
-    return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
 def pass_reaches(node: Any) -> bool:
@@ -145,12 +117,6 @@ def detailed_debug() -> bool:
     """Return whether torch's distributed debug level is DETAIL (``TORCH_DISTRIBUTED_DEBUG``)."""
     level: Callable[[], Any] = getattr(dist, "get_debug_level")  # noqa: B009 - not in the stubs
     return bool(level().name == "DETAIL")
-
-
-def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Call an autograd function (its ``apply`` is untyped)."""
-    call: Callable[..., Any] = function.apply
-    return call(*args)
 
 
 _NOT_PROFILED: Final = nullcontext()

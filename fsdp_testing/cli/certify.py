@@ -31,11 +31,12 @@ synchronising, forms of clearing gradients, strategies, dtypes, at most 3 units 
 twice; two steps. Each is judged as `run` and `fuzz` judge it. A run goes on where the last one in DIR ended. Ctrl-C ends it
 with everything on disk.
 """
+EXAMPLE = "fsdp-verify certify torch-fsdp1 --sample 500 --html certificate.html"
 
 
 def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = declare(commands, "certify", "run every small case", DESCRIPTION)
+    command = declare(commands, "certify", "run every small case", DESCRIPTION, example=EXAMPLE)
     command.add_argument("name", metavar="NAME", help="implementation")
     what = command.add_argument_group("what is run")
     what.add_argument("--sample", type=count, metavar="N", help="only N cells, spread over all faces")
@@ -113,6 +114,7 @@ def _made(certificate: Certificate, console: Output, explain: float) -> Summary:
             display.at(counts.total(), f"{failing:,} fail" if failing else "", total)
 
         display.stage(f"running cells, {certificate.earlier:,} of {total:,} ran before", total)
+        show(certificate)
         certificate.run(show)
         display.stage("looking for causes")
         adapter = certificate.plan.implementation

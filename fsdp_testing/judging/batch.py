@@ -26,9 +26,8 @@ from fsdp_testing.base.compat import process_groups
 from fsdp_testing.cases.records import OUTLIVES, Case, CaseRecord, RaisedError, RankObservation, WorldSpec
 from fsdp_testing.judging import record_stream
 from fsdp_testing.oracle.accounts import AccountedProgram, program_for
-from fsdp_testing.oracle.fitting import fitted
 from fsdp_testing.oracle.rank_jobs import survivors
-from fsdp_testing.oracle.setup import mesh_of_two_axes, setup_of
+from fsdp_testing.oracle.setup import fitted, mesh_of_two_axes, setup_of
 from fsdp_testing.ranks.ledger.interception import listen
 from fsdp_testing.ranks.ledger.recorder import Call, GroupIdentity
 from fsdp_testing.ranks.pool import Failed
@@ -61,12 +60,6 @@ def run_batch(adapter: Adapter, cases: Sequence[Case], directory: str, watch: Wa
     """Run cases through an implementation, up to the first one that leaves the ranks in different places.
 
     An exception that every rank raised in the same operation ends its case only.
-
-    Args:
-        adapter: The implementation.
-        cases: For this size of world.
-        directory: Where the observations go.
-        watch: What is observed besides.
 
     Returns:
         How many cases were begun; a `Failed` if the ranks cannot go on together after the last one.

@@ -17,6 +17,7 @@ from typing import Any
 
 from fsdp_testing.base.document import Format, decode, encode, load_json, to_json
 from fsdp_testing.cases.models.tree import unit_of
+from fsdp_testing.cases.models.tree_schema import check_case_with_tree
 from fsdp_testing.cases.records import (
     ENDS_RANKS,
     LOSES_RANKS,
@@ -60,7 +61,6 @@ class CaseFeatures:
 
     @cached_property
     def tags(self) -> frozenset[str]:
-        """Return what `tags` says of it."""
         return tags(self._case)
 
     def fails_in(self, word: str) -> bool:
@@ -150,7 +150,6 @@ class Rule:
 
     @property
     def places(self) -> str:
-        """Return where it is written up and reported."""
         return ", ".join(filter(None, (self.page, self.issue)))
 
     @property
@@ -260,7 +259,6 @@ class KnownFailures:
 
     @property
     def digest(self) -> str:
-        """Return what differs where rules do."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def recognize(self, signature: Signature, met: Case | CaseFeatures, cause: str | None = None) -> Rule | None:
@@ -300,11 +298,13 @@ class KnownFailures:
 
     def examples(self) -> list[tuple[Rule, Case]]:
         """Return the rules that have an example, with it."""
-        return [
-            (rule, Case.from_json(rule.example, f"known failure {rule.name}"))
-            for rule in self.rules
-            if rule.example is not None
-        ]
+        found = []
+        for rule in self.rules:
+            if rule.example is not None:
+                case = Case.from_json(rule.example, f"known failure {rule.name}")
+                check_case_with_tree(case, f"known failure {rule.name}")
+                found.append((rule, case))
+        return found
 
     def to_json(self) -> str:
         """Return the rules as a JSON document, one line for each field of a rule."""

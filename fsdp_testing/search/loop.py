@@ -10,8 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Protocol, TypeVar
 
-from fsdp_testing.judging.concurrency import INTERRUPT_SECONDS
-from fsdp_testing.judging.worlds import Worlds
+from fsdp_testing.judging.worlds import INTERRUPT_SECONDS, Worlds
 
 _SAVE_SECONDS = 5.0
 
@@ -50,12 +49,10 @@ class Budget:
         self.begun = 0
 
     def restart(self) -> None:
-        """Let the time begin now."""
         self._start = self._clock()
 
     @property
     def spent(self) -> float:
-        """Return the seconds since the beginning."""
         return self._clock() - self._start
 
     def left(self, most: float) -> float:

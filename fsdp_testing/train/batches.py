@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from fsdp_testing.oracle.models import map_tensors
+
 _MOST_ROWS = 4096
 
 
@@ -37,7 +39,6 @@ class Computed:
         self._before, self._now = self._now, []
 
     def others_in(self, tree: Any) -> list[torch.Tensor]:
-        """Return the tensors that no forward gave."""
         known = {_memory(tensor) for tensor in (*self._before, *self._now)}
         return [tensor for tensor in tensors_in(tree) if not known or _memory(tensor) not in known]
 
@@ -61,18 +62,19 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 def on_cpu(tree: Any) -> Any:
     """Return a copy of nested lists, tuples and mappings with detached tensors on the CPU."""
-    if isinstance(tree, torch.Tensor):
-        return tree.detach().cpu().clone()
-    if isinstance(tree, Mapping):
-        return {key: on_cpu(value) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(on_cpu(part) for part in tree))
-    return type(tree)(on_cpu(part) for part in tree) if isinstance(tree, (list, tuple)) else tree
+    return map_tensors(lambda tensor: local_part(tensor).cpu().clone(), tree)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor, dense; a DTensor says so itself."""
+    shard = getattr(tensor, "to_local", None)
+    part = (shard() if callable(shard) else tensor).detach()
+    return part if part.layout is torch.strided else part.to_dense()
 
 
 def row_digests(tree: Any) -> tuple[str, ...]:
     """Return a digest of each row: of the first tensor with rows, and of all others with as many."""
-    tensors = [tensor.detach().cpu() for tensor in tensors_in(tree) if tensor.ndim]
+    tensors = [local_part(tensor).cpu() for tensor in tensors_in(tree) if tensor.ndim]
     rows = [tensor.contiguous() for tensor in tensors if len(tensor) == len(tensors[0])]
     if not rows:
         return ()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp_testing.oracle.fresh_memory import filled_with_garbage
+from fsdp_testing.oracle.execute import filled_with_garbage
+from fsdp_testing.ranks.faults.fault import Fault
+from fsdp_testing.ranks.faults.injection import inject
 from fsdp_testing.ranks.ledger import interception
 from fsdp_testing.ranks.ledger.late_delivery import deliver_late
 from fsdp_testing.ranks.pool.world import current_world
@@ -39,6 +42,7 @@ class RunSettings:
         keep_data: Whether to report the data that was taken.
         feed: What it is given in place of its own data.
         streams: Whether its streams are recorded; then nothing else is.
+        faults: What is injected.
     """
 
     steps: int = 0
@@ -49,6 +53,7 @@ class RunSettings:
     keep_data: bool = False
     feed: Feed = field(default_factory=Feed)
     streams: bool = False
+    faults: tuple[Fault, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +133,8 @@ def run_here(job: Job, run: RunSettings) -> RankReport:
         for context in (
             as_torchrun_starts(world),
             interception.listen(observer.see_collective),
+            # Before the observer: it sees the gradients that a fault has changed.
+            _faulty(run.faults, world.rank) if run.faults else nullcontext(),
             observer.watch(),
             feeder.watch(),
             follower.watch(),
@@ -171,6 +178,17 @@ def _with_streams_recorded(job: Job, run: RunSettings) -> RankReport:
         history = stack.enter_context(observe(world.device))
         job.train(run, Observer())
     return RankReport((), account=StreamAccount.of(history))
+
+
+@contextmanager
+def _faulty(faults: tuple[Fault, ...], rank: int) -> Iterator[None]:
+    """Inject faults, and let ranks that disagree go on, as they do where no ledger is."""
+    with mock.patch.object(interception.active_recorder(), "compare", False):
+        injection = inject(faults, rank)
+        try:
+            yield
+        finally:
+            injection.end()
 
 
 def _observer(job: Job, run: RunSettings, feeder: Feeder, follower: Follower) -> Observer:

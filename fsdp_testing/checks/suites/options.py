@@ -9,18 +9,25 @@ from functools import partial
 
 from fsdp_testing.cases.operations import EditFullParameters, Reload
 from fsdp_testing.cases.records import Case, MixedPrecisionSpec, Observe, PolicySpec, Step, WrappingPlan, ZeroGrad
-from fsdp_testing.checks.suites.check import ADAMW, HYBRID, LOCKSTEP, PLAIN_SGD, Check, cases, check, every_unit
-from fsdp_testing.checks.suites.hooks import AVERAGING, QUARTERING, REVIEWED, compressed_to
-from fsdp_testing.checks.suites.programs import PARTLY_OPTIMIZED, scaled
-from fsdp_testing.checks.suites.schedules import (
+from fsdp_testing.checks.suites.check import (
+    ADAMW,
+    HYBRID,
+    LOCKSTEP,
+    PLAIN_SGD,
+    Check,
     accumulated,
+    cases,
+    check,
+    every_unit,
     forward,
     iteration,
     iterations,
     micro_batch,
     no_sync_batch,
 )
-from fsdp_testing.oracle.comparison import Comparison
+from fsdp_testing.checks.suites.hooks import AVERAGING, QUARTERING, REVIEWED, compressed_to
+from fsdp_testing.checks.suites.programs import PARTLY_OPTIMIZED, scaled
+from fsdp_testing.oracle.quantities import Comparison
 
 
 def recomputed(model: str, *, reentrant: bool = False, outside: bool = False) -> WrappingPlan:
@@ -64,6 +71,10 @@ RECOMPUTATION: tuple[Check, ...] = (
           *(cases("mlp", *accumulated(0, 1, 2), Observe(), Step(), ZeroGrad(), *iteration(3),
                   wrapping=recomputed("mlp", outside=outside), optimizer=PLAIN_SGD) for outside in (False, True)),
           source="pytorch PR 90546"),
+    check("activation_checkpointing.hidden",
+          "A unit whose outputs are in an object of the user's own, or whose kept tensor is used, may run again.",
+          *(cases(model, *iterations(2), wrapping=recomputed(model)) for model in ("cached_intermediate", "opaque_output")),
+          source="pytorch issue 173709", needs={"hidden_recomputation"}),
     # A forward without gradients never runs again, and must leave nothing for a later backward.
     check("activation_checkpointing.after_no_grad",
           "A forward without gradients between recomputed iterations changes nothing.",

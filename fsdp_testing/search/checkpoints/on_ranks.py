@@ -91,12 +91,6 @@ class StateObservation(RankObservation):
 def run_items(adapter: Adapter, layout: Layout, items: Sequence[Item], directory: str) -> int | Failed:
     """Save or load one state after the other, up to the first one that leaves the ranks in different places.
 
-    Args:
-        adapter: The implementation.
-        layout: Its layout.
-        items: What to save or load.
-        directory: Where the observations go.
-
     Returns:
         How many items were begun; a `Failed` if the ranks cannot go on together after the last one.
 
@@ -189,7 +183,6 @@ class CheckpointProgram(RankProgram):
             torch.set_rng_state(random[f"rank {self.rank % len(random)}"])  # as many as there were, again and again
 
     def build_optimizer(self) -> None:
-        """Build the optimizer, with a group of its own for the parameters that the subject says."""
         first = dict(self.subject.first)
         if self.item.loads and first:
             first = dict.fromkeys(first, 0.3)  # what is not loaded shows

@@ -26,8 +26,8 @@ from fsdp_testing.cases.records import (
 )
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.oracle import models, oracle
+from fsdp_testing.oracle.assemble import GatheredState
 from fsdp_testing.oracle.disturbance import Disturbance
-from fsdp_testing.oracle.gathered_state import GatheredState
 from fsdp_testing.oracle.quantities import Quantity
 from fsdp_testing.oracle.replay import Replay
 
@@ -201,6 +201,17 @@ def test_low_precision_casts_at_each_place(precision):
         assert found.dtype == torch.float32
         assert torch.equal(found, ((parts[0][name] + parts[1][name]) / 2).float())
     assert all(value.dtype == torch.float32 for value in held(replay).values())
+
+
+def test_what_a_forward_in_low_precision_leaves_alone_keeps_its_digits():
+    one = case(micro(0), model="self_clipping", size=2, dtype="float32", mixed_precision=MixedPrecisionSpec("bfloat16"))
+    replay = Replay(one)
+    before = {name: parameter.detach().clone() for name, parameter in replay.parameters.items()}
+    replay.run()
+    for name, value in held(replay).items():
+        edited = before[name].abs() > 0.2 if name.endswith("weight") else torch.zeros_like(value, dtype=torch.bool)
+        assert torch.equal(value[~edited], before[name][~edited])
+        assert torch.equal(value[edited].abs(), torch.full_like(value[edited], 0.2).bfloat16().float())
 
 
 def test_buffers_are_held_in_their_dtype():

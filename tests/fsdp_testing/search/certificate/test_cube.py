@@ -13,7 +13,7 @@ import pytest
 from fsdp_testing.cases.drawing import legal_case, needs_of_case
 from fsdp_testing.cases.records import STRATEGIES
 from fsdp_testing.cases.records.capabilities import CAPABILITIES
-from fsdp_testing.oracle.fitting import oracle_view
+from fsdp_testing.oracle.setup import oracle_view
 from fsdp_testing.search.certificate.axes import (
     CLEARING,
     DTYPES,
@@ -25,13 +25,16 @@ from fsdp_testing.search.certificate.axes import (
     UNITS,
     WORLDS,
     Cell,
+    blocks,
+    case_of,
     in_cube,
+    jobs,
+    needs_of,
     ranks_of,
+    sampled,
     schedules,
     skips,
 )
-from fsdp_testing.search.certificate.cases import case_of, needs_of
-from fsdp_testing.search.certificate.cube import blocks, jobs, sampled
 
 BLOCKS = blocks()
 CELLS = [cell for block in BLOCKS for cell in block.cells()]
@@ -96,7 +99,7 @@ def test_the_oracle_sees_the_cells_of_a_block_as_one_and_those_of_others_not():
 
 PRINTED = """
 import sys
-from fsdp_testing.search.certificate.cube import jobs
+from fsdp_testing.search.certificate.axes import jobs
 found = jobs(lambda cell: cell.strategy != "no_shard", shard=(2, 3))
 print(len(found), [cell.name for job in found[:40] for cell in job], "torch" in sys.modules)
 """
