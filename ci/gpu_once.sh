@@ -47,6 +47,7 @@ checks=(--check training --check offload --check mixed_precision --explain 0
         --expected-failures fsdp_testing/checks/findings/known_failures.toml)
 
 part one-rank 90 nccl 1 "${pytest[@]}" tests/acceptance/test_gpu.py -k "nccl or 1 or over_devices"
+part nccl-shared 60 nccl-shared 2 "${pytest[@]}" tests/acceptance/test_gpu.py -k ranks_share
 part shared-devices 150 gloo-cuda 2 "${pytest[@]}" tests/fsdp_ref/behaviours/gpu -k "Shared and (is_that_of_one_process or offloaded_parameters or frees)"
 part no-host-wait 60 nccl 1 "${pytest[@]}" tests/fsdp_ref/behaviours/gpu -k "stop_the_host or does_not_wait"
 part streams 100 gloo-cuda 2 $(verify) fsdp_ref-wrapper torch-fsdp2 --backend "$shared" --check streams.training --check streams.summon --explain 0

@@ -8,11 +8,13 @@ import difflib
 import importlib
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fsdp_ref.errors import ConfigError
+from fsdp_ref.plan.traffic import LIBRARIES, messages, step_seconds
 
 if TYPE_CHECKING:
     from fsdp_ref.plan.unit_layouts import UnitLayout
@@ -61,6 +63,17 @@ def declare(command: argparse.ArgumentParser, more: str = "") -> None:
     command.add_argument(
         "--tokens", type=_count, default=4096, metavar="N", help="rows of a micro-batch, such as tokens (default 4096)"
     )
+    command.add_argument(
+        "--traffic",
+        choices=LIBRARIES,
+        metavar="LIBRARY",
+        help=f"also count what a step sends: {', '.join(LIBRARIES)} (units in the order in which the model names them)",
+    )
+    command.add_argument(
+        "--rates",
+        metavar="GB/s,TFLOP/s",
+        help="with --traffic: rate of a rank's link in each direction, and rate at which it computes",
+    )
     command.add_argument("--packed", action="store_true", help="no gaps between parameters, no padding of the total")
 
 
@@ -94,6 +107,8 @@ def drawn(options: argparse.Namespace, names: Sequence[str] = (), build: Build |
             yield ""
     yield from _totals(layouts, ranks)
     yield from _training(layouts, ranks, options)
+    if options.traffic:
+        yield from _traffic(layouts, ranks, options)
 
 
 def _count(text: str) -> int:
@@ -297,6 +312,33 @@ def _training(units: Sequence[UnitLayout], ranks: Ranks, options: argparse.Names
 
 def _kept(unit: UnitLayout) -> int:
     return sum(sum(param.shape[-2:]) for param in unit.shards.layout.params if len(param.shape) > 1)
+
+
+def _traffic(units: Sequence[UnitLayout], ranks: Ranks, options: argparse.Namespace) -> Iterator[str]:
+    library, rates = options.traffic, options.rates
+    sent = messages(units, strategy=ranks.strategy, replicas=ranks.replicas, library=library)
+    counts = Counter(message.op for message in sent)
+    kinds = ", ".join(f"{number} {op}" for op, number in counts.items())
+    yield (
+        f"a step of {library}: {len(sent)} collectives ({kinds}), {_bytes(sum(message.full_bytes for message in sent))} gathered "
+        f"and reduced, {_bytes(round(sum(message.link_bytes for message in sent)))} over the link of a rank in a ring"
+    )
+    if rates is None:
+        return
+    try:
+        link, flops = map(float, rates.split(","))
+    except ValueError:
+        link = flops = 0.0
+    if min(link, flops) <= 0:
+        raise ConfigError(
+            f"--rates: expected two numbers above 0 as 50,400 (GB/s, TFLOP/s), got {rates}. Write them so."
+        )
+    elements = sum(unit.shards.layout.params_numel for unit in units)
+    seconds = step_seconds(sent, elements, tokens=options.tokens, link_bytes=link * 1e9, flops=flops * 1e12)
+    yield (
+        f"at these rates: {seconds[0]:.4g} s of computation (6 operations for each element and token), {seconds[1]:.4g} s of "
+        f"communication; a step takes {max(seconds):.4g} s if they overlap all the time, {sum(seconds):.4g} s if never"
+    )
 
 
 def _share(part: int, whole: int) -> str:

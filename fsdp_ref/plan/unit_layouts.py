@@ -51,20 +51,26 @@ def unit_layouts(
         ConfigError: A pattern that matches no submodule, parameters of several dtypes in one unit.
     """
     names = {module: name for name, module in model.named_modules() if name}
-    unused = [p for p in units if not any(_is_unit(module, name, [p]) for module, name in names.items())]
+    known = {*names.values(), *(type(module).__name__ for module in names)}
+    globs = [pattern for pattern in units if pattern not in known]
+    unused = [pattern for pattern in globs if not any(fnmatchcase(name, pattern) for name in names.values())]
     if unused:
         raise ConfigError(
             f"--unit: expected FQN patterns or class names of submodules of {type(model).__name__}, got {unused}. "
             f"Names are such as {', '.join(list(names.values())[:8]) or 'none: it has no submodules'}."
         )
-    policy = CustomPolicy(lambda module: module in names and _is_unit(module, names[module], units))
+    exact = {*units} & known
+
+    def is_unit(module: nn.Module) -> bool:
+        name = names.get(module)
+        return name is not None and (
+            bool(exact & {name, type(module).__name__}) or any(fnmatchcase(name, pattern) for pattern in globs)
+        )
+
+    policy = CustomPolicy(is_unit)
     ignored = Ignored()
     plan = make_plan(model, choose_targets(model, policy, {}, ignored), {}, ignored)
     return tuple(_laid_out(unit, world_size, aligned=aligned) for unit in plan.units if unit.params)
-
-
-def _is_unit(module: nn.Module, name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) or type(module).__name__ == pattern for pattern in patterns)
 
 
 def _laid_out(unit: PlannedUnit, world_size: int, *, aligned: bool) -> UnitLayout:

@@ -1,4 +1,4 @@
-"""Which communication backends can a world use? Five that come with the package, and a vendor's own by entry point or call.
+"""Which communication backends can a world use? Six that come with the package, and a vendor's own by entry point or call.
 
 A vendor copies nothing: a `Backend` is a name, a device type and three functions. Entry points of the group
 `fsdp_testing.backends` give a `Backend` object, loaded when its name is first asked for.
@@ -7,6 +7,7 @@ A vendor copies nothing: a `Backend` is a name, a device type and three function
 - nccl: collectives between CUDA devices, one rank per device.
 - gloo-cuda: gloo between CUDA devices. Every collective passes through the host, slowly, but ranks may share a device, which
   NCCL refuses: so a machine with one GPU proves the CUDA path of an implementation (streams, events, memory).
+- nccl-shared: nccl between ranks that share devices, which NCCL allows from 2.30 on if it is asked to.
 - fake: one process as any rank of any size. Collectives return at once and move nothing: good for shapes, counts and memory
   at sizes nobody can start; values after a collective mean nothing.
 - bare: processes without a process group, started as torchrun starts them; the code makes its own groups. What it issues is
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 
+from fsdp_testing.base import env
 from fsdp_testing.errors import InvalidArgument
 
 
@@ -82,6 +84,13 @@ def _no_gloo(size: int) -> str | None:
     return None if there else "this torch was built without gloo"
 
 
+def _let_ranks_share(place: RankPlace) -> None:
+    # NCCL reads both when it makes a communicator. Kernels of several ranks must fit on one device at once, or they wait for
+    # one another for ever: one block each.
+    env.update({name: env.get(name, "1") for name in ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS")})
+    _select_device(place)
+
+
 def _no_cuda() -> str | None:
     import torch
 
@@ -102,6 +111,22 @@ def _no_nccl(size: int) -> str | None:
     return None if size <= devices else f"a world of {size} ranks needs {size} CUDA devices, {devices} found"
 
 
+def _no_nccl_shared(size: int) -> str | None:
+    import torch
+    import torch.distributed as dist
+
+    missing = _no_cuda()
+    if missing is not None:
+        return f"{missing}; nccl-shared needs one CUDA device, which its ranks share"
+    if not dist.is_nccl_available():
+        return "this torch was built without nccl"
+    version = torch.cuda.nccl.version()  # of the library that is loaded
+    if version >= _SHARES_DEVICES:
+        return None
+    loaded, wanted = (".".join(map(str, numbers)) for numbers in (version, _SHARES_DEVICES))
+    return f"ranks may share a device from NCCL {wanted} on, and {loaded} is loaded; gloo-cuda shares devices with any"
+
+
 def _no_gloo_cuda(size: int) -> str | None:
     missing = _no_cuda()
     if missing is not None:
@@ -119,11 +144,13 @@ def _no_fake(size: int) -> str | None:
     return None
 
 
+_SHARES_DEVICES = (2, 30)
 BUILT_IN = (
     Backend("gloo", "cpu", _no_gloo, "gloo"),
     Backend("nccl", "cuda", _no_nccl, "nccl", prepare=_select_device, device_count=_device_count),
     Backend("fake", "cpu", _no_fake, "fake", single_process=True),
     Backend("gloo-cuda", "cuda", _no_gloo_cuda, "gloo", prepare=_select_device, device_count=_device_count),
+    Backend("nccl-shared", "cuda", _no_nccl_shared, "nccl", prepare=_let_ranks_share, device_count=_device_count),
     Backend("bare", "cpu", lambda size: None, "", makes_group=False),
 )
 

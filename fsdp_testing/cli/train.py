@@ -60,6 +60,11 @@ def add(commands: Subparsers[Command]) -> Command:
         add_html(command),
         add_json(command, "the report"),
     ]
+    option(
+        "--streams",
+        action="store_true",
+        help="also record streams on each number of ranks: a race fails (docs/streams.md)",
+    )
     option("--show-output", action="store_true", help="print what the script writes, after each run of it")
     option("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     option("script", metavar="SCRIPT")
@@ -158,6 +163,7 @@ def execute(options: argparse.Namespace) -> int:
         resume_arguments=tuple(shlex.split(options.resume_args)),
         accept=tuple(options.accept),
         vary=tuple(options.vary),
+        streams=options.streams,
         against=tuple(options.against),
         faults=tuple(options.fault),
     )
@@ -170,6 +176,7 @@ def execute(options: argparse.Namespace) -> int:
         "world_sizes": options.world_sizes,
         "vary": options.vary,
         "against": options.against,
+        "streams": options.streams,
         "faults": [str(fault) for fault in options.fault],
         "seconds": time.monotonic() - began,
         "environment": environment(),

@@ -88,9 +88,9 @@ class Inquiry:
         self._count(RUNS_OF_A_HANG if hung else 1)
         return judged
 
-    def _on_ranks(self, function: Callable[..., Any], *args: Any, size: int) -> list[Any]:
+    def _on_ranks(self, function: Callable[..., Any], *args: Any, size: int, backend: str = "gloo") -> list[Any]:
         self._count(1)
-        return self._runner.on_ranks(function, *args, size=size)
+        return self._runner.on_ranks(function, *args, size=size, backend=backend)
 
     def hypothesis(self, finding: Finding, how: JudgeSettings, traced: Trace | None) -> Hypothesis | None:
         """What the wrong numbers are equal to; which units were unsharded is known from the trace."""
@@ -163,8 +163,9 @@ class Inquiry:
             ranks, adapter = self._ranks(finding.case, how), registry.adapter_of(self._name)
 
             def reduced_in() -> set[str]:
+                world = finding.case.world
                 found = self._on_ranks(
-                    rank_jobs.reducing_dtypes, self._name, finding.case, size=finding.case.world.size
+                    rank_jobs.reducing_dtypes, self._name, finding.case, size=world.size, backend=world.backend
                 )
                 return set().union(*found)
 
@@ -207,7 +208,7 @@ class Inquiry:
     def traced(self, finding: Finding) -> Trace | None:
         """What each rank did in the case of a finding; None where that cannot be traced."""
         claimed = "unit_trace" in registry.adapter_of(self._name).capabilities
-        if not claimed or finding.kind in RAISES or finding.case.world.backend != "gloo":
+        if not claimed or finding.kind in RAISES:
             return None
         with suppress(HarnessError):  # what cannot be traced is explained without it
             traced = trace(self._name, finding.case, self._on_ranks)

@@ -270,9 +270,9 @@ class CaseRunner:
         """Yield what the tasks return, in their order: `Worlds.side_by_side`."""
         return self.worlds.side_by_side(tasks, jobs)
 
-    def on_ranks(self, function: Callable[..., Any], *args: Any, size: int) -> list[Any]:
+    def on_ranks(self, function: Callable[..., Any], *args: Any, size: int, backend: str = "gloo") -> list[Any]:
         """Call `function(*args)` on a world of the runner's pool; raise `WorldFailed` unless every rank returned."""
-        outcome = self._execute(WorldSpec(size), function, args, function.__name__)
+        outcome = self._execute(WorldSpec(size, backend), function, args, function.__name__)
         raise_unless_ok(outcome)
         return outcome.values
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_testing.oracle.execute import filled_with_garbage
 from fsdp_testing.ranks.faults.fault import Fault
@@ -16,6 +18,8 @@ from fsdp_testing.ranks.faults.injection import inject
 from fsdp_testing.ranks.ledger import interception
 from fsdp_testing.ranks.ledger.late_delivery import deliver_late
 from fsdp_testing.ranks.pool.world import current_world
+from fsdp_testing.ranks.streams.observation import observe
+from fsdp_testing.ranks.streams.races import StreamAccount
 from fsdp_testing.train.conventions import Follower
 from fsdp_testing.train.disturbance import disturbed
 from fsdp_testing.train.feed import Feed, Feeder, Taken
@@ -37,6 +41,7 @@ class RunSettings:
         seed: Other than 0: roundings are made differently.
         keep_data: Whether to report the data that was taken.
         feed: What it is given in place of its own data.
+        streams: Whether its streams are recorded; then nothing else is.
         faults: What is injected.
     """
 
@@ -47,6 +52,7 @@ class RunSettings:
     seed: int = 0
     keep_data: bool = False
     feed: Feed = field(default_factory=Feed)
+    streams: bool = False
     faults: tuple[Fault, ...] = ()
 
 
@@ -68,6 +74,7 @@ class RankReport:
         dropout_off: Whether dropout was switched off.
         dropout: Whether it would have been active.
         conventions: Names of conventions that it was seen to follow.
+        account: What its streams were given, where they were recorded.
     """
 
     steps: tuple[StepSeen, ...]
@@ -83,6 +90,7 @@ class RankReport:
     dropout_off: bool = False
     dropout: bool = False
     conventions: tuple[str, ...] = ()
+    account: StreamAccount | None = None
 
 
 Watch = AbstractContextManager[Callable[[], dict[str, Any]]]
@@ -115,6 +123,8 @@ def run_here(job: Job, run: RunSettings) -> RankReport:
     Collectives: those of the training; all ranks of the world must join.
     """
     world = current_world()
+    if run.streams:
+        return _with_streams_recorded(job, run)
     feeder = Feeder(replace(run.feed, rank=world.rank if world.size > 1 else run.feed.rank), run.keep_data)
     follower = Follower(run.feed.ranks)
     observer = _observer(job, run, feeder, follower)
@@ -147,6 +157,27 @@ def run_here(job: Job, run: RunSettings) -> RankReport:
     return RankReport(
         tuple(observer.steps), taken, conventions=conventions, idle_passes=idle_passes, **facts(), **ending
     )
+
+
+def _with_streams_recorded(job: Job, run: RunSettings) -> RankReport:
+    """Record streams, and end the training in time; who read values besides would wait for the work that makes them.
+
+    Neither are results late nor is memory garbage: these are writes that no device makes.
+    """
+    world, steps = current_world(), Counter[int]()
+
+    def count(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if run.steps and steps[id(optimizer)] >= run.steps:
+            raise EnoughSteps
+        steps[id(optimizer)] += 1
+
+    with ExitStack() as stack:
+        stack.callback(register_optimizer_step_pre_hook(count).remove)
+        stack.enter_context(job.watch(run))
+        stack.enter_context(as_torchrun_starts(world))
+        history = stack.enter_context(observe(world.device))
+        job.train(run, Observer())
+    return RankReport((), account=StreamAccount.of(history))
 
 
 @contextmanager

@@ -63,7 +63,7 @@ class Judgement:
         sentence: Why; for a pass with what it was compared.
         compared: What was compared, and what was not.
         unknown: Of what nothing is known, though the rest was judged.
-        table: Loss and norm of both worlds, step by step; of failures.
+        table: Of failures: loss and norm of both worlds, step by step; of races both places of each.
         output: End of what the script itself said, where it did not end well.
         relation: What was changed that must change nothing; empty where that is the number of ranks.
         steps: Steps that were compared.
@@ -170,7 +170,7 @@ def training_sheet(
     for judgement in report.judgements:
         told = [*judgement.compared, *judgement.unknown]
         blocks: list[Block] = [bulleted(told)] if told else []
-        for title, lines in (("step by step", judgement.table), ("what the script said last", judgement.output)):
+        for title, lines in (("in detail", judgement.table), ("what the script said last", judgement.output)):
             blocks += [Fold(title, (Listing("\n".join(lines)),), unfolded=True)] if lines else []
         word, kind = WORDS[judgement.verdict], judgement.verdict.value
         articles.append(Article(word, tuple(blocks), judgement.owner, kind, sentence=judgement.sentence))

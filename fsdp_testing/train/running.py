@@ -29,7 +29,7 @@ class Failed(Exception):
 
     Attributes:
         subject: Which ranks the sentence is about; all of the world without.
-        table: Loss and norm of both worlds, step by step.
+        table: Loss and norm of both worlds, step by step; of races both places of each.
         output: End of what the script said.
         first: What differs first, where that is a number.
     """
@@ -67,6 +67,7 @@ class Start:
         accept: Names of conventions that one process is to follow as the ranks do (`conventions`).
         resume_at: Step before which it is stopped to be resumed; never with 0.
         resume_arguments: Further arguments of what is resumed.
+        streams: Whether its streams are judged, too.
         faults: What is injected into its ranks.
         roundings: What passes at once (`comparison.ROUNDINGS`).
         variation: What of it must change nothing, in words; empty where it is started as it is.
@@ -82,6 +83,7 @@ class Start:
     accept: tuple[str, ...] = ()
     resume_at: int = 0
     resume_arguments: tuple[str, ...] = ()
+    streams: bool = False
     faults: tuple[Fault, ...] = ()
     roundings: float = ROUNDINGS
     variation: str = ""
@@ -176,7 +178,10 @@ class Runner:
             Failed: The ranks did not come to their end, or made different numbers of steps.
             WorldFailed: Likewise, of functions.
         """
-        settings = settings or RunSettings()
+        return self._put_together(size, self.reports(size, settings or RunSettings()))
+
+    def reports(self, size: int, settings: RunSettings) -> Sequence[RankReport]:
+        """Return what each rank reports; arguments and errors as of `run`."""
         settings = replace(settings, steps=settings.steps or self.start.steps, faults=self.start.faults)
         outcome = self.execute(size, settings)
         hung = any(rank.fate is Fate.HUNG for rank in outcome.ranks)
@@ -189,7 +194,7 @@ class Runner:
             outcome = again
         if not outcome.ok:
             raise self.start.ending(outcome)
-        return self._put_together(size, outcome.values)
+        return outcome.values
 
     def execute(self, size: int, settings: RunSettings) -> WorldOutcome:
         """Run the training on `size` ranks, and return what these did, however they ended."""
@@ -237,5 +242,6 @@ def _named(size: int, run: RunSettings, variation: str) -> str:
     how += ["resumed"] if run.folder and not run.stop_before and not run.faults else []
     how += [f"with {fault}" for fault in run.faults]
     how += ["given the rows of all ranks"] if run.feed.source is not None else []
+    how += ["streams recorded"] if run.streams else []
     how += [f"how far roundings move it ({run.seed})"] if run.seed else []
     return ", ".join([who, *how])

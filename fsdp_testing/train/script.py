@@ -29,6 +29,7 @@ from fsdp_testing.train.report import Judgement, TrainingDiffers, TrainingUndeci
 from fsdp_testing.train.resuming import judge_resumed
 from fsdp_testing.train.running import Failed, RunListener, Runner, Start, Undecided, unequal_ends
 from fsdp_testing.train.script_job import ScriptJob
+from fsdp_testing.train.streams import judge_streams
 from fsdp_testing.train.surroundings import show_files
 from fsdp_testing.train.whole import WholeRun
 
@@ -80,6 +81,7 @@ class Launch(Start):
     resume_arguments: tuple[str, ...] = ()
     accept: tuple[str, ...] = ()
     vary: tuple[tuple[str, ...], ...] = ()
+    streams: bool = False
     against: tuple[str, ...] = ()
     faults: tuple[Fault, ...] = ()
     variation: str = ""
@@ -226,6 +228,8 @@ def _examined(
     judgements = [judged(runner, runs, size) for size in sizes if size > 1]
     if launch.resume_at:
         judgements += _resumed(runner, runs, judgements)
+    if launch.streams:
+        judgements += [judge_streams(runner, size) for size in sizes if size > 1]
     if faulty.faults:
         passed = [
             judgement.size for judgement in judgements if judgement.verdict is Verdict.PASS and not judgement.relation

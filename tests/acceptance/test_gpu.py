@@ -1,7 +1,7 @@
 """Ranks on devices: run by `tox -e gpu` on CUDA devices, which fails on a machine that has none, and by `tox -e sim`.
 
-Over nccl each rank has a device of its own; over gloo-cuda the ranks share what there is, so that one device suffices for
-several ranks. `--device NAME` puts the backend NAME, and its devices, in the place of both.
+Over nccl each rank has a device of its own; over gloo-cuda and nccl-shared the ranks share what there is, so that one device
+suffices for several ranks. `--device NAME` puts the backend NAME, and its devices, in the place of both.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ def test_a_sum_over_devices(world) -> None:
 def test_a_sum_over_shared_devices(world) -> None:
     _sum_over_devices(world)
     assert world.device.index < torch.get_device_module(world.device).device_count()
+
+
+@pytest.mark.world(2, backend="nccl-shared")
+def test_a_sum_over_one_device_that_ranks_share(world) -> None:
+    _sum_over_devices(world)
 
 
 @pytest.mark.world(2, backend="nccl")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 HERE = Path(__file__).parent
 VENDOR = HERE.parents[1] / "examples" / "vendor"
@@ -60,6 +61,15 @@ def test_what_cannot_run_is_one_sentence(tmp_path: Path) -> None:
     code, said = run(*gpu, "--device", "sim", "tests/acceptance/test_gpu.py", CXX="false", **cache)
     assert code == 4
     assert "compiler 'false' refuses its source" in said
+
+
+def test_a_torch_without_privateuse1_hooks_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(VENDOR))
+    from simdevice.testing import unavailable
+
+    monkeypatch.delattr(torch.utils, "rename_privateuse1_backend")
+    expected = f"the simulated device is a PrivateUse1 device with streams, which torch {torch.__version__} does not know"
+    assert unavailable(2) == expected
 
 
 def test_without_a_gpu_the_simulated_device_is_named() -> None:

@@ -34,7 +34,7 @@ from fsdp_testing.oracle.quantities import Comparison, Expectation, Expected, Ex
 from fsdp_testing.ranks.pool import Failed
 from fsdp_testing.ranks.pool.world import current_world
 from fsdp_testing.ranks.streams.observation import observe
-from fsdp_testing.ranks.streams.races import Race, races
+from fsdp_testing.ranks.streams.races import StreamAccount
 
 TWICE = "twice the oracle's bound, since both are within it: "
 
@@ -181,15 +181,12 @@ def traced(*rules: Rule) -> RunMode:
 
 # -------------------------------------------------------------------------------------------------------- streams
 
-_MOST_RACES = 10
-
 
 @dataclass(frozen=True, slots=True)
 class StreamObservation(RankObservation):
-    """What a rank reports whose streams were recorded: the first races, and how many there are."""
+    """What a rank reports whose streams were recorded."""
 
-    races: tuple[Race, ...] = ()
-    race_count: int = 0
+    account: StreamAccount = StreamAccount((), 0, (), 0)
 
 
 def run_observed(adapter: Adapter, case: Case, observe_all: bool) -> RankObservation | Failed:
@@ -207,25 +204,24 @@ def run_observed(adapter: Adapter, case: Case, observe_all: bool) -> RankObserva
         result = rank_jobs.run_program(program, observe_all)
     if isinstance(result, Failed):
         return result
-    if len(history.streams) < 2 and current_world().size > 1:
+    account = StreamAccount.of(history)
+    if len(account.streams) < 2 and current_world().size > 1:
         raise InvalidImplementation(
             f"{adapter.name}: expected work on several streams, got work on the default stream alone, so that nothing is known "
             "of its streams. Ask torch.get_device_module(device) for Stream, Event and current_stream when the model first "
             "runs; or do not claim `streams`."
         )
-    pairs = races(history)
-    return result.extended(StreamObservation, races=tuple(pairs[:_MOST_RACES]), race_count=len(pairs))
+    return result.extended(StreamObservation, account=account)
 
 
 def no_races(case: Case, ranks: Sequence[RankObservation], _expected: Expectation) -> Finding | None:
     """Return the first race of the first rank that has one."""
-    racing = [rank for rank in ranks if isinstance(rank, StreamObservation) and rank.races]
+    racing = [rank for rank in ranks if isinstance(rank, StreamObservation) and rank.account.races]
     if not racing:
         return None
-    first = racing[0]
-    more = f" ({first.race_count - 1} more on this rank)" if first.race_count > 1 else ""
-    race = first.races[0]
-    statement = f"{race.summary}, on rank {first.rank}{more}"
+    first, account = racing[0], racing[0].account
+    more = f" ({account.race_count - 1} more on this rank)" if account.race_count > 1 else ""
+    statement = f"{account.races[0].summary}, on rank {first.rank}{more}"
     return finding(
         case,
         FailureKind.RACE,
@@ -233,7 +229,7 @@ def no_races(case: Case, ranks: Sequence[RankObservation], _expected: Expectatio
         len(case.program),
         statement,
         ranks=tuple(rank.rank for rank in racing),
-        detail="\n".join(str(each) for each in first.races),
+        detail="\n".join(str(each) for each in account.races),
     )
 
 

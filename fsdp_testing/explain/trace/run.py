@@ -27,7 +27,7 @@ from fsdp_testing.ranks.pool.world import current_world
 
 Units = list[tuple[str, tuple[str, ...]]]
 OnRanks = Callable[..., list[Any]]
-"""Calls a function with arguments on `size` ranks and returns what each gave, as `CaseRunner.on_ranks` does."""
+"""Calls a function with arguments on `size` ranks of a backend and returns what each gave, as `CaseRunner.on_ranks` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,9 @@ def trace(name: str, case: Case, on_ranks: OnRanks | None = None) -> Trace:
         WorldFailed: The case did not run to its end on every rank; the message is the account of every rank.
     """
     on_ranks = on_ranks or CaseRunner().on_ranks
+    world = case.world
     try:
-        traces = on_ranks(trace_case, registry.adapter_of(name), case, size=case.world.size)
+        traces = on_ranks(trace_case, registry.adapter_of(name), case, size=world.size, backend=world.backend)
     except WorldFailed as failed:
         if isinstance(failed.outcome, WorldOutcome):
             raise _failed(name, case, failed.outcome) from failed

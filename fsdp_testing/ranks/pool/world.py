@@ -86,12 +86,13 @@ class World:
             HarnessError: The device has no streams.
         """
         from fsdp_testing.ranks.streams.observation import observe
-        from fsdp_testing.ranks.streams.races import races, tell
+        from fsdp_testing.ranks.streams.races import StreamAccount
 
         with observe(self.device) as history:
             yield
-        if pairs := races(history):
-            raise AssertionError(f"rank {self.rank} has {len(pairs)} races on its streams:\n{tell(pairs)}")
+        account = StreamAccount.of(history)
+        if account.races:
+            raise AssertionError(f"rank {self.rank} has {account.race_count} races on its streams:\n{account}")
 
     def inject(self, *faults: str) -> Injection:
         """Inject faults into this rank, `world.inject("delay=0.5@rank=1,collective=3")`, from now until the test or call ends.

@@ -7,6 +7,7 @@ earlier one to be done (Lamport 1978; torch's CUDA sanitizer, pytorch PR 83984, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ from fsdp_testing.ranks.streams.history import (
 )
 
 Clock = dict[int, int]
+_MOST_RACES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class _Judge:
         self._events: dict[int, Clock] = {}
         self._blocks: dict[int, _Block] = {}
         self._former: dict[int, list[_Former]] = {}
-        self._races: dict[Race, None] = {}
+        self._races: dict[tuple[Use, Use, bool], Race] = {}
 
     def run(self) -> list[Race]:
         for entry in self._history.entries:
@@ -148,7 +150,7 @@ class _Judge:
                     self._join(stream, self._events.get(event, {}))
                 case StreamWaited(stream, awaited):
                     self._join(stream, self._clock(awaited))
-        return list(self._races)
+        return list(self._races.values())
 
     def _clock(self, stream: int) -> Clock:
         return self._clocks.setdefault(stream, {})
@@ -211,7 +213,8 @@ class _Judge:
         )
 
     def _race(self, race: Race) -> None:
-        self._races[race] = None
+        # Of a list of parameters each one races at the same two places.
+        self._races.setdefault((race.earlier, race.later, bool(race.reused)), race)
 
     def _use(self, done: _Done) -> Use:
         return Use(done.work.name, self._name(done.stream), done.access.writes, done.work.site)
@@ -227,6 +230,36 @@ def _conflict(before: Access, now: Access) -> bool:
 def _supersedes(now: _Done, before: _Done) -> bool:
     """Whether everything that is ordered after `now` is ordered after `before`, and conflicts with `now` if with `before`."""
     return before.access.region == now.access.region and (now.access.writes or not before.access.writes)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamAccount:
+    """What a history says, small enough to be reported.
+
+    Attributes:
+        streams: Names of the streams that were given work.
+        work: How many operators and collectives they were given.
+        races: The first.
+        race_count: How many there are.
+    """
+
+    streams: tuple[str, ...]
+    work: int
+    races: tuple[Race, ...]
+    race_count: int
+
+    @classmethod
+    def of(cls, history: History) -> StreamAccount:
+        """Judge a history."""
+        streams = Counter(entry.stream for entry in history.entries if isinstance(entry, Work) and entry.stream != HOST)
+        names = tuple(history.streams[number] for number in sorted(streams))
+        pairs = races(history)
+        return cls(names, streams.total(), tuple(pairs[:_MOST_RACES]), len(pairs))
+
+    def __str__(self) -> str:
+        """Return the races as text, numbered."""
+        more = self.race_count - len(self.races)
+        return tell(self.races) + (f"\n  and {more} more" if more else "")
 
 
 def tell(found: Iterable[Race]) -> str:

@@ -35,10 +35,12 @@ from fsdp_testing.ranks.streams.simulated import Device, Event, Stream
 _FRAMES = 6
 _FULL_SWEEP = 1000
 _HERE = str(Path(__file__).parent)
+_OURS = Path(__file__).parents[2]
 _TORCH = str(Path(torch.__file__).parent)
 # Code that hands calls on; a place in it says nothing about who issued the work.
 _PASSED_OVER = (
     _HERE,
+    *(f"{_OURS}/{room}/" for room in ("train", "ranks/pool")),
     str(Path(interception.__file__).parent),
     compat.__file__,
     "<",
@@ -50,6 +52,7 @@ _PASSED_OVER = (
             "autograd/",
             "nn/modules/module.py",
             "_tensor.py",
+            "optim/optimizer.py",
             "nn/functional.py",
             "_dynamo/",
             "_compile.py",

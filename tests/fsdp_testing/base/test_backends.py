@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from fsdp_testing.base import backends as registry
-from fsdp_testing.base.backends import Backend, backend_named, register_backend, registered_backends
+from fsdp_testing.base.backends import Backend, RankPlace, backend_named, register_backend, registered_backends
 from fsdp_testing.errors import InvalidArgument
 
 
@@ -30,7 +31,7 @@ def vendor(name: str = "vendor") -> Backend:
 
 
 def test_built_in_backends() -> None:
-    assert registered_backends()[:5] == ("gloo", "nccl", "fake", "gloo-cuda", "bare")
+    assert registered_backends()[:6] == ("gloo", "nccl", "fake", "gloo-cuda", "nccl-shared", "bare")
     assert backend_named("gloo").unavailable(2) is None
     assert backend_named("fake").unavailable(1024) is None
     assert backend_named("fake").single_process
@@ -40,12 +41,64 @@ def test_built_in_backends() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 @pytest.mark.parametrize(
     ("name", "needs"),
-    [("nccl", "one CUDA device per rank"), ("gloo-cuda", "one CUDA device, which its ranks may share")],
+    [
+        ("nccl", "one CUDA device per rank"),
+        ("gloo-cuda", "one CUDA device, which its ranks may share"),
+        ("nccl-shared", "one CUDA device, which its ranks share"),
+    ],
 )
 def test_without_devices_there_is_one_reason(name: str, needs: str) -> None:
     reason = backend_named(name).unavailable(2)
     assert reason is not None
     assert reason.endswith(f"{name} needs {needs}")
+
+
+@pytest.fixture
+def one_device(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine that says it has one CUDA device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        (
+            (2, 29, 7),
+            "ranks may share a device from NCCL 2.30 on, and 2.29.7 is loaded; gloo-cuda shares devices with any",
+        ),
+        ((2, 30, 0), None),
+        ((3, 0, 0), None),
+    ],
+)
+def test_the_loaded_nccl_is_asked_whether_ranks_may_share(
+    one_device: pytest.MonkeyPatch, version: tuple[int, ...], reason: str | None
+) -> None:
+    one_device.setattr(torch.cuda.nccl, "version", lambda: version)
+    assert backend_named("nccl-shared").unavailable(4) == reason
+    one_device.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert backend_named("nccl-shared").unavailable(4) == "this torch was built without nccl"
+
+
+def test_what_needs_two_devices_says_so(one_device: pytest.MonkeyPatch) -> None:
+    assert backend_named("nccl").unavailable(1) is None
+    assert backend_named("nccl").unavailable(2) == "a world of 2 ranks needs 2 CUDA devices, 1 found"
+    assert backend_named("gloo-cuda").unavailable(2) is None
+
+
+def test_a_rank_that_shares_tells_nccl_before_its_group_is_made(one_device: pytest.MonkeyPatch) -> None:
+    selected: list[int] = []
+    one_device.setattr(torch.cuda, "set_device", selected.append)
+    one_device.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "undone at the end")
+    one_device.delenv("NCCL_MULTI_RANK_GPU_ENABLE")
+    one_device.setenv("NCCL_MAX_CTAS", "2")  # the user's own stays
+    prepare = backend_named("nccl-shared").prepare
+    assert prepare is not None
+    prepare(RankPlace(1, 2, 0))
+    assert (os.environ["NCCL_MULTI_RANK_GPU_ENABLE"], os.environ["NCCL_MAX_CTAS"]) == ("1", "2")
+    assert selected == [0]
 
 
 def test_a_registered_backend() -> None:

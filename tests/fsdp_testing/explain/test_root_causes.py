@@ -29,7 +29,7 @@ from fsdp_testing.cases.records import (
 )
 from fsdp_testing.checks.conformance import run_conformance
 from fsdp_testing.errors import PoolBroken, WorldFailed
-from fsdp_testing.explain.inquiry import JudgeSettings
+from fsdp_testing.explain.inquiry import Inquiry, JudgeSettings
 from fsdp_testing.explain.root_causes import explain_results
 from fsdp_testing.explain.shrinking import shrink
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
@@ -159,7 +159,7 @@ class TwoDefects:
         found = wrong_output(case) if stale or kinds.endswith("clip forward") else None
         return JudgedCase(case, Judgement(Verdict.PASS, found))
 
-    def on_ranks(self, function: object, *arguments: object, size: int) -> list[object]:
+    def on_ranks(self, function: object, *arguments: object, size: int, backend: str = "gloo") -> list[object]:
         raise WorldFailed("nothing can be traced here")
 
     def observe(self, name: str, case: Case, *, observe_all: bool) -> tuple[object, ...]:
@@ -208,6 +208,22 @@ def test_failures_in_one_place_have_one_cause_only_if_both_hold_its_schedule() -
     done = explain_results(results, lambda check: JudgeSettings(Comparison()), runner, GENEROUS)  # type: ignore[arg-type]
     first, second, third = (result.findings[0].cause for result in done)
     assert first == third != second
+
+
+def test_a_failure_is_traced_on_the_devices_that_it_was_seen_on() -> None:
+    """Else a failure that is known by the units that were gathered is new on any other device than the CPU."""
+    worlds: list[tuple[int, str]] = []
+
+    class Traced(CaseRunner):
+        def on_ranks(self, function: object, *arguments: object, size: int, backend: str = "gloo") -> list[object]:
+            worlds.append((size, backend))
+            raise WorldFailed("nothing can be traced here")
+
+    look = Forward(Batch(1), "eval")
+    for backend in ("gloo", "sim"):
+        case = Case(ModelSpec("mlp"), WorldSpec(2, backend), (look, Step(), look))
+        assert Inquiry(Traced(), "torch-fsdp2").traced(wrong_output(case)) is None
+    assert worlds == [(2, "gloo"), (2, "sim")]
 
 
 def test_the_budget_is_runs_and_what_it_does_not_reach_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,8 +38,8 @@ class Scripted(CaseRunner):
         self.verdicts = verdicts
         self.judged = []
 
-    def on_ranks(self, function, *args, size):
-        return CaseRunner().on_ranks(function, *args, size=size)  # adapters are examined on real ranks
+    def on_ranks(self, function, *args, **world):
+        return CaseRunner().on_ranks(function, *args, **world)  # adapters are examined on real ranks
 
     def impatient(self, timeout):
         return self
@@ -145,7 +145,7 @@ def test_cases_run_at_every_world_size_and_claimed_strategy():
 
 def test_every_case_of_a_run_over_two_axes_has_the_second_one():
     class Unexamined(Scripted):
-        def on_ranks(self, function, *args, size):
+        def on_ranks(self, function, *args, size, **how):
             return [[]] * size
 
     runner, names = Unexamined({}), ("torch-fsdp2", "fsdp_ref-wrapper", "torch-fsdp1")

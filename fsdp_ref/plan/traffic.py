@@ -1,0 +1,88 @@
+"""What a training step sends: each collective of the reference, FSDP1 and FSDP2, by the rules by which they issue them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fsdp_ref.plan.unit_layouts import UnitLayout
+
+LIBRARIES = ("fsdp_ref", "fsdp1", "fsdp2")
+_MARKS_BYTES = 16
+_KEEPS = frozenset({"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2", "NO_SHARD"})
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One collective of a step.
+
+    Attributes:
+        op: all_gather, reduce_scatter or all_reduce.
+        full_bytes: Of the larger side: what a gather gives, and what a reduction takes.
+        ranks: That take part.
+    """
+
+    op: str
+    full_bytes: int
+    ranks: int
+
+    @property
+    def link_bytes(self) -> float:
+        """What a rank sends in a ring, and receives: an all-reduce is a reduce-scatter and a gather."""
+        return (2 if self.op == "all_reduce" else 1) * self.full_bytes * (self.ranks - 1) / self.ranks
+
+
+def messages(
+    units: Sequence[UnitLayout], *, strategy: str, replicas: int, library: str = "fsdp_ref"
+) -> tuple[Message, ...]:
+    """Return the collectives of one step without accumulation; gathers that are prefetched come sooner than here.
+
+    Args:
+        units: In the order of their forward; the root, whose name is empty, stays gathered until its backward.
+        strategy: Of each unit.
+        replicas: Of the ranks that shard.
+        library: Which of `LIBRARIES`.
+    """
+    return tuple(_messages(units, strategy, replicas, library))
+
+
+def _messages(units: Sequence[UnitLayout], strategy: str, replicas: int, library: str) -> Iterator[Message]:
+    sharded = [(unit, _gathered_bytes(unit, replicas, strategy, library)) for unit in units]
+    if strategy != "NO_SHARD":
+        yield from (Message("all_gather", size, unit.shards.world_size) for unit, size in sharded)
+    for unit, size in reversed(sharded):
+        ranks = unit.shards.world_size
+        if unit.name and strategy not in _KEEPS:
+            yield Message("all_gather", size, ranks)
+        if strategy != "NO_SHARD":
+            yield Message("reduce_scatter", size, ranks)
+        if replicas > 1:
+            yield Message("all_reduce", size // ranks, replicas)
+    if library == "fsdp_ref":
+        yield Message("all_reduce", _MARKS_BYTES, replicas * (units[0].shards.world_size if units else 1))
+
+
+def _gathered_bytes(unit: UnitLayout, replicas: int, strategy: str, library: str) -> int:
+    ranks, layout = unit.shards.world_size, unit.shards.layout
+    if library == "fsdp2":  # cuts each parameter into equal numbers of rows
+        rows = [(param.shape[0] if param.shape else 1, math.prod(param.shape[1:])) for param in layout.params]
+        return unit.element_bytes * sum(-(-count // ranks) * ranks * numel for count, numel in rows)
+    # Without shards what is reduced is padded to the ranks of the group all the same.
+    multiple = replicas if strategy == "NO_SHARD" else 1
+    return unit.element_bytes * (-(-unit.shards.padded_numel // multiple) * multiple)
+
+
+def step_seconds(
+    traffic: Sequence[Message], elements: int, *, tokens: int, link_bytes: float, flops: float
+) -> tuple[float, float]:
+    """Return seconds of computation and of communication of one step on one rank, at these rates.
+
+    Args:
+        traffic: Of the step.
+        elements: Of all parameters; each costs two operations a token in forward, and four in backward.
+        tokens: Of one rank.
+        link_bytes: A second, in each direction.
+        flops: Operations a second.
+    """
+    return 6 * elements * tokens / flops, sum(message.link_bytes for message in traffic) / link_bytes

@@ -1,0 +1,44 @@
+"""Streams of a script: one more run on as many ranks, in which they are recorded, has to have no race (docs/streams.md)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fsdp_testing.cases.records import Verdict
+from fsdp_testing.train.check import guarded
+from fsdp_testing.train.on_rank import RunSettings
+from fsdp_testing.train.report import Judgement
+from fsdp_testing.train.running import Failed, Runner, Undecided
+
+
+def judge_streams(runner: Runner, size: int) -> Judgement:
+    """Judge the streams of a script on one number of ranks, whatever its numbers are: a race shows in them now and then."""
+
+    def judge() -> Judgement:
+        try:
+            ranks = runner.reports(size, RunSettings(streams=True))
+        except Failed as why:
+            raise Undecided(
+                f"with its streams recorded it does not come to its end, so that nothing is known of them: {why}",
+                why.output,
+            ) from why
+        accounts = [rank.account for rank in ranks if rank.account is not None]
+        for rank, account in enumerate(accounts):
+            if account.races:
+                raise Failed(
+                    f"has {account.race_count} races on its streams, first: {account.races[0].summary}",
+                    tuple(f"{account}".splitlines()),
+                    subject=f"rank {rank}",
+                )
+        streams = {name: None for account in accounts for name in account.streams}
+        if len(streams) < 2:
+            raise Undecided(
+                "gives work to the default stream alone, so that nothing was watched: neither a stream that it asked for "
+                "(torch.get_device_module(device).Stream) nor a collective that it waits for later. Waits inside C++, as of "
+                "DDP's reducer, are not seen."
+            )
+        work = sum(account.work for account in accounts)
+        sentence = f"{work} pieces of work on {', '.join(streams)}: each comes after what it uses"
+        return Judgement(size, Verdict.PASS, sentence)
+
+    return replace(guarded(runner, size, judge), relation="--streams")
