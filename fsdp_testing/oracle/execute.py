@@ -186,14 +186,7 @@ class RankProgram:
             return self.adapter.wrap(module, setup)
 
     def train_in_one_process(self, batch: Batch, state: Any, saved: Any, flags: Mapping[str, bool]) -> tuple[Any, Any]:
-        """Return what one process makes of a saved state of model and optimizer (None: not saved) in one step.
-
-        Args:
-            batch: Inputs; those of rank 0 are taken.
-            state: Complete state of the model.
-            saved: Complete state of the optimizer.
-            flags: `requires_grad` by name.
-        """
+        """Return what one process makes of a saved state of model and optimizer (None: not saved) in one step."""
         steps = self.optimizer is not None
         carried = one_process.train_on(self.case, batch, one_process.Saved(state, saved), flags, steps=steps)
         return carried.model, carried.optimizer
@@ -206,13 +199,6 @@ class RankProgram:
         self, ranks: tuple[int, ...], case: Case, batch: Batch, saved: Carrier, flags: Mapping[str, bool]
     ) -> None:
         """Let some of the ranks load a saved state into new ones of the implementation, train a step, and save that in its place.
-
-        Args:
-            ranks: Who trains.
-            case: Says how they wrap.
-            batch: Inputs; these ranks have those of the first ranks.
-            saved: The state.
-            flags: `requires_grad` by name.
 
         Collectives: a group is made, and the new state is sent by the first of `ranks`; every rank of the world calls.
         """
