@@ -20,6 +20,7 @@ from fsdp_testing.base.printable import one_sentence, printable
 from fsdp_testing.cli import (
     certify,
     checkpoints,
+    diagnose,
     doctor,
     fuzz,
     list_command,
@@ -43,6 +44,7 @@ COMMANDS: tuple[ModuleType, ...] = (
     certify,
     checkpoints,
     replay,
+    diagnose,
     parity,
     museum,
     new_adapter,

@@ -178,15 +178,6 @@ class RankPlugin:
         if item not in self._guards:
             self._guard(item)
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_teardown(self) -> Generator[None, None, None]:
-        """End what the test injected, before its state is compared; a fault that was not reached is an error of the test."""
-        __tracebackhide__ = True
-        unreached = end_all()
-        yield
-        if unreached:
-            raise HarnessError(never_reached(unreached))
-
     def _guard(self, node: Any) -> None:
         # pytest itself sets filters and log handlers around each test, so that no longer-lived fixture can own them.
         ignore = frozenset() if isinstance(node, pytest.Item) else _SET_PER_TEST
@@ -212,6 +203,16 @@ class RankPlugin:
         path = self.factory.getbasetemp() / f"{re.sub(r'[^A-Za-z0-9]', '_', name)[:30]}-{number}"
         path.mkdir(exist_ok=True)
         return path
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown() -> Generator[None, None, None]:
+    """End what the test injected, before its state is compared; a fault that was not reached is an error of the test."""
+    __tracebackhide__ = True
+    unreached = end_all()
+    yield
+    if unreached:
+        raise HarnessError(never_reached(unreached))
 
 
 def _plugin(request: pytest.FixtureRequest) -> RankPlugin:

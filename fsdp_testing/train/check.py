@@ -93,7 +93,7 @@ def _judge(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
     check_ranks(runner, run, alone)
     pair = Pair(runner, alone, run)
     pair = pair.as_ranks(to_follow(start.accept)) if to_follow(start.accept) else pair
-    _check_disagreements(pair)
+    check_disagreements(pair)
     compared = decide(pair)
     sentence = f"{run.steps} steps are those of {start.world(alone.size)}"
     return Judgement(size, Verdict.PASS, sentence, compared.lines, compared.unknown, steps=run.steps)
@@ -112,7 +112,7 @@ def check_ranks(runner: Runner, run: WholeRun, reference: WholeRun) -> None:
             cause = causes.of_returned(run, reference, difference)
             raise Failed(f"differs from rank 0: {difference}. {cause}", subject=f"rank {rank}")
     if run is reference:
-        _check_disagreements(Pair(runner, reference, run))
+        check_disagreements(Pair(runner, reference, run))
 
 
 def _named(returned: dict[str, list[torch.Tensor]]) -> Quantities:
@@ -146,7 +146,7 @@ def _nan(quantities: Quantities) -> list[str]:
     ]
 
 
-def _check_disagreements(pair: Pair, kinds: Sequence[Kind] = tuple(Kind)) -> None:
+def check_disagreements(pair: Pair, kinds: Sequence[Kind] = tuple(Kind)) -> None:
     """Compare what the ranks have of the same parameters; what differs from the reference before that comes first."""
     run = pair.run
     own = Kind.BUFFER if BATCH_NORM in pair.runner.start.accept else None
@@ -182,7 +182,7 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
     pair = pair.as_ranks(to_follow(accept)) if to_follow(accept) else pair
     how += ", which runs the rows of each rank apart and averages" if {LOSS, BATCH_NORM} & {*accept} else ""
     pair, start = _with_same_start(pair)
-    _check_disagreements(pair)
+    check_disagreements(pair)
     compared = _decided(pair)
     lines = compared.lines + unknown_shares(alone, taken) + not_stepped(run) + not_compared(run, accept)
     sentence = f"{run.steps} steps are those of one process {how}{start}"
@@ -219,7 +219,7 @@ def _pair(runner: Runner, alone: WholeRun, run: WholeRun, taken: WholeRun) -> tu
         pair = Pair(runner, alone, run, Feed())
         if not computes_the_same(pair):
             # All ranks began alike. What they hold of the same parameters by now needs no other world.
-            _check_disagreements(Pair(runner, run, run), (Kind.PARAMETER,))
+            check_disagreements(Pair(runner, run, run), (Kind.PARAMETER,))
             raise
         return pair, "with other arguments of forward: ranks share the work on each row"
     if feed.source is None and not _same_data(alone, taken):

@@ -169,10 +169,12 @@ def _checkpoint(runner: Runner, runs: Mapping[int, WholeRun], size: int, folder:
         read = f" ({', '.join(broken[:5])} cannot be read)" if broken else ""
         return f"It had saved {', '.join(saved[:5])}{read}; with --resume-args it is started again from there."
     try:
-        compared = compare_resumed(runner, runs, (size, size), folder, saved, stopped=0)
+        compared = compare_resumed(runner, runs, (size, size), folder, stopped=0)
     except Failed as why:
         raise Failed(
-            f"with what it had saved by then ({', '.join(saved[:5])}) {why}", table=why.table, first=why.first
+            f"with what it had saved by then ({', '.join(saved[:5])}) {start.sentence(size, why)}",
+            table=why.table,
+            first=why.first,
         ) from why
     return f"Started again from what it had saved, it goes on as the run without a fault ({compared})."
 

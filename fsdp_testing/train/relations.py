@@ -18,7 +18,15 @@ from fsdp_testing.cases.records import Verdict
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.train import evidence
 from fsdp_testing.train.batches import tensors_in
-from fsdp_testing.train.check import check_numbers, guarded, not_compared, not_stepped, other_start, same_moments
+from fsdp_testing.train.check import (
+    check_disagreements,
+    check_numbers,
+    guarded,
+    not_compared,
+    not_stepped,
+    other_start,
+    same_moments,
+)
 from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, Difference
 from fsdp_testing.train.control import wrong_term
 from fsdp_testing.train.conventions import rows_of
@@ -198,6 +206,7 @@ def judge_varied(
         check_numbers(other, run)
         pair = Pair(runner, base, run, varied=varied)
         how = _check_start(pair)
+        check_disagreements(pair)
         compared = decide(pair)
         lines = (*compared.lines, *not_stepped(run), *not_compared(run, ()))
         sentence = f"{run.steps} steps are those of {names[0]}{how}"

@@ -14,9 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdp_testing.cases.records import Verdict
+from fsdp_testing.train.check import check_disagreements
 from fsdp_testing.train.comparable import vanishing
 from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, Decided, difference_of, first_difference
 from fsdp_testing.train.on_rank import RunSettings
+from fsdp_testing.train.pair import Pair
 from fsdp_testing.train.quantities import Kind, Quantities, Quantity
 from fsdp_testing.train.report import Judgement
 from fsdp_testing.train.running import Failed, Runner, Undecided
@@ -31,12 +33,11 @@ def judge_resumed(runner: Runner, runs: Mapping[int, WholeRun], size: int, other
     folder = Path(runner.pool.shared_directory("fsdp-verify-resume-"))
     compared = []
     try:
-        saved = _stop(runner, size, folder / "0")
+        _stop(runner, size, folder / "0")
         for number, other in enumerate(others, start=1):
             shutil.copytree(folder / "0", folder / str(number), symlinks=True)
-            same = compare_resumed(
-                runner, runs, (size, other), folder / str(number), saved, stopped=runner.start.resume_at
-            )
+            place, at_least = folder / str(number), runner.start.resume_at
+            same = compare_resumed(runner, runs, (size, other), place, stopped=at_least)
             compared.append(f"on {other} ranks ({same})")
     except Failed as why:
         sentence = f"stopped before step {at} and {runner.start.sentence(size, why)}"
@@ -49,20 +50,22 @@ def judge_resumed(runner: Runner, runs: Mapping[int, WholeRun], size: int, other
     return Judgement(size, Verdict.PASS, sentence, relation=name, steps=runs[size].steps)
 
 
-def _stop(runner: Runner, size: int, folder: Path) -> list[str]:
-    """Run the script until it is stopped, and return the names of the files that it wrote."""
+def _stop(runner: Runner, size: int, folder: Path) -> None:
+    """Run the script until it is stopped.
+
+    Raises:
+        Undecided: It ends before, or writes nothing.
+    """
     folder.mkdir()
     show_files(Path.cwd(), folder)
     at = runner.start.resume_at
     stopped = runner.run(size, RunSettings(folder=str(folder), stop_before=at))
-    saved = files_below(folder)
     if stopped.steps < at:
         raise Undecided(f"the script ends after {stopped.steps} steps. Stop it earlier (--resume-at).")
-    if not saved:
+    if not files_below(folder):
         raise Undecided(
             f"the script has saved nothing below its folder before step {at}. Let it save earlier, to a relative path."
         )
-    return saved
 
 
 def files_below(folder: Path) -> list[str]:
@@ -71,13 +74,7 @@ def files_below(folder: Path) -> list[str]:
 
 
 def compare_resumed(
-    runner: Runner,
-    runs: Mapping[int, WholeRun],
-    sizes: tuple[int, int],
-    folder: Path,
-    saved: list[str],
-    *,
-    stopped: int,
+    runner: Runner, runs: Mapping[int, WholeRun], sizes: tuple[int, int], folder: Path, *, stopped: int
 ) -> str:
     """Compare a resumed run with that which was not stopped, and return what was compared.
 
@@ -86,7 +83,6 @@ def compare_resumed(
         runs: Those that were not stopped, by number of ranks.
         sizes: Ranks of the run that was stopped, and of the one that goes on.
         folder: Where it wrote to.
-        saved: The files there.
         stopped: Steps after which it was stopped at least.
 
     Raises:
@@ -94,16 +90,13 @@ def compare_resumed(
         Undecided: It did not load what it had saved.
     """
     uninterrupted, same_size = runs[sizes[0]], runs[sizes[1]]
-    settings = RunSettings(
-        folder=str(folder),
-        steps=max(runner.start.steps - stopped, 1),
-        arguments=runner.start.resume_arguments,
-    )
+    steps, arguments = max(runner.start.steps - stopped, 1), runner.start.resume_arguments
+    settings = RunSettings(folder=str(folder), steps=steps, arguments=arguments)
     resumed = runner.run(sizes[1], settings)
     where = f"resumed on {sizes[1]} ranks"
     at = _place(uninterrupted, resumed)
     if at is None:
-        files = ", ".join(saved[:5])
+        files = ", ".join(files_below(folder)[:5])
         raise Undecided(
             f"{where} it begins with the weights of step 0, though it had saved {files}. Give it the arguments with which it "
             "loads that (--resume-args), by a relative path."
@@ -117,6 +110,7 @@ def compare_resumed(
             raise Failed(f"{where} it takes the rows of step 0 again. {_ORDER}")
         return "weights, optimizer's state and settings; its steps take other rows than they did"
     _check_rows(expected[0], taken, at, where)
+    check_disagreements(Pair(runner, resumed, resumed))
     reference, other = _from(same_size, at, steps), _from(resumed, 0, steps)
     aligned = at + resumed.steps == uninterrupted.steps == same_size.steps
     names = [key for key in other if key in reference and (aligned or key.kind is not Kind.COPY)]

@@ -129,10 +129,9 @@ class Start:
         """Run a prepared run on a world of the pool, and return what its ranks did."""
         world = pool.world(size, self.backend, self.isolation)
         try:
-            job, patient = (self.job(size), run), bool(run.faults)
-            return world.execute(
-                run_here, job, timeout=self.timeout, name=self.name, lasting=self.lasting, patient=patient
-            )
+            world.patient = bool(run.faults)
+            job = self.job(size), run
+            return world.execute(run_here, job, timeout=self.timeout, name=self.name, lasting=self.lasting)
         finally:
             world.release()
 

@@ -255,3 +255,29 @@ def _runs_sleep(pid: str) -> bool:
         return b"986" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
+
+
+INJECTED = """
+@pytest.mark.world(2)
+def test_for_the_rest_of_the_test(world):
+    world.inject("delay=0@collective=1", "clock=+5", "memory=4GiB", "full-disk", "slow-disk=0")
+    dist.all_reduce(torch.ones(4))
+    with pytest.raises(OSError, match="No space left"):
+        torch.save(1, "file.pt")
+
+@pytest.mark.world(2)
+def test_not_reached(world):
+    world.inject("crash@rank=1,step=7")
+
+@pytest.mark.world(2)
+def test_crash(world):
+    with world.inject("crash@rank=1,collective=1"):
+        dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_what_a_test_injects_ends_with_it_and_has_to_be_reached(run: Runner) -> None:
+    verdict = run(INJECTED, "--strict-hygiene", "-rA", then_next=True)
+    assert verdict.counts() == (3, 1, 1), verdict.text
+    assert "fault crash@rank=1,step=7: expected a place that is reached, got to the end before it" in verdict.text
+    assert "rank 1 died by SIGKILL" in verdict.text

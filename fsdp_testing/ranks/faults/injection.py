@@ -137,7 +137,7 @@ class Injection(AbstractContextManager["Injection"]):
         fault = self._due("step")
         if fault is not None and fault.kind == "corrupt":
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            _corrupt([getattr(gradient, "_local_tensor", gradient) for gradient in gradients], fault)
+            _corrupt([g.to_local() if hasattr(g, "to_local") else g for g in gradients], fault)
         self._pass("step", "optimizer step")
 
     # -------------------------------------------------------------------------------------------- collectives

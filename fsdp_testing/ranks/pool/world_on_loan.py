@@ -50,6 +50,7 @@ class PooledWorld:
         reusable: Whether the world is lent again after it was given back.
         trusted: False once anything went wrong in it or was left behind; it is not lent again then.
         busy: Whether it is on loan.
+        patient: Whether ranks end by themselves until it is given back: who fails leaves, nobody is stopped before the timeout.
         before_leaving: Called with the world when it is about to end and its ranks still answer.
     """
 
@@ -58,6 +59,7 @@ class PooledWorld:
         self.reusable = reusable
         self.trusted = True
         self.busy = False
+        self.patient = False
         self.before_leaving: list[Callable[[PooledWorld], None]] = []
         self._pool = pool
         backend = backend_named(key.backend)
@@ -150,7 +152,6 @@ class PooledWorld:
         timeout: float | None = 60.0,
         name: str = "",
         lasting: frozenset[str] | None = frozenset(),
-        patient: bool = False,
     ) -> WorldOutcome:
         """Call `target(*args, **kwargs)` on every rank and wait for the end of it, whatever that is.
 
@@ -162,7 +163,6 @@ class PooledWorld:
             name: Shown in messages.
             lasting: Kinds of process state (as in `hygiene.PROBES`) that the call may change for good; what else it changed
                 is put back and reported. None: nothing is compared.
-            patient: Ranks end by themselves: who fails leaves at once, and nobody is stopped before the timeout.
 
         Returns:
             The account of every rank. When it is not `ok`, or something was left dirty, the world is not lent again.
@@ -183,7 +183,7 @@ class PooledWorld:
                 "Ask the pool for a world in each thread."
             )
         try:
-            call = reference, name or str(reference), arguments, timeout, lasting, patient
+            call = reference, name or str(reference), arguments, timeout, lasting
             outcome = self._supervise(*call)
             unbegun = not any(rank.began for rank in outcome.ranks) and any(r.fate is Fate.DIED for r in outcome.ranks)
             if unbegun and self._before and not self.before_leaving:
@@ -214,13 +214,7 @@ class PooledWorld:
             self.discard()
 
     def _supervise(
-        self,
-        target: Target,
-        name: str,
-        arguments: bytes,
-        timeout: float | None,
-        lasting: frozenset[str] | None,
-        patient: bool,
+        self, target: Target, name: str, arguments: bytes, timeout: float | None, lasting: frozenset[str] | None
     ) -> WorldOutcome:
         supervision = Supervision(
             self._processes,
@@ -231,7 +225,7 @@ class PooledWorld:
             single_process=self._single,
             lockstep=self._lockstep,
             joined=self._joined,
-            patient=patient,
+            patient=self.patient,
         )
         finished = False
         try:
@@ -326,6 +320,7 @@ class PooledWorld:
             self._place = StandInRank(0, self.key.size)
         if not self.trusted or not self.reusable or (self._lease is not None and self._pool.devices_awaited()):
             self.leave()
+        self.patient = False
         # Last: from now on another thread may be lent it.
         self.busy = False
 

@@ -68,8 +68,10 @@ def damaged(folder: Path, data: bytes) -> dict[str, list[str]]:
     certificate = folder / "certificate"
     certificate.mkdir()
     (certificate / "certificate.json").write_bytes(data)
+    (folder / "dump_0").write_bytes(data)
     one = ["--examples", "1", "--world-size", "2"]
     return {
+        "diagnose": ["diagnose", str(folder / "dump_0")],
         "replay": ["replay", str(file), "--implementation", "fsdp_ref-composable"],
         "merge": ["merge", str(sound), str(file)],
         "merge campaigns": ["merge", str(state), str(second_part(folder / "b")), "--state", str(folder / "all")],
@@ -94,6 +96,7 @@ def damaged(folder: Path, data: bytes) -> dict[str, list[str]]:
 
 
 COMMANDS = (
+    "diagnose",
     "replay",
     "merge",
     "merge campaigns",

@@ -329,3 +329,28 @@ def test_parts_of_a_run_are_written_and_merged(verify: Callable[..., Any], tmp_p
     assert "part 2 of 2 is missing" in refused.err
     assert not (tmp_path / "none.json").exists()
     assert verify("merge", files[0], files[0]).code == verify("merge", str(tmp_path / "no.json")).code == 2
+
+
+def test_a_fault_is_injected_into_each_case(verify: Callable[..., Any], tmp_path: Path) -> None:
+    def run(fault: str) -> Any:
+        written = ("--json", str(tmp_path / "report.json"))
+        return verify("run", "fsdp_ref-composable", "--check", "training.float32", "--fault", fault, *written)
+
+    assert run("delay=0.01@rank=1,collective=2").code == 0
+    report = RunReport.from_json((tmp_path / "report.json").read_text())
+    assert report.environment["faults"] == "delay=0.01@rank=1,collective=2"
+    assert run("hang@rank=1,collective=100000").code == 3
+    report = RunReport.from_json((tmp_path / "report.json").read_text())
+    assert "the fault hang@rank=1,collective=100000 was never reached" in str(report.results[0])
+    ended = run("crash@rank=0,collective=2")
+    assert ended.code == 1
+    assert "rank 0 died by SIGKILL" in ended.out
+
+
+@pytest.mark.parametrize("command", [("run", "single-process"), ("train", "train.py")])
+def test_a_fault_that_is_none_is_one_sentence(verify: Callable[..., Any], command: tuple[str, str]) -> None:
+    ended = verify(command[0], "--fault", "crush@step=1", command[1])
+    assert ended.code == 2
+    assert "KIND one of crash, hang, stop" in ended.err
+    assert "PLACE one of collective (from 1), step (from 0), save, load (from 1)" in ended.err
+    assert "got 'crush@step=1'" in ended.err

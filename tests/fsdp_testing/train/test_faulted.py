@@ -95,12 +95,19 @@ def test_what_changes_nothing_passes(with_fault):
     holds(judgement, Verdict.PASS, "every rank goes on to the end. 6 steps are those of the run without a fault")
 
 
-def test_numbers_that_are_silently_wrong_are_a_failure(with_fault):
-    judgement = with_fault("corrupt@rank=1,step=2")
+@pytest.mark.parametrize("step", [2, 5])
+def test_ranks_that_silently_come_apart_are_a_failure(with_fault, step):
+    judgement = with_fault(f"corrupt@rank=1,step={step}")
+    apart = rf"every rank goes on to the end. ranks do not hold the same: parameter .* at step {step}.*"
+    holds(judgement, Verdict.FAIL, apart)
+
+
+def test_numbers_that_are_silently_wrong_on_every_rank_are_a_failure(with_fault):
+    judgement = with_fault("corrupt@step=2")
     holds(
         judgement,
         Verdict.FAIL,
-        r"every rank goes on to the end. .*differs from the run without a fault: .* at step 2 .*",
+        r"every rank goes on to the end. differs from the run without a fault: gradient .* at step 2 .*",
     )
     assert judgement.first.step == 2
 
