@@ -13,6 +13,7 @@ from itertools import combinations, product
 from typing import TypeVar
 
 from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices, needs_of_case
+from fsdp_testing.cases.drawing.normal_form import leaves_unused
 from fsdp_testing.cases.records import Case
 from fsdp_testing.search.pairs.traits import traits_of, why_apart, with_options
 
@@ -64,7 +65,11 @@ def covering(scope: Scope) -> Covering:
             not_expressible[pair] = reason
         elif missing := needs.of(pair) - scope.capabilities:
             not_claimed[pair] = ", ".join(sorted(missing))
-        elif not pool.make(pair):
+        elif pool.make(pair):
+            continue
+        elif missing := needs.least(pair, scope.capabilities):
+            not_claimed[pair] = ", ".join(sorted(missing))
+        else:
             not_met[pair] = "no drawn case has both, and the legal form of each that was made of them drops one"
     return Covering(traits, tuple(pool.chosen(TIMES)), not_claimed, not_expressible, not_met)
 
@@ -178,6 +183,8 @@ class _Needs:
             choices, drawer = SeededChoices(_SEED + number), drawers[number % len(drawers)]
             case = drawer.shape(with_options(drawer.draw(choices), choices))
             traits, needs = traits_of(case), needs_of_case(case)
+            if leaves_unused(case) and (case.optimizer.name, *case.optimizer.arguments) != ("sgd", "lr"):
+                needs |= {"unused_gradient_is_none"}
             self._seen.append((traits, needs))
             for trait in traits:
                 self.of_trait[trait] = self.of_trait.get(trait, needs) & needs
@@ -187,3 +194,13 @@ class _Needs:
         apart = frozenset().union(*(self.of_trait.get(trait, frozenset()) for trait in pair))
         together = [needs for traits, needs in self._seen if set(pair) <= traits]
         return apart | (frozenset.intersection(*together) if together else frozenset())
+
+    def least(self, pair: Pair, claimed: frozenset[str]) -> frozenset[str]:
+        """Return the fewest capabilities that are not claimed and that a case with both, or one of each, needs.
+
+        What two kinds of an operation need is not what all cases of it have in common.
+        """
+        groups = [[needs for traits, needs in self._seen if set(pair) <= traits]]
+        if not groups[0]:
+            groups = [[needs for traits, needs in self._seen if trait in traits] for trait in pair]
+        return frozenset().union(*(min((needs - claimed for needs in group), key=len) for group in groups if group))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_testing.adapters import registry
-from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices, legal_case
+from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices, legal_case, needs_of_case
 from fsdp_testing.cases.operations import Batch, Clip, ForwardBackward, Step
 from fsdp_testing.cases.records import Case, MixedPrecisionSpec, ModelSpec, Verdict, WorldSpec, WrappingPlan
 from fsdp_testing.ranks.pool import default_pool
@@ -79,13 +79,6 @@ def test_no_legal_case_has_a_pair_that_is_said_to_be_impossible():
         (case(strategy="full_shard", nodes=(LINEAR,), wrapping=WrappingPlan(checkpointed=("lost",))), "recomputed:inside"),
         (
             case(
-                nodes=({"kind": "group", "name": "g", "nodes": [LINEAR], "returns": "opaque"}, {**LINEAR, "name": "b"}),
-                wrapping=WrappingPlan(checkpointed=("g",)),
-            ),
-            "recomputed:inside",
-        ),
-        (
-            case(
                 nodes=({"kind": "group", "name": "g", "nodes": [{"kind": "buffer", "name": "c", "style": "counter"}, LINEAR]},),
                 wrapping=WrappingPlan(checkpointed=("g",)),
             ),
@@ -96,6 +89,24 @@ def test_no_legal_case_has_a_pair_that_is_said_to_be_impossible():
 def test_both_traits_set_directly_one_is_taken_away(illegal: Case, lost: str):
     assert lost in traits_of(illegal)
     assert lost not in traits_of(legal_case(illegal))
+
+
+@pytest.mark.parametrize(
+    ("plan", "hidden"),
+    [
+        (WrappingPlan(("g",), checkpointed=("g",)), True),
+        (WrappingPlan(("g",), checkpointed=("g",), checkpoint_outside=True), False),
+        (WrappingPlan(("b",), checkpointed=("g",)), False),
+        (WrappingPlan(("g",), checkpointed=("b",)), False),
+    ],
+)
+def test_what_runs_again_behind_objects_is_asked_where_a_unit_shows_its_outputs(plan: WrappingPlan, hidden: bool):
+    opaque = {"kind": "group", "name": "g", "nodes": [LINEAR], "returns": "opaque"}
+    legal = legal_case(case(nodes=(opaque, {**LINEAR, "name": "b"}), wrapping=plan))
+    assert {"returns:opaque", "recomputed:around" if plan.checkpoint_outside else "recomputed:inside"} <= traits_of(
+        legal
+    )
+    assert ("hidden_recomputation" in needs_of_case(legal)) is hidden
 
 
 def test_a_pair_that_no_draw_has_is_made_of_two_cases():
