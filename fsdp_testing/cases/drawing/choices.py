@@ -37,7 +37,7 @@ class Choices(Protocol):
         ...
 
 
-class SeededChoices:
+class SeededChoices(Choices):
     """The fast source: a function of its seed alone, on every machine and in every version of Python."""
 
     def __init__(self, seed: int) -> None:
