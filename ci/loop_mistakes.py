@@ -164,7 +164,8 @@ def table(cases: Sequence[Case], found: dict[str, list[Result]]) -> str:
     count = sum(len(found[case.name]) for case in right)
     summary = (
         f"Of {len(wrong)} mistakes planted into right scripts {len(named)} are named with the cause that was planted. "
-        f"Of {count} runs of {len(right)} right scripts {sum(passed.values())} pass. All run unmodified on 1 and 2 CPU ranks. Not named:"
+        f"Of {count} runs of {len(right)} right scripts {sum(passed.values())} pass. All run unmodified on 1 and 2 CPU ranks. "
+        "Not named:"
     )
     lines = [
         summary,
@@ -179,7 +180,8 @@ def _said(case: Case, result: Result) -> str:
     """Return what was said in place of the cause."""
     cause = result.said.partition("Cause: ")[2] or result.said
     verdict = "pass" if result.verdict == "pass" else "another cause"
-    return f"{verdict}: " + re.split(r"\. (?=[A-Z])|; |: (?=the )| \(|, first |, so that ", cause)[0].strip().rstrip(".")
+    first = re.split(r"\. (?=[A-Z])|; |: (?=the )| \(|, first |, so that ", cause)[0]
+    return f"{verdict}: {first.strip().rstrip('.')}"
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ DESCRIPTION = """\
 Run the case in FILE (a case, a finding of `fuzz`, or the failures of a JSON report) twice, each time on new processes,
 judge it, and compare the bits of both runs. What fails once and passes once is unknown.
 """
-EPILOG = "exit codes: 0 it passes; 1 it fails; 2 the file or the name is bad; 3 nothing can be said."
+EPILOG = "exit codes: 0 it passes; 1 it fails; 2 the file or the name is bad; 3 no verdict."
 PASSED, FAILS, UNKNOWN = "passed", "fails", "unknown"
 CODES = {PASSED: 0, FAILS: 1, UNKNOWN: 3}
 _WORDS = {"pass": PASSED, "fail": FAILS}
@@ -32,7 +32,7 @@ def add(commands: Subparsers[Command]) -> Command:
     command = declare(commands, "replay", "run a recorded case again", DESCRIPTION, epilog=EPILOG)
     command.add_argument("file", type=Path, metavar="FILE", help="JSON")
     command.add_argument("--implementation", metavar="NAME", help="run it on this one instead of the recorded one")
-    command.add_argument("--once", action="store_true", help="run it once")
+    command.add_argument("--once", action="store_true", help="run it once instead of twice")
     add_timeout(command, 30.0)
     return command
 

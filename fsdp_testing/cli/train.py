@@ -48,7 +48,7 @@ def add(commands: Subparsers[Command]) -> Command:
             action="append",
             default=[],
             metavar="NAME",
-            help="a convention that is meant, so that the rest is judged: one process follows it, too; may be repeated: "
+            help="a convention that is meant; one process follows it too, and the rest is judged; repeatable: "
             "scheduler-per-process (of Accelerate), batch-norm-per-rank, loss-per-rank (a router's balance, a contrastive loss), "
             "measured-gradients (backward passes that are cleared before the step are none of it)",
         ),
@@ -78,13 +78,13 @@ def _add_relations(option: Callable[..., argparse.Action]) -> list[argparse.Acti
             type=count,
             default=0,
             metavar="K",
-            help="also stop before step K (counted from 0), run again where it wrote to, compare with going on",
+            help="also stop before step K (from 0), resume, and compare with the run that was not stopped",
         ),
         option(
             _ARGUMENTS,
             default="",
             metavar="ARGS",
-            help="further arguments of the script that is run again, in one word",
+            help="further arguments for the resumed run, as one quoted word",
         ),
         option(
             _VARY,

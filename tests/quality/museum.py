@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="hunt N bugs, chosen by --seed, with random cases alone; each for at most --seconds",
     )
-    command.add_argument("--cases", type=count, default=hunting.RANDOM_CASES, help="random cases of a hunt, at most")
+    command.add_argument("--cases", type=count, default=hunting.RANDOM_CASES, help="most random cases per bug")
     add_seed(command, "of the random cases, and of the choice of --exhibits")
     command.add_argument(
         "--seconds", type=seconds, default=60.0, metavar="N", help="for each of --exhibits (default 60)"
