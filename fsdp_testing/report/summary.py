@@ -29,7 +29,7 @@ MEANINGS = {
     Verdict.FAIL: "the claim was refuted; the first divergence is shown",
     Verdict.UNKNOWN: "nothing can be said: the check, the adapter or the pool failed",
     Verdict.NOT_CLAIMED: "the implementation does not claim what the check needs; it was not run",
-    Verdict.EXPECTED_FAILURE: "failed, and in the way that the list of expected failures says",
+    Verdict.EXPECTED_FAILURE: "failed as the list of expected failures says",
     Verdict.STALE: "listed as an expected failure, but it does not fail; take it off the list",
 }
 
