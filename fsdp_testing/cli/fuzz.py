@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Run random cases (module tree, wrapping plan, strategy, program of training operations) on ranks and compare each with a
 single-process oracle. A new failure is shrunk and written to DIR/found/. A campaign goes on where the last
-one in DIR ended. Ctrl-C ends it with everything on disk.
+one in DIR ended. Ctrl-C leaves everything on disk.
 """
 
 

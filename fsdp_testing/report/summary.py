@@ -242,7 +242,7 @@ def trust(report: RunReport) -> Iterator[str]:
     for result, ratio in nearest(report, 1):
         yield f"Of what passed, {result.check} on {result.implementation} came closest: {ratio:.2g} of its bound."
     if unknown := report.count(Verdict.UNKNOWN):
-        yield f"Of {checks(unknown)} nothing is known; that is never counted as a pass."
+        yield f"{checks(unknown).capitalize()} gave no verdict; that is never counted as a pass."
     if idle := report.count(Verdict.NOT_CLAIMED):
         yield f"{checks(idle).capitalize()} did not run: they need what is not claimed."
 

@@ -64,7 +64,7 @@ def decide(pair: Pair) -> Compared:
         _fail_by(pair, difference, names, trained)
     wrong = causes.wrong_in_itself(run, start.accept) or causes.wrong_in_itself(reference, start.accept)
     if wrong:
-        raise Failed(f"is wrong in itself, as any world would be: {wrong}", pair.table)
+        raise Failed(f"is wrong with any number of ranks: {wrong}", pair.table)
     check_trained(run, names)
     remarks = _judge_losses(pair, decided) if LOSS in run.quantities and start.takes_rows else []
     unknown = _undecided(decided)
