@@ -26,7 +26,7 @@ from fsdp_testing.judging.batch_judge import comparison_for, judge_batch
 from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.oracle.accounts import AccountedProgram, program_for
 from fsdp_testing.oracle.execute import RankProgram
-from fsdp_testing.oracle.fitting import fitted
+from fsdp_testing.oracle.setup import fitted
 from fsdp_testing.ranks.ledger import interception
 from fsdp_testing.ranks.pool import Pool
 from fsdp_testing.ranks.pool.world import current_world

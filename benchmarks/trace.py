@@ -1,9 +1,12 @@
-"""What does recording a trace cost? Training steps with the recorder on and off, in turns, in the same ranks.
+"""What does recording a trace, or streams, cost? Training steps with the recorder on and off, in turns, in the same ranks.
 
-Reported are medians over steps of the slowest rank, and their ratio; the goal is below 1.10.
+Reported are medians over steps of the slowest rank, and their ratio; the goal is below 1.10. Streams are recorded of a model
+that is made under observation, so that turns are rounds of several steps there, and a step has its part of the search for
+races; the goal is below 5.
 
     python benchmarks/trace.py
     python benchmarks/trace.py --ranks 4 --width 64 --steps 100 --json out.json
+    python benchmarks/trace.py --streams
 
 The narrower the layers the larger the share of the recorder: at --width 16 nothing but overhead is left. Only run it on an
 otherwise idle machine.
@@ -15,7 +18,8 @@ import argparse
 import json
 import statistics
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +33,15 @@ from fsdp_testing.adapters.shared import naming
 from fsdp_testing.explain.trace.recorder import TraceRecorder, watch_modules, watch_waits
 from fsdp_testing.ranks.ledger import interception
 from fsdp_testing.ranks.pool.world import current_world
+from fsdp_testing.ranks.streams.observation import observe
+from fsdp_testing.ranks.streams.races import races
 
 NAMES = ("torch-fsdp1", "torch-fsdp2", "fsdp_ref-wrapper", "fsdp_ref-composable")
 UNITS = 8
 WARMUP = 4
+ROUNDS = 5
+
+Clock = Callable[[], float]
 
 
 class Block(nn.Module):
@@ -46,17 +55,54 @@ class Block(nn.Module):
         return x + self.down(torch.nn.functional.gelu(self.up(x)))
 
 
-def measure(name: str, width: int, batch: int, steps: int) -> dict[str, Any]:
+class Training:
+    """A model of an implementation, made on this rank, and one step of it."""
+
+    def __init__(self, name: str, width: int, batch: int, clock: Clock) -> None:
+        self.clock = clock
+        self.world = world = current_world()
+        torch.manual_seed(0)
+        self.adapter = adapter = registry.load(name)
+        module = nn.Sequential(*(Block(width) for _ in range(UNITS)))
+        units = tuple(str(index) for index in range(UNITS))
+        setup = Setup(world.rank, world.size, world.device, group=world.group, mesh=world.mesh, units=units)
+        self.model = adapter.wrap(module, setup)
+        self.optimizer = torch.optim.SGD([each for _, each in adapter.named_parameters(self.model)], lr=1e-3)
+        self.inputs = torch.randn(batch, width)
+
+    def seconds(self) -> float:
+        """Take one step and return how long it took."""
+        self.world.barrier()
+        start = self.clock()
+        self.model(self.inputs).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self.clock() - start
+
+
+def measure_streams(name: str, width: int, batch: int, steps: int, clock: Clock) -> dict[str, Any]:
+    """As `measure`, with streams recorded in every other round of steps."""
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    events = 0
+    for turn in range(2 * ROUNDS):
+        on, here = turn % 2 == 1, steps // ROUNDS + WARMUP
+        with observe(current_world().device) if on else nullcontext() as history:
+            training = Training(name, width, batch, clock)
+            taken = [training.seconds() for _ in range(here)]
+            training.adapter.finish(training.model)
+        judging = 0.0
+        if history is not None:
+            start = clock()
+            assert not races(history)
+            judging, events = (clock() - start) / here, len(history.entries) // here
+        seconds[on] += [each + judging for each in taken[WARMUP:]]
+    return {"off": seconds[False], "on": seconds[True], "events": events}
+
+
+def measure(name: str, width: int, batch: int, steps: int, clock: Clock) -> dict[str, Any]:
     """Seconds of every step with the recorder off and on, and how many events a step has; runs in each rank."""
-    world = current_world()
-    torch.manual_seed(0)
-    adapter = registry.load(name)
-    module = nn.Sequential(*(Block(width) for _ in range(UNITS)))
-    units = tuple(str(index) for index in range(UNITS))
-    setup = Setup(world.rank, world.size, world.device, group=world.group, mesh=world.mesh, units=units)
-    model = adapter.wrap(module, setup)
-    optimizer = torch.optim.SGD([parameter for _, parameter in adapter.named_parameters(model)], lr=1e-3)
-    inputs = torch.randn(batch, width)
+    training = Training(name, width, batch, clock)
+    adapter, model = training.adapter, training.model
     names = {inner: naming.original(fqn) for fqn, inner in model.named_modules()}
     seconds: dict[bool, list[float]] = {False: [], True: []}
     events = 0
@@ -69,20 +115,18 @@ def measure(name: str, width: int, batch: int, steps: int) -> dict[str, Any]:
                 stack.enter_context(adapter.trace_units(model, recorder.unit))
                 stack.enter_context(watch_modules(recorder, names))
                 stack.enter_context(watch_waits(recorder))
-            world.barrier()
-            start = time.perf_counter()
-            model(inputs).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            taken = training.seconds()
             if step >= 2 * WARMUP:
-                seconds[on].append(time.perf_counter() - start)
+                seconds[on].append(taken)
         events = max(events, len(recorder.events))
     adapter.finish(model)
     return {"off": seconds[False], "on": seconds[True], "events": events}
 
 
 def report(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    ranks = run_ranks(measure, name, options.width, options.batch, options.steps, size=options.ranks)
+    what = measure_streams if options.streams else measure
+    clock = time.process_time if options.processor else time.perf_counter
+    ranks = run_ranks(what, name, options.width, options.batch, options.steps, clock, size=options.ranks, timeout=None)
     off = max(statistics.median(rank["off"]) for rank in ranks)
     on = max(statistics.median(rank["on"]) for rank in ranks)
     return {"implementation": name, "off_ms": 1000 * off, "on_ms": 1000 * on, "events": ranks[0]["events"]}
@@ -95,6 +139,10 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--streams", action="store_true", help="what recording streams costs, and the search for races")
+    parser.add_argument(
+        "--processor", action="store_true", help="processor time of a rank, which a busy machine spoils less"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = []

@@ -25,8 +25,7 @@ from fsdp_testing.checks.suites import CHECKS, Check
 from fsdp_testing.checks.suites.check import HYBRID, Place
 from fsdp_testing.judging.case_runner import ORDINARY
 from fsdp_testing.oracle import models, oracle
-from fsdp_testing.oracle.comparison import Comparison
-from fsdp_testing.oracle.quantities import Expected, ExpectedPoint, Quantity
+from fsdp_testing.oracle.quantities import Comparison, Expected, ExpectedPoint, Quantity
 from fsdp_testing.oracle.reduction import LocalGradients
 from fsdp_testing.oracle.replay import Replay, ReplayPoint
 from fsdp_testing.oracle.tensors import difference

@@ -81,40 +81,18 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BackwardPrefetch": "config",
-    "CPUOffload": "config",
-    "CPUOffloadPolicy": "api.arguments",
-    "FlatParameter": "handle.marked_parameter",
-    "FullOptimStateDictConfig": "config",
-    "FullStateDictConfig": "config",
-    "FullyShardedDataParallel": "api.wrapper",
-    "LocalOptimStateDictConfig": "config",
-    "LocalStateDictConfig": "config",
-    "MixedPrecision": "config",
-    "MixedPrecisionPolicy": "api.arguments",
-    "OffloadPolicy": "api.arguments",
-    "OptimStateDictConfig": "config",
-    "OptimStateKeyType": "config",
-    "ParameterExtension": "storage.extension",
-    "ShardedOptimStateDictConfig": "config",
-    "ShardedStateDictConfig": "config",
-    "ShardingStrategy": "config",
-    "StateDictConfig": "config",
-    "StateDictSettings": "config",
-    "StateDictType": "config",
-    "UnevenInputs": "training.uneven_inputs",
-    "clip_grad_norm_": "api.trees",
-    "fully_shard": "api.fully_shard",
-    "get_state_dict_type": "checkpoint.settings",
-    "no_sync": "api.trees",
-    "optim_state_dict": "checkpoint.optim_state",
-    "optim_state_dict_to_load": "checkpoint.optim_state",
-    "register_comm_hook": "api.trees",
-    "register_fsdp_forward_method": "api.trees",
-    "register_parameter_extension": "storage.extension",
-    "set_state_dict_type": "checkpoint.settings",
-    "state_dict_type": "checkpoint.settings",
-    "unshard_params": "api.trees",
+    "config": "BackwardPrefetch CPUOffload FullOptimStateDictConfig FullStateDictConfig LocalOptimStateDictConfig "
+    "LocalStateDictConfig MixedPrecision OptimStateDictConfig OptimStateKeyType ShardedOptimStateDictConfig "
+    "ShardedStateDictConfig ShardingStrategy StateDictConfig StateDictSettings StateDictType",
+    "api.arguments": "CPUOffloadPolicy MixedPrecisionPolicy OffloadPolicy",
+    "handle.marked_parameter": "FlatParameter",
+    "api.wrapper": "FullyShardedDataParallel",
+    "storage.extension": "ParameterExtension register_parameter_extension",
+    "training.uneven_inputs": "UnevenInputs",
+    "api.trees": "clip_grad_norm_ no_sync register_comm_hook register_fsdp_forward_method unshard_params",
+    "api.fully_shard": "fully_shard",
+    "checkpoint.settings": "get_state_dict_type set_state_dict_type state_dict_type",
+    "checkpoint.optim_state": "optim_state_dict optim_state_dict_to_load",
 }
 
 
@@ -122,9 +100,10 @@ if not TYPE_CHECKING:  # to a type checker the names above are all that there ar
 
     def __getattr__(name: str) -> object:
         """Import a public name from its module when it is first used."""
-        if name not in _HOMES:
+        home = next((home for home, names in _HOMES.items() if name in names.split()), None)
+        if home is None:
             raise AttributeError(f"module 'fsdp_ref' has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(f"fsdp_ref.{_HOMES[name]}"), name)
+        value = globals()[name] = getattr(import_module(f"fsdp_ref.{home}"), name)
         return value
 
     def __dir__() -> list[str]:

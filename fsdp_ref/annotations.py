@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from fsdp_ref.errors import FsdpValueError, explain
+from fsdp_ref.errors import FsdpValueError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -123,11 +123,7 @@ def outermost_units(module: nn.Module, api: str) -> list[Unit]:
             found.append((name, unit))
     if not found:
         raise FsdpValueError(
-            explain(
-                api,
-                expected="a module with units at or below it",
-                got=f"{type(module).__name__} without any",
-                remedy="Apply fully_shard or FullyShardedDataParallel first",
-            )
+            f"{api}: expected a module with units at or below it, got {type(module).__name__} without any. Apply "
+            "fully_shard or FullyShardedDataParallel first."
         )
     return [unit for _, unit in found]

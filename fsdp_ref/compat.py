@@ -14,35 +14,12 @@ from typing import Any, Final, cast
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase  # no public name covers every batch norm
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import _global_optimizer_post_hooks as optimizer_hooks  # nothing public lists them
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-__all__ = [
-    "BatchNormBase",
-    "RunningCall",
-    "accumulator",
-    "after_optimizer_steps",
-    "all_gather_flat",
-    "apply_function",
-    "calls_of",
-    "detailed_debug",
-    "graph_task_id",
-    "hook_first",
-    "in_backward",
-    "labelled",
-    "method_called_on",
-    "pass_reaches",
-    "queue_backward_callback",
-    "reduce_scatter_flat",
-    "saved_tensor_hooks",
-    "saved_tensor_hooks_active",
-    "saved_tensor_hooks_allowed",
-    "storage_key",
-    "version_of",
-    "waited",
-]
+BatchNormBase = _BatchNorm  # no public name covers every batch norm
 
 # Renamed in torch 2.13; the older names stay as deprecated aliases for a while.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

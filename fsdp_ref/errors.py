@@ -2,7 +2,7 @@
 
 ``except FsdpError`` catches everything the reference raises on purpose, while code written for torch's FSDP, which
 catches ``ValueError``, ``RuntimeError``, ``AssertionError``, ``NotImplementedError`` or ``TypeError``, keeps working.
-Messages follow one form, built by :func:`explain`: where, what was expected, what was found, what to do.
+Messages follow one form: where, what was expected, what was found, what to do.
 """
 
 from __future__ import annotations
@@ -35,10 +35,6 @@ class FsdpAssertionError(FsdpError, AssertionError):
 
 class UnsupportedError(FsdpError, NotImplementedError):
     """A combination of options that the reference refuses; the message says what to use instead."""
-
-
-class LayoutError(FsdpValueError):
-    """A flat layout or a shard map was asked for sizes it cannot have, or disproved itself on construction."""
 
 
 class FlattenError(FsdpValueError):
@@ -99,11 +95,6 @@ class AlreadyAppliedError(FsdpAssertionError):
 
 class ModifiedFqnsError(FsdpRuntimeError):
     """A composable API changed parameter, buffer or module names."""
-
-
-def explain(where: str, *, expected: str, got: str, remedy: str) -> str:
-    """Return the one message form of the package: ``<where>: expected <x>, got <y>. <what to do>.``."""
-    return f"{where}: expected {expected}, got {got}. {remedy.rstrip('.')}."
 
 
 def listing(items: Iterable[object], *, limit: int = 50) -> str:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from fsdp_ref.comm.collectives import collectives_for
 from fsdp_ref.comm.groups import default_group
-from fsdp_ref.errors import FsdpValueError, explain
+from fsdp_ref.errors import FsdpValueError
 
 __all__ = ["ShardedGradScaler"]
 
@@ -81,12 +81,8 @@ class ShardedGradScaler(GradScaler):
         if isinstance(outputs, Iterable) and not isinstance(outputs, str):
             return map(self.scale, outputs)
         raise FsdpValueError(
-            explain(
-                "ShardedGradScaler.scale",
-                expected="outputs must be a Tensor or an iterable of Tensors",
-                got=f"{outputs!r} of type {type(outputs).__name__}",
-                remedy="Pass the losses",
-            )
+            f"ShardedGradScaler.scale: expected outputs must be a Tensor or an iterable of Tensors, got {outputs!r} of "
+            f"type {type(outputs).__name__}. Pass the losses."
         )
 
     def _unscale_grads_(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
-from fsdp_ref.errors import TransitionError, explain, listing
+from fsdp_ref.errors import TransitionError, listing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -95,12 +95,9 @@ class LifeCycle:
         legal = TRANSITIONS[self.state]
         if new not in legal:
             raise TransitionError(
-                explain(
-                    f"unit {who or 'root'!r}",
-                    expected=f"a move from {self.state.name} to one of [{listing(sorted(s.name for s in legal))}]",
-                    got=new.name,
-                    remedy="This order of operations is not legal; finish or leave the present phase first",
-                )
+                f"unit {who or 'root'!r}: expected a move from {self.state.name} to one of "
+                f"[{listing(sorted(s.name for s in legal))}], got {new.name}. This order of operations is not legal; "
+                "finish or leave the present phase first."
             )
         self.state = new
 

@@ -1,6 +1,6 @@
 """Wrap policies under torch's module name: ``from fsdp_ref.wrap import ModuleWrapPolicy``.
 
-What makes an object a policy stands in ``build.wrap_policy``. Names and defaults follow ``torch.distributed.fsdp.wrap``.
+What makes an object a policy stands in ``build.targets``. Names and defaults follow ``torch.distributed.fsdp.wrap``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from torch import nn
 
-from fsdp_ref.build.wrap_policy import WrapFunction
-from fsdp_ref.errors import FsdpTypeError, FsdpValueError, UnsupportedError, explain
+from fsdp_ref.build.targets import WrapFunction
+from fsdp_ref.errors import FsdpTypeError, FsdpValueError, UnsupportedError
 
 __all__ = [
     "CustomPolicy",
@@ -49,11 +49,7 @@ class ModuleWrapPolicy(Policy):
         given: frozenset[object] = self._module_classes
         bad = [cls for cls in given if not isinstance(cls, type)]
         if bad:
-            raise FsdpTypeError(
-                explain(
-                    "ModuleWrapPolicy", expected="module classes", got=repr(bad), remedy="Pass classes, no instances"
-                )
-            )
+            raise FsdpTypeError(f"ModuleWrapPolicy: expected module classes, got {bad!r}. Pass classes, no instances.")
 
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
@@ -203,5 +199,4 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 
 
 _FSDPPolicy = Policy
-_Policy = Policy
 _or_policy = or_policy

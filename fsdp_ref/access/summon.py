@@ -26,7 +26,6 @@ from fsdp_ref.errors import (
     UnshardConflictError,
     UnsupportedError,
     WritebackError,
-    explain,
     listing,
 )
 from fsdp_ref.handle.flat_handle import FlatHandle
@@ -290,12 +289,8 @@ class _Summoned:
                     replaced[index] = (fqn, value)
         if bad:
             raise WritebackError(
-                explain(
-                    f"Cannot writeback when the parameter shape changes ({handle.name!r})",
-                    expected="a tensor of the parameter's full shape at each place",
-                    got=listing(bad),
-                    remedy="Edit in place, or assign the same shape",
-                )
+                f"Cannot writeback when the parameter shape changes ({handle.name!r}): expected a tensor of the "
+                f"parameter's full shape at each place, got {listing(bad)}. Edit in place, or assign the same shape."
             )
         with torch.no_grad():
             for index, (_, value) in replaced.items():

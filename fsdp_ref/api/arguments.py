@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fsdp_ref.config import CPUOffload, MixedPrecision, ShardingStrategy, coerce_config
-from fsdp_ref.errors import ConfigError, ConfigTypeError, UnsupportedError, explain, listing
+from fsdp_ref.errors import ConfigError, ConfigTypeError, UnsupportedError, listing
 
 if TYPE_CHECKING:
     import torch
@@ -109,12 +109,8 @@ def older_arguments(
 def _strategy(mesh: Any, reshards: object, strategy: Any) -> Any:
     if reshards is not None and not isinstance(reshards, bool):
         raise UnsupportedError(
-            explain(
-                "fully_shard: reshard_after_forward",
-                expected="True, False or None",
-                got=repr(reshards),
-                remedy="Pass True; a smaller group after forward is not supported",
-            )
+            f"fully_shard: reshard_after_forward: expected True, False or None, got {reshards!r}. Pass True; a smaller "
+            "group after forward is not supported."
         )
     if strategy is not None:
         return strategy
@@ -128,11 +124,7 @@ def _offloads(policy: object) -> bool:
     names = {cls.__name__ for cls in type(policy).__mro__}
     if "OffloadPolicy" not in names:
         raise ConfigTypeError(
-            explain(
-                "offload_policy",
-                expected="a CPUOffloadPolicy or an OffloadPolicy",
-                got=f"{policy!r} of type {type(policy).__name__}",
-                remedy="Pass fsdp_ref.CPUOffloadPolicy() or torch's object of that name",
-            )
+            f"offload_policy: expected a CPUOffloadPolicy or an OffloadPolicy, got {policy!r} of type "
+            f"{type(policy).__name__}. Pass fsdp_ref.CPUOffloadPolicy() or torch's object of that name."
         )
     return "CPUOffloadPolicy" in names

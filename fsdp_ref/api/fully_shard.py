@@ -21,7 +21,7 @@ from fsdp_ref.api.module_methods import give_methods
 from fsdp_ref.build.attach import attach
 from fsdp_ref.build.ignored import resolve_ignored
 from fsdp_ref.build.plan import PlannedUnit
-from fsdp_ref.build.wrap_policy import PolicyObject
+from fsdp_ref.build.targets import PolicyObject
 from fsdp_ref.compat import RunningCall
 from fsdp_ref.config import BackwardPrefetch
 from fsdp_ref.errors import AlreadyAppliedError, ConfigError, listing

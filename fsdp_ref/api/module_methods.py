@@ -15,7 +15,7 @@ from typing import Any, Final
 from torch import nn
 
 from fsdp_ref.annotations import unit_of, units_in
-from fsdp_ref.errors import ConfigTypeError, FsdpValueError, UnsupportedError, explain, listing
+from fsdp_ref.errors import ConfigTypeError, FsdpValueError, UnsupportedError, listing
 from fsdp_ref.runtime.root import close_ended
 from fsdp_ref.runtime.unit import Ahead, Unit
 from fsdp_ref.states import ReshardReason
@@ -70,12 +70,8 @@ def set_requires_all_reduce(module: nn.Module, requires_all_reduce: bool, *, rec
     hybrid = [repr(each) for each in _units(module, "set_requires_all_reduce", recurse=recurse) if each.config.hybrid]
     if hybrid and not requires_all_reduce:
         raise UnsupportedError(
-            explain(
-                "set_requires_all_reduce(False)",
-                expected="units that reduce over one group",
-                got=f"hybrid ones: {listing(hybrid)}",
-                remedy="Accumulate with set_requires_gradient_sync(False), which leaves out both reductions",
-            )
+            "set_requires_all_reduce(False): expected units that reduce over one group, got hybrid ones: "
+            f"{listing(hybrid)}. Accumulate with set_requires_gradient_sync(False), which leaves out both reductions."
         )
 
 
@@ -158,12 +154,8 @@ def _unit(module: Any, method: str) -> Unit:
     unit = unit_of(module) if isinstance(module, nn.Module) else None
     if unit is None:
         raise ConfigTypeError(
-            explain(
-                method,
-                expected="a module that fully_shard was applied to",
-                got=type(module).__name__,
-                remedy="Apply fully_shard to it first",
-            )
+            f"{method}: expected a module that fully_shard was applied to, got {type(module).__name__}. Apply "
+            "fully_shard to it first."
         )
     return unit
 

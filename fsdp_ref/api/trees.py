@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fsdp_ref.access.summon import SummonOptions, summon
 from fsdp_ref.annotations import outermost_units, unit_of
-from fsdp_ref.errors import FsdpValueError, explain, listing
+from fsdp_ref.errors import FsdpValueError, listing
 from fsdp_ref.runtime import reduction_settings
 from fsdp_ref.runtime.forward import call_unit
 from fsdp_ref.training import clip
@@ -61,12 +61,8 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
     found = outermost_units(module, "clip_grad_norm_")
     if len(found) > 1:
         raise FsdpValueError(
-            explain(
-                "clip_grad_norm_",
-                expected="one outermost unit",
-                got=listing(type(unit.module).__name__ for unit in found),
-                remedy="Make the module around them a unit",
-            )
+            "clip_grad_norm_: expected one outermost unit, got "
+            f"{listing(type(unit.module).__name__ for unit in found)}. Make the module around them a unit."
         )
     return clip.clip_grad_norm_(found[0], float(max_norm), float(norm_type))
 
@@ -105,12 +101,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     if not callable(getattr(unit.module, method_name, None)):
         raise FsdpValueError(
-            explain(
-                "register_fsdp_forward_method",
-                expected=f"a method of {type(unit.module).__name__}",
-                got=repr(method_name),
-                remedy="Check the spelling",
-            )
+            f"register_fsdp_forward_method: expected a method of {type(unit.module).__name__}, got {method_name!r}. "
+            "Check the spelling."
         )
     module.__dict__[method_name] = MethodType(partial(_run_as_forward, method_name), module)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from fsdp_ref.annotations import unit_of, units_in, units_under
 from fsdp_ref.api.contract import check_one_module
 from fsdp_ref.api.module_methods import EarlyUnshard
 from fsdp_ref.api.trees import unshard_params
-from fsdp_ref.build.attach import attach
+from fsdp_ref.build.attach import Connect, attach
 from fsdp_ref.build.ignored import resolve_ignored
 from fsdp_ref.build.plan import PlannedUnit
 from fsdp_ref.config import BackwardPrefetch
@@ -102,7 +101,7 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
             "device_mesh": device_mesh,
         }
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
-        attach(module, options, _Wrapping(self, module), policy=auto_wrap_policy, ignored=ignored)
+        attach(module, options, _wrapping(self, module), policy=auto_wrap_policy, ignored=ignored)
 
     def _wrap(self, module: nn.Module) -> FullyShardedDataParallel:
         """Become the wrapper of ``module``; the caller gives it its unit."""
@@ -152,20 +151,7 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
 
     # ------------------------------------------------------------------ full parameters
 
-    @staticmethod
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> contextlib.AbstractContextManager[None]:
-        """Show full parameters of the units at or below ``module``.
-
-        See ``api.trees.unshard_params``.
-        """
-        return unshard_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+    summon_full_params = staticmethod(unshard_params)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Apply ``fn`` to every module with full parameters visible; edits persist.
@@ -274,31 +260,22 @@ def _visit(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
     fn(module)
 
 
-class _Wrapping:
-    """Wraps planned modules: the root by the wrapper under construction, others by new ones put in their parents."""
+def _wrapping(root: FullyShardedDataParallel, module: nn.Module) -> Connect:
+    """Wrap planned modules: the root by the wrapper under construction, others by new ones put in their parents."""
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
 
-    def __init__(self, root: FullyShardedDataParallel, module: nn.Module) -> None:
-        self._root = root
-        self._module = module
-
-    @cached_property
-    def _places(self) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-        """Where each module hangs; read once, before the first is wrapped: that changes what parents show, no more."""
-        places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
-        for parent in self._module.modules():
-            for name, child in parent._modules.items():
-                if child is not None:
-                    places.setdefault(child, []).append((parent, name))
-        return places
-
-    def __call__(self, planned: PlannedUnit) -> nn.Module:
-        """Return the wrapper of a planned module."""
-        if planned.module is self._module:
-            return self._root._wrap(planned.module)
-        cls = type(self._root)
-        wrapper = cls.__new__(cls)
+    def connect(planned: PlannedUnit) -> nn.Module:
+        if planned.module is module:
+            return root._wrap(module)
+        if not places:  # before the first is wrapped: that changes what parents show, no more
+            for parent in module.modules():
+                for name, child in parent._modules.items():
+                    if child is not None:
+                        places.setdefault(child, []).append((parent, name))
+        wrapper = type(root).__new__(type(root))
         nn.Module.__init__(wrapper)
-        wrapper._wrap(planned.module)
-        for parent, name in self._places.get(planned.module, ()):
+        for parent, name in places.get(planned.module, ()):
             setattr(parent, name, wrapper)
-        return wrapper
+        return wrapper._wrap(planned.module)
+
+    return connect

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsdp_ref import compat
-from fsdp_ref.storage.precision import map_tensors
+from fsdp_ref.storage.precision import tensors_in
 
 if TYPE_CHECKING:
     from fsdp_ref.autograd.graph_ties import GraphTie, PassRecord
@@ -29,13 +29,7 @@ class TakenInputs:
     def __init__(self, *values: Any) -> None:
         self._taken: dict[int, tuple[Tensor, int]] = {}
         if torch.is_grad_enabled():
-            for value in values:
-                map_tensors(value, self._take)
-
-    def _take(self, tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
-            self._taken[id(tensor)] = tensor, tensor._version
-        return tensor
+            self._taken = {id(t): (t, t._version) for t in tensors_in(*values) if t.requires_grad}
 
     def gives_back(self, output: Tensor) -> bool:
         """Whether an output is one of the inputs as it came; one that was changed in place since is not."""

@@ -55,6 +55,7 @@ class TrackedParams(torch.autograd.Function):
         handle = unit.handle
         # None stays None: zeros in its place would make a parameter that nobody used look used (see [Note: marks of use]).
         ctx.set_materialize_grads(False)
+        # The tie and not the unit: the node may outlive the model, or be stored in it (see ``graph_ties``).
         ctx.tie = unit.graph.tie()
         ctx.on_gradients = on_gradients
         # Independent tensors, not views: in-place edits by a user's module must not trip over autograd's view rules.
@@ -118,6 +119,7 @@ class _Values:
             ParametersChangedError: it was changed in place, by the forward that saved it or by anybody since.
         """
         handle = self._handle()
+        # The model is gone, and with it everybody who could change a parameter.
         if handle is None:
             return
         handle.versions.check(self._versions, self._position)
@@ -168,6 +170,7 @@ class SavedView:
         if self.full_precision != handle.full_precision:
             handle.set_full_precision(self.full_precision)
         if not handle.unsharded:
+            # A collective: ranks that run the same backward ask for the same value at the same point.
             demand(unit)
         view = self._view(handle.full_F())
         # With create_graph the new graph keeps what it reads, and nothing would gather it again: give it its own copy.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp_ref.errors import FsdpRuntimeError, FsdpValueError, explain, listing
+from fsdp_ref.errors import FsdpRuntimeError, FsdpValueError, listing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -70,18 +70,16 @@ def _accelerator() -> str:
 def _refuse_missing(device_id: object, device_type: str, index: int | None) -> None:
     module: Any = getattr(torch, device_type)
     count = module.device_count() if module.is_available() else 0
-    if count and (index is None or 0 <= index < count):
-        return
-    raise FsdpRuntimeError(
-        explain(
-            f"device_id={device_id!r}",
-            expected=f"one of the {count} accelerators that this process has"
-            if count
-            else f"an accelerator, which an integer or {device_type!r} names",
-            got=f"index {index}" if count else "none on this host",
-            remedy=f"Pass 0 to {count - 1}" if count else "Pass torch.device('cpu')",
+    if not count:
+        raise FsdpRuntimeError(
+            f"device_id={device_id!r}: expected an accelerator, which an integer or {device_type!r} names, got none on this "
+            "host. Pass torch.device('cpu')."
         )
-    )
+    if index is not None and not 0 <= index < count:
+        raise FsdpRuntimeError(
+            f"device_id={device_id!r}: expected one of the {count} accelerators that this process has, got index {index}. "
+            f"Pass 0 to {count - 1}."
+        )
 
 
 def compute_device(

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_ref.comm.buckets import cut_into_buckets
-from fsdp_ref.comm.collectives import collectives_for
-from fsdp_ref.errors import FsdpRuntimeError, FsdpValueError, MaterializeError, explain, listing
+from fsdp_ref.comm.collectives import collectives_for, cut_into_buckets
+from fsdp_ref.errors import FsdpRuntimeError, FsdpValueError, MaterializeError, listing
 from fsdp_ref.handle.flatten import check_params
 
 if TYPE_CHECKING:
@@ -51,12 +50,8 @@ def check_initializable(unit: PlannedUnit, init: object, ignored: Ignored) -> No
     if init is None and lacking:
         _warn_of_reset(listing(lacking), "they have no such method")
         raise MaterializeError(
-            explain(
-                f"unit {unit.fqn or 'root'!r} on the meta device",
-                expected="modules with `reset_parameters`",
-                got=listing(lacking),
-                remedy="Give them that method, or pass param_init_fn",
-            )
+            f"unit {unit.fqn or 'root'!r} on the meta device: expected modules with `reset_parameters`, got "
+            f"{listing(lacking)}. Give them that method, or pass param_init_fn."
         )
 
 

@@ -29,7 +29,7 @@ from fsdp_ref.config import (
     coerce_sharding_strategy,
 )
 from fsdp_ref.env import full_precision_in_eval
-from fsdp_ref.errors import ConfigError, FlattenError, UnsupportedError, explain, listing
+from fsdp_ref.errors import ConfigError, FlattenError, UnsupportedError, listing
 from fsdp_ref.handle.flatten import check_params
 from fsdp_ref.handle.param_hooks import is_hooked
 from fsdp_ref.storage.extension import ParameterExtension, has_factories, registered_extension
@@ -175,12 +175,8 @@ def _tensor_axis(extensions: Sequence[ParameterExtension]) -> dist.ProcessGroup 
     axes = {tuple(dist.get_process_group_ranks(group)): group for group in reversed(found)}
     if len(axes) > 1:
         raise UnsupportedError(
-            explain(
-                "tensor parallelism",
-                expected="one axis for all parameters of a model",
-                got=f"{len(axes)}, over ranks {listing(axes)}",
-                remedy="Use one mesh for parallelize_module",
-            )
+            f"tensor parallelism: expected one axis for all parameters of a model, got {len(axes)}, over ranks "
+            f"{listing(axes)}. Use one mesh for parallelize_module."
         )
     return found[0] if found else None
 

@@ -29,7 +29,7 @@ from fsdp_ref.checkpoint.shards import Spread, compare_ranks, take_flat_shard
 from fsdp_ref.comm.tensor_parallel import is_dtensor
 from fsdp_ref.compat import RunningCall
 from fsdp_ref.config import FullStateDictConfig, ShardingStrategy, StateDictType
-from fsdp_ref.errors import TrainingStateError, UnshardConflictError, UnsupportedError, explain, listing
+from fsdp_ref.errors import TrainingStateError, UnshardConflictError, UnsupportedError, listing
 from fsdp_ref.fence.own_state import sends_from_rank0
 from fsdp_ref.naming import FLAT_PARAM, FSDP_WRAPPED_MODULE, clean_tensor_name, join_fqn
 from fsdp_ref.runtime.root import close_ended, lazy_init
@@ -223,22 +223,16 @@ def _check(unit: Unit, module: nn.Module, *, loading: bool) -> None:
     if loading and not unit.handle.empty and not unit.config.use_orig_params and sends_from_rank0():
         # They send what ``named_parameters()`` shows: one flat parameter, which has no name in rank 0's state.
         raise UnsupportedError(
-            explain(
-                f"load_state_dict of {unit!r} with broadcast_from_rank0",
-                expected="original parameters, whose names are those of the state that rank 0 has",
-                got=f"one flat parameter (use_orig_params=False) of {listing(unit.handle.fqns)}",
-                remedy="Pass use_orig_params=True to FullyShardedDataParallel, or load the whole state on every rank "
-                "(full_state_dict=True without broadcast_from_rank0)",
-            )
+            f"load_state_dict of {unit!r} with broadcast_from_rank0: expected original parameters, whose names are "
+            "those of the state that rank 0 has, got one flat parameter (use_orig_params=False) of "
+            f"{listing(unit.handle.fqns)}. Pass use_orig_params=True to FullyShardedDataParallel, or load the whole "
+            "state on every rank (full_state_dict=True without broadcast_from_rank0)."
         )
     if form is StateDictType.LOCAL_STATE_DICT and _is_cut(unit, list(module.modules())):
         raise UnsupportedError(
-            explain(
-                f"{call} of {type(module).__name__}",
-                expected=f"a module with whole units, since {form.name} has one flat shard for each",
-                got=f"a part of {unit!r}",
-                remedy="Call it on the unit or on a module around it, or set SHARDED_STATE_DICT",
-            )
+            f"{call} of {type(module).__name__}: expected a module with whole units, since {form.name} has one flat "
+            f"shard for each, got a part of {unit!r}. Call it on the unit or on a module around it, or set "
+            "SHARDED_STATE_DICT."
         )
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from fsdp_ref.annotations import units_under
 from fsdp_ref.comm.groups import DataParallelGroups, default_group
-from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError, FsdpValueError, TrainingStateError, explain, listing
+from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError, FsdpValueError, TrainingStateError, listing
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.naming import clean_tensor_name, join_fqn
 from fsdp_ref.runtime.unit import Unit
@@ -171,12 +171,8 @@ def refuse_in_no_sync(model: nn.Module) -> None:
 def _refuse_gone(names: list[str]) -> None:
     if names:
         raise FsdpRuntimeError(
-            explain(
-                "optimizer state",
-                expected="a model that has the parameters that its units manage",
-                got=f"a model without {listing(names)}, whose modules were replaced after sharding",
-                remedy="Replace modules before sharding",
-            )
+            "optimizer state: expected a model that has the parameters that its units manage, got a model without "
+            f"{listing(names)}, whose modules were replaced after sharding. Replace modules before sharding."
         )
 
 
@@ -204,12 +200,8 @@ def _outside(model: nn.Module, units: Sequence[Unit], place: Mapping[nn.Module, 
             first.setdefault(param, place[module])
     if added:
         raise FsdpRuntimeError(
-            explain(
-                "optimizer state",
-                expected="parameters that units hold or ignore",
-                got=f"parameters that were added to modules of units after sharding: {listing(added)}",
-                remedy="Add them before sharding; nobody averages their gradients",
-            )
+            "optimizer state: expected parameters that units hold or ignore, got parameters that were added to modules "
+            f"of units after sharding: {listing(added)}. Add them before sharding; nobody averages their gradients."
         )
     for param, found in names.items():
         yield first[param], Original(tuple(dict.fromkeys(found)), param)
@@ -267,12 +259,8 @@ def stepped_groups(index: ModelIndex, groups: Sequence[Sequence[Tensor]], *, nam
                 found[-1].append(Stepped(key, tuple(originals)))
     if strangers:
         raise FsdpValueError(
-            explain(
-                "optimizer state",
-                expected="an optimizer of parameters at or below the model",
-                got=f"others: {listing(strangers)}",
-                remedy="Pass the model that the optimizer was made for, after sharding it",
-            )
+            "optimizer state: expected an optimizer of parameters at or below the model, got others: "
+            f"{listing(strangers)}. Pass the model that the optimizer was made for, after sharding it."
         )
     return found
 
@@ -306,11 +294,9 @@ def tensors_of(optim: Optimizer | None, optim_input: object, model: nn.Module) -
 
 
 def _input_message(got: str) -> str:
-    return explain(
-        "optim_input",
-        expected="an iterable of parameters, or of dictionaries with the key 'params'",
-        got=got,
-        remedy="Pass optim= instead; it knows its groups",
+    return (
+        f"optim_input: expected an iterable of parameters, or of dictionaries with the key 'params', got {got}. Pass "
+        "optim= instead; it knows its groups."
     )
 
 

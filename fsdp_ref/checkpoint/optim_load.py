@@ -26,15 +26,14 @@ from fsdp_ref.checkpoint.optim_source import (
     Source,
     Value,
     compare_names,
-    gathered,
     malformed,
     of_all_ranks,
     outlined,
 )
-from fsdp_ref.checkpoint.rows import Rows, piece_of, rows_in
+from fsdp_ref.checkpoint.rows import Rows, piece_of, rows_in, whole
 from fsdp_ref.comm.collectives import broadcast_object
 from fsdp_ref.comm.tensor_parallel import is_dtensor
-from fsdp_ref.errors import FsdpValueError, explain, listing
+from fsdp_ref.errors import FsdpValueError, listing
 from fsdp_ref.handle.flat_handle import FlatHandle
 
 
@@ -66,7 +65,7 @@ def load_optim_state(
     mine = source is not Source.FIRST_RANK or index.is_first_rank
     problem = malformed(saved, source) if mine else ""
     outline: Any = saved
-    fetch: Fetch = gathered
+    fetch: Fetch = lambda _key, _name, value: whole(value)
     if source is Source.FIRST_RANK:
         message = (problem, outlined(saved) if mine and not problem else None)
         problem, outline = broadcast_object(message, index.exchanged)
@@ -81,12 +80,8 @@ def load_optim_state(
         problems = of_all_ranks(index, problems)  # optimizers may differ, and a rank that raises must not be waited for
     if problems:
         raise FsdpValueError(
-            explain(
-                "optim_state_dict_to_load",
-                expected="state of the parameters that the model and its optimizer have",
-                got=listing(problems),
-                remedy="Load state that was saved from the same model and optimizer class",
-            )
+            "optim_state_dict_to_load: expected state of the parameters that the model and its optimizer have, got "
+            f"{listing(problems)}. Load state that was saved from the same model and optimizer class."
         )
     state = loading.state()
     loaded = {key: copy.deepcopy(value) for key, value in outline.items() if key not in {"state", "param_groups"}}
@@ -290,13 +285,9 @@ class _Loading:
             sources = [{k: v for k, v in given[n].items() if k not in {"params", "param_names"}} for n in numbers]
             if any(not same_settings(source, sources[0]) for source in sources[1:]):
                 raise FsdpValueError(
-                    explain(
-                        "optim_state_dict_to_load",
-                        expected="one group of settings for the parameters of each group of the optimizer",
-                        got=f"different settings for {listing(names)}",
-                        remedy="Make the optimizer with the groups it was saved with; one flat parameter has one group, "
-                        "use_orig_params=True keeps several",
-                    )
+                    "optim_state_dict_to_load: expected one group of settings for the parameters of each group of the "
+                    f"optimizer, got different settings for {listing(names)}. Make the optimizer with the groups it was "
+                    "saved with; one flat parameter has one group, use_orig_params=True keeps several."
                 )
             source = sources[0] if sources else {}
             self._refuse_other_class(settings, source)
@@ -310,12 +301,8 @@ class _Loading:
         unknown = [key for key in source if key not in settings]
         if source and missing and unknown:
             raise FsdpValueError(
-                explain(
-                    "optim_state_dict_to_load",
-                    expected=f"the settings of {type(self.optim).__name__}",
-                    got=f"others: {listing(unknown)} and none of {listing(missing)}",
-                    remedy="Load the state of an optimizer of the same class",
-                )
+                f"optim_state_dict_to_load: expected the settings of {type(self.optim).__name__}, got others: "
+                f"{listing(unknown)} and none of {listing(missing)}. Load the state of an optimizer of the same class."
             )
 
 

@@ -33,7 +33,7 @@ from fsdp_ref.checkpoint.rows import Rows
 from fsdp_ref.checkpoint.shards import Spread
 from fsdp_ref.comm.collectives import gather_objects
 from fsdp_ref.config import FullOptimStateDictConfig, StateDictSettings, StateDictType
-from fsdp_ref.errors import FsdpRuntimeError, FsdpValueError, explain, listing
+from fsdp_ref.errors import FsdpRuntimeError, FsdpValueError, listing
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.naming import clean_tensor_name
 from fsdp_ref.storage.views import flat_views
@@ -145,12 +145,8 @@ class _Saving:
         found = self.by_key.get(_clean(key))
         if found is None:
             raise FsdpValueError(
-                explain(
-                    "optim_state_dict",
-                    expected=f"parameter keys of this optimizer ({listing(self.by_key, limit=10)})",
-                    got=repr(key),
-                    remedy="Pass what optim.state_dict() returns",
-                )
+                f"optim_state_dict: expected parameter keys of this optimizer ({listing(self.by_key, limit=10)}), got "
+                f"{key!r}. Pass what optim.state_dict() returns."
             )
         return found
 
@@ -191,12 +187,9 @@ class _Saving:
             raise FsdpValueError(self.unread or " ".join(dict.fromkeys(unread)))
         if problems:
             raise FsdpRuntimeError(
-                explain(
-                    "optim_state_dict",
-                    expected="each rank to have the state of every parameter of which it holds elements, alike on all ranks",
-                    got=listing(dict.fromkeys(problems)),
-                    remedy="Step the same parameters on every rank, and change state on all of them",
-                )
+                "optim_state_dict: expected each rank to have the state of every parameter of which it holds elements, "
+                f"alike on all ranks, got {listing(dict.fromkeys(problems))}. Step the same parameters on every rank, "
+                "and change state on all of them."
             )
 
     def _record(self, original: Original) -> Record:

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_ref.checkpoint.optim_index import ModelIndex
-from fsdp_ref.checkpoint.rows import whole
 from fsdp_ref.comm.collectives import as_bytes, collectives_for, gather_objects
 from fsdp_ref.comm.tensor_parallel import is_dtensor
-from fsdp_ref.errors import FsdpRuntimeError, explain, listing
+from fsdp_ref.errors import FsdpRuntimeError, listing
 
 
 class Source(Enum):
@@ -55,36 +54,28 @@ def malformed(saved: Any, source: Source) -> str:
     """Return why a dictionary is no state by name from this source; nothing if it is."""
     if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
         got = listing(saved) if isinstance(saved, Mapping) else f"a {type(saved).__name__}"
-        return explain(
-            "optim_state_dict_to_load",
-            expected="a dictionary that must have the keys 'state' (a dictionary itself) and 'param_groups'",
-            got=got,
-            remedy="Pass what optim_state_dict() returned",
+        return (
+            "optim_state_dict_to_load: expected a dictionary that must have the keys 'state' (a dictionary itself) and "
+            f"'param_groups', got {got}. Pass what optim_state_dict() returned."
         )
     state, groups = saved["state"], saved.get("param_groups", ())
     if not isinstance(groups, (list, tuple)) or not all(isinstance(g, Mapping) and "params" in g for g in groups):
-        return explain(
-            "optim_state_dict_to_load",
-            expected="param_groups to be a list of dictionaries with the key 'params'",
-            got=repr(groups),
-            remedy="Pass what optim_state_dict() returned",
+        return (
+            "optim_state_dict_to_load: expected param_groups to be a list of dictionaries with the key 'params', got "
+            f"{groups!r}. Pass what optim_state_dict() returned."
         )
     listed = [key for group in groups for key in group["params"]]
     ids = [key for key in (*state, *listed) if not isinstance(key, str)]
     if ids:
-        return explain(
-            "optim_state_dict_to_load",
-            expected="names of parameters as keys",
-            got=listing(dict.fromkeys(ids)),
-            remedy="Turn positions into names with rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, plain_model)",
+        return (
+            f"optim_state_dict_to_load: expected names of parameters as keys, got {listing(dict.fromkeys(ids))}. Turn "
+            "positions into names with rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, plain_model)."
         )
     odd = [f"{key}: a {type(state[key]).__name__}" for key in listed if not isinstance(state.get(key, {}), Mapping)]
     if odd:
-        return explain(
-            "optim_state_dict_to_load",
-            expected="a dictionary of entries for each parameter",
-            got=listing(odd),
-            remedy="Pass what optim_state_dict() returned",
+        return (
+            f"optim_state_dict_to_load: expected a dictionary of entries for each parameter, got {listing(odd)}. Pass "
+            "what optim_state_dict() returned."
         )
     sharded = [
         f"{key}.{name} ({type(value).__name__})"
@@ -94,11 +85,10 @@ def malformed(saved: Any, source: Source) -> str:
         if type(value).__name__ == "ShardedTensor" or (is_dtensor(value) and source is not Source.SHARDS)
     ]
     if sharded:
-        return explain(
-            "optim_state_dict_to_load",
-            expected="whole tensors, or DTensors under the state-dict type SHARDED_STATE_DICT",
-            got=listing(sharded),
-            remedy="Set the type under which the state was saved; give torch's FSDP a device_mesh, and it saves DTensors",
+        return (
+            "optim_state_dict_to_load: expected whole tensors, or DTensors under the state-dict type "
+            f"SHARDED_STATE_DICT, got {listing(sharded)}. Set the type under which the state was saved; give torch's "
+            "FSDP a device_mesh, and it saves DTensors."
         )
     return ""
 
@@ -116,12 +106,9 @@ def compare_names(index: ModelIndex, saved: Any, problem: str) -> None:
     others = [str(rank) for rank, theirs in of_ranks if theirs != of_ranks[0][1]]
     if others:
         raise FsdpRuntimeError(
-            explain(
-                "optim_state_dict_to_load",
-                expected="tensors laid out alike under the same names in the same order on all ranks",
-                got=f"others than on rank {of_ranks[0][0]} on ranks {listing(others)}",
-                remedy="Load the same sharded state on every rank",
-            )
+            "optim_state_dict_to_load: expected tensors laid out alike under the same names in the same order on all "
+            f"ranks, got others than on rank {of_ranks[0][0]} on ranks {listing(others)}. Load the same sharded state "
+            "on every rank."
         )
 
 
@@ -153,15 +140,6 @@ def _outline(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return Outline(value.shape, value.dtype) if value.ndim else value.detach().cpu()
-
-
-def gathered(key: str, name: str, value: Any) -> Tensor:
-    """Return the whole tensor of a DTensor.
-
-    Collectives:
-        Those of ``DTensor.full_tensor`` over the ranks of its mesh.
-    """
-    return whole(value)
 
 
 class Broadcast:

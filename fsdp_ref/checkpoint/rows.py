@@ -124,13 +124,13 @@ class Rows:
         """Send flat tensors and fill others; what this rank has itself is copied while the rest is on its way."""
         to, of = self._by_rank(given), self._by_rank(taken)
         own, own_places = to[self._me], of[self._me]
-        # Something to itself: torch's fake group fills what a rank receives by repeating what it sends.
-        to[self._me] = of[self._me] = [torch.zeros(4096, dtype=torch.uint8)]
+        to[self._me] = of[self._me] = []
         given_bytes, taken_bytes = ([sum(part.numel() for part in parts) for parts in by] for by in (to, of))
         places = [place for parts in of for place in parts]
         device = self._handle.config.device
         with torch.no_grad():
-            sent = torch.cat([part.to(device) for parts in to for part in parts])
+            nothing = torch.empty(0, dtype=torch.uint8, device=device)
+            sent = torch.cat([nothing, *(part.to(device) for parts in to for part in parts)])
             got = torch.empty(sum(taken_bytes), dtype=torch.uint8, device=device)
             group = self._handle.groups.shard
             pending = self._handle.collectives.exchange(got, taken_bytes, sent, given_bytes, group, self._handle.name)

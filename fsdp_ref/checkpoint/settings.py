@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 
 from torch import nn
 
-from fsdp_ref.annotations import units_under
+from fsdp_ref.annotations import outermost_units, units_under
 from fsdp_ref.config import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -28,7 +28,7 @@ from fsdp_ref.config import (
     coerce_config,
     coerce_enum,
 )
-from fsdp_ref.errors import FsdpAssertionError, FsdpRuntimeError, FsdpValueError, explain, listing
+from fsdp_ref.errors import FsdpAssertionError, FsdpRuntimeError, listing
 from fsdp_ref.runtime.unit import Unit
 
 C = TypeVar("C", StateDictConfig, OptimStateDictConfig)
@@ -128,27 +128,15 @@ def _config(cls: type[C], value: object, form: StateDictType, where: str) -> C:
 
 
 def _units(module: nn.Module) -> list[tuple[str, Unit]]:
-    found = [(name, unit) for name, _, unit in units_under(module)]
-    if not found:
-        raise FsdpValueError(
-            explain(
-                "state_dict_type",
-                expected="a module with units at or below it",
-                got=f"{type(module).__name__} without any",
-                remedy="Apply fully_shard or FullyShardedDataParallel first",
-            )
-        )
-    return found
+    outermost_units(module, "state_dict_type")  # there is one
+    return [(name, unit) for name, _, unit in units_under(module)]
 
 
 def _agree(units: list[tuple[str, Unit]], values: list[object]) -> None:
     odd = [f"{name or 'root'}: {value}" for (name, _), value in zip(units, values) if value != values[0]]
     if odd:
         raise FsdpAssertionError(
-            explain(
-                "All FSDP modules must have the same state dict settings",
-                expected=f"{values[0]} everywhere, as in {units[0][0] or 'the root'!r}",
-                got=listing(odd),
-                remedy="Ask and set each of them on its own, or use the context state_dict_type, which restores each",
-            )
+            f"All FSDP modules must have the same state dict settings: expected {values[0]} everywhere, as in "
+            f"{units[0][0] or 'the root'!r}, got {listing(odd)}. Ask and set each of them on its own, or use the "
+            "context state_dict_type, which restores each."
         )

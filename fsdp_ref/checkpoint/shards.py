@@ -24,7 +24,7 @@ from fsdp_ref.annotations import owners_of
 from fsdp_ref.checkpoint.rows import mesh_row
 from fsdp_ref.comm.collectives import gather_objects
 from fsdp_ref.comm.tensor_parallel import is_dtensor, over
-from fsdp_ref.errors import FsdpRuntimeError, explain, listing
+from fsdp_ref.errors import FsdpRuntimeError, listing
 from fsdp_ref.layout import row_major_stride
 from fsdp_ref.naming import FLAT_PARAM, clean_tensor_name
 from fsdp_ref.states import ReshardReason
@@ -117,12 +117,9 @@ def compare_ranks(
         odd = [line for _, lines in parts for line in lines] or _odd([what for what, _ in parts])
     if odd:
         raise FsdpRuntimeError(
-            explain(
-                "load_state_dict of a sharded state",
-                expected="the same sharded entries in the same order on every rank",
-                got=listing(dict.fromkeys(odd)),
-                remedy="Load the files of all ranks of one save, or use torch.distributed.checkpoint",
-            )
+            "load_state_dict of a sharded state: expected the same sharded entries in the same order on every rank, "
+            f"got {listing(dict.fromkeys(odd))}. Load the files of all ranks of one save, or use "
+            "torch.distributed.checkpoint."
         )
 
 

@@ -22,6 +22,7 @@ from fsdp_ref import compat
 from fsdp_ref.storage.scratch import ScratchPool
 
 T = TypeVar("T")
+TensorT = TypeVar("TensorT", bound=Tensor)
 
 
 class Pending(Protocol):
@@ -97,6 +98,7 @@ class Collectives:
     def _exchange(
         self, out: Tensor, taken: list[int], sent: Tensor, given: list[int], group: dist.ProcessGroup
     ) -> Pending:
+        # Joined by every rank, also by one that sends and gets nothing: the backend pairs calls by their order alone.
         return Started(dist.all_to_all_single(out, sent, taken, given, group=group, async_op=True))
 
     def _all_gather(self, out: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
@@ -165,6 +167,7 @@ class GlooCollectives(Collectives):
             return self._gather_from_other(out, shard, group)
         # Every rank gets the same chunk from here, but an exchange reads one chunk per receiver.
         copies = self._scratch.take(out.numel(), shard.dtype, shard.device)
+        # Filled on this thread before the issue; given back by the waiter, for until then gloo's threads read it.
         copies.view(size, -1).copy_(shard)
         work = dist.all_to_all_single(as_bytes(out), as_bytes(copies), group=group, async_op=True)
         return Started(work, lambda: self._scratch.give(copies))
@@ -197,6 +200,7 @@ class HostCollectives(Collectives):
 
     def _all_gather(self, out: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
         host = torch.empty(out.shape, dtype=out.dtype)
+        # ``host`` lives in the function that copies it back, hence until the first wait.
         return Started(self._on_host._all_gather(host, _on_host(shard), group), lambda: out.copy_(host))
 
     def _reduce_scatter(self, out: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
@@ -224,6 +228,7 @@ def _on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
+# One object each for the process, so that all units share one pool of scratch memory.
 _plain = Collectives()
 _gloo = GlooCollectives()
 _gloo_by_host = HostCollectives(_gloo)
@@ -252,6 +257,22 @@ def broadcast_object(mine: T, groups: Iterable[dist.ProcessGroup | None]) -> T:
         if group is not None and group.size() > 1:
             dist.broadcast_object_list(box, group=group, group_src=0)
     return box[0]
+
+
+def cut_into_buckets(tensors: Iterable[TensorT], max_bytes: int) -> list[list[TensorT]]:
+    """Cut tensors, in order, into runs of one dtype and device of at most ``max_bytes``, or of one larger tensor."""
+    buckets: list[list[TensorT]] = []
+    # One open run per kind, so that kinds which alternate (weights, norms in float32) do not end each other's.
+    last: dict[tuple[torch.dtype, torch.device], tuple[list[TensorT], int]] = {}
+    for tensor in tensors:
+        kind = tensor.dtype, tensor.device
+        bucket, size = last.get(kind, ([], max_bytes))
+        if size + tensor.nbytes > max_bytes:
+            bucket, size = [], 0
+            buckets.append(bucket)
+        bucket.append(tensor)
+        last[kind] = bucket, size + tensor.nbytes
+    return buckets
 
 
 def as_bytes(flat: Tensor) -> Tensor:

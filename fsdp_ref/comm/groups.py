@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_ref.config import HYBRID_SHARDING_STRATEGIES, ShardingStrategy
 from fsdp_ref.env import local_world_size
-from fsdp_ref.errors import ConfigError, ConfigTypeError, FsdpRuntimeError, explain
+from fsdp_ref.errors import ConfigError, ConfigTypeError, FsdpRuntimeError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,12 +93,9 @@ def resolve_groups(
         return DataParallelGroups(default_group())
     if not isinstance(process_group, dist.ProcessGroup):
         raise ConfigTypeError(
-            explain(
-                "process_group",
-                expected=f"a ProcessGroup that this rank belongs to, for {strategy.name}",
-                got=f"{process_group!r} of type {type(process_group).__name__}",
-                remedy="Pass a group made by torch.distributed.new_group on a rank that is a member of it",
-            )
+            f"process_group: expected a ProcessGroup that this rank belongs to, for {strategy.name}, got "
+            f"{process_group!r} of type {type(process_group).__name__}. Pass a group made by "
+            "torch.distributed.new_group on a rank that is a member of it."
         )
     return DataParallelGroups(process_group)
 
@@ -112,12 +109,8 @@ def default_group() -> dist.ProcessGroup:
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is None:
         raise FsdpRuntimeError(
-            explain(
-                "process_group",
-                expected="an initialized default process group",
-                got="none",
-                remedy="Call torch.distributed.init_process_group first, or pass a group",
-            )
+            "process_group: expected an initialized default process group, got none. Call "
+            "torch.distributed.init_process_group first, or pass a group."
         )
     return world
 
@@ -176,15 +169,12 @@ def make_groups(shard_size: int) -> DataParallelGroups:
     Collectives:
         Makes groups, so all ranks of the default group must call it.
     """
+    # All ranks get here or none: what a rank may refuse was refused before any group is made.
     size, rank = dist.get_world_size(), dist.get_rank()
     if shard_size < 1 or size % shard_size:
         raise ConfigError(
-            explain(
-                "hybrid sharding",
-                expected=f"a world size that is a multiple of the {shard_size} ranks of a shard group",
-                got=str(size),
-                remedy="Pass process_group=(shard group, replicate group) or a 2-D device_mesh",
-            )
+            f"hybrid sharding: expected a world size that is a multiple of the {shard_size} ranks of a shard group, got "
+            f"{size}. Pass process_group=(shard group, replicate group) or a 2-D device_mesh."
         )
     # ``new_group`` is joined by all ranks, members or not, and matched by order: every rank makes every group in turn.
     shard, replicate = None, None

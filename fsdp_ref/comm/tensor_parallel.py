@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_ref.comm.collectives import gather_objects
 from fsdp_ref.comm.groups import DataParallelGroups
-from fsdp_ref.errors import WritebackError, explain
+from fsdp_ref.errors import WritebackError
 from fsdp_ref.storage.extension import ParameterExtension
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ class TensorAxis:
     def of(cls, mesh: DeviceMesh, shard: dist.ProcessGroup) -> TensorAxis:
         """Return the axis, one for all parameters of all units; it keeps both groups, so that their ids are theirs."""
         key = id(mesh.get_group()), id(shard)
+        # An entry lives as long as an axis does, which holds both groups: a key can never mean groups that are gone.
         found = cls._known.get(key)
         if found is None:
             found = cls._known[key] = cls(mesh, shard)
@@ -140,12 +141,8 @@ class TensorParallel(ParameterExtension):
             else f"{tuple(tensor.shape)} as {value.placements}"
         )
         raise WritebackError(
-            explain(
-                "parameter of tensor parallelism",
-                expected=f"a DTensor of shape {tuple(self.shape)} as {self.placements}",
-                got=got,
-                remedy="Edit it in place, or assign distribute_tensor(value, mesh, placements)",
-            )
+            f"parameter of tensor parallelism: expected a DTensor of shape {tuple(self.shape)} as {self.placements}, "
+            f"got {got}. Edit it in place, or assign distribute_tensor(value, mesh, placements)."
         )
 
     def unflatten(self, view: Tensor) -> Tensor:

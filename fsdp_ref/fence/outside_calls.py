@@ -13,7 +13,7 @@ import torch
 
 from fsdp_ref.annotations import OWNERS_KEY
 from fsdp_ref.compat import in_backward, method_called_on
-from fsdp_ref.errors import FsdpRuntimeError, explain, listing
+from fsdp_ref.errors import FsdpRuntimeError, listing
 from fsdp_ref.handle.originals import Shown
 
 if TYPE_CHECKING:
@@ -41,20 +41,15 @@ def _refuse_sharded(module: nn.Module, args: Any) -> None:
         method = method_called_on((unit.holder, unit.module, *unit.modules))
         if in_backward():
             raise FsdpRuntimeError(
-                explain(
-                    f"{type(module).__name__}, run again in backward (activation checkpointing)",
-                    expected=f"full parameters, which {unit!r} has from the first gradient of one of its outputs on",
-                    got=f"sharded ones: {listing(fqns)}; its outputs hold no tensor that could be seen",
-                    remedy="Return tensors from forward, or tuples, lists, dicts or dataclasses of them, and no object of "
-                    "another class, or make what is checkpointed a unit of its own",
-                )
+                f"{type(module).__name__}, run again in backward (activation checkpointing): expected full parameters, "
+                f"which {unit!r} has from the first gradient of one of its outputs on, got sharded ones: "
+                f"{listing(fqns)}; its outputs hold no tensor that could be seen. Return tensors from forward, or "
+                "tuples, lists, dicts or dataclasses of them, and no object of another class, or make what is "
+                "checkpointed a unit of its own."
             )
         raise FsdpRuntimeError(
-            explain(
-                f"{type(unit.module).__name__}.{method or 'forward of a module inside'}",
-                expected=f"full parameters, which {unit!r} has in its forward and in registered methods",
-                got=f"sharded ones: {listing(fqns)}",
-                remedy=f"Call register_fsdp_forward_method(module, {method or 'name'!r}) once after sharding, or call it "
-                "inside summon_full_params where no gradient is needed",
-            )
+            f"{type(unit.module).__name__}.{method or 'forward of a module inside'}: expected full parameters, which "
+            f"{unit!r} has in its forward and in registered methods, got sharded ones: {listing(fqns)}. Call "
+            f"register_fsdp_forward_method(module, {method or 'name'!r}) once after sharding, or call it inside "
+            "summon_full_params where no gradient is needed."
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
-from fsdp_ref.errors import FsdpRuntimeError, explain
+from fsdp_ref.errors import FsdpRuntimeError
 from fsdp_ref.handle.originals import OwnHook
 
 
@@ -31,13 +31,9 @@ class OutsideGradient(OwnHook):
         if grad is None:
             return
         raise FsdpRuntimeError(
-            explain(
-                f"gradient of {self._name!r}",
-                expected="one that comes through the forward of its unit, to be averaged over ranks",
-                got="one of a computation outside of it, which would stay on this rank",
-                remedy="Register methods other than forward with register_fsdp_forward_method(module, name), and compute "
-                "penalties on parameters in forward",
-            )
+            f"gradient of {self._name!r}: expected one that comes through the forward of its unit, to be averaged over "
+            "ranks, got one of a computation outside of it, which would stay on this rank. Register methods other than "
+            "forward with register_fsdp_forward_method(module, name), and compute penalties on parameters in forward."
         )
 
 

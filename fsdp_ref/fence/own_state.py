@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_ref.compat import calls_of
-from fsdp_ref.errors import UnsupportedError, explain
+from fsdp_ref.errors import UnsupportedError
 from fsdp_ref.storage.views import is_held_by_us
 
 if TYPE_CHECKING:
@@ -55,12 +55,9 @@ def sends_from_rank0() -> bool:
 def _refuse_torch(optim: Optimizer, *_: Any) -> None:
     if calls_of(_TORCH):
         raise UnsupportedError(
-            explain(
-                f"{_TORCH} with {type(optim).__name__} of a model sharded by fsdp_ref",
-                expected="one of torch's own sharded models, or whole parameters",
-                got="an optimizer whose state is this rank's pieces of parameters",
-                remedy="Save with fsdp_ref.optim_state_dict(model, optim) and load with "
-                "fsdp_ref.optim_state_dict_to_load(model, optim, state, load_directly=True); for sharded values set "
-                "StateDictType.SHARDED_STATE_DICT. Of the model's own state get_model_state_dict is right",
-            )
+            f"{_TORCH} with {type(optim).__name__} of a model sharded by fsdp_ref: expected one of torch's own sharded "
+            "models, or whole parameters, got an optimizer whose state is this rank's pieces of parameters. Save with "
+            "fsdp_ref.optim_state_dict(model, optim) and load with fsdp_ref.optim_state_dict_to_load(model, optim, "
+            "state, load_directly=True); for sharded values set StateDictType.SHARDED_STATE_DICT. Of the model's own "
+            "state get_model_state_dict is right."
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fsdp_ref.errors import ParametersChangedError, explain
+from fsdp_ref.errors import ParametersChangedError
 from fsdp_ref.naming import join_fqn
 from fsdp_ref.runtime.guards import Guard
 
@@ -29,10 +29,8 @@ class TrackedEdits(Guard):
         bad = [handle.fqns[index] for index in record.edited() if record.tracked_anew(index)]
         if bad:
             raise ParametersChangedError(
-                explain(
-                    f"forward of {unit!r}: a leaf Variable that requires grad is being used in an in-place operation",
-                    expected="changes of parameters under torch.no_grad()",
-                    got=", ".join(join_fqn(unit.name, fqn) for fqn in bad),
-                    remedy="Edit the parameter under torch.no_grad(), or compute a new tensor from it",
-                )
+                f"forward of {unit!r}: a leaf Variable that requires grad is being used in an in-place operation: "
+                "expected changes of parameters under torch.no_grad(), got "
+                f"{', '.join(join_fqn(unit.name, fqn) for fqn in bad)}. Edit the parameter under torch.no_grad(), or "
+                "compute a new tensor from it."
             )

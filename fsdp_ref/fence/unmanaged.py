@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fsdp_ref.annotations import is_replicated, unit_of, units_under
-from fsdp_ref.errors import FsdpRuntimeError, explain, listing
+from fsdp_ref.annotations import is_replicated, unit_of, units_under, walk
+from fsdp_ref.errors import FsdpRuntimeError, listing
 from fsdp_ref.handle.originals import Shown
 from fsdp_ref.naming import FLAT_PARAM, clean_tensor_name, join_fqn
 from fsdp_ref.runtime.guards import Guard
@@ -56,20 +56,20 @@ class TreeWatch(Guard):
         ):
             return
         holder, units = self.root.unit.holder, self.root.units
-        found = list(_ours(holder))
+        found = _ours(holder)
         late = {unit: clean_tensor_name(path) for path, _, unit in units_under(holder) if unit not in self.root.index}
         places = {place for unit in (*units, *late) for place in _places(unit)}
         ignored = {param for unit in units if unit.ignored for param in unit.ignored.params}
         outside = [
             (path, module, name)
-            for path, module in found
+            for module, path in found.items()
             for name, param in module._parameters.items()
             if param is not None and (module, name) not in places and param not in ignored
         ]
         trained = [join_fqn(path, name) for path, module, name in outside if _trainable(module, name)]
         if late or trained:
-            self._refuse(trained, list(late.values()), {module for _, module in found})
-        self._modules = [module for _, module in found]
+            self._refuse(trained, list(late.values()), {*found})
+        self._modules = list(found)
         self._children = [dict(module._modules) for module in self._modules]
         self._names = [list(module._parameters) for module in self._modules]
         self._frozen = [(module, name) for _, module, name in outside]
@@ -85,14 +85,10 @@ class TreeWatch(Guard):
         problems += [f"units made after the first forward: {listing(late)}"] if late else []
         problems += [f"managed parameters that are no longer in the model: {listing(gone)}"] if gone else []
         raise FsdpRuntimeError(
-            explain(
-                f"forward of {self.root.unit!r}",
-                expected="the modules that were there when it was sharded, each trainable parameter managed by a unit",
-                got="; ".join(problems),
-                remedy="Replace or add modules and parameters before sharding (nobody gathers later ones or averages "
-                "their gradients), freeze them, or keep their gradients equal yourself and pass their modules as "
-                "ignored_modules when sharding",
-            )
+            f"forward of {self.root.unit!r}: expected the modules that were there when it was sharded, each trainable "
+            f"parameter managed by a unit, got {'; '.join(problems)}. Replace or add modules and parameters before "
+            "sharding (nobody gathers later ones or averages their gradients), freeze them, or keep their gradients "
+            "equal yourself and pass their modules as ignored_modules when sharding."
         )
 
 
@@ -112,22 +108,18 @@ def _places(unit: Unit) -> Iterator[tuple[nn.Module, str]]:
                 yield site.module, site.name
 
 
-def _ours(holder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _ours(holder: nn.Module) -> dict[nn.Module, str]:
     """Return the modules whose parameters units should manage, each once, with clean names.
 
     Left out is what another parallelism has, and ignored modules with all that is below them, units apart.
     """
     unit = unit_of(holder)
     ignored = unit.ignored.modules if unit is not None and unit.ignored else frozenset()
-    seen: set[tuple[nn.Module, bool]] = set()
-    stack: list[tuple[str, nn.Module, bool]] = [("", holder, False)]
-    while stack:
-        path, module, leave = stack.pop()
-        leave = (leave or module in ignored) and unit_of(module) is None
-        if is_replicated(module) or (module, leave) in seen:
-            continue
-        seen.add((module, leave))
-        if not leave:
-            yield clean_tensor_name(path), module
-        children = [(join_fqn(path, name), child, leave) for name, child in module.named_children()]
-        stack.extend(reversed(children))
+    left_alone: dict[str, bool] = {}
+    found: dict[nn.Module, str] = {}
+    for path, module in walk(holder, is_replicated):
+        leave = (left_alone.get(path.rpartition(".")[0], False) or module in ignored) and unit_of(module) is None
+        left_alone[path] = leave
+        if not leave and not is_replicated(module):
+            found.setdefault(module, clean_tensor_name(path))
+    return found

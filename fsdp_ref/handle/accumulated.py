@@ -147,6 +147,7 @@ class Accumulated:
 
     def read_uses(self) -> None:
         """Learn which parameters other ranks used. The host waits for the device where this rank did not know."""
+        # In the order of reductions; each was computed on the stream that its sum arrived on, which compute has waited for.
         for unused in self._unread:
             for owner, nobody in zip(self.marks.my_owners, unused.tolist(), strict=True):
                 self.used[owner] = self.used[owner] or not nobody
@@ -158,6 +159,7 @@ class Accumulated:
             self._unread.clear()
             # Who used what is on the device, which may wait for ranks that will not come: zeros are shown rather than nothing.
             self.used = list(trainable)
+        # The copy may still write to it, so it is dropped and not cleared.
         if self.arriving:
             self.reduced_S = None
             self.arriving = False

@@ -24,13 +24,13 @@ from fsdp_ref.comm.collectives import Collectives, Pending, collectives_for
 from fsdp_ref.comm.streams import Streams
 from fsdp_ref.compat import labelled
 from fsdp_ref.config import MixedPrecision, ShardingStrategy, UnitConfig
-from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError
+from fsdp_ref.errors import FsdpTypeError
 from fsdp_ref.handle.flatten import build_layout, cut_shard, flatten
 from fsdp_ref.handle.gradients import Gradients
 from fsdp_ref.handle.marked_parameter import DESCRIBERS, FlatParameter, like_flat
-from fsdp_ref.handle.originals import Originals, Shown
+from fsdp_ref.handle.originals import Originals
 from fsdp_ref.handle.versions import ParameterVersions
-from fsdp_ref.layout import FlatLayout, ShardMap
+from fsdp_ref.layout import ShardMap
 from fsdp_ref.states import READABLE, LifeCycle, UnitState
 from fsdp_ref.storage import offload
 from fsdp_ref.storage.flat_buffer import FlatBuffer
@@ -82,9 +82,8 @@ class FlatHandle:
         self.sharded = self.shard_size > 1
         self.shard_rank = 0 if no_shard else groups.rank
         pad_ranks = groups.shard_size if no_shard else self.shard_size
-        padded_map = build_layout(params, config, pad_ranks)
-        self.shard_map = ShardMap(padded_map.layout, self.shard_size)
-        self.layout: FlatLayout = self.shard_map.layout
+        self.layout = build_layout(params, config, pad_ranks)
+        self.shard_map = ShardMap(self.layout, self.shard_size)
         self.fqns = [managed.fqn for managed in params]
         # Without parameters in no lower precision either: the shard of no elements is the full parameter.
         self.precision = (
@@ -97,6 +96,8 @@ class FlatHandle:
         self.streams: Streams = Streams()
         self.life = LifeCycle()
         self._pending: Pending | None = None
+        # One per dtype, for as long as the original dtype stays: modules, records and autograd hold views of these very storages,
+        # which are refilled in place, so a buffer is never exchanged for another while somebody may look through a view.
         self._buffers: dict[torch.dtype, FlatBuffer] = {}
         self._views: dict[torch.dtype, list[Tensor]] = {}
         self._cast_S: Tensor | None = None
@@ -107,10 +108,12 @@ class FlatHandle:
         self._set_dtype(full_precision=False)
         requires_grad = any(managed.param.requires_grad for managed in params)
         self.flat_param: nn.Parameter = FlatParameter(self.shard_S, requires_grad=requires_grad)
+        # Before anybody sees it: units made around this one must leave it alone.
         mark_flattened(self.flat_param)
         self.originals = Originals(self, params)
         self.grads = Gradients(self, self.originals)
         self.versions = ParameterVersions(self)
+        # Last of the parts: from here on modules show what users will see, and an error before leaves theirs in place.
         self.originals.take_over()
         for describe in DESCRIBERS:
             describe(self)
@@ -155,6 +158,7 @@ class FlatHandle:
         # Full parameters of the old dtype must not be computed with, and a gather in flight reads the shard that goes.
         self.reshard()
         self.precision = self.grads.sum.precision = Precision.of(dtype, self.config.mixed_precision)
+        # A new tensor: the gather that may have read the old one was waited for above.
         self.replace_shard(offload.another_home(self.shard_S, dtype))
         self.streams.free_rest()
         self._buffers.clear()
@@ -220,6 +224,7 @@ class FlatHandle:
         Collectives:
             One all-gather over the shard group.
         """
+        # A copy where anything differs; it lives until the wait below, so the collective may read it all the while.
         source = part_S.to(full_F.device, full_F.dtype)
         with torch.no_grad():
             self.collectives.all_gather(full_F, source, self.groups.shard, self.name).wait()
@@ -293,11 +298,6 @@ class FlatHandle:
         The modules that hold the originals are being copied around it, so nothing is put on them yet: the copied
         originals hang there already.
         """
-        if self.originals.shown is Shown.COMPUTING or self.originals.shown is Shown.SUMMONED:
-            raise FsdpRuntimeError(
-                f"deepcopy of {self!r}: expected an idle unit, got one whose full parameters are in use. Copy the model "
-                "outside of forward, backward and summon_full_params."
-            )
         copied = FlatHandle.__new__(FlatHandle)
         memo[id(self)] = copied
         fresh: dict[str, Any] = {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_ref.config import UnitConfig
-from fsdp_ref.errors import FlattenError, explain, listing
+from fsdp_ref.errors import FlattenError, listing
 from fsdp_ref.handle.marked_parameter import FlatParameter
 from fsdp_ref.layout import FlatLayout, ShardMap
 from fsdp_ref.storage.param_sites import ManagedParam
@@ -57,7 +57,7 @@ def check_params(params: Sequence[nn.Parameter], names: Sequence[str], *, use_or
         )
 
 
-def build_layout(params: Sequence[ManagedParam], config: UnitConfig, world_size: int) -> ShardMap:
+def build_layout(params: Sequence[ManagedParam], config: UnitConfig, world_size: int) -> FlatLayout:
     """Place the parameters.
 
     Only with original parameters are there gaps: views of the flat parameter become what optimizers and kernels see,
@@ -65,18 +65,16 @@ def build_layout(params: Sequence[ManagedParam], config: UnitConfig, world_size:
     """
     specs = [managed.spec() for managed in params]
     if not params or not config.use_orig_params:
-        return ShardMap(FlatLayout.build(specs), world_size)
+        return FlatLayout.build(specs)
     dtype = config.mixed_precision.param_dtype or params[0].param.dtype
     aligned = max(1, ALIGNMENT_BYTES // dtype.itemsize)
-    return ShardMap(FlatLayout.build(specs, alignment_numel=aligned, pad_to_multiple=world_size), world_size)
+    return FlatLayout.build(specs, alignment_numel=aligned, pad_to_multiple=world_size)
 
 
 def flatten(tensors: Sequence[Tensor], layout: FlatLayout, device: torch.device) -> Tensor:
     """Return the flat tensor of ``tensors``, with gaps and tail marked by :data:`PADDING_VALUE`."""
     if len(tensors) != len(layout):
-        raise FlattenError(
-            explain("flatten", expected=f"{len(layout)} tensors", got=str(len(tensors)), remedy="Pass one each")
-        )
+        raise FlattenError(f"flatten: expected {len(layout)} tensors, got {len(tensors)}. Pass one each.")
     dtype = tensors[0].dtype if tensors else torch.float32
     flat = torch.empty(layout.numel, dtype=dtype, device=device)
     with torch.no_grad():

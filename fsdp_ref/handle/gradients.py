@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fsdp_ref.errors import WritebackError, explain
+from fsdp_ref.errors import WritebackError
 from fsdp_ref.handle.accumulated import Accumulated, Uses
 from fsdp_ref.handle.originals import Originals
 from fsdp_ref.storage.views import flat_views, set_grad
@@ -120,6 +120,7 @@ class Gradients:
             shown = values.reduced_S if values.local_F is None else values.local_F[: layout.numel]
             self._give([shown])
             return
+        # Here the host waits for the device, once per pass and where this rank does not know by itself.
         values.read_uses()
         grads: list[Tensor | None] = [None] * len(self._shown_params)
         if values.local_F is not None:
@@ -232,6 +233,7 @@ class Gradients:
         self._take_as_given()
 
     def _take_as_given(self) -> None:
+        # The objects, not their ids: an id may be given out again to the gradient that a user puts in its place.
         self._given = [param.grad for param in self._shown_params]
         self._given_ptrs = [0 if grad is None else grad.data_ptr() for grad in self._given]
         self._remember()
@@ -251,12 +253,8 @@ class Gradients:
         handle = self._handle
         fqn = handle.fqns[index] if self._many else "the flat parameter"
         raise WritebackError(
-            explain(
-                f"gradient of {fqn} in {handle.name!r}",
-                expected=f"shape {tuple(view.shape)}",
-                got=f"{tuple(grad.shape)}",
-                remedy="Cannot writeback when the gradient shape changes; assign one of the parameter's present shape",
-            )
+            f"gradient of {fqn} in {handle.name!r}: expected shape {tuple(view.shape)}, got {tuple(grad.shape)}. Cannot "
+            "writeback when the gradient shape changes; assign one of the parameter's present shape."
         )
 
     def release(self) -> None:
@@ -269,4 +267,5 @@ class Gradients:
     def forget(self) -> None:
         """Drop the values and what users were given."""
         self.sum.forget()
+        # What users hold stays theirs: nothing of ours refers to that memory any more.
         self._given, self._given_ptrs = [], []

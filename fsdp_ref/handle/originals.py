@@ -136,6 +136,7 @@ class Originals:
 
     def forget_views(self) -> None:
         """The shard was replaced: point the originals at the new one."""
+        # While originals are shown in full they point at the buffer, and at the new shard once they are sharded again.
         self._shard_views = None
         if self.use_orig_params and self.shown is not Shown.FULL:
             self._point_at(self.shard_views())
@@ -204,6 +205,7 @@ class Originals:
         full = self.unflattened(list(views))
         shown = [nn.Parameter(value, requires_grad=wanted) for value, wanted in zip(full, self.trainable())]
         if self.use_orig_params:
+            # Users' own objects, so that optimizers and hooks which know them see the edit.
             self._point_at(views)
             for index, extension in enumerate(self.extensions):
                 if extension is None:

@@ -62,6 +62,7 @@ def set_aside(handle: FlatHandle) -> None:
         for hooks, taken in ((tensor_hooks, users), (later, dict(later))):
             if taken:
                 handle.originals.hooks_aside.append((hooks, taken))
+                # In the dictionary that torch reads: it is the same object when hooks are put back, with what came meanwhile.
                 for key in taken:
                     del hooks[key]
 

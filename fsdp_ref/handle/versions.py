@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fsdp_ref import compat
-from fsdp_ref.errors import ParametersChangedError, explain
+from fsdp_ref.errors import ParametersChangedError
 from fsdp_ref.naming import join_fqn
 
 if TYPE_CHECKING:
@@ -112,13 +112,10 @@ def refuse_changed(handle: FlatHandle, index: int) -> None:
     """
     name = repr(handle.name) if handle.name else "the root"
     raise ParametersChangedError(
-        explain(
-            f"backward through {name}: parameter {join_fqn(handle.name, handle.fqns[index])!r}, which gradient computation "
-            "needs, has been modified by an inplace operation since forward used it",
-            expected="the values that forward computed with",
-            got="later ones (of an optimizer's step, or of an edit)",
-            remedy="Run backward for every forward before the optimizer steps or parameters are edited, or run forward again",
-        )
+        f"backward through {name}: parameter {join_fqn(handle.name, handle.fqns[index])!r}, which gradient computation "
+        "needs, has been modified by an inplace operation since forward used it: expected the values that forward "
+        "computed with, got later ones (of an optimizer's step, or of an edit). Run backward for every forward before "
+        "the optimizer steps or parameters are edited, or run forward again."
     )
 
 
@@ -135,6 +132,7 @@ def _count_steps_for(handle: FlatHandle) -> None:
 def _after_step(optimizer: Any, *_: Any) -> None:
     """Count the step for parameters that other ranks have a gradient of, and this one no element."""
     stepped = {id(param) for group in optimizer.param_groups for param in group["params"] if not param.numel()}
+    # A copy: another thread's collection may drop one meanwhile.
     for handle in list(_handles):
         originals, used = handle.originals, handle.grads.sum.used
         handle.versions.count(

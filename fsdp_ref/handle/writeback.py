@@ -7,6 +7,8 @@ what users hold *is* the shard.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +18,6 @@ from fsdp_ref.errors import (
     ParametersChangedError,
     SharedParameterError,
     WritebackError,
-    explain,
     listing,
 )
 from fsdp_ref.handle.flat_handle import FlatHandle
@@ -122,7 +123,7 @@ def _absorb_flat(handle: FlatHandle) -> bool:
     if flat.data_ptr() == handle.shard_S.data_ptr() and flat.dtype == handle.shard_S.dtype:
         return False
     if flat.shape != handle.shard_S.shape:
-        _refuse_shape(handle, ["the flat parameter"], [tuple(flat.shape)], [tuple(handle.shard_S.shape)])
+        _refuse_shape(handle, [("the flat parameter", flat, handle.shard_S)])
     new = flat.data
     if new.dtype != handle.shard_S.dtype:
         handle.set_precision(new.dtype)
@@ -180,12 +181,7 @@ def _absorb_data(handle: FlatHandle) -> bool:
     values = {index: originals.params[index].data for index in changed}
     bad = [index for index in changed if values[index].shape != expected[index].shape]
     if bad:
-        _refuse_shape(
-            handle,
-            [handle.fqns[index] for index in bad],
-            [tuple(values[index].shape) for index in bad],
-            [tuple(expected[index].shape) for index in bad],
-        )
+        _refuse_shape(handle, [(handle.fqns[index], values[index], expected[index]) for index in bad])
     dtypes = {value.dtype for value in values.values()}
     if not full and len(changed) == len(originals.params) and len(dtypes) == 1 and dtypes != {dtype}:
         handle.set_precision(dtypes.pop())
@@ -196,6 +192,7 @@ def _absorb_data(handle: FlatHandle) -> bool:
         else:
             for index, value in values.items():
                 originals.shard_views()[index].copy_(value)
+    # The copy into the shard raised no counter of the user's objects: passes that are open must learn of it here.
     handle.versions.count(changed)
     originals.show_sharded(anew=True)
     return True
@@ -211,6 +208,7 @@ def _copy_full(handle: FlatHandle, values: dict[int, Tensor]) -> None:
     views = handle.compute_views()
     # Every rank is taken to have assigned the same full values: each keeps its own piece, and nothing is sent.
     for index, value in values.items():
+        # The full buffer is this handle's and rests: it is filled, no gather writes to it, and nobody computes.
         views[index].copy_(value)
     span = handle.shard_map.shard_span(handle.shard_rank)
     for index in values:
@@ -221,12 +219,11 @@ def _copy_full(handle: FlatHandle, values: dict[int, Tensor]) -> None:
             targets[index].copy_(source)
 
 
-def _refuse_shape(handle: FlatHandle, fqns: list[str], got: list[object], expected: list[object]) -> None:
+def _refuse_shape(handle: FlatHandle, bad: Sequence[tuple[str, Tensor, Tensor]]) -> None:
+    """Refuse parameters: name, what was assigned, and what has the present shape."""
     raise WritebackError(
-        explain(
-            f"Cannot writeback when the parameter shape changes ({handle.name!r})",
-            expected=listing(f"{fqn}: {shape}" for fqn, shape in zip(fqns, expected)),
-            got=listing(f"{fqn}: {shape}" for fqn, shape in zip(fqns, got)),
-            remedy="Assign a tensor of the parameter's present (sharded) shape, or edit it inside summon_full_params",
-        )
+        f"Cannot writeback when the parameter shape changes ({handle.name!r}): expected "
+        f"{listing(f'{fqn}: {tuple(wanted.shape)}' for fqn, _, wanted in bad)}, got "
+        f"{listing(f'{fqn}: {tuple(given.shape)}' for fqn, given, _ in bad)}. Assign a tensor of the parameter's present "
+        "(sharded) shape, or edit it inside summon_full_params."
     )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import difflib
 import importlib
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -52,6 +55,12 @@ def declare(command: argparse.ArgumentParser, more: str = "") -> None:
     )
     command.add_argument("--dtype", choices=DTYPES, default="float32", help="of models known by name")
     command.add_argument("--rank", type=int, metavar="R", help="show the pieces that this rank holds")
+    command.add_argument(
+        "--memory", type=_positive, metavar="GIB", help="say whether training fits in this much memory on each rank"
+    )
+    command.add_argument(
+        "--tokens", type=_count, default=4096, metavar="N", help="rows of a micro-batch, such as tokens (default 4096)"
+    )
     command.add_argument("--packed", action="store_true", help="no gaps between parameters, no padding of the total")
 
 
@@ -84,12 +93,20 @@ def drawn(options: argparse.Namespace, names: Sequence[str] = (), build: Build |
             yield f"  the same: {', '.join(same[1:3])}{f' ... {same[-1]}' * (len(same) > 3)}; {len(same)} in all"
             yield ""
     yield from _totals(layouts, ranks)
+    yield from _training(layouts, ranks, options)
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
     return int(text)
+
+
+def _positive(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +159,12 @@ def _model(name: str, dtype: str, names: Sequence[str], build: Build | None) -> 
         return build(name, getattr(torch, dtype))
     module_name, separator, path = name.partition(":")
     if not separator:
-        known = ", ".join((*names, *DECODERS))
-        raise ConfigError(f"plan: expected one of {known} or `package.module:factory`, got {name!r}. Name a model.")
+        known = (*names, *DECODERS)
+        # "llama-like 70B" is compared by its letters and digits alone.
+        plain = {re.sub(r"\W|_|like", "", word.lower()): word for word in known}
+        near = difflib.get_close_matches(re.sub(r"\W|_|like", "", name.lower()), plain, n=2, cutoff=0.6)
+        hint = f"Did you mean {' or '.join(plain[word] for word in near)}?" if near else "Name a model."
+        raise ConfigError(f"plan: expected one of {', '.join(known)} or `package.module:factory`, got {name!r}. {hint}")
     try:
         model: Any = importlib.import_module(module_name)
         for part in path.split("."):
@@ -238,6 +259,44 @@ def _totals(units: Sequence[UnitLayout], ranks: Ranks) -> Iterator[str]:
     else:
         kept = "gathered units are freed after their forward and gathered again for their backward"
     yield f"{ranks.strategy}: {copies}; {kept}"
+
+
+def _training(units: Sequence[UnitLayout], ranks: Ranks, options: argparse.Namespace) -> Iterator[str]:
+    """Yield what training takes on each rank, by a stated rule, and whether it fits.
+
+    The rule: gradients are kept as parameters are; Adam keeps two float32 numbers for each; gathered units are held as the
+    strategy says, and one unsharded gradient beside them; each matrix (rows x columns) keeps its input and its output,
+    `rows + columns` numbers of each token, though some share them. Attention scores, logits in float32, fragments and
+    what the allocator keeps are not counted.
+    """
+    shard = sum(unit.shards.shard_numel * unit.element_bytes for unit in units)
+    numbers = sum(unit.shards.shard_numel for unit in units)
+    wholes = [unit.shards.padded_numel * unit.element_bytes for unit in units]
+    if ranks.shards == 1:
+        gathered = 0
+    elif ranks.strategy in {"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"}:
+        gathered = sum(wholes) + max(wholes)
+    else:
+        gathered = sum(sorted(wholes)[-2:]) + max(wholes)  # the next unit is gathered beside the one that computes
+    kept = sum(_kept(unit) * unit.element_bytes for unit in units) * options.tokens
+    parts = {
+        "parameters": shard,
+        "gradients": shard,
+        "optimizer state (Adam, float32)": 8 * numbers,
+        "gathered units and a whole gradient": gathered,
+        f"activations of {options.tokens:,} tokens": kept,
+    }
+    total = sum(parts.values())
+    yield f"training, a rank: {_bytes(total)} = {' + '.join(f'{_bytes(size)} {name}' for name, size in parts.items())}"
+    yield "  activations: input and output of each matrix, nothing recomputed; attention scores and fragments not counted"
+    if options.memory is not None:
+        room = int(options.memory * 1024**3)
+        left = f"{_bytes(room - total)} to spare" if total <= room else f"{_bytes(total - room)} too much"
+        yield f"{'fits' if total <= room else 'does not fit'} in {options.memory:g} GiB: {left}"
+
+
+def _kept(unit: UnitLayout) -> int:
+    return sum(sum(param.shape[-2:]) for param in unit.shards.layout.params if len(param.shape) > 1)
 
 
 def _share(part: int, whole: int) -> str:

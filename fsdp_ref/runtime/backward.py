@@ -17,7 +17,7 @@ from torch import Tensor
 from fsdp_ref.autograd.graph_hooks import InputsWatch, OutputHook, TakenInputs
 from fsdp_ref.compat import labelled, waited
 from fsdp_ref.config import BackwardPrefetch
-from fsdp_ref.errors import UnshardConflictError, explain
+from fsdp_ref.errors import UnshardConflictError
 from fsdp_ref.handle.accumulated import dense
 from fsdp_ref.handle.param_hooks import put_back, run_after_accumulation, run_tensor_hooks, set_aside
 from fsdp_ref.handle.writeback import absorb_params, check_unchanged
@@ -25,7 +25,7 @@ from fsdp_ref.runtime import prefetch
 from fsdp_ref.runtime.events import UnitEventKind
 from fsdp_ref.runtime.unit import Ahead, Unit
 from fsdp_ref.states import READABLE, ReshardReason, UnitState
-from fsdp_ref.storage.precision import map_tensors
+from fsdp_ref.storage.precision import map_tensors, tensors_in
 from fsdp_ref.storage.views import alias
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def pre_backward(unit: Unit) -> None:
     """
     root = unit.root
     assert root is not None  # the unit ran forward
+    # Autograd enables gradients inside of a pass for ``create_graph`` alone.
     unit.creates_graph = torch.is_grad_enabled()
     task = root.enter_backward()
     flush_partial(root, unit, task)
@@ -79,12 +80,8 @@ def demand(unit: Unit) -> None:
 def _enter(root: Root, unit: Unit, task: int) -> None:
     if unit.life.state is UnitState.SUMMONED:
         raise UnshardConflictError(
-            explain(
-                f"backward of {unit!r}",
-                expected="sharded parameters",
-                got="full parameters that summon_full_params shows",
-                remedy="Run backward outside of the context",
-            )
+            f"backward of {unit!r}: expected sharded parameters, got full parameters that summon_full_params shows. Run "
+            "backward outside of the context."
         )
     root.in_pass[unit] = None  # its gradients are shown when the pass ends, also if none arrives
     if unit.life.state is UnitState.FORWARD:
@@ -94,6 +91,7 @@ def _enter(root: Root, unit: Unit, task: int) -> None:
         handle = unit.handle
         if unit.life.state in READABLE:
             check_unchanged(handle)
+        # A prefetch has read the shard already: what were taken over now, the gathered values would not have.
         elif unit.ahead is not Ahead.PREFETCH:
             absorb_params(handle)
         unit.drop_out_of_date()
@@ -101,6 +99,8 @@ def _enter(root: Root, unit: Unit, task: int) -> None:
         if not handle.empty:
             root.owned(unit)
             # Not for autograd, which makes its own views: for a forward that checkpointing runs again in here.
+            # The views of the forward pass while its record lives: what runs again must lead to the node that is there, for a
+            # second one would reduce a second time.
             record = unit.graph.record
             views = [alias(view) for view in handle.compute_views()] if record is None else record.views
             handle.originals.show_computing(
@@ -119,14 +119,7 @@ def reshard_with_inputs(unit: Unit, inputs: Any) -> None:
     handle, record = unit.handle, unit.graph.record
     if record is None or not torch.is_grad_enabled() or any(handle.originals.trainable()):
         return
-    tensors: list[Tensor] = []
-
-    def collect(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
-            tensors.append(tensor)
-        return tensor
-
-    map_tensors(inputs, collect)
+    tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
     if tensors:
         record.watch = InputsWatch(unit.graph.tie(), tensors, _frozen_done)
 
@@ -159,12 +152,14 @@ def on_gradients(unit: Unit, grads: tuple[Tensor | None, ...]) -> None:
     local = [None if grad is None else dense(waited(grad)).detach() for grad in grads]
     if not unused:
         local = run_tensor_hooks(handle, local)
+    # Before the engine goes on to the leaves, where it would run them again.
     set_aside(handle)
     if unused:
         return
     root.in_pass[unit] = None
     if unit.life.state is UnitState.BACKWARD and unit.backward_task != task:
         # A pass inside the pass (reentrant checkpointing): other regions of the unit may follow. Keep it open.
+        # Local until backward moves on to another unit (``flush_partial``): all regions are reduced at once.
         root.partial[unit] = None
         root.sync.accumulate(unit, local)
         return
@@ -226,6 +221,7 @@ def end_backward(root: Root) -> None:
         root.streams.free_rest()
         for look in root.guards.gradients_ready:
             look()
+        # Last: users' hooks run in here, which may save, clip or run forward; they find no unit busy and nothing in flight.
         publish(root.in_pass)
         root.in_pass.clear()
 

@@ -14,14 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fsdp_ref import compat
 from fsdp_ref.autograd.graph_hooks import TakenInputs
 from fsdp_ref.autograd.graph_ties import PassRecord
 from fsdp_ref.autograd.tracked import TrackedParams
 from fsdp_ref.compat import RunningCall, labelled
-from fsdp_ref.errors import UnshardConflictError, explain
+from fsdp_ref.errors import UnshardConflictError
 from fsdp_ref.handle.writeback import absorb_params
 from fsdp_ref.runtime import backward, calls, prefetch
 from fsdp_ref.runtime.calls import Frame
@@ -29,7 +28,7 @@ from fsdp_ref.runtime.events import UnitEventKind
 from fsdp_ref.runtime.root import Root, lazy_init
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.states import READABLE, ReshardReason, UnitState
-from fsdp_ref.storage.precision import cast_floating, map_tensors, move_to
+from fsdp_ref.storage.precision import cast_floating, move_to, tensors_in
 from fsdp_ref.storage.views import alias
 
 
@@ -46,12 +45,8 @@ def enter_forward(
     root = lazy_init(unit)
     if unit.life.state is UnitState.SUMMONED:
         raise UnshardConflictError(
-            explain(
-                f"forward of {unit!r}",
-                expected="sharded parameters",
-                got="full parameters that summon_full_params shows",
-                remedy="Expects tensor to be unsharded by forward itself; leave the context first",
-            )
+            f"forward of {unit!r}: expected sharded parameters, got full parameters that summon_full_params shows. "
+            "Expects tensor to be unsharded by forward itself; leave the context first."
         )
     if unit.life.state is UnitState.FORWARD:
         return Frame(unit, root, nested=True, running=running), args, kwargs
@@ -86,12 +81,14 @@ def _gather(unit: Unit, root: Root, frame: Frame) -> None:
         for look in root.guards.unit_begins:
             look(unit)
     if not frame.replay or unit.life.state not in READABLE:
+        # What users did to gradients since they were shown is read before this pass adds to them.
         handle.grads.absorb()
     if absorb_params(handle) and unit.life.state is UnitState.ACCUMULATING:
         unit.reshard(ReshardReason.OUT_OF_DATE)
     unit.drop_out_of_date()
     unit.unshard()
     if not handle.empty:
+        # After the gather, which may have changed the dtype and so the buffer; before modules compute, and autograd saves views.
         root.owned(unit)
         if not frame.replay:
             # After the own gather, so that the next one queues behind it and runs while this unit computes.
@@ -99,6 +96,7 @@ def _gather(unit: Unit, root: Root, frame: Frame) -> None:
         # A unit that runs twice in a forward shows one set of views, hence has one node and one completion.
         frame.record = tracked_views(unit, root)
         if not frame.replay:
+            # Nothing else holds the record until outputs have their hooks, and the graph side knows it weakly.
             root.open_records.append(frame.record)
         handle.originals.show_computing(unit.computing(frame.record.views) if frame.replay else frame.record.views)
     frame.compute()
@@ -138,7 +136,7 @@ def _inputs(unit: Unit, frame: Frame, args: Any, kwargs: Any) -> tuple[Any, Any]
     if frame.outermost and unit.config.device.type != "cpu":
         args, kwargs = move_to(args, unit.config.device), move_to(kwargs, unit.config.device)
     if unit.config.full_precision_module:
-        frame.cast_back = _first_floating(args, kwargs)
+        frame.cast_back = next((t.dtype for t in tensors_in(args, kwargs) if t.is_floating_point()), None)
         dtype: torch.dtype | None = unit.handle.precision.original
     else:
         frame.cast_back = unit.config.output_dtype
@@ -149,18 +147,6 @@ def _inputs(unit: Unit, frame: Frame, args: Any, kwargs: Any) -> tuple[Any, Any]
     if dtype is None:
         return args, kwargs
     return cast_floating(args, dtype), cast_floating(kwargs, dtype)
-
-
-def _first_floating(*values: Any) -> torch.dtype | None:
-    found: list[torch.dtype] = []
-
-    def collect(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point():
-            found.append(tensor.dtype)
-        return tensor
-
-    map_tensors(values, collect)
-    return found[0] if found else None
 
 
 def exit_forward(frame: Frame, output: Any) -> Any:
@@ -182,6 +168,7 @@ def exit_forward(frame: Frame, output: Any) -> Any:
             raise
         # Other hooks than ours were in force: autograd holds views, and only the end of backward knows that nobody reads them.
         unit.unguarded = frame.record is not None and frame.record.tracked and not root.saves_views()
+        # Edits are kept in here, from the buffer that the next lines may free.
         calls.close(frame)
         if not frame.replay:
             root.order.post_forward(root.index[unit])

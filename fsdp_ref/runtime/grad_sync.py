@@ -138,6 +138,7 @@ class GradSync:
         rest = [] if handle.groups.replicate is None else [handle.groups.replicate]
         if handle.sharded:
             out_S = torch.empty(handle.shard_map.shard_numel, dtype=dtype, device=sent_F.device)
+            # ``sent_F`` is the collective's until the wait; ``out_S`` nobody reads before, and becomes the gradient itself.
             pending = collectives.reduce_scatter(out_S, sent_F, handle.groups.shard, unit.name)
             reduction = _Reduction(unit, used, sent_F, out_S, pending, after)
         else:
@@ -168,6 +169,7 @@ class GradSync:
         sent_F, used = gather_local(handle, grads, dtype, 1.0)
         if handle.sharded:
             out_S = torch.zeros(handle.shard_map.shard_numel, dtype=dtype, device=sent_F.device)
+            # On the post-backward stream, as ours: what the hook sends queues behind other reductions, in one order on all ranks.
             hook(unit.comm_hook_state, sent_F, out_S)
             # Not given back to the pool: the hook may have kept it.
         else:

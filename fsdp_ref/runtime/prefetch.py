@@ -58,5 +58,6 @@ def in_backward(root: Root, unit: Unit, moment: BackwardPrefetch) -> None:
         return
     for following in targets:
         under_way = following.ahead is Ahead.PREFETCH or following.life.state is UnitState.BACKWARD
+        # One whose forward made nothing to differentiate has no backward that would use, or free, what comes.
         if following.awaits_backward and not under_way and following.root is root:
             following.unshard(Ahead.PREFETCH)

@@ -18,7 +18,7 @@ from fsdp_ref.annotations import units_under
 from fsdp_ref.autograd.graph_ties import GraphTie, PassRecord
 from fsdp_ref.autograd.tracked import UnitsByStorage, pack_with, unpack_with
 from fsdp_ref.comm.streams import streams_for
-from fsdp_ref.errors import FsdpAssertionError, FsdpValueError, explain, listing
+from fsdp_ref.errors import FsdpAssertionError, FsdpValueError, listing
 from fsdp_ref.handle.param_hooks import put_back
 from fsdp_ref.naming import clean_tensor_name
 from fsdp_ref.runtime import backward
@@ -129,12 +129,10 @@ class Root:
         others = [unit for unit in units if unit is not root_unit and unit.is_root]
         if others:
             raise FsdpAssertionError(
-                explain(
-                    "Non-root FSDP instance's `_is_root` should not have been set yet or should have been set to `False`",
-                    expected="the outermost unit to run first",
-                    got=f"roots already at {listing(unit.name or type(unit.module).__name__ for unit in others)}",
-                    remedy="Run, summon or clip through the outermost unit before any unit inside it",
-                )
+                "Non-root FSDP instance's `_is_root` should not have been set yet or should have been set to `False`: "
+                "expected the outermost unit to run first, got roots already at "
+                f"{listing(unit.name or type(unit.module).__name__ for unit in others)}. Run, summon or clip through "
+                "the outermost unit before any unit inside it."
             )
         check_homogeneous(units)
         names = {id(unit): clean_tensor_name(name) for name, _, unit in reversed(found)}
@@ -154,6 +152,7 @@ class Root:
     def owned(self, unit: Unit) -> None:
         """Let saved views of the unit's present buffer be recognised (see [Note: saved parameters])."""
         handle = unit.handle
+        # By storage and not by object: a buffer keeps its storage when it is freed, so the entry is right in every later pass.
         key = handle.buffer(handle.compute_dtype).key if handle.needs_buffer else compat.storage_key(handle.shard_S)
         self._storages[key] = unit
 
@@ -166,6 +165,7 @@ class Root:
         for look in (*self.guards.forward_begins, *self.guards.tree_used):
             look()
         for unit in self.units:
+            # Before the first gather of the pass, which finds the memory of gradients that users dropped free.
             unit.handle.grads.release()
             if unit.ahead is Ahead.USER:
                 continue
@@ -213,6 +213,8 @@ class Root:
 
     def enter_backward(self) -> int:
         """Be called back at the end of the backward pass that runs now; return its number."""
+        # By the number of autograd's task: the passes that reentrant checkpointing runs inside of this one have their own, and
+        # what a dead pass left under its number must not be taken for this one's (its weak reference is empty by then).
         task = compat.graph_task_id()
         if task not in self._passes or self._passes[task]() is None:
             if not self._live_passes():
@@ -234,6 +236,7 @@ class Root:
         # Checkpointing runs passes inside the pass; nothing is complete before the outermost one ends.
         if self._live_passes():
             return
+        # First: the end of backward runs users' hooks after accumulation, and looks for them where users put them.
         self._put_hooks_back()
         try:
             backward.end_backward(self)
@@ -255,6 +258,7 @@ class Root:
     def _give_back(self) -> None:
         self._put_hooks_back()
         for unit in self.units:
+            # Gathers in flight stay so: waiting for them here could wait for a rank that raised, too.
             unit.reshard(ReshardReason.FAILED)
         # Gradients were completed on the post-backward stream; what users do with them runs on the current one.
         self.streams.compute_after_reduce()
@@ -273,6 +277,7 @@ class Root:
         self._ties[tie] = None
 
     def _loosen(self) -> None:
+        # Last of all: until here whoever is called back may ask a tie for its unit, which nobody else may hold any more.
         for tie in self._ties:
             tie.loosen()
         self._ties.clear()
@@ -292,6 +297,7 @@ class Root:
         for look in self.guards.backward_failed:
             look()
         for unit in self.units:
+            # Here gathers in flight are waited for: the next pass would pair its own with what other ranks are still in.
             unit.reshard(ReshardReason.UNUSED)
             unit.end_pass()
         self.in_pass.clear()
@@ -324,10 +330,6 @@ def check_homogeneous(units: list[Unit]) -> None:
         if any(value != values[0] for value in values):
             odd = [f"{type(unit.module).__name__}: {value}" for unit, value in zip(units, values) if value != values[0]]
             raise FsdpValueError(
-                explain(
-                    f"Expects one homogeneous value for {name}",
-                    expected=f"{values[0]} everywhere, as in the root",
-                    got=listing(odd),
-                    remedy="Give every unit of a tree the same value",
-                )
+                f"Expects one homogeneous value for {name}: expected {values[0]} everywhere, as in the root, got "
+                f"{listing(odd)}. Give every unit of a tree the same value."
             )

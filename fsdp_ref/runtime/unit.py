@@ -177,6 +177,7 @@ class Unit:
             self._make_way()
         elif ahead is Ahead.PREFETCH or (ahead is None and self.ahead is not Ahead.PREFETCH and not handle.empty):
             self.note(UnitEventKind.UNSHARD, prefetch=ahead is Ahead.PREFETCH)
+        # Bytes that started early are no promise to anybody: an edit before the forward still drops them.
         if ahead is not Ahead.OVERLAP:
             self.ahead = ahead
         # The event tells of the step, also where nothing travels; guards hear only of what was sent.
@@ -230,6 +231,7 @@ class Unit:
         if reason is ReshardReason.OUT_OF_DATE:
             absorb_params(handle)  # before the memory goes: users may have changed what was shown in full
         self.ahead = None
+        # The record's views lie over memory that goes; a later forward makes views, and a node, of its own.
         self.graph.forget()
         # A gather in flight waits for other ranks; an exception must not. ``Root.recover`` ends it later.
         if not (reason is ReshardReason.FAILED and self.life.state is UnitState.GATHERING):
@@ -275,6 +277,7 @@ class Unit:
         if handle.compute_dtype != handle.precision.original:
             return
         if self.config.use_orig_params and all(param.grad is None for param in handle.originals.params):
+            # The originals share the buffer from here on: whoever frees it looks first for edits (``keep_full_edits``).
             handle.originals.show_full()
 
     def _frees_after_forward(self, handle: FlatHandle) -> bool:

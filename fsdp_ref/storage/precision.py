@@ -74,6 +74,18 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
+def tensors_in(*values: Any) -> list[Tensor]:
+    """Return the tensors in nested containers (those that :func:`map_tensors` knows), in order."""
+    found: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(values, collect)
+    return found
+
+
 def _map_mapping(value: Mapping[Any, Any], fn: Callable[[Tensor], Tensor]) -> Any:
     items = {key: map_tensors(item, fn) for key, item in value.items()}
     if all(items[key] is item for key, item in value.items()):

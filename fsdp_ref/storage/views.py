@@ -8,7 +8,7 @@ see as parameters is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,6 @@ _FLATTENED = (
     "_fsdp_flattened"  # torch's FSDP1 sets it too: units around leave such parameters alone, whoever holds them
 )
 _BY_US = "_fsdp_ref_flattened"
-
-Writer = Callable[[Tensor], None]
 
 
 def mark_flattened(param: Tensor) -> None:

@@ -27,7 +27,7 @@ from fsdp_ref.config import (
     StateDictType,
     coerce_enum,
 )
-from fsdp_ref.errors import FsdpValueError, explain, listing
+from fsdp_ref.errors import FsdpValueError, listing
 from fsdp_ref.naming import clean_tensor_name
 
 Input = Iterable[Any] | None
@@ -128,12 +128,8 @@ def rekey_optim_state_dict(
     unknown = [key for key in dict.fromkeys(keys) if key not in to_new or str(to_new[key]).startswith("<")]
     if unknown:
         raise FsdpValueError(
-            explain(
-                "rekey_optim_state_dict",
-                expected=f"keys of the model's optimizer, which has {listing(names, limit=10)}",
-                got=f"others: {listing(unknown)}",
-                remedy="Pass the plain model and the optimizer that are to load it",
-            )
+            f"rekey_optim_state_dict: expected keys of the model's optimizer, which has {listing(names, limit=10)}, got "
+            f"others: {listing(unknown)}. Pass the plain model and the optimizer that are to load it."
         )
     state = {to_new[key]: value for key, value in optim_state_dict["state"].items()}
     groups = [

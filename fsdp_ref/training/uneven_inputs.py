@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from fsdp_ref.annotations import outermost_units
-from fsdp_ref.errors import FsdpRuntimeError, UnsupportedError, explain, listing
+from fsdp_ref.errors import FsdpRuntimeError, UnsupportedError, listing
 from fsdp_ref.runtime.unit import Unit
-from fsdp_ref.storage.precision import map_tensors
+from fsdp_ref.storage.precision import tensors_in
 
 
 class UnevenInputs(Joinable):
@@ -87,13 +87,10 @@ class UnevenInputs(Joinable):
         if self._joined or not self._join_config.enable:
             return
         if self._unfinished or not torch.is_grad_enabled():
+            got = "a second forward before finish()" if self._unfinished else "a forward without gradients"
             raise FsdpRuntimeError(
-                explain(
-                    "UnevenInputs",
-                    expected="in Join one forward with gradients, one backward and one finish() for each batch",
-                    got="a second forward before finish()" if self._unfinished else "a forward without gradients",
-                    remedy="Accumulate and evaluate outside of Join; ranks without batches do not take part in either",
-                )
+                f"UnevenInputs: expected in Join one forward with gradients, one backward and one finish() for each batch, got "
+                f"{got}. Accumulate and evaluate outside of Join; ranks without batches do not take part in either."
             )
         self._unfinished = True
         Join.notify_join_context(self)
@@ -103,8 +100,7 @@ class UnevenInputs(Joinable):
         self._joined = True
         try:
             with _put_back(self._model, self._device):
-                outputs: list[Tensor] = []
-                map_tensors(self._model(*self._example), _adder(outputs))
+                outputs = [each for each in tensors_in(self._model(*self._example)) if each.requires_grad]
                 torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
         finally:
             self._joined = False
@@ -126,37 +122,21 @@ class _Shadow(JoinHook):
         self._training.end()
 
 
-def _adder(outputs: list[Tensor]) -> Callable[[Tensor], Tensor]:
-    def add(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
-            outputs.append(tensor)
-        return tensor
-
-    return add
-
-
 def _refuse_model(model: nn.Module, units: Sequence[Unit]) -> None:
     total = {unit.config.groups.total_size for unit in units}
     groups = {unit.config.groups.shard for unit in units}
     hybrid = any(unit.config.hybrid for unit in units)
     if len(groups) > 1 or (hybrid and total != {dist.get_world_size()}):
         raise UnsupportedError(
-            explain(
-                "UnevenInputs",
-                expected="units over the same ranks (hybrid ones: over all)",
-                got=listing(repr(unit) for unit in units),
-                remedy="Make one UnevenInputs for each model",
-            )
+            "UnevenInputs: expected units over the same ranks (hybrid ones: over all), got "
+            f"{listing(repr(unit) for unit in units)}. Make one UnevenInputs for each model."
         )
     synchronised = [name for name, each in model.named_modules() if isinstance(each, nn.SyncBatchNorm)]
     if synchronised:
         raise UnsupportedError(
-            explain(
-                "UnevenInputs",
-                expected="modules that see their own rank's batch alone",
-                got=f"SyncBatchNorm at {listing(synchronised)}",
-                remedy="The example of a rank without batches would count in its statistics: use BatchNorm or LayerNorm",
-            )
+            "UnevenInputs: expected modules that see their own rank's batch alone, got SyncBatchNorm at "
+            f"{listing(synchronised)}. The example of a rank without batches would count in its statistics: use "
+            "BatchNorm or LayerNorm."
         )
 
 

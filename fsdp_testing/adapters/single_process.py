@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -111,13 +110,14 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         averaging.enabled = before
 
 
+def forget(model: nn.Module) -> None:
+    """Drop what is kept of a model."""
+    _AVERAGING.pop(model, None)
+
+
 def division(setup: Setup) -> Division:
     """One sum, then one division by the number of ranks."""
     return Division(before=1, after=setup.world_size)
-
-
-def _finish(model: nn.Module) -> Any:
-    return _AVERAGING.pop(model, None)
 
 
 IMPLEMENTATION = TorchStyle(
@@ -128,5 +128,5 @@ IMPLEMENTATION = TorchStyle(
     no_sync=no_sync,
     division=division,
     **replicated.METHODS,
-    finish=_finish,
+    finish=forget,
 )

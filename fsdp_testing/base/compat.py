@@ -6,7 +6,7 @@ import _thread
 import ctypes
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,10 +198,18 @@ def storage_key(storage: Any) -> int:
 
 
 def storage_reference(storage: Any) -> Any:
-    """Return a weak reference with `expired()`; Python's own follow the wrapper, of which each tensor makes a new one."""
+    """Return a weak reference, for `freed`; Python's own follow the wrapper, of which each tensor makes a new one."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
     return StorageWeakRef(storage)
+
+
+def freed(references: Mapping[int, Any]) -> list[int]:
+    """Return the keys of the references whose memory is gone. Asked for each operator: a call less for each of them counts."""
+    import torch
+
+    gone = torch.UntypedStorage._expired  # StorageWeakRef.expired() comes to it by two calls more
+    return [key for key, reference in list(references.items()) if gone(reference.cdata)]
 
 
 class Unversioned:

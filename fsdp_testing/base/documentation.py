@@ -10,9 +10,16 @@ def page(name: str) -> str:
     """Return the path of a page such as `docs/adapters.md`; `name` itself in a checkout, or where there is no such page."""
     place, here = folder(), Path.cwd()
     in_checkout = (here / "fsdp_testing" / "base" / "documentation.py").is_file() and (here / name).is_file()
-    if place is None or in_checkout or not (place / name).is_file():
+    if place is None or in_checkout or not name.startswith("docs/") or not (place / name).is_file():
         return name
     return str(place / name)
+
+
+def text_of(name: str) -> str | None:
+    """Return what is written on a page such as `docs/adapters.md`; None where there is no such page."""
+    place = folder()
+    path = place / name if place is not None and name.startswith("docs/") and ".." not in name else None
+    return path.read_text(encoding="utf-8") if path is not None and path.is_file() else None
 
 
 @functools.cache

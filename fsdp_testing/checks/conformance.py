@@ -6,11 +6,15 @@ import difflib
 import functools
 import os
 import platform
+import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -216,12 +220,12 @@ def run_case(name: str, case: Case, *, runner: CaseRunner | None = None, **compa
         name: Implementation.
         case: The case.
         runner: Where it runs; by default `shared_runner()`.
-        **comparison: Fields of `fsdp_testing.oracle.comparison.Comparison`.
+        **comparison: Fields of `fsdp_testing.oracle.quantities.Comparison`.
 
     Raises:
         InvalidRecord: The case is not legal.
     """
-    from fsdp_testing.oracle.comparison import Comparison
+    from fsdp_testing.oracle.quantities import Comparison
 
     check_case(case)
     load_all((name,))
@@ -340,12 +344,15 @@ def _place(world_sizes: Iterable[int], backend: str, tensor_parallel: int = 1) -
 
 
 def environment() -> dict[str, str]:
-    """Return what a reader needs to know about the machine and the versions."""
+    """Return when, of which commit and by which command something runs, and the versions and the machine."""
     from importlib import metadata
 
     import torch
 
     return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": _commit(),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "fsdp-testing": metadata.version("fsdp-testing"),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
@@ -353,3 +360,13 @@ def environment() -> dict[str, str]:
         "processors": str(len(os.sched_getaffinity(0))),
         "executable": sys.executable,
     }
+
+
+def _commit() -> str:
+    """Return the commit of the current folder, and whether files differ from it."""
+    command = ["git", "describe", "--always", "--dirty= with changes", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5.0, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() or "none"

@@ -30,11 +30,12 @@ Run every small case: two steps on at most 4 ranks, with at most 3 micro-batches
 and clearing of gradients vary; one part is unused, frozen, shared or called twice. `run` and `fuzz` judge in the same way. A run
 goes on where the last one in DIR ended. Ctrl-C leaves everything on disk.
 """
+EXAMPLE = "fsdp-verify certify torch-fsdp1 --sample 500 --html certificate.html"
 
 
 def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = declare(commands, "certify", "run every small case", DESCRIPTION)
+    command = declare(commands, "certify", "run every small case", DESCRIPTION, example=EXAMPLE)
     command.add_argument("name", metavar="NAME", help="implementation")
     what = command.add_argument_group("what is run")
     what.add_argument("--sample", type=count, metavar="N", help="only N cells, spread over all faces")
@@ -112,6 +113,7 @@ def _made(certificate: Certificate, console: Output, explain: float) -> Summary:
             display.at(counts.total(), f"{failing:,} fail" if failing else "", total)
 
         display.stage(f"running cells, {certificate.earlier:,} of {total:,} ran before", total)
+        show(certificate)
         certificate.run(show)
         display.stage("looking for causes")
         adapter = certificate.plan.implementation

@@ -20,11 +20,12 @@ Train two steps with each implementation at each layout (strategy, mesh, units),
 every implementation at every layout: in memory, through a file, and through a directory of torch.distributed.checkpoint.
 Parameters, buffers, optimizer state and settings must be equal to the bit, and the next step must be the right one.
 """
+EXAMPLE = "fsdp-verify checkpoints torch-fsdp1 torch-fsdp2 --world-size 2,3"
 
 
 def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = declare(commands, "checkpoints", "load every saved state everywhere", DESCRIPTION)
+    command = declare(commands, "checkpoints", "load every saved state everywhere", DESCRIPTION, example=EXAMPLE)
     command.add_argument("names", nargs="+", metavar="NAME", help="implementations; each saves, and each loads")
     what = command.add_argument_group("what is run")
     what.add_argument(
@@ -44,7 +45,7 @@ def add(commands: Subparsers[Command]) -> Command:
 def execute(options: argparse.Namespace) -> int:
     """Exchange, print, write: 0 if every state holds, 1 if one fails, 3 if one is unknown."""
     from fsdp_testing.report.terminal import open_console
-    from fsdp_testing.search.checkpoints.sheet import checkpoints_sheet
+    from fsdp_testing.search.checkpoints.summary import checkpoints_sheet
 
     paths = checked_outputs(options)
     console = open_console()

@@ -40,11 +40,12 @@ Run random cases (module tree, wrapping plan, strategy, program of training oper
 single-process oracle. A new failure is shrunk and written to DIR/found/. A campaign goes on where the last
 one in DIR ended. Ctrl-C leaves everything on disk.
 """
+EXAMPLE = "fsdp-verify fuzz torch-fsdp2 --seconds 300 --world-size 2,3"
 
 
 def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = declare(commands, "fuzz", "look for divergences with random cases", DESCRIPTION)
+    command = declare(commands, "fuzz", "look for divergences with random cases", DESCRIPTION, example=EXAMPLE)
     command.add_argument("name", metavar="NAME", nargs="?", help="implementation")
     limit = command.add_argument_group("how long")
     limit.add_argument("--seconds", type=seconds, metavar="N", help="end after N seconds (default 60)")
@@ -92,7 +93,7 @@ def execute(options: argparse.Namespace) -> int:
         raise InvalidArgument("fuzz: expected NAME alone. Say what is to be fuzzed; exhibits: `museum --exhibits N`.")
     from fsdp_testing.adapters import registry
     from fsdp_testing.report.terminal import open_console
-    from fsdp_testing.search.campaign.sheet import campaign_sheet
+    from fsdp_testing.search.campaign.tally import campaign_sheet
 
     adapter = registry.load(options.name)
     plan = _plan(options, adapter)
@@ -107,7 +108,7 @@ def campaigned(plan: Plan, console: Output, *, scripts: bool = True) -> Campaign
     from fsdp_testing.report.progress import Display
     from fsdp_testing.report.terminal import print_sheet
     from fsdp_testing.search.campaign.campaign import Campaign
-    from fsdp_testing.search.campaign.sheet import campaign_sheet
+    from fsdp_testing.search.campaign.tally import campaign_sheet
 
     name, missing = plan.implementation.name, plan.scope.not_claimed()
     if missing:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from importlib import resources
 
 from fsdp_testing.cases.records import CAPABILITIES
 from fsdp_testing.cli.options import Command, Subparsers, declare
@@ -19,6 +22,7 @@ def add(commands: Subparsers[Command]) -> Command:
         "list",
         "implementations, checks, capabilities, models, backends",
         "List what can be named on the command line: names alone, or all that is known of one KIND.",
+        example="fsdp-verify list checks",
     )
     command.add_argument("kind", nargs="?", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
     command.add_argument("--all", action="store_true", help="all that is known of every kind")
@@ -26,68 +30,66 @@ def add(commands: Subparsers[Command]) -> Command:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Print the lists."""
-    from rich.table import Table
-    from rich.text import Text
-
-    from fsdp_testing.report.terminal import open_console
+    """Print the lists as tables."""
+    from fsdp_testing.report.sheet import Cell, Row, RowGroup, Sheet, Table
+    from fsdp_testing.report.terminal import open_console, print_sheet
 
     console = open_console()
     at_length = options.all or options.kind
+    tables = []
     for kind in [options.kind] if options.kind else KINDS:
-        console.print(Text(kind, style="bold"))
-        table = Table.grid(padding=(0, 2))
-        table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")
-        for name, account in LISTS[kind]() if at_length else _names(kind):
-            table.add_row(Text(f"  {name}"), Text(account))
-        console.print(table)
+        columns, rows_of = (LISTS if at_length else SHORT)[kind]
+        rows = tuple(Row(f"  {name}", tuple(map(Cell, cells))) for name, *cells in rows_of())
+        tables.append(Table(kind, columns, (RowGroup(rows),)))
+    print_sheet(Sheet("", 0, "", lead=tuple(tables)), console)
     if not at_length:
         console.say("`fsdp-verify list KIND` says what each is, `fsdp-verify list --all` of all kinds", style="dim")
     return 0
 
 
-def _names(kind: str) -> Iterator[tuple[str, str]]:
-    """Names that belong together in one line: checks by suite; of implementations and backends what is account of them."""
-    from fsdp_testing.report.summary import suite_of
+def _short_implementations() -> Iterator[tuple[str, str]]:
+    from fsdp_testing.adapters.registrations import registrations
 
-    listed = list(LISTS[kind]())
-    if kind == "implementations":
-        yield from ((name, account.partition("; claims ")[0]) for name, account in listed)
-    elif kind == "checks":
-        suites: dict[str, list[str]] = {}
-        for name, _ in listed:
-            suites.setdefault(suite_of(name), []).append(name.partition(".")[2])
-        yield from ((suite, ", ".join(names)) for suite, names in suites.items())
-    elif kind == "backends":
-        yield from listed
+    yield from ((name, claims[0].origin) for name, claims in sorted(registrations().items()))
+
+
+def _short(kind: str) -> Iterator[tuple[str, str]]:
+    """Yield names in one row for those that belong together; torch, which takes seconds, is not imported."""
+    names = json.loads((resources.files("fsdp_testing.cli") / "names.json").read_text(encoding="utf-8"))
+    if kind == "checks":
+        yield from ((suite, ", ".join(checks)) for suite, checks in names["checks"].items())
     else:
-        yield "", ", ".join(name for name, _ in listed)
+        yield "", ", ".join(names[kind] if kind == "models" else CAPABILITIES)
 
 
-def _implementations() -> Iterator[tuple[str, str]]:
+def _short_backends() -> Iterator[tuple[str, str]]:
+    from fsdp_testing.base.backends import registered_backends
+
+    yield "", ", ".join(registered_backends())
+
+
+def _implementations() -> Iterator[tuple[str, ...]]:
     from fsdp_testing.adapters import registry
 
     for name, claims in sorted(registry.registrations().items()):
         if len(claims) > 1:
             origins = ", ".join(claim.origin for claim in claims)
-            yield name, f"registered by several distributions: {origins}"
+            yield name, f"registered by several distributions: {origins}", ""
             continue
         try:
             adapter = registry.load(name)
         except HarnessError as error:
-            yield name, f"cannot be used: {error}"
+            yield name, claims[0].origin, f"cannot be used: {error}"
         else:
-            yield name, f"{claims[0].origin}; claims {', '.join(sorted(adapter.capabilities))}"
+            yield name, claims[0].origin, ", ".join(sorted(adapter.capabilities))
 
 
-def _checks() -> Iterator[tuple[str, str]]:
+def _checks() -> Iterator[tuple[str, ...]]:
     from fsdp_testing.checks.suites import CHECKS
 
     for check in CHECKS.values():
-        needs = f"; needs {', '.join(sorted(check.needs))}" if check.needs else ""
         profile = "" if check.profile == "default" else f"; {check.profile} profile"
-        yield check.name, f"{check.meaning}{needs}{profile} ({check.source})"
+        yield check.name, f"{check.meaning}{profile} ({check.source})", ", ".join(sorted(check.needs))
 
 
 def _models() -> Iterator[tuple[str, str]]:
@@ -109,10 +111,21 @@ def _backends() -> Iterator[tuple[str, str]]:
         yield name, f"unavailable: {reason}" if reason else f"on {backend.device_type}"
 
 
-LISTS: dict[str, Callable[[], Iterable[tuple[str, str]]]] = {
-    "implementations": _implementations,
-    "checks": _checks,
-    "capabilities": CAPABILITIES.items,
-    "models": _models,
-    "backends": _backends,
+Rows = Callable[[], Iterable[tuple[str, ...]]]
+
+LISTS: dict[str, tuple[tuple[str, ...], Rows]] = {
+    "implementations": (("registered by", "claims"), _implementations),
+    "checks": (("claim", "needs"), _checks),
+    "capabilities": (("meaning",), CAPABILITIES.items),
+    "models": (("trait",), _models),
+    "backends": (("here",), _backends),
 }
+"""Of each kind the columns of its table, and its rows."""
+SHORT: dict[str, tuple[tuple[str, ...], Rows]] = {
+    "implementations": (("registered by",), _short_implementations),
+    "checks": (("names",), partial(_short, "checks")),
+    "capabilities": (("names",), partial(_short, "capabilities")),
+    "models": (("names",), partial(_short, "models")),
+    "backends": (("names",), _short_backends),
+}
+"""The same, names alone."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fsdp_testing.cli.options import Command, Subparsers, declare
 from fsdp_testing.cli.outputs import checked_outputs, present
-from fsdp_testing.cli.run import add_report_outputs, present_report
+from fsdp_testing.cli.run import add_report_outputs, earlier_report, present_report
 from fsdp_testing.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -20,11 +20,12 @@ for `fsdp-verify certify`: one certificate. Or put the --state directories of `f
 in the directory that --state names: each finding once, and a campaign that can go on. Parts that are missing, there twice, or
 of different runs are refused.
 """
+EXAMPLE = "fsdp-verify merge part-1.json part-2.json --html report"
 
 
 def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = declare(commands, "merge", "put the parts of a divided run together", DESCRIPTION)
+    command = declare(commands, "merge", "put the parts of a divided run together", DESCRIPTION, example=EXAMPLE)
     command.add_argument(
         "reports",
         nargs="+",
@@ -60,7 +61,7 @@ def execute(options: argparse.Namespace) -> int:
     if any(_is_certificate(text, path) for path, text in texts.items()):
         return _certificates(texts, paths, options)
     reports = {path: RunReport.from_json(text, path) for path, text in texts.items()}
-    return present_report(merged(reports), options, open_console(), paths)
+    return present_report(merged(reports), options, open_console(), paths, earlier_report(options))
 
 
 def _is_certificate(text: str, path: str) -> bool:
@@ -76,7 +77,11 @@ def _certificates(texts: dict[str, str], paths: dict[str, Path], options: argpar
     from fsdp_testing.search.certificate.summary import read_summary
     from fsdp_testing.search.merging import merge_certificates
 
-    unwanted = [name for name, given in (("--junit", options.junit), ("--full", options.full)) if given]
+    unwanted = [
+        name
+        for name, given in (("--junit", options.junit), ("--compare", options.compare), ("--full", options.full))
+        if given
+    ]
     if unwanted:
         raise InvalidArgument(f"merge: expected --html or --json for certificates, got {', '.join(unwanted)}. Drop it.")
     summary = merge_certificates({path: read_summary(text, path) for path, text in texts.items()})
@@ -88,7 +93,7 @@ def _campaigns(options: argparse.Namespace, paths: dict[str, Path], console: Out
     from fsdp_testing.report.sheet import Sheet
     from fsdp_testing.search.merging import merge_campaigns
 
-    unwanted = [*paths, *(["--full"] if options.full else [])]
+    unwanted = [*paths, *(["--full"] if options.full else []), *(["--compare"] if options.compare else [])]
     if options.state is None or unwanted:
         raise InvalidArgument(
             f"merge: expected only --state DIR to merge campaigns of `fuzz`, got {', '.join(unwanted) or 'no --state'}. "

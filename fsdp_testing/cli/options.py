@@ -10,18 +10,24 @@ import math
 import shutil
 import sys
 import textwrap
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from fsdp_testing.errors import InvalidArgument
+
 if TYPE_CHECKING:
     from fsdp_testing.judging.concurrency import Capacity
+    from fsdp_testing.ranks.faults.fault import Fault
 
 Subparsers = argparse._SubParsersAction  # the only name argparse gives it
 Command = argparse.ArgumentParser
 
 
-def declare(commands: Subparsers[Command], name: str, summary: str, description: str, epilog: str = "") -> Command:
-    """Declare a command: its name, and what its help says, in paragraphs as wide as the terminal."""
+def declare(
+    commands: Subparsers[Command], name: str, summary: str, description: str, *, example: str, epilog: str = ""
+) -> Command:
+    """Declare a command: its name, and what its help says, in paragraphs as wide as the terminal; examples keep their lines."""
     width = shutil.get_terminal_size().columns - 2  # as argparse does for options
 
     def filled(text: str) -> str:
@@ -31,7 +37,7 @@ def declare(commands: Subparsers[Command], name: str, summary: str, description:
         name,
         help=summary,
         description=filled(description),
-        epilog=filled(epilog),
+        epilog="\n  ".join(["example:", *example.splitlines()]) + (f"\n\n{filled(epilog)}" if epilog else ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -94,6 +100,22 @@ def add_tensor_parallel(group: argparse._ActionsContainer) -> argparse.Action:
     """Declare `--tensor-parallel`."""
     text = "ranks that hold one model together, cut by torch's tensor parallelism (default 1)"
     return group.add_argument("--tensor-parallel", type=count, default=1, metavar="T", help=text)
+
+
+def fault(text: str) -> Fault:
+    """Parse a fault that is to be injected."""
+    from fsdp_testing.ranks.faults.fault import Fault
+
+    try:
+        return Fault.parse(text)
+    except InvalidArgument as wrong:
+        raise argparse.ArgumentTypeError(str(wrong).removeprefix("fault: ").removesuffix(".")) from None
+
+
+def add_fault(option: Callable[..., argparse.Action], where: str) -> argparse.Action:
+    """Declare `--fault`."""
+    text = f"inject a fault {where}, as crash@rank=1,step=3 or delay=2.5@rank=1,collective=7; may be repeated"
+    return option("--fault", type=fault, action="append", default=[], metavar="FAULT", help=text)
 
 
 def add_jobs(group: argparse._ActionsContainer, what: str) -> argparse.Action:

@@ -49,6 +49,8 @@ def _refuse_other_options(options: argparse.Namespace) -> None:
         "--extended": options.extended,
         "--expected-failures": options.expected_failures,
         "--junit": options.junit,
+        "--compare": options.compare,
+        "--fault": options.fault,
         "--backend": options.backend != "gloo",
     }
     unwanted = [name for name, given in other.items() if given]

@@ -14,11 +14,14 @@ DESCRIPTION = """\
 Run the same training programs on both implementations, record what their units and collectives do, and show side by
 side where the order differs: units and their parameters, unshard and reshard, gather and free, collectives.
 """
+EXAMPLE = "fsdp-verify parity torch-fsdp1 torch-fsdp2 --html order.html"
 
 
 def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = declare(commands, "parity", "unit and event order of two implementations, side by side", DESCRIPTION)
+    command = declare(
+        commands, "parity", "unit and event order of two implementations, side by side", DESCRIPTION, example=EXAMPLE
+    )
     command.add_argument("left", metavar="NAME", help="an implementation that claims `unit_trace`")
     command.add_argument("right", metavar="NAME", help="another one")
     command.add_argument("--world-size", type=count, default=2, metavar="N", help="number of ranks (default 2)")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_testing.cli.options import (
     Command,
     Subparsers,
+    add_fault,
     add_jobs,
     add_tensor_parallel,
     add_timeout,
@@ -26,7 +27,7 @@ from fsdp_testing.errors import BackendUnavailable, InvalidArgument
 
 if TYPE_CHECKING:
     from fsdp_testing.cases.records import RunReport
-    from fsdp_testing.report.sheet import Sheet
+    from fsdp_testing.report.sheet import Section, Sheet
     from fsdp_testing.report.terminal import Output
 
 INTERRUPTED = 130
@@ -40,11 +41,12 @@ against which bound, and how to run it again.
 
 NAME is a registered name (`fsdp-verify list implementations`) or an import string package.module:attribute.
 """
+EXAMPLE = "fsdp-verify run torch-fsdp2 --check training --html report"
 
 
 def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = declare(commands, "run", "judge implementations", DESCRIPTION)
+    command = declare(commands, "run", "judge implementations", DESCRIPTION, example=EXAMPLE)
     command.add_argument("names", nargs="*", metavar="NAME", help="implementations")
     command.add_argument("--all", action="store_true", help="every registered implementation")
     what = command.add_argument_group("what is run")
@@ -72,6 +74,7 @@ def add(commands: Subparsers[Command]) -> Command:
     )
     what.add_argument("--state", type=Path, metavar="DIR", help="of --pairs; default: .fsdp-pairs/NAME")
     what.add_argument("--extended", action="store_true", help="the extended profile too: more cases, more time")
+    add_fault(what.add_argument, "into the ranks in each run of a case, and judge it as it is then")
     add_timeout(what, 60.0)
     add_jobs(what, "checks")
     what.add_argument(
@@ -98,6 +101,12 @@ def add_report_outputs(command: Command) -> None:
     add_html(out)
     add_json(out, "the report")
     out.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML")
+    out.add_argument(
+        "--compare",
+        type=Path,
+        metavar="OLD.json",
+        help="an earlier report: which failures are new, gone, or there since when",
+    )
     out.add_argument("--full", action="store_true", help="show every check, and complete accounts of what failed")
 
 
@@ -116,6 +125,7 @@ def execute(options: argparse.Namespace) -> int:
     if options.all and options.names:
         raise InvalidArgument(f"run: expected names or --all, got both ({', '.join(options.names)}). Drop one of them.")
     paths = checked_outputs(options)
+    earlier = earlier_report(options)
     default_pool().start()  # torch is imported there and, with the registry, here: at the same time
     from fsdp_testing.adapters import registry
     from fsdp_testing.checks.conformance import select_checks
@@ -131,33 +141,60 @@ def execute(options: argparse.Namespace) -> int:
     for name in unknown_tables(options.expected_failures, names):
         whose = f"--expected-failures: [{name}] is no implementation of this run"
         console.say(f"{whose}, and none is registered under that name", style="bold yellow")
+    if options.fault:
+        console.say(f"injected into each run of a case: {', '.join(map(str, options.fault))}", style="bold yellow")
     console.say(f"{part_of}checks under way at a time: {room.said(options.jobs)}")
     report, interrupted = judged(names, expected, options, console)
     # A registered name is the adapter's own; an import string is not.
     own = {name: registry.adapter_of(name).name for name in report.implementations if ":" in name}
-    report = replace(report, own_names=own)
+    injected = {"faults": ", ".join(map(str, options.fault))} if options.fault else {}
+    report = replace(report, own_names=own, environment={**report.environment, **injected})
     if not interrupted:
-        return present_report(report, options, console, paths)
+        return present_report(report, options, console, paths, earlier)
     # A report of half a run must not replace one of a whole run.
     ending = "interrupted: this is what was known by then; no file was written"
-    sheet = replace(_printed(report, options), exit_code=INTERRUPTED, conclusion=ending)
+    sheet = replace(_sheet(report, options), exit_code=INTERRUPTED, conclusion=ending)
     return present(sheet, console, {}, {}, full=options.full)
 
 
-def present_report(report: RunReport, options: argparse.Namespace, console: Output, paths: Mapping[str, Path]) -> int:
+def earlier_report(options: argparse.Namespace) -> RunReport | None:
+    """Return the report that the new one is to be compared with, if one is named.
+
+    Raises:
+        InvalidArgument: It cannot be read.
+    """
+    if options.compare is None:
+        return None
+    from fsdp_testing.base.document import read_text
+    from fsdp_testing.cases.records import RunReport
+
+    text = read_text(options.compare, "an earlier report for --compare", "Give what `--json` wrote.")
+    return RunReport.from_json(text, str(options.compare))
+
+
+def present_report(
+    report: RunReport,
+    options: argparse.Namespace,
+    console: Output,
+    paths: Mapping[str, Path],
+    earlier: RunReport | None = None,
+) -> int:
     """Print a report, write it in the forms that are asked for, and return its exit code."""
+    from fsdp_testing.report.comparing import comparison, dated
     from fsdp_testing.report.conformance import complete_sheet
     from fsdp_testing.report.junit import junit_text
 
+    report = dated(report, earlier) if earlier else report
+    changes = [comparison(report, earlier, str(options.compare))] if earlier else []
     texts = {"--json": lambda: report.to_json(indent=1) + "\n", "--junit": lambda: junit_text(report)}
-    sheet = _printed(report, options)
-    return present(sheet, console, paths, texts, page=lambda: complete_sheet(report), full=options.full)
+    sheet = _sheet(report, options, *changes)
+    return present(sheet, console, paths, texts, page=lambda: complete_sheet(report, *changes), full=options.full)
 
 
-def _printed(report: RunReport, options: argparse.Namespace) -> Sheet:
+def _sheet(report: RunReport, options: argparse.Namespace, *changes: Section) -> Sheet:
     from fsdp_testing.report.conformance import complete_sheet, short_sheet
 
-    return complete_sheet(replace(report, own_names={})) if options.full else short_sheet(report)
+    return complete_sheet(replace(report, own_names={}), *changes) if options.full else short_sheet(report, *changes)
 
 
 def check_backend(name: str, size: int) -> None:
@@ -270,10 +307,11 @@ def judged(
                 expected_failures=expected,
                 shard=options.shard,
                 extended=options.extended,
-                explain=options.explain,
+                # A failure that was injected has no other cause.
+                explain=0.0 if options.fault else options.explain,
                 portraits=options.html is not None,
                 listener=progress,
-                runner=CaseRunner(timeout=options.timeout),
+                runner=CaseRunner(timeout=options.timeout, faults=options.fault),
                 jobs=options.jobs,
             )
         except KeyboardInterrupt:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fsdp_testing.cli.options import Command, Subparsers, add_timeout, count, declare, sizes
+from fsdp_testing.cli.options import Command, Subparsers, add_fault, add_timeout, count, declare, sizes
 from fsdp_testing.cli.outputs import add_html, add_json, checked_outputs, present
 from fsdp_testing.errors import InvalidArgument
 
@@ -23,15 +23,19 @@ Run an unmodified training script as torchrun would start it, on each number of 
 process that sees the rows of all ranks: loss, learning rate, gradients as the optimizer is given them, parameters after.
 Options stand before SCRIPT; what follows it is the script's. Dropout is switched off; files that the script writes below the
 current folder go to a temporary one.
-
-Example: fsdp-verify train --vary k=1,2,4 train.py --accumulate {k} --batch {8/k}
+"""
+EXAMPLE = """\
+fsdp-verify train --world-sizes 1,2 train.py --epochs 1
+fsdp-verify train --vary k=1,2 train.py --accumulate {k} --batch {8/k}
 """
 _ARGUMENTS, _VARY = "--resume-args", "--vary"
 
 
 def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = declare(commands, "train", "compare a training script on N ranks with one process", DESCRIPTION)
+    command = declare(
+        commands, "train", "compare a training script on N ranks with one process", DESCRIPTION, example=EXAMPLE
+    )
     option = command.add_argument
     valued = [
         option(
@@ -86,6 +90,7 @@ def _add_relations(option: Callable[..., argparse.Action]) -> list[argparse.Acti
             metavar="ARGS",
             help="further arguments for the resumed run, as one quoted word",
         ),
+        add_fault(option, "in one more run"),
         option(
             _VARY,
             type=_words,
@@ -154,6 +159,7 @@ def execute(options: argparse.Namespace) -> int:
         accept=tuple(options.accept),
         vary=tuple(options.vary),
         against=tuple(options.against),
+        faults=tuple(options.fault),
     )
     console, began = open_console(), time.monotonic()
     with Display(console) as display:
@@ -164,6 +170,7 @@ def execute(options: argparse.Namespace) -> int:
         "world_sizes": options.world_sizes,
         "vary": options.vary,
         "against": options.against,
+        "faults": [str(fault) for fault in options.fault],
         "seconds": time.monotonic() - began,
         "environment": environment(),
     }

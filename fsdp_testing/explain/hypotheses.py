@@ -35,9 +35,8 @@ from fsdp_testing.explain.patterns import Pattern, pattern_of
 from fsdp_testing.judging.checkers import agreement
 from fsdp_testing.judging.checkers.divergence import DECISIVE
 from fsdp_testing.judging.checkers.explain import listed
-from fsdp_testing.oracle.comparison import Comparison
 from fsdp_testing.oracle.gradient_terms import GradientTerm
-from fsdp_testing.oracle.quantities import Expectation, Expected, ExpectedPoint
+from fsdp_testing.oracle.quantities import Comparison, Expectation, Expected, ExpectedPoint
 
 Oracle = Callable[[Case], Expectation]
 """Runs a case in one process, freely, and looks after every operation."""
@@ -248,18 +247,16 @@ class WrongNumbers:
                     done, due = (repr(getattr(done_or_due, setting)) for done_or_due in (variant, operation))
                     what = f"{name}, works as if {setting}={done} were asked for, not {due}"
                     return Hypothesis(-1, self._kinds, happened=what, ranks=self._affected())
-            if operation.saves_optimizer and self._is_like(self._after(IdleStep(), index), point, later=1):
+            if operation.saves_optimizer and self._is_like(
+                self._replaced(index, IdleStep(), operation), point, later=1
+            ):
                 what = f"{name}, saves the optimizer's state as if a step on zeros had been made"
                 return Hypothesis(-1, self._kinds, happened=what, ranks=self._affected())
         return None
 
-    def _after(self, first: Operation, index: int) -> Case:
+    def _replaced(self, index: int, *operations: Operation) -> Case:
         program = self._case.program
-        return replace(self._case, program=(*program[:index], first, *program[index:]))
-
-    def _replaced(self, index: int, operation: Operation) -> Case:
-        program = self._case.program
-        return replace(self._case, program=(*program[:index], operation, *program[index + 1 :]))
+        return replace(self._case, program=(*program[:index], *operations, *program[index + 1 :]))
 
     def _stale_units(self, point: ExpectedPoint, unsharded: UnshardedUnits) -> Hypothesis | None:
         """Whether some units alone took no part in a step: those that were gathered when it was made.

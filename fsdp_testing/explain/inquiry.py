@@ -1,8 +1,14 @@
-"""Runs a failure again with instrumentation, and asks the oracle for variants of it."""
+"""Runs a failure again with instrumentation, and asks the oracle for variants of it.
+
+Where the casts of wrong numbers are known one by one, it replays the same operations, each from the implementation's own state,
+with other casts: gradients reduced in another dtype, local micro-batches added up in one, divided at another place, or nothing
+computed in a lower one. At two ranks equality is to the bit, so that what agrees is what happened. Of a reduction the dtype
+must have been on the wire: another defect may give the same bits. Where nothing agrees, nothing is said.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,25 +17,35 @@ from typing import Any
 import torch
 
 from fsdp_testing.adapters import registry
-from fsdp_testing.cases.records import RAISES, UNIT_ROUNDOFF, Case, FailureKind, Finding, RankObservation, Verdict
+from fsdp_testing.adapters.protocol import Division
+from fsdp_testing.cases.records import (
+    RAISES,
+    UNIT_ROUNDOFF,
+    Case,
+    FailureKind,
+    Finding,
+    MixedPrecisionSpec,
+    RankObservation,
+    Verdict,
+)
 from fsdp_testing.errors import HarnessError
-from fsdp_testing.explain.casts import other_cast
+from fsdp_testing.explain.compared_pieces import compared_pieces
 from fsdp_testing.explain.hypotheses import Hypothesis, Sources, WrongNumbers
 from fsdp_testing.explain.modules import first_wrong_module
 from fsdp_testing.explain.shrinking.shrink import RUNS_OF_A_HANG
 from fsdp_testing.explain.trace.run import Trace, trace
 from fsdp_testing.judging.case_runner import ORDINARY, CaseRunner, JudgedCase, RunMode
-from fsdp_testing.judging.checkers.lifecycle import unsharded_before
+from fsdp_testing.judging.checkers import agreement
+from fsdp_testing.judging.checkers.event_rules import unsharded_before
 from fsdp_testing.judging.numbers import compare_numbers
 from fsdp_testing.judging.signature import signature_of
 from fsdp_testing.oracle import gathered_state, rank_jobs
-from fsdp_testing.oracle.comparison import Comparison
-from fsdp_testing.oracle.fitting import as_observed
 from fsdp_testing.oracle.gathered_state import GatheredState
 from fsdp_testing.oracle.gradient_terms import GradientTerm
 from fsdp_testing.oracle.module_values import WatchedObservation
-from fsdp_testing.oracle.quantities import Expectation
-from fsdp_testing.oracle.setup import division_of
+from fsdp_testing.oracle.quantities import Comparison, Expectation
+from fsdp_testing.oracle.rank_jobs import Otherwise
+from fsdp_testing.oracle.setup import as_observed, division_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,3 +235,74 @@ class Inquiry:
     def _terms(self, case: Case, last: int, adopted: Mapping[int, GatheredState] | None) -> Sequence[GradientTerm]:
         terms: Sequence[GradientTerm] = self._on_ranks(rank_jobs.gradient_terms, case, last, adopted, size=1)[0]
         return terms
+
+
+LockstepOracle = Callable[[Case, Otherwise], Expectation]
+"""Replays a case in one process, from the state that the implementation was in before each operation."""
+
+_AS_SAID = Otherwise()
+
+
+@dataclass(frozen=True, slots=True)
+class _Cast:
+    """What may have been done: in words, the case that says it, how else it is replayed, and the dtype it needs on the wire."""
+
+    words: str
+    precision: MixedPrecisionSpec
+    otherwise: Otherwise = _AS_SAID
+    wire: str = ""
+
+
+def other_cast(
+    case: Case,
+    ranks: Sequence[RankObservation],
+    comparison: Comparison,
+    oracle: LockstepOracle,
+    *,
+    reduced_in: Callable[[], Collection[str]],
+    division: Division | None = None,
+) -> str:
+    """Return which cast gives the numbers of the first divergence, in words; empty if none does.
+
+    Args:
+        case: The case as one process runs it.
+        ranks: What each rank reported, with a snapshot after every operation.
+        comparison: How the check compares.
+        oracle: Replays other casts.
+        reduced_in: Returns the dtypes that ranks gave to sums.
+        division: How the implementation says that it divides.
+    """
+    divergences = agreement.compare(oracle(case, _AS_SAID), ranks, comparison).divergences
+    wrong = {divergence.quantity for divergence in divergences}
+    for cast in _others(case, division) if wrong else ():
+        expected = oracle(replace(case, mixed_precision=cast.precision), cast.otherwise)
+        points = (p for p in expected.points if p.index == divergences[0].index and wrong <= set(p.quantities))
+        pieces = [piece for point in points for piece in compared_pieces(ranks, point, wrong)]
+        agrees = bool(pieces) and not any(piece.wrong for piece in pieces)
+        if agrees and {piece.quantity for piece in pieces} == wrong and (not cast.wire or cast.wire in reduced_in()):
+            return cast.words
+    return ""
+
+
+def _others(case: Case, division: Division | None) -> Iterator[_Cast]:
+    precision, stored = case.mixed_precision or MixedPrecisionSpec(), case.model.dtype
+    wire = precision.reduce_dtype or precision.param_dtype or stored
+    computed = precision.param_dtype or stored
+    if UNIT_ROUNDOFF[computed] > UNIT_ROUNDOFF[wire]:
+        words = f"local micro-batches are added up in {computed} where {wire} is due"
+        yield _Cast(words, precision, Otherwise(sums=computed))
+    for dtype in dict.fromkeys((precision.param_dtype, stored, "float32", "bfloat16", "float16")):
+        if dtype is not None and dtype != wire:
+            words = f"gradients are reduced in {dtype} where {wire} is due"
+            yield _Cast(words, replace(precision, reduce_dtype=dtype), wire=dtype)
+    for before, after in ((float(case.world.size), 1.0), (1.0, float(case.world.size))):
+        if division is not None and (division.before, division.after) != (before, after):
+            when = "before the sum over ranks" if after == 1.0 else "after the sum over ranks"
+            words = f"gradients are divided {when}, which is not where the adapter says that they are"
+            yield _Cast(words, precision, Otherwise(division=Division(before, after)))
+    if precision.param_dtype is not None:
+        full = replace(precision, param_dtype=None, reduce_dtype=wire)
+        yield _Cast(f"forward and backward run in {stored} where {precision.param_dtype} is due", full)
+    if precision.buffer_dtype is not None:
+        uncast = replace(precision, buffer_dtype=None)
+        yield _Cast(f"buffers are not cast to {precision.buffer_dtype}", uncast)

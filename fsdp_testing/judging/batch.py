@@ -26,9 +26,8 @@ from fsdp_testing.base.compat import process_groups
 from fsdp_testing.cases.records import OUTLIVES, Case, CaseRecord, RaisedError, RankObservation, WorldSpec
 from fsdp_testing.judging import record_stream
 from fsdp_testing.oracle.accounts import AccountedProgram, program_for
-from fsdp_testing.oracle.fitting import fitted
 from fsdp_testing.oracle.rank_jobs import survivors
-from fsdp_testing.oracle.setup import mesh_of_two_axes, setup_of
+from fsdp_testing.oracle.setup import fitted, mesh_of_two_axes, setup_of
 from fsdp_testing.ranks.ledger.interception import listen
 from fsdp_testing.ranks.ledger.recorder import Call, GroupIdentity
 from fsdp_testing.ranks.pool import Failed

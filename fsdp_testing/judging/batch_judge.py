@@ -1,7 +1,14 @@
-"""Runs a batch, and judges it in a process of its own, while the ranks are busy with the next one."""
+"""Runs a batch, and judges it in a process of its own, while the ranks are busy with the next one.
+
+Most cases agree with the oracle to the bit or nearly so, which one undisturbed replay shows: each quantity gets a bound that is
+smaller than that of the full comparison everywhere. What passes is right; whatever does not is left to the full comparison,
+which alone may call something a divergence.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 import shutil
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -9,26 +16,66 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.adapters.protocol import Division
-from fsdp_testing.cases.records import Case, CaseRecord, Judgement, RankObservation, Verdict, WorldSpec
+from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case, CaseRecord, Judgement, RankObservation, Verdict, WorldSpec
 from fsdp_testing.errors import PoolBroken
 from fsdp_testing.judging import record_stream
 from fsdp_testing.judging.attempts import Attempt
 from fsdp_testing.judging.batch import LASTING, Watch, run_batch
+from fsdp_testing.judging.checkers import agreement
 from fsdp_testing.judging.checkers.divergence import Compared
-from fsdp_testing.judging.fast_path import fast_path_agrees
 from fsdp_testing.judging.judge import judge
 from fsdp_testing.judging.numbers import Numbers, compare_numbers
 from fsdp_testing.judging.worlds import Worlds
 from fsdp_testing.oracle import gathered_state, oracle
-from fsdp_testing.oracle.comparison import Comparison
-from fsdp_testing.oracle.fitting import fitted, lockstep_view, oracle_view
 from fsdp_testing.oracle.gathered_state import GatheredState
-from fsdp_testing.oracle.quantities import Expectation
+from fsdp_testing.oracle.models import dtype_name
+from fsdp_testing.oracle.oracle import point_of
+from fsdp_testing.oracle.quantities import Comparison, Expectation, Expected
 from fsdp_testing.oracle.replay import Replay
-from fsdp_testing.oracle.setup import division_of
+from fsdp_testing.oracle.setup import division_of, fitted, lockstep_view, oracle_view
 from fsdp_testing.ranks.pool import WorldOutcome
+
+ROUNDINGS = 12
+"""Fewer than `oracle.roundings_of` gives for any case: ranks, micro-batches, and at least one layer with its rows."""
+
+
+def fast_path_agrees(replay: Replay, ranks: Sequence[RankObservation], comparison: Comparison = Comparison()) -> int:
+    """Return how many tensors were compared if everything agrees beyond doubt, and -1 if not.
+
+    Args:
+        replay: The undisturbed oracle's, when it has run.
+        ranks: What each rank reports, by rank.
+        comparison: Which kinds to compare, and whether a gradient of zeros may stand for None.
+    """
+    # The comparison ends before the operation that raised, and would clear what it has not seen.
+    if any(rank.error is not None for rank in ranks):
+        return -1
+    tally = agreement.compare(_expectation(replay), ranks, comparison)
+    return -1 if tally.divergences or tally.undecided else tally.comparisons
+
+
+@functools.lru_cache(maxsize=16)  # of one replay many cases are compared with
+def _expectation(replay: Replay) -> Expectation:
+    points = tuple(
+        point_of(point, {quantity: _closely(value) for quantity, value in point.values.items()})
+        for point in replay.points
+    )
+    return Expectation(points, replay.shapes)
+
+
+def _closely(value: torch.Tensor | None) -> Expected:
+    if value is None or not value.numel() or not value.is_floating_point():
+        return Expected(value)
+    largest = float(value.abs().max())
+    # Numbers that are not finite are to be the same.
+    return Expected(
+        value, ROUNDINGS * UNIT_ROUNDOFF[dtype_name(value.dtype)] * largest if math.isfinite(largest) else 0.0
+    )
+
 
 _SECONDS_PER_CASE = 0.5
 _JUDGE_SECONDS = 300.0

@@ -37,11 +37,11 @@ from fsdp_testing.judging.numbers import Numbers, compare_numbers
 from fsdp_testing.judging.signature import Signature, signature_of
 from fsdp_testing.judging.worlds import Worlds
 from fsdp_testing.oracle import gathered_state, rank_jobs
-from fsdp_testing.oracle.comparison import Comparison
-from fsdp_testing.oracle.fitting import as_observed, fitted, oracle_view
-from fsdp_testing.oracle.quantities import Expectation
+from fsdp_testing.oracle.quantities import Comparison, Expectation
+from fsdp_testing.oracle.setup import as_observed, fitted, oracle_view
+from fsdp_testing.ranks.faults.fault import Fault
 from fsdp_testing.ranks.pool import Pool, WorldOutcome, default_pool
-from fsdp_testing.ranks.run import raise_unless_ok
+from fsdp_testing.ranks.run import raise_unless_ok, run_with_faults
 
 _ORACLE_CACHE = 512
 _KEPT = 16
@@ -105,7 +105,6 @@ class JudgedCase:
 
     @property
     def verdict(self) -> Verdict:
-        """Return the judgement's verdict."""
         return self.judgement.verdict
 
     @property
@@ -177,11 +176,13 @@ class CaseRunner:
     Args:
         pool: Where worlds come from; the process's own by default.
         timeout: Seconds until a rank counts as hung.
+        faults: Injected into the ranks in each run of a case; one that is not reached leaves it unknown.
     """
 
-    def __init__(self, pool: Pool | None = None, *, timeout: float = 60.0) -> None:
+    def __init__(self, pool: Pool | None = None, *, timeout: float = 60.0, faults: Sequence[Fault] = ()) -> None:
         self.worlds = Worlds(pool or default_pool())
         self._timeout = timeout
+        self._faults = tuple(faults)
         self._expectations: Shared[Expectation] = Shared(_ORACLE_CACHE)
         self._kept: Shared[WorldOutcome] = Shared(_KEPT)
         self._repeats = True
@@ -199,7 +200,6 @@ class CaseRunner:
 
     @property
     def pool(self) -> Pool:
-        """Where worlds come from."""
         return self.worlds.pool
 
     def judge(
@@ -311,7 +311,7 @@ class CaseRunner:
         arguments = (question.adapter, case, observe_all, *mode.arguments)
 
         def run() -> WorldOutcome:
-            return self._execute(case.world, mode.job, arguments, f"{name} {question.identity}")
+            return self._execute_case(case, mode.job, arguments, f"{name} {question.identity}")
 
         # Adapters may share a name: tests load one again after it was changed.
         key = (_Same(question.adapter), question.identity, mode.job, mode.arguments, observe_all)
@@ -344,9 +344,6 @@ class CaseRunner:
             return self._ask_oracle(
                 rank_jobs.expect_lockstep, (case, question.adapter, gathered_state.states(ranks)), case
             )
-        return self._free_expectation(case, observe_all=observe_all)
-
-    def _free_expectation(self, case: Case, *, observe_all: bool) -> Expectation:
         key = oracle_view(case).identity, observe_all
         return self._expectations.get(key, lambda: self._ask_oracle(rank_jobs.expect_free, (case, observe_all), case))
 
@@ -361,6 +358,17 @@ class CaseRunner:
 
     def _execute(self, spec: WorldSpec, job: Callable[..., Any], arguments: tuple[Any, ...], name: str) -> WorldOutcome:
         return self.worlds.execute(spec, job, arguments, name, timeout=self._timeout)
+
+    def _execute_case(self, case: Case, job: Callable[..., Any], arguments: tuple[Any, ...], name: str) -> WorldOutcome:
+        """Run a case that is to be judged, with what is injected."""
+        if not self._faults:
+            return self._execute(case.world, job, arguments, name)
+        outcome = self._execute(case.world, run_with_faults, (self._faults, job, *arguments), name)
+        for fault in self._faults if outcome.ok else ():
+            ranks = outcome.ranks if fault.rank is None else outcome.ranks[fault.rank : fault.rank + 1]
+            if not any(fault.reached_in(rank.stderr) for rank in ranks):
+                raise _Unjudged(f"the fault {fault} was never reached. Name an earlier place, or a rank of this world.")
+        return outcome
 
 
 def _observations(outcome: WorldOutcome) -> tuple[RankObservation, ...]:

@@ -26,9 +26,8 @@ from fsdp_testing.cases.records import (
     merge,
 )
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.judging.entry import FIELDS, entry_line, look_of
 from fsdp_testing.judging.known import KnownFailures, Rule, features_of
-from fsdp_testing.judging.signature import signature_of
+from fsdp_testing.judging.signature import FIELDS, entry_line, look_of, signature_of
 
 CauseOf = Callable[[Finding], str]
 """What one process would have to do to give the wrong numbers of a finding, as a clause; empty if unknown."""
@@ -50,7 +49,6 @@ class Expectation:
 
     @property
     def reason(self) -> str:
-        """All reasons in a line."""
         reasons = [entry.text for rule in self.failures for entry in rule.entries()]
         return "; ".join(dict.fromkeys([*reasons, *filter(None, [self.bare])]))
 

@@ -22,7 +22,7 @@ from fsdp_testing.cases.records import (
 )
 from fsdp_testing.judging.checkers import agreement, overruns
 from fsdp_testing.judging.checkers.explain import explain, finding, finding_of, overrun_finding, raised_finding
-from fsdp_testing.judging.communication_budget import budget_of
+from fsdp_testing.judging.checkers.overruns import budget_of
 from fsdp_testing.judging.numbers import Numbers
 from fsdp_testing.oracle.quantities import Expectation
 from fsdp_testing.ranks.pool import Fate, WorldOutcome

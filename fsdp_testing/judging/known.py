@@ -60,7 +60,6 @@ class CaseFeatures:
 
     @cached_property
     def tags(self) -> frozenset[str]:
-        """Return what `tags` says of it."""
         return tags(self._case)
 
     def fails_in(self, word: str) -> bool:
@@ -150,7 +149,6 @@ class Rule:
 
     @property
     def places(self) -> str:
-        """Return where it is written up and reported."""
         return ", ".join(filter(None, (self.page, self.issue)))
 
     @property
@@ -260,7 +258,6 @@ class KnownFailures:
 
     @property
     def digest(self) -> str:
-        """Return what differs where rules do."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def recognize(self, signature: Signature, met: Case | CaseFeatures, cause: str | None = None) -> Rule | None:

@@ -13,8 +13,8 @@ from fsdp_testing.cases.models.tree_schema import parameters
 from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case, Finding, RankObservation
 from fsdp_testing.judging.checkers import agreement
 from fsdp_testing.judging.checkers.divergence import Compared
-from fsdp_testing.oracle.comparison import Comparison
-from fsdp_testing.oracle.quantities import Expectation
+from fsdp_testing.oracle.quantities import Comparison, Expectation
+from fsdp_testing.oracle.tensors import largest as largest_of
 
 _ROUNDINGS_OF_A_PART = 64
 """Roundings of a part in a narrower dtype: its inner products, several times over."""
@@ -79,19 +79,13 @@ def _widened(expectation: Expectation, case: Case) -> Expectation:
     for point in expectation.points:
         quantities = dict(point.quantities)
         for quantity, expected in point.quantities.items():
-            slack = unit * _size(expected.value)
+            slack = unit * largest_of(expected.value)
             if slack:
                 bound = expected.bound
                 bound = bound.clamp(min=slack) if isinstance(bound, torch.Tensor) else max(bound, slack)
                 quantities[quantity] = replace(expected, bound=bound, derivation=expected.derivation + why)
         points.append(replace(point, quantities=quantities))
     return replace(expectation, points=tuple(points))
-
-
-def _size(value: torch.Tensor | None) -> float:
-    if value is None or not value.numel() or not value.is_floating_point():
-        return 0.0
-    return float(value.abs().max())
 
 
 def _narrowest(case: Case) -> str | None:
@@ -108,6 +102,6 @@ def _overflows(expectation: Expectation) -> bool:
     for point in expectation.points:
         for expected in point.quantities.values():
             bound = torch.as_tensor(expected.bound)
-            if not bool(torch.isfinite(bound).all()) or not math.isfinite(_size(expected.value)):
+            if not bool(torch.isfinite(bound).all()) or not math.isfinite(largest_of(expected.value)):
                 return True
     return False

@@ -1,16 +1,20 @@
-"""When are two failures the same? When they are of one kind, show in one sort of quantity, and after one operation.
+"""When are two failures the same, and how does a list of expected failures say so? Reports read this without torch.
 
-The signature is what shortening a case must keep. Numbers, names of parameters and ranks are left out of it: they change
-while a case becomes smaller although the defect stays. It is built from the fields of a finding, never from its sentence.
+The signature is what shortening a case must keep: kind, sort of quantity, operation. Numbers, names of parameters and ranks are
+left out of it: they change while a case becomes smaller although the defect stays. It is built from the fields of a finding,
+never from its sentence.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterable
+from dataclasses import fields
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from fsdp_testing.cases.records import LOSES_RANKS, RAISES, Case, FailureKind, Finding, Mismatch
+from fsdp_testing.cases.records import LOSES_RANKS, RAISES, Case, ExpectedFailure, FailureKind, Finding, Mismatch
 
 MESSAGE_LENGTH = 90
 
@@ -129,3 +133,48 @@ def _without_particulars(message: str, *, words_stay: bool) -> str:
     text = re.sub(r"-?\d+(\.\d+)?(e-?\d+)?", "#", text)
     text = re.sub(r"\{([^{}:]+)\}", lambda found: f"{{{', '.join(sorted(found[1].split(', ')))}}}", text)
     return re.sub(r"\s+", " ", text).strip()[:MESSAGE_LENGTH]
+
+
+FIELDS = tuple(field.name for field in fields(ExpectedFailure))
+
+
+def look_of(finding: Finding) -> str:
+    """Return how a finding fails, as the entry of a list would say it."""
+    return entry_of(finding).look
+
+
+def entry_of(finding: Finding) -> ExpectedFailure:
+    """Return the entry that expects a finding; its reason and page are for a person to write.
+
+    What the cause says of operations, ranks, units and how many more are wrong is left open.
+    """
+    look = signature_of(finding)
+    happened = finding.happened or (finding.shortest.happened if finding.shortest is not None else "")
+    return ExpectedFailure("WHY", look.kind, look.quantity, look.operation, cause=as_pattern(happened), page="PAGE")
+
+
+def entry_line(check: str, findings: Iterable[Finding]) -> str:
+    """Return the line of TOML that expects the new failures of a check, with `WHY` and `PAGE` to be filled in."""
+    entries = list(dict.fromkeys(entry_of(finding) for finding in findings if finding.expected is None))
+    tables = [_table(entry) for entry in entries]
+    value = tables[0] if len(tables) == 1 else "\n".join(["[", *(f"  {table}," for table in tables), "]"])
+    return f"{_quoted(check)} = {value}"
+
+
+def entry_literal(check: str, findings: Iterable[Finding]) -> str:
+    """Return the same as an item of a Python dictionary."""
+    new = [finding for finding in findings if finding.expected is None]
+    entries = [_given(entry) for entry in dict.fromkeys(map(entry_of, new))]
+    return f"{check!r}: {entries[0] if len(entries) == 1 else entries}"
+
+
+def _given(entry: ExpectedFailure) -> dict[str, str]:
+    return {name: str(getattr(entry, name)) for name in FIELDS if getattr(entry, name)}
+
+
+def _table(entry: ExpectedFailure) -> str:
+    return f"{{ {', '.join(f'{name} = {_quoted(value)}' for name, value in _given(entry).items())} }}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -16,7 +16,7 @@ from torch import nn
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.adapters.protocol import Setup
 from fsdp_testing.cases.records import Case, OperationAccount, RankObservation
-from fsdp_testing.cases.records.account import GATHERS, REDUCTIONS, wire_bytes
+from fsdp_testing.cases.records.observation import GATHERS, REDUCTIONS, wire_bytes
 from fsdp_testing.oracle.execute import RankProgram, SetupMaker
 from fsdp_testing.oracle.setup import setup_in_world
 from fsdp_testing.ranks.ledger.recorder import Call, GroupIdentity
@@ -62,7 +62,6 @@ class AccountedProgram(RankProgram):
         return wrap
 
     def run(self, *, observe_all: bool = False) -> RankObservation:
-        """End the subscription with the case."""
         try:
             return super().run(observe_all=observe_all)
         finally:
@@ -94,7 +93,6 @@ class AccountedProgram(RankProgram):
 
     @property
     def index(self) -> int:
-        """Return the index of the operation that runs now."""
         return -1 if self._index is None else self._index
 
     @index.setter

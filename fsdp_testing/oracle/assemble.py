@@ -85,7 +85,7 @@ def _plain(ranks: Sequence[RankPieces], numel: int) -> Assembled | None:
                 return None
     end = 0
     values: list[torch.Tensor] = []
-    for (start, stop), value in sorted(spans.items(), key=_span):
+    for (start, stop), value in sorted(spans.items(), key=lambda item: item[0]):
         if start != end or value.numel() != stop - start or value.dtype != (values or [value])[0].dtype:
             return None
         end = stop
@@ -93,10 +93,6 @@ def _plain(ranks: Sequence[RankPieces], numel: int) -> Assembled | None:
     if end != numel or not values:
         return None
     return Assembled(values[0] if len(values) == 1 else torch.cat(values), None, ())
-
-
-def _span(item: tuple[tuple[int, int], torch.Tensor]) -> tuple[int, int]:
-    return item[0]
 
 
 def _contradiction(

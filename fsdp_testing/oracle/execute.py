@@ -7,6 +7,7 @@ rank then stops and says so at once, so that the pool does not wait for ranks th
 
 from __future__ import annotations
 
+import ctypes
 import tempfile
 import time
 import traceback
@@ -42,10 +43,9 @@ from fsdp_testing.cases.records import (
 from fsdp_testing.cases.records.schedule import builds_late
 from fsdp_testing.errors import CollectiveMismatch, HarnessError, InvalidImplementation
 from fsdp_testing.oracle import models, one_process
-from fsdp_testing.oracle.fresh_memory import filled_with_garbage
 from fsdp_testing.oracle.models import dtype_name
 from fsdp_testing.oracle.setup import module_to_wrap, move_what_is_ignored, setup_among, setup_in_world
-from fsdp_testing.oracle.ways import Carrier, DirectoryRefused, InMemory, carried_in_directory
+from fsdp_testing.oracle.ways import Carrier, DirectoryRefused, carried_in_directory
 from fsdp_testing.ranks.ledger.late_delivery import deliver_late
 
 _HOME = Path(fsdp_testing.__file__).parent
@@ -141,7 +141,6 @@ class RankProgram:
             self.adapter.backward(self.model, loss)
 
     def zero_grad(self, *, set_to_none: bool) -> None:
-        """Clear gradients as the implementation does."""
         self.adapter.zero_grad(self.model, self.optimizer, set_to_none)
 
     def call(self, batch: Any, *, inner: bool = False, penalised: bool = False) -> models.Forwarded:
@@ -175,7 +174,6 @@ class RankProgram:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of parameters and inputs."""
         return models.dtype_of(self.case.model.dtype)
 
     def rebuild(self, flags: Mapping[str, bool]) -> None:
@@ -208,7 +206,7 @@ class RankProgram:
 
     def saved_as(self, directory: bool) -> AbstractContextManager[Carrier]:
         """Return what carries a saved state, while it is needed. Collectives: for a directory, a broadcast and a barrier."""
-        return carried_in_directory(self.files) if directory else nullcontext(InMemory())
+        return carried_in_directory(self.files) if directory else nullcontext(Carrier())
 
     def train_among(
         self, ranks: tuple[int, ...], case: Case, batch: Batch, saved: Carrier, flags: Mapping[str, bool]
@@ -234,10 +232,10 @@ class RankProgram:
             move_what_is_ignored(module, setup)
             with self._inside():
                 model, optimizer = adapter.wrap(module, setup), None
-                saved.load_model(adapter, model, group)
+                saved.source(group).load_model(adapter, model)
                 if self.optimizer is not None:
                     optimizer = adapter.build_optimizer(model, partial(models.build_optimizer, case))
-                    saved.load_optimizer(adapter, model, optimizer, group)
+                    saved.source(group).load_optimizer(adapter, model, optimizer)
                 loss = models.forward(model, case, batch, new_rank, models.make_inputs(case, batch, new_rank)).loss
                 if loss.requires_grad:
                     adapter.backward(model, loss)
@@ -338,3 +336,28 @@ def _state(fqn: str, entries: Mapping[str, protocol.StateEntry]) -> OptimizerObs
 # Copies: the implementation goes on with the memory that it shows.
 def _copied(start: int, stop: int, value: torch.Tensor) -> ObservedPiece:
     return ObservedPiece(start, stop, value.detach().reshape(-1).clone())
+
+
+_M_PERTURB = -6
+# Freed memory is filled with this byte, new memory with its complement: about -5e303 in float64, -1.7e38 in float32.
+_BYTE = 0x01
+
+
+@contextmanager
+def filled_with_garbage() -> Iterator[None]:
+    """Have the C library fill memory that it hands out or takes back (glibc only).
+
+    Left as they were: zeroed and very large memory, and a freed piece below 1 KiB that fits a request exactly (glibc
+    returns such a piece from its cache per thread, before it fills; without that cache a training step takes 1.1 to 1.5
+    times as long).
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is None:
+        yield
+        return
+    # For the whole process, every thread of it; what is in use keeps its contents.
+    set_option(_M_PERTURB, _BYTE)
+    try:
+        yield
+    finally:
+        set_option(_M_PERTURB, 0)

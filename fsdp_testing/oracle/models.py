@@ -1,7 +1,8 @@
-"""Makes a case's model, inputs and loss, the same way in the engine and in the oracle."""
+"""Makes a case's model, copies of it, inputs and loss, the same way in the engine and in the oracle."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,12 +13,11 @@ from torch import nn
 
 from fsdp_testing.cases.models import MODELS, Inputs, ZooModel, loss_of, tensors_in
 from fsdp_testing.cases.models.tree import tree_model
+from fsdp_testing.cases.models.tree_modules import LEAVES, Tree, TreeGroup
 from fsdp_testing.cases.models.tree_schema import get
 from fsdp_testing.cases.operations.operation import matching
-from fsdp_testing.cases.records import Batch, Case
+from fsdp_testing.cases.records import UNIT_ROUNDOFF, Batch, Case
 from fsdp_testing.errors import InvalidRecord
-from fsdp_testing.oracle.adam_in_float32 import AdamInFloat32
-from fsdp_testing.oracle.replicas import replica_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,11 @@ def dtype_of(name: str) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return `float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
+
+
+def roundoff(dtype: torch.dtype) -> float:
+    """Return the unit roundoff of a dtype; 0 where nothing is rounded."""
+    return UNIT_ROUNDOFF.get(dtype_name(dtype), 0.0)
 
 
 def zoo_model(case: Case) -> ZooModel:
@@ -188,10 +193,10 @@ def _seed(seed: int) -> None:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply `function` to every tensor in tuples, lists and dicts."""
+    """Apply `function` to every tensor in tuples, lists and mappings, which become dictionaries."""
     if isinstance(value, torch.Tensor):
         return function(value)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: map_tensors(function, item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(function, item) for item in value))
@@ -214,3 +219,92 @@ def build_optimizer(case: Case, parameters: Iterable[nn.Parameter]) -> torch.opt
         "adam_in_float32": AdamInFloat32,
     }
     return makers[case.optimizer.name](list(parameters), **case.optimizer.arguments)
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamInFloat32(torch.optim.Optimizer):
+    """Adam that computes in float32, and keeps its moments there, whatever the dtype of the parameters.
+
+    Args:
+        params: As for every optimizer of torch.
+        lr: Learning rate.
+        betas: Of the two moments.
+        eps: Added to the root of the second one.
+    """
+
+    def __init__(
+        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Step every parameter that has a gradient; `closure` is not called."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, parameter.grad.float(), group)
+
+    def _step(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())
+            state |= {name: torch.zeros_like(parameter, dtype=torch.float32) for name in MOMENTS}
+        state["step"] += 1
+        done, (first, second) = float(state["step"]), (state[name] for name in MOMENTS)
+        first.mul_(group["betas"][0]).add_(gradient, alpha=1 - group["betas"][0])
+        second.mul_(group["betas"][1]).addcmul_(gradient, gradient, value=1 - group["betas"][1])
+        mean, square = (m / (1 - beta**done) for m, beta in zip((first, second), group["betas"]))
+        parameter.copy_(parameter.float() - group["lr"] * mean / (square.sqrt() + group["eps"]))
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load as every optimizer does, and keep the moments' dtype."""
+        super().load_state_dict(state_dict)
+        places = [index for group in state_dict["param_groups"] for index in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, parameter in zip(places, parameters, strict=True):
+            for name in MOMENTS:
+                if name in state_dict["state"].get(index, {}):
+                    self.state[parameter][name] = state_dict["state"][index][name].detach().clone()
+
+
+_PLAIN = frozenset({Tree, TreeGroup, *LEAVES.values()})
+
+
+def replica_of(module: nn.Module, parameters: Mapping[int, nn.Parameter]) -> nn.Module:
+    """Return a copy of `module` with buffers of its own.
+
+    Args:
+        module: Unwrapped, as built.
+        parameters: By identity of each of its parameters the one that stands for it in the copy.
+    """
+    if all(type(inner) in _PLAIN for inner in module.modules()):
+        return _copied(module, parameters, {}, {})
+    return copy.deepcopy(module, dict(parameters))
+
+
+def _copied(
+    module: nn.Module,
+    parameters: Mapping[int, nn.Parameter],
+    modules: dict[int, nn.Module],
+    buffers: dict[int, torch.Tensor],
+) -> nn.Module:
+    made = modules.get(id(module))
+    if made is not None:
+        return made
+    # Entered before its parts are copied: a module with two names is one copy.
+    made = modules[id(module)] = type(module).__new__(type(module))
+    given = vars(module)
+    fields: dict[str, Any] = {
+        name: value.copy() if isinstance(value, (dict, set)) else value for name, value in given.items()
+    }
+    for name, parameter in given["_parameters"].items():
+        fields["_parameters"][name] = None if parameter is None else parameters[id(parameter)]
+    for name, buffer in given["_buffers"].items():
+        fields["_buffers"][name] = None if buffer is None else buffers.setdefault(id(buffer), buffer.clone())
+    for name, inner in given["_modules"].items():
+        fields["_modules"][name] = None if inner is None else _copied(inner, parameters, modules, buffers)
+    vars(made).update(fields)
+    return made

@@ -30,6 +30,7 @@ from fsdp_testing.oracle.gathered_state import GatheredState
 from fsdp_testing.oracle.quantities import Expected
 from fsdp_testing.oracle.replay import Replay
 from fsdp_testing.oracle.setup import setup_in_world
+from fsdp_testing.oracle.tensors import largest as largest_of
 
 INPUT, PARAMETER, OUTPUT, GRADIENT = "input", "parameter", "output", "gradient"
 
@@ -88,7 +89,6 @@ class ModuleWatch:
         return self
 
     def attach(self, modules: Modules) -> None:
-        """Watch modules."""
         for name, inner, own in modules:
             inner.register_forward_pre_hook(partial(self._enter, name, own), with_kwargs=True)
             inner.register_forward_hook(partial(self._leave, name))
@@ -214,15 +214,11 @@ def expect_modules(
     units = [UNIT_ROUNDOFF[models.dtype_name(parameter.dtype)] for parameter in plain.parameters.values()]
     largest: dict[str, float] = {}
     for key, value in plain.watch.values.items():
-        largest[key.what] = max(largest.get(key.what, 0.0), _largest(value))
+        largest[key.what] = max(largest.get(key.what, 0.0), largest_of(value))
     expected = {}
     for key, value in plain.watch.values.items():
         moved = disturbed.watch.values.get(key)
-        apart = 0.0 if moved is None or moved.shape != value.shape else _largest(moved.double() - value.double())
+        apart = 0.0 if moved is None or moved.shape != value.shape else largest_of(moved.double() - value.double())
         unit = max([UNIT_ROUNDOFF.get(models.dtype_name(value.dtype), 0.0), *units])
         expected[key] = Expected(value, oracle.DIRECTIONS * apart + roundings * unit * largest[key.what])
     return expected
-
-
-def _largest(value: torch.Tensor) -> float:
-    return float(value.abs().max()) if value.numel() and value.is_floating_point() else 0.0

@@ -17,6 +17,7 @@ from fsdp_testing.oracle.gathered_state import GatheredState
 from fsdp_testing.oracle.models import build_model, dtype_name
 from fsdp_testing.oracle.quantities import Expectation, Expected, ExpectedPoint, Quantity
 from fsdp_testing.oracle.replay import Replay, ReplayPoint, Slack
+from fsdp_testing.oracle.tensors import largest as largest_of
 
 BITWISE: Slack = (0.0, "bitwise: the same operations in the same order")
 DIRECTIONS = 4
@@ -92,20 +93,16 @@ def roundings_of(case: Case) -> int:
 
 def _free_point(plain: ReplayPoint, disturbed: Sequence[ReplayPoint], roundings: int, numel: int) -> ExpectedPoint:
     largest = max(
-        (_largest(value) for quantity, value in plain.values.items() if quantity.kind == "gradient"), default=0.0
+        (largest_of(value) for quantity, value in plain.values.items() if quantity.kind == "gradient"), default=0.0
     )
     quantities: dict[Quantity, Expected] = {}
     for quantity, value in plain.values.items():
         # A gradient may be the small difference of large numbers; the largest gradient stands for their size.
-        scale = max(_largest(value), largest if quantity.kind == "gradient" else 0.0)
+        scale = max(largest_of(value), largest if quantity.kind == "gradient" else 0.0)
         # A norm adds up every element of the model, in any order.
         count = roundings + (numel if quantity.name == "total_norm" else 0)
         quantities[quantity] = _free_bound(value, [moved.values.get(quantity) for moved in disturbed], count, scale)
     return point_of(plain, quantities)
-
-
-def _largest(value: torch.Tensor | None) -> float:
-    return float(value.abs().max()) if value is not None and value.numel() and value.is_floating_point() else 0.0
 
 
 def _free_bound(
@@ -146,8 +143,8 @@ def _lockstep_point(point: ReplayPoint, displaced: ReplayPoint, case: Case) -> E
 
 def _roundings_of_cuts(point: ReplayPoint, case: Case) -> dict[Quantity, float]:
     gradients = [value for quantity, value in point.values.items() if quantity.kind == "gradient"]
-    largest = max(map(_largest, gradients), default=0.0)
-    sizes = {quantity: _largest(value) for quantity, value in point.values.items()}
+    largest = max(map(largest_of, gradients), default=0.0)
+    sizes = {quantity: largest_of(value) for quantity, value in point.values.items()}
     sizes |= {q: largest for q, value in point.values.items() if q.kind == "gradient" and value is not None}
     return {q: tensor_axis.roundings_of_cut_sums(case, point.index, q, size) for q, size in sizes.items()}
 

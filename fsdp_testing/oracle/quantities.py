@@ -1,4 +1,4 @@
-"""The named quantities of a program that are compared, in the order in which they come into being."""
+"""The named quantities of a program that are compared, in the order in which they come into being, and which of them are."""
 
 from __future__ import annotations
 
@@ -98,3 +98,27 @@ class Expectation:
     points: tuple[ExpectedPoint, ...]
     shapes: dict[str, tuple[int, ...]]
     notes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What a check asks of a comparison.
+
+    Attributes:
+        lockstep: The oracle starts each operation from the implementation's own state, and bounds are those of one
+            operation; else it runs freely.
+        none_is_zero: A gradient of zeros may stand for None and the other way round.
+        gradients: Compare gradients.
+        optimizer: Compare optimizer state, where the implementation shows it.
+        buffers: Compare buffers.
+        outputs: Compare losses, outputs and norms.
+        ignore: Parameters (fnmatch patterns) that are not compared, such as those outside the implementation.
+    """
+
+    lockstep: bool = False
+    none_is_zero: bool = False
+    gradients: bool = True
+    optimizer: bool = True
+    buffers: bool = True
+    outputs: bool = True
+    ignore: tuple[str, ...] = ()

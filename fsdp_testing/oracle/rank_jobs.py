@@ -135,21 +135,8 @@ def expect_free(case: Case, observe_all: bool) -> Expectation:
 def run_luckily(
     implementation: Adapter | str, case: Case, observe_all: bool, late: bool, garbage: bool
 ) -> RankObservation | Failed:
-    """Run `case` through an implementation, without one of what takes its luck from it.
-
-    Args:
-        implementation: Which.
-        case: The case.
-        observe_all: Observe after every operation.
-        late: Results of collectives arrive as late as they may.
-        garbage: Fresh memory holds garbage.
-
-    Collectives: those of the implementation; every rank of the world runs the same call.
-    """
-    program = RankProgram(case, registry.adapter_of(implementation), current_world().rank)
-    # Set on the program, not for the process: what ran before or runs after keeps its own.
-    program.late, program.garbage = late, garbage
-    return run_program(program, observe_all)
+    """Run `case` as `run_as` does, without one of what takes its luck from it: late collectives, garbage in fresh memory."""
+    return run_as(implementation, case, observe_all, RankProgram, {"late": late, "garbage": garbage})
 
 
 def run_as(

@@ -68,7 +68,6 @@ class PendingGradients:
             self.sizes[fqn] = self.sizes[fqn] + gradients.sizes[fqn] if pending else gradients.sizes[fqn]
 
     def scale(self, factor: float) -> None:
-        """Multiply the gradients that are there."""
         self.values = {fqn: gradient * factor for fqn, gradient in self.values.items()}
 
 

@@ -26,6 +26,7 @@ from fsdp_testing.cases.records.schedule import builds_late
 from fsdp_testing.oracle import models
 from fsdp_testing.oracle.disturbance import NO_DISTURBANCE, Disturbance
 from fsdp_testing.oracle.gathered_state import GatheredState
+from fsdp_testing.oracle.models import replica_of
 from fsdp_testing.oracle.quantities import Quantity
 from fsdp_testing.oracle.reduction import (
     LocalGradients,
@@ -37,7 +38,6 @@ from fsdp_testing.oracle.reduction import (
     require_backward,
     roundings,
 )
-from fsdp_testing.oracle.replicas import replica_of
 from fsdp_testing.oracle.setup import precision_of
 from fsdp_testing.oracle.tensor_axis import compute_in_parts
 
@@ -116,7 +116,6 @@ class Replay:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every parameter."""
         return {fqn: tuple(parameter.shape) for fqn, parameter in self.parameters.items()}
 
     # ------------------------------------------------------------------------------------------- construction
@@ -164,8 +163,10 @@ class Replay:
         """Store what a forward changed of its own parameters, where they do not share the stored ones' numbers."""
         with torch.no_grad():
             for fqn in edited:
-                if self.compute[fqn].data_ptr() != self.parameters[fqn].data_ptr():
-                    self.parameters[fqn].copy_(self.compute[fqn])
+                stored, computed = self.parameters[fqn], self.compute[fqn]
+                if computed.data_ptr() != stored.data_ptr():
+                    # An element that was not changed keeps the digits that the lower precision of the forward lacks.
+                    stored.copy_(torch.where(stored.to(computed.dtype) == computed, stored, computed.to(stored.dtype)))
 
     def interrupted(self, rank: int, batch: Any) -> None:
         """Run the forward of a micro-batch whose backward raises: gradients come of neither."""
@@ -280,11 +281,9 @@ class Replay:
         self.slack[Quantity(kind, fqn, name, rank)] = (slack, why)
 
     def unit_roundoff(self, tensor: torch.Tensor) -> float:
-        """Return the unit roundoff of a tensor's dtype."""
         return UNIT_ROUNDOFF[models.dtype_name(tensor.dtype)]
 
     def scale(self, patterns: tuple[str, ...], factor: float) -> None:
-        """Multiply the stored parameters that match."""
         with torch.no_grad():
             for _, parameter in matching(self.parameters.items(), patterns):
                 parameter.mul_(factor)
@@ -296,7 +295,6 @@ class Replay:
             parameter.grad = None
 
     def cast(self) -> None:
-        """Cast parameters and buffers to the dtype of the case's model."""
         dtype = models.dtype_of(self.case.model.dtype)
         for fqn, parameter in self.parameters.items():
             parameter.data = parameter.data.to(dtype)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 GARBAGE = 1e37
-"""Fresh memory holds larger numbers while a case is judged (`programs.fresh_memory`), half and a quarter of them too."""
+"""Fresh memory holds larger numbers while a case is judged (`execute.filled_with_garbage`), half and a quarter of them too."""
 TINY = 1e-7
 """Numbers that are smaller than garbage by this factor are no garbage themselves."""
 
@@ -55,6 +55,11 @@ class Difference:
 
 
 EQUAL = Difference(0.0, 0.0, 0, 0.0, exceeded=False, actual=0.0, expected=0.0)
+
+
+def largest(value: torch.Tensor | None) -> float:
+    """Return the largest absolute number; 0 where there is none, or all are whole numbers by their dtype."""
+    return float(value.abs().max()) if value is not None and value.numel() and value.is_floating_point() else 0.0
 
 
 def shortened(left: float, right: float) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -138,13 +138,14 @@ class Source:
         way: How it was saved.
         folder: Where.
         group: Who loads; None for the world.
+        full: The full state, where it lies in no file.
     """
 
-    def __init__(self, way: str, folder: Path, group: Any = None) -> None:
+    def __init__(self, way: str, folder: Path, group: Any = None, full: Mapping[str, Any] | None = None) -> None:
         self._folder = folder
         self._group = group
         # A full state is read once; shards are read where they are loaded, each rank its own.
-        self._full = None if way in _DIRECTORIES else read(way, folder)
+        self._full = full if full is not None or way in _DIRECTORIES else read(way, folder)
 
     def load_model(self, adapter: Adapter, model: nn.Module) -> None:
         """Load the model. Collectives: those of the adapter, and of `torch.distributed.checkpoint.load`."""
@@ -185,77 +186,44 @@ class Source:
         return dict(state[key])
 
 
-class Carrier(Protocol):
-    """A state on its way from some ranks to others; the last one that was saved is loaded."""
+class Carrier:
+    """A state on its way from some ranks to others; the last one that was saved is loaded.
+
+    Args:
+        folder: Has a directory of `torch.distributed.checkpoint` for each save, with shards where the adapter gives shards; None
+            keeps the full state, as objects.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        # Of directories the number of the last one.
+        self._saved: Any = 0 if folder is not None else {}
 
     def save(self, adapter: Adapter, model: nn.Module, optimizer: Any, group: Any) -> None:
         """Save model and optimizer (None: the model alone). Collectives: every rank of `group` (None: the world) calls."""
+        if self._folder is not None:
+            self._saved += 1
+            save("dcp", adapter, Trained(model, optimizer), self._folder / str(self._saved), group)
+            return
+        self._saved = {"model": adapter.full_state_dict(model)}
+        if optimizer is not None:
+            self._saved["optimizer"] = adapter.full_optimizer_state(model, optimizer)
 
     def send(self, source: int) -> None:
-        """Let every rank of the world have what the rank `source` saved. Collectives: every rank of the world calls."""
-
-    def load_model(self, adapter: Adapter, model: nn.Module, group: Any) -> None:
-        """Load the model. Collectives: every rank of `group` calls."""
-
-    def load_optimizer(self, adapter: Adapter, model: nn.Module, optimizer: Any, group: Any) -> None:
-        """Load the optimizer. Collectives: every rank of `group` calls."""
-
-
-class InMemory:
-    """The full state, as objects."""
-
-    def __init__(self) -> None:
-        self._full: tuple[Any, Any] = ({}, None)
-
-    def save(self, adapter: Adapter, model: nn.Module, optimizer: Any, group: Any) -> None:
-        """Keep what the adapter gives."""
-        state = None if optimizer is None else adapter.full_optimizer_state(model, optimizer)
-        self._full = (adapter.full_state_dict(model), state)
-
-    def send(self, source: int) -> None:
-        """Collectives: one broadcast."""
-        box = [self._full]
+        """Let every rank of the world have what the rank `source` saved. Collectives: one broadcast, of the world."""
+        box = [self._saved]
         dist.broadcast_object_list(box, src=source)
-        self._full = box[0]
+        (self._saved,) = box
 
-    def load_model(self, adapter: Adapter, model: nn.Module, group: Any) -> None:
-        """Hand the model's over."""
-        adapter.load_full_state_dict(model, self._full[0])
-
-    def load_optimizer(self, adapter: Adapter, model: nn.Module, optimizer: Any, group: Any) -> None:
-        """Hand the optimizer's over."""
-        adapter.load_full_optimizer_state(model, optimizer, self._full[1])
-
-
-class InDirectory:
-    """A directory of `torch.distributed.checkpoint` for each save, with shards where the adapter gives shards."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._saves = 0
-
-    def save(self, adapter: Adapter, model: nn.Module, optimizer: Any, group: Any) -> None:
-        """Save into a new one."""
-        self._saves += 1
-        save("dcp", adapter, Trained(model, optimizer), self._folder / str(self._saves), group)
-
-    def send(self, source: int) -> None:
-        """Collectives: one broadcast, of the directory's number."""
-        box = [self._saves]
-        dist.broadcast_object_list(box, src=source)
-        (self._saves,) = box
-
-    def load_model(self, adapter: Adapter, model: nn.Module, group: Any) -> None:
-        """Load from the last one."""
-        Source("dcp", self._folder / str(self._saves), group).load_model(adapter, model)
-
-    def load_optimizer(self, adapter: Adapter, model: nn.Module, optimizer: Any, group: Any) -> None:
-        """Load from the last one."""
-        Source("dcp", self._folder / str(self._saves), group).load_optimizer(adapter, model, optimizer)
+    def source(self, group: Any = None) -> Source:
+        """Return what the ranks of `group` (None: the world) load."""
+        if self._folder is None:
+            return Source("memory", Path(), group, self._saved)
+        return Source("dcp", self._folder / str(self._saved), group)
 
 
 @contextmanager
-def carried_in_directory(parent: Path) -> Iterator[InDirectory]:
+def carried_in_directory(parent: Path) -> Iterator[Carrier]:
     """Make a directory below `parent` on rank 0, and remove it when every rank has left.
 
     Collectives: a broadcast on entry, a barrier on exit; after an exception none.
@@ -264,7 +232,7 @@ def carried_in_directory(parent: Path) -> Iterator[InDirectory]:
     box = [tempfile.mkdtemp(prefix="state-", dir=parent) if rank == 0 else ""]
     dist.broadcast_object_list(box, src=0)
     try:
-        yield InDirectory(Path(box[0]))
+        yield Carrier(Path(box[0]))
         # Rank 0 must not remove what others still read. Not after an exception: the others may never come here.
         dist.barrier()
     finally:

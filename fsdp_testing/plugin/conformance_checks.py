@@ -11,8 +11,8 @@ import pytest
 from fsdp_testing.cases.records import CheckResult, RunReport, Verdict
 from fsdp_testing.checks.conformance import load_all, run_check, select_checks
 from fsdp_testing.checks.suites import CHECKS
-from fsdp_testing.judging.entry import entry_literal
 from fsdp_testing.judging.expected import Expectation, expectations
+from fsdp_testing.judging.signature import entry_literal
 from fsdp_testing.plugin.checks_ahead import result_of
 from fsdp_testing.report.summary import replay_line
 

@@ -17,9 +17,10 @@ import pytest
 
 from fsdp_testing.base import compat
 from fsdp_testing.base.backends import backend_named
-from fsdp_testing.errors import CollectiveMismatch
+from fsdp_testing.errors import CollectiveMismatch, HarnessError
 from fsdp_testing.plugin.records import Phase, WarningRecord
 from fsdp_testing.plugin.selection import SIZE_FIXTURE, collected_id, parametrize_sizes
+from fsdp_testing.ranks.faults.fault import end_all, never_reached
 from fsdp_testing.ranks.pool.hygiene import ENDS_WITH_PROCESS, Snapshot, take_snapshot
 from fsdp_testing.ranks.pool.outcome import Dirt
 from fsdp_testing.ranks.pool.world import World, current_world
@@ -31,6 +32,7 @@ _NOTICING = (
     "torch/distributed/c10d_logger.py",
     "fsdp_testing/ranks/ledger/interception.py",
     "fsdp_testing/ranks/ledger/recorder.py",
+    "fsdp_testing/ranks/faults/injection.py",
 )
 _TORCHS_LOG = re.compile(r"\w+ +c10d-NullHandler-default:")
 _SET_PER_TEST = frozenset({"warnings filters", "logging"})
@@ -175,6 +177,15 @@ class RankPlugin:
         """Guard a test that has no fixture of its own."""
         if item not in self._guards:
             self._guard(item)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self) -> Generator[None, None, None]:
+        """End what the test injected, before its state is compared; a fault that was not reached is an error of the test."""
+        __tracebackhide__ = True
+        unreached = end_all()
+        yield
+        if unreached:
+            raise HarnessError(never_reached(unreached))
 
     def _guard(self, node: Any) -> None:
         # pytest itself sets filters and log handlers around each test, so that no longer-lived fixture can own them.

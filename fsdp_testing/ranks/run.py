@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fsdp_testing.base import env
 from fsdp_testing.errors import BackendUnavailable, WorldFailed
+from fsdp_testing.ranks.faults.fault import Fault
+from fsdp_testing.ranks.faults.injection import inject
 from fsdp_testing.ranks.pool import default_pool
 from fsdp_testing.ranks.pool.attachment import run_attached
 from fsdp_testing.ranks.pool.controller import unavailable_reason
@@ -55,6 +57,18 @@ def run_ranks(
         outcome = world.execute(function, args, kwargs, timeout=timeout)
     raise_unless_ok(outcome)
     return outcome.values
+
+
+def run_with_faults(faults: Sequence[Fault], function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function on this rank with faults; whether they were reached stands in its standard error (`Fault.reached_in`).
+
+    Collectives: those of the function.
+    """
+    injection = inject(faults, current_world().rank)
+    try:
+        return function(*args)
+    finally:
+        injection.end()
 
 
 def raise_unless_ok(outcome: WorldOutcome) -> None:

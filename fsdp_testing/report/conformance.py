@@ -59,22 +59,22 @@ CAUSES_AT_SIGHT = 4
 SLOWEST = 10
 
 
-def short_sheet(report: RunReport) -> Sheet:
-    """Return what is new by its cause, what nothing is known of, what is stale, and what was expected by its page."""
+def short_sheet(report: RunReport, *changes: Section) -> Sheet:
+    """Return `changes`, what is new by its cause, what nothing is known of, what is stale, and what was expected by its page."""
     report = replace(report, own_names={})
     failures = Failures(report)
     stale = [
         Line(f"  {result.implementation} {result.check}: {result.expected}")
         for result in summary.attention(report, Verdict.STALE)
     ]
-    causes = numbered(len(failures.new), "cause") if failures.new else ""
+    causes = f"{numbered(len(failures.new), 'cause')} ({_costs(failures)})" if failures.new else ""
     parts: dict[Verdict, tuple[Iterable[Block], str]] = {
         Verdict.FAIL: (_failed(failures, summary.attention(report, Verdict.FAIL)), causes),
         Verdict.UNKNOWN: (_unknown(failures, summary.attention(report, Verdict.UNKNOWN)), ""),
         Verdict.STALE: (stale, ""),
         Verdict.EXPECTED_FAILURE: (_known_lines(failures), numbered(len(failures.known), "reason")),
     }
-    sections = []
+    sections = [*changes]
     for verdict, (blocks, more) in parts.items():
         if count := report.count(verdict):
             title = listed(filter(None, (f"{TITLES[verdict]}: {summary.checks(count)}", more)))
@@ -84,6 +84,10 @@ def short_sheet(report: RunReport) -> Sheet:
     hints: list[Block] = [Line(HINT, "meaning")] if failures.new or failures.known else []
     closing = (_cards(report), *hints, Line(summary.circumstances(report), "meaning"))
     return replace(_frame(report), lead=(table,) if few else (), sections=tuple(sections), closing=closing)
+
+
+def _costs(failures: Failures) -> str:
+    return summary.severities(cause.findings for _, cause in failures.new)
 
 
 def _failed(failures: Failures, results: tuple[CheckResult, ...]) -> Iterator[Block]:
@@ -118,19 +122,22 @@ def _known_lines(failures: Failures) -> list[Line]:
     return lines
 
 
-def complete_sheet(report: RunReport) -> Sheet:
-    """Return everything that is known of a run."""
+def complete_sheet(report: RunReport, *changes: Section) -> Sheet:
+    """Return everything that is known of a run, after the `changes` since an earlier one."""
     failures = Failures(report)
     words = tuple((summary.WORDS[verdict], summary.MEANINGS[verdict]) for verdict in Verdict)
     legend = Facts(words, tuple(verdict.value for verdict in Verdict))
     sections = (
+        *changes,
         *_told(failures),
         Section("Suites", (verdict_table(report, failures), legend), anchor="verdicts"),
         *(_trouble(failures, verdict, summary.attention(report, verdict)) for verdict in summary.ATTENTION),
-        _portraits(report, failures),
-        _not_claimed(report, failures),
-        _margins(report, failures),
-        Section("Environment", (Facts(tuple(summary.facts(report).items())),), anchor="environment"),
+        _rest(
+            _portraits(report, failures),
+            _not_claimed(report, failures),
+            _margins(report, failures),
+            Section("Environment", (Facts(tuple(summary.facts(report).items())),), anchor="environment"),
+        ),
     )
     answers = (
         Section("How far to trust it", tuple(map(Line, summary.trust(report)))),
@@ -139,6 +146,13 @@ def complete_sheet(report: RunReport) -> Sheet:
     )
     lead = (Group(answers, "answers"), _cards(report))
     return replace(_frame(report), lead=lead, sections=tuple(section for section in sections if section.blocks))
+
+
+def _rest(*sections: Section) -> Section:
+    """Return what few readers look for, folded."""
+    blocks = tuple(section for section in sections if section.blocks)
+    titles = ", ".join(section.title[0].lower() + section.title[1:] for section in blocks)
+    return Section("Everything else", (Fold(titles.capitalize(), blocks),))
 
 
 def _frame(report: RunReport) -> Sheet:
@@ -150,6 +164,7 @@ def _frame(report: RunReport) -> Sheet:
         subject=subject or "No implementation",
         genre="Conformance report",
         headline=summary.headline(report),
+        environment=report.environment,
         foot="Made by fsdp-testing. Every bound is derived and printed beside the error that it is compared with.",
         known=bool(report.count(Verdict.EXPECTED_FAILURE) + report.count(Verdict.STALE)),
     )
@@ -168,6 +183,8 @@ def _cards(report: RunReport) -> Group:
 
 def _broken(report: RunReport, failures: Failures) -> Iterator[Line]:
     """What is new, unknown or stale, and of what is known the reasons where nothing is new."""
+    if failures.new:
+        yield Line(f"New: {_costs(failures)}.", "said")
     for anchor, cause in failures.new[:CAUSES_AT_SIGHT]:
         yield Line(f"{failures.own(cause.implementation)}:", links=(Link(cause.sentence, anchor),))
     links = []

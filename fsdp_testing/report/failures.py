@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fsdp_testing.base.documentation import page
+from fsdp_testing.base.documentation import text_of
 from fsdp_testing.cases.records import CheckResult, FailureKind, Finding, Portrait, RunReport, Verdict
-from fsdp_testing.judging.entry import entry_line
+from fsdp_testing.judging.signature import entry_line
 from fsdp_testing.report import summary
 from fsdp_testing.report.causes import Cause, causes, explanation_line
 from fsdp_testing.report.drawings import layout, live_bytes, timeline
@@ -78,19 +78,24 @@ class Failures:
             document = Listing(explanation.case.to_json(indent=1))
             blocks += _drawn(cause, unfolded=unfolded)
             blocks.append(Fold("The case as a document, for `fsdp-verify replay`", (document,), page_only=True))
-        return Article(cause.sentence, tuple(blocks), self.own(cause.implementation), "fail", anchor)
+        cost = summary.severity(cause.findings)
+        return Article(cause.sentence, tuple(blocks), self.own(cause.implementation), "fail", anchor, severity=cost)
 
     def known_failure(self, group: summary.Known, anchor: str) -> Article:
         """One known failure, with the pages that explain it and the causes that show it."""
         own = [cause for cause in self._causes if _overlap(cause.findings, group.findings)]
-        blocks: list[Block] = [Line(page(group.page), addresses=True)] if group.page else []
+        blocks: list[Block] = [Line(group.page, addresses=True)] if group.page else []
         blocks += [Line(thread, addresses=True) for thread in group.threads]
         for number, cause in enumerate(own, 1):
             which = "For instance" if len(own) == 1 else f"Cause {number} of {len(own)}"
             blocks += [Line(f"{which}: {cause.sentence}", "meaning"), _steps(cause), *_drawn(cause)]
         owners = listed(dict.fromkeys(self.own(result.implementation) for result in group.results))
         blocks.append(self.broken(group.results))
-        return Article(group.reason, tuple(blocks), owners, Verdict.EXPECTED_FAILURE.value, anchor)
+        script = group.page.replace("docs/findings/", "docs/findings/scripts/").removesuffix(".md") + ".py"
+        if (text := text_of(script)) is not None:
+            blocks.append(Fold("Plain torch that shows it, to paste", (Listing(text, numbered=True),), page_only=True))
+        cost = summary.severity(group.findings)
+        return Article(group.reason, tuple(blocks), owners, Verdict.EXPECTED_FAILURE.value, anchor, severity=cost)
 
     def result(self, result: CheckResult, findings: int = FINDINGS) -> Article:
         """Everything that a reader needs about one result that did not simply pass."""

@@ -7,15 +7,17 @@ copying of commands. Everything that comes from a run is escaped by the template
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
+from functools import partial
 from importlib import resources
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from fsdp_testing.base.documentation import folder
+from fsdp_testing.base.documentation import text_of
 from fsdp_testing.base.printable import printable
-from fsdp_testing.report.sheet import Section, Sheet
+from fsdp_testing.report.sheet import Block, Fold, Section, Sheet
 from fsdp_testing.report.summary import ADDRESS
 
 
@@ -25,31 +27,50 @@ def html_text(sheet: Sheet) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_without_control
     )
-    environment.filters.update(begun=begun, linked=linked, kind_of=lambda block: type(block).__name__.lower())
+    pages: dict[str, str] = {}
+    environment.filters.update(
+        begun=begun, linked=partial(linked, pages=pages), kind_of=lambda block: type(block).__name__.lower()
+    )
     template = environment.from_string(_resource("page.html"))
-    entries = [section for section in sheet.sections if section.anchor]
+    entries = [section for section in _sections(sheet.sections) if section.anchor]
     return template.render(
         sheet=sheet,
         entries=entries,
+        pages=pages,
         first=next((section for section in entries if _has_trouble(section)), next(iter(entries), None)),
         style=Markup(_resource("page.css")),
         script=Markup(_resource("page.js")),
     )
 
 
+def _sections(blocks: Iterable[Block]) -> Iterator[Section]:
+    """Yield sections, those that are folded away among them."""
+    for block in blocks:
+        if isinstance(block, Section):
+            yield block
+        if isinstance(block, Section | Fold):
+            yield from _sections(block.blocks)
+
+
 def _has_trouble(section: Section) -> bool:
     return section.kind in ("fail", "unknown", "stale", "expected_failure")
 
 
-def linked(text: str) -> Markup:
-    """Return the text, escaped, with its web addresses and pages of the documentation as links; nothing else becomes one."""
-    if (place := folder()) is not None and text.startswith("docs/") and (place / text).is_file():
-        return Markup('<a href="{}">{}</a>').format((place / text).as_uri(), text)
-    pieces = re.split(f"({ADDRESS})", text)
-    return Markup("").join(
-        Markup('<a href="{0}" rel="noreferrer">{0}</a>').format(piece) if index % 2 else piece
-        for index, piece in enumerate(pieces)
-    )
+def linked(text: str, pages: dict[str, str]) -> Markup:
+    """Return the text, escaped, with its web addresses as links, and links to the pages of the documentation that it names.
+
+    These pages are added to `pages`, and are part of the file: it is read on machines that have no other.
+    """
+
+    def link(piece: str) -> Markup:
+        if not piece.startswith("docs/"):
+            return Markup('<a href="{0}" rel="noreferrer">{0}</a>').format(piece)
+        if piece not in pages and (told := text_of(piece)) is not None:
+            pages[piece] = told
+        return Markup('<a href="#{0}">{0}</a>').format(piece) if piece in pages else escape(piece)
+
+    pieces = re.split(rf"({ADDRESS}|\bdocs/[\w./-]+\.(?:md|py)\b)", text)
+    return Markup("").join(link(piece) if index % 2 else escape(piece) for index, piece in enumerate(pieces))
 
 
 def begun(text: str) -> str:

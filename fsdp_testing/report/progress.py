@@ -17,6 +17,8 @@ from fsdp_testing.report.terminal import STYLES, Output, plain
 AT_ONCE = (Verdict.FAIL, Verdict.UNKNOWN, Verdict.STALE)
 LOG_SECONDS = 30.0
 """So often a log file gets a line of long work."""
+ESTIMATE_SECONDS = 3.0
+"""After so long a stage says how long the rest of it will take."""
 
 
 class Display:
@@ -37,7 +39,8 @@ class Display:
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(30), TimeElapsedColumn())
         self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._task: TaskID = self._progress.add_task("starting ranks", total=None)
-        self._stage = ""
+        self._stage, self._stage_begun, self._estimated = "", self._begun, False
+        self._done_before: int | None = None
 
     def __enter__(self) -> Display:
         self._progress.start()
@@ -48,17 +51,29 @@ class Display:
 
     def stage(self, name: str, total: int | None = None) -> None:
         """Show that a stage begins, of `total` units where that is known."""
-        self._stage = name
+        self._stage, self._stage_begun, self._estimated, self._done_before = name, time.monotonic(), False, None
         self._progress.reset(self._task, description=name, total=total)
         self.log(name)
 
     def at(self, done: int, note: str = "", total: int | None = None) -> None:
         """Show how much of the stage is done, of how much, and what was found so far."""
         far = f"{done:,}{f' of {total:,}' if total else ''} {self._unit}".rstrip()
-        text = ", ".join(filter(None, (far, note)))
+        rest = self._rest(done, total)
+        text = ", ".join(filter(None, (far, note, rest)))
         self._progress.update(self._task, completed=done, total=total, description=f"{self._stage}: {text}")
-        if time.monotonic() - self._told >= LOG_SECONDS:
+        if time.monotonic() - self._told >= LOG_SECONDS or (rest and not self._estimated):
+            self._estimated = bool(rest)
             self.log(text)
+
+    def _rest(self, done: int, total: int | None) -> str:
+        """Return how long the rest of the stage will take, at the pace since it began; empty where that is not known."""
+        if self._done_before is None:
+            self._done_before = done
+        here, seconds = done - self._done_before, time.monotonic() - self._stage_begun
+        if total is None or here <= 0 or done >= total or seconds < ESTIMATE_SECONDS:
+            return ""
+        left = (total - done) * seconds / here
+        return f"about {left:.0f} s left" if left < 90 else f"about {left / 60:.0f} min left"
 
     def now(self, text: str) -> None:
         """Show what goes on at this moment; a log file does not hear of it."""

@@ -1,6 +1,6 @@
 """A result as people read it: one model, which `terminal.py` prints and `html.py` writes as a page.
 
-Pure functions build a `Sheet` from what a command computed (`conformance.py`, `parity.py`, `search/*/sheet.py`,
+Pure functions build a `Sheet` from what a command computed (`conformance.py`, `parity.py`, `search/*`,
 `train/report.py`). `kind` is a class of the style sheet and a style of the terminal: a verdict's value, or one of
 `said` (what matters), `meaning` (what explains).
 """
@@ -8,7 +8,7 @@ Pure functions build a `Sheet` from what a command computed (`conformance.py`, `
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +106,11 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Text with its own line breaks; what is to be copied is never shortened (`whole`)."""
+    """Text with its own line breaks; what is to be copied is never shortened (`whole`), a page may number its lines."""
 
     text: str
     whole: bool = False
+    numbered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ class Fold:
 
 @dataclass(frozen=True, slots=True)
 class Article:
-    """One failure, cause, or verdict: whose it is, what it is, in a word and a sentence if it has both, and the facts."""
+    """One failure, cause, or verdict: whose, what (a word, a sentence, or both), what it costs, and the facts."""
 
     heading: str
     blocks: tuple[Block, ...]
@@ -148,6 +149,7 @@ class Article:
     kind: str = ""
     anchor: str = ""
     sentence: str = ""
+    severity: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +206,7 @@ class Sheet:
         genre: What sort of page it is.
         headline: What a reader of the page should know first; the conclusion where it is empty.
         foot: The last words of the page.
+        environment: When, of what, by which command and with which versions it was made.
         known: Whether some of what was checked is known to be wrong, though the exit code is 0.
     """
 
@@ -217,6 +220,7 @@ class Sheet:
     genre: str = ""
     headline: str = ""
     foot: str = "Made by fsdp-testing."
+    environment: Mapping[str, str] = field(default_factory=dict)
     known: bool = False
 
     @property
@@ -243,9 +247,3 @@ def numbered(count: int, noun: str) -> str:
 def listed(items: Iterable[object]) -> str:
     """Return the items with commas between."""
     return ", ".join(map(str, items))
-
-
-def made_by(environment: Mapping[str, str] | None = None, before: str = "") -> str:
-    """Return the foot of a page: what made it, in which versions."""
-    versions = listed(f"{name} {value}" for name, value in (environment or {}).items())
-    return f"{before}Made by fsdp-testing{': ' + versions if versions else ''}."

@@ -10,7 +10,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from fsdp_testing.base.documentation import page
-from fsdp_testing.cases.records import AXES, Case, CheckResult, ExpectedFailure, Finding, RunReport, Verdict, merge
+from fsdp_testing.cases.records import (
+    AXES,
+    LOSES_RANKS,
+    RAISES,
+    Case,
+    CheckResult,
+    ExpectedFailure,
+    FailureKind,
+    Finding,
+    RunReport,
+    Verdict,
+    merge,
+)
 
 # Order in which a reader wants them: what is wrong, what is unclear, what was foreseen.
 ATTENTION = (Verdict.FAIL, Verdict.UNKNOWN, Verdict.STALE, Verdict.EXPECTED_FAILURE)
@@ -39,6 +51,27 @@ EXIT_MEANINGS = {
     2: "bad usage or a bad adapter",
     3: "of some claims nothing is known",
 }
+
+
+SEVERITIES = {
+    "silent wrong training": frozenset(FailureKind) - RAISES - LOSES_RANKS,
+    "loud error": RAISES | LOSES_RANKS,
+    "needs memory": {FailureKind.KEPT, FailureKind.LEAKED},
+    "slower": {FailureKind.EXCESS},
+}
+"""What a failure costs whoever trains, the worst first; the last that has its kind is that of a finding."""
+
+
+def severity(findings: Iterable[Finding]) -> str:
+    """Return the worst that findings cost; empty where there are none."""
+    costs = {[name for name, kinds in SEVERITIES.items() if finding.kind in kinds][-1] for finding in findings}
+    return next((name for name in SEVERITIES if name in costs), "")
+
+
+def severities(groups: Iterable[Iterable[Finding]]) -> str:
+    """Return how many groups of findings cost what, the worst first."""
+    counts = Counter(map(severity, groups))
+    return ", ".join(f"{counts[name]} {name}" for name in SEVERITIES if counts[name])
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +295,10 @@ def facts(report: RunReport) -> dict[str, str]:
 def circumstances(report: RunReport) -> str:
     """Return where and how it ran, in a line."""
     worlds = f" on worlds of {', '.join(map(str, report.world_sizes))}" if report.world_sizes else ""
-    parts = [*(f"{key} {value}" for key, value in report.environment.items()), f"{report.backend}{worlds}"]
+    parts = [
+        *(f"{key} {value}" for key, value in report.environment.items() if key != "command"),
+        f"{report.backend}{worlds}",
+    ]
     if report.tensor_parallel > 1:
         parts.append(f"tensor parallelism over {report.tensor_parallel} ranks")
     return f"{'; '.join(parts)}; {report.seconds:.1f} s in all"

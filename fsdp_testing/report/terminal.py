@@ -13,6 +13,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from fsdp_testing.base import env
+from fsdp_testing.base.documentation import page
 from fsdp_testing.base.printable import printable
 from fsdp_testing.report.sheet import (
     Article,
@@ -116,7 +117,7 @@ class _Printer:
         return plain("\n".join(lines), style or STYLES.get(kind, ""))
 
     def _line(self, line: Line) -> Iterator[Text]:
-        texts = (line.text, listed(link.text for link in line.links))
+        texts = (page(line.text) if line.addresses else line.text, listed(link.text for link in line.links))
         text = self._indented(" ".join(filter(None, texts)), line.kind)
         yield Text.assemble(text, (f" {line.command}", "bold")) if line.command else text
 
@@ -151,6 +152,7 @@ class _Printer:
     def _article(self, article: Article) -> Iterator[RenderableType]:
         owner = (f"{printable(article.owner)}: ", "bold") if article.owner else ""
         heading = ": ".join(filter(None, (article.heading, article.sentence)))
+        heading += f" ({article.severity})" if article.severity else ""
         yield Text.assemble(self._indent, owner, plain(heading))
         yield from self._inside(article.blocks)
         yield Text()
@@ -188,7 +190,7 @@ class _Printer:
         brief = any(cell.brief for row in rows for cell in row.cells)
         narrow = brief and max(labels, default=5) + sum(columns) > self._width
         grid = Grid(box=None, pad_edge=False, header_style="bold", show_edge=False)
-        grid.add_column(plain(table.heading), overflow="fold")
+        grid.add_column(plain(table.heading), overflow="fold", no_wrap=2 * max(labels, default=0) <= self._width)
         for number, name in enumerate(table.columns, 1):
             grid.add_column(plain(str(number) if narrow else name), overflow="fold", no_wrap=narrow)
             grid.columns[-1].justify = "right" if table.numbers else "left"

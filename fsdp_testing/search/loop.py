@@ -50,12 +50,10 @@ class Budget:
         self.begun = 0
 
     def restart(self) -> None:
-        """Let the time begin now."""
         self._start = self._clock()
 
     @property
     def spent(self) -> float:
-        """Return the seconds since the beginning."""
         return self._clock() - self._start
 
     def left(self, most: float) -> float:

@@ -1,7 +1,7 @@
 """The judgement whether a training script, a function or a model computes on N ranks what it computes in one process.
 
 Three ways to start, each a module: `script` (`fsdp-verify train`, `check_script`), `function` (`check_training`) and `model`
-(`check_model`, with `model_families` and `with_accelerate`). What follows is one.
+(`check_model`, with `model_families`). What follows is one.
 
 - `running`, `on_rank`, `script_job`, `surroundings`: how a world, and a rank in it, runs a training.
 - `observation`, `reading`, `holdings`, `spans`, `deepspeed_engine`, `terms`, `evidence`: what a rank holds and computes at each

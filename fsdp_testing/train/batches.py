@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from fsdp_testing.oracle.models import map_tensors
+
 _MOST_ROWS = 4096
 
 
@@ -37,7 +39,6 @@ class Computed:
         self._before, self._now = self._now, []
 
     def others_in(self, tree: Any) -> list[torch.Tensor]:
-        """Return the tensors that no forward gave."""
         known = {_memory(tensor) for tensor in (*self._before, *self._now)}
         return [tensor for tensor in tensors_in(tree) if not known or _memory(tensor) not in known]
 
@@ -61,13 +62,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 def on_cpu(tree: Any) -> Any:
     """Return a copy of nested lists, tuples and mappings with detached tensors on the CPU."""
-    if isinstance(tree, torch.Tensor):
-        return tree.detach().cpu().clone()
-    if isinstance(tree, Mapping):
-        return {key: on_cpu(value) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(on_cpu(part) for part in tree))
-    return type(tree)(on_cpu(part) for part in tree) if isinstance(tree, (list, tuple)) else tree
+    return map_tensors(lambda tensor: tensor.detach().cpu().clone(), tree)
 
 
 def row_digests(tree: Any) -> tuple[str, ...]:

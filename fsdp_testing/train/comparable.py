@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from fsdp_testing.cases.records.tolerance import UNIT_ROUNDOFF
 from fsdp_testing.judging.checkers.divergence import DECISIVE
+from fsdp_testing.oracle.models import roundoff
 from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, Difference, first_difference, part, side_by_side
 from fsdp_testing.train.quantities import LOSS, RATE, Kind, Quantities, Quantity, rank_count
 from fsdp_testing.train.whole import WholeRun
@@ -133,31 +133,31 @@ def _rate_factors(reference: Quantities, other: Quantities) -> list[float]:
     return [] if first is None else [first if factor is None else factor for factor in factors]
 
 
-def vanishing(runs: Sequence[Quantities], roundoff: float) -> set[Quantity]:
+def vanishing(runs: Sequence[Quantities], narrowest: float) -> set[Quantity]:
     """Return the quantities of parameters whose gradient is zero but for roundings, in all runs and steps.
 
     As that of a key's bias in attention. What the optimizer makes of it, Adam at full length, is known of no run.
 
     Args:
         runs: What was computed.
-        roundoff: Of the narrowest dtype that any of it was computed in.
+        narrowest: Roundoff of the narrowest dtype that any of it was computed in.
     """
     names = {
         key.name
         for key in runs[0]
-        if key.kind is Kind.GRADIENT and all(_vanishes(key, run, roundoff) for run in runs if key in run)
+        if key.kind is Kind.GRADIENT and all(_vanishes(key, run, narrowest) for run in runs if key in run)
     }
     kinds = (Kind.RETURNED, Kind.UNCLIPPED, Kind.GRADIENT, Kind.PARAMETER, Kind.COPIED, Kind.END, Kind.MOMENT)
     return {key for run in runs for key in run if key.name in names and key.kind in kinds}
 
 
-def _vanishes(key: Quantity, run: Quantities, roundoff: float) -> bool:
+def _vanishes(key: Quantity, run: Quantities, narrowest: float) -> bool:
     gradients = [values for other, values in run.items() if other.kind is Kind.GRADIENT]
     for step, gradient in enumerate(run[key]):
         largest = max(
             float(values[step].abs().max()) for values in gradients if step < len(values) and values[step].numel()
         )
-        unit = max(roundoff, UNIT_ROUNDOFF.get(str(gradient.dtype).removeprefix("torch."), 0.0))
+        unit = max(narrowest, roundoff(gradient.dtype))
         if gradient.numel() and float(gradient.abs().max()) > part(unit, CLEAR_ROUNDINGS) * largest:
             return False
     return True

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+import torch
 
 from fsdp_testing.cases.records.tolerance import UNIT_ROUNDOFF
 from fsdp_testing.judging.checkers.divergence import DECISIVE
+from fsdp_testing.oracle.models import roundoff
 from fsdp_testing.oracle.tensors import difference
 from fsdp_testing.train.disturbance import RUNS, STAGES, room
 from fsdp_testing.train.quantities import Kind, Quantities, Quantity
 
-if TYPE_CHECKING:
-    import torch
-
 Place = tuple[Quantity, int]
 """A quantity at a step."""
-Room = Mapping[Place, "torch.Tensor"]
+Room = Mapping[Place, torch.Tensor]
 """By quantity and step: how far roundings alone may move each number."""
 
 ROUNDINGS = 8
@@ -180,8 +179,6 @@ def beyond_roundings(
         decided: Takes note of how much was compared, and what of it is undecided.
         start: As for `first_difference`.
     """
-    import torch
-
     spread: dict[Place, torch.Tensor] = {}
     for seed in range(1, RUNS + 1):
         for here, there in disturbed(seed):
@@ -204,8 +201,6 @@ _SET = (Kind.RATE, Kind.SETTING)
 
 
 def _room_of(spread: Room, runs: int) -> Room:
-    import torch
-
     numbers = sum(tensor.numel() for tensor in spread.values())
     if runs < RUNS:
         # On a coarse grid a number may stay where it is by chance, or come to its negative before it is squared, beside others
@@ -218,8 +213,6 @@ def _room_of(spread: Room, runs: int) -> Room:
 
 def _distance(there: Quantities, here: Quantities, place: Place) -> torch.Tensor:
     """Return how far a disturbed run is from the run; infinite where it took another way, so that nothing follows."""
-    import torch
-
     key, step = place
     value = here[key][step].double().reshape(-1)
     if len(there.get(key, [])) != len(here[key]) or there[key][step].numel() != value.numel():
@@ -233,8 +226,6 @@ def _compare(
     bound: _Bound,
     decided: Decided,
 ) -> Difference | None:
-    import torch
-
     key, step = place
     left, right, steps = sides[0][step], sides[1][step], len(sides[0])
     if left.shape != right.shape or left.dtype != right.dtype:
@@ -258,7 +249,7 @@ def _compare(
         if apart.error and bool(undecided.any()):
             decided.undecided[key] += int(undecided.sum())
             # A weight that is stored coarsely is known to one unit in its last place, of which there is nothing to tell.
-            count = int((undecided & ((one - two).abs() > 2 * part(_unit(left.dtype), 1) * one.abs())).sum())
+            count = int((undecided & ((one - two).abs() > 2 * part(roundoff(left.dtype), 1) * one.abs())).sum())
             where = f"{key} at step {step}" if steps > 1 else f"{key}"
             if count:
                 decided.open[place] = f"{count} of {one.numel()} numbers of {where}, off by up to {apart.error:.3g}"
@@ -274,11 +265,7 @@ def _largest(numbers: torch.Tensor) -> float:
 
 def floor(dtype: torch.dtype, roundings: float) -> float:
     """Return the part of the largest number that so many roundings may make."""
-    return part(_unit(dtype), roundings)
-
-
-def _unit(dtype: torch.dtype) -> float:
-    return UNIT_ROUNDOFF.get(str(dtype).removeprefix("torch."), 0.0)
+    return part(roundoff(dtype), roundings)
 
 
 def part(unit: float, roundings: float) -> float:

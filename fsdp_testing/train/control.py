@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from fsdp_testing.cases.records import ObservedPiece, ParameterObservation, RankObservation, Snapshot
-from fsdp_testing.cases.records.tolerance import UNIT_ROUNDOFF
 from fsdp_testing.explain.contributions import Contributions, contributions, sentence
 from fsdp_testing.oracle.gradient_terms import ELSEWHERE, GradientTerm
+from fsdp_testing.oracle.models import roundoff
 from fsdp_testing.oracle.quantities import Expected
 from fsdp_testing.train.comparison import floor
 from fsdp_testing.train.conventions import MEASURED, flag
@@ -185,8 +185,7 @@ def _bounds(run: WholeRun, kind: Kind, number: int, ranks: Sequence[Terms], got:
     count = _ROUNDINGS + sum(len(terms.passes) for terms in ranks)
     bounds = {}
     for name in got:
-        dtype = str(run.quantities[Quantity(kind, name)][number].dtype).removeprefix("torch.")
-        unit = max(UNIT_ROUNDOFF.get(dtype, 0.0), *(terms.roundoff for terms in ranks))
+        unit = max(roundoff(run.quantities[Quantity(kind, name)][number].dtype), *(terms.roundoff for terms in ranks))
         largest = sum(float(one[name].abs().max()) for terms in ranks for one in terms.passes if name in one)
         bounds[name] = count * unit * largest * ranks[0].block ** 0.5
     return bounds

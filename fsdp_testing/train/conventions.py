@@ -88,7 +88,6 @@ class Follower:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """See schedulers while the context lasts."""
         with self._stack:
             yield
 

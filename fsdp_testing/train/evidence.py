@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_testing.base import compat
-from fsdp_testing.cases.records.tolerance import UNIT_ROUNDOFF
+from fsdp_testing.oracle.models import roundoff
 from fsdp_testing.ranks.ledger.recorder import Call, GroupIdentity
 from fsdp_testing.train.comparison import Difference
 from fsdp_testing.train.quantities import Kind
@@ -57,7 +57,6 @@ class StepEvidence:
 
     @property
     def backwards(self) -> int:
-        """Number of backward passes."""
         return len(self.reduced)
 
 
@@ -81,11 +80,9 @@ class Clues:
         self._gathered |= "gather" in str(name) and "float" in str(dtype)
 
     def see_backward(self) -> None:
-        """Take note that a backward pass begins."""
         self._reduced.append(0)
 
     def see_forward(self, module: nn.Module, _args: Any) -> None:
-        """Take note of a module's forward."""
         if compat.in_backward():
             return  # activations are computed again
         if not self._generator:
@@ -96,7 +93,7 @@ class Clues:
             self._local += 1
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
-                self._roundoff = max(self._roundoff, _roundoff(torch.get_autocast_dtype(device)))
+                self._roundoff = max(self._roundoff, roundoff(torch.get_autocast_dtype(device)))
 
     def at_step(self, optimizer: torch.optim.Optimizer) -> StepEvidence:
         """Return the evidence, when an optimizer is about to step; without what cannot be read of it."""
@@ -116,12 +113,8 @@ class Clues:
             weights=_digest(parameters),
             gradient_norm=float(sum(float(g.double().square().sum()) for g in gradients) ** 0.5),
             gathered=self._gathered,
-            roundoff=max([self._roundoff, *(_roundoff(tensor.dtype) for tensor in [*parameters, *gradients])]),
+            roundoff=max([self._roundoff, *(roundoff(tensor.dtype) for tensor in [*parameters, *gradients])]),
         )
-
-
-def _roundoff(dtype: torch.dtype) -> float:
-    return UNIT_ROUNDOFF.get(str(dtype).removeprefix("torch."), 0.0)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ arguments of the outermost forward where these determine the loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.oracle.models import map_tensors
 from fsdp_testing.train.batches import Call, on_cpu, row_digests
 from fsdp_testing.train.conventions import AsRanks
 from fsdp_testing.train.loaders import LoaderSeen, LoaderWatch, Pass, copied, of_training
@@ -167,7 +168,6 @@ class Feeder:
         self.taken.items.append(self._items_taken)
 
     def finish(self) -> None:
-        """Look at the loaders once more, after the training."""
         for loader in self._loaders:
             loader.finish()
 
@@ -230,15 +230,8 @@ def batch(*values: Any) -> Any:
 
 def _share(item: Any, counts: Sequence[int], rank: int) -> Any:
     """Return the rows of one rank of an item that is made of all ranks' rows; -1: of all."""
-    if rank < 0:
-        return item
-    if isinstance(item, torch.Tensor):
-        return item[sum(counts[:rank]) : sum(counts[: rank + 1])] if item.ndim and len(item) == sum(counts) else item
-    if isinstance(item, Mapping):
-        return {key: _share(part, counts, rank) for key, part in item.items()}
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(_share(part, counts, rank) for part in item))
-    return type(item)(_share(part, counts, rank) for part in item) if isinstance(item, (list, tuple)) else item
+    rows = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    return item if rank < 0 else map_tensors(lambda t: t[rows] if t.ndim and len(t) == sum(counts) else t, item)
 
 
 def _fits(parts: Sequence[Any], *, alike: bool) -> bool:

@@ -72,25 +72,20 @@ class Function(Start):
 
     @property
     def name(self) -> str:
-        """Its call."""
         return f"check_training({self.target})"
 
     def world(self, size: int) -> str:
-        """Return what a world is called."""
         return f"a world of {size}"
 
     def sentence(self, size: int, why: Failed | Undecided) -> str:
-        """Return why a world is judged as it is."""
         subject = getattr(why, "subject", "")
         joined = f"{subject} " if subject.endswith(" on") else f"{subject} of " if subject else ""
         return f"{joined}{self.world(size)} {why}"
 
     def job(self, size: int) -> FunctionJob:
-        """Return what a rank runs."""
         return FunctionJob(self.target)
 
     def ending(self, outcome: WorldOutcome) -> Exception:
-        """Return what it means that the loop did not come to its end."""
         error = outcome.ranks[0].error
         if error is not None and error.type_name == "InvalidArgument":
             return InvalidArgument(error.message)

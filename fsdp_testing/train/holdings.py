@@ -145,13 +145,13 @@ def _entries(state: Mapping[str, StateEntry], block: int) -> Spans:
 def _flat_units(model: nn.Module) -> Iterator[FlatUnit] | None:
     torch_fsdp, ours = sys.modules.get("torch.distributed.fsdp"), sys.modules.get("fsdp_ref")
     if torch_fsdp is not None and any(isinstance(m, torch_fsdp.FullyShardedDataParallel) for m in model.modules()):
-        from fsdp_testing.adapters.torch import fsdp1_flat
+        from fsdp_testing.adapters.torch import fsdp1
 
-        return fsdp1_flat.flat_units(model)
+        return fsdp1.flat_units(model)
     if ours is not None:
-        from fsdp_testing.adapters.ref import handle_pieces
+        from fsdp_testing.adapters.ref import adapters
 
-        return handle_pieces.flat_units(model)
+        return adapters.flat_units(model)
     return None
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp_testing.cases.records.tolerance import UNIT_ROUNDOFF
+from fsdp_testing.oracle.models import roundoff
 from fsdp_testing.train.quantities import LOSS, RATE, Kind, Quantities, Quantity
 from fsdp_testing.train.whole import WholeRun, initial
 
@@ -58,7 +58,7 @@ def still_though_stepped(run: WholeRun) -> str:
     start = initial(run)
     for key in run.names(Kind.GRADIENT):
         weight = start.get(Quantity(Kind.PARAMETER, key.name), [torch.empty(0)])[0]
-        unit = UNIT_ROUNDOFF.get(str(weight.dtype).removeprefix("torch."), 0.0)
+        unit = roundoff(weight.dtype)
         largest = float(weight.abs().max()) if weight.numel() else torch.inf
         for step, gradient in enumerate(run.quantities[key]):
             update = float(run.quantities[RATE][step].abs().min()) * float(

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.adapters.adapter import Adapter, TorchStyle
 from fsdp_testing.adapters.protocol import Piece, Setup
 from fsdp_testing.adapters.registry import adapter_of, load
+from fsdp_testing.adapters.shared.claims import REPLICATED
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.ranks.pool import Pool, WorldOutcome, default_pool
@@ -36,7 +37,7 @@ from fsdp_testing.train.whole import WholeRun
 ROWS, LENGTH = 2, 12
 """Rows of a rank in each step, and tokens of a row: as many for all, so that the mean of means is the mean of all."""
 ACCELERATE = "accelerate"
-_ACCELERATE = "fsdp_testing.train.with_accelerate:IMPLEMENTATION"
+_ACCELERATE = "fsdp_testing.train.model:ACCELERATED"
 _ALONE = "single-process"
 _IMPORTED = frozenset({"import path", "warnings filters"})
 """What the import of Transformers changes for good; the ranks that have imported it are lent again."""
@@ -88,7 +89,6 @@ class ModelJob(Job):
     leaves_unused: bool = False
 
     def reader(self) -> Reader:
-        """Return what reads models by the implementation's adapter."""
         adapter = adapter_of(self.implementation)
 
         def held_by(model: nn.Module, *, gradients: bool = True) -> dict[str, tuple[Piece, ...]]:
@@ -148,7 +148,6 @@ class Model(Start):
 
     @property
     def name(self) -> str:
-        """Its family or function."""
         return f"model {self.model}"
 
     @property
@@ -158,7 +157,6 @@ class Model(Start):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """What Transformers imports."""
         return _SLOW_TO_IMPORT if isinstance(self.model, str) else ()
 
     def job(self, size: int) -> ModelJob:
@@ -168,7 +166,6 @@ class Model(Start):
         return ModelJob(self.model, self.implementation, self.ranks, self.steps, self.leaves_unused)
 
     def ending(self, outcome: WorldOutcome) -> Exception:
-        """Return what it means that the training did not come to its end."""
         error = next((rank.error for rank in outcome.ranks if rank.error is not None), None)
         if error is not None and error.type_name == "InvalidArgument":
             return InvalidArgument(error.message)
@@ -257,3 +254,16 @@ def check_names(
         )
     targets = [model if isinstance(model, str) else target_of(model) for model in models]
     return targets, [load(_ACCELERATE if name == ACCELERATE else name).reference for name in implementations]
+
+
+def _wrap_by_accelerate(module: nn.Module, setup: Setup) -> nn.Module:
+    """Prepare the module as users of Accelerate do, which makes it DDP on CPUs. Collectives: those of DDP's construction."""
+    accelerate: Any = importlib.import_module("accelerate")
+    states: Any = importlib.import_module("accelerate.state")
+    for state in (states.AcceleratorState, states.GradientState, states.PartialState):
+        state._reset_state()  # they are kept for the life of a process, and a rank outlives its model
+    unused = accelerate.DistributedDataParallelKwargs(find_unused_parameters=setup.leaves_unused)
+    return accelerate.Accelerator(cpu=setup.device.type == "cpu", kwargs_handlers=[unused]).prepare(module)
+
+
+ACCELERATED = TorchStyle(name="accelerate", wrap=_wrap_by_accelerate, capabilities=REPLICATED)

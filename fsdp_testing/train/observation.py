@@ -174,7 +174,6 @@ class Observer:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """See everything while the context lasts."""
         with ExitStack() as stack:
             for owner, name, replacement in (
                 (nn.Module, "__call__", self._seeing_calls(nn.Module.__call__)),
@@ -200,7 +199,6 @@ class Observer:
             yield
 
     def see_collective(self, group: GroupIdentity, call: Collective, site: str) -> None:
-        """Take note of a collective; a listener of the ledger."""
         self._clues.see_collective(group, call, site)
 
     def _see_forward(self, module: nn.Module, args: Any) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 
-from fsdp_testing.oracle.fresh_memory import filled_with_garbage
+from fsdp_testing.oracle.execute import filled_with_garbage
+from fsdp_testing.ranks.faults.fault import Fault
+from fsdp_testing.ranks.faults.injection import inject
 from fsdp_testing.ranks.ledger import interception
 from fsdp_testing.ranks.ledger.late_delivery import deliver_late
 from fsdp_testing.ranks.pool.world import current_world
@@ -34,6 +37,7 @@ class RunSettings:
         seed: Other than 0: roundings are made differently.
         keep_data: Whether to report the data that was taken.
         feed: What it is given in place of its own data.
+        faults: What is injected.
     """
 
     steps: int = 0
@@ -43,6 +47,7 @@ class RunSettings:
     seed: int = 0
     keep_data: bool = False
     feed: Feed = field(default_factory=Feed)
+    faults: tuple[Fault, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +123,8 @@ def run_here(job: Job, run: RunSettings) -> RankReport:
         for context in (
             as_torchrun_starts(world),
             interception.listen(observer.see_collective),
+            # Before the observer: it sees the gradients that a fault has changed.
+            _faulty(run.faults, world.rank) if run.faults else nullcontext(),
             observer.watch(),
             feeder.watch(),
             follower.watch(),
@@ -140,6 +147,17 @@ def run_here(job: Job, run: RunSettings) -> RankReport:
     return RankReport(
         tuple(observer.steps), taken, conventions=conventions, idle_passes=idle_passes, **facts(), **ending
     )
+
+
+@contextmanager
+def _faulty(faults: tuple[Fault, ...], rank: int) -> Iterator[None]:
+    """Inject faults, and let ranks that disagree go on, as they do where no ledger is."""
+    with mock.patch.object(interception.active_recorder(), "compare", False):
+        injection = inject(faults, rank)
+        try:
+            yield
+        finally:
+            injection.end()
 
 
 def _observer(job: Job, run: RunSettings, feeder: Feeder, follower: Follower) -> Observer:

@@ -65,11 +65,9 @@ class Pair:
 
     @property
     def other(self) -> str:
-        """What the world is compared with."""
         return self.varied.names[0] if self.varied else self.runner.start.world(self.reference.size)
 
     def cause(self, difference: Difference) -> str:
-        """Return why both differ."""
         why = self.varied.cause if self.varied else causes.of_difference
         return why(self.reference, self.run, difference)
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from fsdp_testing.adapters.protocol import Piece
 from fsdp_testing.adapters.shared import pieces
-from fsdp_testing.cases.records.tolerance import UNIT_ROUNDOFF
+from fsdp_testing.oracle.models import roundoff
 from fsdp_testing.train.conventions import is_batch_norm
 from fsdp_testing.train.deepspeed_engine import is_engine, unread
 from fsdp_testing.train.holdings import (
@@ -210,9 +210,8 @@ def _is_rounded(one: torch.Tensor, other: torch.Tensor) -> bool:
     one, other = one.reshape(-1), other.reshape(-1)
     if one.dtype == other.dtype:
         return torch.equal(one, other)
-    unit = UNIT_ROUNDOFF.get(str(one.dtype).removeprefix("torch."), 0.0)
     wide = one.double()
-    return bool(((wide - other.double()).abs() <= 1.001 * unit * wide.abs()).all())
+    return bool(((wide - other.double()).abs() <= 1.001 * roundoff(one.dtype) * wide.abs()).all())
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, ...]]:

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.train import evidence
+from fsdp_testing.train.batches import tensors_in
 from fsdp_testing.train.check import check_numbers, guarded, not_compared, not_stepped, other_start, same_moments
 from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, Difference
 from fsdp_testing.train.control import wrong_term
@@ -341,17 +340,9 @@ def _reversed(_: WholeRun, feeds: Iterator[Feed]) -> Iterator[Feed]:
 
 def _reverse(item: Any) -> Any:
     """Return an item of a loader with its rows in reverse: tensors that are as long as the first are rows."""
-    tensors = [tensor for tensor in _tensors(item) if tensor.ndim]
+    tensors = [tensor for tensor in tensors_in(item) if tensor.ndim]
     count = len(tensors[0]) if tensors else 0
     return rows_of(item, range(count - 1, -1, -1), count) if count > 1 else item
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    parts = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
-    for part in parts:
-        yield from _tensors(part)
 
 
 def _padded(known: WholeRun, _: Iterator[Feed]) -> Iterator[Feed]:
@@ -364,9 +355,9 @@ def _padded(known: WholeRun, _: Iterator[Feed]) -> Iterator[Feed]:
     items = [(item, samples) for one in passes for item, samples in zip(one.items, one.samples)]
     if not items:
         return
-    widest = max(items, key=lambda one: max((t[0].numel() for t in _tensors(one[0]) if t.ndim and len(t)), default=0))[
-        1
-    ]
+    widest = max(
+        items, key=lambda one: max((t[0].numel() for t in tensors_in(one[0]) if t.ndim and len(t)), default=0)
+    )[1]
 
     def beside(samples: list[Any]) -> Uncollated:
         return Uncollated([*samples, *widest], (len(samples), len(widest)))

@@ -24,7 +24,6 @@ from fsdp_testing.report.sheet import (
     Sheet,
     Table,
     bulleted,
-    made_by,
 )
 from fsdp_testing.train.comparison import Difference
 from fsdp_testing.train.quantities import Kind, Quantity, rank_count
@@ -84,7 +83,6 @@ class Judgement:
 
     @property
     def owner(self) -> str:
-        """Whose verdict it is."""
         return f"{self.relation} on {rank_count([self.size])}" if self.relation else rank_count([self.size])
 
     @property
@@ -102,7 +100,6 @@ class Judgement:
         return Row(label, tuple(Cell(text, "fail" if text == "x" else "") for text in cells))
 
     def lines(self) -> list[str]:
-        """Return the lines of a terminal."""
         return [
             f"{self.title}: {self.sentence}",
             *(f"  {line}" for line in (*self.compared, *self.unknown, *self.table, *self.output)),
@@ -133,7 +130,6 @@ class TrainReport:
 
     @property
     def conclusion(self) -> str:
-        """The verdicts in one line."""
         verdicts = [
             f"{WORDS[verdict]} on {rank_count(sizes)}"
             for verdict in WORDS
@@ -194,7 +190,7 @@ def training_sheet(
         conclusion=report.conclusion,
         sections=(*sections, Section("", tuple(articles))),
         subject=" ".join([report.script, *arguments]),
-        foot=made_by(environment, f"{seconds:.1f} s, up to {steps} steps. "),
+        environment={**environment, "duration": f"{seconds:.1f} s", "steps": f"at most {steps}"},
     )
 
 

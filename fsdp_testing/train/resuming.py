@@ -41,7 +41,10 @@ def judge_resumed(runner: Runner, runs: Mapping[int, WholeRun], size: int, other
         saved = _stop(runner, size, folder / "0")
         for number, other in enumerate(others, start=1):
             shutil.copytree(folder / "0", folder / str(number), symlinks=True)
-            compared.append(f"on {other} ranks ({_compare(runner, runs, (size, other), folder / str(number), saved)})")
+            same = compare_resumed(
+                runner, runs, (size, other), folder / str(number), saved, stopped=runner.start.resume_at
+            )
+            compared.append(f"on {other} ranks ({same})")
     except Failed as why:
         sentence = f"stopped before step {at} and {runner.start.sentence(size, why)}"
         return Judgement(size, Verdict.FAIL, sentence, table=why.table, relation=name, first=why.first)
@@ -59,7 +62,7 @@ def _stop(runner: Runner, size: int, folder: Path) -> list[str]:
     show_files(Path.cwd(), folder)
     at = runner.start.resume_at
     stopped = runner.run(size, RunSettings(folder=str(folder), stop_before=at))
-    saved = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and not p.is_symlink())
+    saved = files_below(folder)
     if stopped.steps < at:
         raise Undecided(f"the script ends after {stopped.steps} steps. Stop it earlier (--resume-at).")
     if not saved:
@@ -69,10 +72,29 @@ def _stop(runner: Runner, size: int, folder: Path) -> list[str]:
     return saved
 
 
-def _compare(
-    runner: Runner, runs: Mapping[int, WholeRun], sizes: tuple[int, int], folder: Path, saved: list[str]
+def files_below(folder: Path) -> list[str]:
+    """Return the names of the files that a run wrote."""
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and not p.is_symlink())
+
+
+def compare_resumed(
+    runner: Runner,
+    runs: Mapping[int, WholeRun],
+    sizes: tuple[int, int],
+    folder: Path,
+    saved: list[str],
+    *,
+    stopped: int,
 ) -> str:
     """Compare a resumed run with that which was not stopped, and return what was compared.
+
+    Args:
+        runner: Runs it.
+        runs: Those that were not stopped, by number of ranks.
+        sizes: Ranks of the run that was stopped, and of the one that goes on.
+        folder: Where it wrote to.
+        saved: The files there.
+        stopped: Steps after which it was stopped at least.
 
     Raises:
         Failed: It goes on otherwise.
@@ -81,7 +103,7 @@ def _compare(
     uninterrupted, same_size = runs[sizes[0]], runs[sizes[1]]
     settings = RunSettings(
         folder=str(folder),
-        steps=max(runner.start.steps - runner.start.resume_at, 1),
+        steps=max(runner.start.steps - stopped, 1),
         arguments=runner.start.resume_arguments,
     )
     resumed = runner.run(sizes[1], settings)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
 from fsdp_testing.errors import WorldFailed
+from fsdp_testing.ranks.faults.fault import Fault
 from fsdp_testing.ranks.pool import Fate, Pool, WorldOutcome
 from fsdp_testing.train.comparison import ROUNDINGS, Difference
 from fsdp_testing.train.on_rank import Job, RankReport, RunSettings, run_here
@@ -55,14 +56,6 @@ class RunListener(Protocol):
         """Take note that it ended, with what its ranks did and wrote."""
 
 
-class NoListener(RunListener):
-    """Takes note of nothing."""
-
-    def started(self, what: str) -> None: ...
-
-    def ended(self, what: str, seconds: float, outcome: WorldOutcome) -> None: ...
-
-
 class Start:
     """A way to start a training: what differs between a script, a function and a model. Each is a frozen dataclass.
 
@@ -74,6 +67,7 @@ class Start:
         accept: Names of conventions that one process is to follow as the ranks do (`conventions`).
         resume_at: Step before which it is stopped to be resumed; never with 0.
         resume_arguments: Further arguments of what is resumed.
+        faults: What is injected into its ranks.
         roundings: What passes at once (`comparison.ROUNDINGS`).
         variation: What of it must change nothing, in words; empty where it is started as it is.
         takes_rows: Whether one process may be given the rows of the ranks, and the losses of these be read in several ways: else
@@ -88,6 +82,7 @@ class Start:
     accept: tuple[str, ...] = ()
     resume_at: int = 0
     resume_arguments: tuple[str, ...] = ()
+    faults: tuple[Fault, ...] = ()
     roundings: float = ROUNDINGS
     variation: str = ""
     takes_rows: ClassVar[bool] = False
@@ -134,8 +129,10 @@ class Start:
         """Run a prepared run on a world of the pool, and return what its ranks did."""
         world = pool.world(size, self.backend, self.isolation)
         try:
-            job = self.job(size), run
-            return world.execute(run_here, job, timeout=self.timeout, name=self.name, lasting=self.lasting)
+            job, patient = (self.job(size), run), bool(run.faults)
+            return world.execute(
+                run_here, job, timeout=self.timeout, name=self.name, lasting=self.lasting, patient=patient
+            )
         finally:
             world.release()
 
@@ -162,7 +159,7 @@ class Runner:
 
     start: Start
     pool: Pool
-    listener: RunListener = field(default_factory=NoListener)
+    listener: RunListener | None = None
     kept: dict[tuple[int, int], WholeRun] = field(default_factory=dict)
     unsteady: list[str] = field(default_factory=list)
 
@@ -181,11 +178,11 @@ class Runner:
             WorldFailed: Likewise, of functions.
         """
         settings = settings or RunSettings()
-        settings = replace(settings, steps=settings.steps or self.start.steps)
-        outcome = self._execute(size, settings)
+        settings = replace(settings, steps=settings.steps or self.start.steps, faults=self.start.faults)
+        outcome = self.execute(size, settings)
         hung = any(rank.fate is Fate.HUNG for rank in outcome.ranks)
         if hung and not settings.folder and unequal_ends(outcome) is None:
-            again = self._execute(size, settings)  # the machine may have been slow
+            again = self.execute(size, settings)  # the machine may have been slow
             if again.ok:
                 self.unsteady.append(
                     f"{outcome.cause}; run again, it came to its end. Nothing is known of what hangs once."
@@ -195,14 +192,17 @@ class Runner:
             raise self.start.ending(outcome)
         return self._put_together(size, outcome.values)
 
-    def _execute(self, size: int, settings: RunSettings) -> WorldOutcome:
+    def execute(self, size: int, settings: RunSettings) -> WorldOutcome:
+        """Run the training on `size` ranks, and return what these did, however they ended."""
         start, what, began = self.start, _named(size, settings, self.start.variation), time.monotonic()
         # Ranks that import these one by one take seconds of the timeout.
         self.pool.expect(__name__, type(start).__module__, *start.modules)
-        self.listener.started(what)
+        if self.listener is not None:
+            self.listener.started(what)
         with start.prepared(self.pool, settings) as prepared:
             outcome = start.execute(self.pool, size, prepared)
-        self.listener.ended(what, time.monotonic() - began, outcome)
+        if self.listener is not None:
+            self.listener.ended(what, time.monotonic() - began, outcome)
         return outcome
 
     def _put_together(self, size: int, ranks: Sequence[RankReport]) -> WholeRun:
@@ -235,7 +235,8 @@ def _named(size: int, run: RunSettings, variation: str) -> str:
     who = "one process" if size == 1 else f"{size} ranks"
     how = [variation] if variation else []
     how += [f"stopped before step {run.stop_before}"] if run.stop_before else []
-    how += ["resumed"] if run.folder and not run.stop_before else []
+    how += ["resumed"] if run.folder and not run.stop_before and not run.faults else []
+    how += [f"with {fault}" for fault in run.faults]
     how += ["given the rows of all ranks"] if run.feed.source is not None else []
     how += [f"how far roundings move it ({run.seed})"] if run.seed else []
     return ", ".join([who, *how])

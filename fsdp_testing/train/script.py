@@ -15,6 +15,7 @@ import torch
 
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.ranks.faults.fault import Fault
 from fsdp_testing.ranks.pool import Pool, RankOutcome, WorldOutcome, default_pool
 from fsdp_testing.ranks.pool.cause import EndedBadly
 from fsdp_testing.ranks.pool.outcome import Fate, rank_names
@@ -22,10 +23,11 @@ from fsdp_testing.train import relations
 from fsdp_testing.train.check import judged, run_alone
 from fsdp_testing.train.conventions import check_names
 from fsdp_testing.train.elsewhere import Elsewhere, elsewhere, execute_elsewhere
+from fsdp_testing.train.faulted import judge_faults
 from fsdp_testing.train.on_rank import RankReport, RunSettings
 from fsdp_testing.train.report import Judgement, TrainingDiffers, TrainingUndecided, TrainReport
 from fsdp_testing.train.resuming import judge_resumed
-from fsdp_testing.train.running import Failed, NoListener, RunListener, Runner, Start, Undecided, unequal_ends
+from fsdp_testing.train.running import Failed, RunListener, Runner, Start, Undecided, unequal_ends
 from fsdp_testing.train.script_job import ScriptJob
 from fsdp_testing.train.surroundings import show_files
 from fsdp_testing.train.whole import WholeRun
@@ -79,6 +81,7 @@ class Launch(Start):
     accept: tuple[str, ...] = ()
     vary: tuple[tuple[str, ...], ...] = ()
     against: tuple[str, ...] = ()
+    faults: tuple[Fault, ...] = ()
     variation: str = ""
     elsewhere: Elsewhere = Elsewhere()
 
@@ -86,11 +89,9 @@ class Launch(Start):
 
     @property
     def name(self) -> str:
-        """Its path or module."""
         return self.script
 
     def job(self, size: int) -> ScriptJob:
-        """Return what a rank runs."""
         script = self.script if self.is_module else str(Path(self.script).resolve())
         return ScriptJob(script, self.arguments, self.is_module, self.elsewhere.moved)
 
@@ -115,7 +116,6 @@ class Launch(Start):
         return Start.execute(self, pool, size, run)
 
     def ending(self, outcome: WorldOutcome) -> Exception:
-        """Return what it means that the script did not end well."""
         return _ending(outcome, works=bool(self.variation))
 
     def check(self, ranks: Sequence[RankReport]) -> None:
@@ -181,15 +181,16 @@ def examine(
     sizes = [size for size in world_sizes if size > 1]
     _check_arguments(launch, world_sizes)
     arguments, variations, rows = relations.read(launch.vary, launch.arguments)
-    launch = replace(launch, arguments=arguments)
-    runner = Runner(launch, pool or default_pool(), listener or NoListener())
+    faulty = replace(launch, arguments=arguments)
+    launch = replace(faulty, faults=())
+    runner = Runner(launch, pool or default_pool(), listener)
     with ExitStack() as stack:
         others = [replace(launch, arguments=one.arguments, variation=one.names[1]) for one in variations]
         named = [(one.name, one.names) for one in variations]
         for target in launch.against:
             others.append(_launch_of(launch, stack.enter_context(elsewhere(target, launch.script, runner.pool))))
             named.append((f"--against {target}", ("this version", target)))
-        return _examined(runner, sizes or [1], rows, list(zip(others, named)))
+        return _examined(runner, sizes or [1], rows, list(zip(others, named)), faulty)
 
 
 def _launch_of(launch: Launch, place: Elsewhere) -> Launch:
@@ -202,6 +203,7 @@ def _examined(
     sizes: Sequence[int],
     rows: Sequence[str],
     others: Sequence[tuple[Launch, tuple[str, tuple[str, str]]]],
+    faulty: Launch,
 ) -> TrainReport:
     """Judge a script on each world size, and then what must change nothing.
 
@@ -210,6 +212,7 @@ def _examined(
         sizes: Numbers of ranks.
         rows: Names of relations of rows.
         others: Other ways of starting it, with the name of the relation and how both runs are called.
+        faulty: The script with what is injected into one more run.
     """
     launch = runner.start
     try:
@@ -223,11 +226,21 @@ def _examined(
     judgements = [judged(runner, runs, size) for size in sizes if size > 1]
     if launch.resume_at:
         judgements += _resumed(runner, runs, judgements)
+    if faulty.faults:
+        passed = [
+            judgement.size for judgement in judgements if judgement.verdict is Verdict.PASS and not judgement.relation
+        ]
+        beside = Runner(faulty, runner.pool, runner.listener)
+        judgements += [judge_faults(runner, runs, size, beside) for size in passed if _has_ranks(size, faulty.faults)]
     judgements += [relations.judge_rows(runner, alone, relation) for relation in rows]
     for other, relation in others:
         beside = Runner(other, runner.pool, runner.listener)
         judgements += [relations.judge_varied(runner, runs, size, beside, relation) for size in sizes]
     return TrainReport(launch.name, tuple(replace(one, compared=one.compared + remarks) for one in judgements))
+
+
+def _has_ranks(size: int, faults: Sequence[Fault]) -> bool:
+    return all(fault.rank is None or fault.rank < size for fault in faults)
 
 
 def _check_arguments(launch: Launch, world_sizes: Sequence[int]) -> None:
@@ -239,6 +252,11 @@ def _check_arguments(launch: Launch, world_sizes: Sequence[int]) -> None:
     if not launch.is_module and not Path(launch.script).is_file():
         raise InvalidArgument(
             f"script: expected a file, got {launch.script!r}. Correct the path, or use -m for a module."
+        )
+    if launch.faults and not any(_has_ranks(size, launch.faults) for size in world_sizes if size > 1):
+        raise InvalidArgument(
+            f"fault: expected ranks of one of the worlds {tuple(world_sizes)} above 1, got {', '.join(map(str, launch.faults))}. "
+            "Ranks count from 0; name another rank, or another world size."
         )
     if launch.resume_at and launch.resume_at >= launch.steps:
         raise InvalidArgument(

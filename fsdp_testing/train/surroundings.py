@@ -7,6 +7,7 @@ code of torch calls them. Afterwards everything is as before.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import socket
@@ -102,14 +103,12 @@ outside: set[str] = set()
 hosts: set[str] = set()
 """Other machines that the run asked for."""
 _HERE = ("localhost", "127.", "::1", "0.0.0.0", "::")
-_hooked: list[bool] = []
 
 
+@functools.cache
 def _hook_once() -> None:
     """Put the hook in place that sees each file and host before it is opened; Python cannot take it away again."""
-    if not _hooked:
-        _hooked.append(True)
-        sys.addaudithook(_see)
+    sys.addaudithook(_see)
 
 
 def _see(event: str, arguments: tuple[Any, ...]) -> None:
@@ -204,7 +203,6 @@ class NumbersTaken:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The numbers in the dtype that they had."""
         return torch.tensor(self.values, dtype=torch.float64).to(self.dtype)
 
 

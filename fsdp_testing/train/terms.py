@@ -20,9 +20,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp_testing.adapters.protocol import Piece
 from fsdp_testing.adapters.shared import pieces
-from fsdp_testing.cases.records.tolerance import UNIT_ROUNDOFF
+from fsdp_testing.oracle.models import roundoff
 from fsdp_testing.train.deepspeed_engine import is_engine
 from fsdp_testing.train.holdings import Held, Site, block_in, sites_in
 from fsdp_testing.train.reading import Reader
@@ -124,7 +123,6 @@ class TermCollector:
         return self._steps < _STEPS and self._numbers <= _MOST_NUMBERS
 
     def begin_pass(self) -> None:
-        """Take note that a backward pass begins."""
         if self._wanted:
             self._weights.append(self._look())
             self._passes.append({})
@@ -142,8 +140,7 @@ class TermCollector:
             return
         (piece,) = pieces.of_tensor(gradient)
         term = span_of(piece, gradient, self._block).values
-        dtype = str(gradient.dtype).removeprefix("torch.")
-        self._roundoff = max(self._roundoff, UNIT_ROUNDOFF.get(dtype, 0.0))
+        self._roundoff = max(self._roundoff, roundoff(gradient.dtype))
         for name in names:
             known = self._passes[-1].get(name)
             self._numbers += term.numel()
@@ -159,7 +156,8 @@ class TermCollector:
         held = self._reader.present()
         self._block = self._reader.block or block_in(held.values())
         waiting = self._reader.waiting() if self._passes else {}
-        gone = {name for name, parts in held.items() if _has_no_gradient(parts) and name not in waiting}
+        filled = {n for n, parts in held.items() if any(p.grad is not None and bool(p.grad.any()) for p in parts)}
+        gone = {*held} - filled - {*waiting}
         for terms, cleared in zip(self._passes, self._cleared):
             cleared |= gone & {*terms}
         return _some_weights(held)
@@ -187,13 +185,8 @@ class TermCollector:
         )
 
     def end_step(self) -> None:
-        """Begin the next step."""
         self._steps += bool(self._passes)
         self._reset()
-
-
-def _has_no_gradient(parts: tuple[Piece, ...]) -> bool:
-    return not any(piece.grad is not None and bool(piece.grad.any()) for piece in parts)
 
 
 def _some_weights(held: Held) -> _Weights:

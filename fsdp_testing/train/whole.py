@@ -112,7 +112,6 @@ class WholeRun:
         return replace(self, size=len(ranks), rows=rows, ranks=tuple(self.ranks[rank] for rank in ranks))
 
     def names(self, *kinds: Kind) -> list[Quantity]:
-        """Return the quantities of some kinds."""
         return [key for key in self.quantities if key.kind in kinds]
 
     @property

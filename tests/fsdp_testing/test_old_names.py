@@ -38,7 +38,7 @@ def test_an_old_import_gives_the_same_class_and_says_where_it_is_now() -> None:
 
 
 def test_a_part_of_a_room_that_was_split_goes_to_its_own_place() -> None:
-    assert new_name("fsdp_testing.checkers.comparison") == "fsdp_testing.oracle.comparison"
+    assert new_name("fsdp_testing.checkers.comparison") == "fsdp_testing.oracle.quantities"
     assert new_name("fsdp_testing.checkers.agreement") == "fsdp_testing.judging.checkers.agreement"
     assert new_name("fsdp_testing.adapters") is None
     assert new_name("torch.records") is None

@@ -23,7 +23,9 @@ import proving  # noqa: E402
 
 def parser() -> argparse.ArgumentParser:
     """Return what the command takes."""
-    command = argparse.ArgumentParser("fsdp-verify museum", description=__doc__, allow_abbrev=False)
+    command = argparse.ArgumentParser(
+        "fsdp-verify museum", description=__doc__, epilog="example: fsdp-verify museum B036 --fuzz", allow_abbrev=False
+    )
     command.add_argument(
         "names", nargs="*", metavar="ID", help="bugs such as B036, or planted faults by name; all bugs without"
     )

@@ -18,17 +18,77 @@ from torch import nn
 import fsdp_ref
 import fsdp_ref.wrap
 from fsdp_ref import StateDictType
-from fsdp_ref.build.wrap_policy import choose_by_function
+from fsdp_ref.annotations import units_under
+from fsdp_ref.build.targets import choose_by_function
 from fsdp_ref.comm.division import DivideFactors
+from fsdp_ref.comm.tensor_parallel import TensorParallel
 from fsdp_ref.handle.flat_handle import FlatHandle
+from fsdp_ref.handle.originals import Shown
 from fsdp_ref.runtime.events import UnitEvent, UnitEventKind, observe
 from fsdp_testing.adapters.adapter import TorchStyle
 from fsdp_testing.adapters.protocol import Division, Setup, WrapPolicy
-from fsdp_testing.adapters.ref import handle_pieces
-from fsdp_testing.adapters.shared import flat_pieces, naming
+from fsdp_testing.adapters.shared import flat_pieces, naming, pieces
+from fsdp_testing.adapters.shared.flat_pieces import FlatOriginal, FlatUnit
 from fsdp_testing.adapters.shared.fsdp_options import Apply, FsdpNames
 from fsdp_testing.cases.records import CAPABILITIES
 from fsdp_testing.cases.records.specs import SETTINGS
+
+
+def handles(model: nn.Module) -> Iterator[tuple[str, FlatHandle]]:
+    """Yield (original FQN of the unit, handle) of every unit that owns parameters, depth first."""
+    seen: set[int] = set()
+    for name, _, unit in units_under(model):
+        if not unit.handle.empty and id(unit.handle) not in seen:
+            seen.add(id(unit.handle))
+            yield naming.original(name), unit.handle
+
+
+def originals(prefix: str, handle: FlatHandle) -> Iterator[FlatOriginal]:
+    """Yield every original of a flat parameter with its place in the whole and in this rank's shard."""
+    mine = {piece.param_index: piece for piece in handle.shard_map.param_spans(handle.shard_rank)}
+    for index, spec in enumerate(handle.layout.params):
+        piece, cut = mine.get(index), handle.originals.extensions[index]
+        yield FlatOriginal(
+            fqn=f"{prefix}.{spec.fqn}" if prefix else spec.fqn,
+            shape=tuple(spec.shape),
+            stride=tuple(spec.stride),
+            contiguous=spec.contiguous,
+            parameter=handle.originals.params[index] if handle.originals.use_orig_params else None,
+            unsharded_start=handle.layout.span(index).start,
+            shard_start=None if piece is None else piece.offset_in_shard,
+            first=0 if piece is None else piece.span_in_param.start,
+            count=0 if piece is None else piece.span_in_param.numel,
+            part=_part(cut) if isinstance(cut, TensorParallel) else None,
+        )
+
+
+def _part(cut: TensorParallel) -> tuple[tuple[int, ...], pieces.Box]:
+    shape = tuple(cut.shape)
+    return shape, pieces.local_box(shape, cut.axis.mesh, cut.placements)
+
+
+def flat_units(model: nn.Module) -> Iterator[FlatUnit]:
+    """Yield every flat parameter as it is on this rank now."""
+    for prefix, handle in handles(model):
+        found = tuple(originals(prefix, handle))
+        # Whether the user has cleared every gradient since: the handle reads that before its next use, not at once.
+        params = handle.originals.params if handle.originals.use_orig_params else [handle.flat_param]
+        unsharded = handle.grads.local_F is not None and any(param.grad is not None for param in params)
+        sharded = handle.originals.shown is Shown.SHARDED
+        yield FlatUnit(
+            parameter=handle.flat_param,
+            originals=found,
+            shard_S=handle.shard_S.detach(),
+            unsharded_grad=unsharded,
+            reduced_S=handle.grads.reduced_S if unsharded else None,
+            # Storage that users gave a parameter (a cast does) becomes the shard's at its next use only.
+            values={
+                one.fqn: flat_pieces.in_storage_order(one.parameter)
+                for one in found
+                if sharded and one.parameter is not None and one.parameter.numel() == one.count
+            },
+        )
+
 
 _NOT_CLAIMED = frozenset(
     {
@@ -157,15 +217,12 @@ def division(setup: Setup) -> Division:
 
 def units(model: nn.Module) -> list[tuple[str, tuple[str, ...]]]:
     """Units with parameters in the order of the reference's own list, depth first."""
-    return [
-        (name, tuple(original.fqn for original in handle_pieces.originals(name, handle)))
-        for name, handle in handle_pieces.handles(model)
-    ]
+    return [(name, tuple(original.fqn for original in originals(name, handle))) for name, handle in handles(model)]
 
 
 def trace_units(model: nn.Module, emit: Callable[[str, str, tuple[str, ...]], None]) -> AbstractContextManager[None]:
     """Subscribe to the reference's own unit events."""
-    gathering = {name: handle.needs_buffer for name, handle in handle_pieces.handles(model)}
+    gathering = {name: handle.needs_buffer for name, handle in handles(model)}
 
     def report(event: UnitEvent) -> None:
         if not event.fqns:
@@ -184,7 +241,7 @@ def gathered_bytes(model: nn.Module) -> dict[str, int]:
     """Memory of the full buffers that units have, of every dtype they computed in."""
     known = _HANDLES.get(model)
     if known is None:
-        known = _HANDLES[model] = [(name, weakref.ref(handle)) for name, handle in handle_pieces.handles(model)]
+        known = _HANDLES[model] = [(name, weakref.ref(handle)) for name, handle in handles(model)]
     found: dict[str, int] = {}
     for name, reference in known:
         handle = reference()
@@ -212,7 +269,7 @@ def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset
         no_sync=fsdp_ref.no_sync,
         clip_grad_norm=fsdp_ref.clip_grad_norm_,
         full_parameters=full_parameters,
-        **flat_pieces.methods(handle_pieces.flat_units),
+        **flat_pieces.methods(flat_units),
         division=division,
         register_comm_hook=fsdp_ref.register_comm_hook,
         full_state_dict=full_state_dict,

@@ -9,6 +9,7 @@ is one tensor).
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -24,8 +25,42 @@ from fsdp_testing.adapters.adapter import TorchStyle
 from fsdp_testing.adapters.protocol import Division, Setup
 from fsdp_testing.adapters.shared import flat_pieces, naming
 from fsdp_testing.adapters.shared.claims import SHARDED
+from fsdp_testing.adapters.shared.flat_pieces import FlatOriginal, FlatUnit
 from fsdp_testing.adapters.shared.fsdp_options import FsdpNames
-from fsdp_testing.adapters.torch import fsdp1_flat, saved_state, unit_trace
+from fsdp_testing.adapters.torch import saved_state, unit_trace
+
+
+def flat_units(model: nn.Module) -> Iterator[FlatUnit]:
+    """Yield every flat parameter as it is on this rank now."""
+    for name, unit in model.named_modules():
+        if isinstance(unit, FullyShardedDataParallel) and unit._handle is not None:
+            yield _flat_unit(naming.original(name), unit._handle)
+
+
+def _flat_unit(prefix: str, handle: Any) -> FlatUnit:
+    flat: Any = handle.flat_param
+    local = getattr(flat, "_local_shard", None)  # absent before lazy initialisation, when the data is the shard
+    shard = (flat.data if local is None else local).detach()
+    return FlatUnit(
+        parameter=flat,
+        originals=tuple(_originals(prefix, flat, by_original=bool(handle._use_orig_params))),
+        shard_S=shard,
+        unsharded_grad=flat.grad is not None and flat.grad.numel() != shard.numel(),
+        reduced_S=getattr(flat, "_saved_grad_shard", None),
+    )
+
+
+def _originals(prefix: str, flat: Any, *, by_original: bool) -> Iterator[FlatOriginal]:
+    starts = itertools.accumulate(flat._numels_with_padding, initial=0)
+    real = [start for start, padding in zip(starts, flat._is_padding_mask) if not padding]
+    objects = flat._params if by_original and flat._params is not None else [None] * len(flat._fqns)
+    rows = zip(flat._fqns, flat._shapes, flat._strides, flat._contiguities, objects, real, flat._shard_param_infos)
+    for fqn, shape, stride, contiguous, parameter, start, info in rows:
+        whole_name = ".".join(part for part in (prefix, naming.original(fqn)) if part)
+        span = (info.offset_in_shard, info.intra_param_start_idx, info.numel_in_shard)
+        place = span if info.in_shard else (None, 0, 0)
+        yield FlatOriginal(whole_name, tuple(shape), tuple(stride), bool(contiguous), parameter, start, *place)
+
 
 _SHARED_CLAIMS = SHARDED | {
     "no_shard",
@@ -173,7 +208,7 @@ def _implementation(name: str, *, use_orig_params: bool) -> TorchStyle:
         no_sync=no_sync,
         clip_grad_norm=clip_grad_norm,
         full_parameters=full_parameters,
-        **flat_pieces.methods(fsdp1_flat.flat_units),
+        **flat_pieces.methods(flat_units),
         division=division,
         units=unit_trace.fsdp1_units,
         trace_units=unit_trace.fsdp1_trace,

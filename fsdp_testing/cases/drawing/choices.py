@@ -28,9 +28,7 @@ class Choices(Protocol):
         """Return whether a list goes on: False about once in `one_in` times. The simplest list ends at once."""
         ...
 
-    def pick(self, options: Sequence[T]) -> T:
-        """Return one of `options`."""
-        ...
+    def pick(self, options: Sequence[T]) -> T: ...
 
     def subset(self, count: int, *, sparse: bool) -> int:
         """Return a bit mask over `count` items, each in it about every second time, or every fourth if `sparse`."""

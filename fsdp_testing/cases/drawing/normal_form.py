@@ -89,12 +89,10 @@ class ProgramContext:
 
     @property
     def low_precision(self) -> bool:
-        """Whether the case is one of mixed precision."""
         return self.case.mixed_precision is not None
 
     @cached_property
     def has_empty(self) -> bool:
-        """Whether a parameter has no elements."""
         if self.tree is None:
             model = MODELS.get(self.case.model.name)
             return model is not None and "empty" in model.traits

@@ -58,11 +58,9 @@ class OperationDrawer:
         return tuple(drawn)
 
     def operation(self) -> Operation:
-        """Draw one operation."""
         return self.choices.pick(self._chances).draw(self)
 
     def batch(self) -> Batch:
-        """Draw a micro-batch."""
         choices, swarm = self.choices, self.swarm
         seed = self.next_seed()
         rows: tuple[int, ...] = (1,) if "batch.one_row" in swarm and choices.chance(3) else (choices.integer(2, 4),)
@@ -79,7 +77,6 @@ class OperationDrawer:
         return self._drawn
 
     def patterns(self) -> tuple[str, ...]:
-        """Draw a pattern of parameter names."""
         return (self.choices.pick(self._patterns),)
 
     def pick_by_feature(self, options: Mapping[str, T]) -> T:

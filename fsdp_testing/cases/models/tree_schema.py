@@ -224,12 +224,10 @@ class ParameterSpec:
 
     @property
     def fqn(self) -> str:
-        """Name of the parameter in the model."""
         return f"{self.module}.{self.name}"
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 

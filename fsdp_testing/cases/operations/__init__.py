@@ -6,21 +6,19 @@ reports need no torch.
 
 from collections.abc import Iterable
 
-from fsdp_testing.cases.operations.batch import Batch
-from fsdp_testing.cases.operations.freezing import Freeze, Thaw
 from fsdp_testing.cases.operations.full_parameters import (
     AssignData,
     EditFullParameters,
+    Freeze,
+    Move,
     ReplaceParameters,
+    Thaw,
     UnshardFirst,
 )
 from fsdp_testing.cases.operations.interrupting import Interrupt
 from fsdp_testing.cases.operations.micro_batches import Forward, ForwardBackward, LocalMicroBatches, SeveralForwards
-from fsdp_testing.cases.operations.moving import Move
-from fsdp_testing.cases.operations.norm_clipping import Clip
-from fsdp_testing.cases.operations.observing import Observe
-from fsdp_testing.cases.operations.operation import Operation, missing_facets
-from fsdp_testing.cases.operations.optimizing import BuildOptimizer, SetLr, Step, ZeroGrad
+from fsdp_testing.cases.operations.operation import Batch, Operation, missing_facets
+from fsdp_testing.cases.operations.optimizing import BuildOptimizer, Clip, Observe, SetLr, Step, ZeroGrad
 from fsdp_testing.cases.operations.reloading import Reload, Save, TrainElsewhere
 from fsdp_testing.cases.operations.unusual_backwards import UnusualBackward
 from fsdp_testing.errors import InvalidRecord

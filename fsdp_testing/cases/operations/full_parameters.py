@@ -1,21 +1,21 @@
-"""What a user does to parameters between micro-batches: gather, edit, replace, give new storage."""
+"""What a user does to parameters between micro-batches: gather, edit, replace, give new storage, freeze, thaw, move, cast."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from fsdp_testing.cases.operations import user_code
-from fsdp_testing.cases.operations.batch import Batch
 from fsdp_testing.cases.operations.micro_batches import Forward, ForwardBackward, ForwardPass, TrainingPass
-from fsdp_testing.cases.operations.operation import OfPatterns, Operation, matching
+from fsdp_testing.cases.operations.operation import Batch, OfPatterns, Operation, matching
 
 if TYPE_CHECKING:
     from fsdp_testing.cases.drawing.normal_form import ProgramContext
     from fsdp_testing.cases.drawing.operation_drawer import OperationDrawer
     from fsdp_testing.oracle.execute import RankProgram, Values
     from fsdp_testing.oracle.replay import Replay, Results
+
 
 _FACTORS = (0.5, -1.0, 1.25)
 
@@ -211,3 +211,90 @@ class AssignData(ForwardPass):
         replay.scale(self.patterns, self.factor)
         # In training mode, as on the ranks; the graph that this builds is used by nobody.
         return Forward(self.batch).replay(replay)
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze(OfPatterns):
+    """Sets `requires_grad=False` on the parameters whose name matches one of the patterns (fnmatch)."""
+
+    kind: ClassVar[str] = "freeze"
+    needs: ClassVar[frozenset[str]] = frozenset({"frozen_parameters", "thawed_parameters"})
+    passes: ClassVar[int | None] = 0
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.freeze": ("frozen_parameters", "thawed_parameters")}
+    flag: ClassVar[bool] = False
+
+    def requires_grad_change(self) -> tuple[tuple[str, ...], bool] | None:
+        return self.patterns, self.flag
+
+    @classmethod
+    def draw(cls, drawer: OperationDrawer) -> Self:
+        return cls(drawer.patterns())
+
+    def script_lines(self, name: str) -> list[str] | None:
+        return [f"for p in matching(one.named(), {self.patterns!r}):", f"    p.requires_grad_({self.flag})"]
+
+    def run(self, program: RankProgram) -> None:
+        program.set_requires_grad(self.patterns, self.flag)
+
+    def replay(self, replay: Replay) -> None:
+        for fqn, parameter in matching(replay.parameters.items(), self.patterns):
+            parameter.requires_grad_(self.flag)
+            replay.compute[fqn].requires_grad_(self.flag)
+
+
+@dataclass(frozen=True, slots=True)
+class Thaw(Freeze):
+    """Sets `requires_grad=True` on the parameters whose name matches one of the patterns (fnmatch)."""
+
+    kind: ClassVar[str] = "thaw"
+    needs: ClassVar[frozenset[str]] = frozenset({"thawed_parameters"})
+    flag: ClassVar[bool] = True
+
+    def changes_ignored(self) -> tuple[str, ...]:
+        return self.patterns
+
+
+@dataclass(frozen=True, slots=True)
+class Move(Operation):
+    """`module.to` the device where it is already, which touches every parameter and must change none.
+
+    Attributes:
+        dtype: `module.to` this dtype as well, for good: inputs have it from here on. Gradients and the optimizer are
+            not carried over, so it comes before both.
+    """
+
+    kind: ClassVar[str] = "move"
+    passes: ClassVar[int | None] = None
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.move": (), "op.cast": ("dtype_cast", "late_optimizer")}
+    drawn_with: ClassVar[tuple[str, ...]] = ("op.move",)
+    dtype: str | None = None
+
+    def required(self) -> frozenset[str]:
+        return frozenset({"dtype_cast"} if self.dtype else ())
+
+    def new_dtype(self) -> str | None:
+        return self.dtype
+
+    def normalise(self, context: ProgramContext) -> Operation | None:
+        # Only what is the first thing done with a model has one meaning for everyone.
+        return self if not self.dtype or (context.begins and context.may_be_cast(self.dtype)) else Move()
+
+    def simpler(self) -> Iterator[Operation]:
+        return iter(())
+
+    def token(self) -> str:
+        return f"{self.kind}[{self.dtype}]" if self.dtype else self.kind
+
+    def script_lines(self, name: str) -> list[str] | None:
+        return None if self.dtype else ['one.model.to("cpu")']
+
+    def run(self, program: RankProgram) -> None:
+        program.model.to(next(program.model.parameters()).device)
+        if self.dtype is not None:
+            program.case = replace(program.case, model=replace(program.case.model, dtype=self.dtype))
+            program.model.to(program.dtype)
+
+    def replay(self, replay: Replay) -> None:
+        if self.dtype is not None:
+            replay.case = replace(replay.case, model=replace(replay.case.model, dtype=self.dtype))
+            replay.cast()

@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from fsdp_testing.cases.operations.batch import Batch
-from fsdp_testing.cases.operations.operation import Operation
+from fsdp_testing.cases.operations.operation import Batch, Operation
 from fsdp_testing.errors import InvalidRecord
 
 if TYPE_CHECKING:

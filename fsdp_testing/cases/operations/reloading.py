@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fsdp_testing.cases.operations.batch import Batch
-from fsdp_testing.cases.operations.operation import Operation
+from fsdp_testing.cases.operations.operation import Batch, Operation
 from fsdp_testing.errors import InvalidRecord
 
 if TYPE_CHECKING:
@@ -304,10 +303,10 @@ class TrainElsewhere(Operation):
             adapter.finish(model)
             program.train_among(ranks, elsewhere, self.batch, saved, flags)
             program.rebuild(flags)
-            saved.load_model(adapter, program.model, None)
+            saved.source().load_model(adapter, program.model)
             if optimizer is not None:
                 program.build_optimizer()
-                saved.load_optimizer(adapter, program.model, program.optimizer, None)
+                saved.source().load_optimizer(adapter, program.model, program.optimizer)
 
     def replay(self, replay: Replay) -> None:
         replay.clear_gradients()

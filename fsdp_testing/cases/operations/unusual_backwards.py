@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from fsdp_testing.cases.operations.batch import Batch
 from fsdp_testing.cases.operations.micro_batches import ForwardBackward, TrainingPass
-from fsdp_testing.cases.operations.operation import Operation
+from fsdp_testing.cases.operations.operation import Batch, Operation
 from fsdp_testing.cases.operations.optimizing import Step
 from fsdp_testing.cases.operations.user_code import expect_refusal
 from fsdp_testing.errors import InvalidRecord

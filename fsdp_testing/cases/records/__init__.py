@@ -23,7 +23,6 @@ from fsdp_testing.cases.operations import (
     UnshardFirst,
     ZeroGrad,
 )
-from fsdp_testing.cases.records.account import OperationAccount
 from fsdp_testing.cases.records.axes import AXES
 from fsdp_testing.cases.records.capabilities import CAPABILITIES, check_capabilities
 from fsdp_testing.cases.records.case import Case, check_case
@@ -36,15 +35,23 @@ from fsdp_testing.cases.records.event import (
     UnitEvent,
     WaitEvent,
 )
-from fsdp_testing.cases.records.expected import ExpectedFailure
 from fsdp_testing.cases.records.failure import ENDS_RANKS, LOSES_RANKS, RAISES, FailureKind, Mismatch
-from fsdp_testing.cases.records.finding import Explanation, Finding
-from fsdp_testing.cases.records.judgement import NOTHING_COMPARED, Judgement, Tally
+from fsdp_testing.cases.records.finding import (
+    NOTHING_COMPARED,
+    ExpectedFailure,
+    Explanation,
+    Finding,
+    Judgement,
+    Measure,
+    Overrun,
+    Tally,
+)
 from fsdp_testing.cases.records.observation import (
     OUTLIVES,
     BufferObservation,
     CaseRecord,
     ObservedPiece,
+    OperationAccount,
     OperationResult,
     OptimizerObservation,
     ParameterObservation,
@@ -53,7 +60,6 @@ from fsdp_testing.cases.records.observation import (
     Snapshot,
 )
 from fsdp_testing.cases.records.outcome import CaseOutcome, CheckResult, Request, RunReport
-from fsdp_testing.cases.records.overrun import Measure, Overrun
 from fsdp_testing.cases.records.portrait import (
     HeldSpan,
     LiveBytes,
@@ -72,5 +78,5 @@ from fsdp_testing.cases.records.specs import (
     WorldSpec,
     WrappingPlan,
 )
-from fsdp_testing.cases.records.tolerance import EXACT, UNDERFLOW, UNIT_ROUNDOFF, Bound, rounding_bound
+from fsdp_testing.cases.records.tolerance import UNDERFLOW, UNIT_ROUNDOFF
 from fsdp_testing.cases.records.verdict import Verdict, exit_code, merge

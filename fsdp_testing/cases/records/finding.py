@@ -1,15 +1,138 @@
-"""What diverged, where first, by how much, how it is run again, and the least that shows it."""
+"""What diverged, where first, by how much, how it is run again, the least that shows it, and how a user's list expects it.
+
+A case on an implementation has one judgement, whoever ran it (a check, a campaign, a certificate).
+"""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 
 from fsdp_testing.base.document import ADDED_LATER
 from fsdp_testing.cases.records.case import Case
-from fsdp_testing.cases.records.expected import ExpectedFailure
-from fsdp_testing.cases.records.failure import FailureKind, Mismatch
-from fsdp_testing.cases.records.overrun import Overrun
+from fsdp_testing.cases.records.failure import LOSES_RANKS, RAISES, FailureKind, Mismatch
 from fsdp_testing.cases.records.portrait import Portrait
+from fsdp_testing.cases.records.verdict import Verdict
+
+
+class Measure(enum.StrEnum):
+    """What is counted."""
+
+    KEPT_PARAMETERS = "kept_parameters"
+    """Bytes of full parameters that are in memory when the operation is over."""
+    UNIT_GATHERS = "unit_gathers"
+    """How often one unit is gathered."""
+    GATHERED_BYTES = "gathered_bytes"
+    """Bytes that all-gathers give on one rank."""
+    REDUCTIONS = "reductions"
+    """How often gradients are reduced."""
+
+
+_QUANTITIES = {
+    Measure.KEPT_PARAMETERS: "full parameters",
+    Measure.UNIT_GATHERS: "gathers",
+    Measure.GATHERED_BYTES: "gathers",
+    Measure.REDUCTIONS: "reductions",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Overrun:
+    """More memory or communication than one operation may take.
+
+    Attributes:
+        measure: What is counted.
+        operation: In which operation, or after which for memory; -1 for wrapping.
+        rank: On which rank.
+        measured: How much it is, in bytes or times; 0 for memory whose bytes nobody knows.
+        limit: How much there may be, in the same unit.
+        units: Units concerned (FQN, the root's is empty), each with its bytes (0: not known); empty where the whole
+            model is meant.
+        before: All of `units` were gathered when the operation began, and it gathered none of them itself.
+    """
+
+    measure: Measure
+    operation: int
+    rank: int
+    measured: int
+    limit: int
+    units: tuple[tuple[str, int], ...] = ()
+    before: bool = field(default=False, metadata=ADDED_LATER)
+
+    @property
+    def kind(self) -> FailureKind:
+        """Kind of failure: `kept` (memory) or `excess` (communication)."""
+        return FailureKind.KEPT if self.measure is Measure.KEPT_PARAMETERS else FailureKind.EXCESS
+
+    @property
+    def quantity(self) -> str:
+        """Of what there is too much: `full parameters`, `gathers`, `reductions`."""
+        return _QUANTITIES[self.measure]
+
+    @property
+    def sentence(self) -> str:
+        """All of it in words."""
+        if self.measure is Measure.KEPT_PARAMETERS:
+            units = ", ".join(f"{unit or '(root)'}{f' ({size} bytes)' if size else ''}" for unit, size in self.units)
+            return f"full parameters stay gathered on rank {self.rank}: {units}"
+        if self.measure is Measure.UNIT_GATHERS:
+            unit = self.units[0][0] or "(root)"
+            return f"unit {unit} is gathered {self.measured} times on rank {self.rank}, {self.limit} would do"
+        if self.measure is Measure.GATHERED_BYTES:
+            most = f"{self.limit} with all padding would do"
+            return f"{self.measured} bytes are gathered on rank {self.rank}, {most}"
+        return f"{self.measured} reductions are issued on rank {self.rank}, {self.limit} would do"
+
+    @property
+    def more(self) -> str:
+        """By how much, whatever the unit and the rank; empty for memory."""
+        times = self.measured - self.limit
+        stays = "what was gathered before the operation stays" if self.before else "what the operation gathers stays"
+        return {
+            Measure.KEPT_PARAMETERS: stays,
+            Measure.UNIT_GATHERS: f"a unit is gathered {times} times more than would do",
+            Measure.GATHERED_BYTES: f"{times} bytes more are gathered than would do",
+            Measure.REDUCTIONS: f"gradients are reduced {times} times more than would do",
+        }[self.measure]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedFailure:
+    """One known failure of one check, and how it fails: whatever fails otherwise is new.
+
+    Attributes:
+        reason: What goes wrong, in one sentence.
+        kind: In which way it fails.
+        quantity: Sort of quantity that is wrong (`output`, `gradient is None`); of an exception its type and the beginning of
+            its message (`ValueError: expected a`), numbers as `#` and quoted words as `_`.
+        operation: Kind of the operation after which it shows (`step`), or `build` or `end`.
+        parameter: Name of the parameter, as a pattern (fnmatch); empty for any.
+        cause: What the account says was done instead, or a part of it, as a pattern (fnmatch); empty for any.
+        page: File or address where it is written up.
+        issue: Where it is reported.
+    """
+
+    reason: str
+    kind: FailureKind
+    quantity: str = ""
+    operation: str = ""
+    parameter: str = ""
+    cause: str = ""
+    page: str = ""
+    issue: str = ""
+
+    @property
+    def look(self) -> str:
+        """How it fails, in a line."""
+        where = f" in {self.operation}" if self.operation else ""
+        which = f" of {self.parameter}" if self.parameter else ""
+        return f"{self.kind} {self.quantity}".strip() + which + where + (f" ({self.cause})" if self.cause else "")
+
+    @property
+    def text(self) -> str:
+        """The reason, with where it is written up and reported."""
+        places = ", ".join(filter(None, (self.page, self.issue)))
+        return f"{self.reason}: {places}" if places else self.reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +220,82 @@ class Finding:
     happened: str = field(default="", metadata=ADDED_LATER)
     expected: ExpectedFailure | None = field(default=None, metadata=ADDED_LATER)
     unexplained: str = field(default="", metadata=ADDED_LATER)
+
+
+_MESSAGE_LENGTH = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What was compared.
+
+    Attributes:
+        comparisons: Number of tensors compared.
+        worst_ratio: Largest error in units of its bound, over what passed with a bound above zero.
+    """
+
+    comparisons: int = 0
+    worst_ratio: float = 0.0
+
+
+NOTHING_COMPARED = Tally()
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What is known of one case on one implementation.
+
+    Attributes:
+        verdict: `PASS`, `FAIL` or `UNKNOWN`.
+        finding: What refutes; of `FAIL` only.
+        reason: Why nothing is known, in a sentence; of `UNKNOWN` only.
+        detail: The rest of the reason: a traceback, the account of all ranks.
+        tally: What was compared.
+        account: What became of all ranks of the batch, where one was lost.
+        fast: The fast path alone found everything right.
+        incomplete: Not every rank reported, and nobody said what became of the others.
+    """
+
+    verdict: Verdict
+    finding: Finding | None = None
+    reason: str = ""
+    detail: str = ""
+    tally: Tally = NOTHING_COMPARED
+    account: str = ""
+    fast: bool = False
+    incomplete: bool = False
+
+    @property
+    def why(self) -> str:
+        """Return why it is no pass, in a sentence without the place."""
+        finding = self.finding
+        if finding is None:
+            return self.reason
+        if finding.kind in RAISES:
+            return f"{finding.quantity}: {finding.message[:_MESSAGE_LENGTH]}"
+        return finding.statement
+
+    @property
+    def overrun(self) -> Overrun | None:
+        """Return the facts of a failure of kind `kept` or `excess`."""
+        return self.finding.overrun if self.finding is not None else None
+
+    @property
+    def cause(self) -> str | None:
+        """Return by how much communication is too much: the cause, as far as a judge knows it; None where nobody has looked."""
+        return self.overrun.more if self.overrun is not None and self.overrun.more else None
+
+    @property
+    def operation(self) -> int | None:
+        """Return the operation in or after which it fails; None if that is not known."""
+        return self.finding.operation if self.finding is not None and not self.loses_ranks else None
+
+    @property
+    def loses_ranks(self) -> bool:
+        """Whether it fails by the loss of a rank."""
+        return self.finding is not None and self.finding.kind in LOSES_RANKS
+
+    @property
+    def only_model_stays(self) -> bool:
+        """Whether all is right but for the model, which outlives its case."""
+        return self.finding is not None and self.finding.kind == FailureKind.LEAKED and self.finding.sort == "model"

@@ -1,4 +1,4 @@
-"""What a rank reports about its own state.
+"""What a rank reports about its own state, and what each operation cost it.
 
 Local pieces only: a rank names which elements of which original parameter it holds, as half-open spans of the flattened
 parameter, and their values. Reading them needs no communication and changes nothing, so that looking does not mend a
@@ -11,7 +11,37 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from fsdp_testing.cases.records.account import OperationAccount
+GATHERS = ("all_gather",)
+REDUCTIONS = ("reduce_scatter", "all_reduce", "all_to_all")
+"""How names of collectives begin that gather parameters or reduce gradients."""
+
+_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class OperationAccount:
+    """One operation on one rank.
+
+    Attributes:
+        index: Position in the program; -1 for wrapping.
+        backward: Whether a backward ran in it.
+        gathered: Units that were gathered, once for each time.
+        held: Units whose full parameters are in memory when it is over, each with their bytes (0: not known).
+        gather_bytes: Size of the result of each all-gather.
+        reduction_bytes: Size of each reduction's input.
+    """
+
+    index: int
+    backward: bool = False
+    gathered: tuple[str, ...] = ()
+    held: tuple[tuple[str, int], ...] = ()
+    gather_bytes: tuple[int, ...] = ()
+    reduction_bytes: tuple[int, ...] = ()
+
+
+def wire_bytes(dtype: str, numel: int) -> int:
+    """Return the bytes of `numel` elements; of a dtype that nobody names each is one byte."""
+    return numel * _BYTES.get(dtype, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,7 @@ class RunReport:
         tensor_parallel: How many ranks held one model together.
         own_names: What adapters call themselves, where that is not the name by which they were asked for.
         request: What was to be judged; None in reports of earlier versions.
+        since: Implementation and check -> the date since when it does not hold, where earlier reports were compared.
     """
 
     results: tuple[CheckResult, ...]
@@ -107,6 +108,7 @@ class RunReport:
     shard: tuple[int, ...] = ()
     tensor_parallel: int = field(default=1, metadata=ADDED_LATER)
     request: Request | None = field(default=None, metadata=ADDED_LATER)
+    since: Mapping[str, str] = field(default_factory=dict, metadata=ADDED_LATER)
 
     @property
     def exit_code(self) -> int:

@@ -65,7 +65,6 @@ class Discovery:
         return (self.signature, tuple(sorted(set(tokens(self.case)))), needed)
 
     def sentence(self) -> str:
-        """Return one sentence for people."""
         what = ", ".join(tokens(self.case))
         return f"{self.implementation}: after {what or 'wrapping'}: {self.signature}. {self.reason}"
 
@@ -85,7 +84,6 @@ class Discovery:
         )
 
     def to_json(self) -> str:
-        """Return it as a JSON document."""
         cases = {name: json.loads(getattr(self, name).to_json()) for name in _CASES}
         return FORMAT.write({**encode(self), "seconds": round(self.seconds, 3), **cases}, indent=1)
 

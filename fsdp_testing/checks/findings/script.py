@@ -2,8 +2,9 @@
 
 The script builds the model, runs the program on the ranks with the implementation and in one process without it, and
 says where the two part. What scripts have in common is the text of the modules of `script_parts`, which are linted and
-tested as they stand; only the model, the wrapping and the program are written for a case. `script_for` returns None for
-what cannot be shown that way. Values of parameters and inputs are not those of the case, so a script is run before
+tested as they stand; only the model, the wrapping and the program are written for a case. What no number shows (memory that
+stays, what goes on the wire) is measured, and yielded like a result where it is beyond what would do. `script_for` returns None
+for what cannot be shown that way. Values of parameters and inputs are not those of the case, so a script is run before
 anyone says that it reproduces.
 """
 
@@ -12,17 +13,168 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 
 from fsdp_testing.adapters.shared import module_layouts
+from fsdp_testing.adapters.shared.fsdp_options import STRATEGIES
 from fsdp_testing.cases.models.model import loss_of, tensors_in
-from fsdp_testing.cases.records import AXES, Case, plan
+from fsdp_testing.cases.models.tree import unit_of
+from fsdp_testing.cases.models.tree_schema import parameters
+from fsdp_testing.cases.records import AXES, Case, FailureKind, Measure, Overrun, plan
 from fsdp_testing.cases.records.schedule import builds_late
 from fsdp_testing.checks.findings.discovery import Discovery
-from fsdp_testing.checks.findings.measurement import Measurement, measurement_of
-from fsdp_testing.checks.findings.model_source import model_source
-from fsdp_testing.checks.findings.script_parts import side_by_side, wire
-from fsdp_testing.checks.findings.wrapping_source import FAMILIES
+from fsdp_testing.checks.findings.model_source import model_source, shared_again
+from fsdp_testing.checks.findings.script_parts import ddp, fsdp1, fsdp2, side_by_side, wire
+from fsdp_testing.judging.checkers.overruns import budget_of
+from fsdp_testing.judging.signature import operation_kind
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a script measures.
+
+    Attributes:
+        operation: Which operation; None where nothing is measured.
+        before: Lines before it, where collectives are counted.
+        after: Lines after it.
+    """
+
+    operation: int | None = None
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+
+
+def measurement_of(found: Discovery) -> Measurement | None:
+    """Return what the script of a finding measures; None where it cannot be measured with torch alone."""
+    if found.signature.kind not in (FailureKind.KEPT, FailureKind.EXCESS):
+        return Measurement()
+    overrun = found.overrun
+    if overrun is None:
+        return None
+    where = f"{overrun.operation} {operation_kind(found.case, overrun.operation)}"
+    if overrun.measure is Measure.KEPT_PARAMETERS:
+        if not FAMILIES[found.implementation].measures:
+            return None
+        units = tuple(unit for unit, _ in overrun.units)
+        line = f"one.beyond(0, lambda: Access.unsharded_bytes(one.model, {units!r}))"
+        return Measurement(
+            overrun.operation, (), (f"yield {f'{where}, bytes of full parameters that stay'!r}, {line}",)
+        )
+    what, measured = _WIRE[overrun.measure]
+    limit = _limit(found.case, overrun)
+    if limit is None:
+        return None
+    line = f"one.beyond({limit}, lambda: {measured})"
+    return Measurement(overrun.operation, ("WIRE.clear()",), (f"yield {f'{where}, {what} beyond {limit}'!r}, {line}",))
+
+
+_WIRE = {
+    Measure.GATHERED_BYTES: ("bytes gathered", 'sum(WIRE.sent["gathers"])'),
+    Measure.UNIT_GATHERS: ("gathers", 'len(WIRE.sent["gathers"])'),
+    Measure.REDUCTIONS: ("reductions", 'len(WIRE.sent["reductions"])'),
+}
+
+
+def _limit(case: Case, overrun: Overrun) -> int | None:
+    """What would do; for gathers of all units as torch does it, where the root stays between the directions."""
+    if overrun.measure is not Measure.UNIT_GATHERS:
+        return overrun.limit
+    budget = budget_of(case)
+    kind = operation_kind(case, overrun.operation)
+    if budget is None or kind not in ("forward", "forward_backward"):
+        return None
+    units = {unit_of(spec.module, case.wrapping.units) for spec in parameters(case.model.tree)}
+    twice = kind == "forward_backward" and case.strategy in ("full_shard", "hybrid_shard")
+    return budget.uses * sum(2 if twice and unit else 1 for unit in units)
+
+
+_DDP = "return DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=True)"
+_MESH = "from torch.distributed.device_mesh import init_device_mesh"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How scripts use one implementation.
+
+    Attributes:
+        part: Module that clips, gathers, ...; its text goes into the script.
+        wrap: Gives import lines, and the lines of a function that wraps `model`.
+        edits: Full parameters can be edited.
+        measures: The part knows how many bytes stay unsharded.
+    """
+
+    part: ModuleType
+    wrap: Callable[[Case], tuple[list[str], list[str]]]
+    edits: bool
+    measures: bool
+
+
+def _innermost_first(case: Case) -> list[str]:
+    return sorted(case.wrapping.units, key=lambda name: -name.count("."))
+
+
+def _fsdp2(case: Case) -> tuple[list[str], list[str]]:
+    options, names = ["mesh=mesh"], ["fully_shard"]
+    shape = case.world.mesh_shape
+    axes = ', mesh_dim_names=("replicate", "shard")' if len(shape) == 2 else ""
+    cut: list[str] = []
+    if case.world.tensor_parallel > 1:
+        shape, axes = (case.world.replicas, case.world.tensor_parallel), ', mesh_dim_names=("data", "tensor")'
+        cut = [f'cut_module(model.{fqn}, mesh["tensor"], {layout!r})' for fqn, layout in case.wrapping.layouts]
+        cut += shared_again(case.model.tree)
+        options = ['mesh=mesh["data"]']
+    if case.strategy in ("shard_grad_op", "hybrid_shard_zero2"):
+        options.append("reshard_after_forward=False")
+    if case.mixed_precision is not None:
+        spec = case.mixed_precision
+        # Until torch 2.14 an unset `reduce_dtype` means `param_dtype`, from 2.15 on the parameter's own dtype.
+        given = {"param_dtype": spec.param_dtype, "reduce_dtype": spec.reduce_dtype or spec.param_dtype}
+        dtypes = [f"{key}=torch.{value}" for key, value in given.items() if value]
+        options.append(f"mp_policy=MixedPrecisionPolicy({', '.join(dtypes)})")
+        names.append("MixedPrecisionPolicy")
+    if case.cpu_offload:
+        options.append("offload_policy=CPUOffloadPolicy(pin_memory=False)")
+        names.append("CPUOffloadPolicy")
+    lines = [f"mesh = init_device_mesh('cpu', {shape!r}{axes})", *cut]
+    lines += [f"fully_shard(model.{name}, {', '.join(options)})" for name in _innermost_first(case)]
+    lines += [f"fully_shard(model, {', '.join(options)})", "return model"]
+    return [_MESH, f"from torch.distributed.fsdp import {', '.join(sorted(names))}"], lines
+
+
+def _fsdp1(case: Case) -> tuple[list[str], list[str]]:
+    options = [
+        f"sharding_strategy=ShardingStrategy.{STRATEGIES[case.strategy]}",
+        'device_id=torch.device("cpu")',
+        "use_orig_params=True",
+    ]
+    names = ["ShardingStrategy"]
+    imports: list[str] = []
+    lines: list[str] = []
+    if case.strategy.startswith("hybrid"):
+        imports.append(_MESH)
+        lines.append(
+            f"mesh = init_device_mesh('cpu', {case.world.mesh_shape!r}, mesh_dim_names=('replicate', 'shard'))"
+        )
+        options.append("device_mesh=mesh")
+    if case.mixed_precision is not None:
+        keys = ("param_dtype", "reduce_dtype", "buffer_dtype")
+        given = {key: getattr(case.mixed_precision, key) for key in keys}
+        dtypes = [f"{key}=torch.{value}" for key, value in given.items() if value]
+        options.append(f"mixed_precision=MixedPrecision({', '.join(dtypes)})")
+        names.append("MixedPrecision")
+    lines += [f"model.{name} = FSDP(model.{name}, {', '.join(options)})" for name in _innermost_first(case)]
+    lines.append(f"return FSDP(model, {', '.join(options)})")
+    return [*imports, f"from torch.distributed.fsdp import {', '.join(sorted(names))}"], lines
+
+
+FAMILIES = {
+    "torch-ddp": Family(ddp, lambda _: ([], [_DDP]), edits=True, measures=False),
+    "torch-fsdp1": Family(fsdp1, _fsdp1, edits=True, measures=True),
+    "torch-fsdp2": Family(fsdp2, _fsdp2, edits=False, measures=True),
+}
+
 
 _MODEL_IMPORTS = (
     "from collections.abc import Mapping",

@@ -16,8 +16,20 @@ from fsdp_testing.cases.records import (
     Step,
     ZeroGrad,
 )
-from fsdp_testing.checks.suites.check import ADAMW, LOCKSTEP, PLAIN_SGD, Check, cases, check
-from fsdp_testing.checks.suites.schedules import accumulated, forward, iteration, iterations, micro_batch, micro_batches
+from fsdp_testing.checks.suites.check import (
+    ADAMW,
+    LOCKSTEP,
+    PLAIN_SGD,
+    Check,
+    accumulated,
+    cases,
+    check,
+    forward,
+    iteration,
+    iterations,
+    micro_batch,
+    micro_batches,
+)
 from fsdp_testing.checks.suites.watched import BESIDE_DDP
 
 OUTPUTS: tuple[Check, ...] = (

@@ -11,17 +11,22 @@ from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.cases.models import MODELS
 from fsdp_testing.cases.records import (
     STRATEGIES,
+    Batch,
     Case,
+    Forward,
+    ForwardBackward,
     MixedPrecisionSpec,
     ModelSpec,
     Operation,
     OptimizerSpec,
+    Step,
     WorldSpec,
     WrappingPlan,
+    ZeroGrad,
 )
 from fsdp_testing.judging.case_runner import ORDINARY, CaseRunner, JudgedCase, RunMode
-from fsdp_testing.oracle.comparison import Comparison
-from fsdp_testing.oracle.fitting import fitted
+from fsdp_testing.oracle.quantities import Comparison
+from fsdp_testing.oracle.setup import fitted
 
 FLAT = ("full_shard", "shard_grad_op", "no_shard")
 """Strategies over one group of ranks; a check runs under each that is claimed."""
@@ -55,7 +60,6 @@ class Place:
     mesh: tuple[int, ...] = ()
 
     def put(self, case: Case) -> Case:
-        """Return the case at this place."""
         return replace(case, world=WorldSpec(self.world_size, self.backend, self.mesh), strategy=self.strategy)
 
 
@@ -105,7 +109,6 @@ class Check:
         return places
 
     def build(self, place: Place) -> list[Case]:
-        """Return the check's cases at a place."""
         cases = map(place.put, self.cases)
         return list(map(self.fit, cases) if self.fit is not None else cases)
 
@@ -189,3 +192,38 @@ def adapt(case: Case, adapter: Adapter) -> Case:
     if "nested_wrapping" not in adapter.capabilities and case.wrapping.units:
         case = replace(case, wrapping=replace(case.wrapping, units=()))
     return fitted(case, adapter)
+
+
+def micro_batch(seed: int, **batch: Any) -> ForwardBackward:
+    """Return a micro-batch whose gradients are reduced."""
+    return ForwardBackward(Batch(seed, **batch))
+
+
+def no_sync_batch(seed: int, **batch: Any) -> ForwardBackward:
+    """Return a micro-batch inside `no_sync`."""
+    return ForwardBackward(Batch(seed, **batch), no_sync=True)
+
+
+def micro_batches(*seeds: int) -> tuple[Operation, ...]:
+    """Return micro-batches whose gradients are reduced, each by itself."""
+    return tuple(micro_batch(seed) for seed in seeds)
+
+
+def accumulated(*seeds: int) -> tuple[Operation, ...]:
+    """Return micro-batches inside `no_sync`, and a last one that reduces the sum."""
+    return (*(no_sync_batch(seed) for seed in seeds[:-1]), micro_batch(seeds[-1]))
+
+
+def forward(seed: int, mode: str = "eval", **batch: Any) -> Forward:
+    """Return a forward that no backward follows."""
+    return Forward(Batch(seed, **batch), mode)
+
+
+def iteration(seed: int, *before_step: Operation, **batch: Any) -> tuple[Operation, ...]:
+    """Return one training iteration: micro-batch, whatever comes before the step, step, gradients cleared."""
+    return micro_batch(seed, **batch), *before_step, Step(), ZeroGrad()
+
+
+def iterations(count: int, first: int = 0, **batch: Any) -> tuple[Operation, ...]:
+    """Return several training iterations on different inputs."""
+    return tuple(op for seed in range(first, first + count) for op in iteration(seed, **batch))

@@ -6,9 +6,18 @@ from functools import partial
 from typing import Any
 
 from fsdp_testing.cases.records import Case, Observe, OptimizerSpec, PolicySpec, WrappingPlan
-from fsdp_testing.checks.suites.check import ADAMW, Check, cases, check, every_unit
-from fsdp_testing.checks.suites.schedules import forward, iteration, iterations, micro_batch
-from fsdp_testing.oracle.comparison import Comparison
+from fsdp_testing.checks.suites.check import (
+    ADAMW,
+    Check,
+    cases,
+    check,
+    every_unit,
+    forward,
+    iteration,
+    iterations,
+    micro_batch,
+)
+from fsdp_testing.oracle.quantities import Comparison
 
 _NESTED = {"nested_wrapping"}
 _LINEAR = WrappingPlan(policy=PolicySpec("module_class", classes=("Linear",)))

@@ -16,15 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_testing.adapters.adapter import Adapter
-from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case, Finding, MixedPrecisionSpec, RankObservation
-from fsdp_testing.checks.suites.programs import scaled
+from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case, MixedPrecisionSpec, RankObservation
+from fsdp_testing.checks.suites.programs import Remark, RemarkedObservation, review_remarks, scaled
 from fsdp_testing.judging.case_runner import RunMode
-from fsdp_testing.judging.checkers import hook_calls, remarks
-from fsdp_testing.judging.checkers.hook_calls import HookCall, HookedObservation
-from fsdp_testing.judging.checkers.remarks import Remark, RemarkedObservation
 from fsdp_testing.oracle import models, rank_jobs
 from fsdp_testing.oracle.execute import RankProgram
-from fsdp_testing.oracle.quantities import Expectation
 from fsdp_testing.ranks.pool.world import current_world
 
 # `reduce_scatter_tensor` before torch 2.13.
@@ -37,6 +33,25 @@ class Way:
 
     wire: str | None = None
     factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class HookCall:
+    """One call of the hook on one rank.
+
+    Attributes:
+        operation: Index of the program's operation during which it came.
+        numel: Elements of the gradient.
+        dtype: Its dtype.
+        squares: Sum of squares of its elements, in float64.
+        output: Elements of the tensor that takes this rank's span; -1 if there is none.
+    """
+
+    operation: int
+    numel: int
+    dtype: str
+    squares: float
+    output: int
 
 
 @dataclass(slots=True)
@@ -68,9 +83,10 @@ def reduce_gradient(state: HookState, gradient: torch.Tensor, output: torch.Tens
 
 
 class HookedProgram(RankProgram):
-    """A program that registers the hook when it has wrapped its model, and reports the hook's calls."""
+    """A program that registers the hook when it has wrapped its model, and looks at the hook's calls where it is told to."""
 
     way = Way()
+    looks = False
 
     def __init__(self, case: Case, adapter: Adapter, rank: int) -> None:
         super().__init__(case, adapter, rank)
@@ -79,12 +95,9 @@ class HookedProgram(RankProgram):
     def run(self, *, observe_all: bool = False) -> RankObservation:
         """Run the case. Collectives: those of the hook, too."""
         observation = super().run(observe_all=observe_all)
-        if observation.error is not None:
+        if observation.error is not None or not self.looks:
             return observation
-        expected, elements = _own_gradients(self.case, self.rank)
-        return observation.extended(
-            HookedObservation, calls=tuple(self.calls), expected_squares=expected, elements=elements
-        )
+        return observation.extended(RemarkedObservation, remarks=tuple(wrong_calls(self.case, self.rank, self.calls)))
 
     def _model_of(self, case: Case, flags: Mapping[str, bool]) -> nn.Module:
         model = super()._model_of(case, flags)
@@ -109,13 +122,42 @@ def _own_gradients(case: Case, rank: int) -> tuple[dict[int, float], int]:
     return squares, sum(parameter.numel() for parameter in model.parameters())
 
 
-def review_calls(case: Case, ranks: Sequence[RankObservation], _expectation: Expectation) -> Finding | None:
-    """Review the calls of every rank: one for each unit that has trainable parameters of its own, outside inner units."""
+def wrong_calls(case: Case, rank: int, calls: Sequence[HookCall]) -> Iterator[Remark]:
+    """Yield what is wrong with the calls of a rank.
+
+    A hook is called once for every unit that holds trainable parameters of its own, in every backward that reduces, and never
+    else. What it is given is the unit's whole gradient on this rank: nothing lost, nothing doubled, not divided. The sum of
+    squares over all calls of one backward shows that, however an implementation cuts and pads its units.
+    """
     owners = set()
     for name, parameter in models.build_model(case).named_parameters():
         inside = [unit for unit in case.wrapping.units if name.startswith(f"{unit}.")]
         owners |= {max(inside, key=len, default="")} if parameter.requires_grad else set()
-    return hook_calls.check_calls(case, ranks, len(owners), case.model.dtype)
+    due, elements = _own_gradients(case, rank)
+    remark = partial(Remark, quantity="calls of the communication hook")
+    # Missing and needless calls first: sums over too few or too many calls would only repeat that.
+    for index in range(len(case.program)):
+        count = sum(call.operation == index for call in calls)
+        expected = len(owners) if index in due else 0
+        if count != expected:
+            yield remark(index, statement=f"the hook was called {count} times, expected {expected}")
+    size, dtype, sharded = case.world.size, case.model.dtype, case.strategy != "no_shard"
+    for call in calls:
+        if call.dtype != dtype:
+            yield remark(call.operation, statement=f"the hook was given {call.dtype}, expected {dtype}")
+        if sharded and call.output * size != call.numel:
+            given = f"{call.numel} elements and an output of {call.output} for {size} ranks"
+            yield remark(call.operation, statement=f"the hook was given {given}")
+        if not sharded and call.output >= 0:
+            yield remark(call.operation, statement="the hook was given an output although nothing is sharded")
+    for index, wanted in due.items():
+        got = sum(call.squares for call in calls if call.operation == index)
+        # Two roundings for each square and sum, and as many as elements for each gradient's own inner products.
+        bound = 4 * max(elements, 1) * UNIT_ROUNDOFF[dtype] * abs(wanted)
+        if not abs(got - wanted) <= bound:
+            statement = f"the hook was given gradients whose squares add up to {got:.6g}, expected {wanted:.6g}"
+            how = "4 x elements x u x sum of squares"
+            yield remark(index, statement=statement, error=abs(got - wanted), bound=bound, derivation=how)
 
 
 def _as_reduced_in(wire: str, case: Case) -> Case:
@@ -130,7 +172,7 @@ def compressed_to(wire: str) -> RunMode:
 
 
 AVERAGING = RunMode(rank_jobs.run_as, (HookedProgram, {}))
-REVIEWED = replace(AVERAGING, review=review_calls)
+REVIEWED = RunMode(rank_jobs.run_as, (HookedProgram, {"looks": True}), review=review_remarks)
 QUARTERING = scaled(
     0.25,
     job=rank_jobs.run_as,
@@ -218,7 +260,7 @@ OWN_GRADIENT = scaled(
     FACTOR,
     job=rank_jobs.run_as,
     arguments=(ParameterHooksProgram, {}),
-    review=remarks.review,
+    review=review_remarks,
     besides="what the hooks on parameters return",
 )
-AFTER_ACCUMULATION = RunMode(rank_jobs.run_as, (ParameterHooksProgram, {"accumulated": True}), review=remarks.review)
+AFTER_ACCUMULATION = RunMode(rank_jobs.run_as, (ParameterHooksProgram, {"accumulated": True}), review=review_remarks)

@@ -9,18 +9,25 @@ from functools import partial
 
 from fsdp_testing.cases.operations import EditFullParameters, Reload
 from fsdp_testing.cases.records import Case, MixedPrecisionSpec, Observe, PolicySpec, Step, WrappingPlan, ZeroGrad
-from fsdp_testing.checks.suites.check import ADAMW, HYBRID, LOCKSTEP, PLAIN_SGD, Check, cases, check, every_unit
-from fsdp_testing.checks.suites.hooks import AVERAGING, QUARTERING, REVIEWED, compressed_to
-from fsdp_testing.checks.suites.programs import PARTLY_OPTIMIZED, scaled
-from fsdp_testing.checks.suites.schedules import (
+from fsdp_testing.checks.suites.check import (
+    ADAMW,
+    HYBRID,
+    LOCKSTEP,
+    PLAIN_SGD,
+    Check,
     accumulated,
+    cases,
+    check,
+    every_unit,
     forward,
     iteration,
     iterations,
     micro_batch,
     no_sync_batch,
 )
-from fsdp_testing.oracle.comparison import Comparison
+from fsdp_testing.checks.suites.hooks import AVERAGING, QUARTERING, REVIEWED, compressed_to
+from fsdp_testing.checks.suites.programs import PARTLY_OPTIMIZED, scaled
+from fsdp_testing.oracle.quantities import Comparison
 
 
 def recomputed(model: str, *, reentrant: bool = False, outside: bool = False) -> WrappingPlan:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 from fsdp_testing.cases.records import Case, Clip, Freeze, Observe, Operation, Step, Thaw, WrappingPlan, ZeroGrad
-from fsdp_testing.checks.suites.check import ADAMW, PLAIN_SGD, Check, cases, check
-from fsdp_testing.checks.suites.schedules import (
+from fsdp_testing.checks.suites.check import (
+    ADAMW,
+    PLAIN_SGD,
+    Check,
     accumulated,
+    cases,
+    check,
     forward,
     iteration,
     iterations,
@@ -15,7 +19,7 @@ from fsdp_testing.checks.suites.schedules import (
     micro_batches,
     no_sync_batch,
 )
-from fsdp_testing.oracle.comparison import Comparison
+from fsdp_testing.oracle.quantities import Comparison
 
 # Plain SGD makes no difference between None and zeros; whether there is one is a check of its own. A parameter frozen
 # inside a unit that trains may be given zeros where one process leaves None.

@@ -21,10 +21,22 @@ from fsdp_testing.cases.records import (
     WrappingPlan,
     ZeroGrad,
 )
-from fsdp_testing.checks.suites.check import ADAMW, LOCKSTEP, PLAIN_SGD, Check, cases, check
+from fsdp_testing.checks.suites.check import (
+    ADAMW,
+    LOCKSTEP,
+    PLAIN_SGD,
+    Check,
+    accumulated,
+    cases,
+    check,
+    forward,
+    iteration,
+    iterations,
+    micro_batch,
+    micro_batches,
+)
 from fsdp_testing.checks.suites.hooks import AFTER_ACCUMULATION, OWN_GRADIENT
 from fsdp_testing.checks.suites.programs import poisoned
-from fsdp_testing.checks.suites.schedules import accumulated, forward, iteration, iterations, micro_batch, micro_batches
 
 _LOW, _BOTH = MixedPrecisionSpec("bfloat16"), MixedPrecisionSpec("bfloat16", "float32")
 

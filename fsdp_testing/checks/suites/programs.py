@@ -1,15 +1,16 @@
 """Programs that do more than a case's operations say, with the replay that does the same in one process.
 
 A model is copied, a part of it replaced or called alone; an optimizer has a part of the parameters; one replica evaluates
-alone; a gradient is made infinite and clipped; gradients are a multiple of the mean.
+alone; a gradient is made infinite and clipped; gradients are a multiple of the mean. A copy runs the micro-batch that the
+original runs next, from the same values, so that the oracle's numbers for the original hold for the copy as well.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,15 +18,87 @@ import torch
 from torch import nn
 
 from fsdp_testing.cases.operations import user_code
-from fsdp_testing.cases.records import Batch, Case, RankObservation
+from fsdp_testing.cases.records import Batch, Case, FailureKind, Finding, OperationResult, RankObservation, Snapshot
 from fsdp_testing.judging.case_runner import RunMode
-from fsdp_testing.judging.checkers import remarks
-from fsdp_testing.judging.checkers.copies import Copied, CopyingObservation, review_copies
-from fsdp_testing.judging.checkers.remarks import Remark, RemarkedObservation
+from fsdp_testing.judging.checkers import agreement
+from fsdp_testing.judging.checkers.explain import finding, ranks_text
 from fsdp_testing.oracle import models, rank_jobs
 from fsdp_testing.oracle.execute import RankProgram, snapshot_of
+from fsdp_testing.oracle.quantities import Comparison, Expectation
 from fsdp_testing.oracle.reduction import Reduced
 from fsdp_testing.oracle.replay import Replay, ReplayPoint
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What became of the copy on one rank.
+
+    Attributes:
+        refused: The error that refused it; empty if there is a copy.
+        results: Loss and outputs of its micro-batch.
+        snapshot: Its parameters and gradients afterwards.
+    """
+
+    refused: str
+    results: Mapping[str, Any] = field(default_factory=dict)
+    snapshot: Snapshot | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CopyingObservation(RankObservation):
+    """What a rank reports that also copied its model."""
+
+    copied: Copied | None = None
+
+
+def review_copies(
+    case: Case, ranks: Sequence[RankObservation], expectation: Expectation, *, may_refuse: bool = True
+) -> Finding | None:
+    """Compare the copies with what the oracle expects of the original's next micro-batch.
+
+    Args:
+        case: What was run.
+        ranks: What each rank reports.
+        expectation: The oracle's.
+        may_refuse: Every rank may refuse the copy instead.
+    """
+    copies = [rank.copied if isinstance(rank, CopyingObservation) else None for rank in ranks]
+    missing = tuple(rank for rank, copy in enumerate(copies) if copy is None)
+    if missing:
+        return _finding(case, missing, "nothing was copied")
+    refused = tuple(rank for rank, copy in enumerate(copies) if copy is not None and copy.refused)
+    if refused:
+        if may_refuse and len(refused) == len(ranks):
+            return None
+        first = copies[refused[0]]
+        some = " on some ranks only" if len(refused) < len(ranks) else ""
+        return _finding(case, refused, f"was refused{some}: {first.refused if first else ''}")
+    # Results of the micro-batch after the copy, and the state that follows it; here they are the copy's own.
+    at = _copied_at(case)
+    after = [point for point in expectation.points if point.index > at]
+    result, state = (replace(next(p for p in after if p.snapshot is kind), index=at) for kind in (False, True))
+    observations = [
+        RankObservation(
+            rank,
+            (OperationResult(at, dict(copy.results)),),
+            (replace(copy.snapshot, index=at),) if copy.snapshot is not None else (),
+        )
+        for rank, copy in enumerate(copies)
+        if copy is not None
+    ]
+    due = replace(expectation, points=(result, state))
+    return agreement.review(case, due, observations, Comparison(optimizer=False), "the deep copy")[0]
+
+
+def _copied_at(case: Case) -> int:
+    return next(index for index, operation in enumerate(case.program) if getattr(operation, "label", "") == "deepcopy")
+
+
+def _finding(case: Case, ranks: tuple[int, ...], sentence: str) -> Finding:
+    index, statement = _copied_at(case), f"the deep copy {sentence}, on {ranks_text(ranks)}"
+    explanation = f"after operation {index}: {statement}"
+    return finding(case, FailureKind.DIVERGED, "deep copy", index, statement, explanation, ranks=ranks)
+
 
 # ------------------------------------------------------------------------------------------------- deep copies
 
@@ -163,6 +236,54 @@ def scaled(factor: float, **how: Any) -> RunMode:
 
 # --------------------------------------------------------------------------------- gradients that are not finite
 
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """Something wrong that a rank saw itself, where the numbers of the case do not show it.
+
+    Attributes:
+        operation: In or after which operation.
+        quantity: What is wrong, in two or three words.
+        statement: What is wrong with it.
+        error: How large a number is off, where it is one.
+        bound: How far that might be off.
+        derivation: How the bound came about.
+    """
+
+    operation: int
+    quantity: str
+    statement: str
+    error: float | None = None
+    bound: float | None = None
+    derivation: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RemarkedObservation(RankObservation):
+    """What a rank reports that looked for itself."""
+
+    remarks: tuple[Remark, ...] = ()
+
+
+def review_remarks(case: Case, ranks: Sequence[RankObservation], _expectation: Expectation) -> Finding | None:
+    """Return the earliest remark of any rank as a finding."""
+    remarks = [(remark.operation, rank.rank, remark) for rank in ranks for remark in getattr(rank, "remarks", ())]
+    if not remarks:
+        return None
+    _, rank, remark = min(remarks, key=lambda entry: entry[:2])
+    return finding(
+        case,
+        FailureKind.DIVERGED,
+        remark.quantity,
+        remark.operation,
+        f"{remark.statement}, on rank {rank}",
+        ranks=(rank,),
+        max_error=remark.error,
+        bound=remark.bound,
+        bound_derivation=remark.derivation,
+    )
+
+
 _NORMS = (2.0, 1.0, math.inf)
 
 
@@ -220,4 +341,4 @@ class PoisonedProgram(RankProgram):
 
 def poisoned(value: float, *, raises: bool) -> RunMode:
     """Return a mode in which one gradient becomes `value`, and an error is asked for or not."""
-    return RunMode(rank_jobs.run_as, (PoisonedProgram, {"value": value, "raises": raises}), review=remarks.review)
+    return RunMode(rank_jobs.run_as, (PoisonedProgram, {"value": value, "raises": raises}), review=review_remarks)

@@ -21,10 +21,24 @@ from fsdp_testing.cases.records import (
     WrappingPlan,
     ZeroGrad,
 )
-from fsdp_testing.checks.suites.check import ADAMW, HYBRID, LOCKSTEP, PLAIN_SGD, Check, cases, check, every_unit
+from fsdp_testing.checks.suites.check import (
+    ADAMW,
+    HYBRID,
+    LOCKSTEP,
+    PLAIN_SGD,
+    Check,
+    accumulated,
+    cases,
+    check,
+    every_unit,
+    forward,
+    iteration,
+    iterations,
+    micro_batch,
+    micro_batches,
+)
 from fsdp_testing.checks.suites.options import recomputed
 from fsdp_testing.checks.suites.programs import AFTER_ONE_REPLICA
-from fsdp_testing.checks.suites.schedules import accumulated, forward, iteration, iterations, micro_batch, micro_batches
 from fsdp_testing.checks.suites.watched import STREAMS_OBSERVED, traced
 from fsdp_testing.judging.checkers import event_rules
 

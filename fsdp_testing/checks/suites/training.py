@@ -26,9 +26,15 @@ from fsdp_testing.cases.records import (
     Step,
     ZeroGrad,
 )
-from fsdp_testing.checks.suites.check import ADAMW, LOCKSTEP, MOMENTUM, PLAIN_SGD, Check, cases, check
-from fsdp_testing.checks.suites.schedules import (
+from fsdp_testing.checks.suites.check import (
+    ADAMW,
+    LOCKSTEP,
+    MOMENTUM,
+    PLAIN_SGD,
+    Check,
     accumulated,
+    cases,
+    check,
     forward,
     iteration,
     iterations,

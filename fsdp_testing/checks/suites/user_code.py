@@ -5,7 +5,18 @@ from __future__ import annotations
 from functools import partial
 
 from fsdp_testing.cases.records import Batch, BuildOptimizer, Case, Interrupt, Move, Observe, Step, WrappingPlan
-from fsdp_testing.checks.suites.check import ADAMW, PLAIN_SGD, Check, cases, check
+from fsdp_testing.checks.suites.check import (
+    ADAMW,
+    PLAIN_SGD,
+    Check,
+    accumulated,
+    cases,
+    check,
+    forward,
+    iteration,
+    iterations,
+    micro_batch,
+)
 from fsdp_testing.checks.suites.programs import (
     ALONE,
     COPY,
@@ -17,8 +28,7 @@ from fsdp_testing.checks.suites.programs import (
     PARTS,
     PARTS_REPLACED,
 )
-from fsdp_testing.checks.suites.schedules import accumulated, forward, iteration, iterations, micro_batch
-from fsdp_testing.oracle.comparison import Comparison
+from fsdp_testing.oracle.quantities import Comparison
 
 
 def _raised(seed: int, module: int, *, backward: bool = False, where: str = "step") -> Interrupt:

@@ -1,6 +1,6 @@
 """Finds the simplest case that still fails in the same way (`shrink`), or the shortest schedule alone (`shorten`).
 
-For the fuzzer everything may become simpler: first much simpler cases are asked outright (`minimal_candidates`), then parts
+For the fuzzer everything may become simpler: first much simpler cases are asked outright (`reductions`), then parts
 of what is left go (`ddmin`). A failure that costs the ranks is met as rarely as possible: the boldest candidate first, one
 after the other, up to the first that keeps the signature. What passes costs nothing there.
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_testing.cases.records import ENDS_RANKS, Case, Finding, Operation
-from fsdp_testing.explain.shrinking import minimal_candidates, reductions
+from fsdp_testing.explain.shrinking import reductions
 from fsdp_testing.explain.shrinking.ddmin import BudgetSpent, Kind, Search
 from fsdp_testing.judging.signature import Signature, signature_of
 
@@ -95,12 +95,12 @@ def shrink(
 def _simplify(search: Search, signature: Signature) -> None:
     """Take candidates until nothing simpler keeps the signature."""
     costly = signature.kind in ENDS_RANKS
-    search.take_first(minimal_candidates.on_small_models(search.case))
+    search.take_first(reductions.on_small_models(search.case))
     if costly:
-        search.take_first(minimal_candidates.minimal_programs_of_beginnings(search.case, signature))
-        search.take_first([minimal_candidates.simplest(search.case)])
-    search.take_first(minimal_candidates.beginnings(search.case, signature))
-    search.take_first(minimal_candidates.minimal_programs(search.case))
+        search.take_first(reductions.minimal_programs_of_beginnings(search.case, signature))
+        search.take_first([reductions.simplest(search.case)])
+    search.take_first(reductions.beginnings(search.case, signature))
+    search.take_first(reductions.minimal_programs(search.case))
     before = None
     while before != search.case:
         before = search.case
@@ -169,7 +169,6 @@ class Budget:
 
     @property
     def seconds(self) -> float:
-        """Time since it began."""
         return time.monotonic() - self._start
 
 

@@ -34,7 +34,7 @@ from fsdp_testing.judging.checkers.event_order import (
     ranks_agree,
     transition_steps,
 )
-from fsdp_testing.judging.checkers.lifecycle import check_lifecycle
+from fsdp_testing.judging.checkers.event_rules import check_lifecycle
 
 PARITY_MODELS = ("mlp", "deep_nest", "gpt")
 PARITY_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -69,7 +70,6 @@ class TraceRecorder:
         self._recorded.append((AutogradEvent, time.monotonic(), self._operation(), (module, moment)))
 
     def operation(self) -> None:
-        """Record that an operation of the program begins."""
         self._recorded.append((OperationEvent, time.monotonic(), self._operation(), ()))
 
     def waited(self, start: float, stop: float) -> None:
@@ -146,8 +146,5 @@ def watch_waits(recorder: TraceRecorder) -> Iterator[None]:
         finally:
             recorder.waited(start, time.monotonic())
 
-    setattr(dist.Work, "wait", wait)  # noqa: B010 - a method of torch's, replaced for the length of the trace
-    try:
+    with mock.patch.object(dist.Work, "wait", wait):
         yield
-    finally:
-        setattr(dist.Work, "wait", original)  # noqa: B010 - as above

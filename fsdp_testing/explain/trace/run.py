@@ -116,7 +116,6 @@ class _TimedProgram(RankProgram):
 
     @property
     def index(self) -> int:
-        """Index of the operation that runs now."""
         return self._index
 
     @index.setter

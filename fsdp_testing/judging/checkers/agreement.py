@@ -14,8 +14,7 @@ from fsdp_testing.errors import HarnessError
 from fsdp_testing.judging.checkers.divergence import Compared, Divergence
 from fsdp_testing.judging.checkers.explain import finding_of
 from fsdp_testing.judging.checkers.snapshots import StateCheck, check_results
-from fsdp_testing.oracle.comparison import Comparison
-from fsdp_testing.oracle.quantities import Expectation, ExpectedPoint, Quantity
+from fsdp_testing.oracle.quantities import Comparison, Expectation, ExpectedPoint, Quantity
 
 
 def compare(expectation: Expectation, ranks: Sequence[RankObservation], comparison: Comparison) -> Compared:

@@ -76,15 +76,12 @@ class Compared:
 
     @property
     def tally(self) -> Tally:
-        """Return what was compared, for a judgement."""
         return Tally(self.comparisons, self.worst_ratio)
 
     def add(self, divergence: Divergence) -> None:
-        """Note a divergence."""
         self.divergences.append(divergence)
 
     def count(self) -> None:
-        """Count one more tensor compared."""
         self.comparisons += 1
 
     def number(

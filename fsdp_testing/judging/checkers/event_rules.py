@@ -1,6 +1,7 @@
 """Checks what the ranks did against the rules of sharding. Pure, over recorded events, which no number shows.
 
-Each rule reads the events of all ranks and returns the first thing that is wrong, as a sentence with its place.
+Each rule reads the events of all ranks and returns the first thing that is wrong, as a sentence with its place. Every unit has
+a life cycle: memory is gathered once before it is freed again.
 """
 
 from __future__ import annotations
@@ -22,12 +23,54 @@ from fsdp_testing.cases.records import (
     RankObservation,
     UnitEvent,
 )
-from fsdp_testing.cases.records.account import GATHERS, REDUCTIONS, wire_bytes
+from fsdp_testing.cases.records.observation import GATHERS, REDUCTIONS, wire_bytes
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.judging.checkers.event_order import ranks_agree
 from fsdp_testing.judging.checkers.explain import finding, overrun_finding
-from fsdp_testing.judging.checkers.lifecycle import check_lifecycle
 from fsdp_testing.judging.checkers.overruns import CommunicationBudget, first_overrun
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenRule:
+    """A rule that one rank's history breaks, and the sentence about it."""
+
+    rank: int
+    unit: str
+    operation: int
+    sentence: str
+
+
+def check_lifecycle(history: History) -> tuple[BrokenRule, ...]:
+    """Return what breaks this: every gather is followed by a free before the next gather, and no free comes without a gather."""
+    broken: list[BrokenRule] = []
+    for rank in range(len(history.ranks)):
+        gathered: dict[str, int] = {}
+        for event in history.units(rank):
+            name = event.unit or "(root)"
+            if event.transition == "gather":
+                if event.unit in gathered:
+                    sentence = f"unit {name} is gathered again while it holds its full parameters"
+                    broken.append(BrokenRule(rank, event.unit, event.operation, sentence))
+                gathered[event.unit] = event.operation
+            elif event.transition == "free" and gathered.pop(event.unit, None) is None:
+                sentence = f"unit {name} is freed though it was not gathered"
+                broken.append(BrokenRule(rank, event.unit, event.operation, sentence))
+    return tuple(broken)
+
+
+def unsharded_before(history: History, operation: int) -> dict[str, tuple[int, ...]]:
+    """Return units (FQN, the root's is empty) that are gathered when `operation` begins, with the ranks, in order."""
+    by_unit: dict[str, list[int]] = {}
+    for rank in range(len(history.ranks)):
+        gathered: dict[str, bool] = {}
+        for event in history.units(rank):
+            # The last transition before the operation decides; what happens during it comes too late.
+            if event.operation < operation and event.transition in ("gather", "free"):
+                gathered[event.unit] = event.transition == "gather"
+        for unit in sorted(unit for unit, open_now in gathered.items() if open_now):
+            by_unit.setdefault(unit, []).append(rank)
+    return {unit: tuple(ranks) for unit, ranks in by_unit.items()}
+
 
 Units = tuple[tuple[str, tuple[str, ...]], ...]
 Shapes = Mapping[str, tuple[int, ...]]

@@ -16,7 +16,7 @@ from fsdp_testing.oracle.quantities import Expected, ExpectedPoint, Quantity
 from fsdp_testing.oracle.tensors import difference
 
 if TYPE_CHECKING:
-    from fsdp_testing.oracle.comparison import Comparison
+    from fsdp_testing.oracle.quantities import Comparison
 
 
 from fsdp_testing.cases.records import OperationResult

@@ -76,6 +76,17 @@ def _stop_in_child() -> None:
     _active = None
 
 
+def active_recorder() -> Recorder:
+    """Return the recorder of this rank.
+
+    Raises:
+        HarnessError: Outside a rank, where none is active.
+    """
+    if _active is None:
+        raise HarnessError("expected an active ledger, got none. Call it inside a rank of a world.")
+    return _active
+
+
 @contextmanager
 def listen(listener: Listener) -> Iterator[None]:
     """Call `listener` with every collective of this rank while the context lasts; without a recorder there is nothing.
@@ -83,9 +94,7 @@ def listen(listener: Listener) -> Iterator[None]:
     Raises:
         HarnessError: Outside a rank, where no recorder is active.
     """
-    recorder = _active
-    if recorder is None:
-        raise HarnessError("listen: expected an active ledger, got none. Call it inside a rank of a world.")
+    recorder = active_recorder()
     before, recorder.listener = recorder.listener, listener
     try:
         yield

@@ -85,6 +85,7 @@ class Recorder:
         folders = [
             str(here),
             str(here.parents[1] / "train"),
+            str(here.parent / "faults"),
             *((torch and torch.submodule_search_locations) or ()),
         ]
         self._skipped = ("<frozen", "<string>", contextlib.__file__, *(f"{folder}/" for folder in folders))

@@ -67,6 +67,7 @@ class Supervision:
 
     `joined` says that every rank is in its world already; a new world has its own time to come together, before the
     job's clock starts. `lockstep` says that ranks are to issue the same collectives: one that left early is bad news.
+    `patient`: nobody is stopped for bad news; who fails leaves, as a launcher's process does, so that peers lose its connections.
     """
 
     processes: Sequence[RankProcess | RemoteRank]
@@ -77,6 +78,7 @@ class Supervision:
     single_process: bool = False
     lockstep: bool = True
     joined: bool = False
+    patient: bool = False
     new_modules: dict[str, None] = field(default_factory=dict)
 
     def run(self) -> WorldOutcome:
@@ -165,7 +167,11 @@ class Supervision:
                 if not running:
                     return False
                 bad = any(watch.bad for watch in watches)
-                if stop_at is None and (bad or (now >= look_at and self._peer_already_left(watches))):
+                if (
+                    not self.patient
+                    and stop_at is None
+                    and (bad or (now >= look_at and self._peer_already_left(watches)))
+                ):
                     stop_at = now + GRACE_SECONDS
                 look_at = now + _POLL_SECONDS if now >= look_at else look_at
                 if stop_at is not None:
@@ -216,6 +222,8 @@ class Supervision:
                 watch.joined, watch.join_problem = message.error is None, message.error
             elif message.number == self.job.number:
                 watch.report = message
+                if self.patient and message.failed:
+                    watch.process.kill()
                 self.new_modules.update(dict.fromkeys(message.new_modules))
         if watch.process.channel.closed:
             self._forget(selector, watch.process.channel)

@@ -19,7 +19,8 @@ import traceback
 from typing import Any
 
 from fsdp_testing.base import env
-from fsdp_testing.errors import BackendUnavailable
+from fsdp_testing.errors import BackendUnavailable, HarnessError
+from fsdp_testing.ranks.faults.fault import end_all, never_reached
 from fsdp_testing.ranks.ledger.memory import LedgerMemory
 from fsdp_testing.ranks.pool import world as world_place
 from fsdp_testing.ranks.pool.channel import Channel, dumps, loads
@@ -281,7 +282,10 @@ def _call(job: Job) -> tuple[bytes, bool, ErrorRecord | None]:
         function = resolve(job.target)
         args, kwargs = loads(job.arguments)
         value = function(*args, **kwargs)
+        if unreached := end_all():
+            raise HarnessError(never_reached(unreached))
     except BaseException as error:  # also SystemExit and KeyboardInterrupt are the call's end, not the rank's
+        end_all()
         return b"", True, _record_of(error)
     failed = isinstance(value, Failed)
     try:

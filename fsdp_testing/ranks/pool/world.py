@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
+    from fsdp_testing.ranks.faults.injection import Injection
+
 
 class World:
     """One rank's view: its place, its device, and the group of all ranks (torch's default process group).
@@ -90,6 +92,21 @@ class World:
             yield
         if pairs := races(history):
             raise AssertionError(f"rank {self.rank} has {len(pairs)} races on its streams:\n{tell(pairs)}")
+
+    def inject(self, *faults: str) -> Injection:
+        """Inject faults into this rank, `world.inject("delay=0.5@rank=1,collective=3")`, from now until the test or call ends.
+
+        As a context manager it ends with the context. Call it on every rank: each takes what is its own. Numbers of places
+        count from the call on. Collectives: none of its own.
+
+        Raises:
+            InvalidArgument: A text is no fault, or names a rank that this world has not; the message lists kinds and places.
+            HarnessError: When it ends without an exception, and a fault of this rank was not reached.
+        """
+        from fsdp_testing.ranks.faults.fault import Fault
+        from fsdp_testing.ranks.faults.injection import inject
+
+        return inject([Fault.parse(text, self.size) for text in faults], self.rank)
 
     def assert_equal_across_ranks(self, tensor: torch.Tensor, name: str = "tensor") -> None:
         """Fail on every rank unless `tensor` has the same dtype, shape and bits on all ranks.

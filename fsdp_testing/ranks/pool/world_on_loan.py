@@ -150,6 +150,7 @@ class PooledWorld:
         timeout: float | None = 60.0,
         name: str = "",
         lasting: frozenset[str] | None = frozenset(),
+        patient: bool = False,
     ) -> WorldOutcome:
         """Call `target(*args, **kwargs)` on every rank and wait for the end of it, whatever that is.
 
@@ -161,6 +162,7 @@ class PooledWorld:
             name: Shown in messages.
             lasting: Kinds of process state (as in `hygiene.PROBES`) that the call may change for good; what else it changed
                 is put back and reported. None: nothing is compared.
+            patient: Ranks end by themselves: who fails leaves at once, and nobody is stopped before the timeout.
 
         Returns:
             The account of every rank. When it is not `ok`, or something was left dirty, the world is not lent again.
@@ -181,7 +183,7 @@ class PooledWorld:
                 "Ask the pool for a world in each thread."
             )
         try:
-            call = reference, name or str(reference), arguments, timeout, lasting
+            call = reference, name or str(reference), arguments, timeout, lasting, patient
             outcome = self._supervise(*call)
             unbegun = not any(rank.began for rank in outcome.ranks) and any(r.fate is Fate.DIED for r in outcome.ranks)
             if unbegun and self._before and not self.before_leaving:
@@ -212,7 +214,13 @@ class PooledWorld:
             self.discard()
 
     def _supervise(
-        self, target: Target, name: str, arguments: bytes, timeout: float | None, lasting: frozenset[str] | None
+        self,
+        target: Target,
+        name: str,
+        arguments: bytes,
+        timeout: float | None,
+        lasting: frozenset[str] | None,
+        patient: bool,
     ) -> WorldOutcome:
         supervision = Supervision(
             self._processes,
@@ -223,6 +231,7 @@ class PooledWorld:
             single_process=self._single,
             lockstep=self._lockstep,
             joined=self._joined,
+            patient=patient,
         )
         finished = False
         try:

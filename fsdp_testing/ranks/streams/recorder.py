@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsdp_testing.base import compat
-from fsdp_testing.base.compat import Operator, storage_key, storage_reference
+from fsdp_testing.base.compat import Operator, freed, storage_key, storage_reference
 from fsdp_testing.ranks.ledger import interception
 from fsdp_testing.ranks.streams.history import (
     HOST,
@@ -91,10 +92,9 @@ _COLLECTIVES: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class _TrackedBlock:
-    """Memory that is in use: what identifies it, whether it still is, its number in the history and whose pool it is of."""
+    """Memory that is in use: what identifies it, its number in the history and whose pool it is of."""
 
     key: int
-    reference: Any
     number: int
     owner: int
 
@@ -106,7 +106,8 @@ class StreamRecorder(Device):
         self._kind = kind
         self._settle = getattr(torch, kind).synchronize
         self._blocks: dict[int, _TrackedBlock] = {}
-        self._shared: set[int] = set()
+        self._references: dict[int, Any] = {}
+        self._shared: dict[int, Any] = {}  # of blocks that more streams than one have used
         self._until_full_sweep = _FULL_SWEEP
         self._made = 0
         self._pending: dict[int, tuple[Any, Event]] = {}
@@ -129,16 +130,17 @@ class StreamRecorder(Device):
         When a block that one stream alone has used is freed is no matter; such blocks are looked at now and then.
         """
         self._until_full_sweep -= 1
-        keys: Iterable[int] = self._shared
+        references = self._shared
         if self._until_full_sweep <= 0:
-            keys, self._until_full_sweep = self._blocks, _FULL_SWEEP
-        for key in [key for key in keys if self._blocks[key].reference.expired()]:
+            references, self._until_full_sweep = self._references, _FULL_SWEEP
+        for key in freed(references):
             self.freed(key)
 
     def freed(self, key: int) -> None:
         """Note that a block was given back."""
         block = self._blocks.pop(key, None)
-        self._shared.discard(key)
+        self._references.pop(key, None)
+        self._shared.pop(key, None)
         if block is not None:
             self.history.entries.append(Freed(block.number, _site()))
 
@@ -146,8 +148,8 @@ class StreamRecorder(Device):
         """Forget what is still held; what is freed afterwards is nobody's concern."""
         self._until_full_sweep = 0
         self.sweep()
-        self._pending.clear()
-        self._blocks.clear()
+        for kept in (self._pending, self._blocks, self._references, self._shared):
+            kept.clear()
 
     def block(self, tensor: Tensor, made: bool = False) -> _TrackedBlock:
         """Return the block that a tensor lies in; a new one begins on the current stream if it was `made` just now."""
@@ -157,7 +159,8 @@ class StreamRecorder(Device):
         if block is None:
             owner = HOST if self.on_host(tensor) else self.current.number if made else self.default.number
             self._made += 1
-            block = self._blocks[key] = _TrackedBlock(key, storage_reference(storage), self._made, owner)
+            block = self._blocks[key] = _TrackedBlock(key, self._made, owner)
+            self._references[key] = storage_reference(storage)
             shape = "x".join(map(str, tensor.shape)) or "one"
             label = f"a tensor of {shape} {str(tensor.dtype).removeprefix('torch.')}"
             self.history.entries.append(Allocated(block.number, owner, label))
@@ -191,7 +194,7 @@ class StreamRecorder(Device):
                 continue
             block, size = self.block(tensor), tensor.element_size()
             if block.owner != stream:
-                self._shared.add(block.key)
+                self._shared[block.key] = self._references[block.key]
             strides = tuple(stride * size for stride in tensor.stride())
             region = Region(int(tensor.storage_offset()) * size, tuple(tensor.shape), strides, size)
             accesses.append(Access(block.number, region, writing))
@@ -332,11 +335,16 @@ def _touched(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value] if value.layout is torch.strided else []
-    if isinstance(value, (list, tuple)):
-        return [tensor for each in value for tensor in _tensors(each)]
     if isinstance(value, dict):
-        return _tensors(list(value.values()))
-    return []
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    # Most parts are tensors or plain values: these are not asked by a call each.
+    tensors: list[Tensor] = []
+    for each in value:
+        if isinstance(each, (Tensor, list, tuple, dict)):
+            tensors += _tensors(each)
+    return tensors
 
 
 def _key(tensor: Tensor) -> int:
@@ -347,8 +355,15 @@ def _site() -> Site:
     places: list[str] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None and len(places) < _FRAMES:
-        name = frame.f_code.co_filename
-        if not name.startswith(_PASSED_OVER):
-            places.append(f"{name}:{frame.f_lineno} in {frame.f_code.co_qualname}")
+        place = _place(frame.f_code, frame.f_lineno)
+        if place:
+            places.append(place)
         frame = frame.f_back
     return tuple(places)
+
+
+@functools.cache
+def _place(code: CodeType, line: int) -> str:
+    """Return a place as text; empty for code that hands calls on. Asked for each frame of each operator."""
+    passed_over = code.co_filename.startswith(_PASSED_OVER)
+    return "" if passed_over else f"{code.co_filename}:{line} in {code.co_qualname}"

@@ -17,8 +17,9 @@ BAR = 16
 COLUMN = 440
 RIGHT = WIDTH - COLUMN
 HEAD = 24
-KINDS = {"≠": ("changed", "changed"), "<": ("only-left", ""), ">": ("", "only-right"), "": ("step", "step")}
-"""Classes of the left and right box by the mark of a row; an empty one is not drawn."""
+MISSING = "missing"
+KINDS = {"≠": ("changed", "changed"), "<": ("only-left", MISSING), ">": (MISSING, "only-right"), "": ("step", "step")}
+"""Classes of the left and right box by the mark of a row."""
 
 
 def order_picture(comparison: OrderComparison, left: str, right: str, *, full: bool = False) -> Markup:
@@ -33,8 +34,8 @@ def order_picture(comparison: OrderComparison, left: str, right: str, *, full: b
             drawing.text(WIDTH / 2, y + BAR - 4, f"{LEFT_OUT} {right_step} {LEFT_OUT}", "soft", "middle")
             continue
         for x, kind, text in zip((0, RIGHT), KINDS[mark], (left_step, right_step)):
+            drawing.box(kind, x, y, (COLUMN, BAR), text or "missing here")
             if text:
-                drawing.box(kind, x, y, (COLUMN, BAR), text)
                 style = "soft" if text.startswith("—") else ""
                 drawing.text(x + 6, y + BAR - 4, clipped(text, COLUMN - 12), style)
         if not mark:

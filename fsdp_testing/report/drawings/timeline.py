@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from difflib import SequenceMatcher
+
 from markupsafe import Markup
 
 from fsdp_testing.cases.records import Portrait, RankPortrait, Stretch
@@ -17,6 +20,8 @@ LANES = (
     ("waits", ("wait",)),
 )
 """Label of a lane, and the stretches that it shows."""
+COLLECTIVES = 2
+MISSING = "missing"
 
 
 def timeline(portrait: Portrait, wrong: int | None = None) -> Markup:
@@ -34,10 +39,26 @@ def timeline(portrait: Portrait, wrong: int | None = None) -> Markup:
     time_axis(drawing, portrait.seconds, LANE, bottom)
     for number, rank in enumerate(portrait.ranks):
         _rank(drawing, rank, number * rank_height, portrait.seconds)
+        for stretch in missing(portrait, rank):
+            _stretch(drawing, stretch, number * rank_height + LANE * (1 + COLLECTIVES), portrait.seconds)
         operations = [stretch for stretch in rank.stretches if stretch.lane == "operation"]
         if wrong is not None and wrong < len(operations):
             _mark(drawing, operations[wrong].stop, number * rank_height, portrait.seconds)
     return drawing.markup()
+
+
+def missing(portrait: Portrait, rank: RankPortrait) -> list[Stretch]:
+    """Return the collectives that the rank with most of them issued and this one did not, where they were there."""
+    issued = {
+        other.rank: [stretch for stretch in other.stretches if stretch.lane == "collective"] for other in portrait.ranks
+    }
+    most, own = max(issued.values(), key=len), issued[rank.rank]
+    due, issued_here = ([stretch.what for stretch in stretches] for stretches in (most, own))
+    absent: list[Stretch] = []
+    for what, start, stop, _, _ in SequenceMatcher(None, due, issued_here, autojunk=False).get_opcodes():
+        if what == "delete":
+            absent += [replace(stretch, lane=MISSING) for stretch in most[start:stop]]
+    return absent
 
 
 def _rank(drawing: Drawing, rank: RankPortrait, top: float, seconds: float) -> None:
@@ -55,9 +76,11 @@ def _stretch(drawing: Drawing, stretch: Stretch, y: float, seconds: float) -> No
     x, width = LEFT + stretch.start * scale, (stretch.stop - stretch.start) * scale
     name = name_of(stretch)
     title = f"{stretch.lane} {name}: {milliseconds(stretch.stop - stretch.start)} from {milliseconds(stretch.start)}"
+    if stretch.lane == MISSING:
+        title, name = f"missing here: {name}, which another rank issued", f"no {name}"
     drawing.box(stretch.lane, x, y, (width, BAR), title)
     if stretch.lane != "wait":
-        kind = "" if stretch.lane == "operation" else "inside"
+        kind = {"operation": "", MISSING: "moment"}.get(stretch.lane, "inside")
         label = name.partition(" ")[0] if stretch.lane == "collective" else name
         drawing.label_in(x, y + BAR - 4, width, label, kind)
 
@@ -86,8 +109,9 @@ def account(portrait: Portrait) -> str:
         waited = sum(stretch.stop - stretch.start for stretch in rank.stretches if stretch.lane == "wait")
         collectives = sum(stretch.lane == "collective" for stretch in rank.stretches)
         gathers = sum(stretch.lane == "gathered" for stretch in rank.stretches)
+        lacks = f", {len(absent)} missing" if (absent := missing(portrait, rank)) else ""
         facts.append(
-            f"rank {rank.rank}: gathers: {gathers}, collectives: {collectives}, waiting "
+            f"rank {rank.rank}: gathers: {gathers}, collectives: {collectives}{lacks}, waiting "
             f"{milliseconds(waited)} of {milliseconds(portrait.seconds)}"
         )
     return "; ".join(facts)

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_testing.adapters.adapter import Adapter
-from fsdp_testing.adapters.source import source_digest
 from fsdp_testing.cases.drawing import Scope
 from fsdp_testing.cases.records import Case
 from fsdp_testing.judging.known import KnownFailures
-from fsdp_testing.search.state import SOURCE
+from fsdp_testing.search.state import SOURCE, source_digest
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from fsdp_testing.cases.records import Case, Operation
 from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.judging.known import KnownFailures, Rule
 from fsdp_testing.judging.signature import Signature, as_pattern
-from fsdp_testing.search.certificate.axes import Cell
-from fsdp_testing.search.certificate.cases import case_of
+from fsdp_testing.search.certificate.axes import Cell, case_of
 from fsdp_testing.search.certificate.certify import Certificate
 from fsdp_testing.search.investigation import Causes, Investigator, Suspect
 from fsdp_testing.search.loop import Budget
@@ -86,7 +85,7 @@ class CauseFinder:
     def find(self) -> list[CellCause]:
         """Return the causes, the one of most cells first. `unexplained` has the cells for which there was no time."""
         self._budget.restart()
-        for cell in sorted(self._certificate.failing(), key=_simplicity):
+        for cell in sorted(self._certificate.failing(), key=lambda cell: (len(cell.schedule), cell.size, cell)):
             reason = self._certificate.reason(cell)
             signature = reason.signature
             assert signature is not None
@@ -141,7 +140,3 @@ def _key(discovery: Discovery) -> Hashable:
     signature, operations, needed = discovery.key
     cause = as_pattern(discovery.cause.partition("; ")[0])
     return signature, operations, cause or frozenset(tag for tag in needed if not tag.startswith("mesh:"))
-
-
-def _simplicity(cell: Cell) -> tuple[object, ...]:
-    return (len(cell.schedule), cell.size, cell)

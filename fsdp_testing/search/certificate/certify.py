@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from fsdp_testing.adapters.adapter import Adapter
-from fsdp_testing.adapters.source import source_digest
 from fsdp_testing.cases.records import Judgement, Verdict
 from fsdp_testing.errors import InvalidRecord, PoolBroken
 from fsdp_testing.judging.attempts import confirmed
@@ -19,8 +18,7 @@ from fsdp_testing.judging.batch import Watch
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.judging.signature import signature_of
 from fsdp_testing.ranks.pool import Pool
-from fsdp_testing.search.certificate.axes import Cell
-from fsdp_testing.search.certificate.cases import case_of, needs_of
+from fsdp_testing.search.certificate.axes import Cell, case_of, needs_of
 from fsdp_testing.search.certificate.cube import Job, digest, jobs
 from fsdp_testing.search.loop import Budget, search
 from fsdp_testing.search.state import (
@@ -32,6 +30,7 @@ from fsdp_testing.search.state import (
     changes,
     read_state,
     refuse,
+    source_digest,
     write_state,
 )
 
@@ -116,11 +115,9 @@ class Certificate:
         return self._subject[SOURCE]
 
     def verdict(self, cell: Cell) -> Verdict | None:
-        """Return the verdict on a cell; None as long as it has none."""
         return self.verdicts[self._numbers[cell]]
 
     def reason(self, cell: Cell) -> Reason:
-        """Return why a cell does not pass."""
         return self.verdicts.reasons[self._numbers[cell]]
 
     def failing(self) -> list[Cell]:
@@ -141,7 +138,6 @@ class Certificate:
         return self.verdicts
 
     def next_job(self) -> Callable[[], Judged] | None:
-        """Return the next batch of cells."""
         job = None if self._budget.enough or self._budget.time_is_up() else next(self._remaining, None)
         if job is None:
             return None
@@ -150,14 +146,12 @@ class Certificate:
         return lambda: silent + self.runner.run(job)
 
     def take(self, answer: Judged) -> None:
-        """Take in the verdicts on a batch."""
         for cell, verdict, reason in answer:
             self.verdicts.take(self._numbers[cell], verdict, reason)
         self.seconds = self._before.seconds + self._budget.spent
         self._on_progress(self)
 
     def save(self) -> None:
-        """Write down the verdicts."""
         reasons = {str(number): reason for number, reason in self.verdicts.reasons.items()}
         letters, before = self.verdicts.letters, self._before
         state = State(self._subject, self.plan.shard, letters, reasons, runs=before.runs + 1, seconds=self.seconds)
@@ -206,7 +200,6 @@ class CellRunner:
         self._lock = threading.Lock()
 
     def claimed(self, cell: Cell) -> bool:
-        """Return whether the implementation may be asked a cell."""
         return needs_of(cell) <= self._capabilities
 
     def run(self, job: Job) -> Judged:

@@ -50,7 +50,6 @@ class Block(NamedTuple):
     dtype: str
 
     def cells(self) -> Iterator[Cell]:
-        """Yield its cells."""
         for (strategy, mesh), units in product(_WORLDS_OF_SIZE[self.size], UNITS):
             yield Cell(strategy, mesh, units, *self[1:])
 

@@ -8,6 +8,7 @@ from fsdp_testing.report.drawings.cube import cube_picture
 from fsdp_testing.report.sheet import (
     Article,
     Cell,
+    Facts,
     Fold,
     Line,
     Listing,
@@ -19,17 +20,28 @@ from fsdp_testing.report.sheet import (
     Steps,
     Table,
     bulleted,
-    made_by,
 )
 from fsdp_testing.search.certificate.axes import WORLDS
 from fsdp_testing.search.certificate.causes import CellCause
 from fsdp_testing.search.certificate.summary import FACES, VERDICTS, Summary
 
 REASONS_AT_SIGHT = 8
-CAPTION = (
-    "A square is green where all cells hold, red where all fail, pale with an edge where some do, violet where something "
-    "is unknown; what is not claimed is left out. Letters of a schedule: S synchronises, N stays local, a small letter "
-    "leaves a part unused."
+CAPTION = "One square for each strategy, mesh and face: the cells that have in common what its row says."
+LEGEND = Facts(
+    (
+        ("holds", "green: every cell of the square is right"),
+        ("fails", "red: every cell fails; pale with an edge: some do"),
+        ("unknown", "violet: of a cell nothing is known, and none fails"),
+        ("empty", "not claimed, or no such cell"),
+    ),
+    ("pass", "fail", "unknown", "not_claimed"),
+)
+LETTERS = Facts(
+    (
+        ("S", "a micro-batch that reduces gradients"),
+        ("N", "one that keeps them local (`no_sync`)"),
+        ("s, n", "the same, with a part of the model left out"),
+    )
 )
 
 
@@ -42,7 +54,9 @@ def certificate_sheet(summary: Summary) -> Sheet:
     missing = tuple(Line(f"{number:,} cells need {tags}") for tags, number in summary.not_claimed.items())
     why = tuple(_article(cause, summary.implementation) for cause in summary.causes)
     sections = (
-        Section("Where", (Picture(picture, CAPTION, "The cube", table=_faces(summary)),), anchor="where"),
+        Section(
+            "Where", (LEGEND, LETTERS, Picture(picture, CAPTION, "The cube", table=_faces(summary))), anchor="where"
+        ),
         Section("Why", why, anchor="why", kind="fail"),
         Section("Unknown", reasons, anchor="unknown", kind="unknown", at_sight=REASONS_AT_SIGHT),
         Section("Not claimed", missing, anchor="not-claimed", kind="not_claimed", at_sight=REASONS_AT_SIGHT),
@@ -54,7 +68,7 @@ def certificate_sheet(summary: Summary) -> Sheet:
         lead=(bulleted(summary.notes()),),
         sections=tuple(section for section in sections if section.blocks),
         subject=f"{summary.implementation} in every small case",
-        foot=made_by(summary.environment),
+        environment=summary.environment,
     )
 
 
@@ -62,7 +76,7 @@ def _article(cause: CellCause, name: str) -> Article:
     known = f"known failure {cause.known} {cause.link}".rstrip() + ". " if cause.known else ""
     title = f"The case as a document; saved as case.json, `fsdp-verify replay case.json --implementation {name}` runs it again"
     document = Fold(title, (Listing(cause.case.to_json(indent=1)),), page_only=True)
-    heading = f"{cause.signature}: {cause.cells:,} cells, the simplest {cause.cell.name}"
+    heading = f"{cause.signature}: {cause.cells:,} cells, the simplest: {cause.cell.words}"
     return Article(heading, (Line(f"{known}{cause.reason}"), Steps(cause.schedule), document), kind="fail")
 
 

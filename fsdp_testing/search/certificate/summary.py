@@ -9,8 +9,17 @@ from dataclasses import dataclass, field
 from fsdp_testing.base.document import ADDED_LATER, Format, decode
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.errors import InvalidRecord
-from fsdp_testing.search.certificate.axes import CLEARING, DTYPES, EVERY_RANK, TRAITS, UNITS, Cell, schedules, skips
-from fsdp_testing.search.certificate.cases import needs_of
+from fsdp_testing.search.certificate.axes import (
+    CLEARING,
+    DTYPES,
+    EVERY_RANK,
+    TRAITS,
+    UNITS,
+    Cell,
+    needs_of,
+    schedules,
+    skips,
+)
 from fsdp_testing.search.certificate.causes import CauseFinder, CellCause
 from fsdp_testing.search.certificate.certify import CONFIRMED_ALONE, Certificate
 from fsdp_testing.search.certificate.cube import blocks
@@ -65,7 +74,6 @@ class Summary:
 
     @property
     def ran(self) -> int:
-        """Return how many cells ran."""
         return sum(self.verdicts.values())
 
     @property
@@ -84,7 +92,6 @@ class Summary:
         return counts
 
     def conclusion(self) -> str:
-        """Return what was found, in a sentence."""
         others = [(_FAIL, "fail"), (_UNKNOWN, "are unknown")]
         text = f"{self.verdicts[_PASS]:,} of {self.ran:,} cells hold"
         text += "".join(f"; {self.verdicts[status]:,} {verb}" for status, verb in others if self.verdicts[status])

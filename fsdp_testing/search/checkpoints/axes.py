@@ -24,7 +24,7 @@ from fsdp_testing.cases.records import (
     WrappingPlan,
     ZeroGrad,
 )
-from fsdp_testing.oracle.fitting import fitted
+from fsdp_testing.oracle.setup import fitted
 
 UNITS: Mapping[str, tuple[str, ...]] = {
     "root": (),
@@ -60,12 +60,10 @@ class Layout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the mesh."""
         return tuple(map(int, self.mesh.split("x")))
 
     @property
     def size(self) -> int:
-        """Return the number of ranks."""
         return math.prod(self.shape)
 
 

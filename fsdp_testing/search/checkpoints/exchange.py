@@ -137,7 +137,6 @@ class Exchange:
 
     @property
     def total(self) -> int:
-        """Return how many results there will be."""
         counts = [sum(self.plan.asks(place, subject) for place in self.places) for subject in self.plan.subjects]
         return len(self.plan.ways) * sum(count + count * count for count in counts)
 
@@ -172,7 +171,6 @@ class Exchange:
         return partial(self._judged, *self._batches.popleft())
 
     def take(self, answer: list[Result]) -> None:
-        """Take in the results of a batch."""
         self._under_way -= 1
         for result in answer:
             self._add(result)

@@ -189,7 +189,6 @@ class CheckpointProgram(RankProgram):
             torch.set_rng_state(random[f"rank {self.rank % len(random)}"])  # as many as there were, again and again
 
     def build_optimizer(self) -> None:
-        """Build the optimizer, with a group of its own for the parameters that the subject says."""
         first = dict(self.subject.first)
         if self.item.loads and first:
             first = dict.fromkeys(first, 0.3)  # what is not loaded shows

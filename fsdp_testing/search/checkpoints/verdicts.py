@@ -24,12 +24,11 @@ from fsdp_testing.judging.checkers.explain import finding, finding_of
 from fsdp_testing.judging.judge import judge
 from fsdp_testing.judging.numbers import Numbers
 from fsdp_testing.oracle import oracle
-from fsdp_testing.oracle.comparison import Comparison
 from fsdp_testing.oracle.disturbance import Disturbance
-from fsdp_testing.oracle.fitting import as_observed
-from fsdp_testing.oracle.quantities import Expectation
+from fsdp_testing.oracle.quantities import Comparison, Expectation
 from fsdp_testing.oracle.rank_jobs import no_warnings
 from fsdp_testing.oracle.replay import Replay
+from fsdp_testing.oracle.setup import as_observed
 from fsdp_testing.oracle.ways import read
 from fsdp_testing.ranks.pool.channel import dumps, loads
 from fsdp_testing.search.checkpoints.axes import SUBJECTS, Layout, Subject, case_of, schedule_of

@@ -15,7 +15,6 @@ from fsdp_testing.report.sheet import (
     Section,
     Sheet,
     Table,
-    made_by,
     numbered,
 )
 from fsdp_testing.search.pairs.matrix import (
@@ -81,7 +80,7 @@ def pairs_sheet(summary: Summary) -> Sheet:
         ),
         sections=tuple(section for section in sections if section.blocks),
         subject=f"{summary.implementation}, every pair of traits",
-        foot=made_by(summary.environment),
+        environment=summary.environment,
     )
 
 

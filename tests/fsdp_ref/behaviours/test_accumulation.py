@@ -150,27 +150,6 @@ def test_collectives_per_iteration(lab, strategy, counts):
             lab.loss(model, lab.batch()).backward()
 
 
-@pytest.mark.world(2)
-@pytest.mark.covers("B164", "ACC-03", "B037")
-def test_parameters_used_in_some_micro_batches_only(lab):
-    class Routed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.paths = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
-
-        def forward(self, x, which):
-            return self.paths[which](x)
-
-    reference = lab.make(Routed)
-    model = lab.shard(copy.deepcopy(reference), policy={nn.Linear})
-    for step, (kind, which) in enumerate([("n", 0), ("n", 1), ("s", 2), ("s", 0), ("s", 1), ("s", 2)]):
-        with model.no_sync() if kind == "n" else nullcontext():
-            model(lab.batch(step), which).square().mean().backward()
-        for batch in lab.batches(step):
-            (reference(batch, which).square().mean() / lab.world.size).backward()
-    lab.assert_grads(model, reference)
-
-
 @quiet
 @pytest.mark.world(2)
 @pytest.mark.covers("B164", "ACC-03", "ACC-07")
@@ -197,18 +176,6 @@ def test_units_used_inside_no_sync_only_are_reduced_at_the_end_all_the_same(lab,
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     torch.optim.SGD(reference.parameters(), lr=0.1).step()
     lab.assert_params(model, reference)
-
-
-@pytest.mark.world(2)
-@pytest.mark.covers("B160")
-def test_forward_inside_no_sync_and_backward_outside(lab):
-    reference = lab.make()
-    model = lab.shard(copy.deepcopy(reference), policy={lab.Block})
-    with model.no_sync():
-        loss = lab.loss(model, lab.batch())
-    loss.backward()
-    lab.reference_step(reference, lab.batches())
-    lab.assert_grads(model, reference)
 
 
 @quiet

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_ref import MixedPrecision, ShardingStrategy
+from fsdp_ref import ShardingStrategy
 
 S = ShardingStrategy
 KINDS = {"reentrant": CheckpointImpl.REENTRANT, "non-reentrant": CheckpointImpl.NO_REENTRANT}
@@ -53,7 +53,7 @@ def compare(lab, model, reference, path, steps=2):
 
 
 @pytest.mark.world(2)
-@pytest.mark.covers("AC-01", "B018", "B020", "B034", "AC-05", "COMP-18")
+@pytest.mark.covers("AC-01", "B018", "B020", "B034", "AC-05", "COMP-18", "ORIG-17")
 @kinds
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("strategy", [S.FULL_SHARD, S.SHARD_GRAD_OP], ids=lambda s: s.name)
@@ -166,25 +166,6 @@ def test_checkpointed_submodules_under_sibling_units(lab):
         lab.shard(block, "composable")
     lab.shard(model, "composable")
     compare(lab, model, reference, "composable")
-
-
-@pytest.mark.world(2)
-@pytest.mark.covers("AC-01", "MP-06")
-@kinds
-def test_checkpointing_with_low_precision(lab, path, kind):
-    precision = MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
-    make = lambda: lab.make(lambda: Chain(lab.Block), dtype=torch.float32)
-    plain = lab.shard(make(), path, policy={lab.Block}, mixed_precision=precision)
-    model = make()
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = lab.shard(checkpoint_wrapper(block, KINDS[kind]), path, mixed_precision=precision)
-    model = lab.shard(model, path, mixed_precision=precision)
-    for m in (plain, model):
-        lab.loss(m, lab.batch()).backward()
-        torch.optim.SGD(m.parameters(), lr=0.1).step()
-    got = {n.replace("_checkpoint_wrapped_module.", ""): p for n, p in lab.params(model).items()}
-    want = lab.params(plain)
-    assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 @pytest.mark.world(2)

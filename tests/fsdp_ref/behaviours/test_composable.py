@@ -8,12 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref import MixedPrecision, ShardingStrategy
-from fsdp_ref.annotations import units_under
 from fsdp_ref.composable import _get_registry, fully_shard, replicate
 from fsdp_ref.naming import clean_tensor_name
-from fsdp_ref.storage.views import is_flattened
 from fsdp_ref.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy
 
 S = ShardingStrategy
@@ -216,15 +213,3 @@ def test_hooks_of_users_see_full_parameters(lab):
     lab.loss(model, lab.batch()).backward()
     assert ("pre", 2) in seen
     assert ("kw", 2) in seen
-
-
-@pytest.mark.world(2)
-@pytest.mark.covers("TRAV-01", "TRAV-02", "TRAV-04", "TRAV-06")
-def test_looking_into_a_tree(lab, path):
-    model = lab.shard(lab.make(lab.Deep), path, policy=policies(lab, "units"))
-    holders = [called for _, called, _ in units_under(model)]
-    assert holders == FSDP.fsdp_modules(model)
-    order = {module: index for index, module in enumerate(model.modules())}
-    assert [order[holder] for holder in holders] == sorted(order[holder] for holder in holders)
-    assert FSDP.fsdp_modules(model, root_only=True) == holders[:1]
-    assert all(is_flattened(p) for p in model.parameters())

@@ -91,20 +91,6 @@ def test_backward_through_pieces(lab, path):
 
 
 @pytest.mark.world(2)
-@pytest.mark.covers("B137", "RED-05")
-@strategies
-def test_gradients_of_inputs_may_be_differentiated(lab, path, strategy):
-    """A penalty on the gradient of the input: its own backward reads parameters a second time."""
-
-    def penalty(m, x):
-        x = x.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(m(x).sum(), [x], create_graph=True)
-        return grad.square().sum()
-
-    lab.parity(path=path, policy={lab.Block}, sharding_strategy=strategy, loss=penalty, optim=torch.optim.SGD)
-
-
-@pytest.mark.world(2)
 @pytest.mark.covers("B138")
 @strategies
 def test_forward_mode_derivatives(lab, path, strategy):
@@ -129,58 +115,6 @@ def test_forward_mode_derivatives(lab, path, strategy):
 
 
 # ---------------------------------------------------------------------------------------- units used in part or again
-
-
-class Pair(nn.Module):
-    """Two layers that one unit gathers together."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x, calls):
-        for call in calls:
-            x = getattr(self, call)(x).tanh()
-        return x
-
-
-class Caller(nn.Module):
-    """Calls a unit several times, and each time other layers of it in another order."""
-
-    calls: tuple[str, ...] = ()
-
-    def __init__(self):
-        super().__init__()
-        self.inp, self.pair, self.out = nn.Linear(3, 3), Pair(), nn.Linear(3, 1)
-
-    def forward(self, x):
-        x = self.inp(x)
-        for calls in self.calls:
-            x = self.pair(x, calls)
-        return self.out(x)
-
-
-@pytest.mark.world(2)
-@pytest.mark.covers("B136", "B036", "RUN-07")
-@pytest.mark.parametrize("root", ["shares", "between"])
-@strategies
-def test_modules_of_one_unit_reused_or_skipped(lab, path, strategy, root, monkeypatch):
-    """The multiset of calls changes from step to step: what one step leaves behind meets the next."""
-    programs = [("ab",), ("a",), ("aba",), ("b", "a"), (), ("ba", "ab"), ("", "a"), ("ab",)]
-    reference = lab.make(Caller)
-    model = copy.deepcopy(reference)
-    policy = {Pair} if root == "between" else None
-    model = lab.shard(model, path, policy=policy, sharding_strategy=strategy)
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    reference_optim = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for step, program in enumerate(programs):
-        monkeypatch.setattr(Caller, "calls", program)
-        lab.loss(model, lab.batch(step)).backward()
-        assert not any(unit.handle.unsharded for unit in lab.units(model))
-        optim.step()
-        optim.zero_grad()
-        lab.reference_step(reference, lab.batches(step), optim=reference_optim)
-        lab.assert_params(model, reference)
 
 
 @pytest.mark.world(2)

@@ -96,13 +96,6 @@ def test_edits_of_a_unit_whose_shard_group_has_one_rank(lab, path, writeback):
 
 
 @pytest.mark.world(2)
-@pytest.mark.covers("HYB-05", "B113")
-def test_a_replicate_group_of_one_is_plain_sharding(lab, path):
-    with mesh_of(1, 2) as mesh:
-        lab.parity(path=path, policy={lab.Block}, sharding_strategy=S.HYBRID_SHARD, device_mesh=mesh)
-
-
-@pytest.mark.world(2)
 @pytest.mark.covers("HYB-01", "HYB-02")
 def test_what_hybrid_needs_and_refuses(lab, path):
     with pytest.raises(ValueError, match="requires explicit specification of process group"):

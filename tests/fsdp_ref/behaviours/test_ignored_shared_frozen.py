@@ -9,38 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref import ShardingStrategy
 
 S = ShardingStrategy
 SHARDED = [S.FULL_SHARD, S.SHARD_GRAD_OP]
 strategies = pytest.mark.parametrize("strategy", SHARDED, ids=lambda s: s.name)
-mixed = pytest.mark.filterwarnings("ignore:.*has both parameters with requires_grad:UserWarning")
 
 
 # -------------------------------------------------------------------------------------------------- ignored
-
-
-@pytest.mark.world(2)
-@pytest.mark.covers("IGN-01", "B069", "IGN-09", "B067")
-def test_ignored_modules_stay_plain_and_local(lab, path):
-    reference, local = lab.make(), lab.make()
-    plain = copy.deepcopy(reference)
-    objects = list(plain.blocks[1].parameters())
-    model = lab.shard(plain, path, policy={lab.Block}, ignored_modules=[plain.blocks[1]])
-    lab.loss(model, lab.batch()).backward()
-    lab.reference_step(reference, lab.batches())
-    lab.reference_step(local, [lab.batch()])
-    assert [unit.name for unit in lab.units(model)] == ["", "blocks.0", "blocks.2"]
-    held = {id(p) for unit in lab.units(model) for p in unit.handle.originals.params}
-    for p, q in zip(objects, local.blocks[1].parameters(), strict=True):
-        assert p.shape == q.shape
-        assert id(p) not in held
-        torch.testing.assert_close(p.grad, q.grad, **lab.CLOSE)
-    if path != "flat":
-        grads = lab.grads(model)
-        want = {n: (local if "blocks.1." in n else reference).get_parameter(n).grad for n in grads}
-        lab.assert_same(grads, want)
 
 
 @pytest.mark.world(2)
@@ -57,26 +33,6 @@ def test_one_optimizer_over_ignored_and_sharded_parameters(lab, path, foreach):
         optim.step()
         optim.zero_grad()
     assert not torch.equal(ignored.lin1.weight, before)
-
-
-@pytest.mark.world(2)
-@pytest.mark.covers("IGN-04", "IGN-05")
-def test_units_inside_ignored_modules_and_what_parents_inherit(lab):
-    reference = lab.make()
-    plain = copy.deepcopy(reference)
-    plain.blocks[0].lin1 = FSDP(plain.blocks[0].lin1, use_orig_params=True)
-    inner = plain.blocks[0].lin1
-    plain.blocks[1] = FSDP(plain.blocks[1], use_orig_params=True, ignored_modules=[plain.blocks[1].lin2])
-    ignored = plain.blocks[1].module.lin2
-    model = FSDP(plain, use_orig_params=True, ignored_modules=[plain.blocks[0]])
-    assert inner in FSDP.fsdp_modules(model)
-    assert ignored.weight.shape == (4, 5)
-    assert ignored in model._ignored_modules
-    lab.loss(model, lab.batch()).backward()
-    lab.reference_step(reference, lab.batches())
-    grads = lab.grads(model)
-    torch.testing.assert_close(grads["blocks.0.lin1.weight"], reference.blocks[0].lin1.weight.grad, **lab.CLOSE)
-    torch.testing.assert_close(grads["inp.weight"], reference.inp.weight.grad, **lab.CLOSE)
 
 
 @pytest.mark.world(2)
@@ -132,21 +88,6 @@ def test_a_tie_within_a_unit(lab, path, strategy, set_to_none):
         assert {"again.weight", "mid.weight", "head.weight", "embed.weight"} <= set(names)
 
 
-class TiedAcross(nn.Module):
-    """Ties between two units and between a unit and its parent; with a chain of three levels."""
-
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = Leaf(), Leaf()
-        self.right.lin.weight = self.left.lin.weight
-        self.own = nn.Linear(3, 3, bias=False)
-        self.deep = nn.Sequential(Leaf(), Leaf())
-        self.own.weight = self.deep[1].lin.weight
-
-    def forward(self, x):
-        return self.own(self.deep(self.right(self.left(x))))
-
-
 class Leaf(nn.Module):
     def __init__(self):
         super().__init__()
@@ -154,33 +95,6 @@ class Leaf(nn.Module):
 
     def forward(self, x):
         return x + self.lin(x).tanh()
-
-
-@pytest.mark.world(2)
-@pytest.mark.covers("SHR-03", "SHR-05", "SHR-06", "B082", "B139", "B016")
-@strategies
-def test_a_tie_across_units_is_exact(lab, path, strategy):
-    model = lab.parity(TiedAcross, path, policy={Leaf}, sharding_strategy=strategy)
-    fqns = {unit.name: unit.handle.fqns for unit in lab.units(model)}
-    assert set(fqns[""]) == {"left.lin.weight", "deep.1.lin.weight"} or set(fqns[""]) == {
-        "left.lin.weight",
-        "own.weight",
-    }
-    assert fqns["left"] == fqns["right"] == ["lin.bias"]
-    layout = lab.units(model)[0].handle.layout
-    assert sorted(len(spec.aliases) for spec in layout.params) == [1, 1]
-
-
-@pytest.mark.world(2)
-@pytest.mark.covers("SHR-03", "B082", "B139")
-def test_a_tie_with_a_unit_made_before_is_refused_before_anything_runs(lab, path):
-    model = lab.make(TiedAcross)
-    made = lab.shard(model.left, path)
-    if path != "composable":
-        model.left = made
-    names = r"right.lin.weight \(for the root unit, shared with lin.weight of unit 'left', which was made before\)"
-    with pytest.raises(ValueError, match=f"{names}. Make both units in one call"):
-        lab.shard(model, path)
 
 
 # -------------------------------------------------------------------------------------------------- frozen
@@ -304,20 +218,6 @@ class TakesTwo(nn.Module):
 @strategies
 def test_a_frozen_unit_with_an_input_that_it_does_not_use(lab, path, strategy):
     lab.parity(UnusedInput, path, policy={TakesTwo}, sharding_strategy=strategy, loss=lambda m, x: m(x))
-
-
-@mixed
-@pytest.mark.world(2)
-@pytest.mark.covers("FRZ-06", "CTOR-07")
-def test_frozen_originals_in_a_mixed_unit(lab, orig_path):
-    def prepare(m):
-        for block in m.blocks:
-            block.lin1.requires_grad_(False)
-
-    model = lab.parity(lab.Net, orig_path, policy={lab.Block}, prepare=prepare)
-    lab.loss(model, lab.batch()).backward()
-    grads = lab.grads(model)
-    assert all((grad is None) == ("lin1" in name) for name, grad in grads.items())
 
 
 @pytest.mark.world(2)

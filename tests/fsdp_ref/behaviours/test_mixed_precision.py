@@ -54,21 +54,6 @@ def test_the_original_dtype_as_param_dtype_is_off_bit_for_bit(lab, path):
 
 
 @pytest.mark.world(2)
-@pytest.mark.covers("MP-04")
-def test_reduce_dtype_alone_touches_communication_only(lab, path):
-    model = lab.make(lab.Chain, dtype=F32)
-    spy = model.first
-    model = lab.shard(model, path, policy={lab.Spy}, mixed_precision=MixedPrecision(reduce_dtype=BF16))
-    with lab.collectives() as seen:
-        model(x_of(lab)).sum().backward()
-    assert spy.met == {"param": F32, "input": F32, "buffer": F32}
-    dtypes = {call.op: call.tensor.dtype for call in seen}
-    assert dtypes["all_gather"] == F32
-    assert dtypes["reduce_scatter"] == BF16
-    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {F32}
-
-
-@pytest.mark.world(2)
 @pytest.mark.covers("MP-12", "MP-13", "B001", "B065")
 def test_buffers_are_cast_once_by_their_nearest_unit(lab, path):
     class Buffered(nn.Module):

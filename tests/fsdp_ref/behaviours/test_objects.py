@@ -13,7 +13,6 @@ from torch import nn
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref import MixedPrecision, ShardingStrategy
-from fsdp_ref.flat_param import FlatParamHandle
 
 S = ShardingStrategy
 
@@ -152,87 +151,6 @@ print("done", torch.cuda.is_initialized())
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.split() == ["done", "False"], done.stderr
-
-
-def bare_handle(lab, module, strategy=S.FULL_SHARD, param_dtype=None, orig=True):
-    params = list(module.parameters())
-    group = lab.world.group
-    return FlatParamHandle(params, module, torch.device("cpu"), strategy, False, param_dtype, None, False, group, orig)
-
-
-def counting(*shapes):
-    module = nn.Module()
-    for index, shape in enumerate(shapes):
-        value = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-        module.register_parameter(f"p{index}", nn.Parameter(value))
-    return module
-
-
-@pytest.mark.world(2)
-@pytest.mark.covers("CPU-03", "FLAT-03", "FLAT-04", "FLAT-09", "FLAT-10", "FLAT-12", "FLAT-13", "FLAT-20")
-def test_metadata_of_a_handle_without_a_wrapper(lab):
-    with lab.collectives() as seen:
-        made = bare_handle(lab, counting((7, 3), (5, 7), (5, 5)))
-        half = bare_handle(lab, counting((5, 2), (5, 5), (3, 5)), param_dtype=torch.float16)
-        flat = bare_handle(lab, counting((7, 3), (5, 7), (5, 5)), orig=False)
-        whole = bare_handle(lab, counting((7, 3), (5, 7)), strategy=S.NO_SHARD)
-    assert seen == []
-    assert made.flat_param._numels_with_padding == (21, 3, 35, 1, 25, 1)
-    assert half.flat_param._numels_with_padding == (10, 6, 25, 7, 15, 1)
-    assert half.flat_param.dtype == torch.float32
-    assert flat.flat_param._numels_with_padding == (21, 35, 25)
-    offsets = [((0, 20), (0, 18)), ((19, 34), (0, 24))]
-    assert made.shard_metadata().param_offsets == offsets[lab.world.rank]
-    assert whole.shard_metadata().param_offsets == ((0, 20), (0, 34))
-    assert not whole.is_sharded(whole.flat_param)
-    assert not whole.uses_sharded_strategy
-    assert made.is_sharded(made.flat_param)
-    assert made.param_module_names() == [("p0", ""), ("p1", ""), ("p2", "")]
-
-
-@pytest.mark.world(2)
-@pytest.mark.covers("FLAT-14", "FLAT-19", "CPU-03")
-def test_flattening_and_unsharding_without_a_wrapper(lab):
-    made = bare_handle(lab, counting((7, 3), (5, 7), (5, 5)))
-    again = made.flatten_tensors([torch.zeros(7, 3), torch.ones(5, 7), torch.zeros(5, 5)])
-    assert again.numel() == made.handle.layout.numel
-    assert torch.equal(again[made.handle.layout.span(1).as_slice()], torch.ones(35))
-    made.unshard()
-    assert not made.needs_unshard()
-    made.reshard()
-    assert made.needs_unshard()
-    weight = nn.Module()
-    weight.w = nn.Parameter(torch.arange(120.0).reshape(2, 3, 4, 5).contiguous(memory_format=torch.channels_last))
-    want, stride = weight.w.detach().clone(), weight.w.stride()
-    last = bare_handle(lab, weight)
-    last.unshard()
-    (view,) = last.handle.compute_views()
-    assert view.stride() == stride
-    assert torch.equal(view, want)
-
-
-@pytest.mark.world(2)
-@pytest.mark.covers("FLAT-14", "STRAT-01")
-def test_channels_last_weights_train(lab, path):
-    class Conv(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(2, 3, 3)
-            self.conv = self.conv.to(memory_format=torch.channels_last)
-
-        def forward(self, x):
-            return self.conv(x.reshape(-1, 2, 4, 4))
-
-    reference = lab.make(Conv)
-    model = lab.shard(copy.deepcopy(reference), path)
-    for step in range(2):
-        lab.loss(model, lab.batch(step, shape=(2, 32))).backward()
-        for rank in range(lab.world.size):
-            (lab.loss(reference, lab.batch(step, rank, shape=(2, 32))) / lab.world.size).backward()
-        for m in (model, reference):
-            torch.optim.SGD(m.parameters(), lr=0.1).step()
-            m.zero_grad()
-        lab.assert_params(model, reference)
 
 
 @pytest.mark.world(2)

@@ -15,15 +15,6 @@ from fsdp_ref.runtime import grad_sync
 
 
 @pytest.mark.world(2)
-@pytest.mark.covers("OFF-02")
-@pytest.mark.parametrize(
-    "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP], ids=lambda s: s.name
-)
-def test_offload_changes_no_number(lab, path, strategy):
-    lab.parity(path=path, policy={lab.Block}, cpu_offload=CPUOffload(True), sharding_strategy=strategy)
-
-
-@pytest.mark.world(2)
 @pytest.mark.covers("OFF-02", "OFF-08")
 def test_the_clipped_norm_is_on_the_cpu(lab):
     model = lab.shard(lab.make(), policy={lab.Block}, cpu_offload=CPUOffload(True))

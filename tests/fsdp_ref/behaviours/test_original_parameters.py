@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_ref import ShardingStrategy
+from fsdp_ref.wrap import ModuleWrapPolicy
 
 S = ShardingStrategy
 quiet = pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy:FutureWarning")
@@ -107,25 +108,6 @@ def test_clearing_all_or_some_gradients(lab, orig_path):
     lab.loss(model, lab.batch()).backward()
     again = lab.grads(model)
     assert all(torch.equal(again[name], before[name]) for name in before)
-
-
-@pytest.mark.world(2)
-@pytest.mark.covers("ORIG-09")
-def test_an_unused_original_of_a_used_unit_gets_none(lab, orig_path):
-    class Partly(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
-        def forward(self, x):
-            return self.a(x)
-
-    model = lab.shard(lab.make(Partly), orig_path)
-    lab.loss(model, lab.batch()).backward()
-    handle = lab.units(model)[0].handle
-    for index, (fqn, p) in enumerate(zip(handle.fqns, handle.originals.params, strict=True)):
-        if handle.originals.present(index):
-            assert (p.grad is not None) == fqn.startswith("a.")
 
 
 @pytest.mark.world(2)
@@ -239,24 +221,6 @@ def test_inside_forward_places_show_full_tracked_tensors(lab, path):
 
 
 @pytest.mark.world(2)
-@pytest.mark.covers("ORIG-19", "RUN-01")
-@pytest.mark.parametrize("strategy", [S.FULL_SHARD, S.SHARD_GRAD_OP], ids=lambda s: s.name)
-@pytest.mark.parametrize("summon", [False, True])
-def test_several_forwards_before_one_backward(lab, path, strategy, summon):
-    reference = lab.make()
-    model = lab.shard(copy.deepcopy(reference), path, policy={lab.Block}, sharding_strategy=strategy)
-    first = lab.loss(model, lab.batch(0))
-    if summon:
-        lab.assert_params(model, reference)
-    (first + lab.loss(model, lab.batch(1))).backward()
-    lab.reference_step(reference, lab.batches(0))
-    lab.reference_step(reference, lab.batches(1))
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    torch.optim.SGD(reference.parameters(), lr=0.1).step()
-    lab.assert_params(model, reference)
-
-
-@pytest.mark.world(2)
 @pytest.mark.covers("ORIG-20", "IGN-02")
 def test_partially_ignored_modules_train(lab):
     reference = lab.make(lab.Lin)
@@ -298,3 +262,31 @@ def test_freezing_biases(lab, orig_path, when):
         optim.zero_grad()
         lab.reference_step(reference, lab.batches(step), optim=reference_optim)
         lab.assert_params(model, reference)
+
+
+class Scaled(nn.Module):
+    """A unit with a scalar that one rank holds alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.up(x) * self.scale
+
+
+@pytest.mark.world([2, 3])
+def test_data_assigned_to_a_unit_that_stays_gathered_is_noticed_by_ranks_that_hold_none_of_it(trial):
+    case = trial("orig", "SHARD_GRAD_OP", lambda: nn.Sequential(Scaled(), Scaled()), policy=ModuleWrapPolicy({Scaled}))
+    xs = case.inputs(0)
+    case.plain_loss(xs).backward()
+    with case.no_sync(True):
+        case.loss(xs).backward()
+    for model in (case.plain, case.model):
+        for name, param in model.named_parameters():
+            if name.endswith("scale"):
+                param.data = param.data * 2
+    case.both_backward(1)
+    case.step()
+    case.compare()

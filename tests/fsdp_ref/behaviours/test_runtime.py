@@ -150,79 +150,6 @@ def test_operations_in_a_wrong_state_name_the_right_ones(lab):
         model._assert_state([TrainingState.FORWARD_BACKWARD])
 
 
-class Boom(nn.Module):
-    """Fails where it is asked to."""
-
-    def __init__(self):
-        super().__init__()
-        self.inp, self.inner = nn.Linear(3, 3), Inner()
-
-    def forward(self, x):
-        return self.inner(self.inp(x)).tanh()
-
-
-class Inner(nn.Module):
-    where = None
-
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(3, 3)
-
-    def forward(self, x):
-        y = self.lin(x)
-        if self.where == "forward":
-            raise ValueError("boom")
-        if self.where == "backward" and y.requires_grad:
-
-            def boom(grad):
-                raise ValueError("boom")
-
-            y.register_hook(boom)
-        return y
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.world(2)
-@pytest.mark.covers("RUN-11")
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@strategies
-def test_an_exception_of_the_user_leaves_the_model_usable(lab, path, where, strategy):
-    reference = lab.make(Boom)
-    plain = copy.deepcopy(reference)
-    model = lab.shard(plain, path, policy={Inner}, sharding_strategy=strategy)
-    for step in range(2):
-        Inner.where = where
-        with pytest.raises(ValueError, match="boom"):
-            model(lab.batch()).sum().backward()
-        Inner.where = None
-        for p in lab.units(model)[0].module.parameters():
-            p.grad = None
-        model.zero_grad()
-        lab.loss(model, lab.batch(step)).backward()
-        lab.reference_step(reference, lab.batches(step))
-        step_both(model, reference)
-        model.zero_grad()
-        reference.zero_grad()
-        lab.assert_params(model, reference)
-        idle(lab, model)
-
-
-@pytest.mark.world(2)
-@pytest.mark.covers("RUN-11", "ACC-04")
-def test_an_exception_inside_no_sync(lab):
-    reference = lab.make(Boom)
-    model = lab.shard(copy.deepcopy(reference), policy={Inner})
-    Inner.where = "forward"
-    try:
-        with pytest.raises(ValueError, match="boom"), model.no_sync():
-            model(lab.batch())
-    finally:
-        Inner.where = None
-    lab.loss(model, lab.batch()).backward()
-    lab.reference_step(reference, lab.batches())
-    lab.assert_grads(model, reference)
-
-
 @pytest.mark.world(2)
 @pytest.mark.covers("B022", "B076")
 @pytest.mark.parametrize("path", ["wrapper", "flat"])
@@ -249,28 +176,6 @@ def test_a_unit_added_after_the_first_forward_is_not_silently_unmanaged(lab):
     # It would be a root of its own inside another one, and missing from the clipped norm.
     with pytest.raises(FsdpRuntimeError, match=r"units made after the first forward: blocks\.3"):
         model(lab.batch())
-
-
-@pytest.mark.world(2)
-@pytest.mark.covers("B013", "B014")
-def test_units_called_with_keywords_or_nothing(lab, path):
-    class Source(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(3))
-
-        def forward(self):
-            return self.w * 2
-
-    class Uses(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.source, self.block = Source(), lab.Block(3)
-
-        def forward(self, x):
-            return self.block(x=x + self.source())
-
-    lab.parity(Uses, path, policy={Source, lab.Block})
 
 
 @pytest.mark.world(2)

@@ -37,20 +37,6 @@ def test_training_equals_one_process(lab, path, strategy):
 
 
 @pytest.mark.world(2)
-@pytest.mark.covers("STRAT-01", "ORD-08")
-@pytest.mark.parametrize("strategy", SHARDED, ids=lambda s: s.name)
-@pytest.mark.parametrize("backward", ["BACKWARD_PRE", "BACKWARD_POST", None])
-@pytest.mark.parametrize("forward", [False, True])
-def test_prefetching_changes_no_number(lab, strategy, backward, forward):
-    from fsdp_ref import BackwardPrefetch
-
-    prefetch = None if backward is None else BackwardPrefetch[backward]
-    lab.parity(
-        policy={lab.Block}, sharding_strategy=strategy, backward_prefetch=prefetch, forward_prefetch=forward, steps=4
-    )
-
-
-@pytest.mark.world(2)
 @pytest.mark.covers("STRAT-02", "STRAT-10", "CTOR-23", "FLAT-23")
 def test_full_shard_frees_nested_units_after_forward_and_the_root_after_backward(lab, path):
     model = lab.shard(lab.make(), path, policy={lab.Block})
@@ -172,23 +158,6 @@ def test_an_odd_number_of_elements(lab, path):
         if padding:
             assert not handle.flat_param.grad[-padding:].any()
             assert not handle.shard_S[-padding:].any()
-
-
-@pytest.mark.world(4)
-@pytest.mark.covers("FLAT-06", "ORIG-02", "ORIG-23", "B060")
-@pytest.mark.parametrize("foreach", [False, True])
-def test_fewer_elements_than_ranks(lab, path, foreach):
-    class Tiny(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Parameter(torch.tensor([0.5]))
-            self.b = nn.Parameter(torch.tensor(2.0))
-            self.none = nn.Parameter(torch.empty(0, 3))
-
-        def forward(self, x):
-            return x * self.a * self.b + self.none.sum()
-
-    lab.parity(Tiny, path, optim=lambda p, lr: torch.optim.Adam(p, lr=lr, foreach=foreach))
 
 
 @quiet

@@ -10,8 +10,7 @@ from torch import nn
 
 from fsdp_ref import wrap as W
 from fsdp_ref.build.ignored import Ignored
-from fsdp_ref.build.targets import choose_targets
-from fsdp_ref.build.wrap_policy import PolicyObject, choose_by_function
+from fsdp_ref.build.targets import PolicyObject, choose_by_function, choose_targets
 from fsdp_ref.config import MixedPrecision
 from fsdp_ref.errors import FsdpTypeError, FsdpValueError
 

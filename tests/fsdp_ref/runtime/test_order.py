@@ -1,4 +1,4 @@
-"""The order of unshards, reshards and collectives: the field's traces, equal on both APIs."""
+"""When units gather and free where forwards take another way, give inputs back or change them; traces are in behaviours."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_ref import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy, fully_shard
+from fsdp_ref import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from fsdp_ref.annotations import units_under
 from fsdp_ref.runtime.events import UnitEventKind, observe
 from fsdp_ref.wrap import ModuleWrapPolicy
-
-PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
 
 
 class Unit(nn.Module):
@@ -23,16 +21,6 @@ class Unit(nn.Module):
 
     def forward(self, x):
         return torch.relu(self.lin(x))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp = nn.Linear(4, 4)
-        self.a, self.b, self.c = Unit(), Unit(), Unit()
-
-    def forward(self, x):
-        return self.c(self.b(self.a(self.inp(x))))
 
 
 class Tracer:
@@ -57,20 +45,6 @@ class Tracer:
         return events
 
 
-def shard(api, strategy, **options):
-    torch.manual_seed(0)
-    policy = ModuleWrapPolicy({Unit})
-    if api == "composable":
-        return fully_shard(Model(), policy=policy, strategy=ShardingStrategy[strategy], **options)
-    return FullyShardedDataParallel(
-        Model(),
-        auto_wrap_policy=policy,
-        sharding_strategy=ShardingStrategy[strategy],
-        use_orig_params=api == "orig",
-        **options,
-    )
-
-
 def trace(model, watch_collectives, iterations=3):
     tracer, result = Tracer(model), []
     with observe(tracer.event), watch_collectives() as calls:
@@ -80,31 +54,6 @@ def trace(model, watch_collectives, iterations=3):
             loss.backward()
             result.append((forward, tracer.take()))
     return result, [f"{call.op} {call.unit}" for call in calls]
-
-
-BACKWARD = {
-    None: "U3 U0 R3 U2 R2 U1 R1 R0",
-    PRE: "U3 U2 U0 R3 U1 R2 R1 R0",
-    POST: "U3 U0 R3 U2 R2 U1 R1 R0",
-}
-
-
-@pytest.mark.covers("ORD-01", "ORD-02", "ORD-03", "ORD-07", "ORD-09", "B044")
-@pytest.mark.parametrize("prefetch", [None, PRE, POST])
-@pytest.mark.parametrize("kind", ["flat", "orig"])
-@pytest.mark.world(2)
-def test_full_shard_order(world, prefetch, kind, watch_collectives):
-    result, _ = trace(shard(kind, "FULL_SHARD", backward_prefetch=prefetch), watch_collectives)
-    assert result == [("U0 U1 R1 U2 R2 U3 R3 R0(k)", BACKWARD[prefetch])] * 3
-
-
-@pytest.mark.covers("ORD-04", "ORD-08")
-@pytest.mark.parametrize("api", ["flat", "composable"])
-@pytest.mark.world(2)
-def test_forward_prefetch_order(world, api, watch_collectives):
-    result, _ = trace(shard(api, "FULL_SHARD", forward_prefetch=True), watch_collectives)
-    assert result[0][0] == "U0 U1 R1 U2 R2 U3 R3 R0(k)"
-    assert [forward for forward, _ in result[1:]] == ["U0 U1 U2 R1 U3 R2 R3 R0(k)"] * 2
 
 
 class Again(nn.Module):
@@ -138,50 +87,6 @@ def test_a_pass_that_went_another_way_gathers_nothing_ahead(world, api, explicit
     with watch_collectives() as calls:
         model(x, "bac").sum()
     assert [call.unit for call in calls if call.op == "all_gather"] == ["b", "a", "c"]
-
-
-@pytest.mark.covers("ORD-06")
-@pytest.mark.world(2)
-def test_shard_grad_op_order(world, watch_collectives):
-    result, _ = trace(shard("orig", "SHARD_GRAD_OP"), watch_collectives)
-    assert result == [("U0 U1 R1(k) U2 R2(k) U3 R3(k) R0(k)", BACKWARD[PRE])] * 3
-
-
-@pytest.mark.covers("COMP-04", "COMP-06", "COMP-08", "B009", "B017", "HYB-06")
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy")
-@pytest.mark.world(2)
-def test_both_apis_do_the_same(world, strategy, watch_collectives):
-    models = [shard("orig", strategy), shard("composable", strategy)]
-    traces = [trace(model, watch_collectives) for model in models]
-    assert traces[0][0] == traces[1][0]
-    assert traces[0][1] == traces[1][1]
-    assert len(traces[0][1]) == 3 * {"FULL_SHARD": 4 + 3 + 4, "SHARD_GRAD_OP": 8, "NO_SHARD": 4}[strategy] + 3
-    handles = [[unit.handle.fqns for _, _, unit in units_under(model)] for model in models]
-    assert handles[0] == handles[1]
-
-
-@pytest.mark.covers("ACC-05")
-@pytest.mark.world(2)
-def test_collectives_of_accumulation(world, watch_collectives):
-    def count(model, kind):
-        with watch_collectives() as calls:
-            if kind == "n":
-                with model.no_sync():
-                    loss = model(torch.randn(2, 4)).sum()
-                    forward = len(calls)
-                    loss.backward()
-            else:
-                loss = model(torch.randn(2, 4)).sum()
-                forward = len(calls)
-                loss.backward()
-        ops = [call.op for call in calls[forward:]]
-        return forward, ops.count("all_gather"), ops.count("reduce_scatter")
-
-    model = shard("orig", "FULL_SHARD", backward_prefetch=None)
-    assert [count(model, kind) for kind in "nns"] == [(4, 3, 0), (4, 3, 0), (4, 3, 4)]
-    model = shard("orig", "SHARD_GRAD_OP", backward_prefetch=None)
-    assert [count(model, kind) for kind in "nnsns"] == [(4, 0, 0), (0, 0, 0), (0, 0, 4), (4, 0, 0), (0, 0, 4)]
 
 
 class GivesBack(Unit):

@@ -38,13 +38,18 @@ def test_a_wheel_has_put_it_below_the_prefix(monkeypatch: pytest.MonkeyPatch, tm
         documentation, "__file__", str(tmp_path / packages / "fsdp_testing" / "base" / "documentation.py")
     )
     assert documentation.page("docs/design.md") == "docs/design.md"
-    assert linked("docs/design.md") == "docs/design.md"
+    assert linked("docs/design.md", {}) == "docs/design.md"
     page = tmp_path.resolve() / "share" / "doc" / "fsdp-testing" / "docs" / "design.md"
     page.parent.mkdir(parents=True)
-    page.touch()
+    page.write_text("# Design\n")
     documentation.folder.cache_clear()
     assert documentation.page("docs/design.md") == str(page)
-    assert linked("docs/design.md") == f'<a href="{page.as_uri()}">docs/design.md</a>'
+    pages: dict[str, str] = {}
+    assert linked("docs/design.md", pages) == '<a href="#docs/design.md">docs/design.md</a>'
+    assert pages == {"docs/design.md": "# Design\n"}
+    (tmp_path / "share" / "secret.md").write_text("mine")
+    assert linked("docs/../../../secret.md", pages) == "docs/../../../secret.md"
+    assert list(pages) == ["docs/design.md"]
     monkeypatch.chdir(ROOT)
     assert documentation.page("docs/design.md") == "docs/design.md"  # tox runs an installed wheel in a checkout
 

@@ -28,8 +28,7 @@ from fsdp_testing.cli import fuzz as fuzz_command
 from fsdp_testing.cli.main import main
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.judging.checkers.explain import finding
-from fsdp_testing.search.campaign.sheet import campaign_sheet
-from fsdp_testing.search.campaign.tally import CampaignTally
+from fsdp_testing.search.campaign.tally import CampaignTally, campaign_sheet
 from fsdp_testing.search.state import State, read_state, write_state
 
 FAULTS = Path(__file__).parents[1] / "search" / "campaign"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -48,6 +49,16 @@ def test_help_is_as_wide_as_the_terminal(
     monkeypatch.setenv("COLUMNS", str(width))
     lines = verify(name_of(module), "--help").out.splitlines()
     assert not [line for line in lines if len(line) > width and " " in line.strip()]
+
+
+@pytest.mark.parametrize("module", main.COMMANDS)
+def test_help_has_an_example_that_is_right(verify: Callable[..., Any], module: ModuleType) -> None:
+    text = verify(name_of(module), "--help").out.partition("example:")[2]
+    examples = re.findall("fsdp-verify .+", text)
+    assert examples
+    assert f"fsdp-verify {name_of(module)} " in f"{examples[0]} "
+    for example in examples:
+        main.parser().parse_args(shlex.split(example)[1:])
 
 
 def test_help_documents_the_exit_codes(verify: Callable[..., Any]) -> None:

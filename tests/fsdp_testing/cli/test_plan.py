@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+from fsdp_ref.plan.command import _bytes
 from fsdp_ref.plan.unit_layouts import unit_layouts
 from fsdp_testing.cases.models import MODELS
 
@@ -22,6 +24,8 @@ def test_units_by_pattern_class_and_default(verify: Callable[..., Any]) -> None:
     ("arguments", "told"),
     [
         (("nothing",), "expected one of mlp, "),
+        (("llama-like 70B",), "got 'llama-like 70B'. Did you mean llama-70b"),
+        (("mlp", "--memory", "0"), "a number above 0, got '0'"),
         (("absent_module:x",), "ModuleNotFoundError"),
         (("mlp", "--rank", "2"), "expected 0 to 1, got 2"),
         (("mlp", "--unit", "absent.*", "--unit", "Nothing"), "got ['absent.*', 'Nothing']"),
@@ -48,3 +52,31 @@ def test_every_element_of_every_zoo_model_has_exactly_one_owner(name: str, world
         for piece in unit.shards.param_spans(rank)
     )
     assert held == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_what_training_takes_follows_the_stated_rule(verify: Callable[..., Any]) -> None:
+    model = MODELS["mlp"].build(0)
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    numbers, rows = sum(parameter.numel() for parameter in model.parameters()), 10
+    taken = 4 * numbers + 4 * numbers + 8 * numbers + 4 * rows * sum(sum(matrix.shape) for matrix in matrices)
+    whole = ("plan", "mlp", "--strategy", "NO_SHARD", "--packed", "--world-size", "2", "--tokens", str(rows))
+    gib = 1024**3
+    assert "fits in" not in verify(*whole).out
+    assert verify(*whole, "--memory", repr((taken + 0.5) / gib)).out.splitlines()[-1].startswith("fits in ")
+    assert verify(*whole, "--memory", repr((taken - 0.5) / gib)).out.splitlines()[-1].startswith("does not fit in ")
+    for part in ("parameters", "gradients", "optimizer state (Adam, float32)", "activations of 10 tokens"):
+        assert part in verify(*whole).out
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gathered"), [("FULL_SHARD", "3 units"), ("SHARD_GRAD_OP", "every unit"), ("NO_SHARD", "none")]
+)
+def test_what_is_gathered_counts(verify: Callable[..., Any], strategy: str, gathered: str) -> None:
+    """Of equal units FULL_SHARD holds two and a whole gradient, SHARD_GRAD_OP all of them and a whole gradient."""
+    wholes = [
+        unit.shards.padded_numel * unit.element_bytes
+        for unit in unit_layouts(MODELS["gpt"].build(0, torch.float32), world_size=2, units=MODELS["gpt"].units)
+    ]
+    size = {"3 units": sum(sorted(wholes)[-2:]) + max(wholes), "every unit": sum(wholes) + max(wholes), "none": 0}
+    line = next(line for line in verify("plan", "gpt", "--strategy", strategy).out.splitlines() if "a rank: " in line)
+    assert f"{_bytes(size[gathered])} gathered units and a whole gradient" in line

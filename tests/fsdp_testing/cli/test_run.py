@@ -154,6 +154,25 @@ def test_files_are_written_and_named(verify: Callable[..., Any], judge: Callable
     assert json.loads(data.read_text(encoding="utf-8"))["results"][1]["verdict"] == "fail"
 
 
+def test_a_report_is_compared_with_an_earlier_one(
+    verify: Callable[..., Any], judge: Callable[..., Judge], tmp_path: Path
+) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    judge(Verdict.PASS, Verdict.FAIL)
+    verify("run", "torch-ddp", "--json", str(old))
+    judge(Verdict.FAIL, Verdict.PASS)
+    ended = verify("run", "torch-ddp", "--json", str(new), "--compare", str(old))
+    assert ended.code == 1
+    changes = [line for line in ended.out.splitlines() if line.strip().startswith(("new: ", "gone: "))]
+    assert [line.split()[0] for line in changes] == ["new:", "gone:"]
+    assert list(json.loads(new.read_text(encoding="utf-8"))["since"]) == ["torch-ddp s.c0"]
+    asked = judge(Verdict.PASS)
+    for path in (tmp_path / "absent.json", tmp_path):
+        ended = verify("run", "torch-ddp", "--compare", str(path))
+        assert (ended.code, asked.asked) == (2, {}), "nothing ran"
+        assert str(path) in ended.err
+
+
 @pytest.mark.parametrize("option", ["--html", "--json", "--junit"])
 def test_what_cannot_be_written_is_refused_before_the_run(
     verify: Callable[..., Any], judge: Callable[..., Judge], tmp_path: Path, option: str

@@ -24,8 +24,7 @@ from fsdp_testing.cases.records import (
     ZeroGrad,
 )
 from fsdp_testing.explain.hypotheses import GRADIENT_IS_NONE, Hypothesis, Sources, WrongNumbers
-from fsdp_testing.oracle.comparison import Comparison
-from fsdp_testing.oracle.quantities import Expectation, Expected, ExpectedPoint, Quantity
+from fsdp_testing.oracle.quantities import Comparison, Expectation, Expected, ExpectedPoint, Quantity
 
 
 def output_of(*program: Operation, like: Operation, claimed: frozenset[str] | None) -> Hypothesis | None:

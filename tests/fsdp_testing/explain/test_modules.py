@@ -25,9 +25,8 @@ from fsdp_testing.explain.root_causes import cause_of
 from fsdp_testing.judging.case_runner import CaseRunner, RunMode
 from fsdp_testing.judging.checkers.divergence import Divergence
 from fsdp_testing.oracle import gathered_state, rank_jobs
-from fsdp_testing.oracle.comparison import Comparison
 from fsdp_testing.oracle.module_values import GRADIENT, INPUT, OUTPUT, PARAMETER, Seen
-from fsdp_testing.oracle.quantities import Expected, Quantity
+from fsdp_testing.oracle.quantities import Comparison, Expected, Quantity
 from fsdp_testing.report.conformance import complete_sheet, short_sheet
 from fsdp_testing.report.html import html_text
 from fsdp_testing.report.sheet import Article, Line

@@ -10,7 +10,7 @@ import pytest
 from fsdp_testing.cases.records import Batch, Case, Finding, Forward, ForwardBackward, ModelSpec, Step, WorldSpec
 from fsdp_testing.explain.contributions import Contributions, Weight
 from fsdp_testing.explain.hypotheses import Hypothesis
-from fsdp_testing.explain.rendering import render, units_text
+from fsdp_testing.explain.root_causes import render, units_text
 from fsdp_testing.judging.checkers.explain import ranks_text
 
 PROGRAM = (ForwardBackward(Batch(0), no_sync=True), ForwardBackward(Batch(1)), Step(), Forward(Batch(2), "eval"))

@@ -33,8 +33,8 @@ from fsdp_testing.explain.inquiry import JudgeSettings
 from fsdp_testing.explain.root_causes import explain_results
 from fsdp_testing.explain.shrinking import shrink
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
-from fsdp_testing.judging.checkers.lifecycle import unsharded_before
-from fsdp_testing.oracle.comparison import Comparison
+from fsdp_testing.judging.checkers.event_rules import unsharded_before
+from fsdp_testing.oracle.quantities import Comparison
 
 GENEROUS = 300.0
 

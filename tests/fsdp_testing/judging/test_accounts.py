@@ -24,7 +24,7 @@ from fsdp_testing.cases.records import (
 )
 from fsdp_testing.checks.findings.known import shipped_known
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
-from fsdp_testing.judging.communication_budget import budget_of
+from fsdp_testing.judging.checkers.overruns import budget_of
 from fsdp_testing.oracle.accounts import AccountedProgram, program_for
 from fsdp_testing.ranks.pool import default_pool
 from fsdp_testing.search.campaign.campaign import Campaign, Plan

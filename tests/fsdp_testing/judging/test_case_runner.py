@@ -24,8 +24,8 @@ from fsdp_testing.judging.case_runner import CaseRunner, RunMode
 from fsdp_testing.judging.checkers.divergence import Compared
 from fsdp_testing.judging.judge import Judgement
 from fsdp_testing.oracle import rank_jobs
-from fsdp_testing.oracle.comparison import Comparison
 from fsdp_testing.oracle.execute import RankProgram
+from fsdp_testing.oracle.quantities import Comparison
 from fsdp_testing.ranks.pool import Pool
 
 PROGRAM = (ForwardBackward(Batch(0)), Observe(), Step(), ZeroGrad(), ForwardBackward(Batch(1)))

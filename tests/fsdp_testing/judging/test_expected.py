@@ -20,8 +20,8 @@ from fsdp_testing.cases.records import (
     Verdict,
     WorldSpec,
 )
-from fsdp_testing.judging.entry import entry_line, entry_literal
 from fsdp_testing.judging.expected import as_expected, read_expectation
+from fsdp_testing.judging.signature import entry_line, entry_literal
 
 CASE = Case(ModelSpec("mlp"), WorldSpec(2), (ForwardBackward(Batch(1, (2,))), Clip(1.0)))
 NORM = Finding(

@@ -22,8 +22,8 @@ from fsdp_testing.cases.records import (
     RankObservation,
     Snapshot,
 )
+from fsdp_testing.judging.batch_judge import fast_path_agrees
 from fsdp_testing.judging.checkers import agreement
-from fsdp_testing.judging.fast_path import fast_path_agrees
 from fsdp_testing.oracle import oracle
 from fsdp_testing.oracle.replay import Replay, ReplayPoint
 

@@ -16,8 +16,7 @@ from fsdp_testing.cases.records import (
     WorldSpec,
 )
 from fsdp_testing.judging.numbers import compare_numbers
-from fsdp_testing.oracle.comparison import Comparison
-from fsdp_testing.oracle.quantities import Expectation, Expected, ExpectedPoint, Quantity
+from fsdp_testing.oracle.quantities import Comparison, Expectation, Expected, ExpectedPoint, Quantity
 
 ALL_NARROW = {"width": 2, "nodes": [{"kind": "linear", "dtype": "float32", "name": "a"}]}
 MIXED = next(name for name, model in MODELS.items() if "mixed_dtypes" in model.traits)

@@ -14,8 +14,7 @@ from fsdp_testing.oracle import models, oracle
 from fsdp_testing.oracle.gathered_state import GatheredState
 from fsdp_testing.oracle.quantities import Expectation
 from fsdp_testing.oracle.replay import Replay
-from fsdp_testing.search.certificate.axes import EVERY_RANK, Cell
-from fsdp_testing.search.certificate.cases import case_of
+from fsdp_testing.search.certificate.axes import EVERY_RANK, Cell, case_of
 
 ALL = frozenset(CAPABILITIES)
 

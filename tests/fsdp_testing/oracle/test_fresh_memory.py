@@ -11,7 +11,7 @@ import sys
 
 FROM_THE_SYSTEM = 4_300_000
 """So many elements of eight bytes come from the system as zeros."""
-BEGIN = "import torch\nfrom fsdp_testing.oracle.fresh_memory import filled_with_garbage\n"
+BEGIN = "import torch\nfrom fsdp_testing.oracle.execute import filled_with_garbage\n"
 
 
 def run(source: str) -> None:

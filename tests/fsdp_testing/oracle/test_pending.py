@@ -22,7 +22,7 @@ from fsdp_testing.cases.records import (
     WorldSpec,
     WrappingPlan,
 )
-from fsdp_testing.oracle import unit_borders
+from fsdp_testing.oracle import disturbance
 from fsdp_testing.oracle.quantities import Quantity
 from fsdp_testing.oracle.reduction import LocalGradients, PendingGradients, gradients_of, mean_size, roundings
 from fsdp_testing.oracle.replay import Replay
@@ -55,8 +55,8 @@ def test_what_is_added_does_not_change_what_was_given():
 
 def test_each_call_of_a_unit_counts_as_a_summand():
     model = nn.Sequential(nn.Linear(1, 1, bias=False))
-    noted: unit_borders.Contributions = {}
-    unit_borders.draw(model, WrappingPlan(("0",)), noted)
+    noted: disturbance.Contributions = {}
+    disturbance.draw_borders(model, WrappingPlan(("0",)), noted)
     x = torch.ones(1, 1)
     (2 * model[0](x) - 5 * model[0](x)).sum().backward()
     one = gradients_of(dict(model.named_parameters()), noted)

@@ -203,6 +203,17 @@ def test_low_precision_casts_at_each_place(precision):
     assert all(value.dtype == torch.float32 for value in held(replay).values())
 
 
+def test_what_a_forward_in_low_precision_leaves_alone_keeps_its_digits():
+    one = case(micro(0), model="self_clipping", size=2, dtype="float32", mixed_precision=MixedPrecisionSpec("bfloat16"))
+    replay = Replay(one)
+    before = {name: parameter.detach().clone() for name, parameter in replay.parameters.items()}
+    replay.run()
+    for name, value in held(replay).items():
+        edited = before[name].abs() > 0.2 if name.endswith("weight") else torch.zeros_like(value, dtype=torch.bool)
+        assert torch.equal(value[~edited], before[name][~edited])
+        assert torch.equal(value[edited].abs(), torch.full_like(value[edited], 0.2).bfloat16().float())
+
+
 def test_buffers_are_held_in_their_dtype():
     precision = MixedPrecisionSpec(buffer_dtype="bfloat16")
     replay = Replay(case(micro(0), model="buffers", dtype="float32", mixed_precision=precision))

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fsdp_testing.oracle import fresh_memory
+from fsdp_testing.oracle import execute
 from fsdp_testing.oracle.tensors import Difference, difference, same_bits
 
 
@@ -126,7 +126,7 @@ def test_both_numbers_are_named_with_what_a_strange_one_may_be_the_mark_of(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_unwritten_memory_of_a_judged_program_is_named_also_where_it_was_averaged(dtype: torch.dtype) -> None:
-    fresh = torch.full((32,), fresh_memory._BYTE ^ 0xFF, dtype=torch.uint8).view(dtype)
+    fresh = torch.full((32,), execute._BYTE ^ 0xFF, dtype=torch.uint8).view(dtype)
     for world_size in (1, 2, 4):
         found = difference(fresh / world_size, t(*[1.0] * len(fresh)), 0.0)
         assert found.text.endswith("that nobody wrote to")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_testing.cases.records import Case, Reload, WrappingPlan
-from fsdp_testing.oracle import oracle, unit_borders
+from fsdp_testing.oracle import disturbance, oracle
 from fsdp_testing.oracle.disturbance import Disturbance
 from fsdp_testing.oracle.quantities import Quantity
 from fsdp_testing.oracle.replay import Replay
@@ -91,20 +91,20 @@ FACTORS = (1.0, 1.0, 1.0, 1.0, 2.0**23, 2.0**23)
 
 def test_what_a_call_uses_twice_is_added_up_in_that_call():
     plain, parted = Model(), Model()
-    unit_borders.draw(parted, WrappingPlan(("unit",)))
+    disturbance.draw_borders(parted, WrappingPlan(("unit",)))
     assert gradient(plain, *FACTORS) == 2.0**24
     assert gradient(parted, *FACTORS) == 2.0**24 + 4
 
 
 def test_a_unit_inside_another_keeps_its_parameters_to_itself():
     parted = Model()
-    unit_borders.draw(parted, WrappingPlan(("unit", "unit.inner")))
+    disturbance.draw_borders(parted, WrappingPlan(("unit", "unit.inner")))
     assert gradient(parted, *FACTORS) == 2.0**24
 
 
 def test_the_model_is_as_before_after_a_call_and_after_one_that_raised():
     parted = Model()
-    hooks = unit_borders.draw(parted, WrappingPlan(("unit",)))
+    hooks = disturbance.draw_borders(parted, WrappingPlan(("unit",)))
     seen = []
     parted.unit.inner.register_forward_hook(lambda module, *_: seen.append(module.weight))
     parted(torch.tensor(1.0), torch.tensor(2.0))

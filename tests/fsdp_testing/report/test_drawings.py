@@ -131,6 +131,24 @@ def test_the_moment_from_which_something_is_wrong_is_marked_on_every_rank(portra
     assert "wrong from here" not in timeline(portrait, wrong=operations), "an operation that nobody recorded"
 
 
+def test_a_collective_that_a_rank_lacks_is_drawn_where_another_has_it(portrait: Portrait) -> None:
+    gather, reduce = STRETCHES[3], Stretch("collective", 0.006, 0.008, "reduce_scatter float64[8]")
+    last = Stretch("collective", 0.009, 0.010, "all_gather float64[8]")
+    first, second = portrait.ranks
+    ranks = (
+        replace(first, stretches=(gather, reduce, last)),
+        replace(second, stretches=(gather, replace(last, start=0.008, stop=0.009))),
+    )
+    drawn = timeline(replace(portrait, ranks=ranks))
+    (missing,) = boxes(drawn, "missing")
+    issued = boxes(drawn, "collective")[1]
+    assert (missing["x"], missing["width"]) == (issued["x"], issued["width"])
+    assert float(missing["y"]) > float(issued["y"]), "on rank 1"
+    assert "rank 1: gathers: 0, collectives: 2, 1 missing" in drawn
+    assert "missing here: reduce_scatter float64[8], which another rank issued" in drawn
+    assert boxes(timeline(portrait), "missing") == []
+
+
 def test_round_numbers_and_sizes() -> None:
     assert list(ticks(0.035, 8)) == pytest.approx([0.005 * number for number in range(8)])
     assert list(ticks(0.0)) == list(ticks(float("nan"))) == []

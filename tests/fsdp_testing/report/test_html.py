@@ -10,11 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from fsdp_testing.cases.records import Explanation, RunReport, Verdict
+from fsdp_testing.cases.records import ExpectedFailure, Explanation, FailureKind, RunReport, Verdict
 from fsdp_testing.report.conformance import complete_sheet
 from fsdp_testing.report.files import write_atomically
 from fsdp_testing.report.html import begun, html_text
 
+ROOT = Path(__file__).parents[3]
 VOID = {"meta", "link", "input", "br", "img", "hr"}
 
 
@@ -203,6 +204,56 @@ def test_known_failures_are_one_entry_for_each_page_with_its_threads(make: Simpl
     assert '<a href="#k0">so it is</a></li>' in text.partition('id="known"')[0], "the first screen names them"
     folded = text[text.index('<details class="one-by-one">') :]
     assert folded.index('id="r0"') < re.search(r"</details>\s+</section>", folded).start(), "each by itself is folded"
+
+
+def test_the_pages_that_a_report_names_are_in_it(make: SimpleNamespace) -> None:
+    """It is read on machines that have no other file."""
+    known = ExpectedFailure("so it is", FailureKind.DIVERGED, page="docs/findings/fsdp1-frozen-units.md")
+    failed = make.result("a", "s.c", Verdict.EXPECTED_FAILURE, findings=(make.diverged(expected=known),))
+    text = page_of(RunReport((failed,)))
+    page = Page(text)
+    assert not [link for link in page.all("a") if (link["href"] or "").startswith("file:")]
+    assert {"href": f"#{known.page}"} in page.all("a")
+    assert known.page in page.ids
+    told = (ROOT / known.page).read_text(encoding="utf-8")
+    assert " ".join(told.split()) in " ".join(page.text.split())
+    script = (ROOT / "docs/findings/scripts/fsdp1-frozen-units.py").read_text(encoding="utf-8")
+    numbered = text[text.index('<pre class="numbered"') :]
+    assert numbered[: numbered.index("</pre>")].count("<span>") == len(script.splitlines())
+
+
+def test_a_reader_sees_at_once_when_of_what_and_how_it_was_made(mixed: RunReport) -> None:
+    facts = {"date": "2026-11-24 20:00 UTC", "commit": "abc123", "command": "fsdp-verify run one", "torch": "2.13"}
+    text = page_of(replace(mixed, environment=facts))
+    above = Page(text[text.index("<header>") : text.index("</header>")]).text
+    assert not [value for value in facts.values() if value not in above]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "cost"),
+    [
+        (["diverged"], "silent wrong training"),
+        (["raised", "disagreed"], "silent wrong training"),
+        (["hung"], "loud error"),
+        (["excess", "kept"], "needs memory"),
+        (["excess"], "slower"),
+    ],
+)
+def test_a_failure_says_what_it_costs_and_costs_are_counted(make: SimpleNamespace, kinds: list[str], cost: str) -> None:
+    findings = tuple(make.diverged(kind=FailureKind(kind), cause="x") for kind in kinds)
+    text = page_of(RunReport((make.result("a", "s.c", Verdict.FAIL, findings=findings),)))
+    assert f'<span class="severity">{cost}</span>' in text
+    assert f"New: 1 {cost}." in text[: text.index('id="causes"')]
+
+
+def test_what_few_look_for_is_folded(mixed: RunReport) -> None:
+    text = page_of(mixed)
+    before, rest = text.split("<h2>Everything else</h2>")
+    for title in ("Margins and durations", "Environment", "Not claimed"):
+        assert f"<h2>{title}" not in before
+        assert f"{title}</h" in rest
+    assert rest.index("<details>") < rest.index("Margins")
+    assert "<details open" not in rest[: rest.index("Margins")]
 
 
 def test_a_name_in_code_keeps_its_letters() -> None:

@@ -31,6 +31,7 @@ def test_differences_stand_alone_and_equal_steps_are_joined() -> None:
     assert classes(drawn).count("changed") == 2
     assert classes(drawn).count("only-left") == 1
     assert classes(drawn).count("only-right") == 0
+    assert classes(drawn).count("missing") == 1
     joined = [element for element in ET.fromstring(drawn).iter("line") if element.get("class") == "same"]
     assert len(joined) == 11
     assert account(comparison) == "11 equal, 1 different, 1 only left"

@@ -21,23 +21,38 @@ def lines_of(console: Output) -> list[str]:
 
 
 def test_a_log_has_a_line_for_each_stage_and_one_every_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 0.0, 29.0, 31.0, 31.0, 60.0, 61.5, 61.5, 62.0])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     console = Output(file=io.StringIO(), width=80, color_system=None)
     with Display(console, "cells") as display:
         display.stage("running cells", 1000)
-        display.at(10, total=1000)
-        display.at(20, "3 fail", total=1000)
-        display.at(30, total=1000)
-        display.at(1400)
+        for now[0], *shown in ((29.0, 10, "", 1000), (31.0, 20, "3 fail", 1000), (60.0, 30, "", 1000), (61.5, 1400)):
+            display.at(*shown)
+        now[0] = 62.0
         display.stage("looking for causes")
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().splitlines() == [
         "   0.0 s  running cells",
-        "  31.0 s  20 of 1,000 cells, 3 fail",
+        "  31.0 s  20 of 1,000 cells, 3 fail, about 51 min left",
         "  61.5 s  1,400 cells",
         "  62.0 s  looking for causes",
     ]
+
+
+def test_what_is_left_is_estimated_from_the_pace_of_this_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells that earlier runs did took no time in this one."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    console = Output(file=io.StringIO(), width=100)
+    with Display(console, "cells") as display:
+        display.stage("running", 1100)
+        display.at(100, "", 1100)
+        for second in (1, 4, 5):
+            now[0] = float(second)
+            display.at(100 + 2 * second, "", 1100)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert [line.split("s  ")[1] for line in lines] == ["running", "108 of 1,100 cells, about 8 min left"]
 
 
 def test_a_terminal_shows_stage_and_count_and_no_log() -> None:

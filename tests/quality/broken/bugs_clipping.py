@@ -11,7 +11,7 @@ import torch.distributed as dist
 from planting import known_bug
 
 from fsdp_ref.training import clip
-from fsdp_ref.training.norms import TotalNorm
+from fsdp_ref.training.clip import TotalNorm
 
 
 @known_bug("B054", clip, "_parts", "pytorch PR 88955", "clipping.norm_2")

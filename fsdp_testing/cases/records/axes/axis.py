@@ -108,11 +108,9 @@ class Option(Axis):
 
     @property
     def features(self) -> Mapping[str, tuple[str, ...]]:  # type: ignore[override]  # a property in place of an attribute that nobody sets
-        """The feature, which needs the capability."""
         return {self.feature: (self.claim,)} if self.feature else {}
 
     def value(self, case: Case) -> Any:
-        """Return the case's value."""
         return getattr(case.wrapping, self.field)
 
     def needs(self, case: Case) -> Iterable[str]:

@@ -19,8 +19,7 @@ from fsdp_testing.cases.records import (
     void_operations,
 )
 from fsdp_testing.checks.suites import CHECKS
-from fsdp_testing.checks.suites.check import FLAT, Check, Place, adapt, cases, check, needs_of
-from fsdp_testing.checks.suites.schedules import accumulated, micro_batch
+from fsdp_testing.checks.suites.check import FLAT, Check, Place, accumulated, adapt, cases, check, micro_batch, needs_of
 
 EVERYTHING = frozenset(CAPABILITIES)
 

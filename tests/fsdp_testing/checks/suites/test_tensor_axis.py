@@ -22,11 +22,19 @@ from fsdp_testing.cases.records import (
     WorldSpec,
 )
 from fsdp_testing.checks.conformance import shared_runner
-from fsdp_testing.checks.suites.check import ADAMW, LOCKSTEP, PLAIN_SGD, Place, cases
-from fsdp_testing.checks.suites.moving import judge_moved
-from fsdp_testing.checks.suites.schedules import accumulated, iteration, micro_batch
+from fsdp_testing.checks.suites.check import (
+    ADAMW,
+    LOCKSTEP,
+    PLAIN_SGD,
+    Place,
+    accumulated,
+    cases,
+    iteration,
+    micro_batch,
+)
+from fsdp_testing.checks.suites.state import judge_moved
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
-from fsdp_testing.oracle.comparison import Comparison
+from fsdp_testing.oracle.quantities import Comparison
 from fsdp_testing.oracle.tensor_axis import layouts_of, over_two_axes
 
 EVERYTHING = (

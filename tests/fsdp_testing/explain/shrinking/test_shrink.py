@@ -13,7 +13,7 @@ from fuzz_cases import case, micro
 
 from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices, legal_case
 from fsdp_testing.cases.records import Case, Clip, Forward, ModelSpec, Step
-from fsdp_testing.explain.shrinking import minimal_candidates, reductions
+from fsdp_testing.explain.shrinking import reductions
 from fsdp_testing.explain.shrinking.ddmin import Kind, joined
 from fsdp_testing.explain.shrinking.shrink import KINDS, shrink
 from fsdp_testing.judging.batch import Watch
@@ -68,8 +68,8 @@ def test_every_reduction_of_every_part_is_legal():
     tried = 0
     for one in [*drawn(40), *drawn(20, Scope(world_sizes=(4,), tensor_parallel=2))]:
         smaller = [step.case for kind in KINDS for step in kind(one)]
-        smaller += [*minimal_candidates.on_small_models(one), *minimal_candidates.minimal_programs(one)]
-        smaller += [*minimal_candidates.minimal_programs_of_beginnings(one, FAILS), minimal_candidates.simplest(one)]
+        smaller += [*reductions.on_small_models(one), *reductions.minimal_programs(one)]
+        smaller += [*reductions.minimal_programs_of_beginnings(one, FAILS), reductions.simplest(one)]
         for candidate in smaller:
             legal = legal_case(candidate)
             assert legal_case(legal) == legal

@@ -9,7 +9,7 @@ from fsdp_testing.errors import InvalidArgument, WorldFailed
 from fsdp_testing.explain.trace.order_parity import compare_case, parity_cases, parity_program
 from fsdp_testing.explain.trace.run import trace
 from fsdp_testing.judging.checkers.event_order import collective_steps, ranks_agree, transition_steps
-from fsdp_testing.judging.checkers.lifecycle import check_lifecycle, unsharded_before
+from fsdp_testing.judging.checkers.event_rules import check_lifecycle, unsharded_before
 
 MEMORY = frozenset({"gather", "free"})
 

@@ -29,8 +29,7 @@ from fsdp_testing.errors import HarnessError
 from fsdp_testing.judging.checkers.agreement import compare, first, require_decided
 from fsdp_testing.judging.checkers.divergence import Divergence
 from fsdp_testing.judging.checkers.explain import explain, finding_of, raised_finding
-from fsdp_testing.oracle.comparison import Comparison
-from fsdp_testing.oracle.quantities import Expectation, Expected, ExpectedPoint, Quantity
+from fsdp_testing.oracle.quantities import Comparison, Expectation, Expected, ExpectedPoint, Quantity
 
 W = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
 G = torch.tensor([0.5, 0.0, -0.5, 1.0], dtype=torch.float64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp_testing.cases.records.event import History, UnitEvent
-from fsdp_testing.judging.checkers.lifecycle import check_lifecycle, unsharded_before
+from fsdp_testing.judging.checkers.event_rules import check_lifecycle, unsharded_before
 
 
 def history(*transitions: str) -> History:

@@ -13,7 +13,7 @@ import pytest
 from fsdp_testing.cases.drawing import legal_case, needs_of_case
 from fsdp_testing.cases.records import STRATEGIES
 from fsdp_testing.cases.records.capabilities import CAPABILITIES
-from fsdp_testing.oracle.fitting import oracle_view
+from fsdp_testing.oracle.setup import oracle_view
 from fsdp_testing.search.certificate.axes import (
     CLEARING,
     DTYPES,
@@ -25,12 +25,13 @@ from fsdp_testing.search.certificate.axes import (
     UNITS,
     WORLDS,
     Cell,
+    case_of,
     in_cube,
+    needs_of,
     ranks_of,
     schedules,
     skips,
 )
-from fsdp_testing.search.certificate.cases import case_of, needs_of
 from fsdp_testing.search.certificate.cube import blocks, jobs, sampled
 
 BLOCKS = blocks()

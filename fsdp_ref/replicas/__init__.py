@@ -1,1 +1,0 @@
-"""Modules that every rank holds whole, with equal gradients."""

@@ -1,0 +1,267 @@
+"""Injects faults into this rank.
+
+Nothing of this is installed while no fault is: where one is, the recorder of the ledger, methods of torch's groups, a hook of
+optimizers, `torch.save` and `torch.load` are stood in for until the injection ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import resource
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from fsdp_testing.errors import HarnessError
+from fsdp_testing.ranks.faults.fault import FIRST, MARK, OF_CALLS, Fault, active, never_reached
+
+if TYPE_CHECKING:
+    from fsdp_testing.ranks.ledger.recorder import Line
+    from fsdp_testing.ranks.ledger.records import Call
+
+
+def inject(faults: Iterable[Fault], rank: int) -> Injection:
+    """Inject what of these faults is this rank's, from now until the injection, the test or the job ends."""
+    injection = Injection([fault for fault in faults if fault.rank in (None, rank)])
+    active.append(injection)
+    injection.begin()
+    return injection
+
+
+class Injection(AbstractContextManager["Injection"]):
+    """The faults of one rank while they last; as a context manager it ends with the context, else with the test or job."""
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        self._faults = faults
+        self._seen: Counter[str] = Counter()
+        self._reached: set[int] = set()
+        self._held: Callable[[], Any] | None = None
+        self._full = False
+        self._slow = 0.0
+        self._stack = ExitStack()
+
+    def begin(self) -> None:
+        """Install what the faults need, and let those come about that have no place."""
+        places = {fault.place for fault in self._faults}
+        kinds = {fault.kind for fault in self._faults}
+        if "collective" in places:
+            self._watch_collectives(calls=bool(kinds & {*OF_CALLS}))
+        if "step" in places:
+            from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+            self._stack.callback(register_optimizer_step_pre_hook(self._step).remove)
+        if places & {"save", "load"} or kinds & {"slow-disk", "full-disk"}:
+            self._watch_files()
+        for fault in self._faults:
+            if not fault.place:
+                self._come_about(fault, "from the beginning")
+
+    def end(self) -> list[Fault]:
+        """Put everything back, and return the faults that were not reached."""
+        if self not in active:
+            return []
+        active.remove(self)
+        self._stack.close()
+        return [fault for number, fault in enumerate(self._faults) if number not in self._reached]
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        unreached = self.end()
+        if unreached and kind is None:
+            raise HarnessError(never_reached(unreached))
+
+    # -------------------------------------------------------------------------------------------- what comes about
+
+    def _due(self, place: str) -> Fault | None:
+        """Return the fault that the next one of these places has."""
+        number = self._seen[place] + FIRST[place]
+        return next((fault for fault in self._faults if (fault.place, fault.at) == (place, number)), None)
+
+    def _pass(self, place: str, what: str) -> None:
+        """Come to the next one of these places."""
+        fault = self._due(place)
+        self._seen[place] += 1
+        if fault is not None:
+            self._come_about(fault, f"{what} #{fault.at}" if place != "step" else f"before step {fault.at}")
+
+    def _note(self, fault: Fault, where: str) -> None:
+        self._reached.update(number for number, other in enumerate(self._faults) if other is fault)
+        # On the descriptor: the rank may be gone a moment later, and its code may have put another stream in the place of ours.
+        os.write(2, f"{MARK} {fault.text} is here: {where}\n".encode())
+
+    def _come_about(self, fault: Fault, where: str) -> None:
+        self._note(fault, where)
+        match fault.kind:
+            case "crash":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "hang":
+                threading.Event().wait()
+            case "delay":
+                time.sleep(fault.value)
+            case "slow-disk":
+                self._slow = fault.value
+            case "full-disk":
+                self._full = True
+            case "memory":
+                self._limit_memory(int(fault.value))
+            case "clock":
+                self._move_clock(fault.value)
+
+    def _limit_memory(self, more: int) -> None:
+        used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (used + more, limits[1]))
+        self._stack.callback(resource.setrlimit, resource.RLIMIT_AS, limits)
+
+    def _move_clock(self, seconds: float) -> None:
+        def moved(clock: Callable[[], float], by: float) -> float:
+            return clock() + by
+
+        for name, by in (("time", seconds), ("time_ns", int(seconds * 1e9))):
+            replacement = partial(moved, getattr(time, name), by)
+            self._stack.enter_context(mock.patch.object(time, name, replacement))
+
+    # -------------------------------------------------------------------------------------------- steps
+
+    def _step(self, optimizer: Any, *_: object) -> None:
+        fault = self._due("step")
+        if fault is not None and fault.kind == "corrupt":
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            _corrupt([getattr(gradient, "_local_tensor", gradient) for gradient in gradients], fault)
+        self._pass("step", "optimizer step")
+
+    # -------------------------------------------------------------------------------------------- collectives
+
+    def _watch_collectives(self, *, calls: bool) -> None:
+        from fsdp_testing.ranks.ledger import interception
+
+        recorder = interception.active_recorder()
+        record = recorder.record
+
+        def come_to(line: Line, call: Call, blocking: bool, attempt: Any = None) -> bool:
+            fault = self._due("collective")
+            if attempt is None and fault is not None and fault.kind in OF_CALLS:
+                raise HarnessError(
+                    f"fault {fault}: expected a collective that Python calls, got {call.text}, which C++ calls (DDP's reducer, "
+                    "DTensor). Name another one, or delay, hang or crash there; corrupt takes a step, too."
+                )
+            self._pass("collective", call.text)
+            return record(line, call, blocking, attempt)
+
+        self._stack.enter_context(mock.patch.object(recorder, "record", come_to))
+        if calls:
+            import torch.distributed as dist
+
+            for name in interception.METHODS.keys() & dist.ProcessGroup.__dict__.keys():
+                replacement = self._changed(name, getattr(dist.ProcessGroup, name))
+                self._stack.enter_context(mock.patch.object(dist.ProcessGroup, name, replacement))
+
+    def _changed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            fault = self._due("collective")
+            kind = fault.kind if fault is not None else ""
+            if fault is not None and kind == "corrupt":
+                _corrupt(_contribution(name, group, args), fault)
+            if fault is not None and kind in ("drop", "reorder"):
+                self._pass("collective", name)
+                if kind == "reorder":
+                    self._held = lambda: method(group, *args, **kwargs)
+                return _nothing_issued(args)
+            held, self._held = self._held, None
+            work = method(group, *args, **kwargs)
+            if held is not None and (late := held()) is not None:
+                late.wait()
+            return work
+
+        return call
+
+    # -------------------------------------------------------------------------------------------- files
+
+    def _watch_files(self) -> None:
+        import torch
+
+        save, load = torch.save, torch.load
+
+        def loading(*args: Any, **kwargs: Any) -> Any:
+            self._pass("load", "load")
+            time.sleep(self._slow)
+            return load(*args, **kwargs)
+
+        self._stack.enter_context(mock.patch.object(torch, "load", loading))
+        self._stack.enter_context(mock.patch.object(torch, "save", partial(self._save, save)))
+
+    def _save(self, save: Callable[..., None], obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        """Write half, come to the place, write the rest: what dies in between leaves half a file, as a real one does."""
+        fault, buffer = self._due("save"), io.BytesIO()
+        save(obj, buffer, *args, **kwargs)
+        data, half = bytearray(buffer.getvalue()), len(buffer.getvalue()) // 2
+        with Path(f).open("wb") if isinstance(f, str | os.PathLike) else nullcontext(f) as file:
+            file.write(data[:half])
+            file.flush()
+            self._pass("save", "half of save")
+            if self._full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(getattr(file, "name", "")))
+            time.sleep(self._slow)
+            if fault is not None and fault.kind == "corrupt":
+                data[half] ^= 0xFF
+            file.write(data[half:])
+
+
+def _contribution(name: str, group: Any, args: tuple[Any, ...]) -> list[Any]:
+    """Return the tensors that this rank gives to a collective, by the arguments of the method of its group."""
+    import torch
+
+    root = getattr(args[-1], "rootRank", None) if args else None
+    if name in ("broadcast", "scatter") and root != group.rank():
+        return []
+    given: Any = next(
+        (args[place] for place in (1, 0) if len(args) > place and isinstance(args[place], torch.Tensor | list)), []
+    )
+    flat = [given] if isinstance(given, torch.Tensor) else list(given)
+    return [tensor for each in flat for tensor in (each if isinstance(each, list) else [each])]
+
+
+def _corrupt(tensors: Sequence[Any], fault: Fault) -> None:
+    """Add 1 to the first number, in memory that nobody who watches versions of tensors hears of."""
+    import torch
+
+    tensor = next((tensor for tensor in tensors if tensor.numel()), None)
+    if tensor is None:
+        raise HarnessError(
+            f"fault {fault}: expected numbers that this rank contributes there, got none. Name another place."
+        )
+    first = tensor.data[(0,) * tensor.dim()]
+    if tensor.dtype is torch.bool:
+        first.logical_not_()
+    else:
+        first.add_(1)
+
+
+def _nothing_issued(args: tuple[Any, ...]) -> Any:
+    """Return the work of a collective that is not issued: over at once, with its outputs as they are."""
+    import torch
+    import torch.distributed as dist
+
+    class Nothing(dist.Work):
+        def wait(self, timeout: Any = None) -> bool:
+            return True
+
+        def is_completed(self) -> bool:
+            return True
+
+        def get_future(self) -> Any:
+            future: Any = torch.futures.Future()
+            future.set_result(args[0] if args else None)
+            return future
+
+    return Nothing()

@@ -1,0 +1,185 @@
+"""A training into which faults are injected has to stop on every rank and say why, or to compute what it would without them.
+
+Ranks are left alone: one that fails leaves, as a process of a launcher does, nobody is stopped before the limit, and the ledger
+refuses nothing. What has been saved by then is used, where there is a way to go on from it, as when a job is started again.
+"""
+
+from __future__ import annotations
+
+import shutil
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from fsdp_testing.cases.records import Verdict
+from fsdp_testing.ranks.faults.fault import Fault
+from fsdp_testing.ranks.pool import Fate, RankOutcome, WorldOutcome
+from fsdp_testing.ranks.pool.outcome import rank_names
+from fsdp_testing.train.on_rank import RankReport, RunSettings
+from fsdp_testing.train.relations import judge_varied
+from fsdp_testing.train.report import Judgement
+from fsdp_testing.train.resuming import compare_resumed, files_below
+from fsdp_testing.train.running import Failed, Runner, Undecided
+from fsdp_testing.train.surroundings import show_files
+from fsdp_testing.train.whole import WholeRun
+
+_SILENT = ("crash", "hang", "stop")
+
+
+def judge_faults(runner: Runner, runs: Mapping[int, WholeRun], size: int, faulty: Runner) -> Judgement:
+    """Run a script on `size` ranks with faults, and say how it ends.
+
+    Args:
+        runner: Runs it as it is.
+        runs: Those runs, by number of ranks; there is one of one process and one of `size`.
+        size: Number of ranks.
+        faulty: Runs it with faults.
+    """
+    faults = faulty.start.faults
+    name = " ".join(f"--fault {fault}" for fault in faults)
+    folder = Path(runner.pool.shared_directory("fsdp-verify-fault-"))
+    try:
+        outcome = _run(faulty, size, folder / "0")
+        _check_reached(faults, outcome)
+        if outcome.ok:
+            names = ("the run without a fault", "the run with it")
+            same = judge_varied(runner, runs, size, faulty, (name, names))
+            return replace(same, sentence=f"every rank goes on to the end. {same.sentence}")
+        hit = {
+            rank for rank in range(size) for fault in faults if fault.kind in _SILENT and _reached(fault, outcome, rank)
+        }
+        if _late(outcome, hit):
+            again = _run(faulty, size, folder / "1")
+            if not _late(again, hit):
+                raise Undecided(f"{_accounts(_late(outcome, hit))} once, and not when it was run again.")
+        sentences = [_stopped(outcome, hit, runs[size].steps, faulty.start.timeout)]
+        sentences += [_checkpoint(runner, runs, size, folder / "0")]
+    except Failed as why:
+        return Judgement(size, Verdict.FAIL, str(why), table=why.table, relation=name, first=why.first)
+    except Undecided as why:
+        return Judgement(size, Verdict.UNKNOWN, str(why), relation=name)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return Judgement(size, Verdict.PASS, " ".join(sentences), relation=name)
+
+
+def _run(runner: Runner, size: int, folder: Path) -> WorldOutcome:
+    folder.mkdir()
+    show_files(Path.cwd(), folder)
+    settings = RunSettings(folder=str(folder), steps=runner.start.steps, faults=runner.start.faults)
+    return runner.execute(size, settings)
+
+
+def _reached(fault: Fault, outcome: WorldOutcome, rank: int) -> bool:
+    return fault.reached_in(outcome.ranks[rank].stderr)
+
+
+def _check_reached(faults: Sequence[Fault], outcome: WorldOutcome) -> None:
+    """Refuse to judge a run that ended before it came to a fault.
+
+    Raises:
+        Undecided: It did.
+    """
+    for fault in faults:
+        if any(_reached(fault, outcome, rank) for rank in range(outcome.size)):
+            continue
+        counts = ", ".join(f"rank {rank.rank}: {sum(rank.issued.values())}" for rank in outcome.ranks)
+        steps = {len(rank.value.steps) for rank in outcome.ranks if isinstance(rank.value, RankReport)}
+        made = f" and {max(steps)} optimizer steps" if steps else ""
+        raise Undecided(
+            f"never comes to the fault {fault}: it makes {counts} collectives{made} by the end of what is run. Name an earlier "
+            f"place, or run more steps (--steps). {outcome.cause}".rstrip()
+        )
+
+
+def _late(outcome: WorldOutcome, hit: set[int]) -> list[RankOutcome]:
+    """Return the ranks that had not stopped by the limit, though no fault keeps them."""
+    return [rank for rank in outcome.ranks if rank.fate is Fate.HUNG and rank.rank not in hit]
+
+
+def _accounts(ranks: Sequence[RankOutcome]) -> str:
+    """Say how ranks ended, those that ended alike together."""
+    alike: dict[str, list[int]] = {}
+    for rank in ranks:
+        alike.setdefault(rank.ending(), []).append(rank.rank)
+    return "; ".join(f"{rank_names(numbers)} {ending}" for ending, numbers in alike.items())
+
+
+def _stopped(outcome: WorldOutcome, hit: set[int], steps: int, timeout: float) -> str:
+    """Return how every rank stopped.
+
+    Args:
+        outcome: What the ranks did.
+        hit: Those that a fault ended or keeps.
+        steps: How many a run without a fault makes.
+        timeout: The limit in seconds.
+
+    Raises:
+        Failed: A rank did not stop, or ended without an error.
+        Undecided: A rank had made all steps by then.
+    """
+    others = [rank for rank in outcome.ranks if rank.rank not in hit]
+    ended = _accounts([rank for rank in outcome.ranks if rank.rank in hit])
+    ended = f"{ended}; " if ended else ""
+    if late := _late(outcome, hit):
+        where = [
+            f"rank {rank.rank} waits in {last} at {last.call_site}" for rank in late if (last := rank.last_collective())
+        ]
+        names, waits = rank_names(rank.rank for rank in late), "; ".join(where) or "without any collective"
+        raise Failed(
+            f"{ended}{names} did not stop within {timeout:g} s ({waits}). Give torch.distributed.init_process_group a timeout, "
+            "and the job a watchdog."
+        )
+    for rank in others:
+        if rank.fate is Fate.DIED and rank.signal_name:
+            raise Failed(f"{ended}{_accounts([rank])} without a message.")
+        if rank.fate is not Fate.RETURNED:
+            continue
+        made = len(rank.value.steps) if isinstance(rank.value, RankReport) else 0
+        if made < steps and rank.value.ended:
+            raise Failed(
+                f"{ended}rank {rank.rank} ended without an error after {made} of {steps} steps, as if the training were over. "
+                "Let it leave with an exception or an exit code."
+            )
+        raise Undecided(
+            f"{ended}rank {rank.rank} had made all {made} steps by then. Name an earlier place, or run more steps."
+        )
+    return f"{ended}{_accounts(others)}." if others else f"{ended.rstrip('; ')}."
+
+
+def _checkpoint(runner: Runner, runs: Mapping[int, WholeRun], size: int, folder: Path) -> str:
+    """Return what can be done with what was saved.
+
+    Raises:
+        Failed: Nothing of it can be read, or the run that goes on from it computes otherwise.
+        Undecided: It was not loaded.
+    """
+    saved, start = files_below(folder), runner.start
+    if not saved:
+        return "It had saved nothing by then."
+    if not start.resume_at and not start.resume_arguments:
+        archives = [name for name in saved if Path(name).suffix in (".pt", ".pth", ".ckpt", ".bin")]
+        broken = [name for name in archives if not _is_whole(folder / name)]
+        if broken and broken == archives:
+            raise Failed(
+                f"what it had saved by then cannot be read: {', '.join(broken[:5])}. Write another file, and rename it over "
+                "the one before."
+            )
+        read = f" ({', '.join(broken[:5])} cannot be read)" if broken else ""
+        return f"It had saved {', '.join(saved[:5])}{read}; with --resume-args it is started again from there."
+    try:
+        compared = compare_resumed(runner, runs, (size, size), folder, saved, stopped=0)
+    except Failed as why:
+        raise Failed(
+            f"with what it had saved by then ({', '.join(saved[:5])}) {why}", table=why.table, first=why.first
+        ) from why
+    return f"Started again from what it had saved, it goes on as the run without a fault ({compared})."
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (OSError, zipfile.BadZipFile):
+        return False

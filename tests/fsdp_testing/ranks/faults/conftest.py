@@ -1,0 +1,9 @@
+"""Programs of this folder can be imported here and in ranks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if str(Path(__file__).parent) not in sys.path:
+    sys.path.insert(0, str(Path(__file__).parent))

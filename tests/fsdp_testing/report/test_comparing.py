@@ -1,0 +1,46 @@
+"""What is new, what is gone and since when the rest is there, over more than one earlier report."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from fsdp_testing.cases.records import RunReport, Verdict
+from fsdp_testing.report.comparing import comparison, dated
+from fsdp_testing.report.conformance import complete_sheet, short_sheet
+from fsdp_testing.report.html import html_text
+
+
+def lines(report: RunReport, earlier: RunReport) -> list[str]:
+    (listed,) = comparison(report, earlier, "OLD.json").blocks
+    return [line.text for line in listed.blocks]
+
+
+def test_new_gone_and_still_there_since_the_first_report_that_had_it(make: SimpleNamespace) -> None:
+    def report(date: str, **verdicts: Verdict) -> RunReport:
+        results = tuple(
+            make.result("a", f"s.{name}", verdict, explanation=f"{name} is so") for name, verdict in verdicts.items()
+        )
+        return RunReport(results, environment={"date": date})
+
+    first = report("Monday", old=Verdict.FAIL, mended=Verdict.FAIL, known=Verdict.EXPECTED_FAILURE, lost=Verdict.PASS)
+    second = dated(report("Tuesday", old=Verdict.FAIL, mended=Verdict.FAIL, known=Verdict.EXPECTED_FAILURE), first)
+    second = RunReport.from_json(second.to_json())
+    third = report("Friday", old=Verdict.UNKNOWN, mended=Verdict.PASS, known=Verdict.FAIL, added=Verdict.FAIL)
+    third = dated(third, second)
+    assert lines(third, second) == [
+        "new: a s.known is FAIL, was expected: known is so",
+        "new: a s.added is FAIL, was not run: added is so",
+        "gone: a s.mended was FAIL, is pass",
+        "still: a s.old is unknown, since Monday",
+    ]
+    assert third.since == {"a s.old": "Monday", "a s.known": "Monday", "a s.added": "Friday"}
+    section = comparison(third, first, "OLD.json")
+    assert section.note == (
+        "compared with OLD.json of Monday, 1 check in this report alone, 1 check in the earlier one alone"
+    )
+    assert "still: a s.old is unknown, since Monday" in html_text(complete_sheet(third, section))
+    assert section in short_sheet(third, section).sections
+
+
+def test_the_same_again_is_no_news(good: RunReport) -> None:
+    assert lines(dated(good, good), good) == ["No verdict changed."]

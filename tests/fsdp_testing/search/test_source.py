@@ -1,0 +1,66 @@
+"""A digest changes with the text of the implementation and of what it imports, and with nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdp_testing.adapters import registry
+from fsdp_testing.search.state import source_digest
+
+ADAPTER = """
+from fsdp_testing.adapters import single_process
+from .engine import unused
+IMPLEMENTATION = single_process.IMPLEMENTATION
+"""
+ENGINE = """
+def unused():
+    import engine_helper
+    return engine_helper
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder = tmp_path / "digested_package"
+    folder.mkdir()
+    texts = {"__init__.py": "", "adapter.py": ADAPTER, "engine.py": ENGINE, "../engine_helper.py": "NUMBER = 1"}
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    importlib.invalidate_caches()
+    yield folder
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("digested_package", "engine_helper")]:
+        del sys.modules[name]
+
+
+def digest() -> str:
+    return source_digest(registry.load("digested_package.adapter:IMPLEMENTATION"))
+
+
+@pytest.mark.parametrize("changed", ["adapter.py", "engine.py", "../engine_helper.py", "new.py"])
+def test_it_changes_with_the_text_of_what_an_implementation_is_made_of(changed: str, package: Path):
+    before = digest()
+    assert digest() == before
+    (package.parent / "somebody_else.py").write_text("NUMBER = 1")
+    (package / "notes.txt").write_text("nothing of it is run")
+    assert digest() == before
+    file = package / changed
+    file.write_text((file.read_text() if file.exists() else "") + "\n# another line\n")
+    assert digest() != before
+
+
+def test_it_does_not_depend_on_what_is_imported_by_now(package: Path):
+    before = digest()
+    importlib.import_module("engine_helper")
+    importlib.import_module("fsdp_testing.cli.certify")
+    assert digest() == before
+
+
+def test_implementations_that_ship_with_the_harness_have_its_text():
+    names = ("torch-ddp", "torch-fsdp2", "fsdp_ref-composable")
+    assert len({source_digest(registry.load(name)) for name in names}) == 1

@@ -1,0 +1,146 @@
+"""fsdp-verify train --fault: does the script stop and say why, is what it saved usable, or does it compute the same?"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdp_testing.cases.records import Verdict
+from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.ranks.faults.fault import Fault
+from fsdp_testing.ranks.pool import default_pool
+from fsdp_testing.train.faulted import judge_faults
+from fsdp_testing.train.running import Runner
+from fsdp_testing.train.script import Launch, examine
+
+SCRIPT = Path(__file__).parent / "with_extras.py"
+LAUNCH = Launch(str(SCRIPT), steps=6, isolation="warm", timeout=60.0)
+
+
+@pytest.fixture(scope="module")
+def with_fault():
+    runner = Runner(LAUNCH, default_pool())
+    runs = {size: runner.run(size) for size in (1, 2, 3)}
+
+    def judge(*faults, size=2, **changes):
+        launch = replace(LAUNCH, **changes)
+        faulty = replace(launch, faults=tuple(map(Fault.parse, faults)))
+        return judge_faults(Runner(launch, default_pool()), runs, size, Runner(faulty, default_pool()))
+
+    return judge
+
+
+def holds(judgement, verdict, pattern):
+    assert judgement.verdict is verdict, judgement
+    assert re.fullmatch(pattern, judgement.sentence, re.DOTALL), judgement.sentence
+
+
+CLOSED = r"raised RuntimeError: .*(Connection closed by peer|Connection reset by peer).*"
+
+
+@pytest.mark.parametrize(("size", "others"), [(2, "rank 0"), (3, "rank(s 0, 2| 0 .* rank 2)")])
+def test_ranks_that_lose_a_peer_stop_and_go_on_later_from_what_was_saved(with_fault, size, others):
+    judgement = with_fault("crash@rank=1,step=3", size=size, resume_arguments=("--load", "state.pt"))
+    same = r"\(weights, optimizer's state and settings, rows, and 3 steps\)"
+    holds(
+        judgement,
+        Verdict.PASS,
+        rf"rank 1 died by SIGKILL; {others} {CLOSED} Started again from what it had saved, it goes on as the run without a "
+        rf"fault {same}\.",
+    )
+
+
+def test_what_is_not_restored_shows_after_a_crash(with_fault):
+    changes = {"resume_arguments": ("--mistake", "optimizer not loaded"), "arguments": ()}
+    judgement = with_fault("crash@rank=1,step=3", **changes)
+    holds(
+        judgement,
+        Verdict.FAIL,
+        r"with what it had saved by then \(state.pt\) resumed .* optimizer begins without state.*",
+    )
+
+
+def test_a_rank_that_dies_while_it_overwrites_its_only_checkpoint_leaves_nothing_to_go_on_from(with_fault):
+    judgement = with_fault("crash@rank=0,save=3")
+    holds(
+        judgement,
+        Verdict.FAIL,
+        r"what it had saved by then cannot be read: state.pt. Write another file, and rename .*",
+    )
+    resumed = with_fault("crash@rank=0,save=3", resume_arguments=("--load", "state.pt"))
+    holds(resumed, Verdict.FAIL, r"with what it had saved by then \(state.pt\) did not end well: .*")
+
+
+def test_ranks_that_wait_for_ever_are_a_failure(with_fault):
+    judgement = with_fault("hang@rank=1,step=2", timeout=6.0)
+    holds(
+        judgement,
+        Verdict.FAIL,
+        r"rank 1 hung .*; rank 0 did not stop within 6 s \(rank 0 waits in all_reduce\(sum\) #\d+ .* at .*with_extras.py:\d+ "
+        r".*\). Give torch.distributed.init_process_group a timeout, and the job a watchdog.",
+    )
+
+
+def test_a_full_disk_stops_the_rank_that_saves_and_its_peer(with_fault):
+    judgement = with_fault("full-disk@rank=0,save=2")
+    assert judgement.verdict is Verdict.FAIL
+    assert "cannot be read: state.pt" in judgement.sentence  # the second save has cut the first one short
+
+
+def test_what_changes_nothing_passes(with_fault):
+    judgement = with_fault("delay=0.1@rank=1,collective=3", "clock=+3600")
+    holds(judgement, Verdict.PASS, "every rank goes on to the end. 6 steps are those of the run without a fault")
+
+
+def test_numbers_that_are_silently_wrong_are_a_failure(with_fault):
+    judgement = with_fault("corrupt@rank=1,step=2")
+    holds(
+        judgement,
+        Verdict.FAIL,
+        r"every rank goes on to the end. .*differs from the run without a fault: .* at step 2 .*",
+    )
+    assert judgement.first.step == 2
+
+
+@pytest.mark.parametrize("place", ["step=40", "collective=4000", "save=7"])
+def test_a_fault_that_is_not_reached_is_unknown(with_fault, place):
+    judgement = with_fault(f"crash@rank=0,{place}")
+    holds(
+        judgement,
+        Verdict.UNKNOWN,
+        rf"never comes to the fault crash@rank=0,{place}: it makes rank 0: \d+, rank 1: .* 6 optimi.*",
+    )
+
+
+def test_a_rank_that_ends_as_if_all_were_well_is_a_failure(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "torch.manual_seed(0)\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "rows = torch.randn(4, 6, 4)\n"
+        "try:\n"
+        "    for step in range(4):\n"
+        "        model(rows[step][dist.get_rank() :: dist.get_world_size()]).square().mean().backward()\n"
+        "        optimizer.step()\n"
+        "        optimizer.zero_grad()\n"
+        "except RuntimeError as error:\n"
+        "    print('training stopped', error)\n"
+        "    sys.exit(0)\n"
+    )
+    launch = Launch(str(script), steps=4, isolation="warm", timeout=60.0, faults=(Fault.parse("crash@rank=1,step=2"),))
+    report = examine(launch, (2,))
+    assert [judgement.verdict for judgement in report.judgements] == [Verdict.PASS, Verdict.FAIL], str(report)
+    assert report.judgements[1].owner == "--fault crash@rank=1,step=2 on 2 ranks"
+    assert "rank 0 ended without an error after" in report.judgements[1].sentence
+    assert report.exit_code == 1
+
+
+def test_a_rank_that_no_world_has_is_refused():
+    with pytest.raises(InvalidArgument, match="expected ranks of one of the worlds .* got crash@rank=2,step=1"):
+        examine(replace(LAUNCH, faults=(Fault.parse("crash@rank=2,step=1"),)), (2,))
