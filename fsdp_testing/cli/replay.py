@@ -32,7 +32,7 @@ def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
     command = declare(commands, "replay", "run a recorded case again", DESCRIPTION, example=EXAMPLE, epilog=EPILOG)
     command.add_argument("file", type=Path, metavar="FILE", help="JSON")
-    command.add_argument("--implementation", metavar="NAME", help="run it on this one instead of the recorded one")
+    command.add_argument("--implementation", metavar="NAME", help="run it on this implementation instead")
     command.add_argument("--once", action="store_true", help="run it once instead of twice")
     add_timeout(command, 30.0)
     return command

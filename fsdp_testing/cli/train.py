@@ -97,9 +97,9 @@ def _add_relations(option: Callable[..., argparse.Action]) -> list[argparse.Acti
             action="append",
             default=[],
             metavar="RELATION",
-            help="what must change nothing; may be repeated: NAME=V,V... stands where the arguments of the script have {NAME} or "
-            '{8/NAME}, as k=1,2,4 in `--accumulate {k} --batch {8/k}`; two texts of arguments, as "" "--compile"; order: rows '
-            "within a batch; padding: columns that collate_fn adds",
+            help="what must change nothing; repeatable. NAME=V,V...: values for {NAME} or {8/NAME} in the script's arguments, as "
+            'k=1,2,4 for `--accumulate {k} --batch {8/k}`. Two texts of arguments, as "" "--compile". order: of rows in a '
+            "batch. padding: columns that collate_fn adds",
         ),
         option(
             "--against",

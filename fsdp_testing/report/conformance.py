@@ -208,7 +208,7 @@ def _advice(report: RunReport) -> Iterator[Line]:
     failed, unknown, stale, known = (summary.attention(report, verdict) for verdict in summary.ATTENTION)
     if failed:
         yield Line("Run the first new failure again, alone:", command=summary.replay_line(failed[0], report))
-        where = "put its entry, which is with its account, into the file of --expected-failures."
+        where = "copy the entry in its account into the file of --expected-failures."
         yield Line(f"If it is known, {where}")
     if unknown:
         yield Line("Examine this machine:", command="fsdp-verify doctor")
