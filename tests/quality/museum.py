@@ -1,4 +1,4 @@
-"""`fsdp-verify museum`: does the harness catch the real bugs of the field, planted one at a time?
+"""`fsdp-verify museum`: plant real bugs of the field, one at a time, and see whether the harness catches each.
 
 Exit code 0 if every one is caught by each check that must catch it (and with --fuzz is met by random cases), 1 if one
 escapes. The command line is that of the package, which calls `main` in a checkout.
