@@ -46,11 +46,6 @@ def in_backward() -> bool:
     return graph_task_id() != -1
 
 
-def accumulator(leaf: torch.Tensor) -> Any:
-    """Return the node that adds to the gradient of ``leaf``."""
-    return torch.autograd.graph.get_gradient_edge(leaf).node
-
-
 def pass_reaches(node: Any) -> bool:
     """Return whether the backward pass that runs now executes ``node``.
 
@@ -122,12 +117,6 @@ def detailed_debug() -> bool:
     """Return whether torch's distributed debug level is DETAIL (``TORCH_DISTRIBUTED_DEBUG``)."""
     level: Callable[[], Any] = getattr(dist, "get_debug_level")  # noqa: B009 - not in the stubs
     return bool(level().name == "DETAIL")
-
-
-def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Call an autograd function (its ``apply`` is untyped)."""
-    call: Callable[..., Any] = function.apply
-    return call(*args)
 
 
 _NOT_PROFILED: Final = nullcontext()

@@ -77,7 +77,8 @@ def register_comm_hook(module: nn.Module, state: Any, hook: Callable[..., Any]) 
 
     Raises:
         FsdpValueError: There is no unit, or ``hook`` is not callable.
-        CommHookError: A unit belongs to a larger tree, has a hook already, or is of a hybrid strategy.
+        CommHookError: A unit belongs to a larger tree, has a hook already, or is of a hybrid strategy, whose two-level
+            reduction has no hook; or a hook of DDP, which gets buckets.
     """
     for unit in outermost_units(module, "register_comm_hook"):
         reduction_settings.register_comm_hook(unit, state, hook)

@@ -29,6 +29,19 @@ Connect = Callable[[PlannedUnit], nn.Module]
 """Lets calls of a planned unit's module reach the unit; returns the module that users call."""
 
 
+@contextmanager
+def _collection_paused() -> Iterator[None]:
+    """Collect no cycles meanwhile: of many small objects that all stay, each collection walks the whole heap for nothing."""
+    paused = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if paused:
+            gc.enable()
+
+
+@_collection_paused()
 def attach(
     module: nn.Module,
     options: Mapping[str, Any],
@@ -54,13 +67,6 @@ def attach(
     Collectives:
         With ``sync_module_states`` broadcasts; hybrid strategies without groups make groups. All ranks must call.
     """
-    with _collection_paused():
-        return _attach(module, options, connect, policy, ignored, composable=composable)
-
-
-def _attach(
-    module: nn.Module, options: Mapping[str, Any], connect: Connect, policy: Any, ignored: Ignored, *, composable: bool
-) -> list[Unit]:
     # A unit knows what those below it ignore, so the nearest ones suffice.
     nearest = [unit_of(below) for _, below in walk(module, has_its_own)]
     ignored = ignored.union(unit.ignored for unit in nearest if unit is not None)
@@ -71,18 +77,6 @@ def _attach(
     resolved = resolve_units(plan, automatic=policy is not None, composable=composable)
     params = materialize_units(resolved, ignored)
     return [_make(each, params[each.planned.module], connect, ignored) for each in resolved[::-1]]
-
-
-@contextmanager
-def _collection_paused() -> Iterator[None]:
-    """Collect no cycles meanwhile: of many small objects that all stay, each collection walks the whole heap for nothing."""
-    paused = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if paused:
-            gc.enable()
 
 
 def _make(unit: ResolvedUnit, params: Sequence[ManagedParam], connect: Connect, ignored: Ignored) -> Unit:

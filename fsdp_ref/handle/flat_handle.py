@@ -64,13 +64,7 @@ class FlatHandle:
         versions: whether the parameters were changed since they were gathered.
     """
 
-    def __init__(
-        self,
-        params: Sequence[ManagedParam],
-        module: nn.Module,
-        config: UnitConfig,
-        name: str = "",
-    ) -> None:
+    def __init__(self, params: Sequence[ManagedParam], module: nn.Module, config: UnitConfig, name: str = "") -> None:
         self.name = name
         self.module = module
         self.config = config
@@ -82,15 +76,13 @@ class FlatHandle:
         self.sharded = self.shard_size > 1
         self.shard_rank = 0 if no_shard else groups.rank
         pad_ranks = groups.shard_size if no_shard else self.shard_size
-        self.layout = build_layout(params, config, pad_ranks)
+        # Without parameters in no lower precision either: the shard of no elements is the full parameter.
+        dtype = torch.float32 if self.empty else params[0].param.dtype
+        self.precision = Precision.of(dtype, MixedPrecision() if self.empty else config.mixed_precision)
+        aligned = config.use_orig_params and not self.empty
+        self.layout = build_layout(params, self.precision.compute if aligned else None, pad_ranks)
         self.shard_map = ShardMap(self.layout, self.shard_size)
         self.fqns = [managed.fqn for managed in params]
-        # Without parameters in no lower precision either: the shard of no elements is the full parameter.
-        self.precision = (
-            Precision.of(torch.float32, MixedPrecision())
-            if self.empty
-            else Precision.of(params[0].param.dtype, config.mixed_precision)
-        )
         self.collectives: Collectives = collectives_for(groups.shard, config.device)
         # Until a root adopts the unit nothing overlaps: what is gathered before that runs on the current stream.
         self.streams: Streams = Streams()

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fsdp_ref.config import UnitConfig
 from fsdp_ref.errors import FlattenError, listing
 from fsdp_ref.handle.marked_parameter import FlatParameter
 from fsdp_ref.layout import FlatLayout, ShardMap
@@ -57,18 +56,15 @@ def check_params(params: Sequence[nn.Parameter], names: Sequence[str], *, use_or
         )
 
 
-def build_layout(params: Sequence[ManagedParam], config: UnitConfig, world_size: int) -> FlatLayout:
-    """Place the parameters.
+def build_layout(params: Sequence[ManagedParam], compute: torch.dtype | None, ranks: int) -> FlatLayout:
+    """Place the parameters one after the other; with ``compute`` aligned, and padded to a multiple of ``ranks``.
 
     Only with original parameters are there gaps: views of the flat parameter become what optimizers and kernels see,
     and 16 bytes, measured in the dtype of computation, keep them as aligned as torch's own allocations.
     """
+    aligned = 1 if compute is None else max(1, ALIGNMENT_BYTES // compute.itemsize)
     specs = [managed.spec() for managed in params]
-    if not params or not config.use_orig_params:
-        return FlatLayout.build(specs)
-    dtype = config.mixed_precision.param_dtype or params[0].param.dtype
-    aligned = max(1, ALIGNMENT_BYTES // dtype.itemsize)
-    return FlatLayout.build(specs, alignment_numel=aligned, pad_to_multiple=world_size)
+    return FlatLayout.build(specs, alignment_numel=aligned, pad_to_multiple=1 if compute is None else ranks)
 
 
 def flatten(tensors: Sequence[Tensor], layout: FlatLayout, device: torch.device) -> Tensor:

@@ -6,17 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-import torch
 from torch import nn
 
 from fsdp_ref.build.ignored import Ignored
 from fsdp_ref.build.plan import PlannedUnit, make_plan
 from fsdp_ref.build.targets import choose_targets
 from fsdp_ref.errors import ConfigError
-from fsdp_ref.layout import FlatLayout, ShardMap
+from fsdp_ref.handle.flatten import build_layout
+from fsdp_ref.layout import ShardMap
 from fsdp_ref.wrap import CustomPolicy
-
-ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +74,7 @@ def _laid_out(unit: PlannedUnit, world_size: int, *, aligned: bool) -> UnitLayou
             f"plan: expected parameters of one dtype in unit {unit.fqn or 'root'!r}, got {', '.join(dtypes)}. "
             "Wrap the modules of different dtypes as units of their own (--unit)."
         )
-    size = torch.empty((), dtype=unit.params[0].param.dtype, device="meta").element_size()
-    layout = FlatLayout.build(
-        [param.spec() for param in unit.params],
-        alignment_numel=max(ALIGNMENT_BYTES // size, 1) if aligned else 1,
-        pad_to_multiple=world_size if aligned else 1,
-    )
-    shards = ShardMap(layout, world_size)
-    return UnitLayout(unit.fqn, type(unit.module).__name__, dtypes[0].removeprefix("torch."), size, shards)
+    dtype = unit.params[0].param.dtype
+    layout = build_layout(unit.params, dtype if aligned else None, world_size)
+    name = type(unit.module).__name__
+    return UnitLayout(unit.fqn, name, dtypes[0].removeprefix("torch."), dtype.itemsize, ShardMap(layout, world_size))

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fsdp_ref import compat
 from fsdp_ref.autograd.graph_hooks import TakenInputs
@@ -123,7 +124,8 @@ def tracked_views(unit: Unit, root: Root) -> PassRecord:
     handle.versions.new_pass()
     if tracked:
         held = handle.originals.held
-        views = list(compat.apply_function(TrackedParams, root.anchor, unit, backward.on_gradients, *held))
+        tracker: Callable[..., tuple[Tensor, ...]] = TrackedParams.apply  # torch leaves it untyped
+        views = list(tracker(root.anchor, unit, backward.on_gradients, *held))
     else:
         views = [alias(view) for view in handle.compute_views()]
     record = PassRecord(handle.originals.unflattened(views), views, root.round, tracked=tracked)

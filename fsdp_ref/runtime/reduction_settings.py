@@ -15,12 +15,7 @@ from fsdp_ref.states import TrainingState
 
 @contextmanager
 def no_sync(unit: Unit) -> Iterator[None]:
-    """Let backward passes inside keep gradients local, for all units of the tree; may be nested.
-
-    Raises:
-        RootError: ``unit`` is not the root.
-        TrainingStateError: the unit is busy.
-    """
+    """Let backward passes inside keep gradients local, for all units of a root's tree; may be nested. See ``api.trees``."""
     root = lazy_init(unit)
     if not unit.is_root:
         raise RootError(
@@ -44,13 +39,7 @@ def no_sync(unit: Unit) -> Iterator[None]:
 
 
 def register_comm_hook(unit: Unit, state: Any, hook: Callable[..., Any]) -> None:
-    """Let ``hook(state, grad[, output])`` replace reduction in every unit of the tree.
-
-    Raises:
-        CommHookError: not the root; a hook is there already; a hybrid unit, whose two-level reduction has no hook; a hook of
-            DDP, which gets buckets.
-        FsdpValueError: ``hook`` is not callable.
-    """
+    """Let ``hook(state, grad[, output])`` replace reduction in every unit of a root's tree. See ``api.trees``."""
     root = lazy_init(unit)
     if not unit.is_root:
         raise CommHookError("register_comm_hook can only be called on a root instance.")

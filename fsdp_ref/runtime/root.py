@@ -108,7 +108,7 @@ class Root:
         # What makes autograd keep the node of a unit's views, whose inputs are no tensors. It gets no gradient.
         with torch.inference_mode(False):  # the first forward may be an evaluation
             self.anchor = torch.zeros((), device=unit.config.device, requires_grad=True)
-            self.anchor_node = compat.accumulator(self.anchor)
+            self.anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
         self.streams = streams_for(unit.config.device, limit_all_gathers=unit.config.limit_all_gathers)
         self._passes: dict[int, weakref.ref[_PassEnd]] = {}
         self._dirty = False  # a backward pass began and did not reach its end

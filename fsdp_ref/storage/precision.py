@@ -82,7 +82,8 @@ def tensors_in(*values: Any) -> list[Tensor]:
         found.append(tensor)
         return tensor
 
-    map_tensors(values, collect)
+    for value in values:
+        map_tensors(value, collect)
     return found
 
 

@@ -48,13 +48,7 @@ def clip_grad_norm_(unit: Unit, max_norm: float, norm_type: float = 2.0) -> Tens
     parameters, so they may differ by rank: what counts is their mean, which one process would compute, and each rank scales
     its own by the common factor.
 
-    Args:
-        unit: a root unit.
-        max_norm: the bound.
-        norm_type: the p of the norm, inf included.
-
-    Returns:
-        The norm before clipping, the same on every rank; on the CPU when parameters are offloaded.
+    The norm that is returned is that before clipping, the same on every rank; on the CPU when parameters are offloaded.
 
     Raises:
         RootError: ``unit`` is nested.

@@ -95,12 +95,6 @@ def checkpointing_outside(wrap: Callable[[nn.Module, Setup], nn.Module]) -> Call
 def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float, **options: bool) -> torch.Tensor:
     """Call the model's own `clip_grad_norm_` if it has one, else torch's, whose result over DTensors is made complete.
 
-    Args:
-        model: Wrapped.
-        max_norm: The limit.
-        norm_type: The p of the norm.
-        **options: More keyword arguments of the method, such as `error_if_nonfinite`.
-
     Collectives: those of the model's method, or of DTensor's norm; every rank calls.
     """
     own = getattr(model, "clip_grad_norm_", None)

@@ -8,15 +8,17 @@ in its header what it is (`Format`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
 import json
 import math
 import re
+import tomllib
 import types
 import typing
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -149,6 +151,29 @@ def load_json(text: str, where: str) -> dict[str, Any]:
     return data
 
 
+def load_toml(text: str, where: str) -> dict[str, Any]:
+    """Parse a TOML text.
+
+    Raises:
+        InvalidRecord: It is not TOML, nested deeper than any document of ours, or has an integer beyond the 64 bits of TOML.
+    """
+    try:
+        document = tomllib.loads(text)
+        if beyond := next((number for number in _integers(document) if number.bit_length() > 64), None):
+            raise ValueError(f"an integer of {beyond.bit_length()} bits")
+    except (ValueError, RecursionError) as error:
+        raise InvalidRecord(f"{where}: expected a TOML file, got {error}. Mend it.") from error
+    return document
+
+
+def _integers(data: Any) -> Iterator[int]:
+    if isinstance(data, int):
+        yield data
+    elif isinstance(data, (dict, list)):
+        for item in data.values() if isinstance(data, dict) else data:
+            yield from _integers(item)
+
+
 class Format(NamedTuple):
     """A kind of document: the header that says what it is, and the newest version of it that can be read."""
 
@@ -173,7 +198,7 @@ class Format(NamedTuple):
         if not isinstance(data, Mapping):
             raise _wrong(where, "an object", data)
         if data.get("format") != self.name:
-            got = f"got {data.get('format')!r}. Is this the right file?"
+            got = f"got {_shown(data.get('format'))}. Is this the right file?"
             raise InvalidRecord(f"{where}: expected format {self.name!r}, {got}")
         found = data.get("version")
         if not isinstance(found, int) or isinstance(found, bool) or found < 1:
@@ -224,7 +249,8 @@ def _decode_scalar(hint: type[Any], data: Any, where: str) -> Any:
         if isinstance(data, str) and data in _NON_FINITE:
             return _NON_FINITE[data]
         if isinstance(data, (int, float)) and not isinstance(data, bool):
-            return float(data)
+            with contextlib.suppress(OverflowError):
+                return float(data)
         raise _wrong(where, "a number", data)
     if hint in (int, bool, str) and type(data) is hint:
         return data

@@ -30,4 +30,4 @@ def folder() -> Path | None:
     """
     parents = Path(__file__).resolve().parents
     places = [parents[2], *(parent / "share" / "doc" / "fsdp-testing" for parent in parents)]
-    return next((place for place in places if (place / "docs" / "design.md").is_file()), None)
+    return next((place for place in places if (place / "docs" / "exit-codes.md").is_file()), None)

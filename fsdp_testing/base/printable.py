@@ -12,6 +12,9 @@ _STEERING = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\
 _STEERS = re.compile(_STEERING)
 _STEERS_OR_COLOURS = re.compile(f"(\x1b\\[[0-9;]*m)|{_STEERING}")
 
+_SHOWN, _LONGEST = 100, 3000
+_ENDLESS = re.compile(r"[^\s/]{300,}")  # no part of a path is as long: 255 bytes are the most
+
 
 def printable(text: str, *, colours: bool = False) -> str:
     """Return `text` with control characters, other than tab and end of line, as Python would write them in a string.
@@ -24,6 +27,12 @@ def printable(text: str, *, colours: bool = False) -> str:
     if colours:
         return _STEERS_OR_COLOURS.sub(lambda found: found[1] or _written_out(found), text)
     return _STEERS.sub(_written_out, text)
+
+
+def one_sentence(text: str) -> str:
+    """Return a message in which names of others may stand as one line: ends of line written out, what is endless cut."""
+    line = _ENDLESS.sub(lambda word: f"{word[0][:_SHOWN]}...", printable(text).replace("\n", "\\n"))
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - _SHOWN]} ... {line[-_SHOWN:]}"
 
 
 def _written_out(found: re.Match[str]) -> str:

@@ -31,8 +31,8 @@ from fsdp_testing.explain.root_causes import explain_results, happened
 from fsdp_testing.explain.shrinking.shrink import EXPLAIN_SECONDS
 from fsdp_testing.explain.trace import portrait
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
-from fsdp_testing.judging.concurrency import Shared
 from fsdp_testing.judging.expected import Expectation, as_expected, digest, expectations
+from fsdp_testing.judging.worlds import Shared
 from fsdp_testing.ranks.pool import Pool, default_pool
 
 

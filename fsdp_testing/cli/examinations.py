@@ -21,7 +21,7 @@ from pathlib import Path
 
 from fsdp_testing.base import env
 from fsdp_testing.base.documentation import folder
-from fsdp_testing.judging.concurrency import MEMORY_BYTES_PER_RANK, memory_available, usable_processors
+from fsdp_testing.judging.worlds import MEMORY_BYTES_PER_RANK, memory_available, usable_processors
 from fsdp_testing.ranks.pool.controller import missing_system_calls
 from fsdp_testing.ranks.pool.forkserver import COMMAND
 

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from fsdp_testing.base import env, extras
-from fsdp_testing.base.printable import printable
+from fsdp_testing.base.printable import one_sentence, printable
 from fsdp_testing.cli import (
     certify,
     checkpoints,
@@ -32,7 +32,7 @@ from fsdp_testing.cli import (
     run,
     train,
 )
-from fsdp_testing.errors import HarnessError, InvalidArgument, PoolBroken
+from fsdp_testing.errors import HarnessError, InvalidArgument, InvalidRecord, PoolBroken
 
 PROGRAM = "fsdp-verify"
 COMMANDS: tuple[ModuleType, ...] = (
@@ -90,6 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except PoolBroken as error:
         return _say(error, UNKNOWN)
+    except (InvalidRecord, InvalidArgument) as error:
+        return _say(one_sentence(str(error)), BAD_USAGE)
     except HarnessError as error:
         return _say(error, BAD_USAGE)
     except KeyboardInterrupt:

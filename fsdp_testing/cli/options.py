@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_testing.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from fsdp_testing.judging.concurrency import Capacity
+    from fsdp_testing.judging.worlds import Capacity
     from fsdp_testing.ranks.faults.fault import Fault
 
 Subparsers = argparse._SubParsersAction  # the only name argparse gives it
@@ -126,7 +126,7 @@ def add_jobs(group: argparse._ActionsContainer, what: str) -> argparse.Action:
 
 def capacity_here(largest: int) -> Capacity:
     """Return how many jobs have room, each with a world of `largest` ranks, on the hosts that ranks have."""
-    from fsdp_testing.judging.concurrency import capacity
+    from fsdp_testing.judging.worlds import capacity
     from fsdp_testing.ranks.pool import default_pool
 
     hosts = default_pool().hosts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -225,12 +224,7 @@ def expectations(path: Path | None, names: tuple[str, ...], tensor_parallel: int
 
     if path is None:
         return {}
-    try:
-        own, beside = tables(_document(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InvalidArgument(
-            f"--expected-failures: expected a TOML file, got {str(path)!r} ({error}). Mend it."
-        ) from error
+    own, beside = tables(_document(path))
     listed = [*own.items(), *beside.items()]
     wrong = [f"[{name}]" for name, table in listed if not isinstance(table, dict)]
     # Of those that are run the judge says what is wrong, with everything else that is.
@@ -271,9 +265,11 @@ def unknown_tables(path: Path | None, names: tuple[str, ...]) -> list[str]:
 
 def _document(path: Path) -> dict[str, Any]:
     """The entries by check that a file has, or that follow from its list of defects."""
+    from fsdp_testing.base.document import load_toml, read_text
     from fsdp_testing.checks.findings.known import is_list, read_list, tables_of
 
-    document = tomllib.loads(path.read_text(encoding="utf-8"))
+    text = read_text(path, "a TOML file for --expected-failures", "Give another file.")
+    document = load_toml(text, f"--expected-failures: {path}")
     return tables_of(read_list(document, str(path))) if is_list(document) else document
 
 

@@ -270,13 +270,7 @@ def of_program(case: Case) -> BatchName:
 
 
 def sentence(sums: Contributions, size: int, name_of: BatchName) -> str:
-    """Return what is wrong with the sum, such as "the gradient of a on rank 1 lacks operation 0 of rank 2".
-
-    Args:
-        sums: What it is the sum of.
-        size: Number of ranks.
-        name_of: Names micro-batches.
-    """
+    """Return what is wrong with the sum, such as "the gradient of a on rank 1 lacks operation 0 of rank 2"."""
     name = sums.fqns[0] if len(sums.fqns) == 1 else f"{sums.fqns[0]} (and of {len(sums.fqns) - 1} more)"
     where = f" on {ranks_text(sums.ranks)}" if sums.ranks else ""
     return f"the gradient of {name}{where} {', and '.join(_clauses(sums, size, name_of))}"

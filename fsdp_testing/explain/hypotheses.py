@@ -160,9 +160,6 @@ class WrongNumbers:
         """Return what the numbers are equal to, or None if to nothing that is tried.
 
         In lockstep no operation is left out: each begins with the state that the implementation was in.
-
-        Args:
-            unsharded: Which units were gathered when an operation began.
         """
         point, free = self._point, not self._comparison.lockstep
         wrong = {piece.quantity for piece in self._wrong}
@@ -213,7 +210,7 @@ class WrongNumbers:
             return None
         else:
             what = f"parameters that no rank used are given gradients{zeros}"
-        return Hypothesis(-1, self._kinds, happened=what, ranks=self._affected())
+        return self._done(what)
 
     def _unit_roundoff(self) -> float:
         """That of the narrowest dtype of a reduction; 0 where bounds allow for any order of the same sum."""
@@ -245,13 +242,11 @@ class WrongNumbers:
                 )
                 if self._sources.claims(*presumed) and self._is_like(self._replaced(index, variant), point):
                     done, due = (repr(getattr(done_or_due, setting)) for done_or_due in (variant, operation))
-                    what = f"{name}, works as if {setting}={done} were asked for, not {due}"
-                    return Hypothesis(-1, self._kinds, happened=what, ranks=self._affected())
+                    return self._done(f"{name}, works as if {setting}={done} were asked for, not {due}")
             if operation.saves_optimizer and self._is_like(
                 self._replaced(index, IdleStep(), operation), point, later=1
             ):
-                what = f"{name}, saves the optimizer's state as if a step on zeros had been made"
-                return Hypothesis(-1, self._kinds, happened=what, ranks=self._affected())
+                return self._done(f"{name}, saves the optimizer's state as if a step on zeros had been made")
         return None
 
     def _replaced(self, index: int, *operations: Operation) -> Case:
@@ -282,7 +277,7 @@ class WrongNumbers:
         what, oracle = self._sources.besides
         if not self._is_like(self._case, point, oracle=oracle):
             return None
-        return Hypothesis(-1, self._kinds, happened=f"{what} has no effect", ranks=self._affected())
+        return self._done(f"{what} has no effect")
 
     def _is_like(self, variant: Case, point: ExpectedPoint, *, later: int = 0, oracle: Oracle | None = None) -> bool:
         """Whether another run of the oracle gives what is wrong here, at the same place."""
@@ -310,7 +305,7 @@ class WrongNumbers:
                     what = f"{_name(self._case, renewed)}, does not load what is wrong: the new model's own values stay"
                 elif rank is None:
                     what = "what ranks began with is kept, and not replaced by what rank 0 began with"
-                return Hypothesis(-1, self._kinds, happened=what, ranks=self._affected())
+                return self._done(what)
         return None
 
     def _began(self, piece: ComparedPiece, start: Mapping[str, torch.Tensor]) -> bool:
@@ -363,6 +358,9 @@ class WrongNumbers:
         """What everything that is wrong is like, if all is like the same."""
         pattern = pattern_of(self._pieces, point.quantities)
         return None if pattern is None else Hypothesis(-1, self._kinds, pattern=pattern, ranks=self._affected())
+
+    def _done(self, what: str) -> Hypothesis:
+        return Hypothesis(-1, self._kinds, happened=what, ranks=self._affected())
 
     def _affected(self) -> tuple[int, ...]:
         """The ranks on which something is wrong, where others have the same quantities right; else empty."""

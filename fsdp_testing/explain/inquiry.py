@@ -39,8 +39,8 @@ from fsdp_testing.judging.checkers import agreement
 from fsdp_testing.judging.checkers.event_rules import unsharded_before
 from fsdp_testing.judging.numbers import compare_numbers
 from fsdp_testing.judging.signature import signature_of
-from fsdp_testing.oracle import gathered_state, rank_jobs
-from fsdp_testing.oracle.gathered_state import GatheredState
+from fsdp_testing.oracle import assemble, rank_jobs
+from fsdp_testing.oracle.assemble import GatheredState
 from fsdp_testing.oracle.gradient_terms import GradientTerm
 from fsdp_testing.oracle.module_values import WatchedObservation
 from fsdp_testing.oracle.quantities import Comparison, Expectation
@@ -106,7 +106,7 @@ class Inquiry:
         with suppress(HarnessError):  # an oracle that cannot run a variant leaves the failure without a hypothesis
             ranks = self._ranks(finding.case, how)
             comparison = as_observed(how.comparison, registry.adapter_of(self._name))
-            adopted = gathered_state.states(ranks) if comparison.lockstep else None
+            adopted = assemble.states(ranks) if comparison.lockstep else None
             plain = self._oracle if adopted is None else partial(self._lockstep, adopted=adopted)
             sources = Sources(
                 oracle=partial(self._expected, mode=how.mode, plain=plain),
@@ -119,13 +119,7 @@ class Inquiry:
         return None
 
     def cause(self, finding: Finding, how: JudgeSettings, like: Hypothesis | None) -> tuple[Hypothesis | None, str]:
-        """Return what wrong numbers are equal to, and the cast that gives them in words, of all that is tried.
-
-        Args:
-            finding: The failure.
-            how: How its check judges.
-            like: What `hypothesis` found.
-        """
+        """Return what wrong numbers are equal to, and the cast that gives them in words, of all that is tried."""
         # A cast that gives the very numbers says more than what they are like.
         cast = self._cast(finding, how) if like is None or like.pattern is not None else ""
         return (self._luck(finding, how) if like is None and not cast else like), cast
@@ -178,7 +172,7 @@ class Inquiry:
                 case,
                 ranks,
                 replace(as_observed(how.comparison, adapter), lockstep=True),
-                partial(self._lockstep, adopted=gathered_state.states(ranks)),
+                partial(self._lockstep, adopted=assemble.states(ranks)),
                 reduced_in=reduced_in if how.mode.seen_as(finding.case) == finding.case else lambda: set(UNIT_ROUNDOFF),
                 division=division_of(case, adapter),
             )
@@ -195,7 +189,7 @@ class Inquiry:
             same = judged.finding is not None and signature_of(judged.finding) == signature_of(finding)
             if not same or len(ranks) < case.world.size:
                 return ""
-            adopted = gathered_state.states(ranks) if how.comparison.lockstep else None
+            adopted = assemble.states(ranks) if how.comparison.lockstep else None
             expected = self._on_ranks(rank_jobs.expect_modules, case, self._name, adopted, size=1)[0]
             truth = self._oracle(case) if adopted is None else self._lockstep(case, adopted=adopted)
             comparison = as_observed(how.comparison, registry.adapter_of(self._name))
@@ -262,16 +256,7 @@ def other_cast(
     reduced_in: Callable[[], Collection[str]],
     division: Division | None = None,
 ) -> str:
-    """Return which cast gives the numbers of the first divergence, in words; empty if none does.
-
-    Args:
-        case: The case as one process runs it.
-        ranks: What each rank reported, with a snapshot after every operation.
-        comparison: How the check compares.
-        oracle: Replays other casts.
-        reduced_in: Returns the dtypes that ranks gave to sums.
-        division: How the implementation says that it divides.
-    """
+    """Return which cast gives the numbers of the first divergence, in words; empty if none does."""
     divergences = agreement.compare(oracle(case, _AS_SAID), ranks, comparison).divergences
     wrong = {divergence.quantity for divergence in divergences}
     for cast in _others(case, division) if wrong else ():

@@ -61,12 +61,6 @@ def run_batch(adapter: Adapter, cases: Sequence[Case], directory: str, watch: Wa
 
     An exception that every rank raised in the same operation ends its case only.
 
-    Args:
-        adapter: The implementation.
-        cases: For this size of world.
-        directory: Where the observations go.
-        watch: What is observed besides.
-
     Returns:
         How many cases were begun; a `Failed` if the ranks cannot go on together after the last one.
 

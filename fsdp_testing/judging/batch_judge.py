@@ -30,8 +30,8 @@ from fsdp_testing.judging.checkers.divergence import Compared
 from fsdp_testing.judging.judge import judge
 from fsdp_testing.judging.numbers import Numbers, compare_numbers
 from fsdp_testing.judging.worlds import Worlds
-from fsdp_testing.oracle import gathered_state, oracle
-from fsdp_testing.oracle.gathered_state import GatheredState
+from fsdp_testing.oracle import assemble, oracle
+from fsdp_testing.oracle.assemble import GatheredState
 from fsdp_testing.oracle.models import dtype_name
 from fsdp_testing.oracle.oracle import point_of
 from fsdp_testing.oracle.quantities import Comparison, Expectation, Expected
@@ -144,15 +144,7 @@ def ask_judge(
 def judge_batch(
     adapter: Adapter, cases: Sequence[Case], size: int, directory: str, observe_all: bool
 ) -> list[Judgement]:
-    """Judge every case of a batch; a judgement is `incomplete` where a rank reported nothing.
-
-    Args:
-        adapter: The implementation.
-        cases: In the order in which they were run.
-        size: Number of ranks.
-        directory: Where their observations lie.
-        observe_all: A snapshot was taken after every operation.
-    """
+    """Judge every case of a batch; a judgement is `incomplete` where a rank reported nothing."""
     reported = [by_index(record_stream.read(directory, rank)) for rank in range(size)]
     judgements = []
     for index, case in enumerate(cases):
@@ -206,7 +198,7 @@ def ask_here(adapter: Adapter, case: Case, ranks: Sequence[RankObservation], *, 
         if compared > 0:
             return Numbers(Compared(comparisons=compared), fast=True)
         return compare_numbers(case, oracle.expect_free(case, observe_all=observe_all), ranks, comparison)
-    division, states = division_of(case, adapter), gathered_state.states(ranks)
+    division, states = division_of(case, adapter), assemble.states(ranks)
     # The narrowest bounds first: what agrees within them agrees, and takes one replay instead of two.
     quick = compare_numbers(case, _undisplaced(case, division, states), ranks, comparison)
     if quick.decided:

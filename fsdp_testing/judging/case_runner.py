@@ -30,13 +30,12 @@ from fsdp_testing.errors import PoolBroken
 from fsdp_testing.judging.attempts import Attempt, settle
 from fsdp_testing.judging.batch import Watch
 from fsdp_testing.judging.batch_judge import attempt_batch
-from fsdp_testing.judging.concurrency import Shared
 from fsdp_testing.judging.judge import Review, judge
 from fsdp_testing.judging.known import CaseFeatures, features_of
 from fsdp_testing.judging.numbers import Numbers, compare_numbers
 from fsdp_testing.judging.signature import Signature, signature_of
-from fsdp_testing.judging.worlds import Worlds
-from fsdp_testing.oracle import gathered_state, rank_jobs
+from fsdp_testing.judging.worlds import Shared, Worlds
+from fsdp_testing.oracle import assemble, rank_jobs
 from fsdp_testing.oracle.quantities import Comparison, Expectation
 from fsdp_testing.oracle.setup import as_observed, fitted, oracle_view
 from fsdp_testing.ranks.faults.fault import Fault
@@ -341,9 +340,7 @@ class CaseRunner:
         if mode.expect is not None:
             return self._ask_oracle(mode.expect, (case, observe_all, *mode.expect_arguments), case)
         if question.comparison.lockstep:
-            return self._ask_oracle(
-                rank_jobs.expect_lockstep, (case, question.adapter, gathered_state.states(ranks)), case
-            )
+            return self._ask_oracle(rank_jobs.expect_lockstep, (case, question.adapter, assemble.states(ranks)), case)
         key = oracle_view(case).identity, observe_all
         return self._expectations.get(key, lambda: self._ask_oracle(rank_jobs.expect_free, (case, observe_all), case))
 

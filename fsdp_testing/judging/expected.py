@@ -76,11 +76,6 @@ def expectations(
 ) -> dict[str, dict[str, Expectation]]:
     """Read what a user expects: entries by check for all implementations, or such a mapping for each implementation.
 
-    Args:
-        given: It.
-        names: The implementations that are judged.
-        checks: Names of all checks.
-
     Raises:
         InvalidArgument: A name that is no check or implementation, or an entry that does not say how it fails.
     """

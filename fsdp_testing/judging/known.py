@@ -17,6 +17,7 @@ from typing import Any
 
 from fsdp_testing.base.document import Format, decode, encode, load_json, to_json
 from fsdp_testing.cases.models.tree import unit_of
+from fsdp_testing.cases.models.tree_schema import check_case_with_tree
 from fsdp_testing.cases.records import (
     ENDS_RANKS,
     LOSES_RANKS,
@@ -297,11 +298,13 @@ class KnownFailures:
 
     def examples(self) -> list[tuple[Rule, Case]]:
         """Return the rules that have an example, with it."""
-        return [
-            (rule, Case.from_json(rule.example, f"known failure {rule.name}"))
-            for rule in self.rules
-            if rule.example is not None
-        ]
+        found = []
+        for rule in self.rules:
+            if rule.example is not None:
+                case = Case.from_json(rule.example, f"known failure {rule.name}")
+                check_case_with_tree(case, f"known failure {rule.name}")
+                found.append((rule, case))
+        return found
 
     def to_json(self) -> str:
         """Return the rules as a JSON document, one line for each field of a rule."""

@@ -41,7 +41,7 @@ from fsdp_testing.cases.records import (
     plan,
 )
 from fsdp_testing.cases.records.schedule import builds_late
-from fsdp_testing.errors import CollectiveMismatch, HarnessError, InvalidImplementation
+from fsdp_testing.errors import CollectiveMismatch, HarnessError
 from fsdp_testing.oracle import models, one_process
 from fsdp_testing.oracle.models import dtype_name
 from fsdp_testing.oracle.setup import module_to_wrap, move_what_is_ignored, setup_among, setup_in_world
@@ -164,13 +164,7 @@ class RankProgram:
 
     def set_requires_grad(self, patterns: tuple[str, ...], flag: bool) -> None:
         """Set the flag on the parameters that match."""
-        parameters = matching(self.adapter.named_parameters(self.model), patterns)
-        if not parameters:
-            raise InvalidImplementation(
-                f"{self.adapter.name}.named_parameters: expected a parameter that matches {patterns}, got none. "
-                "Name parameters as the unwrapped module does, or do not claim `thawed_parameters`."
-            )
-        user_code.set_requires_grad([parameter for _, parameter in parameters], flag)
+        user_code.set_requires_grad(matching(self.adapter.named_parameters(self.model), patterns), patterns, flag)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -192,14 +186,7 @@ class RankProgram:
             return self.adapter.wrap(module, setup)
 
     def train_in_one_process(self, batch: Batch, state: Any, saved: Any, flags: Mapping[str, bool]) -> tuple[Any, Any]:
-        """Return what one process makes of a saved state of model and optimizer (None: not saved) in one step.
-
-        Args:
-            batch: Inputs; those of rank 0 are taken.
-            state: Complete state of the model.
-            saved: Complete state of the optimizer.
-            flags: `requires_grad` by name.
-        """
+        """Return what one process makes of a saved state of model and optimizer (None: not saved) in one step."""
         steps = self.optimizer is not None
         carried = one_process.train_on(self.case, batch, one_process.Saved(state, saved), flags, steps=steps)
         return carried.model, carried.optimizer
@@ -212,13 +199,6 @@ class RankProgram:
         self, ranks: tuple[int, ...], case: Case, batch: Batch, saved: Carrier, flags: Mapping[str, bool]
     ) -> None:
         """Let some of the ranks load a saved state into new ones of the implementation, train a step, and save that in its place.
-
-        Args:
-            ranks: Who trains.
-            case: Says how they wrap.
-            batch: Inputs; these ranks have those of the first ranks.
-            saved: The state.
-            flags: `requires_grad` by name.
 
         Collectives: a group is made, and the new state is sent by the first of `ranks`; every rank of the world calls.
         """

@@ -17,7 +17,7 @@ from torch import nn
 
 from fsdp_testing.cases.records import Case
 from fsdp_testing.oracle import models
-from fsdp_testing.oracle.gathered_state import GatheredState
+from fsdp_testing.oracle.assemble import GatheredState
 from fsdp_testing.oracle.reduction import LocalGradients
 from fsdp_testing.oracle.replay import Replay
 

@@ -24,9 +24,9 @@ from fsdp_testing.cases.models import tensors_in
 from fsdp_testing.cases.operations import Batch
 from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case, RankObservation
 from fsdp_testing.oracle import models, oracle
+from fsdp_testing.oracle.assemble import GatheredState
 from fsdp_testing.oracle.disturbance import NO_DISTURBANCE, Disturbance
 from fsdp_testing.oracle.execute import RankProgram
-from fsdp_testing.oracle.gathered_state import GatheredState
 from fsdp_testing.oracle.quantities import Expected
 from fsdp_testing.oracle.replay import Replay
 from fsdp_testing.oracle.setup import setup_in_world

@@ -12,8 +12,8 @@ import torch
 from fsdp_testing.adapters.protocol import Division
 from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case
 from fsdp_testing.oracle import tensor_axis
+from fsdp_testing.oracle.assemble import GatheredState
 from fsdp_testing.oracle.disturbance import NO_DISTURBANCE, Disturbance
-from fsdp_testing.oracle.gathered_state import GatheredState
 from fsdp_testing.oracle.models import build_model, dtype_name
 from fsdp_testing.oracle.quantities import Expectation, Expected, ExpectedPoint, Quantity
 from fsdp_testing.oracle.replay import Replay, ReplayPoint, Slack

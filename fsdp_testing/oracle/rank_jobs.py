@@ -20,9 +20,9 @@ from fsdp_testing.adapters.protocol import Division
 from fsdp_testing.cases.records import OUTLIVES, UNIT_ROUNDOFF, Case, RankObservation
 from fsdp_testing.oracle import oracle
 from fsdp_testing.oracle.accounts import AccountedObservation, AccountedProgram, program_for
+from fsdp_testing.oracle.assemble import GatheredState
 from fsdp_testing.oracle.disturbance import Disturbance
 from fsdp_testing.oracle.execute import RankProgram
-from fsdp_testing.oracle.gathered_state import GatheredState
 from fsdp_testing.oracle.gradient_terms import GradientTerm
 from fsdp_testing.oracle.gradient_terms import gradient_terms as terms_of
 from fsdp_testing.oracle.models import dtype_of
@@ -148,13 +148,6 @@ def run_as(
 ) -> RankObservation | Failed:
     """Run `case` through an implementation as a program of another class does.
 
-    Args:
-        implementation: Which.
-        case: The case.
-        observe_all: Observe after every operation.
-        program: The class.
-        settings: Its attributes that are not as the class has them.
-
     Collectives: those of the implementation and of the class; every rank of the world runs the same call.
     """
     run = program(case, registry.adapter_of(implementation), current_world().rank)
@@ -164,14 +157,7 @@ def run_as(
 
 
 def expect_as(case: Case, observe_all: bool, replay: type[Replay], settings: Mapping[str, Any]) -> Expectation:
-    """Run the oracle freely as a replay of another class does, in this process alone.
-
-    Args:
-        case: The case.
-        observe_all: Expect an observation after every operation.
-        replay: The class.
-        settings: Its attributes that are not as the class has them.
-    """
+    """Run the oracle freely as a replay of another class does, in this process alone."""
 
     def make(disturbance: Disturbance) -> Replay:
         run = replay(case, disturbance=disturbance)
@@ -224,12 +210,7 @@ def expect_lockstep(
 
 
 def first_values(case: Case, new: bool) -> list[dict[str, torch.Tensor]]:
-    """Return the parameters and buffers with which each rank's model begins, in this process alone.
-
-    Args:
-        case: The case.
-        new: Those of the model that takes another one's place.
-    """
+    """Return the parameters and buffers with which each rank's model begins, in this process alone."""
     case = replace(case, seed=case.seed + new, wrapping=replace(case.wrapping, meta_init=False))
     modules = [module_to_wrap(case, rank, {})[0] for rank in range(case.world.size)]
     return [{name: t.detach() for name, t in (*m.named_parameters(), *m.named_buffers())} for m in modules]

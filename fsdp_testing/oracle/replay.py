@@ -24,8 +24,8 @@ from fsdp_testing.cases.operations.operation import matching
 from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case, plan
 from fsdp_testing.cases.records.schedule import builds_late
 from fsdp_testing.oracle import models
+from fsdp_testing.oracle.assemble import GatheredState
 from fsdp_testing.oracle.disturbance import NO_DISTURBANCE, Disturbance
-from fsdp_testing.oracle.gathered_state import GatheredState
 from fsdp_testing.oracle.models import replica_of
 from fsdp_testing.oracle.quantities import Quantity
 from fsdp_testing.oracle.reduction import (

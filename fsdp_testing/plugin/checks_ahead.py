@@ -19,7 +19,7 @@ from fsdp_testing.base import env
 from fsdp_testing.cases.records import CheckResult
 from fsdp_testing.checks.conformance import shared_runner
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.judging.concurrency import capacity
+from fsdp_testing.judging.worlds import capacity
 from fsdp_testing.ranks.pool import default_pool
 
 if TYPE_CHECKING:

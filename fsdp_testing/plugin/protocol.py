@@ -188,12 +188,14 @@ class Protocol:
         made: pytest.TestReport = self.config.hook.pytest_report_from_serializable(config=self.config, data=data)
         return made
 
+    @pytest.hookimpl(tryfirst=True)
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        """Say where the ranks were when Ctrl-C came."""
+        """Say where the ranks were when Ctrl-C came: once, whether or not this release of pytest shows notes itself."""
         terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
         for note in getattr(excinfo.value, "__notes__", ()) if terminal is not None else ():
             terminal.ensure_newline()
             terminal.write_line(printable(note))
+        excinfo.value.__notes__ = []
 
     def pytest_sessionfinish(self) -> None:
         """Report what went wrong after the last test: it belongs to no test any more."""

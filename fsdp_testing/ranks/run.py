@@ -15,6 +15,8 @@ from fsdp_testing.ranks.pool.controller import unavailable_reason
 from fsdp_testing.ranks.pool.outcome import WorldOutcome
 from fsdp_testing.ranks.pool.world import current_world, inside_rank
 
+__tracebackhide__ = True  # pytest shows the frames of whoever called, and what their ranks raised; not ours
+
 
 def run_ranks(
     function: Callable[..., Any] | str,

@@ -130,13 +130,7 @@ class Investigator:
     seconds: float
 
     def investigate(self, runner: CaseRunner, suspect: Suspect, known: KnownFailures) -> Investigated | None:
-        """Return what a suspect is; None if it cannot be judged alone.
-
-        Args:
-            runner: Runs the attempts.
-            suspect: A case that fails.
-            known: What is known by now.
-        """
+        """Return what a suspect is; None if it cannot be judged alone."""
         met_as = suspect.signature
         watch = Watch(operations=True, models=met_as.kind == FailureKind.LEAKED)
         # It is itself the repetition of what was met among others.

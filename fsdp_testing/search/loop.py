@@ -10,8 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Protocol, TypeVar
 
-from fsdp_testing.judging.concurrency import INTERRUPT_SECONDS
-from fsdp_testing.judging.worlds import Worlds
+from fsdp_testing.judging.worlds import INTERRUPT_SECONDS, Worlds
 
 _SAVE_SECONDS = 5.0
 

@@ -132,9 +132,6 @@ def merge_certificates(parts: Mapping[str, Summary]) -> Summary:
 
     A part that has not come to its end leaves cells that have not run; the certificate says how many.
 
-    Args:
-        parts: The certificates of all parts, by where they come from.
-
     Raises:
         InvalidArgument: A part is missing or there twice, or parts are not of one certificate; every offender is listed.
     """

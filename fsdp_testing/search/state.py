@@ -170,6 +170,8 @@ def read_state(file: Path) -> State:
     if strange:
         raise InvalidRecord(f"{where}.verdicts: expected letters of {''.join(_LETTERS)}, got {strange}. {_ADVICE}")
     for number, reason in state.reasons.items():
+        if not number.isdecimal() or len(number) > 12 or int(number) >= len(state.verdicts):
+            raise InvalidRecord(f"{where}.reasons: expected numbers of its cases, got {number!r}. {_ADVICE}")
         try:
             reason.signature  # noqa: B018 - looks that are none raise
         except (ValueError, TypeError) as error:

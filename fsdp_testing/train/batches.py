@@ -62,12 +62,19 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 def on_cpu(tree: Any) -> Any:
     """Return a copy of nested lists, tuples and mappings with detached tensors on the CPU."""
-    return map_tensors(lambda tensor: tensor.detach().cpu().clone(), tree)
+    return map_tensors(lambda tensor: local_part(tensor).cpu().clone(), tree)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor, dense; a DTensor says so itself."""
+    shard = getattr(tensor, "to_local", None)
+    part = (shard() if callable(shard) else tensor).detach()
+    return part if part.layout is torch.strided else part.to_dense()
 
 
 def row_digests(tree: Any) -> tuple[str, ...]:
     """Return a digest of each row: of the first tensor with rows, and of all others with as many."""
-    tensors = [tensor.detach().cpu() for tensor in tensors_in(tree) if tensor.ndim]
+    tensors = [local_part(tensor).cpu() for tensor in tensors_in(tree) if tensor.ndim]
     rows = [tensor.contiguous() for tensor in tensors if len(tensor) == len(tensors[0])]
     if not rows:
         return ()

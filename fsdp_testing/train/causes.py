@@ -27,10 +27,6 @@ def wrong_in_itself(run: WholeRun, accept: Sequence[str]) -> str:
     """Return what is wrong on any number of ranks, so that no comparison shows it; empty if right.
 
     No weight of the model changes though backward passes ran, gradients wait to be reduced, an order of data is repeated.
-
-    Args:
-        run: Of any world.
-        accept: Names of what is meant (`conventions`).
     """
     return (
         _strange_optimizer(run)
@@ -100,6 +96,11 @@ def of_start(run: WholeRun) -> str:
     before = [spans_of_kind(seen.before, Kind.PARAMETER) for seen in first_steps(run)]
     for name in before[0] if before else ():
         odd = assembled([spans.get(name, ()) for spans in before])[1]
+        if odd is not None and any(any(seen.terms.moved) for seen in first_steps(run)):
+            return (
+                f"ranks 0 and {odd} hold different weights when the optimizer first steps, first {name}. Cause: weights are "
+                "changed between the backward passes of a step, by numbers of each rank's own. Reduce them first."
+            )
         if odd is not None:
             return (
                 f"ranks 0 and {odd} start from different weights, first in {name}. Cause: the seed depends on the rank and "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fsdp_testing.cases.records.tolerance import UNIT_ROUNDOFF
+from fsdp_testing.cases.records.specs import UNIT_ROUNDOFF
 from fsdp_testing.judging.checkers.divergence import DECISIVE
 from fsdp_testing.oracle.models import roundoff
 from fsdp_testing.oracle.tensors import difference

@@ -23,12 +23,7 @@ def is_engine(model: nn.Module) -> bool:
 
 
 def unread(engine: Any, stepped: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors of those that are stepped which no accessor reads: masters of stage 0 in low precision.
-
-    Args:
-        engine: Of any stage.
-        stepped: What its optimizer steps.
-    """
+    """Return the tensors of those that are stepped which no accessor reads: masters of stage 0 in low precision."""
     parameters = [*engine.module.parameters()]
     if any(hasattr(parameter, mark) for parameter in parameters for mark in ("ds_id", "_hp_mapping")):
         return []

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fsdp_testing.base.compat import each_operation
-from fsdp_testing.cases.records.tolerance import UNIT_ROUNDOFF
+from fsdp_testing.cases.records.specs import UNIT_ROUNDOFF
 
 STAGES = {1: (2 / math.pi) ** 0.5, 2: 1.0, 4: 3.0, 8: 105.0}
 """Numbers of disturbed runs after which a difference is looked at, and the moments of |z| that go with them.

@@ -204,11 +204,7 @@ def execute_elsewhere(python: str, start: Start, size: int, run: RunSettings) ->
 
 
 def answer(number: int) -> None:
-    """Make the runs that come by a connection until it is closed.
-
-    Args:
-        number: Of its file.
-    """
+    """Make the runs that come by a connection until it is closed."""
     with Connection(number) as there:
         while True:
             try:

@@ -17,6 +17,7 @@ from torch import nn
 from fsdp_testing.base import compat
 from fsdp_testing.oracle.models import roundoff
 from fsdp_testing.ranks.ledger.recorder import Call, GroupIdentity
+from fsdp_testing.train.batches import local_part
 from fsdp_testing.train.comparison import Difference
 from fsdp_testing.train.quantities import Kind
 
@@ -99,8 +100,8 @@ class Clues:
         """Return the evidence, when an optimizer is about to step; without what cannot be read of it."""
         try:
             listed = [p for group in optimizer.param_groups for p in group["params"]]
-            parameters = [_local(p) for p in listed]
-            gradients = [_local(p.grad) for p in listed if p.grad is not None]
+            parameters = [local_part(p) for p in listed]
+            gradients = [local_part(p.grad) for p in listed if p.grad is not None]
         except Exception:  # noqa: BLE001 - a tensor of a kind that nobody thought of must not end what is only watched
             return StepEvidence()
         due = max(sum(gradient.numel() for gradient in gradients), 1)
@@ -115,12 +116,6 @@ class Clues:
             gathered=self._gathered,
             roundoff=max([self._roundoff, *(roundoff(tensor.dtype) for tensor in [*parameters, *gradients])]),
         )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor; a DTensor says so itself."""
-    shard = getattr(tensor, "to_local", None)
-    return (shard() if callable(shard) else tensor).detach()
 
 
 def _digest(tensors: list[torch.Tensor]) -> str:
@@ -158,13 +153,7 @@ def between_ranks(ranks: Sequence[Steps], name: str, reduced: str = "") -> str:
 
 
 def between_sizes(reference: Sequence[Steps], other: Sequence[Steps], size: int) -> str:
-    """Return why a world of `size` gives another result than the reference world.
-
-    Args:
-        reference: What each rank of the reference world saw.
-        other: What each rank of the other world saw.
-        size: Number of ranks of the other world.
-    """
+    """Return why a world of `size` gives another result than the reference world."""
     for step, (before, after) in enumerate(zip(zip(*reference), zip(*other))):
         cause = _not_reduced(after, step) or _accumulation(before, after, step) or _scaled(before, after, step, size)
         if cause:

@@ -24,6 +24,8 @@ from fsdp_testing.train.on_rank import Job, RunSettings
 from fsdp_testing.train.report import TrainingDiffers, TrainingPartlyUndecided, TrainingUndecided
 from fsdp_testing.train.running import Failed, Runner, Start, Undecided
 
+__tracebackhide__ = True  # pytest shows the frames of whoever called, and what their ranks raised; not ours
+
 __all__ = ["TrainingDiffers", "TrainingPartlyUndecided", "TrainingUndecided", "check_training"]
 
 Train = Callable[[World], Mapping[str, Any]]

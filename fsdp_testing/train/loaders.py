@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from fsdp_testing.train.batches import on_cpu, row_digests
+from fsdp_testing.train.batches import local_part, on_cpu, row_digests
 
 _MOST_INDICES = 2**18
 _PURE = frozenset({"torch", "accelerate", "transformers", "lightning", "builtins"})
@@ -327,7 +327,7 @@ def _digest(tree: Any) -> str:
 
     def add(part: Any) -> None:
         if isinstance(part, torch.Tensor):
-            part = part.detach().cpu().contiguous()
+            part = local_part(part).cpu().contiguous()
             digest.update(f"{part.dtype} {tuple(part.shape)}".encode())
             digest.update(part.reshape(-1).view(torch.uint8).numpy().tobytes() if part.numel() else b"")
         elif isinstance(part, Mapping):

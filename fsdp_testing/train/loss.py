@@ -22,6 +22,8 @@ from fsdp_testing.train.disturbance import disturbed
 from fsdp_testing.train.quantities import Kind, Quantities, Quantity, rank_count
 from fsdp_testing.train.report import TrainingDiffers, TrainingUndecided
 
+__tracebackhide__ = True  # pytest shows the frames of whoever called, and what their ranks raised; not ours
+
 Loss = Callable[[nn.Module, Sequence[Any]], Any]
 Arrangement = tuple[int, int]
 """Number of ranks, and of micro-batches of each."""

@@ -66,6 +66,7 @@ class StepSeen:
         strange: How many tensors the optimizer steps that belong to no model that was seen.
         stepped: How many it steps.
         unreadable: Why parameters could not be read; empty if they were.
+        left_out: What else could not be read (the optimizer's state, buffers), with the reason.
         drew: Whether a forward drew random numbers from the default generator.
         batch_norm: Whether a model in training has batch norms that look at one rank's rows alone.
         generators: Digest of the state of each random generator of this process after the step, by the package it belongs to.
@@ -91,6 +92,7 @@ class StepSeen:
     strange: int = 0
     stepped: int = 0
     unreadable: str = ""
+    left_out: Mapping[str, str] = field(default_factory=dict)
     drew: bool = False
     batch_norm: bool = False
     generators: Mapping[str, str] = field(default_factory=dict)
@@ -121,6 +123,7 @@ class StepSeen:
             strange=self.strange + later.strange,
             stepped=self.stepped + later.stepped,
             unreadable=self.unreadable or later.unreadable,
+            left_out={**self.left_out, **later.left_out},
             generators=later.generators,
         )
 
@@ -157,12 +160,14 @@ class Observer:
         self._after_step, self._before_forward, self._about_to_step = after_step, before_forward, before_step
         self._forward = forward
         self._depth = 0
+        self._running: nn.Module | None = None
         self._stepping = 0  # an optimizer may be made of others, whose steps are parts of its own
         self._in_closure = False
         self._computed = Computed()
         self._collector = TermCollector(self.reader)
         self._made_rates: WeakKeyDictionary[torch.optim.Optimizer, list[float]] = WeakKeyDictionary()
         self._schedules: WeakKeyDictionary[LRScheduler, int] = WeakKeyDictionary()
+        self._ended = 0
         self._open = self._follows = False  # the last step may be followed by that of another optimizer
         self._ignoring = False
         self._start_step()
@@ -208,9 +213,10 @@ class Observer:
         observer = self
 
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - takes its place
-            if observer._depth == 0 and not compat.in_backward():
-                observer._close()
             outermost = observer._depth == 0 and torch.is_grad_enabled() and module.training
+            if observer._depth == 0 and not compat.in_backward():
+                # One rank alone may evaluate, and the others wait for it: a training is ended where all ranks train.
+                observer._close(may_end=outermost)
             if not outermost or next(module.parameters(), None) is None or compat.in_backward():
                 return original(module, *args, **kwargs)
             args, kwargs = observer._before_forward(args, kwargs)
@@ -218,6 +224,7 @@ class Observer:
             observer._step.rows += (rows,)
             state = torch.get_rng_state()
             observer._depth += 1
+            observer._running = module
             if not observer._in_closure:
                 observer._stepping, observer._ignoring = 0, False  # a step that raised has not ended
             try:
@@ -225,15 +232,20 @@ class Observer:
                 output = observer._forward(module, partial(original, module), (args, kwargs), place)
             finally:
                 observer._depth -= 1
+                observer._running = None
             observer._step.drew |= not torch.equal(state, torch.get_rng_state())
             observer._computed.add(output)
-            if observer.reader.add(module):
-                observer._hook(module)
+            observer._meet(module)
             if observer.keep_calls:
                 observer.calls.append(Call(on_cpu(args), on_cpu(kwargs), holds_a_loss(output)))
             return output
 
         return __call__
+
+    def _meet(self, model: nn.Module | None) -> None:
+        """Read a model from now on: once it was run, or inside its forward, which may make whole steps (of Lightning)."""
+        if model is not None and self.reader.add(model):
+            self._hook(model)
 
     def _hook(self, model: nn.Module) -> None:
         """See what each backward pass adds to gradients, before anything is reduced; of an engine its own steps."""
@@ -250,6 +262,7 @@ class Observer:
                 original(tensors, *args, **kwargs)
                 return
             roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            self._meet(self._running)
             self._close()
             self._clues.see_backward()
             self._collector.begin_pass()
@@ -318,8 +331,7 @@ class Observer:
             return None
         self._follows = self._open and not own
         if not self._follows:
-            if self._open:
-                self._end_last()
+            self._end_last()
             self._about_to_step(len(self.steps))
         given = once_gradients_are_there(lambda: self._see_given(optimizer), args, kwargs)
         self._in_closure = given is not None
@@ -327,7 +339,7 @@ class Observer:
 
     def _see_given(self, optimizer: torch.optim.Optimizer) -> None:
         reader, step = self.reader, self._step
-        reader.unreadable = ""
+        reader.unreadable, reader.left_out = "", {}
         step.evidence = self._clues.at_step(optimizer)
         step.terms = self._collector.at_step(optimizer)
         held = reader.held(optimizer)
@@ -352,6 +364,7 @@ class Observer:
         step.after |= _named(Kind.PARAMETER, reader.kept(reader.held(optimizer, gradients=False), "value"))
         step.after |= reader.moments(optimizer) | _named(Kind.BUFFER, reader.buffers())
         step.strange, step.stepped = reader.counts(optimizer)
+        step.left_out = reader.left_out
         step.settings, step.made_rates = settings_of(optimizer), tuple(self._made_rates.get(optimizer, ()))
         step.unreadable, step.batch_norm, step.share = reader.unreadable, reader.batch_norm(), reader.share()
         step.generators, step.idle_schedules = generators(), self._idle_schedules()
@@ -362,14 +375,16 @@ class Observer:
         self._open = True
         self._start_step()
 
-    def _close(self) -> None:
+    def _close(self, *, may_end: bool = True) -> None:
         """End the last step, if it is open: what follows it begins, and copies of weights have been copied back."""
-        if self._open and not self._stepping:
-            self._end_last()
+        if not self._stepping:
+            self._end_last(may_end=may_end)
 
-    def _end_last(self) -> None:
+    def _end_last(self, *, may_end: bool = True) -> None:
         self.finish()
-        self._after_step(len(self.steps))
+        if may_end and self._ended < len(self.steps):
+            self._ended = len(self.steps)
+            self._after_step(self._ended)
 
     def idle_passes(self) -> int:
         """Return how many backward passes a training made of which no optimizer steps and no weight moves."""

@@ -60,6 +60,7 @@ class Reader:
         self._held_by = held_by
         self.block = 0
         self.unreadable = ""
+        self.left_out: dict[str, str] = {}
         self._copies: dict[str, torch.Tensor] = {}
 
     def add(self, model: nn.Module) -> bool:
@@ -72,12 +73,12 @@ class Reader:
     def held(self, optimizer: torch.optim.Optimizer, *, gradients: bool = True) -> Held:
         """Return what is held of each parameter; of those that the optimizer steps as copies, the copies."""
         if self.models:
-            held = dict(self._of_models(partial(self._held_by, gradients=gradients), needed=True))
+            held = dict(self._of_models(partial(self._held_by, gradients=gradients)))
             self._find_copies(optimizer, held)
             return held | self._held_copies()
         listed = [(place, at, p) for place, g in enumerate(optimizer.param_groups) for at, p in enumerate(g["params"])]
         return self._read(
-            lambda: {f"parameter {at} of group {group}": pieces.of_parameter(p) for group, at, p in listed}, needed=True
+            lambda: {f"parameter {at} of group {group}": pieces.of_parameter(p) for group, at, p in listed}
         )
 
     def _find_copies(self, optimizer: torch.optim.Optimizer, held: Held) -> None:
@@ -128,7 +129,7 @@ class Reader:
 
     def waiting(self) -> Mapping[str, object]:
         """Return the parameters with a gradient that FSDP2 keeps on this rank, for a later backward to reduce."""
-        return self._of_models(lambda model: dict.fromkeys(unreduced_in(model)))
+        return self._of_models(lambda model: dict.fromkeys(unreduced_in(model)), "gradients that wait to be reduced")
 
     def gradients(self) -> Spans:
         """Return the gradients of the models, as they are."""
@@ -151,20 +152,21 @@ class Reader:
         """Return this rank's place along mesh axes by which parameters are sharded and that no FSDP gathers; empty without."""
         shares: dict[str, None] = {}
         for model in self.models:
-            shares |= self._read(partial(shares_in, model), needed=False)
+            shares |= self._read(partial(shares_in, model), "how a mesh shares parameters")
         return ", ".join(shares)
 
     def moments(self, optimizer: torch.optim.Optimizer) -> dict[Quantity, tuple[Span, ...]]:
         """Return what the optimizer keeps of each parameter."""
-        copies = self._read(lambda: moments_of_tensors(self._copies, optimizer, self.block), needed=False)
-        states = self._of_models(lambda model: moments_of(model, optimizer, self.block)) | copies
+        what = "the optimizer's state"
+        copies = self._read(lambda: moments_of_tensors(self._copies, optimizer, self.block), what)
+        states = self._of_models(lambda model: moments_of(model, optimizer, self.block), what) | copies
         return {
             Quantity(Kind.MOMENT, name, what): spans for name, state in states.items() for what, spans in state.items()
         }
 
     def buffers(self) -> Spans:
         """Return the buffers of the models that a checkpoint holds."""
-        return self._of_models(lambda model: buffers_of(model, self.block))
+        return self._of_models(lambda model: buffers_of(model, self.block), "buffers")
 
     def batch_norm(self) -> bool:
         """Whether a model in training has batch norms that look at one rank's rows alone."""
@@ -173,20 +175,24 @@ class Reader:
     def _held_copies(self) -> dict[str, tuple[Piece, ...]]:
         return {name: pieces.of_parameter(copy) for name, copy in self._copies.items()}
 
-    def _of_models(self, read: Callable[[nn.Module], Mapping[str, _T]], *, needed: bool = False) -> dict[str, _T]:
+    def _of_models(self, read: Callable[[nn.Module], Mapping[str, _T]], what: str = "") -> dict[str, _T]:
         """Return what is read of each model by name; those of a second one have its number before them."""
         named = [(f"model {number}: " if number else "", model) for number, model in enumerate(self.models)]
         return self._read(
-            lambda: {prefix + name: value for prefix, m in named for name, value in read(m).items()}, needed=needed
+            lambda: {prefix + name: value for prefix, m in named for name, value in read(m).items()}, what
         )
 
-    def _read(self, read: Callable[[], dict[str, _T]], *, needed: bool) -> dict[str, _T]:
+    def _read(self, read: Callable[[], dict[str, _T]], what: str = "") -> dict[str, _T]:
+        """Return what is read; where it cannot be, nothing, and keep why: of parameters, or of `what` else."""
         # An optimizer or tensor of a kind that nobody thought of must not end a training that is only watched.
         try:
             return read()
         except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
-            if needed:
-                self.unreadable = f"{type(error).__name__}: {error}"
+            why = f"{type(error).__name__}: {error}"
+            if what:
+                self.left_out[what] = why
+            else:
+                self.unreadable = why
             return {}
 
 

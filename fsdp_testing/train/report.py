@@ -165,15 +165,7 @@ def training_sheet(
     environment: Mapping[str, str],
     **_: Any,
 ) -> Sheet:
-    """Return the verdict as a sheet.
-
-    Args:
-        report: The verdict.
-        arguments: Of the script.
-        steps: How many were compared at most.
-        seconds: How long it took.
-        environment: Versions.
-    """
+    """Return the verdict as a sheet."""
     articles = []
     for judgement in report.judgements:
         told = [*judgement.compared, *judgement.unknown]
@@ -197,14 +189,7 @@ def training_sheet(
 def compared_lines(
     run: WholeRun, names: Sequence[Quantity], left_out: Sequence[str], remarks: Sequence[str]
 ) -> tuple[str, ...]:
-    """Return what was compared at each step, and what was not and why.
-
-    Args:
-        run: The world.
-        names: Of the quantities that were compared.
-        left_out: What was not, and why.
-        remarks: More lines.
-    """
+    """Return what was compared at each step, and what was not and why."""
     chosen = set(names)
     order = [key for key in run.quantities if key in chosen]
     listed = [str(key) for key in order if key.kind not in (*KINDS, Kind.SETTING, Kind.COPY, Kind.END)]

@@ -26,14 +26,7 @@ from fsdp_testing.train.whole import WholeRun, initial, initial_state, together
 
 
 def judge_resumed(runner: Runner, runs: Mapping[int, WholeRun], size: int, others: tuple[int, ...]) -> Judgement:
-    """Stop a script on `size` ranks and go on with each of `others`.
-
-    Args:
-        runner: Runs it; its launch says before which step to stop.
-        runs: By number of ranks, those that were not stopped.
-        size: Ranks of the run that is stopped.
-        others: Numbers of ranks on which it goes on.
-    """
+    """Stop a script on `size` ranks and go on with each of `others`."""
     at, name = runner.start.resume_at, f"--resume-at {runner.start.resume_at}"
     folder = Path(runner.pool.shared_directory("fsdp-verify-resume-"))
     compared = []

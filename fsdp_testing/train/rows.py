@@ -83,15 +83,7 @@ def _is_one_dataset(own: LoaderSeen, ranks: Sequence[LoaderSeen]) -> bool:
 def _of_pass(
     own: LoaderSeen, ranks: Sequence[LoaderSeen], expected: Pass, shares: Sequence[Pass], indexed: bool
 ) -> str:
-    """Return how many rows of a pass are lost or taken twice; empty if none, or if nobody knows.
-
-    Args:
-        own: The loader of one process.
-        ranks: Those of the ranks.
-        expected: The pass of one process.
-        shares: Those of the ranks.
-        indexed: Whether indices say which row is which.
-    """
+    """Return how many rows of a pass are lost or taken twice; empty if none, or if nobody knows."""
     here = Counter(expected.indices if indexed else expected.rows)
     own_rows = [Counter(share.indices if indexed else share.rows) for share in shares]
     there = sum(own_rows, Counter[str]())

@@ -89,12 +89,7 @@ class ScriptJob(Job):
 
 
 def run_script(job: ScriptJob, arguments: Sequence[str] = ()) -> dict[str, Any]:
-    """Run the script to its end and return its globals.
-
-    Args:
-        job: The script.
-        arguments: After its own.
-    """
+    """Run the script to its end and return its globals."""
     argv, path = list(sys.argv), list(sys.path)
     main = sys.modules.get("__main__")
     try:
@@ -164,11 +159,7 @@ def _of_exit(script: str, end: SystemExit) -> str:
 
 @contextmanager
 def _without_dropout(active: list[bool]) -> Iterator[None]:
-    """Switch dropout off: masks are drawn for the rows of a rank, which are others in each world.
-
-    Args:
-        active: Filled if any would have been active.
-    """
+    """Switch dropout off: masks are drawn for the rows of a rank, which are others in each world."""
     functional = torch.nn.functional
     real_attention = functional.scaled_dot_product_attention
 

@@ -123,7 +123,7 @@ def assembled(ranks: Sequence[tuple[Span, ...]]) -> tuple[torch.Tensor, int | No
     first = spans[0][1]
     if any(span.block > 1 for _, span in spans):
         return _assembled_sums(spans)
-    full = torch.full((torch.Size(first.shape).numel(),), torch.nan, dtype=first.values.dtype)
+    full = torch.zeros(torch.Size(first.shape).numel(), dtype=first.values.dtype)
     known, odd = torch.zeros(full.numel(), dtype=torch.bool), None
     for rank, span in spans:
         here = slice(span.start, span.stop) if span.places is None else span.places
@@ -132,6 +132,9 @@ def assembled(ranks: Sequence[tuple[Span, ...]]) -> tuple[torch.Tensor, int | No
             odd = rank
         full[here] = torch.where(again, full[here], span.values)
         known[here] = True
+    if not bool(known.all()):
+        full = full if full.is_floating_point() or full.is_complex() else full.double()  # integers have no NaN
+        full[~known] = torch.nan
     return full.view(first.shape), odd
 
 

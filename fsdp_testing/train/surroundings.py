@@ -127,12 +127,7 @@ def _see(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _own(path: str, *, empty: bool) -> None:
-    """Put aside the file of a link in the run's folder, and take note of files elsewhere.
-
-    Args:
-        path: Of the file that is to be written.
-        empty: Whether its old content goes anyway.
-    """
+    """Put aside the file of a link in the run's folder, and take note of files elsewhere."""
     place = Path(path)
     full = place.parent.resolve() / place.name
     if _written_in and not full.is_relative_to(_written_in[-1]) and full.parts[1:2] not in (("dev",), ("proc",)):

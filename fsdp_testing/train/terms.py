@@ -23,9 +23,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsdp_testing.adapters.shared import pieces
 from fsdp_testing.oracle.models import roundoff
 from fsdp_testing.train.deepspeed_engine import is_engine
-from fsdp_testing.train.holdings import Held, Site, block_in, sites_in
+from fsdp_testing.train.holdings import Held, Site, block_in, sites_in, spans_of
 from fsdp_testing.train.reading import Reader
-from fsdp_testing.train.spans import span_of
 
 _STEPS, _MOST_NUMBERS = 4, 2**20
 """Of how many steps terms are kept, and how many numbers of each."""
@@ -138,8 +137,8 @@ class TermCollector:
             self._views |= names
         if not names:
             return
-        (piece,) = pieces.of_tensor(gradient)
-        term = span_of(piece, gradient, self._block).values
+        (whole,) = spans_of(pieces.of_tensor(gradient), "value", self._block)
+        term = whole.values
         self._roundoff = max(self._roundoff, roundoff(gradient.dtype))
         for name in names:
             known = self._passes[-1].get(name)

@@ -280,10 +280,6 @@ def own_parts(ranks: Sequence[RankReport], alone: WholeRun) -> tuple[str, ...]:
 
     Those with other numbers on some ranks before the first step, or with another shape than in the reference world; and the
     others of their modules, which may begin alike.
-
-    Args:
-        ranks: What each rank reported.
-        alone: The reference world.
     """
     shapes = {key.name: tuple(values[0].shape) for key, values in initial(alone).items()}
     first: dict[str, list[Spans]] = {}

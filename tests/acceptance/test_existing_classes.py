@@ -213,6 +213,7 @@ def test_torchs_classes_end_as_their_processes_did(run_folder, tmp_path: Path) -
         assert re.search(reason, verdict.text)
     assert {word for name, word in found.items() if name not in failed} == {"PASSED"}
     assert "rank 1 raised ValueError: this is why" in verdict.text
+    assert "test_classes/torch_classes.py:" not in verdict.text, "what the ranks raised comes first, not our frames"
     assert "rank 1 died by SIGKILL" in verdict.text
     assert "rank 0 ended with exit code 0; rank 1 ended with exit code 74" in verdict.text
     assert "got no process" in verdict.text

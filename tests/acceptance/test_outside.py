@@ -307,6 +307,7 @@ def test_another_plugins_time_limit_and_an_interrupt_say_where_each_rank_waits(r
     verdict = run(ENDED_FROM_OUTSIDE)
     assert verdict.code == pytest.ExitCode.INTERRUPTED
     assert "the time limit of another plugin" in verdict.text
+    assert verdict.text.count("::test_interrupted: 2 of 2 ranks were running") == 1, "told once"
     for test in ("test_with_a_limit", "test_interrupted"):
         account = verdict.text.partition(f"::{test}: 2 of 2 ranks were running\n")[2]
         for part in ("rank 0 was stopped", "in stop_the_controller", "rank 1 was stopped", "in stop_the_controller"):

@@ -103,6 +103,8 @@ _NOT_CLAIMED = frozenset(
         "unit_alone",
         # Units keep to the parameters that they flattened.
         "modules_replaced",
+        # That a backward begins is seen by the gradients of a unit's outputs.
+        "hidden_recomputation",
         *SETTINGS,
     }
 )

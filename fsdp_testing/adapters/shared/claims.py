@@ -42,6 +42,7 @@ REPLICATED = EVERYWHERE | {
     "strided_parameters",
     "mixed_dtype_units",
     "loss_bypasses_output",
+    "hidden_recomputation",
     "inplace_on_output",
     "forward_edits",
     "error_if_nonfinite",

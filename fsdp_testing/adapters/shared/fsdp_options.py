@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_testing.adapters.protocol import Precision, Setup, WrapPolicy
-from fsdp_testing.adapters.shared.checkpointing import checkpoint_modules
-from fsdp_testing.adapters.shared.sites import innermost_first, replace_module
+from fsdp_testing.adapters.shared.checkpointing import checkpoint_modules, innermost_first, replace_module
 
 STRATEGIES = {
     "full_shard": "FULL_SHARD",

@@ -49,9 +49,9 @@ def of_parameter(parameter: torch.Tensor) -> tuple[Piece, ...]:
 
 
 def of_tensor(tensor: torch.Tensor) -> tuple[Piece, ...]:
-    """Pieces of one tensor, as values."""
+    """Pieces of one tensor, as values; of one that is sparse, as it is when dense."""
     if not isinstance(tensor, DTensor):
-        return (whole(tensor),)
+        return (whole(tensor if tensor.layout is torch.strided else tensor.to_dense()),)
     shape, flag = tuple(tensor.shape), tensor.requires_grad
     local, box = tensor.to_local().detach(), local_box(shape, tensor.device_mesh, tensor.placements)
     return tuple(Piece(shape, a, b, view, requires_grad=flag) for a, b, view in _runs(shape, box, local))
@@ -104,7 +104,11 @@ def _runs(shape: tuple[int, ...], box: Box, local: torch.Tensor) -> Iterator[tup
 def optimizer_state(
     named: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
 ) -> dict[str, dict[str, StateEntry]]:
-    """Return the optimizer's state by parameter name: tensors shaped like the parameter as pieces, scalars as floats."""
+    """Return the optimizer's state by parameter name: tensors as pieces, single numbers as floats.
+
+    Raises:
+        InvalidImplementation: A state of a DTensor is a plain tensor of another shape: nobody knows which part this rank has.
+    """
     result: dict[str, dict[str, StateEntry]] = {}
     for fqn, parameter in named.items():
         state = optimizer.state.get(parameter)
@@ -112,10 +116,16 @@ def optimizer_state(
             continue
         result[fqn] = {}
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and name != "step":
-                result[fqn][name] = of_tensor(value)
-            elif isinstance(value, (torch.Tensor, int, float)):
+            single = isinstance(value, torch.Tensor) and value.numel() == 1 and value.shape != parameter.shape
+            if isinstance(value, (int, float)) or single or name == "step":
                 result[fqn][name] = float(value)
+            elif isinstance(value, torch.Tensor):
+                if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.shape != parameter.shape:
+                    raise InvalidImplementation(
+                        f"the optimizer's {name!r} of {fqn} is a plain tensor of shape {tuple(value.shape)}, and the parameter a "
+                        f"DTensor of shape {tuple(parameter.shape)}: expected a DTensor, or the parameter's shape."
+                    )
+                result[fqn][name] = of_tensor(value)
     return result
 
 

@@ -22,9 +22,8 @@ from torch.distributed.tensor import Shard
 from fsdp_testing.adapters.adapter import TorchStyle
 from fsdp_testing.adapters.protocol import Division, Piece, Precision, Setup, StateEntry
 from fsdp_testing.adapters.shared import naming, pieces
-from fsdp_testing.adapters.shared.checkpointing import checkpoint_modules
+from fsdp_testing.adapters.shared.checkpointing import checkpoint_modules, innermost_first, parameters_of
 from fsdp_testing.adapters.shared.claims import SHARDED
-from fsdp_testing.adapters.shared.sites import innermost_first, parameters_of
 from fsdp_testing.adapters.torch import saved_state, unit_trace
 from fsdp_testing.errors import InvalidImplementation
 

@@ -196,16 +196,8 @@ def _legal_wrapping(plan: WrappingPlan, tree: Mapping[str, Any], tensor_parallel
 
 
 def _may_run_again(tree: Mapping[str, Any], module: str) -> bool:
-    """Whether running a module again in backward changes no number, and backward is seen to begin from every output.
-
-    What a forward writes to a buffer is written twice then. Where a tensor leaves a unit in an object that nobody looks into,
-    nobody knows that its parameters are needed again.
-    """
-    places = list(every(walk(tree)))
-    opaque = [tree.get("output"), *(get(p.node, "returns") for p in places if p.node["kind"] == "group")]
-    if "opaque" in opaque or any(p.node["kind"] == "group" and get(p.node, "keeps") for p in places):
-        return False
-    inside = [p.node for p in places if f"{p.fqn}.".startswith(f"{module}.")]
+    """Whether running a module again in backward changes no number: what a forward writes to a buffer is written twice then."""
+    inside = [place.node for place in every(walk(tree)) if f"{place.fqn}.".startswith(f"{module}.")]
     return not any(node["kind"] == "buffer" and get(node, "style") != "constant" for node in inside)
 
 
@@ -328,9 +320,27 @@ def needs_of_case(case: Case) -> frozenset[str]:
     needs |= needs_of(case.model.tree, units)
     for later in plans_of(case)[1:]:
         needs |= needs_of(case.model.tree, later)
+    if case.wrapping.checkpointed and any(_recomputes_unseen(case, plan) for plan in plans_of(case)):
+        needs.add("hidden_recomputation")
     if _mixes_frozen(case, units):
         needs.add("frozen_mixed_unit")
     return frozenset(needs)
+
+
+def _recomputes_unseen(case: Case, units: tuple[str, ...]) -> bool:
+    """Whether a module runs again inside a unit of which nobody sees that its backward begins.
+
+    Its outputs are in objects of the user's own, or a tensor that it kept is used instead. A unit that runs again as a whole
+    is gathered by its own forward.
+    """
+    tree, plan = case.model.tree, case.wrapping
+    groups = [place for place in every(walk(tree)) if place.node["kind"] == "group"]
+    hidden = {g.fqn for g in groups if get(g.node, "returns") == "opaque" or get(g.node, "keeps")}
+    hidden |= {""} if tree.get("output") == "opaque" else set()
+    if plan.policy is not None or has_alias(tree["nodes"]):
+        return bool(hidden)  # which unit a module is in is not known
+    again = [name for name in plan.checkpointed if not (plan.checkpoint_outside and name in units)]
+    return any(unit_of(name, units) in hidden for name in again)
 
 
 def _needs_of_zoo(case: Case) -> set[str]:
@@ -338,6 +348,8 @@ def _needs_of_zoo(case: Case) -> set[str]:
     if model is None:
         return set()
     needs = set(model.needs)
+    if case.wrapping.checkpointed and needs & {"opaque_outputs", "loss_bypasses_output"}:
+        needs.add("hidden_recomputation")
     if all(set(model.units) <= set(units) for units in plans_of(case)):
         return needs
     # Parts that are units of their own in the plan that the zoo suggests may meet in one unit.

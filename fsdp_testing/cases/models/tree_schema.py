@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdp_testing.cases.records import Case, check_case
 from fsdp_testing.errors import InvalidRecord
 
 Node = dict[str, Any]
@@ -76,6 +77,17 @@ def check_tree(tree: Any, where: str = "case.model.tree") -> None:
         raise InvalidRecord(f"{where}: {'; '.join(problems)}. Mend the document.")
 
 
+def check_case_with_tree(case: Case, where: str) -> None:
+    """Check what must hold of a case as a whole, its tree included, which is plain data until a model is made of it.
+
+    Raises:
+        InvalidRecord: Every offender is listed.
+    """
+    check_case(case, where)
+    if case.model.tree is not None:
+        check_tree(case.model.tree, f"{where}.model.tree")
+
+
 def _problems_of_root(tree: Mapping[str, Any]) -> Iterator[str]:
     if type(tree.get("width")) is not int or not 1 <= tree["width"] <= _LARGEST:
         yield f"width: expected an integer from 1 to {_LARGEST}, got {tree.get('width')!r}"
@@ -101,7 +113,7 @@ def _problems(nodes: Any, where: str) -> Iterator[str]:
         name = node.get("name")
         if not isinstance(name, str) or not name.isidentifier() or name.startswith("_") or name in names:
             yield f"{here}.name: expected an identifier of its own, got {name!r}"
-        names.add(name)
+        names.add(str(name))
         if kind == "group":
             yield from _problems(node.get("nodes", []), f"{here}.nodes")
 

@@ -15,12 +15,11 @@ from fsdp_testing.cases.operations.full_parameters import (
     Thaw,
     UnshardFirst,
 )
-from fsdp_testing.cases.operations.interrupting import Interrupt
 from fsdp_testing.cases.operations.micro_batches import Forward, ForwardBackward, LocalMicroBatches, SeveralForwards
 from fsdp_testing.cases.operations.operation import Batch, Operation, missing_facets
 from fsdp_testing.cases.operations.optimizing import BuildOptimizer, Clip, Observe, SetLr, Step, ZeroGrad
 from fsdp_testing.cases.operations.reloading import Reload, Save, TrainElsewhere
-from fsdp_testing.cases.operations.unusual_backwards import UnusualBackward
+from fsdp_testing.cases.operations.unusual_backwards import Interrupt, UnusualBackward
 from fsdp_testing.errors import InvalidRecord
 
 ALL: tuple[type[Operation], ...] = (

@@ -6,7 +6,7 @@ tensors that the implementation hands out; in any other file of the engine it wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fsdp_testing.errors import InvalidImplementation
@@ -16,9 +16,15 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def set_requires_grad(parameters: Iterable[torch.Tensor], flag: bool) -> None:
-    """Freeze or thaw parameters."""
-    for parameter in parameters:
+def set_requires_grad(chosen: Sequence[tuple[str, torch.Tensor]], patterns: Sequence[str], flag: bool) -> None:
+    """Freeze or thaw the parameters that match patterns.
+
+    Raises:
+        LookupError: None does. Names were examined before any case ran: the wrapped model has lost the parameters since.
+    """
+    if not chosen:
+        raise LookupError(f"expected a parameter of the wrapped model that matches {patterns}, got none")
+    for _, parameter in chosen:
         parameter.requires_grad_(flag)
 
 

@@ -35,7 +35,6 @@ from fsdp_testing.cases.records.event import (
     UnitEvent,
     WaitEvent,
 )
-from fsdp_testing.cases.records.failure import ENDS_RANKS, LOSES_RANKS, RAISES, FailureKind, Mismatch
 from fsdp_testing.cases.records.finding import (
     NOTHING_COMPARED,
     ExpectedFailure,
@@ -71,6 +70,8 @@ from fsdp_testing.cases.records.portrait import (
 from fsdp_testing.cases.records.schedule import PlannedOperation, plan, void_operations
 from fsdp_testing.cases.records.specs import (
     STRATEGIES,
+    UNDERFLOW,
+    UNIT_ROUNDOFF,
     MixedPrecisionSpec,
     ModelSpec,
     OptimizerSpec,
@@ -78,5 +79,13 @@ from fsdp_testing.cases.records.specs import (
     WorldSpec,
     WrappingPlan,
 )
-from fsdp_testing.cases.records.tolerance import UNDERFLOW, UNIT_ROUNDOFF
-from fsdp_testing.cases.records.verdict import Verdict, exit_code, merge
+from fsdp_testing.cases.records.verdict import (
+    ENDS_RANKS,
+    LOSES_RANKS,
+    RAISES,
+    FailureKind,
+    Mismatch,
+    Verdict,
+    exit_code,
+    merge,
+)

@@ -89,6 +89,7 @@ CAPABILITIES: dict[str, str] = {
     "tensor_hooks": "a hook on a parameter is given the rank's own gradient before it is reduced, and may replace it",
     "accumulation_hooks": "a hook that runs after accumulation finds a parameter's reduced gradient",
     "activation_checkpointing": "units recompute their forward in backward",
+    "hidden_recomputation": "modules recompute inside a unit that returns objects of a user's own, or whose kept tensor is used",
     "reentrant_checkpointing": "the recomputation may be reentrant: a backward inside the backward",
     "meta_init": "modules on the meta device are materialized while wrapping",
     "sync_module_states": "rank 0's parameters and buffers are broadcast while wrapping",

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 
 from fsdp_testing.base.document import ADDED_LATER
 from fsdp_testing.cases.records.case import Case
-from fsdp_testing.cases.records.failure import LOSES_RANKS, RAISES, FailureKind, Mismatch
 from fsdp_testing.cases.records.portrait import Portrait
-from fsdp_testing.cases.records.verdict import Verdict
+from fsdp_testing.cases.records.verdict import LOSES_RANKS, RAISES, FailureKind, Mismatch, Verdict
 
 
 class Measure(enum.StrEnum):

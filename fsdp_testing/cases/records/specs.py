@@ -8,6 +8,13 @@ from typing import Any
 
 from fsdp_testing.base.document import ADDED_LATER
 
+UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+"""Half the distance from 1 to the next number, by dtype name. To first order k roundings of terms of magnitude m are off by at
+most k * u * m (Higham, "Accuracy and Stability of Numerical Algorithms", chapter 3): every bound is derived so."""
+
+UNDERFLOW = {"float64": 2.0**-1074, "float32": 2.0**-150, "float16": 2.0**-25, "bfloat16": 2.0**-134}
+"""Half the smallest positive number (for float64 that number itself): what rounding a number near 0 may be off."""
+
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 OPTIMIZERS = ("sgd", "adamw", "adam")
 POLICIES = ("module_class", "size", "always")

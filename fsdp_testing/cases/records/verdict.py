@@ -1,4 +1,4 @@
-"""What a check may say, and how several verdicts become one.
+"""What a check may say, how several verdicts become one, and the ways in which a case fails: one list for every report and rule.
 
 The core is three-valued: a claim holds (`PASS`), is refuted (`FAIL`), or nothing is known (`UNKNOWN`: the check
 crashed, the pool was lost, an adapter misbehaved). `NOT_CLAIMED` means that nothing was asked, because the
@@ -50,3 +50,60 @@ def exit_code(verdicts: Iterable[Verdict]) -> int:
     """Return the documented exit code: 0 all hold, 1 one failed, 3 one is unknown (and none failed)."""
     merged = merge([*verdicts, Verdict.NOT_CLAIMED])
     return {Verdict.FAIL: 1, Verdict.UNKNOWN: 3}.get(merged, 0)
+
+
+_FORMER = {"desynchronised": "uncoordinated"}
+
+
+class FailureKind(enum.StrEnum):
+    """What sort of failure it is; documents of earlier versions may call `uncoordinated` `desynchronised`."""
+
+    DIVERGED = "diverged"
+    """Numbers are not those of the oracle."""
+    DISAGREED = "disagreed"
+    """Ranks contradict one another."""
+    MISSING = "missing"
+    """A rank did not report it, or no rank has it."""
+    RAISED = "raised"
+    """Every rank raised."""
+    ONE_RAISED = "one_raised"
+    """Some ranks raised; the others went on or waited."""
+    UNCOORDINATED = "uncoordinated"
+    """Ranks issued different collectives, or events in an order that sharding forbids."""
+    RACE = "race"
+    """Nothing orders two uses of memory on different streams."""
+    KEPT = "kept"
+    """Full parameters stay in memory that must be given up."""
+    EXCESS = "excess"
+    """More is communicated than the strategy needs."""
+    LEAKED = "leaked"
+    """State of the process, or the model itself, outlives the case."""
+    DIED = "died"
+    """A process ended."""
+    HUNG = "hung"
+    """A process did not come back in time."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> FailureKind | None:
+        return cls(_FORMER[value]) if isinstance(value, str) and value in _FORMER else None
+
+
+RAISES = frozenset({FailureKind.RAISED, FailureKind.ONE_RAISED})
+"""Exceptions, on all ranks or on some."""
+
+LOSES_RANKS = frozenset({FailureKind.DIED, FailureKind.HUNG})
+"""Failures that cost a process; an overloaded machine can cause one, too."""
+
+ENDS_RANKS = LOSES_RANKS | {FailureKind.ONE_RAISED, FailureKind.UNCOORDINATED}
+"""Failures after which the ranks cannot go on together."""
+
+
+class Mismatch(enum.StrEnum):
+    """In what a quantity differs from what is expected of it."""
+
+    NUMBERS = "is off"
+    NONE = "is None"
+    NOT_NONE = "holds numbers"
+    DTYPE = "has another dtype"
+    SHAPE = "has another shape"
+    REQUIRES_GRAD = "has another requires_grad"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_testing.base.document import Format, decode, encode
+from fsdp_testing.cases.models.tree_schema import check_case_with_tree
 from fsdp_testing.cases.records import Case, Overrun
 from fsdp_testing.judging.known import Rule
 from fsdp_testing.judging.signature import Signature, as_pattern
@@ -97,4 +98,6 @@ class Discovery:
         body = FORMAT.read(text, where)
         # A case is a document of its own inside this one, so that it can be taken out and run.
         cases = {name: Case.from_json(body[name], f"{where}.{name}") for name in _CASES if name in body}
+        for name, case in cases.items():
+            check_case_with_tree(case, f"{where}.{name}")
         return decode(cls, {**body, **{name: encode(case) for name, case in cases.items()}}, where)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_testing.base.document import Format, decode
+from fsdp_testing.base.document import Format, decode, load_toml
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.judging.known import KnownFailures, Rule, check_rules, read_known
 
@@ -156,8 +156,7 @@ def read_rules(text: str, where: str, name: str) -> KnownFailures:
     Raises:
         InvalidRecord: It is neither, or damaged.
     """
-    try:
-        document = tomllib.loads(text)
-    except ValueError:
+    if text.lstrip().startswith("{"):  # no TOML begins so
         return read_known(text, where)
+    document = load_toml(text, where)
     return rules_of(read_list(document, where), name)

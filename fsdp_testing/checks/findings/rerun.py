@@ -13,6 +13,7 @@ import torch
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.base.document import load_json
 from fsdp_testing.cases.drawing import legal_case, needs_of_case
+from fsdp_testing.cases.models.tree_schema import check_case_with_tree
 from fsdp_testing.cases.records import Case, RunReport, outcome
 from fsdp_testing.checks.findings import discovery
 from fsdp_testing.errors import InvalidArgument, InvalidRecord
@@ -50,6 +51,8 @@ def read_recorded(path: Path) -> list[Recorded]:
         cases = [
             Recorded(finding.case, result.implementation) for result in report.results for finding in result.findings
         ]
+        for met in cases:
+            check_case_with_tree(met.case, str(path))
         if not cases:
             raise InvalidRecord(
                 f"{path}: expected a report with failures, got one without. There is nothing to replay."
@@ -60,6 +63,7 @@ def read_recorded(path: Path) -> list[Recorded]:
 
 def _checked(case: Case, path: Path) -> Case:
     """Return a case that is run as it is written; refuse one of which parts would be dropped."""
+    check_case_with_tree(case, str(path))
     legal = legal_case(case)
     if legal != case:
         where = "model.tree" if legal.model != case.model else "wrapping, program or world"

@@ -71,6 +71,10 @@ RECOMPUTATION: tuple[Check, ...] = (
           *(cases("mlp", *accumulated(0, 1, 2), Observe(), Step(), ZeroGrad(), *iteration(3),
                   wrapping=recomputed("mlp", outside=outside), optimizer=PLAIN_SGD) for outside in (False, True)),
           source="pytorch PR 90546"),
+    check("activation_checkpointing.hidden",
+          "A unit whose outputs are in an object of the user's own, or whose kept tensor is used, may run again.",
+          *(cases(model, *iterations(2), wrapping=recomputed(model)) for model in ("cached_intermediate", "opaque_output")),
+          source="pytorch issue 173709", needs={"hidden_recomputation"}),
     # A forward without gradients never runs again, and must leave nothing for a later backward.
     check("activation_checkpointing.after_no_grad",
           "A forward without gradients between recomputed iterations changes nothing.",

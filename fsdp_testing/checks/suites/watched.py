@@ -28,7 +28,7 @@ from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.judging.checkers import agreement, event_rules
 from fsdp_testing.judging.checkers.event_rules import Rule, TracedObservation
 from fsdp_testing.judging.checkers.explain import finding
-from fsdp_testing.oracle import gathered_state, models, rank_jobs
+from fsdp_testing.oracle import assemble, models, rank_jobs
 from fsdp_testing.oracle.execute import RankProgram
 from fsdp_testing.oracle.quantities import Comparison, Expectation, Expected, ExpectedPoint, Quantity
 from fsdp_testing.ranks.pool import Failed
@@ -64,7 +64,7 @@ def review_pair(case: Case, ranks: Sequence[RankObservation], expectation: Expec
     if len(references) != len(ranks) or wrong:
         got = next((rank.error.message for rank in references if rank.error is not None), "it reported nothing")
         raise HarnessError(f"second oracle: expected DDP to run {case.identity}, got {got}. Run the case by itself.")
-    states = gathered_state.states(references)
+    states = assemble.states(references)
     points = tuple(_point(point, states[point.index]) for point in expectation.points if point.index in states)
     if expectation.notes.get("mode") == "lockstep":
         # Each bound is that of one operation, from the implementation's own state: DDP's is the same before the first.
@@ -79,7 +79,7 @@ def review_pair(case: Case, ranks: Sequence[RankObservation], expectation: Expec
     return finding
 
 
-def _point(point: ExpectedPoint, state: gathered_state.GatheredState) -> ExpectedPoint:
+def _point(point: ExpectedPoint, state: assemble.GatheredState) -> ExpectedPoint:
     quantities: dict[Quantity, Expected] = {}
     for quantity, expected in point.quantities.items():
         values = {"value": state.values, "gradient": state.gradients}.get(quantity.kind)

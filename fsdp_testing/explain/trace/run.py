@@ -44,11 +44,6 @@ class Trace:
 def trace(name: str, case: Case, on_ranks: OnRanks | None = None) -> Trace:
     """Run `case` through implementation `name` and return what every rank did.
 
-    Args:
-        name: Implementation.
-        case: The case.
-        on_ranks: Runs it; by default on the pool of this process.
-
     Raises:
         WorldFailed: The case did not run to its end on every rank; the message is the account of every rank.
     """

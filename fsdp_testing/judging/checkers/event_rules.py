@@ -165,13 +165,7 @@ def _overrun(case: Case, ranks: Sequence[TracedObservation], *measures: Measure)
 
 
 def accounts_of(case: Case, events: Sequence[Event], units: Collection[str]) -> list[OperationAccount]:
-    """Return what each operation put on the wire and left unsharded, by the events of one rank.
-
-    Args:
-        case: What ran.
-        events: In order.
-        units: Those with parameters.
-    """
+    """Return what each operation put on the wire and left unsharded, by the events of one rank."""
     unsharded: dict[str, int] = {}
     accounts: list[OperationAccount] = []
     for index in range(-1, len(case.program)):

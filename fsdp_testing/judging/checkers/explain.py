@@ -47,12 +47,7 @@ def finding_of(case: Case, divergence: Divergence, divergences: Sequence[Diverge
 
 
 def raised_finding(case: Case, errors: Mapping[int, RaisedError]) -> Finding:
-    """Return the finding that ranks raised, reported by the earliest one.
-
-    Args:
-        case: The case.
-        errors: What each rank raised, by rank; not empty.
-    """
+    """Return the finding that ranks raised, reported by the earliest one."""
     _, error = min(errors.items(), key=lambda item: (item[1].index, item[0]))
     line = next(iter(error.message.strip().splitlines()), "")
     everyone = len(errors) == case.world.size

@@ -23,13 +23,7 @@ from fsdp_testing.cases.records import OperationResult
 
 
 def check_results(tally: Compared, point: ExpectedPoint, results: Sequence[OperationResult | None]) -> None:
-    """Compare every result of one operation.
-
-    Args:
-        tally: Takes what is found.
-        point: What the oracle says.
-        results: What each rank reports, by rank.
-    """
+    """Compare every result of one operation."""
     for quantity, expected in point.quantities.items():
         result = results[quantity.rank]
         actual = None if result is None else result.values.get(quantity.name)

@@ -18,6 +18,8 @@ from fsdp_testing.ranks.pool.channel import dumps
 from fsdp_testing.ranks.pool.hygiene import ENDS_WITH_PROCESS
 from fsdp_testing.ranks.pool.targets import Target
 
+__tracebackhide__ = True  # pytest shows the frames of whoever called, and what their ranks raised; not ours
+
 _LAUNCHERS = ("_launch_daemonic_procs", "_launch_non_daemonic_procs")
 _NEEDED = (*_LAUNCHERS, "_dist_run", "_dist_destroy")
 _IN_RANK = "fsdp_testing.plugin.test_classes.in_rank"

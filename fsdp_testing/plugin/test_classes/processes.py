@@ -20,6 +20,8 @@ from fsdp_testing.errors import PoolBroken, WorldFailed
 from fsdp_testing.ranks.pool import Fate, Pool, PooledWorld, RankOutcome, WorldOutcome
 from fsdp_testing.ranks.pool.outcome import left_behind, rank_names
 
+__tracebackhide__ = True  # pytest shows the frames of whoever called, and what their ranks raised; not ours
+
 _IMPORTED_AHEAD = ("torch", "numpy", "expecttest")
 # They start processes, threads or a web server when they are imported.
 _NEVER = ("torch._inductor.compile_worker", "torch.utils.tensorboard")

@@ -25,6 +25,8 @@ from fsdp_testing.plugin.test_classes.processes import Ended, Processes, was_los
 from fsdp_testing.ranks.pool.hygiene import ENDS_WITH_PROCESS
 from fsdp_testing.ranks.pool.targets import Target, target_of
 
+__tracebackhide__ = True  # pytest shows the frames of whoever called, and what their ranks raised; not ours
+
 _HOME = "torch.testing._internal.common_distributed"
 _IN_RANK = "fsdp_testing.plugin.test_classes.in_rank"
 _REPLACED = "_fsdp_testing_pool"

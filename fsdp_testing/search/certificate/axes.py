@@ -1,28 +1,21 @@
-"""The axes of small cases: one table for each, the simplest value first; a cell is one value of each, and has one case.
+"""The axes of small cases: one table for each, the simplest value first; a cell is one value of each.
 
-Two optimizer steps; every layer is three wide, so that of the numbers of ranks only one and three divide it; inputs
-differ by rank and by micro-batch.
+Cells that one oracle replay judges make a block. Blocks come in an order that looks random, so
+that whatever ends a run, what was run lies all over the cube. Pure arithmetic, the same everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from itertools import islice, product, zip_longest
+from typing import Any, NamedTuple
 
-from fsdp_testing.cases.drawing import legal_case, needs_of_case
 from fsdp_testing.cases.records import (
-    Batch,
-    Case,
-    ForwardBackward,
     MixedPrecisionSpec,
-    ModelSpec,
     Operation,
     OptimizerSpec,
-    Step,
-    WorldSpec,
-    WrappingPlan,
     ZeroGrad,
 )
 
@@ -174,73 +167,92 @@ def in_cube(cell: Cell) -> bool:
     )
 
 
-@cache
-def tree_of(trait: str) -> dict[str, Any]:
-    """Return the model, one object for each trait: what is kept apart by identity is found again."""
-    given = TRAITS[trait]
+MOST_RANKS = 4
+CELLS_AT_ONCE = 32
 
-    def node(kind: str, name: str, part: str = "", **others: Any) -> dict[str, Any]:
-        return {"kind": kind, "name": name, **others, **given.get(part, {})}
+_WORLDS_OF_SIZE = {
+    size: [(strategy, mesh) for strategy, meshes in WORLDS.items() for mesh in meshes if ranks_of(mesh) == size]
+    for size in range(1, MOST_RANKS + 1)
+}
 
-    first = node("group", "first", nodes=[node("linear", "w", "first.w", out=3)])
-    inner = node("group", "inner", "inner", branch=0, nodes=[node("linear", "w", "inner.w", out=3)])
-    outer = node("group", "outer", nodes=[node("linear", "w", "outer.w", out=3), inner])
-    alias = [dict(given["alias"])] if "alias" in given else []
-    return {"width": 3, "nodes": [first, outer, *alias]}
+Job = tuple[Cell, ...]
+"""Cells of one number of ranks that run one after the other on the same ranks."""
 
 
-def case_of(cell: Cell, capabilities: frozenset[str]) -> Case:
-    """Return the case of a cell.
+class Block(NamedTuple):
+    """Cells for which the oracle computes the same."""
+
+    size: int
+    trait: str
+    first: str
+    second: str
+    skipping: int
+    clearing: str
+    dtype: str
+
+    def cells(self) -> Iterator[Cell]:
+        for (strategy, mesh), units in product(_WORLDS_OF_SIZE[self.size], UNITS):
+            yield Cell(strategy, mesh, units, *self[1:])
+
+    @property
+    def digest(self) -> int:
+        """Return a number that decides its place."""
+        return digest("/".join(map(str, self)))
+
+
+def digest(text: str) -> int:
+    """Return a number that is the same in every process, and unrelated for texts that are alike."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def blocks() -> list[Block]:
+    """Return all blocks, in the order in which they are run.
+
+    Which rank alone leaves a part out, and in which order micro-batches and units come, makes a block of its own:
+    implementations treat ranks differently (the first, the last with a short shard), and keep state.
+    """
+    every = []
+    for size, clearing, dtype, trait in product(range(1, MOST_RANKS + 1), CLEARING, DTYPES, TRAITS):
+        for first in schedules():
+            for second in second_steps(first):
+                lone = range(size) if size > 1 and skips(first) else ()
+                made = (Block(size, trait, first, second, rank, clearing, dtype) for rank in (EVERY_RANK, *lone))
+                every += [block for block in made if in_cube(next(block.cells()))]
+    return sorted(every, key=lambda block: block.digest)
+
+
+# ----------------------------------------------------------------------------------------------- what is run
+
+
+def jobs(claimed: Callable[[Cell], bool], sample: int | None = None, shard: tuple[int, int] = (1, 1)) -> list[Job]:
+    """Return what is run, in order.
 
     Args:
-        cell: Of the cube.
-        capabilities: What is claimed decides which optimizer is fair (`legal_case`).
+        claimed: Whether the implementation may be asked a cell.
+        sample: Only about so many cells, of every strategy, mesh and choice of units equally many.
+        shard: `(i, n)`: the i-th of n parts, counted from 1; the parts are disjoint and together everything.
     """
-    dtype, precision = DTYPES[cell.dtype]
-    mesh = tuple(map(int, cell.mesh.split("x"))) if "x" in cell.mesh else ()
-    return Case(
-        ModelSpec("tree", dtype=dtype, tree=tree_of(cell.trait)),
-        WorldSpec(cell.size, mesh=mesh),
-        tuple(_program(cell)),
-        wrapping=WrappingPlan(UNITS[cell.units]),
-        strategy=cell.strategy,
-        mixed_precision=precision,
-        optimizer=_fair_optimizer(cell.trait, skips(cell.first + cell.second), capabilities),
-    )
+    groups = [[cell for cell in block.cells() if claimed(cell)] for block in blocks()]
+    if sample is not None:
+        groups = [[cell] for cell in sampled([cell for group in groups for cell in group], sample)]
+    return list(packed(groups[shard[0] - 1 :: shard[1]]))
 
 
-@cache
-def _fair_optimizer(trait: str, skipping: bool, capabilities: frozenset[str]) -> OptimizerSpec:
-    program = tuple(_micro_batches("s" if skipping else "S", 1, 1, EVERY_RANK))
-    plain = Case(ModelSpec("tree", tree=tree_of(trait)), WorldSpec(1), program, optimizer=OPTIMIZER)
-    return legal_case(plain, capabilities).optimizer
+def sampled(cells: Sequence[Cell], count: int) -> list[Cell]:
+    """Return `count` of the cells, taken in turn from each face of strategy, mesh and units."""
+    faces: dict[tuple[str, str, str], list[Cell]] = {}
+    for cell in sorted(cells, key=lambda cell: digest(cell.name)):
+        faces.setdefault((cell.strategy, cell.mesh, cell.units), []).append(cell)
+    turns = zip_longest(*(faces[face] for face in sorted(faces)))
+    return list(islice((cell for turn in turns for cell in turn if cell is not None), count))
 
 
-def _program(cell: Cell) -> Iterator[Operation]:
-    yield from _micro_batches(cell.first, 1, cell.size, cell.skipping)
-    yield Step()
-    yield from CLEARING[cell.clearing]
-    yield from _micro_batches(cell.second, 1 + len(cell.first), cell.size, cell.skipping)
-    yield Step()
-
-
-def _micro_batches(schedule: str, seed: int, size: int, skipping: int) -> Iterator[Operation]:
-    for place, letter in enumerate(schedule):
-        usage: tuple[tuple[bool, ...], ...] = ()
-        if letter.islower():
-            ranks = range(size if skipping != EVERY_RANK else 1)
-            usage = tuple((skipping not in (EVERY_RANK, rank),) for rank in ranks)
-        yield ForwardBackward(Batch(seed + place, (2,), usage), no_sync=letter.upper() == "N")
-
-
-def needs_of(cell: Cell) -> frozenset[str]:
-    """Return the capabilities without which the cell is not claimed."""
-    letters = "".join(sorted(set(cell.first + cell.second)))
-    return _needs(cell.strategy, cell.units, cell.trait, letters, cell.skipping != EVERY_RANK, cell.dtype)
-
-
-@cache
-def _needs(strategy: str, units: str, trait: str, letters: str, one_rank: bool, dtype: str) -> frozenset[str]:
-    mesh, skipping = ("2x2" if strategy.startswith("hybrid") else "4"), (0 if one_rank else EVERY_RANK)
-    alike = Cell(strategy, mesh, units, trait, letters, letters, skipping, "not at all", dtype)
-    return needs_of_case(case_of(alike, frozenset())) | {"accumulate_without_no_sync"}
+def packed(groups: Sequence[Sequence[Cell]]) -> Iterator[Job]:
+    """Yield groups of one size together until they are worth a call."""
+    waiting: dict[int, list[Cell]] = {}
+    for group in groups:
+        for cell in group:
+            waiting.setdefault(cell.size, []).append(cell)
+        for size in [size for size, cells in waiting.items() if len(cells) >= CELLS_AT_ONCE]:
+            yield tuple(waiting.pop(size))
+    yield from (tuple(cells) for cells in waiting.values())

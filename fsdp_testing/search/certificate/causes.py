@@ -10,7 +10,8 @@ from fsdp_testing.cases.records import Case, Operation
 from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.judging.known import KnownFailures, Rule
 from fsdp_testing.judging.signature import Signature, as_pattern
-from fsdp_testing.search.certificate.axes import Cell, case_of
+from fsdp_testing.search.certificate.axes import Cell
+from fsdp_testing.search.certificate.cases import case_of
 from fsdp_testing.search.certificate.certify import Certificate
 from fsdp_testing.search.investigation import Causes, Investigator, Suspect
 from fsdp_testing.search.loop import Budget

@@ -18,8 +18,8 @@ from fsdp_testing.judging.batch import Watch
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.judging.signature import signature_of
 from fsdp_testing.ranks.pool import Pool
-from fsdp_testing.search.certificate.axes import Cell, case_of, needs_of
-from fsdp_testing.search.certificate.cube import Job, digest, jobs
+from fsdp_testing.search.certificate.axes import Cell, Job, digest, jobs
+from fsdp_testing.search.certificate.cases import case_of, needs_of
 from fsdp_testing.search.loop import Budget, search
 from fsdp_testing.search.state import (
     OPEN,
@@ -127,11 +127,7 @@ class Certificate:
     # ------------------------------------------------------------------------------------------- the source
 
     def run(self, on_progress: Callable[[Certificate], object] = lambda _: None) -> Verdicts:
-        """Run until all cells have run or a limit is reached; KeyboardInterrupt passes through after everything is saved.
-
-        Args:
-            on_progress: Called after every batch.
-        """
+        """Run until all cells have run or a limit is reached; KeyboardInterrupt passes through after everything is saved."""
         self._on_progress = on_progress
         self._budget.restart()
         search(self, self.runner.cases.worlds, self.plan.lanes)

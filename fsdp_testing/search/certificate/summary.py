@@ -16,13 +16,13 @@ from fsdp_testing.search.certificate.axes import (
     TRAITS,
     UNITS,
     Cell,
-    needs_of,
+    blocks,
     schedules,
     skips,
 )
+from fsdp_testing.search.certificate.cases import needs_of
 from fsdp_testing.search.certificate.causes import CauseFinder, CellCause
 from fsdp_testing.search.certificate.certify import CONFIRMED_ALONE, Certificate
-from fsdp_testing.search.certificate.cube import blocks
 
 FORMAT = Format("fsdp_testing/certificate", 3)
 VERDICTS = tuple(verdict.value for verdict in (Verdict.PASS, Verdict.FAIL, Verdict.UNKNOWN))

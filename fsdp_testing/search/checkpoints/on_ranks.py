@@ -91,12 +91,6 @@ class StateObservation(RankObservation):
 def run_items(adapter: Adapter, layout: Layout, items: Sequence[Item], directory: str) -> int | Failed:
     """Save or load one state after the other, up to the first one that leaves the ranks in different places.
 
-    Args:
-        adapter: The implementation.
-        layout: Its layout.
-        items: What to save or load.
-        directory: Where the observations go.
-
     Returns:
         How many items were begun; a `Failed` if the ranks cannot go on together after the last one.
 

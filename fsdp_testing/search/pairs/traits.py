@@ -46,10 +46,7 @@ def _traits(case: Case) -> Iterator[str]:
         if not step.void:
             kind, _, variants = step.operation.token().rstrip("]").partition("[")
             yield from (f"{kind}:{variant}" if variant else kind for variant in variants.split(","))
-    wrapping = case.wrapping
-    if wrapping.checkpointed:
-        yield "recomputed:around" if wrapping.checkpoint_outside else "recomputed:inside"
-    if wrapping.forward_prefetch:
+    if case.wrapping.forward_prefetch:
         yield "forward_prefetch"
     if case.model.tree is None:
         yield ZOO
@@ -71,7 +68,7 @@ Setter = Callable[[Case, Choices], Case]
 def _recomputed(case: Case, choices: Choices, *, outside: bool) -> Case:
     names = unit_names(case.model.tree) if case.model.tree is not None else ()
     zoo = MODELS.get(case.model.name)
-    if zoo is not None and not {"forward_edits", "buffers", "loss_bypasses_output", "opaque_outputs"} & zoo.needs:
+    if zoo is not None and not {"forward_edits", "buffers"} & zoo.needs:
         names = zoo.units
     chosen = tuple(name for name in names if choices.chance(2)) or names[:1]
     return planned(case, checkpointed=chosen, checkpoint_outside=outside and bool(chosen))
@@ -130,8 +127,6 @@ APART: tuple[tuple[str, str, str], ...] = (
     ("a cast of the whole model has one meaning with one dtype, and before a model is made anew", "move:float*",
      f"{_LOW} dtype_of_part:* {_ELSEWHERE} move:float*"),
     ("the largest of no elements is not defined", "clip:inf", "empty_parameters"),
-    ("nobody sees that backward begins where an output is in an object of the user's own, or kept aside", "recomputed:*",
-     "returns:opaque opaque_outputs group:keeps loss_bypasses_output"),
     ("a parameter under two names is replaced under one of them", "replace_parameters", "alias"),
 )  # fmt: skip
 """Why traits cannot meet in one case: the reason, and patterns of traits of which those before cannot meet those after."""

@@ -149,8 +149,7 @@ def test_placeholders_have_shape_strides_and_dtype_of_what_they_stand_for(dtype)
 
 def test_flattening_takes_one_tensor_for_each_place():
     model = module()
-    config = UnitConfig(ShardingStrategy.FULL_SHARD, CPU, groups=None, use_orig_params=True)
-    layout = build_layout(sites_below(model, model.parameters()), config, 2).layout
+    layout = build_layout(sites_below(model, model.parameters()), torch.float32, 2)
     with pytest.raises(FlattenError, match="flatten: expected 6 tensors, got 5. Pass one each"):
         flatten(list(model.parameters())[:5], layout, CPU)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_testing.base.printable import printable
+from fsdp_testing.base.printable import one_sentence, printable
 
 RED = "\x1b[31m"
 
@@ -27,3 +27,10 @@ def test_text_in_any_language_stays() -> None:
 def test_colours_stay_where_a_test_itself_prints() -> None:
     assert printable(f"{RED}x\x1b[0m\x1b[2J\x1b]0;t\x07", colours=True) == f"{RED}x\x1b[0m\\x1b[2J\\x1b]0;t\\x07"
     assert printable(f"{RED}x") == "\\x1b[31mx"
+
+
+def test_a_message_with_names_of_others_is_one_line_and_ends() -> None:
+    line = one_sentence("a.json: expected one, got\n" + "k" * 1000 + " and " + "more " * 1000 + "Mend it.")
+    assert line.startswith(r"a.json: expected one, got\n" + "k" * 90)
+    assert line.endswith("more Mend it.")
+    assert len(line) < 3100 and "k" * 200 not in line

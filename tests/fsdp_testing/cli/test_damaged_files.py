@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,20 @@ from typing import Any
 
 import pytest
 
-from fsdp_testing.cases.records import Case, FailureKind, ModelSpec, RunReport, Step, WorldSpec
+from fsdp_testing.cases.records import (
+    Case,
+    CheckResult,
+    FailureKind,
+    Finding,
+    ModelSpec,
+    RunReport,
+    Step,
+    Verdict,
+    WorldSpec,
+)
 from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.judging.signature import Signature
-from fsdp_testing.search.state import State, write_state
+from fsdp_testing.search.state import Reason, State, write_state
 
 Verify = Callable[..., Any]
 
@@ -108,14 +119,6 @@ def test_every_reader_says_what_is_wrong_with_a_damaged_file(
     assert len(ended.err) < 1000
 
 
-def test_nested_tables_of_expected_failures(tmp_path: Path, verify: Verify) -> None:
-    file = tmp_path / "known.toml"
-    file.write_text("a = " + DEEP)
-    ended = verify("run", "fsdp_ref-composable", "--expected-failures", str(file))
-    assert ended.code == 2
-    assert str(file) in ended.err
-
-
 def test_a_finding_whose_other_files_are_no_text(tmp_path: Path, verify: Verify) -> None:
     case = Case(ModelSpec("mlp"), WorldSpec(2), (Step(),), seed=1)
     sound = Discovery(
@@ -157,3 +160,78 @@ def test_missing_parts_are_told_as_ranges(tmp_path: Path, verify: Verify) -> Non
         (tmp_path / f"{number}.json").write_text(RunReport(results=(), shard=(number, 90)).to_json())
     ended = verify("merge", str(tmp_path / "2.json"), str(tmp_path / "4.json"))
     assert "part 1 of 90 is missing; part 3 of 90 is missing; parts 5 to 90 of 90 are missing" in ended.err
+
+
+def replayed(folder: Path, verify: Verify, document: dict[str, Any]) -> str:
+    file = folder / "given.json"
+    file.write_text(json.dumps(document))
+    return refused(verify("replay", str(file), "--implementation", "fsdp_ref-composable"), file)
+
+
+def refused(ended: Any, file: Path) -> str:
+    """The one sentence with which a command refuses a file."""
+    assert ended.code == 2, ended
+    (line,) = ended.err.splitlines()
+    assert str(file) in line and len(line) < 3100, line
+    return line
+
+
+CASE = json.loads(Case(ModelSpec("mlp"), WorldSpec(2), (Step(),), seed=1).to_json())
+TREE = {"width": 3, "nodes": [{"kind": "linear", "name": "a"}]}
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ("a text", "expected an object with a list of nodes"),
+        ({**TREE, "width": "3"}, "width: expected an integer"),
+        ({**TREE, "nodes": [{"kind": "linear", "name": ["a"]}]}, "expected an identifier of its own"),
+    ],
+)
+def test_a_tree_that_is_none(tree: Any, said: str, tmp_path: Path, verify: Verify) -> None:
+    assert said in replayed(tmp_path, verify, {**CASE, "model": {**CASE["model"], "tree": tree}})
+
+
+def test_a_report_whose_finding_has_no_legal_case(tmp_path: Path, verify: Verify) -> None:
+    case = Case(ModelSpec("mlp"), WorldSpec(2), (Step(),), strategy="other")
+    finding = Finding(FailureKind.DIVERGED, "a", 0, "step", (0,), "it differs", case)
+    report = RunReport((CheckResult("fsdp_ref-composable", "training.sgd", "", (), Verdict.FAIL, "", (finding,)),))
+    assert "strategy" in replayed(tmp_path, verify, json.loads(report.to_json()))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"model": {**CASE["model"], "tree": {"width": 3, "nodes": [{"kind": [0] * 10_000}]}}},
+            "kind: expected one of linear",
+        ),
+        ({"program": [{"kind": "clip", "max_norm": 10**400}]}, "max_norm: expected a number"),
+        ({"k" * 100_000: 1}, r"unknown \['kkk"),
+        ({"a\nb": 1}, r"a\\nb"),
+        ({"format": [0] * 10_000}, "expected format"),
+    ],
+)
+def test_numbers_and_names_without_end(change: dict[str, Any], said: str, tmp_path: Path, verify: Verify) -> None:
+    assert re.search(said, replayed(tmp_path, verify, {**CASE, **change}))
+
+
+@pytest.mark.parametrize("number", ["x", "-1", "7", "9" * 5000])
+def test_reasons_of_cases_that_are_none(number: str, tmp_path: Path, verify: Verify) -> None:
+    state = State({"implementation": "fsdp_ref-composable"}, (1, 2), "p.", {number: Reason("it differs")})
+    campaign(tmp_path / "a", None)
+    write_state(tmp_path / "a" / "state.json", state)
+    ended = verify(
+        "merge", str(tmp_path / "a"), str(second_part(campaign(tmp_path / "b", None))), "--state", str(tmp_path / "all")
+    )
+    assert "reasons: expected numbers of its cases" in refused(ended, tmp_path / "a")
+
+
+@pytest.mark.parametrize("text", ["a = 0x" + "f" * 6000, "a = " + DEEP, "a = ", "b = [{c = 0x" + "f" * 100 + "}]"])
+@pytest.mark.parametrize("command", ["fuzz", "run"])
+def test_toml_that_python_cannot_show(command: str, text: str, tmp_path: Path, verify: Verify) -> None:
+    file = tmp_path / "known.toml"
+    file.write_text(text)
+    option = {"fuzz": ("--known", str(file), "--state", str(tmp_path / "new"), "--examples", "1")}
+    given = option.get(command, ("--expected-failures", str(file)))
+    assert "expected a TOML file" in refused(verify(command, "fsdp_ref-composable", *given), file)

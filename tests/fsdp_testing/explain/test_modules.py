@@ -24,7 +24,7 @@ from fsdp_testing.explain.modules import first_wrong_module
 from fsdp_testing.explain.root_causes import cause_of
 from fsdp_testing.judging.case_runner import CaseRunner, RunMode
 from fsdp_testing.judging.checkers.divergence import Divergence
-from fsdp_testing.oracle import gathered_state, rank_jobs
+from fsdp_testing.oracle import assemble, rank_jobs
 from fsdp_testing.oracle.module_values import GRADIENT, INPUT, OUTPUT, PARAMETER, Seen
 from fsdp_testing.oracle.quantities import Comparison, Expected, Quantity
 from fsdp_testing.report.conformance import complete_sheet, short_sheet
@@ -184,7 +184,7 @@ def test_a_sound_implementation_shows_what_one_process_computes(name: str, low: 
     watched = RunMode(job=rank_jobs.run_watched)
     judged = runner.judge(name, case, Comparison(lockstep=low), closely=True, mode=watched)
     assert judged.finding is None, judged.finding
-    adopted = gathered_state.states(judged.ranks) if low else None
+    adopted = assemble.states(judged.ranks) if low else None
     expected = runner.on_ranks(rank_jobs.expect_modules, case, name, adopted, size=1)[0]
     ranks = [rank.modules for rank in judged.ranks]  # type: ignore[attr-defined]
     assert {key for rank in ranks for key in rank} == set(expected)

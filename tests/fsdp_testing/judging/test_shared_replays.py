@@ -11,10 +11,11 @@ from fsdp_testing.adapters.protocol import Division
 from fsdp_testing.cases.records import CAPABILITIES, Case
 from fsdp_testing.judging import batch_judge
 from fsdp_testing.oracle import models, oracle
-from fsdp_testing.oracle.gathered_state import GatheredState
+from fsdp_testing.oracle.assemble import GatheredState
 from fsdp_testing.oracle.quantities import Expectation
 from fsdp_testing.oracle.replay import Replay
-from fsdp_testing.search.certificate.axes import EVERY_RANK, Cell, case_of
+from fsdp_testing.search.certificate.axes import EVERY_RANK, Cell
+from fsdp_testing.search.certificate.cases import case_of
 
 ALL = frozenset(CAPABILITIES)
 

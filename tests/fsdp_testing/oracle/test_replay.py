@@ -26,8 +26,8 @@ from fsdp_testing.cases.records import (
 )
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.oracle import models, oracle
+from fsdp_testing.oracle.assemble import GatheredState
 from fsdp_testing.oracle.disturbance import Disturbance
-from fsdp_testing.oracle.gathered_state import GatheredState
 from fsdp_testing.oracle.quantities import Quantity
 from fsdp_testing.oracle.replay import Replay
 

@@ -56,6 +56,8 @@ def test_a_function_by_name() -> None:
 def test_the_error_accounts_for_every_rank() -> None:
     with pytest.raises(WorldFailed, match="^rank 1 raised ValueError: planted") as caught:
         run_ranks(planted)
+    frames = caught.traceback.filter(caught)
+    assert frames[-1].path == Path(__file__), "pytest shows the test and what the ranks raised, and none of our frames"
     outcome: Any = caught.value.outcome
     assert [rank.fate for rank in outcome.ranks] == [Fate.RETURNED, Fate.RAISED]
     assert "--- rank 0 returned" in str(caught.value)

@@ -49,6 +49,85 @@ def step(model, *optimizers):
         optimizer.step()
 
 
+class Preconditioned(torch.optim.SGD):
+    """Keeps a matrix of each parameter."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("factor", self.made(parameter)).add_(1)
+        super().step(closure)
+
+    def made(self, parameter):
+        return torch.zeros(2, 2)
+
+
+class Unreadable(Preconditioned):
+    def made(self, parameter):
+        return torch.zeros(2, 2, device="meta")
+
+
+@pytest.mark.parametrize("kind", [Preconditioned, Unreadable])
+def test_state_of_any_shape_is_read_and_what_cannot_be_is_said(kind):
+    model = nn.Linear(3, 1)
+    observer = Observer()
+    with observer.watch():
+        step(model, kind(model.parameters(), lr=0.1))
+    [seen] = observer.steps
+    read = {key.name for key in seen.after if key.kind is Kind.MOMENT}
+    if kind is Preconditioned:
+        assert (read, seen.left_out) == ({"weight", "bias"}, {})
+    else:
+        assert (read, [*seen.left_out]) == (set(), ["the optimizer's state"])
+
+
+def test_what_is_sparse_is_seen_as_it_is_when_dense():
+    model = nn.Embedding(4, 2, sparse=True)
+    observer = Observer()
+    with observer.watch():
+        model(torch.tensor([1, 3])).sum().backward()
+        torch.optim.SparseAdam(model.parameters()).step()
+    [seen] = observer.steps
+    [gradient] = seen.of(Kind.GRADIENT)["weight"]
+    assert gradient.values.tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert seen.terms.passes[0]["weight"].tolist() == gradient.values.tolist()
+
+
+class StepsInside(nn.Sequential):
+    """Makes its step in its forward, as modules of Lightning do that optimize by hand."""
+
+    def forward(self, hidden):
+        super().forward(hidden).sum().backward()
+        self.optimizer.step()
+
+
+def test_a_forward_that_makes_steps_is_read_from_its_first_one():
+    model = StepsInside(nn.Linear(3, 1))
+    model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    observer, before = Observer(), model[0].weight.detach().flatten().tolist()
+    with observer.watch():
+        model(torch.ones(2, 3))
+        model(torch.ones(2, 3))
+    first, _ = observer.steps
+    [weight] = first.before[Quantity(Kind.PARAMETER, "0.weight")]
+    assert weight.values.tolist() == before
+    assert first.terms.passes[0]["0.weight"].tolist() == [2, 2, 2]
+
+
+def test_a_training_ends_where_it_trains_and_not_where_one_rank_evaluates():
+    model = nn.Linear(3, 1)
+    ended = []
+    observer = Observer(ended.append)
+    with observer.watch():
+        step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with torch.no_grad():
+            model(torch.ones(2, 3))
+        model.eval()(torch.ones(2, 3))
+        assert (len(observer.steps), ended) == (1, [])
+        model.train()(torch.ones(2, 3))
+        assert ended == [1]
+
+
 def test_steps_of_several_optimizers_without_a_forward_between_them_are_one():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     ended = []

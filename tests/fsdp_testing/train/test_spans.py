@@ -34,6 +34,16 @@ def test_spans_are_put_together_and_ranks_that_contradict_are_named():
     assert assembled([(span(0, [1.0, 2.0]),)])[0].isnan().tolist() == [False, False, True]
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_whole_numbers_have_no_nan_and_are_put_together_all_the_same(dtype):
+    parts = [
+        (Span((3,), 0, 2, torch.tensor([1, 0], dtype=dtype)),),
+        (Span((3,), 2, 3, torch.tensor([1], dtype=dtype)),),
+    ]
+    assert assembled(parts)[0].equal(torch.tensor([1, 0, 1], dtype=dtype))
+    assert assembled(parts[:1])[0].isnan().tolist() == [False, False, True]
+
+
 def test_a_small_model_and_a_small_tensor_are_kept_element_by_element(values):
     assert [block_of(n) for n in (1, MOST_WHOLE, MOST_WHOLE + 1, 2 * MOST_WHOLE + 1, 100 * MOST_WHOLE)] == [
         1,

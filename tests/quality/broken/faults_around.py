@@ -27,6 +27,15 @@ class CountsRecomputed(MoreToy):
         return super().contribution(fqn) * (2 if fqn in _recomputing(self) else 1)
 
 
+@fault("activation_checkpointing.hidden")
+class KeptCountsTwice(MoreToy):
+    """Gradients of a recomputed module that keeps a tensor for its caller count twice."""
+
+    def contribution(self, fqn: str) -> torch.Tensor:
+        keeps = any(hasattr(module, "take") for module in self.inner.modules()) and fqn in _recomputing(self)
+        return super().contribution(fqn) * (2 if keeps else 1)
+
+
 @fault("activation_checkpointing.around_units")
 class RecomputedOffByAnUlp(MoreToy):
     """A gradient of a recomputed unit is off by one unit in the last place."""

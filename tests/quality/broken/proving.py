@@ -22,7 +22,7 @@ from fsdp_testing.cases.records import CheckResult, Verdict
 from fsdp_testing.checks.conformance import run_check, shared_runner
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.judging.case_runner import CaseRunner
-from fsdp_testing.judging.concurrency import Shared
+from fsdp_testing.judging.worlds import Shared
 
 UNBROKEN = "toy:UNBROKEN"
 KINDS = {

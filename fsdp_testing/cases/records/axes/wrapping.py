@@ -104,6 +104,13 @@ class Checkpointed(Axis):
         again = "activation_checkpointing", "reentrant_checkpointing"
         return again[: 1 + case.wrapping.checkpoint_reentrant] if case.wrapping.checkpointed else ()
 
+    def tags(self, case: Case) -> Iterable[str]:
+        again = case.wrapping.checkpointed
+        if again:
+            yield "recomputed:around" if case.wrapping.checkpoint_outside else "recomputed:inside"
+        if any(inner.startswith(f"{outer}.") for inner in again for outer in again):
+            yield "recomputed_inside_recomputed"
+
     def simpler(self, case: Case) -> Iterable[Step]:
         if case.wrapping.checkpointed:
             yield ("wrapping", ".checkpointed"), planned(case, checkpointed=(), checkpoint_outside=False)

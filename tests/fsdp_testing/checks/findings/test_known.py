@@ -22,7 +22,8 @@ from fsdp_testing.cases.records import (
 from fsdp_testing.checks.findings.known import shipped, shipped_known
 from fsdp_testing.judging.known import CaseFeatures, KnownFailures, Rule
 from fsdp_testing.judging.signature import Signature
-from fsdp_testing.search.certificate.axes import Cell, case_of
+from fsdp_testing.search.certificate.axes import Cell
+from fsdp_testing.search.certificate.cases import case_of
 
 NAMES = sorted({name for defect in shipped() for rule in defect.rules for name in rule.on})
 WRONG_NUMBERS = {FailureKind.DIVERGED, FailureKind.DISAGREED, FailureKind.MISSING}

@@ -18,10 +18,10 @@ from fsdp_testing.judging.known import KnownFailures
 from fsdp_testing.oracle.models import uses_of
 from fsdp_testing.ranks.pool import default_pool
 from fsdp_testing.search.certificate import certify
-from fsdp_testing.search.certificate.axes import CLEARING, EVERY_RANK, WORLDS, Cell, case_of, in_cube
+from fsdp_testing.search.certificate.axes import CLEARING, EVERY_RANK, WORLDS, Cell, Job, in_cube, jobs
+from fsdp_testing.search.certificate.cases import case_of
 from fsdp_testing.search.certificate.causes import CauseFinder
 from fsdp_testing.search.certificate.certify import CellRunner, Certificate, Judged, Plan
-from fsdp_testing.search.certificate.cube import Job, jobs
 from fsdp_testing.search.state import Reason
 
 STRATEGIES = ("full_shard", "hybrid_shard")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import product
 
 import pytest
@@ -25,14 +25,15 @@ from fsdp_testing.search.certificate.axes import (
     UNITS,
     WORLDS,
     Cell,
-    case_of,
+    blocks,
     in_cube,
-    needs_of,
+    jobs,
     ranks_of,
+    sampled,
     schedules,
     skips,
 )
-from fsdp_testing.search.certificate.cube import blocks, jobs, sampled
+from fsdp_testing.search.certificate.cases import case_of, needs_of
 
 BLOCKS = blocks()
 CELLS = [cell for block in BLOCKS for cell in block.cells()]
@@ -97,7 +98,7 @@ def test_the_oracle_sees_the_cells_of_a_block_as_one_and_those_of_others_not():
 
 PRINTED = """
 import sys
-from fsdp_testing.search.certificate.cube import jobs
+from fsdp_testing.search.certificate.axes import jobs
 found = jobs(lambda cell: cell.strategy != "no_shard", shard=(2, 3))
 print(len(found), [cell.name for job in found[:40] for cell in job], "torch" in sys.modules)
 """
@@ -143,3 +144,14 @@ def test_a_sample_is_spread_over_all_faces():
     for item in fields(Cell):
         assert {getattr(cell, item.name) for cell in found} == {getattr(cell, item.name) for cell in CELLS}, item.name
     assert set(sampled(CELLS, 200)) < set(found)
+
+
+def test_a_cell_is_named_in_words() -> None:
+    cell = Cell("full_shard", "2", "root and outer", "plain", "Ns", "Ns", 1, "to zeros", "float64")
+    assert cell.words == (
+        "full_shard on 2 ranks, units: root and outer, plain, micro-batches Ns, then Ns, left out on rank 1, gradients cleared "
+        "to zeros, float64"
+    )
+    whole = replace(cell, strategy="hybrid_shard", mesh="2x1", first="S", second="S", skipping=EVERY_RANK)
+    assert whole.words.startswith("hybrid_shard on a mesh of 2x1 ranks, ")
+    assert "left out" not in whole.words

@@ -10,9 +10,9 @@ import pytest
 from fsdp_testing import run_conformance
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.judging import concurrency
+from fsdp_testing.judging import worlds
 from fsdp_testing.judging.case_runner import CaseRunner
-from fsdp_testing.judging.concurrency import Capacity, Shared, capacity, in_order
+from fsdp_testing.judging.worlds import Capacity, Shared, capacity, in_order
 from fsdp_testing.ranks.pool import Pool
 
 WAIT = 60.0  # of a test that fails; none that passes waits
@@ -106,7 +106,7 @@ def test_jobs_by_processors_and_room(ranks, processors, most, jobs):
 
 
 def test_more_jobs_than_there_is_room_for_are_refused_with_the_limit(monkeypatch):
-    monkeypatch.setattr(concurrency, "memory_available", lambda: 13 * concurrency.MEMORY_BYTES_PER_RANK)
+    monkeypatch.setattr(worlds, "memory_available", lambda: 13 * worlds.MEMORY_BYTES_PER_RANK)
     room = capacity(2)
     assert room.most == 2
     assert room.jobs(2) == 2
