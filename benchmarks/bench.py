@@ -92,12 +92,6 @@ def page_of(facts: dict[str, str], made: Sequence[Comparison]) -> str:
         text += f"\n## {curve.capitalize()}\n\n![{curve}](pictures/{_file(curve)})\n\n"
         text += "Cost grows with the size to the power of: "
         text += ", ".join(f"{name} {power:.2f}" for name, power in exponents(made, curve).items()) + ".\n"
-    text += "\n## All figures\n"
-    for comparison in made:
-        text += f"\n### {comparison.name}\n\n| | minimum, {comparison.unit} | median | spread | ratio |\n"
-        text += "| --- | --: | --: | --: | --- |\n"
-        for row in comparison.rows():
-            text += f"| {row.name} | {row.minimum:.4g} | {row.median:.4g} | {row.spread:.0%} | {row.ratio_text()} |\n"
     return text
 
 

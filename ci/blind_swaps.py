@@ -1,4 +1,4 @@
-"""Writes docs/swaps.md: which confusions of ranks, shards, parameters and micro-batches each check would not notice.
+"""Writes ci/swaps.md: which confusions of ranks, shards, parameters and micro-batches each check would not notice.
 
     python ci/blind_swaps.py               # compute everything and write the page
     python ci/blind_swaps.py CHECK...      # print what these checks (fnmatch patterns) would not notice
@@ -30,7 +30,7 @@ from fsdp_testing.oracle.reduction import LocalGradients
 from fsdp_testing.oracle.replay import Replay, ReplayPoint
 from fsdp_testing.oracle.tensors import difference
 
-PAGE = Path(__file__).parent.parent / "docs" / "swaps.md"
+PAGE = Path(__file__).parent / "swaps.md"
 ROUNDINGS = 16
 """Of one operation, where a check compares in lockstep: an order of magnitude more than bounds there allow."""
 

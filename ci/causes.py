@@ -1,4 +1,4 @@
-"""Writes docs/causes.md: which cause is named for each planted fault whose numbers are wrong.
+"""Writes ci/causes.md: which cause is named for each planted fault whose numbers are wrong.
 
     python ci/causes.py                # ask about every fault, and write the page
     python ci/causes.py PATTERN...     # ask about those (fnmatch), and write their rows only
@@ -25,7 +25,7 @@ from fsdp_testing.checks.conformance import run_conformance
 from fsdp_testing.explain.inquiry import WRONG_NUMBERS
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "causes.md"
+PAGE = ROOT / "ci" / "causes.md"
 BROKEN = ROOT / "tests" / "quality" / "broken"
 SECONDS = 300.0
 

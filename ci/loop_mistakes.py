@@ -157,38 +157,31 @@ def run_all(cases: Sequence[Case], times: int, state: Path) -> dict[str, list[Re
 
 
 def table(cases: Sequence[Case], found: dict[str, list[Result]]) -> str:
-    """Return the two tables of the page."""
+    """Return what the page says: how many are named, and each that is not."""
     right, wrong = [case for case in cases if not case.cause], [case for case in cases if case.cause]
     passed = {case.name: sum(one.verdict == Verdict.PASS.value for one in found[case.name]) for case in right}
     named = [case for case in wrong if is_named(case, found[case.name][0])]
     count = sum(len(found[case.name]) for case in right)
     summary = (
-        f"Of {len(wrong)} mistakes planted into right scripts {len(named)} are named with the cause that was planted; "
-        f"{len(right)} right scripts pass {sum(passed.values())} of {count} runs. All run unmodified on 1 and 2 ranks, on CPUs."
+        f"Of {len(wrong)} mistakes planted into right scripts {len(named)} are named with the cause that was planted. "
+        f"Of {count} runs of {len(right)} right scripts {sum(passed.values())} pass. All run unmodified on 1 and 2 CPU ranks. "
+        "Not named:"
     )
     lines = [
         summary,
         "",
-        "| mistake | in | named |",
-        "| --- | --- | --- |",
-        *(f"| {c.name} | `{c.script}` | {_named(c, found[c.name][0])} |" for c in wrong),
-        "",
-        "| right script | what it does | passes |",
-        "| --- | --- | --- |",
-        *(f"| `{c.name}` | {_summary(c)} | {passed[c.name]} of {len(found[c.name])} |" for c in right),
+        *(f"- {c.name} (`{c.script}`): {_said(c, found[c.name][0])}" for c in wrong if c not in named),
         "",
     ]
     return "\n".join(lines)
 
 
-def _named(case: Case, result: Result) -> str:
+def _said(case: Case, result: Result) -> str:
+    """Return what was said in place of the cause."""
     cause = result.said.partition("Cause: ")[2] or result.said
-    mark = "" if is_named(case, result) else f"**{'no' if result.verdict == 'pass' else 'another cause'}**: "
-    return mark + re.split(r"\. (?=[A-Z])|; |: (?=the )", cause)[0].replace("|", r"\|").strip().rstrip(".")
-
-
-def _summary(case: Case) -> str:
-    return case.text.split('"""')[1].splitlines()[0].rstrip(".")
+    verdict = "pass" if result.verdict == "pass" else "another cause"
+    first = re.split(r"\. (?=[A-Z])|; |: (?=the )| \(|, first |, so that ", cause)[0]
+    return f"{verdict}: {first.strip().rstrip('.')}"
 
 
 def main() -> int:

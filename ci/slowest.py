@@ -1,4 +1,4 @@
-"""Writes docs/slowest.md: the slowest tests of a run, and what they ran on.
+"""Writes ci/slowest.md: the slowest tests of a run, and what they ran on.
 
     tox -e cpu -- --junit-xml suite.xml
     python ci/slowest.py suite.xml           # the same environment: its versions are named
@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
-PAGE = Path(__file__).parent.parent / "docs" / "slowest.md"
+PAGE = Path(__file__).parent / "slowest.md"
 SHOWN = 50
 
 

@@ -81,7 +81,7 @@ class ShardedGradScaler(GradScaler):
         if isinstance(outputs, Iterable) and not isinstance(outputs, str):
             return map(self.scale, outputs)
         raise FsdpValueError(
-            f"ShardedGradScaler.scale: expected outputs must be a Tensor or an iterable of Tensors, got {outputs!r} of "
+            f"ShardedGradScaler.scale: outputs must be a Tensor or an iterable of Tensors, got {outputs!r} of "
             f"type {type(outputs).__name__}. Pass the losses."
         )
 

@@ -187,8 +187,8 @@ class _Saving:
             raise FsdpValueError(self.unread or " ".join(dict.fromkeys(unread)))
         if problems:
             raise FsdpRuntimeError(
-                "optim_state_dict: expected each rank to have the state of every parameter of which it holds elements, "
-                f"alike on all ranks, got {listing(dict.fromkeys(problems))}. Step the same parameters on every rank, "
+                "optim_state_dict: expected each rank to have equal state for every parameter that it holds elements of, "
+                f"got {listing(dict.fromkeys(problems))}. Step the same parameters on every rank, "
                 "and change state on all of them."
             )
 

@@ -32,7 +32,7 @@ class OutsideGradient(OwnHook):
             return
         raise FsdpRuntimeError(
             f"gradient of {self._name!r}: expected one that comes through the forward of its unit, to be averaged over "
-            "ranks, got one of a computation outside of it, which would stay on this rank. Register methods other than "
+            "ranks, got one from outside of it, which would stay on this rank. Register methods other than "
             "forward with register_fsdp_forward_method(module, name), and compute penalties on parameters in forward."
         )
 

@@ -26,10 +26,9 @@ if TYPE_CHECKING:
     from fsdp_testing.search.certificate.summary import Summary
 
 DESCRIPTION = """\
-Run every small case: meshes of at most 4 ranks, accumulation of at most 3 micro-batches in every pattern of
-synchronising, forms of clearing gradients, strategies, dtypes, at most 3 units with one part unused, frozen, shared or called
-twice; two steps. Each is judged as `run` and `fuzz` judge it. A run goes on where the last one in DIR ended. Ctrl-C ends it
-with everything on disk.
+Run every small case: two steps on at most 4 ranks, with at most 3 micro-batches and 3 units. Strategy, dtypes, synchronisation
+and clearing of gradients vary; one part is unused, frozen, shared or called twice. `run` and `fuzz` judge in the same way. A run
+goes on where the last one in DIR ended. Ctrl-C leaves everything on disk.
 """
 EXAMPLE = "fsdp-verify certify torch-fsdp1 --sample 500 --html certificate.html"
 

@@ -23,7 +23,7 @@ def add(commands: Subparsers[Command]) -> Command:
         "Look at everything that ranks need: torch, backends, ports, memory, limits, leftover processes.",
         example="fsdp-verify doctor\nfsdp-verify doctor --backend nccl",
     )
-    text = "run each collective of it in place of that, by dtype and size, and compare with gloo"
+    text = "run each collective of this backend instead, by dtype and size, and compare with gloo"
     command.add_argument("--backend", metavar="NAME", help=text)
     return command
 

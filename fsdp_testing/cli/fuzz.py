@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Run random cases (module tree, wrapping plan, strategy, program of training operations) on ranks and compare each with a
-single-process oracle. What fails and is not known is shrunk and written to DIR/found/. A campaign goes on where the last
-one in DIR ended. Ctrl-C ends it with everything on disk.
+single-process oracle. A new failure is shrunk and written to DIR/found/. A campaign goes on where the last
+one in DIR ended. Ctrl-C leaves everything on disk.
 """
 EXAMPLE = "fsdp-verify fuzz torch-fsdp2 --seconds 300 --world-size 2,3"
 
@@ -67,7 +67,9 @@ def add(commands: Subparsers[Command]) -> Command:
         metavar="FILE",
         help="more known failures: rules (JSON) or defects (TOML)",
     )
-    what.add_argument("--no-known", action="store_true", help="meet the known failures that ship with fsdp-testing too")
+    what.add_argument(
+        "--no-known", action="store_true", help="report the known failures that ship with fsdp-testing, too"
+    )
     what.add_argument(
         "--shard", type=part, default=(1, 1), metavar="I/N", help="the I-th of N parts of the cases, for `merge`"
     )

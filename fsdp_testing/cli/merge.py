@@ -96,8 +96,8 @@ def _campaigns(options: argparse.Namespace, paths: dict[str, Path], console: Out
     unwanted = [*paths, *(["--full"] if options.full else []), *(["--compare"] if options.compare else [])]
     if options.state is None or unwanted:
         raise InvalidArgument(
-            f"merge: expected --state DIR alone for campaigns of the fuzzer, got {', '.join(unwanted) or 'no --state'}. "
-            "Reports are of `run`."
+            f"merge: expected only --state DIR to merge campaigns of `fuzz`, got {', '.join(unwanted) or 'no --state'}. "
+            "Other options are for reports of `run`."
         )
     merged = merge_campaigns(options.reports, options.state)
     for discovery in merged.discoveries:

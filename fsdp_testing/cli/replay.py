@@ -22,7 +22,7 @@ Run the case in FILE (a case, a finding of `fuzz`, or the failures of a JSON rep
 judge it, and compare the bits of both runs. What fails once and passes once is unknown.
 """
 EXAMPLE = "fsdp-verify replay .fsdp-fuzz/NAME/found/CASE/finding.json"
-EPILOG = "exit codes: 0 it passes; 1 it fails; 2 the file or the name is bad; 3 nothing can be said."
+EPILOG = "exit codes: 0 it passes; 1 it fails; 2 the file or the name is bad; 3 no verdict."
 PASSED, FAILS, UNKNOWN = "passed", "fails", "unknown"
 CODES = {PASSED: 0, FAILS: 1, UNKNOWN: 3}
 _WORDS = {"pass": PASSED, "fail": FAILS}
@@ -32,8 +32,8 @@ def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
     command = declare(commands, "replay", "run a recorded case again", DESCRIPTION, example=EXAMPLE, epilog=EPILOG)
     command.add_argument("file", type=Path, metavar="FILE", help="JSON")
-    command.add_argument("--implementation", metavar="NAME", help="run it on this one instead of the recorded one")
-    command.add_argument("--once", action="store_true", help="run it once")
+    command.add_argument("--implementation", metavar="NAME", help="run it on this implementation instead")
+    command.add_argument("--once", action="store_true", help="run it once instead of twice")
     add_timeout(command, 30.0)
     return command
 

@@ -88,7 +88,7 @@ def add(commands: Subparsers[Command]) -> Command:
         type=allowance,
         default=10.0,
         metavar="SECONDS",
-        help="of an idle machine, for the shortest schedules and causes of each implementation (default 10; 0: none)",
+        help="time for shortest schedules and causes, per implementation, on an idle machine (default 10; 0: none)",
     )
     add_report_outputs(command)
     return command

@@ -52,7 +52,7 @@ def add(commands: Subparsers[Command]) -> Command:
             action="append",
             default=[],
             metavar="NAME",
-            help="a convention that is meant, so that the rest is judged: one process follows it, too; may be repeated: "
+            help="a convention that is meant; one process follows it too, and the rest is judged; repeatable: "
             "scheduler-per-process (of Accelerate), batch-norm-per-rank, loss-per-rank (a router's balance, a contrastive loss), "
             "measured-gradients (backward passes that are cleared before the step are none of it)",
         ),
@@ -87,13 +87,13 @@ def _add_relations(option: Callable[..., argparse.Action]) -> list[argparse.Acti
             type=count,
             default=0,
             metavar="K",
-            help="also stop before step K (counted from 0), run again where it wrote to, compare with going on",
+            help="also stop before step K (from 0), resume, and compare with the run that was not stopped",
         ),
         option(
             _ARGUMENTS,
             default="",
             metavar="ARGS",
-            help="further arguments of the script that is run again, in one word",
+            help="further arguments for the resumed run, as one quoted word",
         ),
         add_fault(option, "in one more run"),
         option(
@@ -102,9 +102,9 @@ def _add_relations(option: Callable[..., argparse.Action]) -> list[argparse.Acti
             action="append",
             default=[],
             metavar="RELATION",
-            help="what must change nothing; may be repeated: NAME=V,V... stands where the arguments of the script have {NAME} or "
-            '{8/NAME}, as k=1,2,4 in `--accumulate {k} --batch {8/k}`; two texts of arguments, as "" "--compile"; order: rows '
-            "within a batch; padding: columns that collate_fn adds",
+            help="what must change nothing; repeatable. NAME=V,V...: values for {NAME} or {8/NAME} in the script's arguments, as "
+            'k=1,2,4 for `--accumulate {k} --batch {8/k}`. Two texts of arguments, as "" "--compile". order: of rows in a '
+            "batch. padding: columns that collate_fn adds",
         ),
         option(
             "--against",

@@ -23,7 +23,7 @@ def check() -> None:
     if env.launched() is not None:
         raise InvalidArgument(
             "--dist-pool: expected to start processes, got those of a launcher, which are the ranks "
-            "already. Leave out either."
+            "already. Drop --dist-pool, or start pytest without the launcher."
         )
     refusal = platform_refusal()
     if refusal is not None:

@@ -208,14 +208,14 @@ def _advice(report: RunReport) -> Iterator[Line]:
     failed, unknown, stale, known = (summary.attention(report, verdict) for verdict in summary.ATTENTION)
     if failed:
         yield Line("Run the first new failure again, alone:", command=summary.replay_line(failed[0], report))
-        where = "put its entry, which is with its account, into the file of --expected-failures."
+        where = "copy the entry in its account into the file of --expected-failures."
         yield Line(f"If it is known, {where}")
     if unknown:
-        yield Line("Ask what is wrong with this machine:", command="fsdp-verify doctor")
+        yield Line("Examine this machine:", command="fsdp-verify doctor")
         yield Line("Run what is unknown again, alone:", command=summary.replay_line(unknown[0], report))
     if stale:
         names = listed(f"{result.implementation} {result.check}" for result in stale)
-        yield Line(f"Take off the list of expected failures, for they hold: {names}.")
+        yield Line(f"Take these off the list of expected failures, because they hold: {names}.")
     if known:
         yield Line("Of the known failures read the pages: they say what to avoid, and the way around.")
     if not (failed or unknown or stale or known):

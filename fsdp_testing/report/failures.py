@@ -160,7 +160,7 @@ def _case(finding: Finding, result: CheckResult, of: int) -> Iterator[Block]:
 
 def entry(result: CheckResult, *, unfolded: bool = False) -> Fold:
     """What a person pastes into the list of expected failures, if the failure is known."""
-    title = f"If it is known, for --expected-failures, under [{result.implementation}]:"
+    title = f"To expect this failure, add to --expected-failures under [{result.implementation}]:"
     return Fold(title, (Listing(entry_line(result.check, result.findings), whole=True),), unfolded=unfolded)
 
 

@@ -98,7 +98,7 @@ def _refuse(problems: Iterable[str], advice: str) -> None:
 def _problems(given: Mapping[str, Part]) -> Iterator[str]:
     for path, part in given.items():
         if len(part.shard) != 2:
-            yield f"{path} is no part but a whole run"
+            yield f"{path} is a whole run, not a part"
     parts = {path: part for path, part in given.items() if len(part.shard) == 2}
     if not parts:
         if not given:

@@ -41,7 +41,7 @@ MEANINGS = {
     Verdict.FAIL: "the claim was refuted; the first divergence is shown",
     Verdict.UNKNOWN: "nothing can be said: the check, the adapter or the pool failed",
     Verdict.NOT_CLAIMED: "the implementation does not claim what the check needs; it was not run",
-    Verdict.EXPECTED_FAILURE: "failed, and in the way that the list of expected failures says",
+    Verdict.EXPECTED_FAILURE: "failed as the list of expected failures says",
     Verdict.STALE: "listed as an expected failure, but it does not fail; take it off the list",
 }
 
@@ -275,7 +275,7 @@ def trust(report: RunReport) -> Iterator[str]:
     for result, ratio in nearest(report, 1):
         yield f"Of what passed, {result.check} on {result.implementation} came closest: {ratio:.2g} of its bound."
     if unknown := report.count(Verdict.UNKNOWN):
-        yield f"Of {checks(unknown)} nothing is known; that is never counted as a pass."
+        yield f"{checks(unknown).capitalize()} gave no verdict; that is never counted as a pass."
     if idle := report.count(Verdict.NOT_CLAIMED):
         yield f"{checks(idle).capitalize()} did not run: they need what is not claimed."
 

@@ -125,9 +125,8 @@ def check_numbers(runner: Runner, run: WholeRun) -> None:
         places = _nan(_named(report.returned))
         if places:
             raise Failed(
-                f"returns NaN, first in {places[0]} ({len(places)} in all), so that nothing can be compared. The loop diverges, "
-                "returns memory that nobody wrote to, or reads a collective's result before it waits for it: until then it is "
-                "NaN here.",
+                f"returns NaN, first in {places[0]} ({len(places)} in all), so nothing can be compared. The loop diverges, "
+                "returns uninitialised memory, or reads a collective's result before its wait (until then the result is NaN).",
                 subject=f"rank {rank}",
             )
     places = _nan(run.quantities)
@@ -256,9 +255,9 @@ def not_stepped(run: WholeRun) -> tuple[str, ...]:
         return ()
     if not any(seen.given for seen in run.seen):
         raise Undecided(
-            f"the optimizer steps {strange} tensors that are neither parameters of the model nor copies of some, one for one. "
-            "The model's weights are those of one process at each step, and of gradients nothing was seen. Leave the model's "
-            "gradients there until the step, or give the optimizer one copy of each parameter."
+            f"the optimizer steps {strange} tensors that are neither parameters of the model nor copies of single ones. The "
+            "model's weights equal those of one process at each step, but no gradient was seen. Keep the model's gradients "
+            "until the step, or give the optimizer one copy of each parameter."
         )
     return (
         f"not compared: the {strange} tensors that the optimizer steps, and its state: they are no parameters of the model",

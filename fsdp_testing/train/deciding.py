@@ -64,7 +64,7 @@ def decide(pair: Pair) -> Compared:
         _fail_by(pair, difference, names, trained)
     wrong = causes.wrong_in_itself(run, start.accept) or causes.wrong_in_itself(reference, start.accept)
     if wrong:
-        raise Failed(f"is wrong in itself, as any world would be: {wrong}", pair.table)
+        raise Failed(f"is wrong with any number of ranks: {wrong}", pair.table)
     check_trained(run, names)
     remarks = _judge_losses(pair, decided) if LOSS in run.quantities and start.takes_rows else []
     unknown = _undecided(decided)
@@ -184,8 +184,8 @@ def check_something(run: WholeRun) -> None:
     returned = any(value.numel() for key in run.names(Kind.RETURNED) for value in run.quantities[key])
     if not returned and not run.names(Kind.PARAMETER, Kind.END):
         raise Undecided(
-            "says nothing, since nothing is compared: the loop returns nothing, and no step of an optimizer was seen of which "
-            "parameters can be compared. Return what it computes, as {'loss': losses, 'weight': model.weight.detach()}."
+            "gives no verdict, since nothing is compared: the loop returns nothing, and no optimizer step with comparable "
+            "parameters was seen. Return what it computes, as {'loss': losses, 'weight': model.weight.detach()}."
         )
     passes = run.ranks[0].idle_passes
     if passes and all(value.numel() == 1 for key in run.names(Kind.RETURNED) for value in run.quantities[key]):

@@ -132,7 +132,7 @@ def _interpreter(path: Path) -> str:
     if lacking or versions["fsdp-testing"] != mine:
         there = f"lacks {' and '.join(lacking)}" if lacking else f"has fsdp-testing {versions['fsdp-testing']}"
         raise InvalidArgument(
-            f"against: {path} {there}, and the script is to be watched by the same version there. Type "
+            f"against: {path} {there}, and needs the version that is here. Type "
             f"`{python} -m pip install torch fsdp-testing=={mine}`."
         )
     return str(python)

@@ -125,6 +125,29 @@ def test_links_between_documents_lead_somewhere(document: Path) -> None:
     assert not broken
 
 
+def headings(page: Path) -> set[str]:
+    """The anchors that GitHub and Sphinx give to the headings of a page."""
+    titles = re.findall(
+        r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S), re.M
+    )
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_into_documents_meet_a_heading(document: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)]+)\)", document.read_text(encoding="utf-8"))
+    pages = [(document.parent / page if page else document, anchor) for page, anchor in links]
+    assert [
+        (page.name, anchor) for page, anchor in pages if page.suffix == ".md" and anchor not in headings(page)
+    ] == []
+
+
+def test_a_link_to_no_heading_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("# Every host\n\n[x](#every-host) [y](a.md#no-host)\n", encoding="utf-8")
+    with pytest.raises(AssertionError, match="no-host"):
+        test_links_into_documents_meet_a_heading(tmp_path / "a.md")
+
+
 @pytest.mark.parametrize(
     "text",
     [

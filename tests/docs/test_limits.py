@@ -46,4 +46,4 @@ def test_a_cell_says_what_was_found():
     found = Probed("hybrid", Limit.SILENT, "hybrid.trained", "off by 3 | `x`")
     page = LIMITS.page({"hybrid": {"torch-ddp": found}})
     assert "(`hybrid`) | **silent outside its claims** | claimed |" in page
-    assert "- `hybrid` on torch-ddp, silent outside its claims: `hybrid.trained`: off by 3 \\| 'x'" in page
+    assert "- `hybrid` on torch-ddp: `hybrid.trained`: off by 3 \\| 'x'" in page

@@ -1,4 +1,4 @@
-"""`fsdp-verify museum`: does the harness catch the real bugs of the field, planted one at a time?
+"""`fsdp-verify museum`: plant real bugs of the field, one at a time, and see whether the harness catches each.
 
 Exit code 0 if every one is caught by each check that must catch it (and with --fuzz is met by random cases), 1 if one
 escapes. The command line is that of the package, which calls `main` in a checkout.
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="hunt N bugs, chosen by --seed, with random cases alone; each for at most --seconds",
     )
-    command.add_argument("--cases", type=count, default=hunting.RANDOM_CASES, help="random cases of a hunt, at most")
+    command.add_argument("--cases", type=count, default=hunting.RANDOM_CASES, help="most random cases per bug")
     add_seed(command, "of the random cases, and of the choice of --exhibits")
     command.add_argument(
         "--seconds", type=seconds, default=60.0, metavar="N", help="for each of --exhibits (default 60)"

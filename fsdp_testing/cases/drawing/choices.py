@@ -28,14 +28,16 @@ class Choices(Protocol):
         """Return whether a list goes on: False about once in `one_in` times. The simplest list ends at once."""
         ...
 
-    def pick(self, options: Sequence[T]) -> T: ...
+    def pick(self, options: Sequence[T]) -> T:
+        """Return one of `options`, each as likely; the first is the simplest."""
+        ...
 
     def subset(self, count: int, *, sparse: bool) -> int:
         """Return a bit mask over `count` items, each in it about every second time, or every fourth if `sparse`."""
         ...
 
 
-class SeededChoices:
+class SeededChoices(Choices):
     """The fast source: a function of its seed alone, on every machine and in every version of Python."""
 
     def __init__(self, seed: int) -> None:

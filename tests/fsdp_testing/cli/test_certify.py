@@ -111,7 +111,7 @@ def test_parts_are_put_together_as_if_they_had_been_one(parts: Path, tmp_path: P
     [
         (("1.json", "1.json"), "more than once"),
         (("1.json",), "part 2 of 2 is missing"),
-        (("1.json", "whole.json"), "is no part but a whole run"),
+        (("1.json", "whole.json"), "is a whole run, not a part"),
         (("1.json", "other.json"), "sample"),
         (("1.json", "renamed.json"), "implementation"),
         (("1.json", "2.json", "--junit", "x.xml"), "--junit"),

@@ -122,11 +122,11 @@ def test_the_first_screen_answers_three_questions(mixed: RunReport) -> None:
     first = text[: text.index("Suites")]
     for part in (
         "84 tensors compared with those of one process, in 7 cases on 2 ranks.",
-        "Of 1 check nothing is known; that is never counted as a pass.",
+        "1 check gave no verdict; that is never counted as a pass.",
         "one: after operation 0 the gradient of blocks.1.weight is off by 0.37",
         "Known, and expected: 1 check for 1 reason",
         "Run the first new failure again, alone: fsdp-verify run one --check training.adamw --world-size 2",
-        "Take off the list of expected failures, for they hold: one clip.one.",
+        "Take these off the list of expected failures, because they hold: one clip.one.",
     ):
         assert part in first, part
 

@@ -60,7 +60,7 @@ OTHER = {
         ({}, ["no report"]),
         ({"1.json": PARTS["1.json"]}, ["part 2 of 3 is missing", "part 3 of 3 is missing"]),
         (PARTS | {"again.json": OTHER["again.json"]}, ["part 2 of 3 2 times (2.json, again.json)"]),
-        (PARTS | {"whole.json": OTHER["whole.json"]}, ["whole.json is no part but a whole run"]),
+        (PARTS | {"whole.json": OTHER["whole.json"]}, ["whole.json is a whole run, not a part"]),
         (PARTS | {"2.json": OTHER["2.json"]}, ["2.json has world sizes (3,), 1.json has (2,)", "torch 2.12.0"]),
         (PARTS | {"3.json": OTHER["3.json"]}, ["3.json has number of parts 4, 1.json has 3", "part 3 of 3 is missing"]),
         (

@@ -87,7 +87,7 @@ def test_parts_become_one_campaign_that_goes_on(tmp_path: Path, capsys: pytest.C
     assert main(again) == 2
     assert "expected a directory that is new or empty" in capsys.readouterr().err
     assert main(["merge", *map(str, folders)]) == 2
-    assert "expected --state DIR alone" in capsys.readouterr().err
+    assert "expected only --state DIR" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_parts_that_do_not_belong_together_are_refused_before_anything_is_writte
         ("abc", "part 2 of 2 2 times"),
         ("ac", "c has cases by seed 4, "),
         ("ad", "number of parts 3"),
-        ("ae", "e is no part but a whole run"),
+        ("ae", "e is a whole run, not a part"),
         ("af", "f has implementation other"),
         ("ag", "g has known failures of another list, .* none"),
     ):

@@ -187,7 +187,7 @@ def test_no_other_user_reads_or_writes_the_store_of_a_world(pool: Pool) -> None:
             assert user != os.geteuid()
             assert opened == [], "another user cannot list what a rank has open"
         assert answered == [torchs.port], "of the world's ports none answers as torch's own store does"
-        # What torch leaves open: gloo's own ports take connections. docs/reliability.md says so.
+        # What torch leaves open: gloo's own ports take connections. docs/pool.md says so.
         assert connected == [*ports, torchs.port]
         assert len(ports) <= 2, "gloo's alone, one for each rank"
         again = world.execute(pids_and_store)
