@@ -5,6 +5,9 @@ one. It cannot count for full parameters, which are gathered anew from a shard. 
 the flat parameter), whose own counters go up with each in-place change, also of a piece without elements, so that all
 ranks count alike. Two things they do not count: values that the reference itself takes over (replaced data, edits in a
 summon or in forward), and the step of an optimizer on a rank that has nothing of a parameter and hence no gradient for it.
+
+Such a rank cannot see whether the others had a gradient: they may have cleared it. All ranks must gather, or none. So each
+step of an optimizer makes what is gathered old, whatever it changed.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch import Tensor
 from fsdp_ref import compat
 from fsdp_ref.errors import ParametersChangedError
 from fsdp_ref.naming import join_fqn
+from fsdp_ref.states import UnitState
 
 if TYPE_CHECKING:
     from fsdp_ref.handle.flat_handle import FlatHandle
@@ -40,8 +44,11 @@ class ParameterVersions:
         self._many = handle.originals.use_orig_params
         self._added = [0] * (len(handle.fqns) if self._many else 1)
         self.of_buffer: list[int] = []
-        if self._many and not all(handle.originals.present(index) for index in range(len(handle.fqns))):
-            _count_steps_for(handle)
+        self._whole = not self._many or all(handle.originals.present(index) for index in range(len(handle.fqns)))
+        self._stepped = False
+        # One hook for the process, however many units: optimizers are not known here.
+        compat.after_optimizer_steps(_after_step)
+        _handles.add(handle)
 
     def _params(self) -> list[Tensor]:
         return [*self._handle.originals.params] if self._many else [self._handle.flat_param]
@@ -52,7 +59,7 @@ class ParameterVersions:
 
     def note_gather(self) -> None:
         """The full buffer holds, or is about to hold, the present values."""
-        self.of_buffer = self.now()
+        self.of_buffer, self._stepped = self.now(), False
 
     def new_pass(self) -> None:
         """A forward pass begins to use what is gathered."""
@@ -60,13 +67,26 @@ class ParameterVersions:
         self.of_buffer = self.of_buffer.copy()
 
     def out_of_date(self) -> bool:
-        """Return whether parameters were changed since they were gathered."""
-        return self.of_buffer != self.now()
+        """Return whether parameters were changed since they were gathered, or may have been; the same on all ranks."""
+        return self._stepped or self.of_buffer != self.now()
 
     def count(self, indices: Iterable[int]) -> None:
         """Count a change of these originals that their own counters do not show."""
         for index in {index if self._many else 0 for index in indices}:
             self._added[index] += 1
+
+    def may_miss_steps(self) -> bool:
+        """Return whether the step of an optimizer can make anything old here that counters do not show."""
+        return self._handle.state is not UnitState.SHARDED or not self._whole
+
+    def note_step(self, stepped: Collection[int]) -> None:
+        """An optimizer has made a step over the parameters of these ids."""
+        params = self._params()
+        self._stepped |= any(id(param) in stepped and param.requires_grad for param in params)
+        if not self._whole:
+            originals, used = self._handle.originals, self._handle.grads.sum.used
+            empty = [i for i, param in enumerate(params) if not param.numel() and not originals.present(i)]
+            self.count(index for index in empty if id(params[index]) in stepped and used[index])
 
     def count_in_pass(self, indices: Iterable[int]) -> None:
         """Count a change that the running forward made itself, in what it computes with: its own later use is right."""
@@ -120,23 +140,12 @@ def refuse_changed(handle: FlatHandle, index: int) -> None:
 
 
 _handles: weakref.WeakSet[FlatHandle] = weakref.WeakSet()
-"""Those of which this rank lacks whole parameters."""
-
-
-def _count_steps_for(handle: FlatHandle) -> None:
-    # One hook for the process, however many units: optimizers are not known here.
-    compat.after_optimizer_steps(_after_step)
-    _handles.add(handle)
 
 
 def _after_step(optimizer: Any, *_: Any) -> None:
-    """Count the step for parameters that other ranks have a gradient of, and this one no element."""
-    stepped = {id(param) for group in optimizer.param_groups for param in group["params"] if not param.numel()}
+    """Make old what is gathered of what an optimizer steps; count the step where other ranks alone have a gradient."""
     # A copy: another thread's collection may drop one meanwhile.
-    for handle in list(_handles):
-        originals, used = handle.originals, handle.grads.sum.used
-        handle.versions.count(
-            index
-            for index, param in enumerate(originals.params)
-            if id(param) in stepped and used[index] and not originals.present(index)
-        )
+    handles = [handle for handle in list(_handles) if handle.versions.may_miss_steps()]
+    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]} if handles else set()
+    for handle in handles:
+        handle.versions.note_step(stepped)

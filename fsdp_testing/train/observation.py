@@ -196,7 +196,7 @@ class Observer:
                 replacement = self._seeing_messages(getattr(dist, name))
                 for place in (dist, dist.distributed_c10d):
                     stack.enter_context(mock.patch.object(place, name, replacement))
-            see_forward = register_module_forward_pre_hook(self._see_forward)
+            see_forward = register_module_forward_pre_hook(self._clues.see_forward)
             stack.enter_context(self._collector.watch())
             stack.callback(see_forward.remove)
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
@@ -205,9 +205,6 @@ class Observer:
 
     def see_collective(self, group: GroupIdentity, call: Collective, site: str) -> None:
         self._clues.see_collective(group, call, site)
-
-    def _see_forward(self, module: nn.Module, args: Any) -> None:
-        self._clues.see_forward(module, args)
 
     def _seeing_calls(self, original: Any) -> Any:
         observer = self
@@ -389,10 +386,6 @@ class Observer:
     def idle_passes(self) -> int:
         """Return how many backward passes a training made of which no optimizer steps and no weight moves."""
         return self._passes if not self.steps and self._collector.stands_still() else 0
-
-    def parameters(self) -> Spans:
-        """Return the parameters of the models that were seen, as they are now."""
-        return self.reader.in_models(whole=True)
 
     def finish(self) -> None:
         """See what the models hold after the last step."""

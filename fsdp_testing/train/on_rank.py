@@ -153,7 +153,7 @@ def run_here(job: Job, run: RunSettings) -> RankReport:
         taken.marked.clear()
     conventions, idle_passes = tuple(sorted(follower.seen)), observer.idle_passes()
     if "returned" in ending:
-        ending["weights"] = observer.parameters()
+        ending["weights"] = observer.reader.in_models(whole=True)
     return RankReport(
         tuple(observer.steps), taken, conventions=conventions, idle_passes=idle_passes, **facts(), **ending
     )

@@ -68,7 +68,9 @@ def test_a_torch_without_privateuse1_hooks_is_refused_in_a_sentence(monkeypatch:
     from simdevice.testing import unavailable
 
     monkeypatch.delattr(torch.utils, "rename_privateuse1_backend")
-    expected = f"the simulated device is a PrivateUse1 device with streams, which torch {torch.__version__} does not know"
+    expected = (
+        f"the simulated device is a PrivateUse1 device with streams, which torch {torch.__version__} does not know"
+    )
     assert unavailable(2) == expected
 
 
