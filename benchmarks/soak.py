@@ -130,7 +130,8 @@ class Soak:
                 thread.start()
             for thread in threads:
                 thread.join()
-            odd = [text[-300:] for text in texts if not re.search(r"\b2 failed, 3 passed\b", text)]
+            lost = [f"{BURST - len(texts)} did not end"] if len(texts) < BURST else []
+            odd = lost + [text[-300:] for text in texts if not re.search(r"\b2 failed, 3 passed\b", text)]
             part.take(f"{BURST} processes of pytest", number, "; ".join([*odd, *soak_faults.orphans(self.pool)]))
 
     def slowed(self, part: Part, numbers: range) -> None:

@@ -207,8 +207,11 @@ class Replica:
             nested = module is not self.module and (unit_of(module) is not None or is_replicated(module))
             return nested or module in self._skip
 
-        for path, module in walk(self.module, left_alone):
-            if left_alone(module):
+        visited = list(walk(self.module, left_alone))
+        # Also where it hangs outside of the unit once more: its parameters are shards, which differ between ranks.
+        apart = {below for _, module in visited if left_alone(module) for below in module.modules()}
+        for path, module in visited:
+            if module in apart:
                 continue
             for name, param in module.named_parameters(recurse=False):
                 params.setdefault(param, join_fqn(path, name))

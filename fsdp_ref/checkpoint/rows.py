@@ -126,11 +126,14 @@ class Rows:
         own, own_places = to[self._me], of[self._me]
         to[self._me] = of[self._me] = []
         given_bytes, taken_bytes = ([sum(part.numel() for part in parts) for parts in by] for by in (to, of))
-        places = [place for parts in of for place in parts]
         device = self._handle.config.device
         with torch.no_grad():
-            nothing = torch.empty(0, dtype=torch.uint8, device=device)
-            sent = torch.cat([nothing, *(part.to(device) for parts in to for part in parts)])
+            # One byte to itself: no backend need take an empty message, and torch's fake one does not.
+            given_bytes[self._me] = taken_bytes[self._me] = 1
+            byte = torch.zeros(1, dtype=torch.uint8, device=device)
+            to[self._me], of[self._me] = [byte], [torch.empty_like(byte)]
+            places = [place for parts in of for place in parts]
+            sent = torch.cat([part.to(device) for parts in to for part in parts])
             got = torch.empty(sum(taken_bytes), dtype=torch.uint8, device=device)
             group = self._handle.groups.shard
             pending = self._handle.collectives.exchange(got, taken_bytes, sent, given_bytes, group, self._handle.name)

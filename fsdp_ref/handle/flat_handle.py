@@ -24,11 +24,11 @@ from fsdp_ref.comm.collectives import Collectives, Pending, collectives_for
 from fsdp_ref.comm.streams import Streams
 from fsdp_ref.compat import labelled
 from fsdp_ref.config import MixedPrecision, ShardingStrategy, UnitConfig
-from fsdp_ref.errors import FsdpTypeError
+from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError
 from fsdp_ref.handle.flatten import build_layout, cut_shard, flatten
 from fsdp_ref.handle.gradients import Gradients
 from fsdp_ref.handle.marked_parameter import DESCRIBERS, FlatParameter, like_flat
-from fsdp_ref.handle.originals import Originals
+from fsdp_ref.handle.originals import Originals, Shown
 from fsdp_ref.handle.versions import ParameterVersions
 from fsdp_ref.layout import ShardMap
 from fsdp_ref.states import READABLE, LifeCycle, UnitState
@@ -289,7 +289,15 @@ class FlatHandle:
 
         The modules that hold the originals are being copied around it, so nothing is put on them yet: the copied
         originals hang there already.
+
+        Raises:
+            FsdpRuntimeError: Full parameters are in use.
         """
+        if self.originals.shown is Shown.COMPUTING or self.originals.shown is Shown.SUMMONED:
+            raise FsdpRuntimeError(
+                f"deepcopy of {self!r}: expected an idle unit, got one whose full parameters are in use. Copy the model "
+                "outside of forward, backward and summon_full_params."
+            )
         copied = FlatHandle.__new__(FlatHandle)
         memo[id(self)] = copied
         fresh: dict[str, Any] = {

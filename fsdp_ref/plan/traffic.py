@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from fsdp_ref.plan.unit_layouts import UnitLayout
+if TYPE_CHECKING:
+    from fsdp_ref.plan.unit_layouts import UnitLayout
 
 LIBRARIES = ("fsdp_ref", "fsdp1", "fsdp2")
 _MARKS_BYTES = 16

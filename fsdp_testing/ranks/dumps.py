@@ -188,6 +188,8 @@ def _add(dump: Dump, entry: Mapping[str, Any], labels: Mapping[str, str]) -> Non
         fixed = (before.record.signature, fixed)
     signature = int.from_bytes(hashlib.blake2b(repr(fixed).encode(), digest_size=8).digest(), "little")
     created = int(entry["time_created_ns"])
+    if not 0 <= created < 2**63:
+        raise ValueError(f"{str(created)[:20]} in place of a time in nanoseconds")
     record = CollectiveRecord(number, group, hash(group), what[:200], _site(entry), created, signature)
     dump.collectives[group][number] = Dumped(record, pending, created)
 

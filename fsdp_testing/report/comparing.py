@@ -42,6 +42,18 @@ def _lines(old: dict[str, CheckResult], new: dict[str, CheckResult], report: Run
     for key, (before, result) in there.items():
         if before is not None and before.verdict in TROUBLE:
             yield f"still: {key} is {summary.WORDS[result.verdict]}, since {report.since[key]}"
+    for key, before in old.items():
+        if key not in new and before.verdict in BROKEN:
+            yield f"not run: {key} was {summary.WORDS[before.verdict]}"
+        elif key in new and _is_excused(before.verdict, new[key].verdict):
+            yield f"changed: {key} was {summary.WORDS[before.verdict]}, is {summary.WORDS[new[key].verdict]}"
+
+
+def _is_excused(before: Verdict, after: Verdict) -> bool:
+    """Whether a list that has grown, or a claim that was dropped, is all that changed: either would hide a failure."""
+    if after is Verdict.EXPECTED_FAILURE:
+        return before is not after
+    return before is Verdict.PASS and after not in (Verdict.PASS, *TROUBLE)
 
 
 def _alone(old: dict[str, CheckResult], new: dict[str, CheckResult]) -> tuple[tuple[set[str], str], ...]:

@@ -96,7 +96,8 @@ def _judge(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
     check_disagreements(pair)
     compared = decide(pair)
     sentence = f"{run.steps} steps are those of {start.world(alone.size)}"
-    return Judgement(size, Verdict.PASS, sentence, compared.lines, compared.unknown, steps=run.steps)
+    lines = (*compared.lines, *unread(run))
+    return Judgement(size, Verdict.PASS, sentence, lines, compared.unknown, steps=run.steps)
 
 
 def check_ranks(runner: Runner, run: WholeRun, reference: WholeRun) -> None:
@@ -264,14 +265,19 @@ def not_stepped(run: WholeRun) -> tuple[str, ...]:
     )
 
 
+def unread(run: WholeRun) -> tuple[str, ...]:
+    """Say what beside parameters could not be read, and is not compared."""
+    left_out = {what: why for seen in run.seen for what, why in seen.left_out.items()}
+    return tuple(f"not compared: {what}, which cannot be read ({why})" for what, why in left_out.items())
+
+
 def not_compared(run: WholeRun, accept: Sequence[str]) -> tuple[str, ...]:
     """Say what could not be read, that dropout was off, and which conventions were accepted."""
-    left_out = {what: why for seen in run.seen for what, why in seen.left_out.items()}
     off = any(rank.dropout for rank in run.ranks)
     sentences = (
         ["not compared: dropout, which was switched off, since masks are drawn for a rank's own rows"] if off else []
     )
-    sentences += [f"not compared: {what}, which cannot be read ({why})" for what, why in left_out.items()]
+    sentences += unread(run)
     for name in accept:
         there = {SCHEDULER: name in run.ranks[0].conventions, BATCH_NORM: run.ranks[0].steps[0].batch_norm}
         sentences.append(f"accepted: {name}: " + (CONVENTIONS[name] if there.get(name, True) else "not there"))

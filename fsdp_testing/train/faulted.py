@@ -53,6 +53,7 @@ def judge_faults(runner: Runner, runs: Mapping[int, WholeRun], size: int, faulty
             again = _run(faulty, size, folder / "1")
             if not _late(again, hit):
                 raise Undecided(f"{_accounts(_late(outcome, hit))} once, and not when it was run again.")
+        _check_told(outcome, hit)
         sentences = [_stopped(outcome, hit, runs[size].steps, faulty.start.timeout)]
         sentences += [_checkpoint(runner, runs, size, folder / "0")]
     except Failed as why:
@@ -90,6 +91,26 @@ def _check_reached(faults: Sequence[Fault], outcome: WorldOutcome) -> None:
         raise Undecided(
             f"never comes to the fault {fault}: it makes {counts} collectives{made} by the end of what is run. Name an earlier "
             f"place, or run more steps (--steps). {outcome.cause}".rstrip()
+        )
+
+
+def _check_told(outcome: WorldOutcome, hit: set[int]) -> None:
+    """Refuse to judge a run that says nothing of the script.
+
+    Raises:
+        Undecided: A fault could not be made, keeps every rank, or ranks wait for one that had made all steps.
+    """
+    for rank in outcome.ranks:
+        if rank.error is not None and rank.error.type_name == "HarnessError":
+            raise Undecided(f"{rank_names([rank.rank])}: {rank.error.message}")
+    if len(hit) == outcome.size:
+        raise Undecided(
+            f"{_accounts(outcome.ranks)}: faults keep every rank, so that none could show how it stops. Name one (rank=1)."
+        )
+    done = [r.rank for r in outcome.ranks if isinstance(r.value, RankReport) and not r.value.ended]
+    if done and _late(outcome, hit):
+        raise Undecided(
+            f"{rank_names(done)} had made all steps, and others wait for it. Name an earlier place, or run more steps (--steps)."
         )
 
 
@@ -160,7 +181,7 @@ def _checkpoint(runner: Runner, runs: Mapping[int, WholeRun], size: int, folder:
         return "It had saved nothing by then."
     if not start.resume_at and not start.resume_arguments:
         archives = [name for name in saved if Path(name).suffix in (".pt", ".pth", ".ckpt", ".bin")]
-        broken = [name for name in archives if not _is_whole(folder / name)]
+        broken = [name for name in archives if _is_damaged(folder / name)]
         if broken and broken == archives:
             raise Failed(
                 f"what it had saved by then cannot be read: {', '.join(broken[:5])}. Write another file, and rename it over "
@@ -179,9 +200,14 @@ def _checkpoint(runner: Runner, runs: Mapping[int, WholeRun], size: int, folder:
     return f"Started again from what it had saved, it goes on as the run without a fault ({compared})."
 
 
-def _is_whole(path: Path) -> bool:
+def _is_damaged(path: Path) -> bool:
+    """Whether a file is empty, or begins as an archive of torch.save and is none; others are of another kind."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start not in (b"", b"PK\x03\x04"):
+        return False
     try:
         with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is None
+            return archive.testzip() is not None
     except (OSError, zipfile.BadZipFile):
-        return False
+        return True

@@ -196,9 +196,9 @@ class Observer:
                 replacement = self._seeing_messages(getattr(dist, name))
                 for place in (dist, dist.distributed_c10d):
                     stack.enter_context(mock.patch.object(place, name, replacement))
-            see_forward = register_module_forward_pre_hook(self._clues.see_forward)
+            hook = register_module_forward_pre_hook(lambda *call: self._clues.see_forward(*call))  # noqa: PLW0108 - new each step
             stack.enter_context(self._collector.watch())
-            stack.callback(see_forward.remove)
+            stack.callback(hook.remove)
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._end_step).remove)
             yield

@@ -102,7 +102,10 @@ def compare_resumed(
             "loads that (--resume-args), by a relative path."
         )
     _check_begin(uninterrupted, resumed, at, where)
+    check_disagreements(Pair(runner, resumed, resumed))
     steps = min(resumed.steps, uninterrupted.steps - at)
+    if not steps:
+        raise Undecided(f"{where} it begins after the last step compared. Compare more steps (--steps).")
     expected = [[run.union(step) for step in range(run.steps)] for run in (uninterrupted, same_size)]
     taken = [resumed.union(step) for step in range(steps)]
     if expected[0] != expected[1]:
@@ -110,7 +113,6 @@ def compare_resumed(
             raise Failed(f"{where} it takes the rows of step 0 again. {_ORDER}")
         return "weights, optimizer's state and settings; its steps take other rows than they did"
     _check_rows(expected[0], taken, at, where)
-    check_disagreements(Pair(runner, resumed, resumed))
     reference, other = _from(same_size, at, steps), _from(resumed, 0, steps)
     aligned = at + resumed.steps == uninterrupted.steps == same_size.steps
     names = [key for key in other if key in reference and (aligned or key.kind is not Kind.COPY)]

@@ -257,6 +257,10 @@ def _check_arguments(launch: Launch, world_sizes: Sequence[int]) -> None:
         raise InvalidArgument(
             f"script: expected a file, got {launch.script!r}. Correct the path, or use -m for a module."
         )
+    if launch.streams and not any(size > 1 for size in world_sizes):
+        raise InvalidArgument(
+            f"streams: expected a world size above 1, got {tuple(world_sizes)}. Races are sought on ranks."
+        )
     if launch.faults and not any(_has_ranks(size, launch.faults) for size in world_sizes if size > 1):
         raise InvalidArgument(
             f"fault: expected ranks of one of the worlds {tuple(world_sizes)} above 1, got {', '.join(map(str, launch.faults))}. "

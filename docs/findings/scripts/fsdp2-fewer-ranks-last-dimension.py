@@ -2,7 +2,7 @@
 
     python fsdp2-fewer-ranks-last-dimension.py
 
-Exit code 1: the defect shows. 0: the gradients are those of one process.
+It asserts that the defect is there.
 """
 
 import tempfile
@@ -23,19 +23,16 @@ def train(rank: int, path: str) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(8, 8)
     fully_shard(layer, reshard_after_forward=2, shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
+    raised = ""
     try:
         layer(torch.ones(2, 8)).sum().backward()
     except IndexError as error:
-        print(f"rank {rank}: IndexError: {error}", flush=True)
-        raise SystemExit(1) from None
-    assert bool((layer.weight.grad.full_tensor() == 2).all()), "two rows of ones, alike on all ranks"
+        raised = str(error)
+    print(f"rank {rank}: IndexError: {raised}", flush=True)
+    assert raised, "fixed in this torch"
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            mp.spawn(train, (f"{folder}/store",), nprocs=RANKS)
-        except mp.ProcessExitedException:
-            raise SystemExit(1) from None
-    print("no error")
+        mp.spawn(train, (f"{folder}/store",), nprocs=RANKS)

@@ -195,6 +195,7 @@ def test_documents_keep_their_names_wherever_their_code_stands():
         "fsdp_testing/case",
         "fsdp_testing/certificate",
         "fsdp_testing/checkpoints",
+        "fsdp_testing/diagnosis",
         "fsdp_testing/fuzz_finding",
         "fsdp_testing/known_defects",
         "fsdp_testing/known_failures",

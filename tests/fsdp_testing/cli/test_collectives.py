@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import fsdp_testing
-from fsdp_testing.base.backends import Backend, registry
+from fsdp_testing.base import backends
+from fsdp_testing.base.backends import Backend
 from fsdp_testing.cli import collectives
 from fsdp_testing.errors import WorldFailed
 
@@ -16,7 +17,7 @@ from fsdp_testing.errors import WorldFailed
 @pytest.fixture
 def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A vendor's backend; its ranks, and gloo's, are not started."""
-    monkeypatch.setitem(registry._registered, "other", Backend("other", "cpu", lambda size: None, "gloo"))
+    monkeypatch.setitem(backends._registered, "other", Backend("other", "cpu", lambda size: None, "gloo"))
     return "other"
 
 

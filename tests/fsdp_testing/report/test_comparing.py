@@ -42,5 +42,24 @@ def test_new_gone_and_still_there_since_the_first_report_that_had_it(make: Simpl
     assert section in short_sheet(third, section).sections
 
 
+def test_what_is_excused_now_or_not_run_any_more_is_told(make: SimpleNamespace) -> None:
+    def report(**verdicts: Verdict) -> RunReport:
+        results = tuple(make.result("a", f"s.{name}", verdict) for name, verdict in verdicts.items())
+        return RunReport(results, environment={"date": "Monday"})
+
+    earlier = report(
+        grown=Verdict.PASS, listed=Verdict.FAIL, dropped=Verdict.PASS, skipped=Verdict.FAIL, good=Verdict.PASS
+    )
+    later = report(
+        grown=Verdict.EXPECTED_FAILURE, listed=Verdict.EXPECTED_FAILURE, dropped=Verdict.NOT_CLAIMED, good=Verdict.PASS
+    )
+    assert lines(dated(later, earlier), earlier) == [
+        "changed: a s.grown was pass, is expected",
+        "changed: a s.listed was FAIL, is expected",
+        "changed: a s.dropped was pass, is not claimed",
+        "not run: a s.skipped was FAIL",
+    ]
+
+
 def test_the_same_again_is_no_news(good: RunReport) -> None:
     assert lines(dated(good, good), good) == ["No verdict changed."]

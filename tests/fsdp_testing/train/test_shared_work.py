@@ -109,7 +109,7 @@ def test_a_mistake_of_what_is_stepped_fails_at_its_place(kind, mistake, place):
 def test_an_optimizer_that_cannot_be_read_is_unknown_where_weights_agree_and_no_gradient_was_seen():
     text = said(judge("copies", "--kind", "flat masters"), Verdict.UNKNOWN)
     assert re.search(
-        r"the optimizer steps 1 tensors that are neither parameters of the model nor copies of some", text
+        r"the optimizer steps 1 tensors that are neither parameters of the model nor copies of single ones", text
     ), text
     text = said(judge("copies", "--kind", "flat masters", "--mistake", "gradients kept"), Verdict.PASS)
     assert "not compared: the 1 tensors that the optimizer steps, and its state" in text

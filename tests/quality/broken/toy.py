@@ -82,7 +82,9 @@ class Toy(nn.Module):
         """What forward changed of its own parameters."""
         for fqn in edited:
             start, stop = self.span(self.full[fqn].numel())
-            self.shards[fqn].data.copy_(self.full[fqn].detach().reshape(-1)[start:stop])
+            shard, computed = self.shards[fqn].data, self.full[fqn].detach().reshape(-1)[start:stop]
+            # What was not changed keeps the digits that the lower precision of the forward lacks.
+            shard.copy_(torch.where(shard.to(computed.dtype) == computed, shard, computed.to(shard.dtype)))
 
     def watch_versions(self, output: Any) -> None:
         """Refuse a backward of values that were stepped since."""
