@@ -20,6 +20,20 @@ strategies = pytest.mark.parametrize("strategy", SHARDED, ids=lambda s: s.name)
 
 
 @pytest.mark.world(2)
+@pytest.mark.covers("IGN-01", "B069", "IGN-09", "B067")
+def test_ignored_modules_stay_plain_and_local(lab, path):
+    local = lab.make()
+    plain = copy.deepcopy(local)
+    objects = list(plain.blocks[1].parameters())
+    model = lab.shard(plain, path, policy={lab.Block}, ignored_modules=[plain.blocks[1]])
+    lab.loss(model, lab.batch()).backward()
+    lab.reference_step(local, [lab.batch()])
+    for p, q in zip(objects, local.blocks[1].parameters(), strict=True):
+        assert p.shape == q.shape
+        torch.testing.assert_close(p.grad, q.grad, **lab.CLOSE)
+
+
+@pytest.mark.world(2)
 @pytest.mark.covers("B149", "IGN-01")
 @pytest.mark.parametrize("foreach", [True, False])
 def test_one_optimizer_over_ignored_and_sharded_parameters(lab, path, foreach):

@@ -13,6 +13,7 @@ from torch import nn
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref import MixedPrecision, ShardingStrategy
+from fsdp_ref.flat_param import FlatParamHandle
 
 S = ShardingStrategy
 
@@ -94,6 +95,33 @@ def test_a_users_setattr_is_gone_through(lab, orig_path):
     assert "weight" in calls
 
 
+@pytest.mark.covers("FLAT-03", "FLAT-04", "FLAT-09", "FLAT-14", "FLAT-19")
+@pytest.mark.world(2)
+def test_metadata_of_a_handle_without_a_wrapper(lab):
+    def handle(*shapes, strategy=S.FULL_SHARD, dtype=None, orig=True):
+        module = nn.Module()
+        for index, shape in enumerate(shapes):
+            module.register_parameter(f"p{index}", nn.Parameter(torch.ones(shape)))
+        params, group = list(module.parameters()), lab.world.group
+        return FlatParamHandle(params, module, torch.device("cpu"), strategy, False, dtype, None, False, group, orig)
+
+    made = handle((7, 3), (5, 7), (5, 5))
+    assert made.flat_param._numels_with_padding == (21, 3, 35, 1, 25, 1)
+    half = handle((5, 2), (5, 5), (3, 5), dtype=torch.float16)
+    assert (half.flat_param._numels_with_padding, half.flat_param.dtype) == ((10, 6, 25, 7, 15, 1), torch.float32)
+    assert handle((7, 3), (5, 7), (5, 5), orig=False).flat_param._numels_with_padding == (21, 35, 25)
+    whole = handle((7, 3), (5, 7), strategy=S.NO_SHARD)
+    assert (whole.uses_sharded_strategy, whole.is_sharded(whole.flat_param)) == (False, False)
+    assert made.is_sharded(made.flat_param)
+    assert made.param_module_names() == [("p0", ""), ("p1", ""), ("p2", "")]
+    again = made.flatten_tensors([torch.zeros(7, 3), torch.ones(5, 7), torch.zeros(5, 5)])
+    assert torch.equal(again[made.handle.layout.span(1).as_slice()], torch.ones(35))
+    made.unshard()
+    assert not made.needs_unshard()
+    made.reshard()
+    assert made.needs_unshard()
+
+
 @pytest.mark.covers("CPU-01", "CPU-03", "FLAT-06", "FLAT-20")
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning")
 def test_any_rank_of_a_fake_world():
@@ -103,7 +131,7 @@ warnings.simplefilter("ignore")
 import torch, torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from fsdp_ref import FullyShardedDataParallel as FSDP
+from fsdp_ref import FullyShardedDataParallel as FSDP, StateDictType
 from fsdp_ref.wrap import ModuleWrapPolicy
 places = [(size, rank) for size in (1, 2, 3, 8, 1024) for rank in sorted({0, size // 2, size - 1})]
 for size, rank in places:
@@ -116,6 +144,9 @@ for size, rank in places:
             model(torch.ones(2, 3)).sum().backward()
             optim.step()
             optim.zero_grad()
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            assert len(model.state_dict()) == 4
+            FSDP.optim_state_dict(model, optim)
         with FSDP.summon_full_params(model, writeback=False):
             assert [tuple(p.shape) for p in model.parameters()] == [(5, 3), (5,), (2, 5), (2,)], (size, rank)
     dist.destroy_process_group()

@@ -89,6 +89,22 @@ def test_units_of_one_tree_reduce_in_their_own_dtype(lab):
     assert torch.equal(grads["b.w"], torch.full((8,), (1 + 2**-9) / 2))
 
 
+@pytest.mark.world([2, 4])
+@pytest.mark.covers("B052", "RED-01")
+@pytest.mark.parametrize("size", ["largest", "smallest"])
+def test_half_precision_neither_overflows_nor_underflows_in_the_sum(lab, size):
+    """Two amounts that are exact only if part of the division comes before the sum and the rest after it.
+
+    Both ranks of two, or all of four, send the same: undivided, the largest would sum to more than 65504. Divided by
+    four at once, the smallest (twice the least number there is) would round to nothing.
+    """
+    value = 2.0**-23 if size == "smallest" else {2: 60000.0, 4: 32000.0}[lab.world.size]
+    precision = MixedPrecision(reduce_dtype=torch.float16)
+    model = lab.shard(lab.make(Weight, dtype=torch.float32), mixed_precision=precision)
+    model(torch.full((8,), value)).backward()
+    torch.testing.assert_close(lab.grads(model)["w"], torch.full((8,), value), rtol=0.0, atol=0.0)
+
+
 @pytest.mark.world(2)
 @pytest.mark.covers("RED-05", "B137")
 def test_gradients_of_gradients_are_refused_and_the_model_stays_usable(lab, path):

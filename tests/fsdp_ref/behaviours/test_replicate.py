@@ -68,6 +68,18 @@ def test_replicated_and_sharded_parts_train_like_one_process(lab, mix):
 
 
 @pytest.mark.world(2)
+@pytest.mark.covers("REP-01", "IGN-01")
+@pytest.mark.parametrize("outside_first", [False, True])
+def test_a_module_that_also_hangs_in_a_sharded_unit_is_no_part_of_a_replica(outside_first):
+    shared = nn.Linear(3, 3)
+    inside, outside = nn.Sequential(shared), nn.Sequential(shared, nn.Linear(3, 1))
+    model = nn.Sequential(*([outside, inside] if outside_first else [inside, outside]))
+    fully_shard(inside)
+    replica = replicate(model)
+    assert [name.partition(".")[2] for name in replicate.state(replica).replica.param_names] == ["1.weight", "1.bias"]
+
+
+@pytest.mark.world(2)
 @pytest.mark.covers("REP-01", "TRAV-03", "B010", "IGN-01")
 def test_a_replicated_subtree_inside_a_sharded_module(lab):
     reference = lab.make(lab.Deep)
