@@ -181,7 +181,7 @@ def _checkpoint(runner: Runner, runs: Mapping[int, WholeRun], size: int, folder:
         return "It had saved nothing by then."
     if not start.resume_at and not start.resume_arguments:
         archives = [name for name in saved if Path(name).suffix in (".pt", ".pth", ".ckpt", ".bin")]
-        broken = [name for name in archives if _is_damaged(folder / name)]
+        broken = [name for name in archives if is_damaged(folder / name)]
         if broken and broken == archives:
             raise Failed(
                 f"what it had saved by then cannot be read: {', '.join(broken[:5])}. Write another file, and rename it over "
@@ -200,7 +200,7 @@ def _checkpoint(runner: Runner, runs: Mapping[int, WholeRun], size: int, folder:
     return f"Started again from what it had saved, it goes on as the run without a fault ({compared})."
 
 
-def _is_damaged(path: Path) -> bool:
+def is_damaged(path: Path) -> bool:
     """Whether a file is empty, or begins as an archive of torch.save and is none; others are of another kind."""
     with path.open("rb") as file:
         start = file.read(4)

@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.ranks.faults.fault import Fault
 from fsdp_testing.ranks.pool import default_pool
-from fsdp_testing.train.faulted import judge_faults
+from fsdp_testing.train.faulted import is_damaged, judge_faults
 from fsdp_testing.train.running import Runner
 from fsdp_testing.train.script import Launch, examine
 
@@ -88,6 +89,26 @@ def test_a_full_disk_stops_the_rank_that_saves_and_its_peer(with_fault):
     judgement = with_fault("full-disk@rank=0,save=2")
     assert judgement.verdict is Verdict.FAIL
     assert "cannot be read: state.pt" in judgement.sentence  # the second save has cut the first one short
+
+
+@pytest.mark.parametrize("kind", ["crash", "hang"])
+def test_a_fault_that_keeps_every_rank_shows_nothing(with_fault, kind):
+    judgement = with_fault(f"{kind}@step=2", timeout=6.0)
+    holds(judgement, Verdict.UNKNOWN, r".*ranks 0, 1.*: faults keep every rank, so that none could show how it stops.*")
+
+
+def test_a_fault_that_cannot_be_made_says_nothing_of_the_script(with_fault):
+    judgement = with_fault("corrupt@collective=1")
+    assert judgement.verdict is not Verdict.PASS, judgement
+
+
+def test_what_is_no_archive_is_not_damaged(tmp_path):
+    path = tmp_path / "train.bin"
+    for content, damaged in ((b"\x01\x02 rows of tokens", False), (b"", True), (b"PK\x03\x04 cut off", True)):
+        path.write_bytes(content)
+        assert is_damaged(path) is damaged, content
+    torch.save({"weight": torch.ones(2)}, path)
+    assert not is_damaged(path)
 
 
 def test_what_changes_nothing_passes(with_fault):
