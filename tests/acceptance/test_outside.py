@@ -289,6 +289,7 @@ def limit(*_):
 signal.signal(signal.SIGUSR2, limit)
 
 def stop_the_controller(world, name):
+    torch.distributed.barrier()  # else the controller may be stopped before rank 0 is here
     if world.rank == 1:
         os.kill(int(os.environ["CONTROLLER"]), name)
     threading.Event().wait()
