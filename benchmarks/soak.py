@@ -140,13 +140,13 @@ class Soak:
             size, stopped = rng.choice((2, 3)), rng.random() < 0.5
             culprit = rng.randrange(size)
             naps = [0.0 if stopped else rng.random() * 0.05 for _ in range(500 if stopped else 20)]
-            with self.pool.lend(size) as world, _stopping(world.pids[culprit], rng, stopped=stopped):
+            with self.pool.lend(size) as world, Stopping(world.pids[culprit], rng, stopped=stopped):
                 outcome = world.execute(soak_faults.slow, (culprit, naps), timeout=60.0)
             good = outcome.ok and outcome.values == [float(len(naps))] * size
             part.take("stopped" if stopped else "naps", number, "" if good else outcome.cause or f"{outcome.values}")
 
 
-class _stopping:  # noqa: N801 - a context manager, named as what goes on in it
+class Stopping:
     """Stop a process and let it go on, at random moments, as long as the block lasts."""
 
     def __init__(self, pid: int, rng: random.Random, *, stopped: bool) -> None:
@@ -319,7 +319,9 @@ def main() -> int:
         print(*(f"{name} {text}" for text in part.wrong), sep="\n", end="\n" if part.wrong else "")
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(report(chosen, parts), indent=1))
-    return 1 if any(part.wrong for part in parts.values()) else 0
+    idle = [name for name, part in parts.items() if getattr(chosen, name) and not part.done]
+    print(*(f"{name}: did not run" for name in idle), sep="\n", end="\n" if idle else "")
+    return 1 if idle or any(part.wrong for part in parts.values()) else 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from typing import Any
 
 from fsdp_testing.base.backends import RankPlace, backend_named
 from fsdp_testing.base.env import Launch
-from fsdp_testing.errors import BackendUnavailable, InvalidArgument
+from fsdp_testing.errors import BackendUnavailable, HarnessError, InvalidArgument
+from fsdp_testing.ranks.faults.fault import end_all, never_reached
 from fsdp_testing.ranks.pool import world as world_place
 from fsdp_testing.ranks.pool.targets import resolve, target_of
 
@@ -50,7 +51,13 @@ def run_attached(
         )
     world = join(launch, backend)
     args, kwargs = call
-    value = (resolve(target_of(function)) if isinstance(function, str) else function)(*args, **kwargs)
+    try:
+        value = (resolve(target_of(function)) if isinstance(function, str) else function)(*args, **kwargs)
+    finally:
+        # This process lives on: what the function injected must not reach its later calls.
+        unreached = end_all()
+    if unreached:
+        raise HarnessError(never_reached(unreached))
     return world.all_gather_object(value)
 
 
