@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from fsdp_testing.train import causes, readings
+from fsdp_testing.train import causes, multiples, readings
 from fsdp_testing.train.comparable import Comparable, comparable, only, vanishing
 from fsdp_testing.train.comparison import Decided, Difference
 from fsdp_testing.train.control import control
@@ -105,8 +105,8 @@ def _fail_by(pair: Pair, difference: Difference, names: Sequence[Quantity], trai
     cause = pair.cause(difference)
     is_set = difference.quantity.kind in (Kind.RATE, Kind.SETTING) or pair.varied is not None
     apart = not is_set and pair.agrees_apart(lambda world: only(world.quantities, trained))
-    if apart and not cause.startswith("Cause: "):
-        cause = causes.OWN_LOSS
+    if not cause.startswith("Cause: ") and not is_set:
+        cause = multiples.OWN_IN_FORWARD if apart else pair.cause_of_ranks() or cause
     fail(pair, difference, cause)
 
 
