@@ -93,10 +93,9 @@ def of_change(reference: WholeRun, run: WholeRun, difference: Difference) -> str
     key, step = difference.quantity, difference.step
     if key.kind is not Kind.PARAMETER or not _has_due_gradient(reference, run, key.name, step):
         return ""
-    moves = [_change(world, key, step) for world in (reference, run)]
-    if moves[0] is None or moves[1] is None:
+    due, got = _change(reference, key, step), _change(run, key, step)
+    if due is None or got is None:
         return ""
-    due, got = moves
     after = run.quantities[key][step]
     here = multiple_of(got, due, floor(after.dtype, ROUNDINGS) * float(after.abs().max()))
     if not bool(got.any()):
