@@ -20,9 +20,6 @@ from fsdp_testing.train.spans import assembled
 from fsdp_testing.train.terms import summed_terms
 from fsdp_testing.train.whole import Disagreement, WholeRun, first_steps
 
-UNEVEN = 1e-3
-"""Weights of ranks that differ by less, or gradients of ranks that are so nearly multiples of one another, say nothing."""
-
 
 def wrong_in_itself(run: WholeRun, accept: Sequence[str]) -> str:
     """Return what is wrong on any number of ranks, so that no comparison shows it; empty if right.
@@ -319,19 +316,18 @@ def _own_counts(reference: WholeRun, run: WholeRun, step: int) -> str:
     wanted, given = (_gradients(one, names, step) for one in (reference, run))
     if wanted is None or given is None:
         return ""
-    terms = torch.stack([torch.cat([rank[name].double().reshape(-1) for name in names]) for rank in ranks], 1)
-    if not len(terms) == len(wanted) == len(given) or not bool(terms.isfinite().all()):
+    terms = [torch.cat([rank[name].double().reshape(-1) for name in names]) for rank in ranks]
+    bound = floor(ranks[0][names[0]].dtype, CLEAR_ROUNDINGS) * max(float(term.abs().max()) for term in terms)
+    weights = multiples.weights_of(wanted, terms, bound)
+    if weights is None or terms[0].shape != given.shape:
         return ""
-    bound = floor(ranks[0][names[0]].dtype, CLEAR_ROUNDINGS) * float(terms.abs().max())
-    weights = torch.linalg.lstsq(terms, wanted[:, None]).solution[:, 0]
-    fits = (terms @ weights - wanted).abs().max() <= bound and (terms.mean(1) - given).abs().max() <= bound
-    uneven = float((weights - 1 / run.size).abs().max()) > UNEVEN and abs(float(weights.sum()) - 1) < UNEVEN
-    singular = torch.linalg.svdvals(terms)
-    if not (fits and uneven and bool((weights > 0).all()) and bool(singular[-1] > UNEVEN * singular[0])):
+    plain = bool(((torch.stack(terms).mean(0) - given).abs() <= bound).all())
+    uneven = max(abs(weight - 1 / run.size) for weight in weights) > multiples.UNEVEN
+    if not (plain and uneven and min(weights) > 0 and abs(sum(weights) - 1) < multiples.UNEVEN):
         return ""
     return (
         f"Cause: the loss is divided by the rank's own count (of tokens, of weights). At step {step} one process weights the "
-        f"ranks' gradients by {_listed([round(weight, 4) for weight in weights.tolist()])}, and the ranks take their plain mean. "
+        f"ranks' gradients by {_listed([round(weight, 4) for weight in weights])}, and the ranks take their plain mean. "
         "Divide by the count of all ranks, times the number of ranks where gradients are averaged."
     )
 

@@ -5,20 +5,21 @@ A cause is named only where the multiple gives the wrong numbers, and everything
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, ROUNDINGS, Difference, floor
+from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, ROUNDINGS, Difference, floor, part
 from fsdp_testing.train.conventions import LOSS, flag
 from fsdp_testing.train.quantities import Kind, Quantity
 from fsdp_testing.train.spans import assembled
-from fsdp_testing.train.terms import summed_terms
-from fsdp_testing.train.whole import Disagreement, WholeRun, initial
+from fsdp_testing.train.whole import Disagreement, WholeRun, first_steps, initial
 
 _SAME = 1e-5
 """Relative; multiples that are nearer are one."""
+UNEVEN = 1e-3
+"""Weights of ranks that differ by less, or gradients of ranks that are so nearly multiples of one another, say nothing."""
 _OWN = (
     "Cause: each rank's own statistic, by design or by mistake: the loss over the rows of a rank is no mean over "
     "rows, so that the mean of the ranks' losses is not that of all rows: a router's balance, a contrastive loss, or a count or "
@@ -28,8 +29,8 @@ OWN_IN_FORWARD = (
     f"{_OWN}, within forward. One process that is given the rows of "
     f"each rank apart does the same. Compute that term over the rows of all ranks. {flag(LOSS)}"
 )
-OWN_OUTSIDE = (
-    f"{_OWN}, outside of the model's forward. At step 0 the mean of what one process computes from each rank's rows is the "
+_OWN_OUTSIDE = (
+    f"{_OWN}, outside of the model's forward. At step 0 the mean of what one process computes from each rank's rows{{}} is the "
     "gradient that the ranks step. Compute that term over the rows of all ranks. If it is meant, compute it within forward "
     f"and add `--accept {LOSS}`."
 )
@@ -131,43 +132,67 @@ def of_updates(run: WholeRun, odd: Disagreement) -> str:
     )
 
 
-def of_ranks(run: WholeRun, each: Sequence[WholeRun]) -> str:
+def of_ranks(reference: WholeRun, run: WholeRun, each: Sequence[WholeRun]) -> str:
     """Return the cause that one process shows which was given the rows of each rank in turn, until its first step.
 
     Args:
+        reference: One process with the rows of all ranks.
         run: The world.
         each: Of each rank one process with its rows.
     """
-    kind = Kind.UNCLIPPED if run.names(Kind.UNCLIPPED) else Kind.GRADIENT
-    due = [{key.name: one.quantities[key][0] for key in one.names(kind)} for one in each]
-    got = {key.name: values[0] for key, values in run.quantities.items() if key.kind is kind}
-    if not got or any(own.keys() != got.keys() for own in due):
+    names = [key.name for key in run.names(_kind_of(run))]
+    due, got = (_as_one_row(world, names) for world in (reference, run))
+    apart = [_as_one_row(one, names) for one in each]
+    if due is None or got is None or any(row is None or row.shape != got.shape for row in (due, *apart)):
         return ""
-    times = [_times_of_rank(run, rank, own) for rank, own in enumerate(due)]
-    known = [one for one in times if one is not None]
-    if len(known) == len(times) and any(abs(one - 1) > _SAME for one in known):
-        counts = ", ".join(f"{one:.6g} times on rank {rank}" for rank, one in enumerate(known))
-        return (
-            f"Cause: ranks scale their losses. At step 0 backward gives {counts} what one process computes from the rows of that "
-            "rank. Scale the loss of every rank alike, and by a number that does not depend on the number of ranks."
-        )
-    means = {name: torch.stack([own[name].double() for own in due]).mean(0) for name in got}
-    bounds = {name: max(_bound(own[name]) for own in due) for name in got}
-    if all(multiple_of(got[name], mean, bounds[name]).same for name, mean in means.items()):
-        return OWN_OUTSIDE
-    return ""
+    rows = [row for row in apart if row is not None]
+    units = [max(seen.evidence.roundoff, seen.terms.roundoff) for world in (run, *each) for seen in first_steps(world)]
+    bound = part(max(units), CLEAR_ROUNDINGS) * max(float(row.abs().max()) for row in rows)
+    wanted, given = weights_of(due, rows, bound), weights_of(got, rows, bound)
+    if given is None:
+        return ""
+    counts = [f"{run.size * weight:.4g}" for weight in given]
+    plain = max(abs(run.size * weight - 1) for weight in given) <= UNEVEN
+    if _is_mean(given) and (plain or wanted is None or not _is_mean(wanted)):
+        return _OWN_OUTSIDE.format("" if plain else f", which count {' and '.join(counts)} times,")
+    if wanted is None or not _is_mean(wanted) or max(abs(one - two) for one, two in zip(given, wanted)) <= UNEVEN:
+        return ""
+    ranks = ", ".join(f"rank {rank} by {count}" for rank, count in enumerate(counts))
+    return (
+        f"Cause: ranks scale their losses: {ranks}, where {', '.join(f'{run.size * weight:.4g}' for weight in wanted)} is due. "
+        "At step 0 the gradient is the mean over ranks of that many times what one process computes from the rows of each. Scale "
+        "the loss of every rank alike."
+    )
 
 
-def _times_of_rank(run: WholeRun, rank: int, due: Mapping[str, torch.Tensor]) -> float | None:
-    """Return what multiple the backward passes of a rank gave of what is due for its rows; None if unknown or none."""
-    terms = run.ranks[rank].steps[0].terms
-    given = summed_terms(terms.passes)
-    names = [name for name in due if name in given]
-    if not names or not terms.scale or any(given[name].numel() != due[name].numel() for name in names):
+def is_own_statistic(cause: str) -> bool:
+    """Whether a cause is a statistic of each rank, so that one process does the same with the rows of each in turn."""
+    return cause.startswith(_OWN)
+
+
+def _is_mean(weights: Sequence[float]) -> bool:
+    return min(weights) > 0 and abs(sum(weights) - 1) <= UNEVEN
+
+
+def weights_of(total: torch.Tensor, parts: Sequence[torch.Tensor], bound: float) -> list[float] | None:
+    """Return the weights with which parts add up to a total; None if they do not, or if other weights do, too."""
+    columns = torch.stack([part.double() for part in parts], 1)
+    if len(columns) != len(total) or not bool(columns.isfinite().all()) or not bool(total.isfinite().all()):
         return None
-    one = torch.cat([due[name].double().reshape(-1) for name in names])
-    two = torch.cat([given[name].double().reshape(-1) for name in names]) / terms.scale
-    return multiple_of(two, one, max(_bound(due[name]) for name in names)).times
+    weights = torch.linalg.lstsq(columns, total.double()[:, None]).solution[:, 0]
+    singular = torch.linalg.svdvals(columns)
+    known = bool(singular[-1] > UNEVEN * singular[0])
+    return weights.tolist() if known and bool(((columns @ weights - total).abs() <= bound).all()) else None
+
+
+def _kind_of(run: WholeRun) -> Kind:
+    return Kind.UNCLIPPED if run.names(Kind.UNCLIPPED) else Kind.GRADIENT
+
+
+def _as_one_row(run: WholeRun, names: Sequence[str]) -> torch.Tensor | None:
+    """Return the gradients of the first step as one row, as they were before the first clip; None where one is not there."""
+    values = [run.quantities.get(Quantity(_kind_of(run), name), [])[:1] for name in names]
+    return torch.cat([one[0].double().reshape(-1) for one in values]) if names and all(values) else None
 
 
 def _pairs_of_gradients(reference: WholeRun, run: WholeRun, step: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -169,9 +169,9 @@ class Pair:
     def cause_of_ranks(self) -> str:
         """Return the cause that one process shows which is given the rows of each rank in turn; empty where it shows none."""
         each = self._each_rank() if self._takes_own_rows and self.varied is None else []
-        cause = multiples.of_ranks(self.run, each) if each else ""
+        cause = multiples.of_ranks(self.reference, self.run, each) if each else ""
         if each:
-            self.tried[_EACH] = cause == multiples.OWN_OUTSIDE
+            self.tried[_EACH] = multiples.is_own_statistic(cause)
         return cause
 
     @property
