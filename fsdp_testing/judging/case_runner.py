@@ -44,6 +44,9 @@ from fsdp_testing.ranks.run import raise_unless_ok, run_with_faults
 
 _ORACLE_CACHE = 512
 _KEPT = 16
+_IN_RANKS = (rank_jobs.__name__, registry.__name__)
+"""What each rank runs that is judged: this process has it already, so that it changes no more, and it is imported once ahead
+of all ranks, not again in each."""
 
 A = TypeVar("A")
 
@@ -180,6 +183,7 @@ class CaseRunner:
 
     def __init__(self, pool: Pool | None = None, *, timeout: float = 60.0, faults: Sequence[Fault] = ()) -> None:
         self.worlds = Worlds(pool or default_pool())
+        self.pool.expect(*_IN_RANKS)
         self._timeout = timeout
         self._faults = tuple(faults)
         self._expectations: Shared[Expectation] = Shared(_ORACLE_CACHE)
