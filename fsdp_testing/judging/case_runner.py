@@ -38,7 +38,7 @@ from fsdp_testing.judging.worlds import Shared, Worlds
 from fsdp_testing.oracle import assemble, rank_jobs
 from fsdp_testing.oracle.quantities import Comparison, Expectation
 from fsdp_testing.oracle.setup import as_observed, fitted, oracle_view
-from fsdp_testing.ranks.faults.fault import Fault
+from fsdp_testing.ranks.faults.fault import Fault, check_together
 from fsdp_testing.ranks.pool import Pool, WorldOutcome, default_pool
 from fsdp_testing.ranks.run import raise_unless_ok, run_with_faults
 
@@ -186,6 +186,7 @@ class CaseRunner:
         self.pool.expect(*_IN_RANKS)
         self._timeout = timeout
         self._faults = tuple(faults)
+        check_together(self._faults)
         self._expectations: Shared[Expectation] = Shared(_ORACLE_CACHE)
         self._kept: Shared[WorldOutcome] = Shared(_KEPT)
         self._repeats = True

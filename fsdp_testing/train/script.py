@@ -15,7 +15,7 @@ import torch
 
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.ranks.faults.fault import Fault
+from fsdp_testing.ranks.faults.fault import Fault, check_together
 from fsdp_testing.ranks.pool import Pool, RankOutcome, WorldOutcome, default_pool
 from fsdp_testing.ranks.pool.cause import EndedBadly
 from fsdp_testing.ranks.pool.outcome import Fate, rank_names
@@ -249,6 +249,7 @@ def _has_ranks(size: int, faults: Sequence[Fault]) -> bool:
 
 def _check_arguments(launch: Launch, world_sizes: Sequence[int]) -> None:
     check_names(launch.accept)
+    check_together(launch.faults)
     if not any(size > 1 for size in world_sizes) and not (launch.vary or launch.against):
         raise InvalidArgument(
             f"world sizes: expected one above 1, got {tuple(world_sizes)}. One process is always run."

@@ -177,7 +177,12 @@ class WorldOutcome:
     @property
     def ok(self) -> bool:
         """Whether every rank returned and none marked its result as failed."""
-        return self.diagnosis is None and all(rank.good for rank in self.ranks)
+        return self.diagnosis is None and self.all_good
+
+    @property
+    def all_good(self) -> bool:
+        """Whether every rank is good, be it that they disagree."""
+        return all(rank.good for rank in self.ranks)
 
     @property
     def values(self) -> list[Any]:

@@ -127,7 +127,13 @@ def read_summary(text: str, where: str) -> Summary:
     body = FORMAT.read(text, where)
     if "statuses" in body:
         raise InvalidRecord(f"{where}: expected verdicts, got a certificate of an earlier version. Make it again.")
-    return decode(Summary, body, where)
+    summary = decode(Summary, body, where)
+    counted = [summary.verdicts, *(counts for faces in summary.faces.values() for counts in faces.values())]
+    odd = [counts for counts in counted if {*counts} - {*VERDICTS} or min(counts.values(), default=0) < 0]
+    if odd or {*summary.verdicts} != {*VERDICTS}:
+        got = dict((odd or [summary.verdicts])[0])
+        raise InvalidRecord(f"{where}: expected counts of {', '.join(VERDICTS)}, got {str(got)[:100]!r}. It is damaged.")
+    return summary
 
 
 def summary_of(certificate: Certificate, finder: CauseFinder, environment: Mapping[str, str]) -> Summary:
