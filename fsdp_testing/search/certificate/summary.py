@@ -102,7 +102,7 @@ class Summary:
         """Return what else there is to know, a sentence each."""
         missing = sum(self.not_claimed.values())
         notes = [f"The cube has {self.cube:,} cells."]
-        notes += [f"{missing:,} of them are not claimed, and were not asked."] if missing else []
+        notes += [f"{missing:,} of them are not claimed, and were skipped."] if missing else []
         notes += [f"{self.earlier:,} cells ran in earlier runs, and not again."] if self.earlier else []
         if self.unconfirmed:
             alone = f"{CONFIRMED_ALONE} that look like each of them failed again alone"
