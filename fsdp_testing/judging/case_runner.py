@@ -169,7 +169,7 @@ class _Same:
 
 
 class _Unjudged(Exception):
-    """Nothing can be said of this case; the text says why."""
+    """No verdict on this case; the text says why."""
 
 
 class CaseRunner:
@@ -336,7 +336,7 @@ class CaseRunner:
             return closer
         if closer[0].verdict is Verdict.UNKNOWN and not closer[0].tally.comparisons:
             raise _Unjudged(_reason(closer[0]))
-        note = f"{finding.explanation}; it does not show when every operation is followed by an observation"
+        note = f"{finding.explanation}; it does not show if every operation is observed"
         return replace(first[0], finding=replace(finding, explanation=note)), first[1]
 
     def _expectation(self, question: _Question, ranks: Sequence[RankObservation], *, observe_all: bool) -> Expectation:

@@ -343,7 +343,7 @@ def _loss(difference: Difference) -> str:
     if difference.quantity.kind is not Kind.LOSS:
         return ""
     return (
-        "Weights and rows are those of one process, and the mean of the ranks' losses is not its loss: look for a loss that "
+        "Weights and rows equal those of one process, but the mean of the ranks' losses is not its loss. Look for a loss that "
         "is divided by the rank's own count (of tokens, of weights), or scaled by the number of ranks or micro-batches."
     )
 

@@ -17,7 +17,7 @@ from fsdp_testing.train.whole import WholeRun, whole
 
 
 class Undecided(Exception):
-    """Ends the judgement of a world: nothing can be said, for this reason; `output` is the end of what the script said."""
+    """Ends the judgement of a world without a verdict, for this reason; `output` is the end of what the script said."""
 
     def __init__(self, sentence: str, output: tuple[str, ...] = ()) -> None:
         super().__init__(sentence)
@@ -188,9 +188,7 @@ class Runner:
         if hung and not settings.folder and unequal_ends(outcome) is None:
             again = self.execute(size, settings)  # the machine may have been slow
             if again.ok:
-                self.unsteady.append(
-                    f"{outcome.cause}; run again, it came to its end. Nothing is known of what hangs once."
-                )
+                self.unsteady.append(f"{outcome.cause}; run again, it came to its end. A single hang is no verdict.")
             outcome = again
         # With faults ranks may issue different collectives, as where no ledger is: what they compute then is compared.
         if not (outcome.all_good if settings.faults else outcome.ok):

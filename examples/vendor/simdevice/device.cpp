@@ -5,6 +5,9 @@
 // stream waits for, an event or a stream that the host waits for, and what the host reads. So code that forgets a wait meets
 // memory that is not written yet (bytes 0xff: NaN) or written already by what comes after.
 //
+// It is C++ because the Python way (torch.utils.backend_registration) makes tensors without storage, whose streams do nothing
+// (pytorch issue 195458), and FSDP frees and resizes storage. One fallback serves every operator on CPU aliases of the memory.
+//
 // Memory is never given back to the system: addresses in queues stay valid, as those of kernels do. Freed blocks go to the
 // next tensor of the same stream, as a caching allocator's do.
 #include <ATen/CPUGeneratorImpl.h>

@@ -102,7 +102,7 @@ def test_each_mistake_is_found_and_its_cause_named(script, arguments, message):
         (("--mistake", "argument"), r"one process .*usage: with_indices.py --mistake argument CONFIG"),
         (("--mistake", "spawn"), r"one process starts processes of its own with torch.multiprocessing"),
         (("--mistake", "download"), r"one process downloads something: it asked for weights.invalid and got URLError"),
-        (("--mistake", "never"), r"one process never steps an optimizer"),
+        (("--mistake", "never"), r"one process never steps a torch.optim optimizer"),
         (("--mistake", "unseeded"), r"one process does not repeat itself: two runs differ, first in loss at step 0"),
         (("--mistake", "shape"), r"2 ranks: unknown: has other parameters than one process, first parameter head"),
         (("--nonsense",), r"(?s)one process ended with exit code 2.*unrecognized arguments: --nonsense"),
@@ -149,7 +149,7 @@ def test_a_module_is_started_where_it_lies_and_a_file_that_each_run_replaces_is_
     launch = Launch("started_as_module", (str(elsewhere),), is_module=True, steps=2, isolation="warm")
     report = examine(launch, (2,))
     assert report.verdict is Verdict.PASS, str(report)
-    assert f"writes to {elsewhere}, outside the current folder: every run replaces it" in str(report)
+    assert f"writes to {elsewhere}, outside the current folder: every run overwrites it" in str(report)
     assert sorted(path.name for path in place.iterdir() if path.suffix == ".pt") == []
 
 
