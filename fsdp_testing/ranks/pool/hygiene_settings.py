@@ -18,6 +18,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,8 +42,10 @@ _SIGNALS = (
 )  # fmt: skip
 # Without the enum that Python's own function makes of what C keeps: these were a fifth of what a clean comparison cost.
 _handler_of = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
-# Parts of the paths of files that are no code under test.
-INSTALLED = ("/site-packages/", "/dist-packages/", f"{sysconfig.get_path('stdlib')}/", "<")
+# Parts of the paths of files that are no code under test. Who builds torch has it in a checkout, outside of any of them.
+INSTALLED = (
+    "/site-packages/", "/dist-packages/", f"{sysconfig.get_path('stdlib')}/", f"{Path(torch.__file__).parent}/", "<"
+)  # fmt: skip
 # pytest names the running test and its phase here, and changes it itself.
 _CURRENT_TEST = b"PYTEST_CURRENT_TEST"
 # torch.compile sets these once, when it is imported: taking them away would break it, naming them would blame the test.
