@@ -234,11 +234,11 @@ def _examined(
         passed = [
             judgement.size for judgement in judgements if judgement.verdict is Verdict.PASS and not judgement.relation
         ]
-        beside = Runner(faulty, runner.pool, runner.listener)
+        beside = runner.beside(faulty)
         judgements += [judge_faults(runner, runs, size, beside) for size in passed if _has_ranks(size, faulty.faults)]
     judgements += [relations.judge_rows(runner, alone, relation) for relation in rows]
     for other, relation in others:
-        beside = Runner(other, runner.pool, runner.listener)
+        beside = runner.beside(other)
         judgements += [relations.judge_varied(runner, runs, size, beside, relation) for size in sizes]
     return TrainReport(launch.name, tuple(replace(one, compared=one.compared + remarks) for one in judgements))
 
@@ -323,6 +323,12 @@ def _ending(outcome: WorldOutcome, *, works: bool = False) -> Exception:
             output,
         )
     where = _places(outcome.ranks if first.fate in _WAITING else [first])
+    if outcome.size == 1 and first.fate is Fate.HUNG and outcome.cause is not None:
+        return Undecided(
+            f"does not come to the steps that are compared: {outcome.cause}.{where} Compare fewer --steps, make the model and "
+            "batches smaller, raise --timeout, or give it the arguments with which it steps an optimizer.",
+            output,
+        )
     sentence = f"did not end well: {outcome.cause}.{where}"
     if not several:
         return Undecided(sentence, output)

@@ -11,8 +11,9 @@ import pytest
 from fsdp_testing import check_script
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.train import running, surroundings
 from fsdp_testing.train import script as script_module
-from fsdp_testing.train import surroundings
+from fsdp_testing.train.running import Runner
 from fsdp_testing.train.script import Launch, ScriptDiffers, ScriptUndecided, examine
 
 SCRIPTS = Path(__file__).parent
@@ -119,6 +120,23 @@ def test_what_cannot_be_judged_is_unknown_with_one_sentence(arguments, message, 
         "text.txt": b"\0\1\2\3",
         "log.txt": b"mine",
     }
+
+
+def test_one_process_that_never_ends_is_told_what_to_try():
+    report = judge("indices", "--mistake", "endless", timeout=1.0)
+    assert report.verdict is Verdict.UNKNOWN, str(report)
+    assert re.search(
+        r"does not come to the steps that are compared: rank 0 hung after 1 s.*Compare fewer --steps.*raise --timeout",
+        str(report),
+    ), str(report)
+
+
+def test_ranks_that_share_processors_have_more_time_where_one_process_took_long(monkeypatch):
+    monkeypatch.setattr(running, "usable_processors", lambda: 2)
+    runner = Runner(Launch("train.py", timeout=40.0), SimpleNamespace())
+    assert [runner.timeout(size) for size in (1, 2, 8)] == [40.0, 40.0, 40.0]
+    runner.seconds.extend([5.0, 20.0])
+    assert [runner.timeout(size) for size in (1, 2, 8)] == [40.0, 60.0, 240.0]
 
 
 def test_another_machine_that_a_script_asks_is_named_beside_the_verdict():
