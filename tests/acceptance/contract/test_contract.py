@@ -16,8 +16,8 @@ CELLS = [(door, situation) for door in DOORS for situation in SITUATIONS if situ
 LOSE_RANKS = ("a rank died early", "died after its last report", "hung once, passes alone", "hung always")
 SETTLED_ALIKE = ("fuzz", "certify", "checkpoints", "replay", "check_model")
 """Doors whose lost ranks `judging/attempts.py: settle` decides of, as those of `run`. Each push asks `run`, and settle itself
-(tests/fsdp_testing/judging/test_attempts.py and test_batches.py); that these doors say what was decided, their other
-situations ask, among them one that fails and one that is unknown. So their cells that lose ranks, and wait for it, are nightly."""
+(tests/fsdp_testing/judging/test_attempts.py and test_batches.py). That these doors say what was decided, their other
+situations ask, among them one that fails and one that is unknown. Their cells that lose ranks wait for it, and are nightly."""
 
 
 def _tier(door: Door, situation: Situation) -> Any:
