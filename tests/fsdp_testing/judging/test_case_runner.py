@@ -196,4 +196,4 @@ def test_a_divergence_that_hides_from_observation_is_told_as_such(monkeypatch):
     judgement = scripted(monkeypatch, finding("diverged"), None).judge("torch-ddp", case())
     assert judgement.outcome.verdict is Verdict.FAIL
     assert judgement.finding is not None
-    assert "does not show when every operation is followed by an observation" in judgement.finding.explanation
+    assert "does not show if every operation is observed" in judgement.finding.explanation

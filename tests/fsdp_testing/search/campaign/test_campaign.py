@@ -74,7 +74,7 @@ def test_a_finding_that_cannot_be_explained_is_kept_without_a_cause(monkeypatch:
 
 
 def test_equal_micro_batches_are_told_apart_before_the_cause_is_looked_for(monkeypatch: pytest.MonkeyPatch):
-    """What zero_grad leaves of a gradient was "2 times what is due", and so no known failure, where both were equal."""
+    """What zero_grad leaves of a gradient was "2 times the right values", and so no known failure, where both were equal."""
     asked: list[Case] = []
 
     def cause_of(_runner: object, _name: str, met: Case) -> str:
@@ -127,7 +127,11 @@ def test_a_finding_as_plain_as_one_micro_batch_discards_no_case(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("cause", "is_known"),
-    [("the gradient of b is 2 times what is due; `b` is wrong", True), ("it is of another rank", False), ("", False)],
+    [
+        ("the gradient of b is 2 times the right values; `b` is wrong", True),
+        ("it is of another rank", False),
+        ("", False),
+    ],
 )
 def test_a_failure_that_looks_known_is_known_by_its_cause(monkeypatch: pytest.MonkeyPatch, cause: str, is_known: bool):
     monkeypatch.setattr(investigation, "cause_of", lambda *_: cause)
@@ -135,7 +139,9 @@ def test_a_failure_that_looks_known_is_known_by_its_cause(monkeypatch: pytest.Mo
     met = case(micro(1))
     off = finding(met, FailureKind.DIVERGED, "gradient", 0, "off", ranks=(0,))
     looks = signature_of(off)
-    caused = Discovery("it", looks, met, met, "off", cause="the gradient of a (and of 3 more) is 2 times what is due")
+    caused = Discovery(
+        "it", looks, met, met, "off", cause="the gradient of a (and of 3 more) is 2 times the right values"
+    )
     alone = JudgedCase(met, Judgement(Verdict.FAIL, off))
     known = asker._recognized(CaseRunner(default_pool()), alone, KnownFailures((caused.rule(),)))
     assert (known is not None) is is_known
