@@ -171,7 +171,7 @@ class _ExitHandlers:
         code = getattr(getattr(inner, "__func__", inner), "__code__", None)
         if code is None or any(part in code.co_filename for part in INSTALLED):
             return ""
-        return f"{inner.__module__}.{inner.__qualname__} is to be called at exit, which no rank does"
+        return f"{inner.__module__}.{inner.__qualname__} is registered with atexit, which ranks do not run"
 
 
 EXIT_HANDLERS = _ExitHandlers()
@@ -380,7 +380,7 @@ TORCH_PROBES: tuple[Probe, ...] = (
     leftovers_probe(
         "message",
         messages.pending,
-        lambda message: f"nobody waited for {message[1]}: it may take, or be taken for, a message of a later call",
+        lambda message: f"{message[1]} was never waited for: a later call may receive it",
     ),
     Probe(
         "CUDA memory",
