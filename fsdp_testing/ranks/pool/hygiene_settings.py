@@ -43,8 +43,10 @@ _SIGNALS = (
 # Without the enum that Python's own function makes of what C keeps: these were a fifth of what a clean comparison cost.
 _handler_of = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 # Parts of the paths of files that are no code under test. Who builds torch has it in a checkout, outside of any of them.
+# `pip install --target` makes a folder of packages with any name.
 INSTALLED = (
-    "/site-packages/", "/dist-packages/", f"{sysconfig.get_path('stdlib')}/", f"{Path(torch.__file__).parent}/", "<"
+    "/site-packages/", "/dist-packages/", f"{sysconfig.get_path('stdlib')}/", f"{Path(torch.__file__).parent}/", "<",
+    *(f"{Path(folder).absolute()}/" for folder in sys.path if any(Path(folder).glob("*.dist-info"))),
 )  # fmt: skip
 # pytest names the running test and its phase here, and changes it itself.
 _CURRENT_TEST = b"PYTEST_CURRENT_TEST"

@@ -363,23 +363,31 @@ def test_a_namespace_is_read_again_only_when_it_was_changed(versions: bool, monk
     assert "first" not in namespace.read()
 
 
-def test_torch_in_a_checkout_is_no_code_under_test(tmp_path: Path) -> None:
-    (tmp_path / "torch").symlink_to(Path(torch.__file__).parent)
+def _watched_beside(folder: Path, imports: str) -> list[str]:
+    """Return the folder that torch comes from, and the names of what is watched, with `folder` first on the path."""
     code = (
-        "import torch, torch.overrides; from fsdp_testing.ranks.pool import hygiene; "
+        f"import {imports}; from fsdp_testing.ranks.pool import hygiene; import torch; "
         "print(torch.__file__, *(watched.place.__name__ for watched in hygiene._watched.current()))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    file, *watched = done.stdout.split()
+    named = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run([sys.executable, "-c", code], env=named, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_torch_in_a_checkout_is_no_code_under_test(tmp_path: Path) -> None:
+    (tmp_path / "torch").symlink_to(Path(torch.__file__).parent)
+    file, *watched = _watched_beside(tmp_path, "torch.overrides")
     assert file == str(tmp_path / "torch" / "__init__.py")
     assert "torch.nn.functional" in watched
     assert "torch.overrides" not in watched
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_packages_that_were_installed_into_a_folder_are_no_code_under_test(tmp_path: Path, installed: bool) -> None:
+    (tmp_path / "made.py").touch()
+    if installed:
+        (tmp_path / "made-1.0.dist-info").mkdir()
+    assert ("made" in _watched_beside(tmp_path, "made")) is not installed
 
 
 def test_no_value_of_code_under_test_is_asked_for_its_class(tmp_path: Path) -> None:
