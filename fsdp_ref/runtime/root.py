@@ -160,6 +160,7 @@ class Root:
 
     def begin_forward(self) -> None:
         """The outermost forward call of this tree begins, outside of any backward."""
+        self.streams.refuse_capture()
         # Before anything is gathered: what a failed backward left in flight would pair with this pass's collectives.
         self.recover()
         for look in (*self.guards.forward_begins, *self.guards.tree_used):
