@@ -58,13 +58,6 @@ class _OnItsWay(Later):
 class Streams:
     """What the runtime asks of streams, where there are none (CPU): everything runs where it is called."""
 
-    def refuse_capture(self) -> None:
-        """Raise while the current stream is captured in a graph, which would replay none of what the host decides.
-
-        Raises:
-            FsdpRuntimeError: It is.
-        """
-
     def unshard(self) -> AbstractContextManager[object]:
         """Issue gathers inside."""
         return _HERE
@@ -139,15 +132,6 @@ class DeviceStreams(Streams):
         self._post_backward = self._module.Stream(device, priority=-1)
         # Full buffers that were given up and still have their memory, each with the end of its last reader; oldest first.
         self._unfreed: dict[FlatBuffer, Any] = {}
-
-    def refuse_capture(self) -> None:
-        captures = getattr(self._module, "is_current_stream_capturing", None)
-        if captures is not None and captures():
-            raise FsdpRuntimeError(
-                f"forward: expected a stream that works, got one of {self._device} that is being captured. A sharded module "
-                "cannot be captured in a graph of the device: the host frees and gathers parameters at each step. Capture "
-                "parts inside of units that hold no parameters, or none."
-            )
 
     def unshard(self) -> AbstractContextManager[object]:
         return self._module.stream(self._unshard)
@@ -236,3 +220,18 @@ def _has_streams(device: torch.device) -> bool:
         return torch.cpu.Stream.__module__ != "torch.cpu"
     # A device that another package registered may have no module: ``torch.get_device_module`` would raise.
     return device.type != "meta" and hasattr(getattr(torch, device.type, None), "Stream")
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Refuse a stream that is captured in a graph, which would replay nothing of what the host decides.
+
+    Raises:
+        FsdpRuntimeError: The current one of ``device`` is.
+    """
+    captures = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", None)
+    if captures is not None and captures():
+        raise FsdpRuntimeError(
+            f"forward: expected a stream that works, got one of {device} that is being captured. A sharded module cannot be "
+            "captured in a graph of the device: the host frees and gathers parameters at each step. Capture parts inside of "
+            "units that hold no parameters, or none."
+        )
