@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# All that we ask of a GPU, once, on a machine that may be borrowed: one JSON, within ten minutes (each part has its own limit).
+# All that we ask of a GPU, once, on a machine that may be borrowed: one JSON, within ten minutes. Each part has its own limit;
+# what is left when they are over does not run.
 #     bash ci/gpu_once.sh OUT.json          on CUDA devices
 #     bash ci/gpu_once.sh OUT.json sim      the same parts on simulated devices, to know that the script works
 # A part that cannot run says why and never counts as passed; the rest runs. Exit code 0: every part passed. 1: a part failed.
@@ -8,6 +9,7 @@ set -u
 out=${1:?usage: bash ci/gpu_once.sh OUT.json [DEVICE]}
 device=${2:-cuda}
 python=${PYTHON:-python}
+budget=600
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 if [ "$device" = sim ]; then
@@ -18,21 +20,27 @@ if [ "$device" = sim ]; then
     export PYTHONPATH="$logs/site:$PYTHONPATH"
 fi
 
-part() {  # NAME SECONDS BACKEND RANKS COMMAND...: runs if the backend can have so many ranks here
+part() {  # NAME SECONDS BACKEND RANKS COMMAND...: runs if the backend can have so many ranks here; a NAME-on-cuda on CUDA alone
     local name=$1 limit=$2 backend=$3 ranks=$4 reason code begun=$SECONDS
     shift 4
     [ "$device" = cuda ] || backend=$device
     echo "== $name"
-    if ! reason=$("$python" -c "
+    if [[ "$name" = *-on-cuda && "$device" != cuda ]]; then
+        reason="needs CUDA"
+    elif ! reason=$("$python" -c "
 import sys
 from fsdp_testing.base.backends import backend_named
 print(backend_named(sys.argv[1]).unavailable(int(sys.argv[2])) or '')" "$backend" "$ranks" 2>&1); then
         reason="the backend cannot be asked: $(tail -n 1 <<< "$reason")"
     fi
+    local left=$((budget - SECONDS))
+    if [ -z "$reason" ] && ((left <= 0)); then
+        reason="ten minutes are over"
+    fi
     if [ -n "$reason" ]; then
         code=-1
     else
-        timeout "$limit" "$@" > "$logs/$name.log" 2>&1
+        timeout $((limit < left ? limit : left)) "$@" > "$logs/$name.log" 2>&1
         code=$?
         tail -n 3 "$logs/$name.log"
     fi
@@ -43,6 +51,8 @@ pytest=("$python" -m pytest -q -m gpu --device "$device" -p no:cacheprovider)
 verify() { echo "$python" -m fsdp_testing.cli run; }
 many=nccl; [ "$device" = cuda ] || many=$device
 shared=gloo-cuda; [ "$device" = cuda ] || shared=$device
+order=tests/fsdp_ref/behaviours/gpu/test_cuda_order.py
+settings=tests/fsdp_ref/behaviours/gpu/test_cuda_settings.py
 checks=(--check training --check offload --check mixed_precision --explain 0
         --expected-failures fsdp_testing/checks/findings/known_failures.toml)
 
@@ -52,6 +62,12 @@ part shared-devices 150 gloo-cuda 2 "${pytest[@]}" tests/fsdp_ref/behaviours/gpu
 part no-host-wait 60 nccl 1 "${pytest[@]}" tests/fsdp_ref/behaviours/gpu -k "stop_the_host or does_not_wait"
 part streams 100 gloo-cuda 2 $(verify) fsdp_ref-wrapper torch-fsdp2 --backend "$shared" --check streams.training --check streams.summon --explain 0
 part conformance 150 gloo-cuda 2 $(verify) fsdp_ref-composable torch-fsdp2 --backend "$shared" "${checks[@]}"
+part order 60 gloo-cuda 2 "${pytest[@]}" "$order" -k "(sleep or freed) and (orig-FULL_SHARD or shows or too_early)"
+part peak-memory 30 gloo-cuda 2 "${pytest[@]}" "$order" -k "planned and FULL_SHARD"
+part half-precision 40 gloo-cuda 2 "${pytest[@]}" "$order" -k "scale or pinned or captured"
+part late-or-not 60 gloo-cuda 2 "${pytest[@]}" "$settings" -k bits
+part sanitizer-on-cuda 60 gloo-cuda 2 "${pytest[@]}" "$settings" -k sanitizer
+part overlap-on-cuda 30 nccl 2 "${pytest[@]}" "$order" -k overlap
 part two-gpus 90 nccl 2 $(verify) fsdp_ref-composable torch-fsdp2 --backend "$many" --check training --explain 0
 
 "$python" - "$logs" "$out" "$device" <<'PY'

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_ref.errors import FsdpRuntimeError
 from fsdp_ref.storage.flat_buffer import FlatBuffer
 from fsdp_ref.storage.offload import pins_memory
 
@@ -219,3 +220,18 @@ def _has_streams(device: torch.device) -> bool:
         return torch.cpu.Stream.__module__ != "torch.cpu"
     # A device that another package registered may have no module: ``torch.get_device_module`` would raise.
     return device.type != "meta" and hasattr(getattr(torch, device.type, None), "Stream")
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Refuse a stream that is captured in a graph, which would replay nothing of what the host decides.
+
+    Raises:
+        FsdpRuntimeError: The current one of ``device`` is.
+    """
+    captures = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", None)
+    if captures is not None and captures():
+        raise FsdpRuntimeError(
+            f"forward: expected a stream that works, got one of {device} that is being captured. A sharded module cannot be "
+            "captured in a graph of the device: the host frees and gathers parameters at each step. Capture parts inside of "
+            "units that hold no parameters, or none."
+        )

@@ -17,7 +17,7 @@ from fsdp_ref import compat
 from fsdp_ref.annotations import units_under
 from fsdp_ref.autograd.graph_ties import GraphTie, PassRecord
 from fsdp_ref.autograd.tracked import UnitsByStorage, pack_with, unpack_with
-from fsdp_ref.comm.streams import streams_for
+from fsdp_ref.comm.streams import refuse_capture, streams_for
 from fsdp_ref.errors import FsdpAssertionError, FsdpValueError, listing
 from fsdp_ref.handle.param_hooks import put_back
 from fsdp_ref.naming import clean_tensor_name
@@ -160,6 +160,7 @@ class Root:
 
     def begin_forward(self) -> None:
         """The outermost forward call of this tree begins, outside of any backward."""
+        refuse_capture(self.unit.config.device)
         # Before anything is gathered: what a failed backward left in flight would pair with this pass's collectives.
         self.recover()
         for look in (*self.guards.forward_begins, *self.guards.tree_used):
