@@ -132,7 +132,9 @@ def read_summary(text: str, where: str) -> Summary:
     odd = [counts for counts in counted if {*counts} - {*VERDICTS} or min(counts.values(), default=0) < 0]
     if odd or {*summary.verdicts} != {*VERDICTS}:
         got = dict((odd or [summary.verdicts])[0])
-        raise InvalidRecord(f"{where}: expected counts of {', '.join(VERDICTS)}, got {str(got)[:100]!r}. It is damaged.")
+        raise InvalidRecord(
+            f"{where}: expected counts of {', '.join(VERDICTS)}, got {str(got)[:100]!r}. It is damaged."
+        )
     return summary
 
 
