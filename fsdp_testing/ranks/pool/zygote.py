@@ -10,6 +10,7 @@ connected; none can outlive the run. A worker that is refused, or whose request 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import signal
@@ -131,6 +132,7 @@ def main(listening_fd: int, setup_fd: int) -> NoReturn:
         listening_fd: The socket that workers connect to.
         setup_fd: A file with JSON of the worker that started this process; read, and left as it is.
     """
+    gc.disable()  # as the fork server does
     settings = forkserver.read_setup(setup_fd)
     sys.path[:] = settings["sys_path"]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
