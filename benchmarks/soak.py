@@ -4,7 +4,8 @@
                               [--state FILE] [--json FILE]
 
 Everything follows from the seed; `--state` lets a run go on where the last one ended. With `--minutes` the parts take turns
-until the time is up, whatever the counts. Exit code 1 if one verdict was wrong, something came late, or something was left.
+until the time is up and each has had one, whatever the counts. Exit code 1 if one verdict was wrong, something came late, or
+something was left.
 
 - faults: a rank raises, dies, hangs, disagrees, returns early or leaves something behind. The verdict and the blamed rank are
   right, no later than the deadline and 2 s; the test after it is healthy; no process, descriptor, thread or file is left.
@@ -224,7 +225,7 @@ def _pytest(folder: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", str(folder)]
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1800, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=7200, check=False
     )
     return done.stdout + done.stderr
 
@@ -242,7 +243,7 @@ def _settled(pool: Pool) -> dict[str, int]:
 def run(
     soak: Soak, parts: dict[str, Part], wanted: dict[str, int], minutes: float | None, keep: Callable[[], None]
 ) -> None:
-    """Let the parts take turns until each has its count, or the time is up."""
+    """Let the parts take turns until each has its count, or the time is up and each has had its turn."""
     limit = time.monotonic() + 60 * minutes if minutes else None
     while True:
         open_parts = [name for name, part in parts.items() if limit is not None or part.done < wanted[name]]
@@ -250,7 +251,10 @@ def run(
             return
         for name in open_parts:
             part = parts[name]
-            count = AT_A_TIME[name] if limit is not None else min(AT_A_TIME[name], wanted[name] - part.done)
+            count = AT_A_TIME[name]
+            if limit is None:
+                # Growth shows in one session, however long.
+                count = wanted[name] - part.done if name == "warm" else min(count, wanted[name] - part.done)
             start = time.monotonic()
             getattr(soak, name)(part, range(part.done, part.done + count))
             part.seconds += time.monotonic() - start
@@ -260,7 +264,7 @@ def run(
                 for name, part in parts.items()
             )
             print(f"\r{text}", end="", file=sys.stderr, flush=True)
-            if limit is not None and time.monotonic() > limit:
+            if limit is not None and time.monotonic() > limit and all(part.done for part in parts.values()):
                 return
 
 

@@ -328,7 +328,16 @@ def held() -> dict[str, int]:
 
 
 def left_in_shared_memory() -> set[str]:
-    """Return the files in shared memory that no process holds: those of others that run beside this are no leak."""
+    """Return the files in shared memory that no process holds, for a while: those of others that run beside this are no leak."""
+    limit = time.monotonic() + GRACE_S
+    left = _held_by_nobody()
+    while left and time.monotonic() < limit:
+        time.sleep(0.05)  # of a process that has just ended; what watches over it removes them
+        left &= _held_by_nobody()
+    return left
+
+
+def _held_by_nobody() -> set[str]:
     left = {str(path) for path in Path("/dev/shm").iterdir()}
     for process in Path("/proc").glob("[0-9]*") if left else ():
         with contextlib.suppress(OSError):

@@ -41,6 +41,8 @@ class Leases:
         if self._pool is None:
             self._pool = default_pool()
             self._pool.coverage = coverage_settings()
+            # Of a worker of pytest-xdist.
+            self._pool.run = getattr(self._config, "workerinput", {}).get("testrunuid", "")
             self._pool.add_preload(IN_RANK)
             self._pool.add_preparation(f"{_TEMPLATE}:prepare", encode(self._description()))
             self._pool.start()

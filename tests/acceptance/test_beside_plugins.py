@@ -52,6 +52,27 @@ def test_xdist_in_every_mode(mode: str, run: Runner) -> None:
     assert "rank 1: AssertionError: assert 1 == 0" in verdict.text
 
 
+PARENTS = """
+@pytest.mark.world(2)
+@pytest.mark.parametrize("number", range(4))
+def test_notes_its_parents(world, number):
+    server = os.getppid()
+    above = open(f"/proc/{server}/stat").read().rpartition(")")[2].split()[1]
+    with open("FOLDER/" + os.environ["PYTEST_XDIST_WORKER"], "w") as file:
+        file.write(above)
+"""
+
+
+def test_workers_of_xdist_share_the_process_that_has_imported_torch(run: Runner, tmp_path: Path) -> None:
+    folder = tmp_path / "parents"
+    folder.mkdir()
+    verdict = run(PARENTS.replace("FOLDER", str(folder)), "-n", "2")
+    assert verdict.counts() == (4, 0, 0), verdict.text
+    above = {path.name: path.read_text() for path in folder.iterdir()}
+    assert sorted(above) == ["gw0", "gw1"]
+    assert above["gw0"] == above["gw1"]
+
+
 DROPS = """
 @pytest.mark.world(2)
 @pytest.mark.parametrize("number", range(4))

@@ -157,6 +157,43 @@ def test_covered(world):
         assert re.search(r"mylib.py +\d+ +0 +\d+ +0 +100%", verdict.text), verdict.text
 
 
+ENDED = """
+import mylib
+
+@pytest.mark.world(2)
+def test_before(world):
+    mylib.before()
+
+@pytest.mark.world(2)
+def test_killed(world):
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+@pytest.mark.world(2)
+def test_exits(world):
+    if world.rank == 1:
+        mylib.exits()
+
+@pytest.mark.world(2)
+def test_crashes(world):
+    with world.inject("crash@rank=1,collective=1"):
+        if world.rank == 1:
+            mylib.crashes()
+"""
+
+
+def test_coverage_of_ranks_that_end_early_is_kept_up_to_their_end(run: Runner, tmp_path: Path) -> None:
+    names = ("before", "exits", "crashes")
+    ends = {"before": "pass", "exits": "os._exit(3)", "crashes": "dist.barrier()"}
+    (tmp_path / "mylib.py").write_text(
+        "import os\nimport torch.distributed as dist\n\n"
+        + "".join(f"def {name}():\n    here = 1\n    {ends[name]}\n" for name in names)
+    )
+    verdict = run(ENDED, "--cov=mylib", "--cov-report=term-missing")
+    assert verdict.counts() == (1, 3, 0), verdict.text
+    assert re.search(r"mylib.py +11 +0 +100%", verdict.text), verdict.text
+
+
 def test_breakpoint_in_a_rank_says_how_to_debug_it(run: Runner) -> None:
     verdict = run("@pytest.mark.world(2)\ndef test_stops(world):\n    breakpoint()\n")
     assert verdict.counts() == (0, 1, 0), verdict.text

@@ -122,6 +122,16 @@ def test_an_error_of_the_controller_is_told_and_the_run_goes_on(monkeypatch: pyt
     ] * 2
 
 
+def test_each_part_has_its_turn_however_short_the_time_is() -> None:
+    class Quick:
+        def __getattr__(self, _name: str) -> Callable[..., None]:
+            return lambda part, numbers: part.take("one", numbers[-1], "")
+
+    parts = {name: soak.Part() for name in soak.COUNTS}
+    soak.run(Quick(), parts, soak.COUNTS, 1e-9, lambda: None)  # type: ignore[arg-type]  # its methods alone are asked for
+    assert {name: part.done for name, part in parts.items()} == soak.AT_A_TIME
+
+
 @pytest.mark.parametrize("form", ["json", "pickle"])
 def test_the_same_seed_damages_alike_whatever_came_before(form: str) -> None:
     sound = json.dumps({"a": [1, {"b": "c"}], "d": {"e": None}})

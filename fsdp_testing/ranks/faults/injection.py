@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from fsdp_testing.base import measured
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.ranks.faults.fault import (
     FIRST,
@@ -127,6 +128,7 @@ class Injection(AbstractContextManager["Injection"]):
         self._note(fault, where)
         match fault.kind:
             case "crash":
+                measured.save()
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)

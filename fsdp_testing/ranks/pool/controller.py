@@ -45,12 +45,14 @@ class Pool:
     Attributes:
         owner: The process that made it.
         coverage: How ranks measure it, if they do.
+        run: Names the run of pytest-xdist of which this process is a worker; empty elsewhere.
         hosts: Processes of a launcher that fork ranks too.
         given_up: Why there are no worlds any more; empty while there are.
     """
 
     def __init__(self, preload_modules: Sequence[str] = ()) -> None:
         self.coverage: dict[str, Any] | None = None
+        self.run = ""
         self._lock = threading.RLock()
         self._extra_modules = tuple(preload_modules)
         self._expected: list[str] = []
@@ -97,7 +99,7 @@ class Pool:
                 self._server.close()
                 self._server = None
             if self._server is None:
-                self._server = ForkServer(preload.FIRST + self._extra_modules, self._preparations)
+                self._server = ForkServer(preload.FIRST + self._extra_modules, self._preparations, run=self.run)
                 self._server.expect(self._expected)
             return self._server
 

@@ -48,13 +48,24 @@ def main(control_fd: int, setup_fd: int, controller_pid: int) -> NoReturn:
         controller_pid: The process that started this one.
     """
     gc.disable()  # imports make what stays: looking through it again and again is a tenth of the time that torch takes
+    begin(control_fd, read_setup(setup_fd), watch_process(controller_pid))
+
+
+def read_setup(setup_fd: int) -> dict[str, Any]:
+    """Return what is in the file of the controller, from its beginning, and close it."""
     with os.fdopen(setup_fd, encoding="utf-8") as stream:
-        settings = json.load(stream)
+        stream.seek(0)
+        settings: dict[str, Any] = json.load(stream)
+    return settings
+
+
+def begin(control_fd: int, settings: dict[str, Any], controller: int | None) -> NoReturn:
+    """Import and prepare what the controller wants, then serve; `controller` is a descriptor that tells of its end."""
     sys.path[:] = settings["sys_path"]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = _ServerLoop(socket.socket(fileno=control_fd), watch_process(controller_pid))
+    server = _ServerLoop(socket.socket(fileno=control_fd), controller)
     for module in settings["modules"]:
-        _import_ahead(module)
+        import_ahead(module)
     for target, argument in settings["preparations"]:
         module, _, function = target.partition(":")
         # Likewise: a rank makes for itself what was not made here.
@@ -302,14 +313,14 @@ def _succeed(control: socket.socket, controller: int | None, modules: list[str])
         if module in sys.modules:
             continue
         with _unheard():
-            _import_ahead(module)
+            import_ahead(module)
         if thread_count() > 1:
             server.serve({"culprit": module})
     server.serve()
 
 
-def _import_ahead(module: str) -> None:
-    # A module that fails is left to the rank that needs it, which will say so.
+def import_ahead(module: str) -> None:
+    """Import a module; one that fails is left to the rank that needs it, which will say so."""
     with contextlib.suppress(Exception):
         importlib.import_module(module)
 

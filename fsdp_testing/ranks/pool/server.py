@@ -17,9 +17,10 @@ from typing import Any
 
 from fsdp_testing.base import env
 from fsdp_testing.errors import PoolBroken
-from fsdp_testing.ranks.pool import preload
+from fsdp_testing.ranks.pool import preload, zygote
 from fsdp_testing.ranks.pool.channel import readable
 from fsdp_testing.ranks.pool.forkserver import COMMAND, FAILED, FORK, READY, SUCCEED
+from fsdp_testing.ranks.pool.zygote import ForkedServer
 
 _READY_SECONDS = 120.0
 _FORK_SECONDS = 60.0
@@ -34,7 +35,16 @@ _SINGLE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", 
 class ForkServer:
     """The controller's end of the process that forks ranks. Starts at once, is waited for at the first fork."""
 
-    def __init__(self, modules: tuple[str, ...], preparations: tuple[tuple[str, str], ...] = ()) -> None:
+    def __init__(
+        self, modules: tuple[str, ...], preparations: tuple[tuple[str, str], ...] = (), *, run: str = ""
+    ) -> None:
+        """Start it.
+
+        Args:
+            modules: What it imports at once.
+            preparations: What it calls then.
+            run: Names a run of pytest-xdist, whose workers fork their servers from one process; empty for a server of one's own.
+        """
         self._lock = threading.Lock()
         self._ready = False
         self._broken = False
@@ -44,39 +54,46 @@ class ForkServer:
         self._refused: set[str] = set()
         self._expected: list[str] = []
         self._owner = os.getpid()
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control = mine
         # An empty entry means the current folder, and this process may change it before the fork server looks there.
         path = [entry or directory() for entry in sys.path]
-        setup = json.dumps(
-            {
-                "sys_path": path,
-                "modules": list(modules),
-                "preparations": list(preparations),
-            }
-        )
-        settings = _memory_file(setup)
-        # The last number lets anybody who reads the command line see whether the controller is still there.
-        command = f"{COMMAND}({theirs.fileno()}, {settings}, {os.getpid()})"
         environment = env.snapshot()
         # numpy's BLAS starts its threads at import unless answer not to; a forked rank would wait for them for ever.
         environment.update(dict.fromkeys(_SINGLE_THREAD, "1"))
         environment["PYTHONPATH"] = os.pathsep.join(entry for entry in path if not _has_other_copy(entry))
+        self._setup: dict[str, Any] = {
+            "sys_path": path,
+            "modules": list(modules),
+            "preparations": list(preparations),
+            "environment": environment,
+            "sys_executable": sys.executable,
+        }
+        self._control, self._process = self._started(run)
+
+    def _started(self, run: str) -> tuple[socket.socket, subprocess.Popen[bytes] | ForkedServer]:
+        """Return this end of the control socket, and the process at the other one."""
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        setup = _memory_file(json.dumps(self._setup))
+        process: subprocess.Popen[bytes] | ForkedServer | None = None
         try:
-            self._process = subprocess.Popen(
-                # -P: with -c alone the current folder would come before the controller's path, and its modules with it.
-                [sys.executable, "-P", "-c", command],
-                pass_fds=[theirs.fileno(), settings],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                # Ctrl-C in the terminal reaches the controller alone, which ends the ranks.
-                start_new_session=True,
-            )
+            process = zygote.ask(run, theirs, setup, self._setup["environment"]) if run else None
+            if process is None:
+                # The last number lets anybody who reads the command line see whether the controller is still there.
+                command = f"{COMMAND}({theirs.fileno()}, {setup}, {os.getpid()})"
+                process = subprocess.Popen(
+                    # -P: with -c alone the current folder would come before the controller's path, and its modules with it.
+                    [sys.executable, "-P", "-c", command],
+                    pass_fds=[theirs.fileno(), setup],
+                    env=self._setup["environment"],
+                    stdin=subprocess.DEVNULL,
+                    # Ctrl-C in the terminal reaches the controller alone, which ends the ranks.
+                    start_new_session=True,
+                )
             # Who answers: the process itself, or later its successor.
-            self._current = self._process.pid
+            self._current = process.pid
         finally:
             theirs.close()
-            os.close(settings)
+            os.close(setup)
+        return mine, process
 
     @property
     def pid(self) -> int:
@@ -119,12 +136,20 @@ class ForkServer:
             return
         try:
             message = self._answer(4096, _READY_SECONDS)
+            if not message and isinstance(self._process, ForkedServer):
+                # The zygote refused, or has gone.
+                self._process.wait()
+                self._control.close()
+                self._control, self._process = self._started("")
+                message = self._answer(4096, _READY_SECONDS)
         except OSError as error:
             raise PoolBroken(self._lost(str(error))) from error
         if not message.startswith(READY):
             raise PoolBroken(self._lost("it ended while importing"))
         answer = json.loads(message[1:])
         threads, self._current = answer["threads"], answer["pid"]
+        if isinstance(self._process, ForkedServer):
+            self._process.begin(self._current)
         if threads > 1:
             self._broken = True
             raise PoolBroken(

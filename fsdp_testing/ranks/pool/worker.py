@@ -18,7 +18,7 @@ import time
 import traceback
 from typing import Any
 
-from fsdp_testing.base import env
+from fsdp_testing.base import env, measured
 from fsdp_testing.errors import BackendUnavailable, HarnessError
 from fsdp_testing.ranks.faults.fault import end_all, never_reached
 from fsdp_testing.ranks.ledger.memory import LedgerMemory
@@ -47,7 +47,7 @@ def main(fds: dict[str, int], modules: frozenset[str]) -> None:
     channel = Channel(socket.socket(fileno=fds["conn"]))
     bootstrap: Bootstrap = channel.receive()
     _adopt(bootstrap)
-    coverage = _start_coverage(bootstrap.coverage)
+    measured.start(bootstrap.coverage)
     rank = _Rank(bootstrap, fds, modules)
     try:
         try:
@@ -61,13 +61,13 @@ def main(fds: dict[str, int], modules: frozenset[str]) -> None:
             return
         channel.send(Report())
         while (job := channel.receive()) is not None:
-            channel.send(rank.run(job))
+            report = rank.run(job)
+            measured.save()
+            channel.send(report)
     except (EOFError, OSError):
         return
     finally:
-        if coverage is not None:
-            coverage.stop()
-            coverage.save()
+        measured.stop()
         _flush()
 
 
@@ -94,16 +94,6 @@ def _adopt(bootstrap: Bootstrap) -> None:
     sys.argv[:] = bootstrap.argv
     with contextlib.suppress(OSError):
         os.chdir(bootstrap.directory)
-
-
-def _start_coverage(settings: dict[str, Any] | None) -> Any:
-    if settings is None:
-        return None
-    import coverage
-
-    measuring = coverage.Coverage(data_suffix=True, **settings)
-    measuring.start()
-    return measuring
 
 
 def _flush() -> None:

@@ -1,0 +1,44 @@
+"""Coverage of a rank's code, where it is measured: on disk after each job, and before the rank ends itself.
+
+A rank may be killed at any moment. What it ran in earlier jobs must not be lost with it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NoReturn
+
+_running: list[Any] = []
+
+
+def start(settings: dict[str, Any] | None) -> None:
+    """Begin to measure this process, if it is to be measured: `settings` are arguments of `coverage.Coverage`."""
+    if settings is None:
+        return
+    import coverage
+
+    measuring = coverage.Coverage(data_suffix=True, **settings)
+    measuring.start()
+    _running.append(measuring)
+    exit_now, pid = os._exit, os.getpid()
+
+    def saved_before(status: int) -> NoReturn:
+        if os.getpid() == pid:  # a forked child's is not the rank's
+            save()
+        exit_now(status)
+
+    os._exit = saved_before
+
+
+def save() -> None:
+    """Write what was measured by now, and go on."""
+    for measuring in _running:
+        measuring.save()
+
+
+def stop() -> None:
+    """Write what was measured, and measure no more."""
+    while _running:
+        measuring = _running.pop()
+        measuring.stop()
+        measuring.save()

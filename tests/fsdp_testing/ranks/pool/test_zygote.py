@@ -1,0 +1,134 @@
+"""Workers of one run share the process that has imported torch, and nothing else; it ends with the last of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from small_programs import gone, pid, total
+
+from fsdp_testing.ranks.pool import Pool
+
+
+@pytest.fixture
+def run() -> str:
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+def pools(run: str) -> Iterator[tuple[Pool, Pool]]:
+    pair = Pool(), Pool()
+    for pool in pair:
+        pool.run = run
+    yield pair
+    for pool in pair:
+        pool.close()
+
+
+def works(pool: Pool) -> bool:
+    with pool.lend(2) as world:
+        return world.execute(total).values == [8.0, 8.0]
+
+
+def parent(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_two_workers_fork_their_servers_from_one_process_that_ends_with_the_last(pools: tuple[Pool, Pool]) -> None:
+    assert all(map(works, pools))
+    servers = [pool.server().pid for pool in pools]
+    assert servers[0] != servers[1]
+    zygote = parent(servers[0])
+    assert parent(servers[1]) == zygote != os.getpid()
+    pools[0].close()
+    assert gone(servers[:1])
+    assert works(pools[1])  # it has lost nothing
+    pools[1].close()
+    assert gone([*servers, zygote])
+
+
+def test_a_worker_whose_zygote_is_killed_keeps_its_server_and_the_next_server_has_a_new_one(
+    pools: tuple[Pool, Pool],
+) -> None:
+    assert works(pools[0])
+    before = parent(pools[0].server().pid)
+    os.kill(before, signal.SIGKILL)
+    assert gone([before])
+    assert works(pools[0])
+    assert works(pools[1])
+    assert parent(pools[1].server().pid) not in (before, os.getpid())
+
+
+def test_a_server_that_is_killed_is_replaced(pools: tuple[Pool, Pool]) -> None:
+    assert works(pools[0])
+    server = pools[0].server().pid
+    with pools[0].lend(2) as world:
+        ranks = world.execute(pid).values
+    os.kill(server, signal.SIGKILL)
+    assert gone([server, *ranks])
+    assert works(pools[0])
+    assert pools[0].server().pid != server
+
+
+def test_a_worker_with_another_environment_has_a_server_of_its_own(
+    pools: tuple[Pool, Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert works(pools[0])
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw1")
+    assert works(pools[1])
+    zygote = parent(pools[0].server().pid)
+    assert parent(pools[1].server().pid) == zygote
+    pools[1].close()
+    monkeypatch.setenv("TORCH_SHOW_CPP_STACKTRACES", "1")  # torch reads such variables when it is imported
+    assert works(pools[1])
+    assert parent(pools[1].server().pid) == os.getpid()
+
+
+def test_a_socket_that_nobody_serves_gives_a_server_of_ones_own(pools: tuple[Pool, Pool], run: str) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as taken:
+        taken.bind(f"\0fsdp-testing-{os.getuid()}-{run}")
+        assert works(pools[0])
+        assert parent(pools[0].server().pid) == os.getpid()
+
+
+SCRIPT = """
+import os, sys
+from fsdp_testing.ranks.pool import Pool
+sys.path.insert(0, {folder!r})
+from small_programs import pid
+pool = Pool()
+pool.run = {run!r}
+for line in sys.stdin:
+    with pool.lend(2) as world:
+        print(pool.server().pid, *world.execute(pid).values, flush=True)
+"""
+
+
+def test_no_process_outlives_workers_that_are_killed(run: str) -> None:
+    def asked(worker: subprocess.Popen[str]) -> list[int]:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        print("go on", file=worker.stdin, flush=True)
+        return [int(word) for word in worker.stdout.readline().split()]
+
+    command = [sys.executable, "-c", SCRIPT.format(folder=str(Path(__file__).parent), run=run)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with (
+        subprocess.Popen(command, text=True, **pipes) as first,
+        subprocess.Popen(command, text=True, **pipes) as second,
+    ):
+        processes = [asked(worker) for worker in (first, second)]
+        zygote = parent(processes[0][0])
+        assert parent(processes[1][0]) == zygote
+        first.kill()
+        assert gone(processes[0])
+        assert asked(second) == processes[1]
+        second.kill()
+        assert gone([*processes[1], zygote])
