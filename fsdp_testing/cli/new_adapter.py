@@ -82,7 +82,7 @@ EXAMPLE = "fsdp-verify new-adapter acme\nfsdp-verify run acme_adapter:IMPLEMENTA
 def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
     command = declare(commands, "new-adapter", "write the skeleton of an adapter", DESCRIPTION, example=EXAMPLE)
-    command.add_argument("name", metavar="NAME", help="what the implementation is called")
+    command.add_argument("name", metavar="NAME", help="name of the implementation")
     command.add_argument("file", metavar="FILE", nargs="?", type=Path, help="default NAME_adapter.py")
     return command
 

@@ -334,7 +334,7 @@ def clause(case: Case, like: Hypothesis, unsharded: UnshardedUnits) -> str:
     if like.contributions is not None:
         return sentence(like.contributions, case.world.size, of_program(case))
     if like.pattern is not None:
-        return f"what is wrong is {like.pattern.words}{_where(like)}"
+        return f"the wrong values are {like.pattern.words}{_where(like)}"
     if like.happened:
         return f"{like.happened}{_where(like)}"
     operation = case.program[like.left_out]

@@ -200,7 +200,7 @@ def _broken(report: RunReport, failures: Failures) -> Iterator[Line]:
         links += [Link(group.reason, anchor) for anchor, group in failures.known[:CAUSES_AT_SIGHT]]
     yield from (Line("", links=(link,)) for link in links)
     if not failures.new and not links and not report.count(Verdict.FAIL):
-        yield Line("Nothing that was looked at.")
+        yield Line("Nothing, in these checks.")
 
 
 def _advice(report: RunReport) -> Iterator[Line]:

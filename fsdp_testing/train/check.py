@@ -206,7 +206,7 @@ def _decided(pair: Pair) -> Compared:
     decide(replace(pair, run=alike, own=pair.feed, kept={}))
     raise Undecided(
         "differs from one process only where rows are padded to another length: with the ranks' batches padded together it "
-        "trains as one process does. Mask what is padded in the model and in the loss, or pad to a fixed length."
+        "trains as one process does. Mask the padding in the model and in the loss, or pad to a fixed length."
     )
 
 

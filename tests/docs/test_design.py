@@ -24,3 +24,11 @@ def test_every_file_that_the_design_names_is_there() -> None:
 
 def test_a_file_that_is_gone_would_be_seen() -> None:
     assert paths_named("see `judging/gone.py: judge` and `plugin.py`") == {"judging/gone.py"}
+
+
+def test_every_document_is_named() -> None:
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "fsdp_testing").rglob("*.py"))
+    formats = set(re.findall(r'Format\("fsdp_testing/(\w+)"', sources))
+    named = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").partition("## Documents")[2].partition("\n## ")[0]
+    assert len(formats) > 8
+    assert sorted(formats - set(re.findall(r"`(\w+)`", named))) == []

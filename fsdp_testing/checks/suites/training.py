@@ -224,7 +224,7 @@ ZERO_GRAD: tuple[Check, ...] = (
           *(cases("mlp", *(op for seed in range(3) for op in (micro_batch(seed), Step(), ZeroGrad(to_none), Observe())),
                   optimizer=ADAMW) for to_none in _FORMS),
           source="torch.optim.Optimizer.zero_grad"),
-    cleared("zero_grad.before_first_backward", "Clearing what is not there changes nothing.",
+    cleared("zero_grad.before_first_backward", "Clearing gradients that do not exist changes nothing.",
             *(cases(model, *program) for to_none in _FORMS for model, program in (
                 ("mlp", [ZeroGrad(to_none), Observe(), *iteration(0)[:-1], ZeroGrad(to_none), ZeroGrad(not to_none)]),
                 ("uneven", [ZeroGrad(to_none), ZeroGrad(to_none), *iteration(0)[:-1]])))),

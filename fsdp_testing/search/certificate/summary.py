@@ -186,7 +186,7 @@ def _faces(certificate: Certificate) -> dict[str, dict[str, dict[str, int]]]:
 def faces_of(cell: Cell) -> list[str]:
     """Return the faces on which a cell lies besides its strategy and mesh, as `axis: value`."""
     second = "the first again" if cell.second == cell.first else "S alone"
-    skipping = "nobody" if not skips(cell.first) else "every rank" if cell.skipping == EVERY_RANK else "one rank"
+    skipping = "no rank" if not skips(cell.first) else "every rank" if cell.skipping == EVERY_RANK else "one rank"
     values = {**{axis: getattr(cell, axis) for axis in VALUES}, "second": second, "skipping": skipping}
     return ["all", *(f"{axis}: {value}" for axis, value in values.items())]
 
@@ -202,6 +202,6 @@ FACES = (
     "all",
     *(f"{axis}: {value}" for axis, values in VALUES.items() for value in values),
     *(f"second: {value}" for value in ("S alone", "the first again")),
-    *(f"skipping: {value}" for value in ("nobody", "every rank", "one rank")),
+    *(f"skipping: {value}" for value in ("no rank", "every rank", "one rank")),
 )
 """Every face besides strategies and meshes, in the order in which it is shown."""

@@ -314,7 +314,7 @@ DONE_INSTEAD = """
 faults_gradients:AddsUpInComputeDtype | mixed_precision.local_sums |
     local micro-batches are added up in bfloat16, not in float32
 faults_models:AccumulatesReduced | mixed_precision.accumulated |
-    what is wrong is the right values, rounded to bfloat16
+    the wrong values are the right values, rounded to bfloat16
 faults_around:HookResultIgnored | comm_hook.result_is_kept |
     what the communication hook returns has no effect
 faults_around:PartialGradientsStay | exceptions.repeatedly |
@@ -336,7 +336,7 @@ faults_state:FirstRankWritesOnly | summon.edits_are_kept |
 def test_what_was_done_instead_is_named(name: str, check: str, happened: str) -> None:
     shortest = [finding.shortest for finding in explained(name, check) if finding.shortest is not None]
     assert [one.happened for one in shortest] == [happened]
-    assert happened.removeprefix("what is wrong is ") in shortest[0].sentence
+    assert happened.removeprefix("the wrong values are ") in shortest[0].sentence
 
 
 def test_of_other_casts_nothing_is_said_when_none_gives_the_numbers() -> None:

@@ -87,8 +87,13 @@ def test_a_reason_alone_excuses_nothing_and_the_entry_to_write_is_said() -> None
 @pytest.mark.parametrize(
     ("finding", "entry", "cause", "verdict"),
     [
-        (NORM, {"cause": "the norm of all but *"}, "what is wrong is the norm of all but a", Verdict.EXPECTED_FAILURE),
-        (NORM, {"cause": "the norm of all but *"}, "what is wrong is half of the right values", Verdict.FAIL),
+        (
+            NORM,
+            {"cause": "the norm of all but *"},
+            "the wrong values are the norm of all but a",
+            Verdict.EXPECTED_FAILURE,
+        ),
+        (NORM, {"cause": "the norm of all but *"}, "the wrong values are half of the right values", Verdict.FAIL),
         (NORM, {"cause": "the norm of all but *"}, "", Verdict.FAIL),
         (replace(NORM, fqn="a.weight"), {"parameter": "a.*"}, "", Verdict.EXPECTED_FAILURE),
         (replace(NORM, fqn="b.weight"), {"parameter": "a.*"}, "", Verdict.FAIL),
