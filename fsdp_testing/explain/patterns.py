@@ -147,7 +147,7 @@ def _candidates(
     yield from _elsewhere(wrong, pieces)
     yield from _in_part(wrong)
     if max(piece.expected.numel() for piece in wrong) > 2 * _ENOUGH:
-        yield "permuted", "the right values, its elements in other places", _permuted, False
+        yield "permuted", "the right values, their elements in other places", _permuted, False
 
 
 def _rounded(dtype: torch.dtype, piece: ComparedPiece) -> torch.Tensor:
@@ -167,7 +167,7 @@ def _by_magnitude(wrong: Sequence[ComparedPiece], got: torch.Tensor, due: torch.
         words = f"the right values, cut off at {limit:.9g}"
         yield "cut off", words, lambda piece: piece.expected.clamp(-limit, limit), True
     if bool((got == 0).any()) and bool((got != 0).any()) and all(map(_smallest_are_zero, wrong)):
-        words = "the right values, with its smallest numbers set to zero"
+        words = "the right values, with their smallest numbers set to zero"
         yield "dropped", words, lambda piece: piece.expected.where(piece.actual != 0, _zeros(piece)), False
 
 
@@ -188,7 +188,7 @@ def _stepped(
         gradients[piece.quantity] = gradient.value
     factor = _factor(moved, torch.cat([piece.part_of(gradients[piece.quantity]).double() for piece in wrong]))
     if factor:
-        words = f"the right values, moved by {factor:.3g} times its gradient"
+        words = f"the right values, moved by {factor:.3g} times their gradient"
         step: Like = lambda piece: piece.expected + factor * piece.part_of(gradients[piece.quantity])
         yield "stepped", words, step, True
 
@@ -270,7 +270,7 @@ def _in_part(wrong: Sequence[ComparedPiece]) -> Iterator[_Candidate]:
     yield "own part", words, _own_alone, False
     tails = {_tail_of_zeros(piece) for piece in wrong}
     if len(tails) == 1 and (tail := tails.pop()):
-        words = f"the right values, with zero in its last {'element' if tail == 1 else f'{tail} elements'}"
+        words = f"the right values, with zero in their last {'element' if tail == 1 else f'{tail} elements'}"
         yield "tail", words, lambda piece: torch.cat([piece.expected[:-tail], _zeros(piece)[-tail:]]), False
 
 

@@ -88,7 +88,7 @@ def _check_reached(faults: Sequence[Fault], outcome: WorldOutcome) -> None:
         steps = {len(rank.value.steps) for rank in outcome.ranks if isinstance(rank.value, RankReport)}
         made = f" and {max(steps)} optimizer steps" if steps else ""
         raise Undecided(
-            f"never comes to the fault {fault}: it makes {counts} collectives{made} by the end of what is run. Name an earlier "
+            f"never reaches the fault {fault}: it makes {counts} collectives{made} by the end of what is run. Name an earlier "
             f"place, or run more steps (--steps). {outcome.cause}".rstrip()
         )
 

@@ -151,17 +151,21 @@ def of_ranks(reference: WholeRun, run: WholeRun, each: Sequence[WholeRun]) -> st
     wanted, given = weights_of(due, rows, bound), weights_of(got, rows, bound)
     if given is None:
         return ""
-    counts = [f"{run.size * weight:.4g}" for weight in given]
+    counts = [f"{run.size * weight:.3g}" for weight in given]
     plain = max(abs(run.size * weight - 1) for weight in given) <= UNEVEN
     if _is_mean(given) and (plain or wanted is None or not _is_mean(wanted)):
         return _OWN_OUTSIDE.format("" if plain else f", which count {' and '.join(counts)} times,")
     if wanted is None or not _is_mean(wanted) or max(abs(one - two) for one, two in zip(given, wanted)) <= UNEVEN:
         return ""
-    ranks = ", ".join(f"rank {rank} by {count}" for rank, count in enumerate(counts))
+    alike = max(given) - min(given) <= UNEVEN
+    ranks = (
+        f"each by {counts[0]}" if alike else ", ".join(f"rank {rank} by {count}" for rank, count in enumerate(counts))
+    )
+    how = "by a number that does not depend on the number of ranks" if alike else "alike"
+    due_counts = ", ".join(f"{run.size * weight:.3g}" for weight in wanted)
     return (
-        f"Cause: ranks scale their losses: {ranks}, where {', '.join(f'{run.size * weight:.4g}' for weight in wanted)} is due. "
-        "At step 0 the gradient is the mean over ranks of that many times what one process computes from the rows of each. Scale "
-        "the loss of every rank alike."
+        f"Cause: ranks scale their losses: {ranks}, expected {due_counts}. At step 0 the gradient is the mean over ranks of "
+        f"that many times what one process computes from the rows of each. Scale the loss of every rank {how}."
     )
 
 

@@ -242,7 +242,7 @@ def _check_start(pair: Pair) -> str:
         if due.total() != given.total():
             raise Undecided(
                 f"takes {given.total()} rows at step {step} where {pair.other} takes {due.total()}. Keep the batch of a step: "
-                "--vary k=1,2 SCRIPT --accumulate {k} --batch {8/k}, by the names that your script has for them."
+                "--vary k=1,2 SCRIPT --accumulate {k} --batch {8/k}, with the names of your script."
             )
         raise Failed(
             f"takes other rows than {pair.other} at step {step}, though as many. Cause: the order of the data, or what is drawn "

@@ -46,11 +46,11 @@ def spread(*parts: torch.Tensor, quantity: Quantity = A) -> str:
         (DUE.reshape(-1).roll(1), "the right values, moved by 1 element"),
         (DUE.reshape(-1).roll(6), "the right values, moved by 6 elements"),
         (DUE.reshape(-1).flip(0), "the right values in reverse, inside each rank's part"),
-        (DUE.t(), "the right values, its elements in other places"),
+        (DUE.t(), "the right values, their elements in other places"),
         (DUE.clamp(-1, 1), "the right values, cut off at 1"),
-        (DUE.where(DUE.abs() > 0.5, 0 * DUE), "the right values, with its smallest numbers set to zero"),
-        (DUE + 0.5 * DUE.sin(), "the right values, moved by 0.5 times its gradient"),
-        (torch.cat([DUE.reshape(-1)[:-2], torch.zeros(2)]), "the right values, with zero in its last 2 elements"),
+        (DUE.where(DUE.abs() > 0.5, 0 * DUE), "the right values, with their smallest numbers set to zero"),
+        (DUE + 0.5 * DUE.sin(), "the right values, moved by 0.5 times their gradient"),
+        (torch.cat([DUE.reshape(-1)[:-2], torch.zeros(2)]), "the right values, with zero in their last 2 elements"),
         (DUE.float(), "the right values, cast to float32"),
     ],
 )
@@ -73,7 +73,7 @@ def test_each_rank_is_asked_by_itself() -> None:
     )
     found = pattern_of([whole], {})
     assert found is not None
-    assert found.words == "the right values, with zero in its last 6 elements"
+    assert found.words == "the right values, with zero in their last 6 elements"
     own = ComparedPiece(whole.quantity, 0, whole.span, torch.cat([first * 0, second]), whole.due, own=((6, 12),))
     found = pattern_of([own], {})
     assert found is not None

@@ -139,7 +139,7 @@ def test_a_fault_that_is_not_reached_is_unknown(with_fault, place):
     holds(
         judgement,
         Verdict.UNKNOWN,
-        rf"never comes to the fault crash@rank=0,{place}: it makes rank 0: \d+, rank 1: .* 6 optimi.*",
+        rf"never reaches the fault crash@rank=0,{place}: it makes rank 0: \d+, rank 1: .* 6 optimi.*",
     )
 
 

@@ -49,6 +49,8 @@ def main(mistake: str) -> None:
             loss = loss / errors.detach().std()
         if mistake in {"scaled by rank", "rank 1 lost"}:
             loss = loss * (1 + rank if mistake == "scaled by rank" else 1 - rank)
+        if mistake == "scaled alike":
+            loss = loss * (1.0 if size == 1 else 0.4)
         loss.backward()
         if mistake == "layer":
             layers[2].weight.grad *= size
