@@ -29,7 +29,7 @@ getattr(importlib.import_module(system["build-backend"]), sys.argv[1])(sys.argv[
 """
 WHERE = """
 import fsdp_testing.base.documentation as pages, fsdp_ref, tinyfsdp
-print(pages.__file__, fsdp_ref.__file__, tinyfsdp.__file__, *map(pages.page, ("README.md", "docs/adapters.md")))
+print(pages.__file__, fsdp_ref.__file__, tinyfsdp.__file__, *map(pages.page, ("docs/exit-codes.md", "docs/adapters.md")))
 """
 
 

@@ -24,7 +24,7 @@ def text_of(name: str) -> str | None:
 
 @functools.cache
 def folder() -> Path | None:
-    """Return what holds `README.md` and `docs/`; None where neither a checkout nor an installed wheel does.
+    """Return what holds `docs/`; None where neither a checkout nor an installed wheel does.
 
     Installers put a wheel's data below the prefix, which is a parent of the packages' folder.
     """

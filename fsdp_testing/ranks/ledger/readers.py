@@ -139,7 +139,7 @@ def _op(options: Any) -> str | None:
     return reduce_op_name(options.reduceOp)
 
 
-# Both spellings where there are two: torch renamed the single-tensor collectives in 2.13.
+# Both spellings where there are two: torch renamed the single-tensor collectives in 2.13. It has `gather_single` since 2.14.
 METHODS: dict[str, MethodReader] = {
     "allreduce": _method("AllreduceOptions", lambda _, tensors, o: _all_reduce(tensors, _op(o))),
     "allreduce_coalesced": _method("AllreduceCoalescedOptions", lambda _, tensors, o: _all_reduce(tensors, _op(o))),
@@ -166,6 +166,9 @@ METHODS: dict[str, MethodReader] = {
     "gather": _method(
         "GatherOptions", lambda group, outs, inputs, o: _to_root("gather", inputs[:1], o.rootRank, group.rank())
     ),
+    "gather_single": _method(
+        "GatherOptions", lambda group, out, part, o: _to_root("gather_single", [part], o.rootRank, group.rank())
+    ),
     "scatter": _method(
         "ScatterOptions", lambda group, outs, inputs, o: _from_root("scatter", outs[:1], o.rootRank, group.rank())
     ),
@@ -179,6 +182,7 @@ METHODS |= {
     "reduce_scatter_single": METHODS["_reduce_scatter_base"],
     "reduce_scatter_single_coalesced": METHODS["reduce_scatter_tensor_coalesced"],
     "all_to_all_single": METHODS["alltoall_base"],
+    "gather_into_tensor": METHODS["gather_single"],
 }
 
 # ------------------------------------------------------------------------------------------------ operators
@@ -228,6 +232,9 @@ OPERATORS: dict[str, OperatorReader] = {
     "alltoall_": _operator(2, 3, lambda outs, inputs, *_: _all_to_all(inputs)),
     "gather_": _operator(
         2, 4, lambda outs, inputs, group, root, *_: _to_root("gather", inputs[:1], root, _rank_in(group))
+    ),
+    "gather_into_tensor_": _operator(
+        2, 4, lambda out, part, group, root, *_: _to_root("gather_single", [part], root, _rank_in(group))
     ),
     "scatter_": _operator(
         2, 4, lambda outs, inputs, group, root, *_: _from_root("scatter", outs[:1], root, _rank_in(group))

@@ -84,6 +84,7 @@ _COLLECTIVES: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "_reduce_scatter_base_": ((0,), (1,)),
     "reduce_scatter_tensor_coalesced_": ((0,), (1,)),
     "gather_": ((0,), (1,)),
+    "gather_into_tensor_": ((0,), (1,)),
     "scatter_": ((0,), (1,)),
     "alltoall_": ((0,), (1,)),
     "alltoall_base_": ((0,), (1,)),
@@ -315,8 +316,9 @@ def _note_collective(
 def _functional(recorder: StreamRecorder, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     reads = _tensors((args, kwargs))
     result = operator.call(*args, **kwargs)
-    if operator.name == "wait_tensor":
-        recorder.wait_tensor(reads[0])
+    if operator.name in ("wait_tensor", "wait_tensors"):  # the second since torch 2.15
+        for tensor in reads:
+            recorder.wait_tensor(tensor)
     elif not operator.name.startswith("_"):
         recorder.functional(operator.name, args[-1], reads, _tensors(result))
     return result

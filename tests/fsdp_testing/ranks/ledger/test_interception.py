@@ -11,8 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from legal_programs import LEGAL, NOTHING_STAYS, ddp, fsdp1, fsdp2, me, one_way_sends, run
+from torch.distributed.distributed_c10d import GatherOptions
 
 from fsdp_testing.ranks.ledger import interception
+from fsdp_testing.ranks.ledger.readers import METHODS
+from fsdp_testing.ranks.ledger.records import WAITS_FOR_ALL
 from fsdp_testing.ranks.pool import Fate, Pool
 from fsdp_testing.ranks.pool.world import current_world
 
@@ -48,6 +51,25 @@ def test_a_full_ledger_accuses_nobody(pool: Pool) -> None:
     assert outcome.ok, outcome.describe()
     assert all(r.uncompared > 0 for r in outcome.ranks)
     assert all(sum(r.issued.values()) >= 1000 for r in outcome.ranks), "there was room for these"
+
+
+def gather_of_one_tensor() -> tuple[Any, bool, bool]:
+    """What the ledger reads in torch 2.14's `gather_single`, which older ones lack: the call, and what this rank waits for."""
+    options = GatherOptions()
+    options.rootRank, options.asyncOp = 1, True
+    read = METHODS["gather_single"](current_world().group, torch.empty(4), torch.ones(2), options)
+    assert read is not None
+    call, blocking = read
+    return call.what, call.waits_for == WAITS_FOR_ALL, blocking
+
+
+def test_the_root_alone_waits_for_a_gather_of_one_tensor(pool: Pool) -> None:
+    outcome = run(pool, gather_of_one_tensor)
+    assert outcome.ok, outcome.describe()
+    (what, waits, blocking), of_root = outcome.values
+    assert (waits, blocking, of_root[1:]) == (False, False, (True, False))
+    assert what == of_root[0]
+    assert what[0] == "gather_single"
 
 
 def seen(function: Callable[[], Any]) -> int:

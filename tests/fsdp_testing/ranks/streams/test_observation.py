@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -128,6 +131,32 @@ def test_functional_collectives_are_waited_for_by_their_result(world: World, wai
             reduced.add(1)  # the result waits by itself
         value.mul_(2)  # its input is read until then
         reduced.add(1)
+    assert len(races(history)) == (0 if waits else 1)
+
+
+@functools.cache
+def waiting_for_several() -> tuple[Any, Any]:
+    """Return torch's operator that waits for several results, made here where torch is older than 2.15, and what keeps it."""
+    library = torch.library.Library("_c10d_functional", "FRAGMENT")
+    operators = torch.ops._c10d_functional
+    if not hasattr(operators, "wait_tensors"):
+        library.define("wait_tensors(Tensor[] tensors) -> Tensor[]")
+        library.impl("wait_tensors", lambda tensors: [operators.wait_tensor(each) for each in tensors], "CPU")
+    return operators.wait_tensors, library
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("waits", [True, False])
+def test_one_wait_is_for_several_functional_collectives(world: World, waits: bool) -> None:
+    wait_tensors, _ = waiting_for_several()
+    with observe() as history:
+        values = [torch.ones(3), torch.ones(3)]
+        reduced = [torch.ops._c10d_functional.all_reduce(each, "sum", world.group.group_name) for each in values]
+        if waits:
+            wait_tensors(reduced)
+        for each in values:
+            each.mul_(2)  # read until then
+        wait_tensors(reduced)
     assert len(races(history)) == (0 if waits else 1)
 
 
