@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import pickle
 import random
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -109,7 +112,7 @@ def changed_bytes(rng: random.Random, data: bytes) -> bytes:  # noqa: C901 - a l
             copy[rng.randrange(len(copy))] ^= 1 << rng.randrange(8)
         return bytes(copy)
     if choice == 4:
-        return data.decode("utf-8", "replace").encode(rng.choice(("utf-16", "utf-32", "utf-8-sig", "cp037")))
+        return data.decode("utf-8", "replace").encode(rng.choice(("utf-16", "utf-32", "utf-8-sig", "cp037")), "replace")
     if choice == 5:
         return rng.choice(
             (b"", b" ", b"\n", b"null", b"[]", b"{}", b"0", b'""', b"nan", b"\x00" * 1000, b"\x80\x04N.", b"PK\x03\x04")
@@ -134,12 +137,30 @@ def changed_bytes(rng: random.Random, data: bytes) -> bytes:  # noqa: C901 - a l
     return data.replace(b"true", b"True").replace(b":", b"=", rng.choice((1, 3)))
 
 
-def hostile(rng: random.Random, sound: str, *, toml: bool) -> bytes:
-    """Return the bytes of one hostile file."""
+class Calls:
+    """In a pickle: a call that leaves a mark, if anybody lets it happen."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, ("MARK",)
+
+
+def pickled(rng: random.Random, document: Any) -> bytes:
+    """Return a document in one of the pickle's protocols, however deep it is."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(100_000)
+    try:
+        return pickle.dumps(document, rng.choice((0, 2, 2, 4)))
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+def hostile(rng: random.Random, sound: str, form: str) -> bytes:
+    """Return the bytes of one hostile file; `form` is "json", "toml", or "pickle" of what `sound` is the JSON of."""
     if rng.random() < 0.35:
-        return changed_bytes(rng, sound.encode())
-    if toml:
+        return changed_bytes(rng, pickled(rng, json.loads(sound)) if form == "pickle" else sound.encode())
+    if form == "toml":
         return toml_text(rng, sound).encode("utf-8", "surrogatepass")
-    return json.dumps(changed_document(rng, json.loads(sound)), ensure_ascii=rng.random() < 0.7).encode(
-        "utf-8", "surrogatepass"
-    )
+    document = changed_document(rng, json.loads(sound))
+    if form == "pickle":
+        return pickled(rng, [document, Calls()] if rng.random() < 0.2 else document)
+    return json.dumps(document, ensure_ascii=rng.random() < 0.7).encode("utf-8", "surrogatepass")

@@ -14,7 +14,9 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_testing import current_world
+from fsdp_testing.base.printable import printable
 from fsdp_testing.ranks.pool import Pool, WorldOutcome, cause
 from fsdp_testing.ranks.pool.forkserver import COMMAND
 
@@ -227,25 +230,46 @@ def blamed(outcome: WorldOutcome) -> tuple[int, ...]:
     return ()
 
 
-def wrong(pool: Pool, rng: random.Random) -> tuple[str, str]:
-    """Plant one fault; return its name, and what is wrong with the verdict on it or with the test after it."""
+@dataclass(frozen=True)
+class Planted:
+    """One fault: of which sort, on which rank of how many, after how many collectives."""
+
+    sort: str
+    name: str
+    culprit: int
+    size: int
+    before: int
+
+
+def drawn(rng: random.Random) -> Planted:
     size = rng.choice((2, 3))
     sort = rng.choice([sort for sort, kinds in KINDS.items() for _ in range(len(kinds))])
     name = rng.choice(sorted(KINDS[sort]))
     culprit, before = rng.randrange(size), rng.choice((0, 1, 5))
-    label = f"{sort}: {name} on rank {culprit} of {size} after {before}"
-    with pool.lend(size) as world:
+    return Planted(sort, name, culprit, size, before)
+
+
+def wrong(pool: Pool, fault: Planted) -> str:
+    """Plant a fault; return what is wrong with the verdict on it, or with the test after it; empty if nothing is."""
+    with pool.lend(fault.size) as world:
         start = time.monotonic()
-        outcome = world.execute(planted, (sort, name, culprit, before), timeout=DEADLINE_S)
+        outcome = world.execute(planted, (fault.sort, fault.name, fault.culprit, fault.before), timeout=DEADLINE_S)
         took = time.monotonic() - start
-    problems = list(complaints(outcome, sort, culprit))
+    problems = list(complaints(outcome, fault.sort, fault.culprit))
     if took > DEADLINE_S + GRACE_S:
         problems.append(f"took {took:.1f} s")
-    with pool.lend(size) as world:
+    with pool.lend(fault.size) as world:
         after = world.execute(healthy, timeout=60.0)
-    if not after.ok or after.values != [[float(size)] * 4] * size:
+    if not after.ok or after.values != [[float(fault.size)] * 4] * fault.size:
         problems.append(f"the test after it: {after.cause or after.values}")
-    return label, "; ".join(problems)
+    where = f"on rank {fault.culprit} of {fault.size} after {fault.before}"
+    return f"{where}: {'; '.join(problems)}" if problems else ""
+
+
+def raised(error: BaseException) -> str:
+    """Return what was raised, and where, in a line."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {printable(str(error))[:160]}"
 
 
 def complaints(outcome: WorldOutcome, sort: str, culprit: int) -> Iterator[str]:
@@ -293,11 +317,24 @@ def _is_rank(pid: int) -> bool:
 
 
 def held() -> dict[str, int]:
-    """Return what this process holds: descriptors, threads, files in shared memory, KiB of memory."""
+    """Return what this process holds, and how many files in shared memory nobody does."""
     status = Path("/proc/self/status").read_text()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
-        "shared memory": len(os.listdir("/dev/shm")),
+        "shared memory": len(left_in_shared_memory()),
         "KiB": int(status.partition("VmRSS:")[2].split()[0]),
     }
+
+
+def left_in_shared_memory() -> set[str]:
+    """Return the files in shared memory that no process holds: those of others that run beside this are no leak."""
+    left = {str(path) for path in Path("/dev/shm").iterdir()}
+    for process in Path("/proc").glob("[0-9]*") if left else ():
+        with contextlib.suppress(OSError):
+            maps = (process / "maps").read_text(errors="replace")
+            left -= {path for path in left if path in maps}
+            for descriptor in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    left.discard(str(descriptor.readlink()))
+    return left

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import pickle
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -17,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from soak_faults import raised
+
 from fsdp_testing.base.printable import printable
 from fsdp_testing.cli.main import main
 
 LIMIT_S = 10.0
 NAME = "fsdp_ref-composable"
-CERTIFICATE = Path(__file__).parents[1] / "docs" / "certificates" / f"{NAME}.json"
 MOST_CHARACTERS = 3100
 
 
@@ -36,7 +38,7 @@ class TookTooLong(BaseException):
 
 @dataclass(frozen=True)
 class Door:
-    """A command, the file of it that is replaced, and a sound content of that file."""
+    """A command, the file of it that is replaced, and a sound content of that file; of a pickle that is given as JSON."""
 
     name: str
     command: Callable[[Path], list[str]]
@@ -45,8 +47,8 @@ class Door:
     beside: dict[str, str]
 
     @property
-    def toml(self) -> bool:
-        return self.file.endswith(".toml")
+    def form(self) -> str:
+        return {".toml": "toml", ".json": "json"}.get(Path(self.file).suffix, "pickle")
 
 
 # ------------------------------------------------------------------------------------------------ doors
@@ -75,10 +77,19 @@ ENTRIES = """[fsdp_ref-composable]
   { reason = "empty shards", kind = "one_raised", quantity = "RuntimeError: norm", operation = "clip", page = "a.md" },
   { reason = "padding is counted", kind = "diverged", quantity = "total_norm", operation = "clip", parameter = "a*" },
 ]
-"training.sgd" = { reason = "so", kind = "hung" }
+"training.sgd_momentum" = { reason = "so", kind = "hung" }
 [fsdp_ref-composable.tensor_parallel]
-"training.sgd" = { reason = "so", kind = "hung" }
+"training.sgd_momentum" = { reason = "so", kind = "hung" }
 """
+
+
+TREE = {
+    "width": 3,
+    "nodes": [
+        {"kind": "linear", "name": "a", "out": 2},
+        {"kind": "group", "name": "b", "nodes": [{"kind": "norm", "name": "c"}]},
+    ],
+}
 
 
 def documents() -> dict[str, str]:
@@ -101,14 +112,7 @@ def documents() -> dict[str, str]:
     from fsdp_testing.judging.known import KnownFailures
     from fsdp_testing.judging.signature import Signature
 
-    tree = {
-        "width": 3,
-        "nodes": [
-            {"kind": "linear", "name": "a", "out": 2},
-            {"kind": "group", "name": "b", "nodes": [{"kind": "norm", "name": "c"}]},
-        ],
-    }
-    case = Case(ModelSpec("tree", tree=tree), WorldSpec(2), (ForwardBackward(Batch(1)), Clip(1.0), Step()), seed=1)
+    case = Case(ModelSpec("tree", tree=TREE), WorldSpec(2), (ForwardBackward(Batch(1)), Clip(1.0), Step()), seed=1)
     finding = Finding(
         FailureKind.DIVERGED, "gradient of a", 1, "clip", (0, 1), "it differs", case, max_error=1.0, bound=1e-9
     )
@@ -117,7 +121,12 @@ def documents() -> dict[str, str]:
         NAME, "clipping.norm_2", "norms", ("clip",), Verdict.FAIL, "it differs", (finding,), (outcome,)
     )
     report = RunReport(
-        (result,), (NAME,), {"torch": "2"}, (2,), shard=(1, 2), request=Request(("clipping.norm_2", "training.sgd"))
+        (result,),
+        (NAME,),
+        {"torch": "2"},
+        (2,),
+        shard=(1, 2),
+        request=Request(("clipping.norm_2", "training.sgd_momentum")),
     )
     discovery = Discovery(
         NAME, Signature(FailureKind.DIVERGED, "parameter", "step"), case, case, "it differs", cause="one more step"
@@ -129,6 +138,63 @@ def documents() -> dict[str, str]:
         "rules": KnownFailures((discovery.rule(),)).to_json(),
         "second report": RunReport((), (NAME,), {"torch": "2"}, (2,), shard=(2, 2), request=report.request).to_json(),
     }
+
+
+def certificate(part: int, case: str) -> str:
+    """Return one of two parts of a certificate with every verdict, and a cause that is known by a case."""
+    from fsdp_testing.cases.records import Case
+    from fsdp_testing.search.certificate.axes import blocks
+    from fsdp_testing.search.certificate.causes import CellCause
+    from fsdp_testing.search.certificate.summary import Summary
+
+    cell = next(iter(next(iter(blocks())).cells()))
+    cause = CellCause(
+        cell,
+        1,
+        "diverged gradient",
+        "it differs",
+        Case.from_json(case, "case"),
+        known="one-rule",
+        link="https://example.org",
+    )
+    verdicts = {"pass": 2, "fail": 1, "unknown": 1}
+    return Summary(
+        *(NAME, {"torch": "2"}, "digest", 12, {"hybrid": 4}, 4, 0, verdicts),
+        faces={"full_shard 2": {"all": verdicts, "units: root": verdicts}},
+        reasons={"a rank died": 1},
+        causes=(cause,),
+        unconfirmed=0,
+        unexplained=1,
+        failing=(cell.name,),
+        seconds=1.0,
+        shard=(part, 2),
+    ).to_json()
+
+
+def dump(rank: int) -> str:
+    """Return, as JSON, what the flight recorder writes of a rank that waits in its second collective; rank 1 comes to one."""
+    names = ("all_reduce", "_all_gather_base")[: 2 - rank]
+    entries = [
+        {
+            "record_id": number,
+            "process_group": ["0", "default_pg"],
+            "collective_seq_id": number + 1,
+            "p2p_seq_id": 0,
+            "profiling_name": f"nccl:{name}",
+            "time_created_ns": 10**9 * number + rank,
+            "input_sizes": [[4]],
+            "input_dtypes": ["Float"],
+            "output_sizes": [[4 * (number + 1)]],
+            "output_dtypes": ["Float"],
+            "state": "started" if number else "completed",
+            "retired": not number,
+            "is_p2p": False,
+            "frames": [{"name": "train", "filename": "train.py", "line": 10 + number}],
+        }
+        for number, name in enumerate(names)
+    ]
+    groups = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
+    return json.dumps({"version": "2.10", "pg_config": groups, "pg_status": {}, "entries": entries})
 
 
 def fuzz(at: Path) -> list[str]:
@@ -160,7 +226,7 @@ def doors(folder: Path) -> list[Door]:
 def _doors_of_documents(state: dict[str, Any]) -> list[Door]:
     kinds, made = documents(), []
     parts = [json.dumps({**state, "shard": [part, 2]}) for part in (1, 2)]
-    certificates = [json.dumps({**json.loads(CERTIFICATE.read_text()), "shard": [part, 2]}) for part in (1, 2)]
+    certificates = [certificate(part, kinds["case"]) for part in (1, 2)]
     merged = lambda at: ["merge", str(at / "a.json"), str(at / "b.json"), "--html", str(at / "out")]
     campaigns = lambda at: ["merge", str(at / "a"), str(at / "b"), "--state", str(at / "all")]
     both = {"a/state.json": parts[0], "b/state.json": parts[1]}
@@ -189,18 +255,19 @@ def _doors_of_documents(state: dict[str, Any]) -> list[Door]:
         Door("fuzz --known rules", lambda at: [*fuzz(at), "--known", str(at / "k.json")], "k.json", kinds["rules"], {}),
         Door("fuzz --known defects", lambda at: [*fuzz(at), "--known", str(at / "k.toml")], "k.toml", DEFECTS, {}),
     ]
+    run = ["run", NAME, "--jobs", "1", "--check", "training.sgd_momentum"]
     for kind, text in (("entries", ENTRIES), ("defects", DEFECTS)):
-        run = lambda at: [
-            "run",
-            NAME,
-            "--jobs",
-            "1",
-            "--check",
-            "training.sgd",
-            "--expected-failures",
-            str(at / "e.toml"),
-        ]
-        made.append(Door(f"run --expected-failures {kind}", run, "e.toml", text, {}))
+        expected = lambda at: [*run, "--expected-failures", str(at / "e.toml")]
+        made.append(Door(f"run --expected-failures {kind}", expected, "e.toml", text, {}))
+    diagnose = lambda at: ["diagnose", str(at), "--html", str(at.parent / "out")]
+    changes = lambda at: ["merge", str(at / "a.json"), str(at / "b.json"), "--compare", str(at / "old.json")]
+    whole = {"a.json": kinds["report"], "b.json": kinds["second report"]}
+    made += [
+        Door("diagnose a pickle", diagnose, "nccl_trace_rank_0", dump(0), {"nccl_trace_rank_1": dump(1)}),
+        Door("diagnose JSON", diagnose, "rank_0.json", dump(0), {"rank_1.json": dump(1)}),
+        Door("run --compare", lambda at: [*run, "--compare", str(at / "old.json")], "old.json", kinds["report"], {}),
+        Door("merge --compare", changes, "old.json", kinds["report"], whole),
+    ]
     return made
 
 
@@ -253,7 +320,13 @@ def entered() -> Iterator[None]:
             setattr(owner, name, old)
 
 
-def wrong(door: Door, data: bytes, folder: Path) -> str:
+def refused(door: Door, folder: Path) -> str:
+    """Open a door with its sound file; return what is wrong, empty where it takes that: else it may read no file at all."""
+    document = json.loads(door.sound) if door.form == "pickle" else None
+    return wrong(door, door.sound.encode() if document is None else pickle.dumps(document), folder, sound=True)
+
+
+def wrong(door: Door, data: bytes, folder: Path, *, sound: bool = False) -> str:
     """Open a door with one hostile file; return what is wrong with how it ended, empty if nothing is."""
     shutil.rmtree(folder, ignore_errors=True)
     for name, content in {**door.beside, door.file: data}.items():
@@ -275,15 +348,14 @@ def wrong(door: Door, data: bytes, folder: Path) -> str:
     except TookTooLong:
         return f"no end within {LIMIT_S:.0f} s"
     except BaseException as error:  # noqa: BLE001 - whatever comes out is the answer
-        import traceback
-
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        return f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {printable(str(error))[:160]}"
+        return raised(error)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     if (folder / "MARK").exists():
         return "what stood in the file was executed"
+    if sound and code == 2:
+        return f"refuses a sound file: {err.getvalue()[:160]}"
     return complaint(code, err.getvalue())
 
 

@@ -32,7 +32,9 @@ SECONDS = 300.0
 MISLEADING: dict[str, str] = {}
 """Causes that are named and wrong, with what is wrong about them."""
 
-_LIKE = re.compile(r"\): (what is due.*|zero|.* times what is due.*)$|\): (what is due.*); what is computed before")
+_LIKE = re.compile(
+    r"\): (the right values.*|zero|.* times the right values.*)$|\): (the right values.*); what is computed before"
+)
 """What the numbers are like with which the first wrong module computes, at the end of the sentence about it."""
 
 _NUMBERS_ONLY = ("what is wrong is ", "the first wrong module: ")

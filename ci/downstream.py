@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import tempfile
 import venv
@@ -72,6 +71,11 @@ def built(source: Path, folder: Path) -> Path:
     return wheel
 
 
+def installed_from(path: list[str]) -> list[str]:
+    """Return the folders of packages on a path, in its order; an environment may look into a second one's."""
+    return [folder for folder in path if Path(folder).name in {"site-packages", "dist-packages"}]
+
+
 def environment(folder: Path, wheels: list[Path], *, borrow: bool) -> Path:
     """Make an environment with these wheels; return its interpreter."""
     venv.create(folder, with_pip=False)
@@ -80,7 +84,7 @@ def environment(folder: Path, wheels: list[Path], *, borrow: bool) -> Path:
     if borrow:
         (site,) = folder.glob("lib/python*/site-packages")
         # A folder that is named here is searched after this one, and its own .pth files (an editable install) are not read.
-        (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+        (site / "borrowed.pth").write_text("\n".join(installed_from(sys.path)) + "\n", encoding="utf-8")
         pip += ["--no-deps", "--no-index"]
     ours, *theirs = map(str, wheels)
     run([*pip, f"{ours}[verify]", *theirs], folder)

@@ -1,7 +1,7 @@
 """Do the pages that users read say it plainly? proselint, with the words that this project avoids (ci/words.toml).
 
-    python ci/prose.py           # words are errors, beyond what a page is allowed; long sentences are counted (`tox -e lint`)
-    python ci/prose.py --long    # and each sentence of more than 30 words is printed
+    python ci/prose.py           # words to avoid, long sentences and too many words are errors (`tox -e lint`)
+    python ci/prose.py --words   # and the words of each page are printed, code included
 
 An allowance is what a page had when the rule came: it may only fall, so one that is too high is an error as well.
 """
@@ -17,6 +17,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RULES = tomllib.loads((ROOT / "ci" / "words.toml").read_text(encoding="utf-8"))
 LONGEST = 30
+"""Words of a sentence."""
+MOST_WORDS = 25_000
+"""Words of all pages together, code included; rules of tables and other marks alone are none."""
 _CODE = re.compile(r"^```.*?^```$|<!--.*?-->|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 _BREAK = re.compile(r"(?<=[.?!:])[\s)*]+(?=[A-Z*\[])|\n\s*\n|\n(?=\s*(?:[-#|>]|\d+\. ))|\|")
 
@@ -30,8 +33,13 @@ def pages() -> Iterator[Path]:
 
 
 def prose(text: str) -> str:
-    """Return the text with code, comments and targets of links blank; lines stay where they are."""
-    blank = _CODE.sub(lambda code: re.sub(r"[^\n]", " ", code[0]) if "\n" in code[0] else "x" * len(code[0]), text)
+    """Return the text with code, comments and targets of links blank; lines stay where they are.
+
+    Code within a line becomes a word with a capital: a sentence may begin with it.
+    """
+    blank = _CODE.sub(
+        lambda code: re.sub(r"[^\n]", " ", code[0]) if "\n" in code[0] else "X" + "x" * (len(code[0]) - 1), text
+    )
     return re.sub(r"\]\([^)\n]*\)", lambda link: "]" + " " * (len(link[0]) - 1), blank)
 
 
@@ -66,7 +74,7 @@ def words(text: str) -> list[str]:
     ]
 
 
-def main(show_long: bool) -> int:
+def main(show_words: bool) -> int:
     """Print what is wrong; return 1 if anything is."""
     wrong, counts = [], {}
     for path in pages():
@@ -76,17 +84,17 @@ def main(show_long: bool) -> int:
             wrong += [f"{name}:{line}" for line in found]
         elif len(found) < allowed:
             wrong.append(f"{name}: expected allowed = {len(found)} in ci/words.toml, got {allowed}: lower it")
-        long = long_sentences(text)
-        counts[name] = len(long)
-        if show_long:
-            print(*(f"{name}: {sentence}" for sentence in long), sep="\n")
+        wrong += [f"{name}: more than {LONGEST} words: {sentence}" for sentence in long_sentences(text)]
+        counts[name] = sum(1 for part in text.split() if re.search(r"\w", part))
+    total = sum(counts.values())
+    if total > MOST_WORDS:
+        wrong.append(f"expected at most {MOST_WORDS:,} words in {len(counts)} pages, got {total:,}: shorten some")
     print(*wrong, sep="\n")
-    print(f"sentences of more than {LONGEST} words: {sum(counts.values())}")
-    print(
-        *(f"  {count:4} {name}" for name, count in sorted(counts.items(), key=lambda item: -item[1]) if count), sep="\n"
-    )
+    print(f"{total:,} words in {len(counts)} pages")
+    if show_words:
+        print(*(f"  {count:5} {name}" for name, count in sorted(counts.items(), key=lambda item: -item[1])), sep="\n")
     return bool(wrong)
 
 
 if __name__ == "__main__":
-    sys.exit(main("--long" in sys.argv[1:]))
+    sys.exit(main("--words" in sys.argv[1:]))

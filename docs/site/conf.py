@@ -17,6 +17,8 @@ html_theme = "furo"
 html_title = "fsdp-testing"
 html_show_copyright = False
 html_copy_source = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 
 myst_heading_anchors = 4
 default_role = "code"  # docstrings quote code as Markdown does, in single backticks

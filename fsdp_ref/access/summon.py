@@ -120,8 +120,8 @@ def _check(units: list[Unit], options: SummonOptions) -> None:
         refuse_running(unit)
         if unit.state is UnitState.SUMMONED:
             raise UnshardConflictError(
-                "Cannot manually unshard parameters when already unsharding parameters: expected a unit whose "
-                f"parameters nobody has summoned, got {unit!r}. Use the surrounding context."
+                "Cannot manually unshard parameters when already unsharding parameters: expected a unit without "
+                f"summoned parameters, got {unit!r}. Use the surrounding context."
             )
 
 

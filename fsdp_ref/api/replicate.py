@@ -268,7 +268,7 @@ class Replica:
             raise FsdpRuntimeError(
                 f"forward of the replicated {type(self.module).__name__}: expected the parameters that were there at "
                 f"its first forward, got trainable parameters that came later: {listing(trained)}. Replace or add "
-                "modules and parameters before the first forward (gradients of later ones are averaged by nobody), "
+                "modules and parameters before the first forward (gradients of later ones are not averaged), "
                 "load values into the parameters that are there, or freeze them."
             )
         self._modules = list(self.module.modules())

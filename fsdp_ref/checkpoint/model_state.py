@@ -212,7 +212,7 @@ def _check(unit: Unit, module: nn.Module, *, loading: bool) -> None:
     whole = form is StateDictType.FULL_STATE_DICT and not (unit.handle.empty or unit.handle.originals.extended)
     if unit.state is UnitState.SUMMONED and (loading or not whole):
         raise UnshardConflictError(
-            f"{call} of {unit!r} ({form.name}) inside summon_full_params: expected parameters that nobody has summoned. "
+            f"{call} of {unit!r} ({form.name}) inside summon_full_params: expected parameters that are not summoned. "
             f"Call {call} before or after."
         )
     if loading and not unit.sync_gradients:

@@ -201,7 +201,7 @@ def _outside(model: nn.Module, units: Sequence[Unit], place: Mapping[nn.Module, 
     if added:
         raise FsdpRuntimeError(
             "optimizer state: expected parameters that units hold or ignore, got parameters that were added to modules "
-            f"of units after sharding: {listing(added)}. Add them before sharding; nobody averages their gradients."
+            f"of units after sharding: {listing(added)}. Add them before sharding; their gradients are not averaged."
         )
     for param, found in names.items():
         yield first[param], Original(tuple(dict.fromkeys(found)), param)

@@ -172,7 +172,7 @@ class _Loading:
                     if state is not None or not shaped:
                         yield f"{original.name}.{name}: missing, while {first.name} of the same flat parameter has it"
                 elif shaped is not self._shaped(original, name, state[name]):
-                    yield f"{original.name}.{name}: another kind of value than that of {first.name}"
+                    yield f"{original.name}.{name}: a value of another kind than in {first.name}"
                 elif shaped and state[name].dtype != value.dtype:
                     yield f"{original.name}.{name}: dtype {state[name].dtype}, {value.dtype} in {first.name}"
                 elif not shaped and not same_settings(state[name], value):

@@ -58,6 +58,6 @@ def _refuse_torch(optim: Optimizer, *_: Any) -> None:
             f"{_TORCH} with {type(optim).__name__} of a model sharded by fsdp_ref: expected one of torch's own sharded "
             "models, or whole parameters, got an optimizer whose state is this rank's pieces of parameters. Save with "
             "fsdp_ref.optim_state_dict(model, optim) and load with fsdp_ref.optim_state_dict_to_load(model, optim, "
-            "state, load_directly=True); for sharded values set StateDictType.SHARDED_STATE_DICT. Of the model's own "
-            "state get_model_state_dict is right."
+            "state, load_directly=True); for sharded values set StateDictType.SHARDED_STATE_DICT. For the model's "
+            "own state, get_model_state_dict is right."
         )

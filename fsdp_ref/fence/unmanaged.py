@@ -87,7 +87,7 @@ class TreeWatch(Guard):
         raise FsdpRuntimeError(
             f"forward of {self.root.unit!r}: expected the modules that were there when it was sharded, each trainable "
             f"parameter managed by a unit, got {'; '.join(problems)}. Replace or add modules and parameters before "
-            "sharding (nobody gathers later ones or averages their gradients), freeze them, or keep their gradients "
+            "sharding (later ones are not gathered, and their gradients not averaged), freeze them, or keep their gradients "
             "equal yourself and pass their modules as ignored_modules when sharding."
         )
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fsdp_ref.errors import ConfigError
+from fsdp_ref.plan.peak import peak_bytes
 from fsdp_ref.plan.traffic import LIBRARIES, messages, step_seconds
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def declare(command: argparse.ArgumentParser, more: str = "") -> None:
     )
     command.add_argument(
         "--rates",
+        type=_rates,
         metavar="GB/s,TFLOP/s",
         help="with --traffic: rate of a rank's link in each direction, and rate at which it computes",
     )
@@ -91,6 +93,11 @@ def drawn(options: argparse.Namespace, names: Sequence[str] = (), build: Build |
     from fsdp_ref.plan.unit_layouts import unit_layouts
 
     ranks = _ranks(options)
+    if options.rates and not options.traffic:
+        raise ConfigError(
+            f"--rates: expected --traffic LIBRARY with it (one of {', '.join(LIBRARIES)}), and there is none. "
+            "The time of a step depends on what the library sends."
+        )
     if options.rank is not None and not 0 <= options.rank < ranks.world:
         raise ConfigError(f"--rank: expected 0 to {ranks.world - 1}, got {options.rank}. Ranks count from 0.")
     model, units = _model(options.model, options.dtype, names, build)
@@ -122,6 +129,21 @@ def _positive(text: str) -> float:
         if 0 < float(text) < math.inf:
             return float(text)
     raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of one rank, a second: billions of bytes over its link in each direction, millions of millions of operations."""
+
+    link_gigabytes: float
+    teraflops: float
+
+
+def _rates(text: str) -> Rates:
+    parts = text.split(",")
+    if len(parts) != 2:
+        raise argparse.ArgumentTypeError(f"expected two numbers above 0 as 50,400 (GB/s, TFLOP/s), got {text!r}")
+    return Rates(*map(_positive, parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,20 +301,20 @@ def _totals(units: Sequence[UnitLayout], ranks: Ranks) -> Iterator[str]:
 def _training(units: Sequence[UnitLayout], ranks: Ranks, options: argparse.Namespace) -> Iterator[str]:
     """Yield what training takes on each rank, by a stated rule, and whether it fits.
 
-    The rule: gradients are kept as parameters are; Adam keeps two float32 numbers for each; gathered units are held as the
-    strategy says, and one unsharded gradient beside them; each matrix (rows x columns) keeps its input and its output,
+    The rule: gradients are kept as parameters are; Adam keeps two float32 numbers for each; gathered units are held as
+    `peak_bytes` says, and one unsharded gradient beside them; each matrix (rows x columns) keeps its input and its output,
     `rows + columns` numbers of each token, though some share them. Attention scores, logits in float32, fragments and
     what the allocator keeps are not counted.
     """
     shard = sum(unit.shards.shard_numel * unit.element_bytes for unit in units)
     numbers = sum(unit.shards.shard_numel for unit in units)
     wholes = [unit.shards.padded_numel * unit.element_bytes for unit in units]
-    if ranks.shards == 1:
-        gathered = 0
-    elif ranks.strategy in {"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"}:
-        gathered = sum(wholes) + max(wholes)
-    else:
-        gathered = sum(sorted(wholes)[-2:]) + max(wholes)  # the next unit is gathered beside the one that computes
+    library = options.traffic or "fsdp_ref"
+    on_cpu, on_device = (
+        peak_bytes(units, strategy=ranks.strategy, library=library, has_streams=streams) for streams in (False, True)
+    )
+    # Where units lie in units, all may be gathered at once.
+    gathered = 0 if on_device == 0 else (sum(wholes) if on_device is None else on_device) + max(wholes)
     kept = sum(_kept(unit) * unit.element_bytes for unit in units) * options.tokens
     parts = {
         "parameters": shard,
@@ -303,6 +325,9 @@ def _training(units: Sequence[UnitLayout], ranks: Ranks, options: argparse.Names
     }
     total = sum(parts.values())
     yield f"training, a rank: {_bytes(total)} = {' + '.join(f'{_bytes(size)} {name}' for name, size in parts.items())}"
+    if on_cpu is not None and on_device is not None:
+        devices = "" if on_cpu == on_device else f"; {_bytes(on_cpu)} on the CPU, where nothing is kept for kernels"
+        yield f"  gathered units of {library} at once, after the first step: {_bytes(on_device)}{devices}"
     yield "  activations: input and output of each matrix, nothing recomputed; attention scores and fragments not counted"
     if options.memory is not None:
         room = int(options.memory * 1024**3)
@@ -325,16 +350,10 @@ def _traffic(units: Sequence[UnitLayout], ranks: Ranks, options: argparse.Namesp
     )
     if rates is None:
         return
-    try:
-        link, flops = map(float, rates.split(","))
-    except ValueError:
-        link = flops = 0.0
-    if min(link, flops) <= 0:
-        raise ConfigError(
-            f"--rates: expected two numbers above 0 as 50,400 (GB/s, TFLOP/s), got {rates}. Write them so."
-        )
     elements = sum(unit.shards.layout.params_numel for unit in units)
-    seconds = step_seconds(sent, elements, tokens=options.tokens, link_bytes=link * 1e9, flops=flops * 1e12)
+    seconds = step_seconds(
+        sent, elements, tokens=options.tokens, link_bytes=rates.link_gigabytes * 1e9, flops=rates.teraflops * 1e12
+    )
     yield (
         f"at these rates: {seconds[0]:.4g} s of computation (6 operations for each element and token), {seconds[1]:.4g} s of "
         f"communication; a step takes {max(seconds):.4g} s if they overlap all the time, {sum(seconds):.4g} s if never"

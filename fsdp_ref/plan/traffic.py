@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 LIBRARIES = ("fsdp_ref", "fsdp1", "fsdp2")
 _MARKS_BYTES = 16
-_KEEPS = frozenset({"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2", "NO_SHARD"})
+KEEPS_GATHERED = frozenset({"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2", "NO_SHARD"})
+"""Strategies by which a unit stays gathered from its forward to its backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ def messages(
 ) -> tuple[Message, ...]:
     """Return the collectives of one step without accumulation; gathers that are prefetched come sooner than here.
 
+    On one rank FSDP2 issues none, and the others reduce gradients over it.
+
     Args:
         units: In the order of their forward; the root, whose name is empty, stays gathered until its backward.
         strategy: Of each unit.
@@ -50,28 +53,34 @@ def messages(
 
 
 def _messages(units: Sequence[UnitLayout], strategy: str, replicas: int, library: str) -> Iterator[Message]:
-    sharded = [(unit, _gathered_bytes(unit, replicas, strategy, library)) for unit in units]
+    alone = bool(units) and replicas * units[0].shards.world_size == 1
+    if alone and library == "fsdp2":
+        return
+    if alone:
+        strategy = "NO_SHARD"
+    # Without shards what is reduced is padded to the ranks of the group all the same.
+    multiple = replicas if strategy == "NO_SHARD" else 1
+    sharded = [(unit, gathered_bytes(unit, library=library, multiple=multiple)) for unit in units]
     if strategy != "NO_SHARD":
         yield from (Message("all_gather", size, unit.shards.world_size) for unit, size in sharded)
     for unit, size in reversed(sharded):
         ranks = unit.shards.world_size
-        if unit.name and strategy not in _KEEPS:
+        if unit.name and strategy not in KEEPS_GATHERED:
             yield Message("all_gather", size, ranks)
         if strategy != "NO_SHARD":
             yield Message("reduce_scatter", size, ranks)
-        if replicas > 1:
+        if replicas > 1 or alone:
             yield Message("all_reduce", size // ranks, replicas)
-    if library == "fsdp_ref":
+    if library == "fsdp_ref" and not alone:
         yield Message("all_reduce", _MARKS_BYTES, replicas * (units[0].shards.world_size if units else 1))
 
 
-def _gathered_bytes(unit: UnitLayout, replicas: int, strategy: str, library: str) -> int:
+def gathered_bytes(unit: UnitLayout, *, library: str, multiple: int = 1) -> int:
+    """Return the bytes of a unit's full parameters as they are gathered: with padding, to a `multiple` of elements."""
     ranks, layout = unit.shards.world_size, unit.shards.layout
     if library == "fsdp2":  # cuts each parameter into equal numbers of rows
         rows = [(param.shape[0] if param.shape else 1, math.prod(param.shape[1:])) for param in layout.params]
         return unit.element_bytes * sum(-(-count // ranks) * ranks * numel for count, numel in rows)
-    # Without shards what is reduced is padded to the ranks of the group all the same.
-    multiple = replicas if strategy == "NO_SHARD" else 1
     return unit.element_bytes * (-(-unit.shards.padded_numel // multiple) * multiple)
 
 

@@ -34,7 +34,7 @@ from fsdp_testing.errors import InvalidImplementation, WorldFailed
 _MODELS = ("mlp", "buffers")
 
 _GUIDE = (
-    "This is the adapter's mistake, nothing is known of the implementation; "
+    "This is the adapter's mistake; the implementation gets no verdict: "
     f"{page('docs/adapters.md')} shows what is expected."
 )
 

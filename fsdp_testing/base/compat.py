@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+_INITIALISES = "torch.distributed.checkpoint.state_dict"
+_FRAMES = 24
+
 
 def fake_store() -> Any:
     """Return the store of the fake backend. Importing its module registers backend "fake", which has no public home yet."""
@@ -85,6 +88,16 @@ def in_backward() -> bool:
     import torch
 
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def makes_state_only() -> bool:
+    """Whether an optimizer is stepped by torch's `get_state_dict` and the like, which do so to have its state made."""
+    frame, left = sys._getframe(1), _FRAMES
+    while frame is not None and left:
+        if frame.f_globals.get("__name__") == _INITIALISES:
+            return True
+        frame, left = frame.f_back, left - 1  # type: ignore[assignment]  # until there is none
+    return False
 
 
 def schedules_in(schedule: Any) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ from fsdp_testing.adapters import registry, validation
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.base.backends import backend_named
 from fsdp_testing.cases.records import Case, CheckResult, Portrait, Request, RunReport, check_case
+from fsdp_testing.checks import suites
 from fsdp_testing.checks.suites import CHECKS, Check
 from fsdp_testing.checks.suites.check import needs_of
 from fsdp_testing.checks.suites.run import Where, judge_check
@@ -282,6 +283,7 @@ def _examine(
     Raises:
         InvalidImplementation: What the adapter itself does wrong, everything in one message.
     """
+    runner.pool.expect(suites.__name__)  # what checks run on ranks lies there
     if where.backend != "gloo":
         return  # the examination is about names and values on the CPU; other devices have checks of their own
     size = min(where.sizes(*selected))

@@ -18,13 +18,13 @@ Read the dumps that torch's flight recorder wrote of a training that hangs, one 
 collective, called where, and how late each rank comes. Nothing in a dump is executed. A file's name ends with its rank, as
 nccl_trace_rank_0.
 
-Exit code: 0 nothing is wrong in them, 1 ranks disagree, wait for others or left no dump, 3 nothing can be said.
+Exit code: 0 nothing is wrong in them, 1 ranks disagree, wait for others or left no dump, 3 no verdict.
 """
 EXAMPLE = "fsdp-verify diagnose nccl_trace_rank_* --json diagnosis.json"
 _CONCLUSIONS = {
     0: "nothing is wrong in the dumps",
     1: "ranks disagree, wait for others, or left no dump",
-    3: "nothing can be said",
+    3: "no verdict: the dumps do not tell",
 }
 
 

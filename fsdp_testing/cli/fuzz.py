@@ -113,7 +113,7 @@ def campaigned(plan: Plan, console: Output, *, scripts: bool = True) -> Campaign
 
     name, missing = plan.implementation.name, plan.scope.not_claimed()
     if missing:
-        features = f"{len(missing)} features are not drawn, for {name} does not claim them"
+        features = f"{len(missing)} features are not drawn, because {name} does not claim them"
         console.say(f"{features}: {', '.join(sorted(missing))}", style="dim")
     with Display(console, "cases") as display:
         findings = _Findings(display)

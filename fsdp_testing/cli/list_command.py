@@ -21,11 +21,11 @@ def add(commands: Subparsers[Command]) -> Command:
         commands,
         "list",
         "implementations, checks, capabilities, models, backends",
-        "List what can be named on the command line: names alone, or all that is known of one KIND.",
+        "List the names that the command line takes: names alone, or details of one KIND.",
         example="fsdp-verify list checks",
     )
     command.add_argument("kind", nargs="?", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
-    command.add_argument("--all", action="store_true", help="all that is known of every kind")
+    command.add_argument("--all", action="store_true", help="details of every kind")
     return command
 
 

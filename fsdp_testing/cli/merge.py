@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Put the JSON reports of `fsdp-verify run ... --shard 1/N` to `N/N` together: the report, and the exit code, of one run. The same
 for `fsdp-verify certify`: one certificate. Or put the --state directories of `fsdp-verify fuzz ... --shard 1/N` to `N/N` together
-in the directory that --state names: each finding once, and a campaign that can go on. Parts that are missing, there twice, or
+in the directory that --state names: each finding once, and a campaign that can go on. Parts that are missing, given twice, or
 of different runs are refused.
 """
 EXAMPLE = "fsdp-verify merge part-1.json part-2.json --html report"

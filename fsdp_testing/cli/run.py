@@ -76,14 +76,14 @@ def add(commands: Subparsers[Command]) -> Command:
     what.add_argument(
         "--extended", action="store_true", help="with --world-size: hybrid sharding too, if 4 is among them"
     )
-    add_fault(what.add_argument, "into the ranks in each run of a case, and judge it as it is then")
+    add_fault(what.add_argument, "into the ranks in each run of a case, and judge the result")
     add_timeout(what, 60.0)
     add_jobs(what, "checks")
     what.add_argument(
         "--expected-failures",
         type=Path,
         metavar="FILE",
-        help="TOML: one table per NAME, for each check that is known to fail how it fails and why, or a list of defects "
+        help="TOML: known failures, a table for each NAME that says how and why a check fails, or a list of defects "
         "(docs/exit-codes.md)",
     )
     what.add_argument(
@@ -107,7 +107,7 @@ def add_report_outputs(command: Command) -> None:
         "--compare",
         type=Path,
         metavar="OLD.json",
-        help="an earlier report: which failures are new, gone, or there since when",
+        help="an earlier report: show which failures are new or gone, and the first date of the others",
     )
     out.add_argument("--full", action="store_true", help="show every check, and complete accounts of what failed")
 
@@ -158,7 +158,7 @@ def execute(options: argparse.Namespace) -> int:
     if not interrupted:
         return present_report(report, options, console, paths, earlier)
     # A report of half a run must not replace one of a whole run.
-    ending = "interrupted: this is what was known by then; no file was written"
+    ending = "interrupted: these are the results so far; no file was written"
     sheet = replace(_sheet(report, options), exit_code=INTERRUPTED, conclusion=ending)
     return present(sheet, console, {}, {}, full=options.full)
 

@@ -54,7 +54,7 @@ def add(commands: Subparsers[Command]) -> Command:
             metavar="NAME",
             help="a convention that is meant; one process follows it too, and the rest is judged; repeatable: "
             "scheduler-per-process (of Accelerate), batch-norm-per-rank, loss-per-rank (a router's balance, a contrastive loss), "
-            "measured-gradients (backward passes that are cleared before the step are none of it)",
+            "measured-gradients (backward passes that are cleared before the step do not count)",
         ),
         add_timeout(command, 300.0),
         add_html(command),
@@ -143,7 +143,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Judge the script: 0 all worlds pass, 1 one differs, 3 of one nothing can be said."""
+    """Judge the script: 0 all worlds pass, 1 one differs, 3 one has no verdict."""
     from fsdp_testing.checks.conformance import environment
     from fsdp_testing.report.progress import Display
     from fsdp_testing.report.terminal import open_console

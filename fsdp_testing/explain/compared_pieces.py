@@ -1,4 +1,4 @@
-"""What each rank holds of the quantities that are wrong, beside what is due there."""
+"""What each rank holds of the quantities that are wrong, beside the right values there."""
 
 from __future__ import annotations
 

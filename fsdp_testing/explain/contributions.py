@@ -289,7 +289,7 @@ def _clauses(sums: Contributions, size: int, name_of: BatchName) -> list[str]:
     counted = [weight for weight in due if weight.got]
     if size > 1 and sums.ranks and {weight.rank for weight in counted} == set(sums.ranks) and len(sums.ranks) == 1:
         scale = "" if factors == {Fraction(0), Fraction(size)} else ", divided by the number of ranks"
-        return [f"is that of its own inputs alone, not reduced over the ranks{scale}"]
+        return [f"comes from this rank's inputs alone, not reduced over the ranks{scale}"]
     for factor in sorted(factors - {Fraction(1)}):
         terms = _terms(name_of, sums, [weight for weight in due if weight.got == factor])
         clauses.append(f"lacks {terms.rstrip(',')}" if not factor else f"counts {terms} {_times(factor)}")
@@ -307,7 +307,7 @@ def _of_all(sums: Contributions, factor: Fraction, size: int) -> str:
     """Every term counts so many times; "as if" says what would do that, and no more."""
     if not factor:
         return "lacks every term"
-    often = f"{factor} times what is due" if factor > 1 else f"{factor} of what is due"
+    often = f"{factor} times the right values" if factor > 1 else f"{factor} of the right values"
     if factor.numerator > _LARGEST_DENOMINATOR:
         return f"is {often}"  # no number of ranks or uses
     busy = len({weight.rank for weight in sums.weights if weight.due})

@@ -302,7 +302,9 @@ class WrongNumbers:
             if all(self._began(piece, starts[piece.rank if rank is None else rank]) for piece in self._wrong):
                 what = f"what rank {rank} began with is given to all ranks, not what rank 0 began with"
                 if renewed >= 0:
-                    what = f"{_name(self._case, renewed)}, does not load what is wrong: the new model's own values stay"
+                    what = (
+                        f"{_name(self._case, renewed)}, does not load the wrong values: the new model's own values stay"
+                    )
                 elif rank is None:
                     what = "what ranks began with is kept, and not replaced by what rank 0 began with"
                 return self._done(what)

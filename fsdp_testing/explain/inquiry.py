@@ -130,7 +130,7 @@ class Inquiry:
             return None
         for late, garbage, what in (
             (False, True, "the result of a collective is read before it was waited for"),
-            (True, False, "memory is read that nobody has written to"),
+            (True, False, "memory is read before it is written"),
         ):
             lucky = self.judge(finding.case, replace(how, mode=RunMode(rank_jobs.run_luckily, (late, garbage))))
             if lucky.outcome.verdict is not Verdict.PASS:
@@ -275,20 +275,20 @@ def _others(case: Case, division: Division | None) -> Iterator[_Cast]:
     wire = precision.reduce_dtype or precision.param_dtype or stored
     computed = precision.param_dtype or stored
     if UNIT_ROUNDOFF[computed] > UNIT_ROUNDOFF[wire]:
-        words = f"local micro-batches are added up in {computed} where {wire} is due"
+        words = f"local micro-batches are added up in {computed}, not in {wire}"
         yield _Cast(words, precision, Otherwise(sums=computed))
     for dtype in dict.fromkeys((precision.param_dtype, stored, "float32", "bfloat16", "float16")):
         if dtype is not None and dtype != wire:
-            words = f"gradients are reduced in {dtype} where {wire} is due"
+            words = f"gradients are reduced in {dtype}, not in {wire}"
             yield _Cast(words, replace(precision, reduce_dtype=dtype), wire=dtype)
     for before, after in ((float(case.world.size), 1.0), (1.0, float(case.world.size))):
         if division is not None and (division.before, division.after) != (before, after):
             when = "before the sum over ranks" if after == 1.0 else "after the sum over ranks"
-            words = f"gradients are divided {when}, which is not where the adapter says that they are"
+            words = f"gradients are divided {when}; the adapter says otherwise"
             yield _Cast(words, precision, Otherwise(division=Division(before, after)))
     if precision.param_dtype is not None:
         full = replace(precision, param_dtype=None, reduce_dtype=wire)
-        yield _Cast(f"forward and backward run in {stored} where {precision.param_dtype} is due", full)
+        yield _Cast(f"forward and backward run in {stored}, not in {precision.param_dtype}", full)
     if precision.buffer_dtype is not None:
         uncast = replace(precision, buffer_dtype=None)
         yield _Cast(f"buffers are not cast to {precision.buffer_dtype}", uncast)

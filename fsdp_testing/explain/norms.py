@@ -97,23 +97,23 @@ def _with_an_earlier_one(norm: Norm, earlier: Mapping[int, float]) -> Iterator[s
         else:
             both = (norm.due**norm.p + value**norm.p) ** (1 / norm.p)
         if value and both and norm.near(both):
-            yield f"that of the gradients and of the norm of operation {index}"
+            yield f"the norm of the gradients and of the norm of operation {index}"
 
 
 def _other_norms(
     norm: Norm, gradients: Mapping[str, torch.Tensor], mine: Sequence[torch.Tensor] | None, earlier: Mapping[int, float]
 ) -> Iterator[str]:
     if mine is not None and norm.near(power_norm(mine, norm.p)):
-        yield "that of the rank's own part of the gradients"
+        yield "the norm of the rank's own part of the gradients"
     for p in _POWERS:
         if p != norm.p and norm.near(power_norm(gradients.values(), p)):
             yield f"the {'largest element' if math.isinf(p) else f'{p:g}-norm'}"
     for index, value in earlier.items():
         if value and norm.near(norm.due + value):
-            yield f"the right norm and that of operation {index} added up"
+            yield f"the right norm plus the norm of operation {index}"
     narrow = float(torch.tensor(norm.got, dtype=torch.float64).float()) == norm.got
     if narrow and norm.dtype == "float64" and abs(norm.got - norm.due) <= UNIT_ROUNDOFF["float32"] * norm.due:
-        yield "what is due, rounded to float32"
+        yield "the right values, rounded to float32"
 
 
 def _parts(norm: Norm, gradients: Mapping[str, torch.Tensor], units: Mapping[str, str]) -> Iterator[str]:
@@ -131,7 +131,7 @@ def _sums_of_powers(
     whole: float, powers: Mapping[str, float], gradients: Mapping[str, torch.Tensor], units: Mapping[str, str]
 ) -> dict[str, float]:
     """Sums of powers by what they would be the norm of."""
-    sums = {f"that of all gradients, each counted {often} times": whole * often for often in range(2, 9)}
+    sums = {f"the norm of all gradients, each counted {often} times": whole * often for often in range(2, 9)}
     groups: dict[str, set[str]] = {}
     for fqn, gradient in gradients.items():
         parents = [".".join(fqn.split(".")[:depth]) for depth in range(1, fqn.count(".") + 1)]
@@ -142,6 +142,6 @@ def _sums_of_powers(
         name = next(group for group, inside in groups.items() if inside == members)
         part = sum(powers[fqn] for fqn in members)
         if part:
-            sums[f"that of all gradients but {name}"] = whole - part
-            sums[f"that of all gradients, with {name} twice"] = whole + part
+            sums[f"the norm of all gradients but {name}"] = whole - part
+            sums[f"the norm of all gradients, with {name} twice"] = whole + part
     return sums

@@ -37,7 +37,7 @@ class Pattern:
 
     Attributes:
         kind: The same word for all quantities that one defect makes wrong.
-        words: After "is": "1/2 times what is due".
+        words: After "is": "1/2 times the right values".
     """
 
     kind: str
@@ -112,18 +112,18 @@ def _other_dtype(wrong: Sequence[ComparedPiece]) -> Pattern | None:
         if difference(*cast, piece.bound).exceeded:
             return None
     if wider:
-        return Pattern("not cast", f"the right number, left in {got_name} where a cast to {due_name} is due")
-    return Pattern("cast", f"what is due, cast to {got_name}")
+        return Pattern("not cast", f"the right number, left in {got_name}, not cast to {due_name}")
+    return Pattern("cast", f"the right values, cast to {got_name}")
 
 
 def _last_place(wrong: Sequence[ComparedPiece]) -> Pattern | None:
-    """As near to what is due as to anything else: said only of neighbours of the right numbers."""
+    """As near to the right values as to anything else: said only of neighbours of the right numbers."""
     for piece in wrong:
         size = piece.expected.abs()
         step = torch.nextafter(size, torch.full_like(size, torch.inf)) - size
         if difference(piece.actual, piece.expected, step.double()).exceeded:
             return None
-    return Pattern("last place", "what is due but for one unit in the last place")
+    return Pattern("last place", "the right values but for one unit in the last place")
 
 
 def _candidates(
@@ -132,14 +132,14 @@ def _candidates(
     """Yield what may have happened, each with the numbers that would be right if it had."""
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         if all(torch.finfo(dtype).eps > torch.finfo(piece.expected.dtype).eps for piece in wrong):
-            yield "rounded", f"what is due, rounded to {_name(dtype)}", partial(_rounded, dtype), True
+            yield "rounded", f"the right values, rounded to {_name(dtype)}", partial(_rounded, dtype), True
     got = torch.cat([piece.actual.double() for piece in wrong])
     due = torch.cat([piece.expected.double() for piece in wrong])
     factor = _factor(got, due)
     if factor:
         small = Fraction(factor).limit_denominator(_LARGEST_DENOMINATOR)
         exact = abs(float(small) - factor) < 1e-9 * abs(factor)
-        words = f"{small if exact else f'{factor:.9g}'} times what is due"
+        words = f"{small if exact else f'{factor:.9g}'} times the right values"
         yield "scaled", words, lambda piece: piece.expected * factor, True
     yield from _by_magnitude(wrong, got, due)
     yield from _stepped(wrong, expected, got - due)
@@ -147,7 +147,7 @@ def _candidates(
     yield from _elsewhere(wrong, pieces)
     yield from _in_part(wrong)
     if max(piece.expected.numel() for piece in wrong) > 2 * _ENOUGH:
-        yield "permuted", "what is due, its elements in other places", _permuted, False
+        yield "permuted", "the right values, their elements in other places", _permuted, False
 
 
 def _rounded(dtype: torch.dtype, piece: ComparedPiece) -> torch.Tensor:
@@ -164,10 +164,10 @@ def _by_magnitude(wrong: Sequence[ComparedPiece], got: torch.Tensor, due: torch.
     limit = float(got.abs().max())
     inside = due.abs() < limit
     if limit and bool(inside.any()) and bool((~inside).any()):
-        words = f"what is due, cut off at {limit:.9g}"
+        words = f"the right values, cut off at {limit:.9g}"
         yield "cut off", words, lambda piece: piece.expected.clamp(-limit, limit), True
     if bool((got == 0).any()) and bool((got != 0).any()) and all(map(_smallest_are_zero, wrong)):
-        words = "what is due, with its smallest numbers set to zero"
+        words = "the right values, with their smallest numbers set to zero"
         yield "dropped", words, lambda piece: piece.expected.where(piece.actual != 0, _zeros(piece)), False
 
 
@@ -188,7 +188,7 @@ def _stepped(
         gradients[piece.quantity] = gradient.value
     factor = _factor(moved, torch.cat([piece.part_of(gradients[piece.quantity]).double() for piece in wrong]))
     if factor:
-        words = f"what is due, moved by {factor:.3g} times its gradient"
+        words = f"the right values, moved by {factor:.3g} times their gradient"
         step: Like = lambda piece: piece.expected + factor * piece.part_of(gradients[piece.quantity])
         yield "stepped", words, step, True
 
@@ -203,7 +203,7 @@ def _of_another(wrong: Sequence[ComparedPiece], expected: Mapping[Quantity, Expe
             continue
         if not state and len({piece.quantity.name for piece in wrong}) > 1:
             continue  # which belongs to which is anybody's guess
-        words = f"what is due of {quantity.part if state else quantity}"
+        words = f"the right values of {quantity.part if state else quantity}"
 
         def like(piece: ComparedPiece, quantity: Quantity = quantity, *, state: bool = state) -> torch.Tensor | None:
             same_part = piece.quantity._replace(part=quantity.part)
@@ -223,15 +223,20 @@ def _elsewhere(wrong: Sequence[ComparedPiece], pieces: Sequence[ComparedPiece]) 
         return
     for rank in sorted({piece.rank for piece in pieces}):
         spans = {piece.quantity: piece.span for piece in pieces if piece.rank == rank}
-        yield "another rank's", f"what is due of the part of rank {rank}", partial(_at, wholes, spans), False
+        yield "another rank's", f"the right values of the part of rank {rank}", partial(_at, wholes, spans), False
     for shift in dict.fromkeys((1, -1, longest // 2)):
-        words = f"what is due, moved by {shift} {'element' if abs(shift) == 1 else 'elements'}"
+        words = f"the right values, moved by {shift} {'element' if abs(shift) == 1 else 'elements'}"
         yield "shifted", words, partial(_shifted, wholes, shift), False
     if any(piece.span != (0, wholes[piece.quantity].numel()) for piece in wrong):
         for shift in (1, -1):
-            words = f"what is due, moved by {shift} element inside each rank's part"
+            words = f"the right values, moved by {shift} element inside each rank's part"
             yield "shifted inside", words, partial(_rolled, shift), False
-    yield "reversed", "what is due in reverse, inside each rank's part", lambda piece: piece.expected.flip(0), False
+    yield (
+        "reversed",
+        "the right values in reverse, inside each rank's part",
+        lambda piece: piece.expected.flip(0),
+        False,
+    )
 
 
 def _at(
@@ -261,11 +266,11 @@ def _whole(quantity: Quantity, pieces: Sequence[ComparedPiece]) -> torch.Tensor:
 
 def _in_part(wrong: Sequence[ComparedPiece]) -> Iterator[_Candidate]:
     """Zeros where other ranks have the elements, or at the end."""
-    words = "what is due in the rank's own part, and zero where other ranks have the elements"
+    words = "the right values in the rank's own part, and zero where other ranks have the elements"
     yield "own part", words, _own_alone, False
     tails = {_tail_of_zeros(piece) for piece in wrong}
     if len(tails) == 1 and (tail := tails.pop()):
-        words = f"what is due, with zero in its last {'element' if tail == 1 else f'{tail} elements'}"
+        words = f"the right values, with zero in their last {'element' if tail == 1 else f'{tail} elements'}"
         yield "tail", words, lambda piece: torch.cat([piece.expected[:-tail], _zeros(piece)[-tail:]]), False
 
 

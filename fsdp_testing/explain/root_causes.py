@@ -324,7 +324,7 @@ def _what_is_wrong(finding: Finding) -> str:
         return finding.statement or finding.explanation
     size = f"max error {finding.max_error:.3g}"
     if finding.bound is not None:
-        size += f", bound {finding.bound:.2g}" if finding.bound else ", equal bits were due"
+        size += f", bound {finding.bound:.2g}" if finding.bound else ", expected equal bits"
     where = "" if " on rank " in finding.quantity or not finding.ranks else f" on {ranks_text(finding.ranks)}"
     return f"{finding.quantity} is wrong{where} ({size})"
 
@@ -354,7 +354,7 @@ def _where(like: Hypothesis) -> str:
 
 def _equal_to(case: Case, like: Hypothesis) -> str:
     if like.contributions is not None:
-        return "and is, within the bound, what the terms of one process add up to so"
+        return "and equals, within the bound, one process's terms added in that way"
     if like.happened:
         return f"and {like.confirmed}"
     text = case.program[like.left_out].text(like.left_out)

@@ -152,7 +152,7 @@ def _each_alone(
 
 
 def _different(first: str, second: Judgement, account: str) -> Judgement:
-    """Return that nothing is known of a case that lost ranks once, and then not."""
+    """Return UNKNOWN for a case that lost ranks once, and then not."""
     then = second.finding.explanation if second.finding is not None else second.reason or "it held"
     reason = f"this case gives different results: first {first}; then, on other ranks, {then}. Run it again on an idle machine."
     return Judgement(Verdict.UNKNOWN, reason=reason, detail=account, tally=second.tally, account=account)

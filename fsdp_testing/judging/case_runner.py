@@ -38,12 +38,15 @@ from fsdp_testing.judging.worlds import Shared, Worlds
 from fsdp_testing.oracle import assemble, rank_jobs
 from fsdp_testing.oracle.quantities import Comparison, Expectation
 from fsdp_testing.oracle.setup import as_observed, fitted, oracle_view
-from fsdp_testing.ranks.faults.fault import Fault
+from fsdp_testing.ranks.faults.fault import Fault, check_together
 from fsdp_testing.ranks.pool import Pool, WorldOutcome, default_pool
 from fsdp_testing.ranks.run import raise_unless_ok, run_with_faults
 
 _ORACLE_CACHE = 512
 _KEPT = 16
+_IN_RANKS = (rank_jobs.__name__, registry.__name__)
+"""What each rank runs that is judged: this process has it already, so that it changes no more, and it is imported once ahead
+of all ranks, not again in each."""
 
 A = TypeVar("A")
 
@@ -166,7 +169,7 @@ class _Same:
 
 
 class _Unjudged(Exception):
-    """Nothing can be said of this case; the text says why."""
+    """No verdict on this case; the text says why."""
 
 
 class CaseRunner:
@@ -180,8 +183,10 @@ class CaseRunner:
 
     def __init__(self, pool: Pool | None = None, *, timeout: float = 60.0, faults: Sequence[Fault] = ()) -> None:
         self.worlds = Worlds(pool or default_pool())
+        self.pool.expect(*_IN_RANKS)
         self._timeout = timeout
         self._faults = tuple(faults)
+        check_together(self._faults)
         self._expectations: Shared[Expectation] = Shared(_ORACLE_CACHE)
         self._kept: Shared[WorldOutcome] = Shared(_KEPT)
         self._repeats = True
@@ -331,7 +336,7 @@ class CaseRunner:
             return closer
         if closer[0].verdict is Verdict.UNKNOWN and not closer[0].tally.comparisons:
             raise _Unjudged(_reason(closer[0]))
-        note = f"{finding.explanation}; it does not show when every operation is followed by an observation"
+        note = f"{finding.explanation}; it does not show if every operation is observed"
         return replace(first[0], finding=replace(finding, explanation=note)), first[1]
 
     def _expectation(self, question: _Question, ranks: Sequence[RankObservation], *, observe_all: bool) -> Expectation:

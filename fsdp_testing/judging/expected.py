@@ -174,7 +174,7 @@ def as_expected(result: CheckResult, expectation: Expectation, cause_of: CauseOf
     verdicts = [Verdict.EXPECTED_FAILURE if case.verdict is Verdict.FAIL else case.verdict for case in result.cases]
     met = {finding.expected for finding in known}
     idle = [entry.look for rule in expectation.failures for entry in rule.entries() if entry not in met]
-    remark = f"of what is listed, nothing fails so: {'; '.join(idle)}" if idle else ""
+    remark = f"listed, but no case fails in this way: {'; '.join(idle)}" if idle else ""
     return replace(seen, findings=tuple(known), verdict=merge([*verdicts, Verdict.EXPECTED_FAILURE]), remark=remark)
 
 
@@ -197,10 +197,10 @@ def _recognised(finding: Finding, rules: Iterable[Rule], cause_of: CauseOf) -> F
 def _unexpected(result: CheckResult, expectation: Expectation, new: Sequence[Finding], known: Sequence[Finding]) -> str:
     if not expectation.failures:
         return (
-            f"listed as known ({expectation.bare}), but not how it fails: a reason alone would excuse any failure, and so "
-            f"excuses none. If this is it, write {entry_line(result.check, new)}"
+            f"listed as known ({expectation.bare}), without how it fails; a reason alone excuses nothing. "
+            f"To expect this failure, write {entry_line(result.check, new)}"
         )
     beside = f"{len(known)} of its failing cases {'is' if len(known) == 1 else 'are'} known; " if known else ""
     looks = "; ".join(dict.fromkeys(entry.look for rule in expectation.failures for entry in rule.entries()))
     got = "; ".join(dict.fromkeys(look_of(finding) for finding in new)) or "a failure without an account"
-    return f"{beside}listed as known is {looks}; new is {got}"
+    return f"{beside}the list has {looks}; this failure is {got}"

@@ -47,7 +47,7 @@ def judge(
 ) -> Judgement:
     """Return what the records of all ranks say, by the first of these that applies.
 
-    1. The harness or the adapter raised: nothing is known of the implementation.
+    1. The harness or the adapter raised: no verdict on the implementation.
     2. Ranks did not report: a process died, a rank raised and the others waited, or a process hung.
     3. Numbers diverge from the oracle's; what is raised or broken later is a consequence.
     4. Ranks raised.
@@ -189,7 +189,7 @@ def _leaked(case: Case, leak: str, rank: int, *, sort: str) -> Finding:
 
 
 def _undecided(case: Case, numbers: Numbers) -> Judgement | None:
-    """Why nothing is known although nothing refutes."""
+    """Why there is no verdict although nothing refutes."""
     # What keeps the oracle from deciding comes first: it may be why nothing was compared.
     reason = numbers.problem
     if not reason and not numbers.tally.comparisons:

@@ -58,7 +58,7 @@ def compare_numbers(
         problem = "the oracle's own numbers overflow"
     # Only where nothing diverges and nobody raised: else that is why the end is missing.
     elif not complete and not tally.divergences and all(rank.error is None for rank in ranks):
-        problem = "the oracle did not come to the end of this case, and what it saw agrees"
+        problem = "the oracle did not finish this case; what it saw agrees"
     return Numbers(tally, expectation, problem)
 
 

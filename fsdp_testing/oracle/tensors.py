@@ -48,9 +48,9 @@ class Difference:
         if math.isnan(self.actual):
             return f"{text}; NaN may be a collective's result read before it was waited for"
         if math.isinf(self.actual):
-            return f"{text}; an infinity may be an overflow, or memory that nobody wrote to, added up"
+            return f"{text}; an infinity may be an overflow, or memory that was never written, added up"
         if abs(self.actual) > GARBAGE:
-            return f"{text}; numbers as large as this may be padding or a buffer that nobody wrote to"
+            return f"{text}; numbers as large as this may be padding or a buffer that was never written"
         return text
 
 

@@ -22,13 +22,17 @@ _RUNNING = pytest.StashKey[pytest.Item]()
 
 # Option, placeholder of its value, help.
 _OPTIONS = (
-    ("--world-size", "N[,N...]", "ranks where a `world` marker names no size; several: one test id each (default: 2)"),
+    (
+        "--world-size",
+        "N[,N...]",
+        "number of ranks if a `world` marker names none; a list gives one test id each (default: 2)",
+    ),
     (
         "--dist-backend",
         "NAME",
-        "backend where a marker names none: gloo, nccl, fake or a registered one (default: gloo)",
+        "backend if a marker names none: gloo, nccl, fake or a registered one (default: gloo)",
     ),
-    ("--rank-timeout", "SECONDS", "deadline where a marker names none; 0 means no deadline (default: 60)"),
+    ("--rank-timeout", "SECONDS", "deadline if a marker names none; 0 means no deadline (default: 60)"),
     (
         "--isolation",
         "MODE",
@@ -43,7 +47,7 @@ _OPTIONS = (
 _FLAGS = {
     "--strict-hygiene": "fail a test that leaves something behind in a rank (default: warn)",
     "--dist-pool": "run torch's multi-process test classes, and those in the style of DeepSpeed's, on the pool",
-    "--require-backend": "fail instead of skipping where a backend cannot run on this machine",
+    "--require-backend": "fail instead of skipping if a backend cannot run on this machine",
 }
 
 

@@ -26,7 +26,7 @@ class CheckFailedAsExpected(CheckFailed):
 
 
 class CheckUnknown(Exception):
-    """Nothing is known of a claim, because the check crashed or its world was lost: never a pass, never a skip."""
+    """No verdict on a claim, because the check crashed or its world was lost: never a pass, never a skip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class BoundCheck:
         Raises:
             CheckFailed: It does not.
             CheckFailedAsExpected: It does not, as is known.
-            CheckUnknown: Nothing is known.
+            CheckUnknown: There is no verdict.
             pytest.skip.Exception: The implementation does not claim it.
         """
         result = result_of(self)

@@ -60,9 +60,13 @@ class BoundModel:
                 raise ModelDiffersAsExpected(str(differs)) from differs
             entry = {"reason": self.reason, "says": as_pattern(str(differs).splitlines()[0])}
             known = (
-                f"by {self.says!r}, which this is not" if self.says else "without `says`, which would excuse anything"
+                f"by {self.says!r}; this failure differs"
+                if self.says
+                else "without `says`, which would excuse anything"
             )
-            raise ModelDiffers(f"{differs}\nListed as known {known}. If this is it: {entry}") from differs
+            raise ModelDiffers(
+                f"{differs}\nListed as known {known}. To expect this failure, write: {entry}"
+            ) from differs
 
 
 def parametrize_with_models(

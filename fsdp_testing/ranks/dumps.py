@@ -235,7 +235,7 @@ class Diagnosis:
 
     Attributes:
         sentences: The cause first.
-        exit_code: 0 nothing is wrong, 1 ranks disagree, wait for each other or left no dump, 3 nothing can be said.
+        exit_code: 0 nothing is wrong, 1 ranks disagree, wait for each other or left no dump, 3 no verdict.
         ranks: How late each one came.
     """
 
@@ -257,7 +257,7 @@ def diagnose(dumps: Sequence[Dump], world_size: int | None = None) -> Diagnosis:
     absent = sorted(set(range(size)) - set(ranks.dumps))
     wrong = [*ranks.differences(), *ranks.waits()]
     if absent:
-        wrong.append(f"of {rank_names(absent)} there is no dump: a rank that died, or that could not write one")
+        wrong.append(f"{rank_names(absent)} left no dump: a rank that died, or that could not write one")
     open_ = [] if wrong else [*ranks.pending(), *ranks.behind()]
     compared = ranks.compared()
     if not wrong and not open_ and not compared:
@@ -327,7 +327,7 @@ class _Ranks:
             for what in [*dump.messages, *(_placed(one.record) for one in dump.records if one.pending)][:1]:
                 under_way.setdefault(what, []).append(rank)
         for what, ranks in under_way.items():
-            yield f"{rank_names(ranks)}: {what} is pending, and nobody is missing: a network, a device, or a run that goes on"
+            yield f"{rank_names(ranks)}: {what} is pending on every member: a slow network or device, or a run that goes on"
 
     def behind(self) -> Iterator[str]:
         """Say who has issued fewer collectives of a group, though nobody is seen to wait."""

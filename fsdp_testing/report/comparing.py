@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from fsdp_testing.cases.records import CheckResult, RunReport, Verdict
+from fsdp_testing.cases.records import CheckResult, Finding, RunReport, Verdict
+from fsdp_testing.judging.signature import as_pattern, has_cause, signature_of
 from fsdp_testing.report import summary
 from fsdp_testing.report.sheet import Section, bulleted, numbered
 
@@ -14,8 +15,13 @@ BROKEN = (*TROUBLE, Verdict.EXPECTED_FAILURE)
 
 
 def dated(report: RunReport, earlier: RunReport) -> RunReport:
-    """Return the report with the date since when each check does not hold, as far back as earlier reports say it."""
-    then = {_key(result): _since(result, earlier) for result in earlier.results if result.verdict in BROKEN}
+    """Return the report with the date since when each check does not hold, as far back as earlier reports say it.
+
+    A check that fails by other causes than before fails since this report.
+    """
+    others = _other_causes(report, earlier)
+    known = [result for result in earlier.results if result.verdict in BROKEN and not _all_other(others, result)]
+    then = {_key(result): _since(result, earlier) for result in known}
     now = {_key(result): _since(result, report) for result in report.results if result.verdict in BROKEN}
     return replace(report, since={key: then.get(key, date) for key, date in now.items()})
 
@@ -24,29 +30,90 @@ def comparison(report: RunReport, earlier: RunReport, name: str) -> Section:
     """Return what changed since `earlier`, which is called `name`; `report` is `dated`."""
     old = {_key(result): result for result in earlier.results}
     new = {_key(result): result for result in report.results}
-    lines = tuple(_lines(old, new, report))
+    lines = tuple(_lines(old, new, report, _other_causes(report, earlier)))
     counts = [f"{numbered(len(keys), 'check')} {where}" for keys, where in _alone(old, new) if keys]
     note = ", ".join([f"compared with {name} of {_date(earlier)}", *counts])
     return Section("Since the earlier report", (bulleted(lines or ("No verdict changed.",)),), note, "since")
 
 
-def _lines(old: dict[str, CheckResult], new: dict[str, CheckResult], report: RunReport) -> Iterator[str]:
+def _lines(
+    old: dict[str, CheckResult], new: dict[str, CheckResult], report: RunReport, others: dict[str, _Others]
+) -> Iterator[str]:
     there = {key: (old.get(key), result) for key, result in new.items() if result.verdict in TROUBLE}
     for key, (before, result) in there.items():
-        if before is None or before.verdict not in TROUBLE:
+        if before is None or before.verdict not in TROUBLE or key in others:
             was = f"was {summary.WORDS[before.verdict]}" if before else "was not run"
-            yield f"new: {key} is {summary.WORDS[result.verdict]}, {was}: {summary.sentence(result)}"
+            sentence = summary.sentence(result)
+            if key in others:
+                was += " by another cause" if others[key].all else ", and has one more cause"
+                sentence = others[key].findings[0].explanation.strip() or sentence
+            yield f"new: {key} is {summary.WORDS[result.verdict]}, {was}: {sentence}"
     for key, before in old.items():
         if before.verdict in BROKEN and key in new and new[key].verdict not in BROKEN:
             yield f"gone: {key} was {summary.WORDS[before.verdict]}, is {summary.WORDS[new[key].verdict]}"
     for key, (before, result) in there.items():
-        if before is not None and before.verdict in TROUBLE:
+        if before is not None and before.verdict in TROUBLE and not _all_other(others, before):
             yield f"still: {key} is {summary.WORDS[result.verdict]}, since {report.since[key]}"
     for key, before in old.items():
         if key not in new and before.verdict in BROKEN:
             yield f"not run: {key} was {summary.WORDS[before.verdict]}"
         elif key in new and _is_excused(before.verdict, new[key].verdict):
             yield f"changed: {key} was {summary.WORDS[before.verdict]}, is {summary.WORDS[new[key].verdict]}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Others:
+    """The findings of a check that are like none which it had in the earlier report, and whether these are all that it has."""
+
+    findings: tuple[Finding, ...]
+    all: bool
+
+
+def _other_causes(report: RunReport, earlier: RunReport) -> dict[str, _Others]:
+    """Return the findings that have another cause than those before, of each check that has some and had some."""
+    names, names_then = _names(report), _names(earlier)
+    then = {
+        _key(result): [
+            (signature_of(finding), names_then.get(_cause(result, finding), "")) for finding in result.findings
+        ]
+        for result in earlier.results
+    }
+    others = {}
+    for result in report.results:
+        known = then.get(_key(result))
+        if not known:
+            continue
+        unlike = []
+        for finding in result.findings:
+            look, name = signature_of(finding), names.get(_cause(result, finding), "")
+            if not any(look == seen and _same_name(name, called) for seen, called in known):
+                unlike.append(finding)
+        if unlike:
+            others[_key(result)] = _Others(tuple(unlike), len(unlike) == len(result.findings))
+    return others
+
+
+def _cause(result: CheckResult, finding: Finding) -> tuple[str, str]:
+    return result.implementation, finding.cause
+
+
+def _names(report: RunReport) -> dict[tuple[str, str], str]:
+    """Return what was done wrong, by cause, where that is named."""
+    named = {}
+    for result in report.results:
+        for finding in result.findings:
+            happened = finding.happened or (finding.shortest.happened if finding.shortest else "")
+            if finding.cause and happened:
+                named[_cause(result, finding)] = happened
+    return named
+
+
+def _same_name(one: str, other: str) -> bool:
+    return not one or not other or has_cause(one, as_pattern(other))
+
+
+def _all_other(others: dict[str, _Others], result: CheckResult) -> bool:
+    return _key(result) in others and others[_key(result)].all
 
 
 def _is_excused(before: Verdict, after: Verdict) -> bool:

@@ -60,7 +60,7 @@ SLOWEST = 10
 
 
 def short_sheet(report: RunReport, *changes: Section) -> Sheet:
-    """Return `changes`, what is new by its cause, what nothing is known of, what is stale, and what was expected by its page."""
+    """Return `changes`, what is new by its cause, what has no verdict, what is stale, and known failures by their page."""
     report = replace(report, own_names={})
     failures = Failures(report)
     stale = [
@@ -217,12 +217,12 @@ def _advice(report: RunReport) -> Iterator[Line]:
         names = listed(f"{result.implementation} {result.check}" for result in stale)
         yield Line(f"Take these off the list of expected failures, because they hold: {names}.")
     if known:
-        yield Line("Of the known failures read the pages: they say what to avoid, and the way around.")
+        yield Line("Known failures: each linked page says what to avoid and how to work around it.")
     if not (failed or unknown or stale or known):
         if summary.report_exit_code(report):
             yield Line("Ask for checks that the implementation claims:", command="fsdp-verify list")
         else:
-            yield Line("Nothing. --world-size 2,3,4 --extended asks every check at more sizes.")
+            yield Line("Nothing. For a wider check add --world-size 2,3,4 --extended.")
 
 
 def _told(failures: Failures) -> Iterator[Section]:
@@ -232,7 +232,7 @@ def _told(failures: Failures) -> Iterator[Section]:
     note = "each once, with the operations that show it"
     yield Section("New causes", new, note, "causes", f"New causes ({len(new)})", "fail")
     known = tuple(failures.known_failure(group, anchor) for anchor, group in failures.known)
-    note = "expected by the list that this run was given, in the way that it says; one entry for each page"
+    note = "each failed as the list of expected failures says; one entry for each page"
     kind = Verdict.EXPECTED_FAILURE.value
     yield Section("Known failures", known, note, "known", f"Known ({len(known)})", kind)
 

@@ -122,7 +122,7 @@ class Failures:
             title = numbered(len(result.findings), "failing case")
             blocks.append(Fold(title, tuple(cases), unfolded=verdict is not Verdict.EXPECTED_FAILURE))
         for index, account in enumerate(summary.accounts(result)):
-            blocks.append(Fold("Why nothing can be said", (Listing(account),), unfolded=index < ACCOUNTS_AT_LENGTH))
+            blocks.append(Fold("Why there is no verdict", (Listing(account),), unfolded=index < ACCOUNTS_AT_LENGTH))
         blocks.append(self._replay(result))
         owner = self.own(result.implementation)
         return Article(result.check, tuple(blocks), owner, verdict.value, self.anchor(result))

@@ -38,7 +38,7 @@ def merged(reports: Mapping[str, RunReport]) -> RunReport:
     advice = "Give the JSON reports of `fsdp-verify run ... --shard 1/N` to `N/N`, all else alike."
     parts = in_order(reports, lambda report: Part(report.shard, _alike(report)), advice)
     nameless = [
-        f"{path} does not say which checks it was asked for" for path, report in reports.items() if not report.request
+        f"{path} does not say which checks were requested" for path, report in reports.items() if not report.request
     ]
     _refuse(nameless, "It is of an earlier version: run it again.")
     _refuse((text for path, part in parts.items() for text in _strangers(path, part)), _ANOTHER_RUN)

@@ -115,7 +115,7 @@ class ProgressListener(Display):
     def planned(self, total: int) -> None:
         """Set how many checks there are."""
         self._total = total
-        self.stage(f"{summary.checks(total)} to run; a line for each suite that is through", total)
+        self.stage(f"{summary.checks(total)} to run; a line for each finished suite", total)
 
     def started(self, implementation: str, check: str) -> None:
         """Show what runs now."""

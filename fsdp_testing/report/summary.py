@@ -37,10 +37,10 @@ WORDS = {
 }
 
 MEANINGS = {
-    Verdict.PASS: "the claim kept in every case that was run",
+    Verdict.PASS: "the claim held in every case that ran",
     Verdict.FAIL: "the claim was refuted; the first divergence is shown",
-    Verdict.UNKNOWN: "nothing can be said: the check, the adapter or the pool failed",
-    Verdict.NOT_CLAIMED: "the implementation does not claim what the check needs; it was not run",
+    Verdict.UNKNOWN: "no verdict: the check, the adapter or the pool failed",
+    Verdict.NOT_CLAIMED: "the implementation does not claim what the check needs; it did not run",
     Verdict.EXPECTED_FAILURE: "failed as the list of expected failures says",
     Verdict.STALE: "listed as an expected failure, but it does not fail; take it off the list",
 }
@@ -49,7 +49,7 @@ EXIT_MEANINGS = {
     0: "all claims that were checked hold",
     1: "a claim was refuted",
     2: "bad usage or a bad adapter",
-    3: "of some claims nothing is known",
+    3: "some claims have no verdict",
 }
 
 
@@ -238,7 +238,7 @@ def conclusion(report: RunReport) -> str:
     idle = _idle(report)
     if code == 3 and (idle or not report.results) and not report.count(Verdict.UNKNOWN):
         whose = f" of {', '.join(idle)}" if idle else ""
-        return f"no claim{whose} was checked, so nothing is known"
+        return f"no claim{whose} was checked: no verdict"
     foreseen = report.count(Verdict.EXPECTED_FAILURE)
     if code == 0 and foreseen:
         return f"no new failure; {checks(foreseen)} failed as expected"
@@ -273,11 +273,11 @@ def trust(report: RunReport) -> Iterator[str]:
     compared = sum(case.comparisons for case in cases)
     yield f"{compared:,} tensors compared with those of one process, in {len(cases):,} cases on {sizes} ranks."
     for result, ratio in nearest(report, 1):
-        yield f"Of what passed, {result.check} on {result.implementation} came closest: {ratio:.2g} of its bound."
+        yield f"Closest pass: {result.check} ({result.implementation}) used {100 * ratio:.2g} % of its bound."
     if unknown := report.count(Verdict.UNKNOWN):
         yield f"{checks(unknown).capitalize()} gave no verdict; that is never counted as a pass."
     if idle := report.count(Verdict.NOT_CLAIMED):
-        yield f"{checks(idle).capitalize()} did not run: they need what is not claimed."
+        yield f"{checks(idle).capitalize()} skipped: the capabilities that they need are not claimed."
 
 
 def facts(report: RunReport) -> dict[str, str]:
@@ -318,7 +318,7 @@ def size_text(finding: Finding) -> str:
     if finding.bound is None:
         return text
     if finding.bound == 0:
-        return f"{text}, equal bits were due"
+        return f"{text}, expected equal bits"
     text += f", bound {finding.bound:.3g}"
     ratio = finding.max_error / finding.bound
     return f"{text} ({ratio:.3g} times the bound)" if math.isfinite(ratio) else text
@@ -373,7 +373,7 @@ def sentence(result: CheckResult) -> str:
 
 
 def accounts(result: CheckResult) -> tuple[str, ...]:
-    """Return what is known of why nothing can be said, at length and each once: the explanation, then the errors of cases."""
+    """Return the reasons why there is no verdict, at length and each once: the explanation, then the errors of cases."""
     texts = [result.explanation] if "\n" in result.explanation.strip() else []
     texts += [case.error for case in result.cases if case.error]
     return tuple(text for text in dict.fromkeys(texts) if text.strip() != sentence(result))

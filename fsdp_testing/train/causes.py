@@ -5,22 +5,20 @@ The one table of causes: `of_difference`, `of_disagreement` and `wrong_in_itself
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from fsdp_testing.judging.checkers.divergence import DECISIVE
-from fsdp_testing.train import evidence
+from fsdp_testing.train import evidence, multiples
 from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, Difference, floor, suggestion
 from fsdp_testing.train.control import control, wrong_term
-from fsdp_testing.train.conventions import BATCH_NORM, LOSS, MEASURED, SCHEDULER, flag
+from fsdp_testing.train.conventions import BATCH_NORM, MEASURED, SCHEDULER, flag
 from fsdp_testing.train.idle import stands_still, still_though_stepped
 from fsdp_testing.train.quantities import Kind, Quantity, spans_of_kind
 from fsdp_testing.train.spans import assembled
+from fsdp_testing.train.terms import summed_terms
 from fsdp_testing.train.whole import Disagreement, WholeRun, first_steps
-
-UNEVEN = 1e-3
-"""Weights of ranks that differ by less, or gradients of ranks that are so nearly multiples of one another, say nothing."""
 
 
 def wrong_in_itself(run: WholeRun, accept: Sequence[str]) -> str:
@@ -149,6 +147,7 @@ def of_disagreement(run: WholeRun, odd: Disagreement) -> str:
         or (_local_norm(run, odd.step) if reduced else "")
         or _some_unreduced(run, odd)
         or by_evidence
+        or multiples.of_updates(run, odd)
         or "Each rank changes its own copy: look for a gradient that is not reduced, or a step that one rank skips."
     )
 
@@ -221,6 +220,8 @@ def of_difference(reference: WholeRun, run: WholeRun, difference: Difference) ->
         or (step >= 0 and _of_step(reference, run, step))
         or of_evidence
         or wrong_term(reference, run, CLEAR_ROUNDINGS)
+        or (step >= 0 and multiples.of_gradients(reference, run, step))
+        or multiples.of_change(reference, run, difference)
         or _loss(difference)
         or suggestion(difference, run.size)
     )
@@ -310,34 +311,25 @@ def _batch_norm(run: WholeRun, step: int) -> str:
 
 def _own_counts(reference: WholeRun, run: WholeRun, step: int) -> str:
     """Return the cause where one process has a mean of the ranks' gradients by weights, and the ranks have the plain mean."""
-    ranks = [_summed_terms(rank.steps[step].terms.passes) for rank in run.ranks]
+    ranks = [summed_terms(rank.steps[step].terms.passes) for rank in run.ranks]
     names = [name for name in ranks[0] if all(name in rank for rank in ranks)]
     wanted, given = (_gradients(one, names, step) for one in (reference, run))
     if wanted is None or given is None:
         return ""
-    terms = torch.stack([torch.cat([rank[name].double().reshape(-1) for name in names]) for rank in ranks], 1)
-    if not len(terms) == len(wanted) == len(given) or not bool(terms.isfinite().all()):
+    terms = [torch.cat([rank[name].double().reshape(-1) for name in names]) for rank in ranks]
+    bound = floor(ranks[0][names[0]].dtype, CLEAR_ROUNDINGS) * max(float(term.abs().max()) for term in terms)
+    weights = multiples.weights_of(wanted, terms, bound)
+    if weights is None or terms[0].shape != given.shape:
         return ""
-    bound = floor(ranks[0][names[0]].dtype, CLEAR_ROUNDINGS) * float(terms.abs().max())
-    weights = torch.linalg.lstsq(terms, wanted[:, None]).solution[:, 0]
-    fits = (terms @ weights - wanted).abs().max() <= bound and (terms.mean(1) - given).abs().max() <= bound
-    uneven = float((weights - 1 / run.size).abs().max()) > UNEVEN and abs(float(weights.sum()) - 1) < UNEVEN
-    singular = torch.linalg.svdvals(terms)
-    if not (fits and uneven and bool((weights > 0).all()) and bool(singular[-1] > UNEVEN * singular[0])):
+    plain = bool(((torch.stack(terms).mean(0) - given).abs() <= bound).all())
+    uneven = max(abs(weight - 1 / run.size) for weight in weights) > multiples.UNEVEN
+    if not (plain and uneven and min(weights) > 0 and abs(sum(weights) - 1) < multiples.UNEVEN):
         return ""
     return (
         f"Cause: the loss is divided by the rank's own count (of tokens, of weights). At step {step} one process weights the "
-        f"ranks' gradients by {_listed([round(weight, 4) for weight in weights.tolist()])}, and the ranks take their plain mean. "
+        f"ranks' gradients by {_listed([round(weight, 4) for weight in weights])}, and the ranks take their plain mean. "
         "Divide by the count of all ranks, times the number of ranks where gradients are averaged."
     )
-
-
-def _summed_terms(passes: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    summed: dict[str, torch.Tensor] = {}
-    for terms in passes:
-        for name, term in terms.items():
-            summed[name] = summed[name] + term if name in summed else term
-    return summed
 
 
 def _gradients(run: WholeRun, names: Sequence[str], step: int) -> torch.Tensor | None:
@@ -351,17 +343,9 @@ def _loss(difference: Difference) -> str:
     if difference.quantity.kind is not Kind.LOSS:
         return ""
     return (
-        "Weights and rows are those of one process, and the mean of the ranks' losses is not its loss: look for a loss that "
+        "Weights and rows equal those of one process, but the mean of the ranks' losses is not its loss. Look for a loss that "
         "is divided by the rank's own count (of tokens, of weights), or scaled by the number of ranks or micro-batches."
     )
-
-
-OWN_LOSS = (
-    "Cause: each rank's own statistic, by design or by mistake: the loss over the rows of a rank is no mean over "
-    "rows, so that the mean of the ranks' losses is not that of all rows: a router's balance, a contrastive loss, or a count of "
-    "its own, within forward. One process that is given the rows of "
-    f"each rank apart does the same. Compute that term over the rows of all ranks. {flag(LOSS)}"
-)
 
 
 def _listed(numbers: Sequence[float]) -> str:

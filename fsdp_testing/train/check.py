@@ -133,7 +133,7 @@ def check_numbers(runner: Runner, run: WholeRun) -> None:
     places = _nan(run.quantities)
     if places:
         raise Undecided(
-            f"computes NaN, first in {places[0]}, so that nothing can be compared. Check it with fewer steps, or other weights."
+            f"computes NaN, first in {places[0]}, so nothing can be compared. Check it with fewer steps, or other weights."
         )
 
 
@@ -194,7 +194,7 @@ def _decided(pair: Pair) -> Compared:
 
     Raises:
         Failed: The world differs.
-        Undecided: Nothing can be said.
+        Undecided: There is no verdict.
     """
     try:
         return decide(pair)
@@ -274,9 +274,7 @@ def unread(run: WholeRun) -> tuple[str, ...]:
 def not_compared(run: WholeRun, accept: Sequence[str]) -> tuple[str, ...]:
     """Say what could not be read, that dropout was off, and which conventions were accepted."""
     off = any(rank.dropout for rank in run.ranks)
-    sentences = (
-        ["not compared: dropout, which was switched off, since masks are drawn for a rank's own rows"] if off else []
-    )
+    sentences = ["not compared: dropout, switched off because each rank draws masks for its own rows"] if off else []
     sentences += unread(run)
     for name in accept:
         there = {SCHEDULER: name in run.ranks[0].conventions, BATCH_NORM: run.ranks[0].steps[0].batch_norm}
@@ -287,7 +285,7 @@ def not_compared(run: WholeRun, accept: Sequence[str]) -> tuple[str, ...]:
 def _reference(runner: Runner, alone: WholeRun, run: WholeRun) -> tuple[WholeRun, Feed]:
     """Return one process that sees the rows of all ranks, step by step, and what it had to be given for that."""
     if not any(any(ranks) for ranks in run.rows):
-        raise Undecided("the model's forward is given no tensor with rows, so that nobody knows what data it sees.")
+        raise Undecided("the model's forward is given no tensor with rows, so its data is unknown.")
     if _same_data(alone, run) or same_source(alone, run):
         return alone, Feed()
     feeds = feeds_of([rank.taken for rank in run.ranks], alone.forwards(), run.forwards())
@@ -351,8 +349,8 @@ def _check_shapes(alone: WholeRun, run: WholeRun) -> None:
         odd = sorted({*before} ^ {*here}, key=str) or [n for n in before if before[n][0].shape != here[n][0].shape]
         raise Undecided(
             f"has other parameters than one process, first {odd[0]}. A script whose model depends on the number of ranks "
-            "cannot be compared; choose the model by an argument. Where each rank has a part of the model, which is known by its "
-            "values: draw the whole from one seed on every rank, and take the part of that."
+            "cannot be compared; choose the model by an argument. If each rank has a part of the model, "
+            "draw the whole from one seed on every rank, then take the rank's part."
         )
 
 

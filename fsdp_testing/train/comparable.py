@@ -45,7 +45,7 @@ class Comparable:
         kinds = [kind for kind in self.apart if losses or kind is not Kind.LOSS]
         if kinds:
             words = ["norm" if kind is Kind.NORM else kind.value.strip() for kind in kinds]
-            sentences.append("what need not agree where parameters do: " + ", ".join(words))
+            sentences.append("ignored because parameters agree: " + ", ".join(words))
         return sentences
 
 

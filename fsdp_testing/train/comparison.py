@@ -288,7 +288,7 @@ def suggestion(difference: Difference, size: int) -> str:
     """Return what a difference from the reference world suggests, where the evidence shows no cause."""
     ratio = difference.ratio
     if ratio is not None and abs(ratio - size) < 1e-6 * size:
-        return f"It is exactly {size} times as large: a sum over ranks where a mean is meant."
+        return f"It is exactly {size} times as large: a sum over ranks instead of a mean."
     if ratio is not None and abs(ratio - 1 / size) < 1e-6:
         return f"It is exactly 1/{size} of it: divided by the world size once too often, or not summed."
     if ratio is not None and difference.numbers > 1:  # of one number, a ratio says nothing

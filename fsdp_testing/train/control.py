@@ -221,7 +221,7 @@ def _wrong(step: _Step, size: int, previous: Gradients | None) -> tuple[str, flo
         "Cause: optimizer.zero_grad() is called between the micro-batches. Clear once for each step, after it. Or it is no "
         f"micro-batch: its gradients are read, and cleared. {flag(MEASURED)}"
         if any(step.cleared)
-        else "Cause: what accumulates gradients over backward passes loses some, or counts them otherwise."
+        else "Cause: what accumulates gradients over backward passes loses some, or counts them wrongly."
     )
     return f"{words}, {at}: it is not the sum of what autograd gave. {why}", None
 
@@ -240,7 +240,7 @@ def _wrong_factor(step: _Step, times: float, size: int) -> str:
     if sample.engine and abs(times - 1) > _SAME:
         return (
             f"the gradient that DeepSpeed steps at step {step.number} is {times:.6g} times the mean over ranks of what autograd "
-            f"gave in {passes} backward passes. Cause: the engine divides, or reduces, otherwise than once."
+            f"gave in {passes} backward passes. Cause: the engine does not divide or reduce exactly once."
         )
     return ""
 
@@ -331,7 +331,7 @@ def wrong_term(reference: WholeRun, run: WholeRun, roundings: float) -> str:
 
 
 def _is_mean(due: torch.Tensor, terms: Sequence[torch.Tensor | None], bound: float) -> bool:
-    """Whether every term has the same share in what is due: else nothing follows from the shares in what is there."""
+    """Whether every term has the same share in the right values: else nothing follows from the shares in what is there."""
     known = [term.double() for term in terms if term is not None]
     if len(known) < len(terms) or any(term.shape != due.shape for term in known):
         return False

@@ -26,7 +26,7 @@ CONVENTIONS = {
     SCHEDULER: "Accelerate's scheduler steps once for each process",
     BATCH_NORM: "batch norms normalise the rows of each rank alone, and rank 0's statistics are kept",
     LOSS: "a loss over the rows of each rank that is no mean over rows, as a router's balance or a contrastive loss",
-    MEASURED: "backward passes of which every gradient is cleared before the step are none of it: their gradients are read",
+    MEASURED: "backward passes of which every gradient is cleared before the step do not count: they are measurements",
 }
 _SCHEDULERS = "accelerate.scheduler"
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from fsdp_testing.train import causes, readings
+from fsdp_testing.train import causes, multiples, readings
 from fsdp_testing.train.comparable import Comparable, comparable, only, vanishing
 from fsdp_testing.train.comparison import Decided, Difference
 from fsdp_testing.train.control import control
@@ -40,7 +40,7 @@ def decide(pair: Pair) -> Compared:
 
     Raises:
         Failed: The world differs.
-        Undecided: Nothing can be said.
+        Undecided: There is no verdict.
     """
     reference, run, start = pair.reference, pair.run, pair.runner.start
     chosen = comparable(
@@ -48,7 +48,7 @@ def decide(pair: Pair) -> Compared:
     )
     left = chosen.left_out(losses=start.losses_are_equal)
     apart = [odd.kind for odd in run.disagreements]
-    left += [f"{kind.value.strip()}: ranks have their own, and yet agree on parameters" for kind in apart]
+    left += [f"{kind.value.strip()}: each rank has its own, though parameters agree" for kind in apart]
     # A variable may hold gradients by the same names, each rank's own.
     names = [key for key in chosen.names if key.kind is not Kind.COPY or is_mean_of_weights(reference, key)]
     returned = [key for world in (reference, run) for key in world.names(Kind.RETURNED)]
@@ -105,8 +105,8 @@ def _fail_by(pair: Pair, difference: Difference, names: Sequence[Quantity], trai
     cause = pair.cause(difference)
     is_set = difference.quantity.kind in (Kind.RATE, Kind.SETTING) or pair.varied is not None
     apart = not is_set and pair.agrees_apart(lambda world: only(world.quantities, trained))
-    if apart and not cause.startswith("Cause: "):
-        cause = causes.OWN_LOSS
+    if not cause.startswith("Cause: ") and not is_set:
+        cause = multiples.OWN_IN_FORWARD if apart else pair.cause_of_ranks() or cause
     fail(pair, difference, cause)
 
 
@@ -114,7 +114,7 @@ def _undecided(decided: Decided) -> list[str]:
     """Return a sentence on what roundings alone decide, where the rest is known.
 
     Raises:
-        Undecided: Nothing is known of some quantity, or of most numbers.
+        Undecided: Some quantity, or most numbers, cannot be judged.
     """
     lines = list(decided.open.values())
     more = f", and {len(lines) - 5} more" if len(lines) > 5 else ""
@@ -124,10 +124,10 @@ def _undecided(decided: Decided) -> list[str]:
         raise Undecided(
             f"{moved}. "
             * bool(lines)
-            + f"Roundings decide most of {keys}, so nothing is known of the loop. Train fewer steps, in float32 or float64 "
+            + f"Roundings decide most of {keys}, so the loop cannot be judged. Train fewer steps, in float32 or float64 "
             "without autocast, or with an optimizer that does not divide gradients by their size."
         )
-    return [f"{moved}. Of these nothing is known; the rest agrees."] if lines else []
+    return [f"{moved}. These have no verdict; the rest agrees."] if lines else []
 
 
 def _not_compared(pair: Pair, decided: Decided) -> list[str]:
@@ -151,9 +151,7 @@ def _not_compared(pair: Pair, decided: Decided) -> list[str]:
             f"{len(odd)} parameters have this name in one of both worlds only, and are not compared: first {odd[0]}."
         )
     if not any(key.kind in (Kind.RETURNED, Kind.PARAMETER, Kind.END) for key in decided.numbers):
-        sentences.append(
-            "Nothing is returned that is compared, and there is no parameter of which could be compared what it became."
-        )
+        sentences.append("Nothing that is returned can be compared, and no parameter either.")
         raise Undecided(" ".join(sentences))
     return sentences
 
@@ -190,8 +188,8 @@ def check_something(run: WholeRun) -> None:
     passes = run.ranks[0].idle_passes
     if passes and all(value.numel() == 1 for key in run.names(Kind.RETURNED) for value in run.quantities[key]):
         raise Undecided(
-            f"trains nothing that can be seen: {passes} backward passes ran, no optimizer stepped, no weight moved, and all that "
-            "is returned are single numbers: nothing is known of the gradients. Step an optimizer, or return the gradients."
+            f"shows no training: {passes} backward passes ran, no optimizer stepped, no weight moved, and all that "
+            "is returned are single numbers: the gradients cannot be judged. Step an optimizer, or return the gradients."
         )
     check_trained(run, list(run.quantities))
 
@@ -202,7 +200,7 @@ def check_trained(run: WholeRun, names: Sequence[Quantity]) -> None:
     lacking = nothing_trained(with_ends(initial(run)), only(run.quantities, names), gradients_seen=not strange)
     if lacking:
         raise Undecided(
-            f"trains nothing that can be seen: it has {lacking} in any step, and nothings are equal whatever they came from. "
+            f"shows no training: it has {lacking} in any step, and zeros are equal whatever they came from. "
             "Look for gradients that are cleared before the step, a loss that does not depend on the model, or a learning rate "
             "of zero, or compare more steps."
         )

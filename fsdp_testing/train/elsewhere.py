@@ -169,7 +169,7 @@ class _Session:
             _, output_bytes = self._process.communicate()
             lines = output_bytes.decode(errors="replace").splitlines()[-_LINES_SHOWN:]
             output = tuple(f"stderr of {self.python}: {line}" for line in lines)
-            raise Undecided(f"{self.python} did not run it ({type(why).__name__}). Mend what it says.", output) from why
+            raise Undecided(f"{self.python} did not run it ({type(why).__name__}). Fix its error.", output) from why
         return outcome
 
     def close(self) -> None:

@@ -281,7 +281,7 @@ def _scaled(before: Steps, after: Steps, step: int, size: int) -> str:
     ratio, close, exactly = _norm(after) / _norm(before), _close(before), _exactly(before)
     if size > 1 and abs(ratio - size) < close * size:
         return (
-            f"Cause: gradients are summed over ranks where a mean is due. At step {step} the gradient is {exactly} {size} "
+            f"Cause: gradients are summed over ranks, not averaged. At step {step} the gradient is {exactly} {size} "
             "times that of the reference. Divide by the number of ranks."
         )
     if size > 1 and abs(ratio - 1 / size) < close / size:

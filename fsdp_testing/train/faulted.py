@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdp_testing.cases.records import Verdict
-from fsdp_testing.ranks.faults.fault import Fault
+from fsdp_testing.ranks.faults.fault import SILENT, Fault
 from fsdp_testing.ranks.pool import Fate, RankOutcome, WorldOutcome
 from fsdp_testing.ranks.pool.outcome import rank_names
 from fsdp_testing.train.on_rank import RankReport, RunSettings
@@ -23,8 +23,6 @@ from fsdp_testing.train.resuming import compare_resumed, files_below
 from fsdp_testing.train.running import Failed, Runner, Undecided
 from fsdp_testing.train.surroundings import show_files
 from fsdp_testing.train.whole import WholeRun
-
-_SILENT = ("crash", "hang", "stop")
 
 
 def judge_faults(runner: Runner, runs: Mapping[int, WholeRun], size: int, faulty: Runner) -> Judgement:
@@ -42,18 +40,19 @@ def judge_faults(runner: Runner, runs: Mapping[int, WholeRun], size: int, faulty
     try:
         outcome = _run(faulty, size, folder / "0")
         _check_reached(faults, outcome)
-        if outcome.ok:
+        if outcome.all_good:
             names = ("the run without a fault", "the run with it")
             same = judge_varied(runner, runs, size, faulty, (name, names))
-            return replace(same, sentence=f"every rank goes on to the end. {same.sentence}")
+            lines = (*same.compared, *([f"with the fault, {outcome.cause}"] if outcome.cause else []))
+            return replace(same, sentence=f"every rank goes on to the end. {same.sentence}", compared=lines)
         hit = {
-            rank for rank in range(size) for fault in faults if fault.kind in _SILENT and _reached(fault, outcome, rank)
+            rank for rank in range(size) for fault in faults if fault.kind in SILENT and _reached(fault, outcome, rank)
         }
         if _late(outcome, hit):
             again = _run(faulty, size, folder / "1")
             if not _late(again, hit):
                 raise Undecided(f"{_accounts(_late(outcome, hit))} once, and not when it was run again.")
-        _check_told(outcome, hit)
+        _check_tells_of_script(outcome, hit)
         sentences = [_stopped(outcome, hit, runs[size].steps, faulty.start.timeout)]
         sentences += [_checkpoint(runner, runs, size, folder / "0")]
     except Failed as why:
@@ -89,12 +88,12 @@ def _check_reached(faults: Sequence[Fault], outcome: WorldOutcome) -> None:
         steps = {len(rank.value.steps) for rank in outcome.ranks if isinstance(rank.value, RankReport)}
         made = f" and {max(steps)} optimizer steps" if steps else ""
         raise Undecided(
-            f"never comes to the fault {fault}: it makes {counts} collectives{made} by the end of what is run. Name an earlier "
+            f"never reaches the fault {fault}: it makes {counts} collectives{made} by the end of what is run. Name an earlier "
             f"place, or run more steps (--steps). {outcome.cause}".rstrip()
         )
 
 
-def _check_told(outcome: WorldOutcome, hit: set[int]) -> None:
+def _check_tells_of_script(outcome: WorldOutcome, hit: set[int]) -> None:
     """Refuse to judge a run that says nothing of the script.
 
     Raises:

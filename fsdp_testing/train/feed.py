@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any
 from unittest import mock
 
@@ -57,6 +57,21 @@ class Taken:
         if self.marks:
             return [row for rows in self.marks for row in rows]
         return [row for loader in self.loaders for loader_pass in loader.passes for row in loader_pass.rows]
+
+    def indices(self, steps: int) -> list[tuple[str, ...]]:
+        """Return the rows of the dataset that the items of each step were made of; nothing of streams or several loaders."""
+        loaders = [
+            loader for loader, trains in zip(self.loaders, of_training(self.loaders)) if trains and loader.passes
+        ]
+        if len(loaders) != 1 or len(self.items) < steps:
+            return []
+        items: list[tuple[str, ...]] = []
+        for one in loaders[0].passes:
+            ends = [*accumulate(one.sizes, initial=0)]
+            items += [tuple(one.indices[start:stop]) for start, stop in pairwise(ends)]
+        ends = [0, *self.items[:steps]]
+        taken = [tuple(chain(*items[start:stop])) for start, stop in pairwise(ends)]
+        return taken if all(taken) else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,7 @@ def check_training(
     unknown += runner.unsteady
     wrong = causes.wrong_in_itself(reference, start.accept) if len(world_sizes) == 1 else ""
     if wrong:
-        raise TrainingDiffers(f"{start.target}: {start.world(first)} is wrong in itself: {wrong}")
+        raise TrainingDiffers(f"{start.target}: {start.world(first)} is wrong with any number of ranks: {wrong}")
     try:
         check_something(reference)
     except Undecided as why:

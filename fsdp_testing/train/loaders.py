@@ -35,6 +35,7 @@ class Pass:
         samples: What the loader's `collate_fn` made each item of; empty where that was not kept.
         rows: Digests of the rows of its items.
         indices: Of its rows in the dataset, of all that the sampler gives where `planned`; empty of a stream.
+        sizes: How many rows of the dataset each of its items was made of; zeros of a stream.
         complete: Whether all that the loader has was taken.
         planned: Whether `indices` are those of a whole pass.
         trained: Forwards with gradients that ran while an item of it was the last that was taken.
@@ -46,6 +47,7 @@ class Pass:
     samples: list[list[Any]] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)
     indices: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     complete: bool = False
     planned: bool = False
     trained: int = 0
@@ -193,7 +195,9 @@ class LoaderWatch:
             if self.keeps:
                 loader_pass.items.append(on_cpu(item))
             loader_pass.rows += digests
-            loader_pass.indices += [index(row) for row in _flat(given[number : number + 1])]
+            indices = [index(row) for row in _flat(given[number : number + 1])]
+            loader_pass.indices += indices
+            loader_pass.sizes.append(len(indices))
             self.seen.batch = self.seen.batch or len(digests)
             loader_pass.complete = number + 1 == self.seen.due
             yield item

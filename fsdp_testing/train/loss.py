@@ -116,9 +116,7 @@ class _Step:
                 f"{self.target}: does not repeat itself: two runs differ, first in {difference}. Seed what it draws."
             )
         if not all(bool(values[0].isfinite().all()) for values in reference.values()):
-            raise TrainingUndecided(
-                f"{self.target}: is not finite, so that nothing can be compared. Give it other items."
-            )
+            raise TrainingUndecided(f"{self.target}: is not finite, so nothing can be compared. Give it other items.")
         if not any(bool(values[0].any()) for key, values in reference.items() if key.kind is Kind.GRADIENT):
             raise TrainingUndecided(
                 f"{self.target}: its gradient is zero, and zeros are equal whatever they came from. Return the loss with its "
@@ -155,7 +153,10 @@ class _Step:
         for factor, words in (
             (k, f"is {k} times as large: micro-batches are added and not divided by their number"),
             (1 / k, f"is 1/{k} of it: it is divided by the number of micro-batches once too often"),
-            (size, f"is {size} times as large: each of {size} ranks adds what is due once for all of them"),
+            (
+                size,
+                f"is {size} times as large: each of {size} ranks adds a term that all ranks together should add once",
+            ),
             (1 / size, f"is 1/{size} of it: it is divided by the number of ranks once too often"),
         ):
             if factor != 1 and gives(lambda key, factor=factor: reference[key][0] * factor):  # type: ignore[misc]  # mypy knows no default of a lambda

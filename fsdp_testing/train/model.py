@@ -49,7 +49,7 @@ class ModelDiffers(TrainingDiffers):
 
 
 class ModelUndecided(TrainingUndecided):
-    """Nothing can be said of a model under an implementation; the message says why and what to do."""
+    """No verdict on a model under an implementation; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class Model(Start):
         if error is not None and error.type_name == "InvalidArgument":
             return InvalidArgument(error.message)
         if outcome.size == 1:
-            return Undecided(f"does not train in one process, so that nothing can be compared: {outcome.describe()}")
+            return Undecided(f"does not train in one process, so nothing can be compared: {outcome.describe()}")
         return Failed(f"does not train as it does in one process: {outcome.describe()}")
 
 

@@ -33,7 +33,6 @@ from fsdp_testing.train.reading import (
     Reader,
     closure_in,
     generators,
-    makes_state_only,
     once_gradients_are_there,
     settings_of,
 )
@@ -323,7 +322,7 @@ class Observer:
         if self._stepping > 1:
             return None
         own = bool(self._step.rows or self._passes) or closure_in(args, kwargs) is not None
-        self._ignoring = makes_state_only() or not (own or self.steps)
+        self._ignoring = compat.makes_state_only() or not (own or self.steps)
         if self._ignoring:
             return None
         self._follows = self._open and not own

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from fsdp_testing.errors import WorldFailed
-from fsdp_testing.train import causes
+from fsdp_testing.train import causes, multiples
 from fsdp_testing.train.comparable import comparable, loss_table, only, rescaled, vanishing
 from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, Decided, Difference, difference_of, first_difference
 from fsdp_testing.train.conventions import BATCH_NORM, LOSS, AsRanks
-from fsdp_testing.train.feed import Feed
+from fsdp_testing.train.feed import Feed, feeds_of
 from fsdp_testing.train.on_rank import RunSettings
 from fsdp_testing.train.parts import in_place
 from fsdp_testing.train.quantities import Kind, Quantities, Quantity
@@ -22,6 +22,7 @@ NEAR = 1e-3
 View = Callable[[WholeRun], Quantities]
 _UNION = "one process given the rows of all ranks"
 _APART = "one process that runs the rows of each rank apart, and averages"
+_EACH = "one process that is given the rows of each rank in turn, at step 0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Pair:
         own: What the ranks were given; nothing but where they are judged with batches that are padded together.
         kept: Disturbed runs of both by seed.
         varied: What is another, where it is not the number of ranks.
-        apart: Whether one process that runs the rows of each rank apart computes the same; empty where that was not tried.
+        tried: Whether one process computes the same that takes the rows otherwise than as one batch, by how it does.
     """
 
     runner: Runner
@@ -61,7 +62,7 @@ class Pair:
     own: Feed = field(default_factory=Feed)
     kept: dict[int, tuple[WholeRun, WholeRun]] = field(default_factory=dict)
     varied: Varied | None = None
-    apart: list[bool] = field(default_factory=list)
+    tried: dict[str, bool] = field(default_factory=dict)
 
     @property
     def other(self) -> str:
@@ -80,7 +81,9 @@ class Pair:
     @property
     def table(self) -> tuple[str, ...]:
         """Loss and norm of the gradient of both, step by step, and which reference holds where two were tried."""
-        tried = [f"{_UNION}: differs; {_APART}: {'the same' if same else 'differs, too'}" for same in self.apart]
+        tried = [
+            f"{_UNION}: differs; {how}: {'the same' if same else 'differs, too'}" for how, same in self.tried.items()
+        ]
         return (*loss_table(self.reference, self.run, self.varied.names if self.varied else None), *tried)
 
     def difference(self, view: View, decided: Decided, view_run: View | None = None) -> Difference | None:
@@ -148,21 +151,50 @@ class Pair:
         return self._given(replace(self.feed, weights=weights))
 
     def _given(self, feed: Feed) -> Pair:
-        return replace(self, reference=self.runner.run(1, RunSettings(feed=feed)), feed=feed, kept={}, apart=[])
+        return replace(self, reference=self.runner.run(1, RunSettings(feed=feed)), feed=feed, kept={}, tried={})
 
     def agrees_apart(self, view: View) -> bool:
-        """Whether one process that runs the rows of each rank apart, and averages, computes the same; noted in `apart`."""
-        own = self.reference.size == 1 < self.run.size and not self.run.shares_work and all(map(any, self.run.rows))
-        if own and not self.apart and LOSS not in self.runner.start.accept:
+        """Whether one process that runs the rows of each rank apart, and averages, computes the same; noted in `tried`."""
+        if self._takes_own_rows and not self.tried and LOSS not in self.runner.start.accept:
             try:
                 other = self.as_ranks((LOSS, BATCH_NORM))
                 due, given = view(other.reference), view(other.run)
                 names = {*due, *given} - vanishing([other.reference.quantities, other.run.quantities], 0.0)
                 far = first_difference(only(due, names), only(given, names), CLEAR_ROUNDINGS)
-                self.apart.append(far is None and other.difference(view, Decided()) is None)
+                self.tried[_APART] = far is None and other.difference(view, Decided()) is None
             except (Failed, Undecided, WorldFailed):
                 return False
-        return any(self.apart)
+        return self.tried.get(_APART, False)
+
+    def cause_of_ranks(self) -> str:
+        """Return the cause that one process shows which is given the rows of each rank in turn; empty where it shows none."""
+        each = self._each_rank() if self._takes_own_rows and self.varied is None else []
+        cause = multiples.of_ranks(self.reference, self.run, each) if each else ""
+        if each:
+            self.tried[_EACH] = multiples.is_own_statistic(cause)
+        return cause
+
+    @property
+    def _takes_own_rows(self) -> bool:
+        return self.reference.size == 1 < self.run.size and not self.run.shares_work and all(map(any, self.run.rows))
+
+    def _each_rank(self) -> list[WholeRun]:
+        """Return one process with the rows of each rank in turn, until its first step; nothing where it cannot be given them."""
+        runs = []
+        for rank in self.run.ranks:
+            forwards = len(rank.steps[0].rows)
+            feeds = feeds_of([rank.taken], forwards, forwards)
+            feed = next((feed for feed in feeds if self.feed.source in (None, feed.source)), None)
+            if feed is None:
+                return []
+            try:
+                settings = RunSettings(feed=replace(feed, weights=self.feed.weights), steps=1)
+                runs.append(self.runner.run(1, settings))
+            except (Failed, Undecided, WorldFailed):
+                return []
+            if runs[-1].ranks[0].steps[0].rows != rank.steps[0].rows:
+                return []
+        return runs
 
 
 def returned(run: WholeRun) -> Quantities:

@@ -38,8 +38,6 @@ from fsdp_testing.train.quantities import Kind, Quantity
 from fsdp_testing.train.spans import Span
 
 _T = TypeVar("_T")
-_INITIALISES = "torch.distributed.checkpoint.state_dict"
-_FRAMES = 24
 
 
 class Reader:
@@ -230,16 +228,6 @@ def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, ...]
             if name != "params" and single:
                 settings[name] = settings.get(name, ()) + tuple(float(number) for number in numbers)
     return settings
-
-
-def makes_state_only() -> bool:
-    """Whether an optimizer is stepped by torch's `get_state_dict` and the like, which do so to have its state made."""
-    frame, left = sys._getframe(1), _FRAMES
-    while frame is not None and left:
-        if frame.f_globals.get("__name__") == _INITIALISES:
-            return True
-        frame, left = frame.f_back, left - 1  # type: ignore[assignment]  # until there is none
-    return False
 
 
 def is_changed(held: Sequence[Piece], known: Sequence[Span] | None) -> bool:

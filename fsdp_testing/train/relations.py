@@ -237,12 +237,12 @@ def _check_start(pair: Pair) -> str:
         due, given = base.union(step), run.union(step)
         if due == given:
             continue
-        if (due.total() == given.total() and _takes_the_same(base, run)) or computes_the_same(pair):
+        if _takes_the_same(base, run, as_many=due.total() == given.total()) or computes_the_same(pair):
             return ", with other arguments of forward"
         if due.total() != given.total():
             raise Undecided(
                 f"takes {given.total()} rows at step {step} where {pair.other} takes {due.total()}. Keep the batch of a step: "
-                "--vary k=1,2 SCRIPT --accumulate {k} --batch {8/k}, by the names that your script has for them."
+                "--vary k=1,2 SCRIPT --accumulate {k} --batch {8/k}, with the names of your script."
             )
         raise Failed(
             f"takes other rows than {pair.other} at step {step}, though as many. Cause: the order of the data, or what is drawn "
@@ -252,16 +252,17 @@ def _check_start(pair: Pair) -> str:
     return ""
 
 
-def _takes_the_same(base: WholeRun, run: WholeRun) -> bool:
-    """Whether the ranks of both take the same rows in the same order, by digest or by index; padding gives other digests."""
+def _takes_the_same(base: WholeRun, run: WholeRun, *, as_many: bool) -> bool:
+    """Whether the ranks of both take the same rows in the same order, by index at each step, or by digest.
+
+    Rows that are padded have other digests, and of rows that are packed into one there are fewer.
+    """
+    steps = min(base.steps, run.steps)
     for one, two in zip(base.ranks, run.ranks):
-        indices = [
-            [i for loader in rank.taken.loaders for turn in loader.passes for i in turn.indices] for rank in (one, two)
-        ]
-        known = [min(len(rows), len(others)) for rows, others in ((one.taken.rows, two.taken.rows), indices)]
-        by_digest = known[0] and one.taken.rows[: known[0]] == two.taken.rows[: known[0]]
-        by_index = known[1] and indices[0][: known[1]] == indices[1][: known[1]]
-        if not by_digest and not by_index:
+        known = min(len(one.taken.rows), len(two.taken.rows))
+        by_digest = as_many and known and one.taken.rows[:known] == two.taken.rows[:known]
+        indices = one.taken.indices(steps)
+        if not by_digest and (not indices or indices != two.taken.indices(steps)):
             return False
     return True
 

@@ -46,11 +46,11 @@ class TrainingDiffers(AssertionError):
 
 
 class TrainingUndecided(HarnessError):
-    """Nothing is known of a training on some world; the message says why, and what to change."""
+    """No verdict on a training with some number of ranks; the message says why, and what to change."""
 
 
 class TrainingPartlyUndecided(UserWarning):
-    """Worlds agree, and of some numbers nothing is known, since roundings alone move them that far."""
+    """Worlds agree, and some numbers have no verdict, because roundings alone move them that far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class TrainReport:
 
     Attributes:
         script: As it was given.
-        judgements: Of each world size; of one process only where nothing can be said of it.
+        judgements: Of each world size; of one process only where it has no verdict.
     """
 
     script: str
@@ -125,7 +125,7 @@ class TrainReport:
 
     @property
     def exit_code(self) -> int:
-        """0 all worlds pass, 1 one differs, 3 of one nothing can be said."""
+        """0 all worlds pass, 1 one differs, 3 one has no verdict."""
         return exit_code([self.verdict])
 
     @property

@@ -15,8 +15,8 @@ from fsdp_testing.train.loaders import LoaderSeen, Pass, of_training
 from fsdp_testing.train.whole import WholeRun
 
 _UNKNOWN = (
-    "not compared: how the ranks share the rows of a DataLoader, which are drawn anew each time, made for each rank or not all "
-    "taken, and have no index that means the same row on all ranks"
+    "not compared: how the ranks share the rows of a DataLoader. Its rows have no index that means the same row on all ranks "
+    "(they are drawn again each time, made for each rank, or not all taken)"
 )
 
 

@@ -9,15 +9,19 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
 from fsdp_testing.errors import WorldFailed
+from fsdp_testing.judging.worlds import usable_processors
 from fsdp_testing.ranks.faults.fault import Fault
 from fsdp_testing.ranks.pool import Fate, Pool, WorldOutcome
 from fsdp_testing.train.comparison import ROUNDINGS, Difference
 from fsdp_testing.train.on_rank import Job, RankReport, RunSettings, run_here
 from fsdp_testing.train.whole import WholeRun, whole
 
+_SLOWER = 3.0
+"""How many times as long ranks may take as one process, beside what sharing processors takes."""
+
 
 class Undecided(Exception):
-    """Ends the judgement of a world: nothing can be said, for this reason; `output` is the end of what the script said."""
+    """Ends the judgement of a world without a verdict, for this reason; `output` is the end of what the script said."""
 
     def __init__(self, sentence: str, output: tuple[str, ...] = ()) -> None:
         super().__init__(sentence)
@@ -156,6 +160,7 @@ class Runner:
     Attributes:
         kept: Disturbed runs by size and seed, of worlds that take their own data.
         unsteady: Sentences on worlds that hung once and not again.
+        seconds: What each run of one process took that came to its end.
     """
 
     start: Start
@@ -163,6 +168,20 @@ class Runner:
     listener: RunListener | None = None
     kept: dict[tuple[int, int], WholeRun] = field(default_factory=dict)
     unsteady: list[str] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def beside(self, start: Start) -> Runner:
+        """Return what runs the same training, started otherwise."""
+        return replace(self, start=start, kept={}, unsteady=[])
+
+    def timeout(self, size: int) -> float:
+        """Return the seconds until a rank counts as hung: many ranks on few processors are no hang."""
+        share = max(1.0, size / usable_processors())
+        return (
+            max(self.start.timeout, _SLOWER * share * max(self.seconds, default=0.0))
+            if size > 1
+            else self.start.timeout
+        )
 
     def disturbed(self, size: int, seed: int) -> WholeRun:
         """Return a run with roundings made differently, by each seed otherwise."""
@@ -188,26 +207,31 @@ class Runner:
         if hung and not settings.folder and unequal_ends(outcome) is None:
             again = self.execute(size, settings)  # the machine may have been slow
             if again.ok:
-                self.unsteady.append(
-                    f"{outcome.cause}; run again, it came to its end. Nothing is known of what hangs once."
-                )
+                self.unsteady.append(f"{outcome.cause}; run again, it came to its end. A single hang is no verdict.")
             outcome = again
-        if not outcome.ok:
+        # With faults ranks may issue different collectives, as where no ledger is: what they compute then is compared.
+        if not (outcome.all_good if settings.faults else outcome.ok):
             raise self.start.ending(outcome)
         return outcome.values
 
     def execute(self, size: int, settings: RunSettings) -> WorldOutcome:
         """Run the training on `size` ranks, and return what these did, however they ended."""
-        start, what, began = self.start, _named(size, settings, self.start.variation), time.monotonic()
+        start, what, began = self._patient(size), _named(size, settings, self.start.variation), time.monotonic()
         # Ranks that import these one by one take seconds of the timeout.
         self.pool.expect(__name__, type(start).__module__, *start.modules)
         if self.listener is not None:
             self.listener.started(what)
         with start.prepared(self.pool, settings) as prepared:
             outcome = start.execute(self.pool, size, prepared)
+        took = time.monotonic() - began
+        if size == 1 and outcome.ok:
+            self.seconds.append(took)
         if self.listener is not None:
-            self.listener.ended(what, time.monotonic() - began, outcome)
+            self.listener.ended(what, took, outcome)
         return outcome
+
+    def _patient(self, size: int) -> Start:
+        return replace(self.start, timeout=self.timeout(size))  # type: ignore[type-var]  # each start is a dataclass
 
     def _put_together(self, size: int, ranks: Sequence[RankReport]) -> WholeRun:
         self.start.check(ranks)

@@ -15,7 +15,7 @@ import torch
 
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.ranks.faults.fault import Fault
+from fsdp_testing.ranks.faults.fault import Fault, check_together
 from fsdp_testing.ranks.pool import Pool, RankOutcome, WorldOutcome, default_pool
 from fsdp_testing.ranks.pool.cause import EndedBadly
 from fsdp_testing.ranks.pool.outcome import Fate, rank_names
@@ -54,7 +54,7 @@ class ScriptDiffers(TrainingDiffers):
 
 
 class ScriptUndecided(TrainingUndecided):
-    """Nothing can be said of a script on some world size; the message says why and what to do."""
+    """No verdict on a script with some number of ranks; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Launch(Start):
         """Refuse a script that never steps, or of which parameters cannot be read."""
         if not any(rank.steps for rank in ranks):
             raise Undecided(
-                "never steps an optimizer of torch.optim after a forward with gradients. Let it train; give it all its arguments."
+                "never steps a torch.optim optimizer after a training forward. Give it the arguments with which it trains."
             )
         unreadable = next((seen.unreadable for rank in ranks for seen in rank.steps if seen.unreadable), "")
         if unreadable:
@@ -234,11 +234,11 @@ def _examined(
         passed = [
             judgement.size for judgement in judgements if judgement.verdict is Verdict.PASS and not judgement.relation
         ]
-        beside = Runner(faulty, runner.pool, runner.listener)
+        beside = runner.beside(faulty)
         judgements += [judge_faults(runner, runs, size, beside) for size in passed if _has_ranks(size, faulty.faults)]
     judgements += [relations.judge_rows(runner, alone, relation) for relation in rows]
     for other, relation in others:
-        beside = Runner(other, runner.pool, runner.listener)
+        beside = runner.beside(other)
         judgements += [relations.judge_varied(runner, runs, size, beside, relation) for size in sizes]
     return TrainReport(launch.name, tuple(replace(one, compared=one.compared + remarks) for one in judgements))
 
@@ -249,6 +249,7 @@ def _has_ranks(size: int, faults: Sequence[Fault]) -> bool:
 
 def _check_arguments(launch: Launch, world_sizes: Sequence[int]) -> None:
     check_names(launch.accept)
+    check_together(launch.faults)
     if not any(size > 1 for size in world_sizes) and not (launch.vary or launch.against):
         raise InvalidArgument(
             f"world sizes: expected one above 1, got {tuple(world_sizes)}. One process is always run."
@@ -283,11 +284,11 @@ def _touched(alone: WholeRun, again: WholeRun) -> tuple[str, ...]:
     """Return a sentence on each file elsewhere that every run writes, if it is no temporary file, and on each machine."""
     same = sorted({*alone.ranks[0].outside} & {*again.ranks[0].outside})
     files = [
-        f"writes to {path}, outside the current folder: every run replaces it, and it stays. Give the script a relative path."
+        f"writes to {path}, outside the current folder: every run overwrites it. Give the script a relative path."
         for path in same[:5]
     ]
     hosts = alone.ranks[0].hosts
-    return (*files, *(f"asks for {h}: every run does so again. Let what it downloads be there before." for h in hosts))
+    return (*files, *(f"asks for {h} in every run. Download its files beforehand." for h in hosts))
 
 
 def _ending(outcome: WorldOutcome, *, works: bool = False) -> Exception:
@@ -317,11 +318,17 @@ def _ending(outcome: WorldOutcome, *, works: bool = False) -> Exception:
         return Undecided(first.error.message, output)
     if first.error is not None and any(words in first.error.message for words in _NO_CUDA):
         return Undecided(
-            f"asks for a CUDA device, and there is none here ({first.error.headline()}).{_places([first])} Let it take the CPU "
-            "where torch.cuda.is_available() says no, or give it the argument that does.",
+            f"asks for a CUDA device, and this machine has none ({first.error.headline()}).{_places([first])} Let it use the "
+            "CPU if torch.cuda.is_available() is false, or pass its argument for the CPU.",
             output,
         )
     where = _places(outcome.ranks if first.fate in _WAITING else [first])
+    if outcome.size == 1 and first.fate is Fate.HUNG and outcome.cause is not None:
+        return Undecided(
+            f"does not come to the steps that are compared: {outcome.cause}.{where} Compare fewer --steps, make the model and "
+            "batches smaller, raise --timeout, or give it the arguments with which it steps an optimizer.",
+            output,
+        )
     sentence = f"did not end well: {outcome.cause}.{where}"
     if not several:
         return Undecided(sentence, output)

@@ -84,7 +84,7 @@ class ScriptJob(Job):
                 raise
             raise InvalidArgument(
                 f"downloads something: it asked for {', '.join(sorted(hosts))} and got {type(error).__name__}: {error}. Run it "
-                "once by itself, so that what it needs is there, and give it the path, or the offline switch, of its framework."
+                "once without fsdp-verify. Then give it the path of its files, or its framework's offline switch."
             ) from error
 
 
@@ -129,8 +129,8 @@ def _modules_moved(folder: str, other: str) -> Iterator[None]:
         stayed = _forget(folder)
         if stayed:
             raise InvalidArgument(
-                f"imports {', '.join(stayed[:3])} from {folder}, the version of today, since it is installed from there. Compare "
-                "environments instead, in which each version is installed: --against PATH_OF_ENVIRONMENT."
+                f"imports {', '.join(stayed[:3])} from {folder} (an editable install), not from the commit. Compare "
+                "environments instead, each with its version installed: --against PATH_OF_ENVIRONMENT."
             )
 
 
@@ -150,7 +150,7 @@ def _of_exit(script: str, end: SystemExit) -> str:
     frames = [frame for frame in traceback.extract_tb(end.__traceback__) if frame.filename == script]
     where = f" at {Path(script).name}:{frames[-1].lineno}" if frames else ""
     if not isinstance(end.code, int):
-        return f'ended itself by sys.exit("{str(end.code)[:300]}"){where}. Mend what it says there.'
+        return f'ended itself by sys.exit("{str(end.code)[:300]}"){where}. Fix the error that it reports.'
     advice = (
         "Give the script the arguments it needs after its name." if end.code == 2 else "See why the script ends itself."
     )

@@ -19,7 +19,7 @@ def judge_streams(runner: Runner, size: int) -> Judgement:
             ranks = runner.reports(size, RunSettings(streams=True))
         except Failed as why:
             raise Undecided(
-                f"with its streams recorded it does not come to its end, so that nothing is known of them: {why}",
+                f"does not finish while its streams are recorded, so they have no verdict: {why}",
                 why.output,
             ) from why
         accounts = [rank.account for rank in ranks if rank.account is not None]
@@ -33,9 +33,9 @@ def judge_streams(runner: Runner, size: int) -> Judgement:
         streams = {name: None for account in accounts for name in account.streams}
         if len(streams) < 2:
             raise Undecided(
-                "gives work to the default stream alone, so that nothing was watched: neither a stream that it asked for "
-                "(torch.get_device_module(device).Stream) nor a collective that it waits for later. Waits inside C++, as of "
-                "DDP's reducer, are not seen."
+                "gives work to the default stream alone, so there was nothing to watch: it used no other stream "
+                "(torch.get_device_module(device).Stream) and no collective that it waits for later. Waits inside C++, "
+                "such as those of DDP's reducer, are not seen."
             )
         work = sum(account.work for account in accounts)
         sentence = f"{work} pieces of work on {', '.join(streams)}: each comes after what it uses"

@@ -7,7 +7,7 @@ something larger. The gradients of the first steps only, as elements, or as the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -186,6 +186,15 @@ class TermCollector:
     def end_step(self) -> None:
         self._steps += bool(self._passes)
         self._reset()
+
+
+def summed_terms(passes: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return what all backward passes added together, by parameter."""
+    summed: dict[str, torch.Tensor] = {}
+    for terms in passes:
+        for name, term in terms.items():
+            summed[name] = summed[name] + term if name in summed else term
+    return summed
 
 
 def _some_weights(held: Held) -> _Weights:

@@ -105,3 +105,31 @@ assert sim.memory_allocated() - before == 4096
 del large
 assert sim.memory_allocated() == before
 assert sim.max_memory_allocated() >= before + 4096
+
+# Autocast casts as on the CPU where both lists have the operator, and to float32 what is on the accelerators' list.
+layer, rows = torch.nn.Linear(4, 3), torch.randn(5, 4)
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    there = layer(rows)
+layer.to("sim")
+with torch.autocast("sim", dtype=torch.bfloat16):
+    here = layer(rows.to("sim"))
+    assert here.dtype == torch.bfloat16
+    assert torch.equal(here.cpu(), there)
+    assert here.exp().dtype == here.softmax(-1).dtype == here.sum().dtype == here.norm().dtype == torch.float32
+    assert torch.addcmul(here, here, rows.new_ones(5, 3).to("sim")).dtype == torch.float32
+    assert (here + here).dtype == torch.bfloat16
+    share = here.sigmoid()
+    refused(lambda: torch.nn.functional.binary_cross_entropy(share, share), "binary_cross_entropy_with_logits")
+    here.sum().backward()
+assert layer.weight.grad.dtype == torch.float32
+with torch.autocast("sim"):
+    assert layer(rows.to("sim")).dtype == torch.float16
+    with torch.autocast("sim", enabled=False):
+        assert layer(rows.to("sim")).dtype == torch.float32
+
+# Nothing is late for whoever asks for that, as under CUDA_LAUNCH_BLOCKING: a wait that is left out does not show.
+sim.set_late("none")
+value = torch.ones(4, device="sim")
+with sim.stream(side):
+    value.mul_(3)
+assert (value + 0).tolist() == [3.0] * 4

@@ -177,7 +177,8 @@ def test_inside(worlds):
 """
 
 
-@pytest.mark.parametrize("mode", ["prepend", "importlib"])
+# This suite itself sends functions of modules imported by importlib, as every test that calls `run_ranks` here.
+@pytest.mark.parametrize("mode", ["prepend", pytest.param("importlib", marks=pytest.mark.slow)])
 def test_functions_of_the_controlling_process(run: Runner, mode: str) -> None:
     verdict = run(WORLDS, "--import-mode", mode)
     assert verdict.counts() == (2, 3, 1), verdict.text

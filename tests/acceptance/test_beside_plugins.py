@@ -37,7 +37,15 @@ def test_without_ranks(): ...
 """
 
 
-@pytest.mark.parametrize("mode", ["load", "loadscope", "loadfile", "loadgroup", "worksteal"])
+# The scheduler of xdist alone knows its mode. Each push runs the one with a marker of its own here, `load` in test_outside.py,
+# and this suite in `worksteal`.
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "loadgroup",
+        *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("load", "loadscope", "loadfile", "worksteal")),
+    ],
+)
 def test_xdist_in_every_mode(mode: str, run: Runner) -> None:
     verdict = run(SUMS, "-n", "2", "--dist", mode)
     assert verdict.counts() == (5, 1, 0), verdict.text

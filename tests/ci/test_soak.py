@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import soak
 import soak_damage
 import soak_faults
 import soak_hostile
@@ -72,6 +74,20 @@ def test_an_end_that_is_wrong_is_told(
     assert bool(complaint) == bool(told)
 
 
+def test_every_door_takes_its_sound_file_and_so_reads_it(tmp_path: Path) -> None:
+    doors = soak_hostile.doors(tmp_path / "sound")
+    assert {door.name: soak_hostile.refused(door, tmp_path / "place") for door in doors} == dict.fromkeys(
+        (door.name for door in doors), ""
+    )
+
+
+def test_a_door_that_refuses_a_sound_file_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak_hostile, "main", says(2, "fsdp-verify: expected names of checks, got one"))
+    assert soak_hostile.refused(DOOR, tmp_path / "place").startswith(
+        "refuses a sound file: fsdp-verify: expected names"
+    )
+
+
 def outcome(culprit: int) -> WorldOutcome:
     ranks = tuple(RankOutcome(rank, Fate.RAISED if rank == culprit else Fate.STOPPED) for rank in (0, 1))
     return WorldOutcome("a test", 2, "gloo", ranks, EndedBadly((culprit,), ranks[culprit]))
@@ -86,10 +102,31 @@ def test_a_wrong_blame_and_a_wrong_pass_are_told() -> None:
     assert "not told to disagree" in next(soak_faults.complaints(outcome(1), "disagrees", 1))
 
 
-def test_the_same_seed_damages_alike_whatever_came_before() -> None:
+def test_shared_memory_that_a_process_holds_is_no_leak(tmp_path: Path) -> None:
+    name = Path("/dev/shm") / f"soak-{tmp_path.name}-{os.getpid()}"
+    with name.open("wb"):
+        assert str(name) not in soak_faults.left_in_shared_memory()
+    assert str(name) in soak_faults.left_in_shared_memory()
+    name.unlink()
+    assert str(name) not in soak_faults.left_in_shared_memory()
+
+
+def test_an_error_of_the_controller_is_told_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "_settled", lambda _: soak_faults.held())
+    monkeypatch.setattr(soak_faults, "orphans", lambda _: [])
+    part, run = soak.Part(), soak.Soak(0, Path(), pool=None)  # type: ignore[arg-type]  # `lend` of None is the error
+    run.faults(part, range(2))
+    assert part.done == 2
+    assert [text.partition("AttributeError at soak_faults.py")[1] for text in part.wrong] == [
+        "AttributeError at soak_faults.py"
+    ] * 2
+
+
+@pytest.mark.parametrize("form", ["json", "pickle"])
+def test_the_same_seed_damages_alike_whatever_came_before(form: str) -> None:
     sound = json.dumps({"a": [1, {"b": "c"}], "d": {"e": None}})
     numbers = range(300)
-    first = [soak_damage.hostile(random.Random(f"0 {number}"), sound, toml=False) for number in numbers]
-    again = [soak_damage.hostile(random.Random(f"0 {number}"), sound, toml=False) for number in reversed(numbers)]
+    first = [soak_damage.hostile(random.Random(f"0 {number}"), sound, form) for number in numbers]
+    again = [soak_damage.hostile(random.Random(f"0 {number}"), sound, form) for number in reversed(numbers)]
     assert first == again[::-1]
     assert len(set(first)) > 200

@@ -26,13 +26,13 @@ def verify(tmp_path: Path, *arguments: str) -> dict[str, str]:
 
 
 def test_the_core_alone_trains(tmp_path: Path) -> None:
-    checks = ("training.sgd_momentum", "training.adamw_weight_decay", "accumulation.no_sync_then_reduced")
-    given = (word for check in checks for word in ("--check", check))
-    verdicts = verify(tmp_path, "core_alone:WRAPPER", "core_alone:COMPOSABLE", *given)
-    assert list(verdicts.values()) == ["pass"] * 2 * len(checks)
+    verdicts = verify(
+        tmp_path, "core_alone:WRAPPER", "core_alone:COMPOSABLE", "--check", "accumulation.no_sync_then_reduced"
+    )
+    assert list(verdicts.values()) == ["pass"] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # more of what the test above asks with every push
 def test_the_core_alone_passes_every_check(tmp_path: Path) -> None:
     verdicts = verify(tmp_path, "core_alone:COMPOSABLE")
     assert set(verdicts.values()) <= {"pass", "not_claimed"}

@@ -5,10 +5,14 @@
 // stream waits for, an event or a stream that the host waits for, and what the host reads. So code that forgets a wait meets
 // memory that is not written yet (bytes 0xff: NaN) or written already by what comes after.
 //
+// It is C++ because the Python way (torch.utils.backend_registration) makes tensors without storage, whose streams do nothing
+// (pytorch issue 195458), and FSDP frees and resizes storage. One fallback serves every operator on CPU aliases of the memory.
+//
 // Memory is never given back to the system: addresses in queues stay valid, as those of kernels do. Freed blocks go to the
 // next tensor of the same stream, as a caching allocator's do.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/convolution.h>
@@ -891,4 +895,22 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+// Autocast: the lists that torch keeps for accelerators. An operator of none runs in the dtypes that it is given.
+#define LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define FULL(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+#define FULL_UNLESS_ASKED(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
+#define WIDEST(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) { library.fallback(torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {  // torch's macros say `m`, and name no namespace
+  using namespace at;
+  AT_FORALL_LOWER_PRECISION_FP(LOWER)
+  AT_FORALL_FP32(FULL)
+  AT_FORALL_FP32_SET_OPT_DTYPE(FULL_UNLESS_ASKED)
+  AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(KERNEL_DIFFERENT_REDISPATCH_SIGNATURE_PRIVATEUSEONE)
+  AT_FORALL_PROMOTE(WIDEST)
+  m.impl("binary_cross_entropy", [](const Tensor&, const Tensor&, const std::optional<Tensor>&, int64_t) -> Tensor {
+    TORCH_CHECK(false, "autocast refuses binary_cross_entropy, as on CUDA: use binary_cross_entropy_with_logits");
+  });
 }

@@ -12,7 +12,7 @@ import torch
 
 from simdevice import DEVICES, NAME
 
-LATE = {"all": (True, True), "default": (True, False), "others": (False, True)}
+LATE = {"all": (True, True), "default": (True, False), "others": (False, True), "none": (False, False)}
 
 
 class Stream(torch.Stream):
@@ -102,7 +102,7 @@ def set_late(streams: str) -> None:
     A missing wait shows where the stream that is not waited for is late and the one that does not wait is not.
 
     Args:
-        streams: `all`, the `default` stream, or the `others`.
+        streams: `all`, the `default` stream, the `others`, or `none`.
 
     Raises:
         ValueError: For another word.

@@ -86,7 +86,9 @@ class Overrun:
     def more(self) -> str:
         """By how much, whatever the unit and the rank; empty for memory."""
         times = self.measured - self.limit
-        stays = "what was gathered before the operation stays" if self.before else "what the operation gathers stays"
+        stays = (
+            "memory gathered before the operation stays" if self.before else "memory that the operation gathers stays"
+        )
         return {
             Measure.KEPT_PARAMETERS: stays,
             Measure.UNIT_GATHERS: f"a unit is gathered {times} times more than would do",
@@ -249,7 +251,7 @@ class Judgement:
     Attributes:
         verdict: `PASS`, `FAIL` or `UNKNOWN`.
         finding: What refutes; of `FAIL` only.
-        reason: Why nothing is known, in a sentence; of `UNKNOWN` only.
+        reason: Why there is no verdict, in a sentence; of `UNKNOWN` only.
         detail: The rest of the reason: a traceback, the account of all ranks.
         tally: What was compared.
         account: What became of all ranks of the batch, where one was lost.

@@ -147,7 +147,7 @@ class RaisedError:
         type_name: Qualified name of the exception's class.
         message: Its text.
         traceback: The formatted traceback.
-        not_implementation_fault: The harness or the adapter raised: nothing is known of the implementation.
+        not_implementation_fault: The harness or the adapter raised: no verdict on the implementation.
         not_supported: The implementation said so itself (NotImplementedError).
     """
 

@@ -1,6 +1,6 @@
 """What a check may say, how several verdicts become one, and the ways in which a case fails: one list for every report and rule.
 
-The core is three-valued: a claim holds (`PASS`), is refuted (`FAIL`), or nothing is known (`UNKNOWN`: the check
+The core is three-valued: a claim holds (`PASS`), is refuted (`FAIL`), or has no verdict (`UNKNOWN`: the check
 crashed, the pool was lost, an adapter misbehaved). `NOT_CLAIMED` means that nothing was asked, because the
 implementation does not claim the capability. `EXPECTED_FAILURE` and `STALE` exist only after a user's list of
 expected failures was applied.
@@ -28,7 +28,7 @@ class Verdict(enum.Enum):
         return self not in (Verdict.FAIL, Verdict.UNKNOWN)
 
 
-# Strongest first. One refuting case refutes the claim whatever the others say; a case of which nothing is known forbids
+# Strongest first. One refuting case refutes the claim whatever the others say; a case without a verdict forbids
 # to say that the claim holds; cases that were not asked say nothing.
 _MERGE_ORDER = (
     Verdict.FAIL,

@@ -80,7 +80,7 @@ def check_claims(case: Case, adapter: Adapter) -> None:
     if missing:
         raise InvalidArgument(
             f"{adapter.name}: expected claims of everything that the case needs, got none of {', '.join(missing)}. "
-            "What is not claimed is not judged; name another implementation."
+            "A check that is not claimed is not judged; name another implementation."
         )
 
 

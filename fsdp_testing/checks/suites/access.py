@@ -77,7 +77,7 @@ SUMMON: tuple[Check, ...] = (
                 optimizer=ADAMW),
           cases("mlp", *iteration(0), micro_batch(1), forward(7, "no_grad"), _assigned(8), Observe(), Step(), forward(9)),
           source="pytorch issue 151223"),
-    summoned("summon.parameters_replaced", "What is put in the place of a gathered parameter is its value from then on.",
+    summoned("summon.parameters_replaced", "A tensor put in place of a gathered parameter is the parameter's value from then on.",
              cases("mlp uneven", ReplaceParameters(("*.weight",), 0.5), forward(8), *iteration(0),
                    *iteration(1, ReplaceParameters(("layers.2.*",), -1.0), Observe()), *iteration(2), optimizer=ADAMW)),
     check("summon.storage_replaced", "New storage of a gathered parameter is its value from then on.",
@@ -99,13 +99,13 @@ unsharded = partial(check, source="torch.distributed.fsdp.FSDPModule.unshard", n
 
 UNSHARDING: tuple[Check, ...] = (
     unsharded("unshard.before_forward",
-              "Units that were gathered before a micro-batch train as those that it gathers itself, waited for or not.",
+              "Units gathered by hand before a micro-batch train like those that it gathers, waited for or not.",
               *(cases(model, *program) for model in ("deep_nest", "uneven") for program in (
                   [*_unsharded(model, 0), Observe(), *_unsharded(model, 1), Observe()],
                   [*begun(model, 2), *begun(model, 3), *begun(model, 4, reshard=True), Observe()]))),
     unsharded("unshard.and_reshard", "Units that were gathered and released are gathered again.",
               *(cases(model, *released(model, 0), *released(model, 1), Observe()) for model in ("deep_nest", "uneven"))),
-    unsharded("unshard.sees_the_step", "What is gathered by hand is what the latest step has made.",
+    unsharded("unshard.sees_the_step", "A gather by hand gives the weights of the latest step.",
               cases("mlp", *iteration(0), forward(1), *_unsharded("mlp", 2), forward(3), *_unsharded("mlp", 4))),
 )  # fmt: skip
 """Units gathered and released by hand: what a forward then finds, and what a step leaves in them."""

@@ -64,7 +64,7 @@ CHECKS: tuple[Check, ...] = (
     check("wrapping.ignored_frozen", "Ignored frozen modules stay whole and unchanged while the rest trains.",
           cases("mlp", *iterations(2), wrapping=_IGNORING, freeze=("layers.0.*",), optimizer=ADAMW),
           source="pytorch issue 104258, PR 104418", needs=_NESTED),
-    check("wrapping.ignored_trained", "Ignored modules that train keep gradients of their own and disturb no one else's.",
+    check("wrapping.ignored_trained", "Ignored modules that train keep gradients of their own and disturb no others.",
           cases("mlp", micro_batch(0), Observe(), wrapping=_IGNORING),
           source="pytorch issue 98281", needs=_NESTED, comparison=Comparison(ignore=("layers.0.*",))),
     # Nobody reduces what is ignored: with equal inputs it is equal on all ranks without that.
@@ -86,7 +86,7 @@ CHECKS: tuple[Check, ...] = (
                _started("deep_nest uneven", meta_init=True), _started_frozen(meta_init=True)),
     documented("construction.meta_buffers", "Buffers on the meta device are initialised with the parameters of their module.",
                _started("batch_norm", meta_init=True)),
-    documented("construction.meta_then_rank_0", "What each rank initialises otherwise is rank 0's in the end.",
+    documented("construction.meta_then_rank_0", "Parameters that ranks initialise differently end as rank 0's.",
                _started("deep_nest uneven", meta_init=True, sync_module_states=True)),
     check("training.optimizer_state", "The optimizer's state of every parameter is that of one process after each step.",
           cases("uneven", *iteration(0), Observe(), *iteration(1), Observe(), optimizer=ADAMW),

@@ -126,7 +126,7 @@ SETTINGS: tuple[Check, ...] = (
         ("static_graph",
          "A graph that is promised to stay the same is reduced like any other, local micro-batches first."),
         ("gradient_views", "Gradients that are views of buckets add up like any others."),
-        ("small_buckets", "How many gradients one message holds is no matter to the numbers."),
+        ("small_buckets", "The number of gradients in a message changes no result."),
         ("sum_reduction", "A sum that is divided afterwards is the mean."),
         ("kept_after_backward", "Parameters that stay whole between micro-batches are new after the step."),
         ("partial_reshard", "Parameters that stay sharded over fewer ranks after forward are gathered for backward."),

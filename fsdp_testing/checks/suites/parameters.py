@@ -62,7 +62,7 @@ UNUSED: tuple[Check, ...] = (
               "Ranks may run different units of equal size: neither gets the other's gradient.",
               cases("conditional", *_using(*[((True, False, False), (False, True, False))] * 2), optimizer=PLAIN_SGD)),
     differing("unused.parameters_swapped_between_ranks",
-              "Of parameters of equal size in one unit ranks may use different ones: neither gets the other's gradient.",
+              "Ranks may use different parameters of equal size in one unit: neither gets the other's gradient.",
               cases("partly_used", *_using(_SWAPPED, _SWAPPED), optimizer=PLAIN_SGD, wrapping=WrappingPlan())),
     check("unused.gradient_is_none",
           "A parameter that no rank used keeps gradient None: weight decay and momentum leave it alone.",

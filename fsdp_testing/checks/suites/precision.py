@@ -111,7 +111,7 @@ CLIPPING: tuple[Check, ...] = (
     )),
     clipped("clipping.not_needed", "Gradients below the limit are left alone.",
             *(stored_in_float32("mlp", micro_batch(0), Clip(1e6, norm_type), Observe(), Step()) for norm_type in _NORMS)),
-    clipped("clipping.frozen_parameters", "Frozen parameters count nothing, and units without gradient do not harm.",
+    clipped("clipping.frozen_parameters", "Frozen parameters do not count, and units without gradient do no harm.",
             *(stored_in_float32("frozen_body", micro_batch(0), Clip(0.1, norm_type), Step()) for norm_type in (2.0, math.inf)),
             source="pytorch PR 88955"),
     clipped("clipping.shared_parameters", "A shared parameter counts once.",
@@ -139,7 +139,7 @@ CLIPPING: tuple[Check, ...] = (
               for model, norm_type, freeze in (
                 ("mlp", 2.0, _LAST_BIAS), ("mlp", math.inf, _LAST_BIAS), ("one_element", 2.0, _LAST_OF_ONE))),
             source="pytorch PR 88955; B060", needs={"frozen_mixed_unit", "uneven_parameters"}),
-    clipped("clipping.earlier_norms", "A norm counts nothing of the norms before it, on ranks without gradients neither.",
+    clipped("clipping.earlier_norms", "A norm does not depend on earlier norms, on ranks without gradients either.",
             *(stored_in_float32("mlp", micro_batch(0), Clip(1e6, math.inf), ZeroGrad(),
                                 micro_batch(1), Clip(0.1, norm_type), Observe(), Step(), freeze=_LAST_BIAS)
               for norm_type in (2.0, math.inf)),
@@ -149,8 +149,8 @@ CLIPPING: tuple[Check, ...] = (
               needs={"clip_grad_norm", *needs}, mode=poisoned(value, raises=bool(needs)))
       for name, meaning, value, needs in (
         ("infinite", "An infinite gradient on one rank makes the norm infinite on every rank.", math.inf, ()),
-        ("not_a_number", "A gradient that is no number makes the norm none on every rank.", math.nan, ()),
-        ("error_if_nonfinite", "Where it is asked for every rank raises, and no gradient is scaled.", math.inf,
+        ("not_a_number", "A NaN in a gradient makes the norm NaN on every rank.", math.nan, ()),
+        ("error_if_nonfinite", "With `error_if_nonfinite` every rank raises, and no gradient is scaled.", math.inf,
          ("error_if_nonfinite",)),
     )),
 )  # fmt: skip

@@ -207,8 +207,8 @@ def run_observed(adapter: Adapter, case: Case, observe_all: bool) -> RankObserva
     account = StreamAccount.of(history)
     if len(account.streams) < 2 and current_world().size > 1:
         raise InvalidImplementation(
-            f"{adapter.name}: expected work on several streams, got work on the default stream alone, so that nothing is known "
-            "of its streams. Ask torch.get_device_module(device) for Stream, Event and current_stream when the model first "
+            f"{adapter.name}: expected work on several streams, got work on the default stream alone, so there is no verdict "
+            "on its streams. Ask torch.get_device_module(device) for Stream, Event and current_stream when the model first "
             "runs; or do not claim `streams`."
         )
     return result.extended(StreamObservation, account=account)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Protocol
 
 from fsdp_testing.errors import InvalidArgument
@@ -26,6 +27,10 @@ _KINDS = {
     "clock": ("", *_EVERYWHERE),
 }
 OF_CALLS = ("corrupt", "drop", "reorder")
+SILENT = ("crash", "hang", "stop")
+"""After these a rank does nothing any more."""
+NOT_ISSUED = {"drop", "reorder"}
+"""A collective with one of these is not issued where it is called."""
 _SIZES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _NUMBER = r"\d+(?:\.\d+)?"
 _VALUES = {
@@ -101,8 +106,34 @@ class Fault:
         return self.text
 
 
+def check_together(faults: Sequence[Fault]) -> None:
+    """Refuse faults at one place of one rank of which the second cannot come about; others come about in their order.
+
+    Raises:
+        InvalidArgument: There are such.
+    """
+    for first, second in combinations(faults, 2):
+        if (first.place, first.at) != (second.place, second.at) or not first.place:
+            continue
+        if None not in (first.rank, second.rank) and first.rank != second.rank:
+            continue
+        if first.kind in SILENT:
+            raise InvalidArgument(
+                f"fault: expected {second} to come about, got {first} before it, after which the rank does nothing. Give them in "
+                "the other order, or name another place."
+            )
+        if {first.kind, second.kind} <= NOT_ISSUED:
+            raise InvalidArgument(
+                f"fault: expected a collective that is either dropped or comes later, got {first} and {second}. Name another "
+                "place for one of them."
+            )
+
+
 class Active(Protocol):
     """An injection that lasts."""
+
+    def come_to(self, place: str, what: str) -> None:
+        """Come to the next one of these places, and have the faults come about that are due there."""
 
     def end(self) -> list[Fault]:
         """Put everything back, and return the faults that were not reached."""

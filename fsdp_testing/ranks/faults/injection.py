@@ -22,7 +22,16 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from fsdp_testing.errors import HarnessError
-from fsdp_testing.ranks.faults.fault import FIRST, MARK, OF_CALLS, Fault, active, never_reached
+from fsdp_testing.ranks.faults.fault import (
+    FIRST,
+    MARK,
+    NOT_ISSUED,
+    OF_CALLS,
+    Fault,
+    active,
+    check_together,
+    never_reached,
+)
 
 if TYPE_CHECKING:
     from fsdp_testing.ranks.ledger.recorder import Line
@@ -30,11 +39,26 @@ if TYPE_CHECKING:
 
 
 def inject(faults: Iterable[Fault], rank: int) -> Injection:
-    """Inject what of these faults is this rank's, from now until the injection, the test or the job ends."""
+    """Inject what of these faults is this rank's, from now until the injection, the test or the job ends.
+
+    Raises:
+        InvalidArgument: Two of them cannot come about together.
+    """
+    faults = list(faults)
+    check_together(faults)
     injection = Injection([fault for fault in faults if fault.rank in (None, rank)])
     active.append(injection)
     injection.begin()
     return injection
+
+
+class _Delivering(threading.local):
+    """True while this thread issues a collective that was held back: it was counted where the program called it."""
+
+    now: bool = False
+
+
+_delivering = _Delivering()
 
 
 class Injection(AbstractContextManager["Injection"]):
@@ -44,7 +68,7 @@ class Injection(AbstractContextManager["Injection"]):
         self._faults = faults
         self._seen: Counter[str] = Counter()
         self._reached: set[int] = set()
-        self._held: Callable[[], Any] | None = None
+        self._held: tuple[Fault, Callable[[], Any]] | None = None
         self._full = False
         self._slow = 0.0
         self._stack = ExitStack()
@@ -56,9 +80,9 @@ class Injection(AbstractContextManager["Injection"]):
         if "collective" in places:
             self._watch_collectives(calls=bool(kinds & {*OF_CALLS}))
         if "step" in places:
-            from torch.optim.optimizer import register_optimizer_step_pre_hook
+            from fsdp_testing.ranks.faults.steps import at_each_step
 
-            self._stack.callback(register_optimizer_step_pre_hook(self._step).remove)
+            self._stack.enter_context(at_each_step(self._step))
         if places & {"save", "load"} or kinds & {"slow-disk", "full-disk"}:
             self._watch_files()
         for fault in self._faults:
@@ -71,7 +95,9 @@ class Injection(AbstractContextManager["Injection"]):
             return []
         active.remove(self)
         self._stack.close()
-        return [fault for number, fault in enumerate(self._faults) if number not in self._reached]
+        # A collective after which no other came was not moved behind one.
+        held = self._held[0] if self._held is not None else None
+        return [f for number, f in enumerate(self._faults) if number not in self._reached or f is held]
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         unreached = self.end()
@@ -80,16 +106,16 @@ class Injection(AbstractContextManager["Injection"]):
 
     # -------------------------------------------------------------------------------------------- what comes about
 
-    def _due(self, place: str) -> Fault | None:
-        """Return the fault that the next one of these places has."""
+    def _due(self, place: str) -> list[Fault]:
+        """Return the faults that the next one of these places has."""
         number = self._seen[place] + FIRST[place]
-        return next((fault for fault in self._faults if (fault.place, fault.at) == (place, number)), None)
+        return [fault for fault in self._faults if (fault.place, fault.at) == (place, number)]
 
-    def _pass(self, place: str, what: str) -> None:
+    def come_to(self, place: str, what: str) -> None:
         """Come to the next one of these places."""
-        fault = self._due(place)
+        faults = self._due(place)
         self._seen[place] += 1
-        if fault is not None:
+        for fault in faults:
             self._come_about(fault, f"{what} #{fault.at}" if place != "step" else f"before step {fault.at}")
 
     def _note(self, fault: Fault, where: str) -> None:
@@ -133,12 +159,12 @@ class Injection(AbstractContextManager["Injection"]):
 
     # -------------------------------------------------------------------------------------------- steps
 
-    def _step(self, optimizer: Any, *_: object) -> None:
-        fault = self._due("step")
-        if fault is not None and fault.kind == "corrupt":
-            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            _corrupt([g.to_local() if hasattr(g, "to_local") else g for g in gradients], fault)
-        self._pass("step", "optimizer step")
+    def _step(self, optimizer: Any) -> None:
+        for fault in self._due("step"):
+            if fault.kind == "corrupt":
+                gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+                _corrupt([g.to_local() if hasattr(g, "to_local") else g for g in gradients], fault)
+        self.come_to("step", "optimizer step")
 
     # -------------------------------------------------------------------------------------------- collectives
 
@@ -148,17 +174,19 @@ class Injection(AbstractContextManager["Injection"]):
         recorder = interception.active_recorder()
         record = recorder.record
 
-        def come_to(line: Line, call: Call, blocking: bool, attempt: Any = None) -> bool:
-            fault = self._due("collective")
-            if attempt is None and fault is not None and fault.kind in OF_CALLS:
+        def count(line: Line, call: Call, blocking: bool, attempt: Any = None) -> bool:
+            if _delivering.now:
+                return record(line, call, blocking, attempt)
+            fault = next((fault for fault in self._due("collective") if fault.kind in OF_CALLS), None)
+            if attempt is None and fault is not None:
                 raise HarnessError(
                     f"fault {fault}: expected a collective that Python calls, got {call.text}, which C++ calls (DDP's reducer, "
                     "DTensor). Name another one, or delay, hang or crash there; corrupt takes a step, too."
                 )
-            self._pass("collective", call.text)
+            self.come_to("collective", call.text)
             return record(line, call, blocking, attempt)
 
-        self._stack.enter_context(mock.patch.object(recorder, "record", come_to))
+        self._stack.enter_context(mock.patch.object(recorder, "record", count))
         if calls:
             import torch.distributed as dist
 
@@ -168,19 +196,23 @@ class Injection(AbstractContextManager["Injection"]):
 
     def _changed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-            fault = self._due("collective")
-            kind = fault.kind if fault is not None else ""
-            if fault is not None and kind == "corrupt":
-                _corrupt(_contribution(name, group, args), fault)
-            if fault is not None and kind in ("drop", "reorder"):
-                self._pass("collective", name)
-                if kind == "reorder":
-                    self._held = lambda: method(group, *args, **kwargs)
+            if _delivering.now:
+                return method(group, *args, **kwargs)
+            not_issued = False
+            for fault in self._due("collective"):
+                if fault.kind == "corrupt":
+                    _corrupt(_contribution(name, group, args), fault)
+                if fault.kind == "reorder":
+                    self._held = fault, lambda: method(group, *args, **kwargs)
+                not_issued |= fault.kind in NOT_ISSUED
+            if not_issued:
+                for injection in active:  # nothing underneath hears of it, and each counts what the program calls
+                    injection.come_to("collective", name)
                 return _nothing_issued(args)
             held, self._held = self._held, None
             work = method(group, *args, **kwargs)
-            if held is not None and (late := held()) is not None:
-                late.wait()
+            if held is not None:
+                _deliver(held[1])
             return work
 
         return call
@@ -193,7 +225,7 @@ class Injection(AbstractContextManager["Injection"]):
         save, load = torch.save, torch.load
 
         def loading(*args: Any, **kwargs: Any) -> Any:
-            self._pass("load", "load")
+            self.come_to("load", "load")
             time.sleep(self._slow)
             return load(*args, **kwargs)
 
@@ -202,19 +234,29 @@ class Injection(AbstractContextManager["Injection"]):
 
     def _save(self, save: Callable[..., None], obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         """Write half, come to the place, write the rest: what dies in between leaves half a file, as a real one does."""
-        fault, buffer = self._due("save"), io.BytesIO()
+        corrupted, buffer = any(fault.kind == "corrupt" for fault in self._due("save")), io.BytesIO()
         save(obj, buffer, *args, **kwargs)
         data, half = bytearray(buffer.getvalue()), len(buffer.getvalue()) // 2
         with Path(f).open("wb") if isinstance(f, str | os.PathLike) else nullcontext(f) as file:
             file.write(data[:half])
             file.flush()
-            self._pass("save", "half of save")
+            self.come_to("save", "half of save")
             if self._full:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(getattr(file, "name", "")))
             time.sleep(self._slow)
-            if fault is not None and fault.kind == "corrupt":
+            if corrupted:
                 data[half] ^= 0xFF
             file.write(data[half:])
+
+
+def _deliver(issue: Callable[[], Any]) -> None:
+    """Issue a collective that was held back, and wait for it."""
+    _delivering.now = True
+    try:
+        if (work := issue()) is not None:
+            work.wait()
+    finally:
+        _delivering.now = False
 
 
 def _contribution(name: str, group: Any, args: tuple[Any, ...]) -> list[Any]:

@@ -6,8 +6,8 @@ test draws the same numbers alone, in any order, and on a kept or a new rank.
 
 Names that lead elsewhere are compared too: modules that were removed or replaced, and functions that others stand in for.
 Watched are namespaces of torch and of Python in which tests replace things, and the code under test: every module that comes
-neither with Python nor from an installed package, with its classes. A dictionary says whether it was changed at all since
-it was read last; what it holds is looked at only then.
+neither with Python nor with torch nor from an installed package, with its classes. A dictionary says whether it was changed
+at all since it was read last; what it holds is looked at only then.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ class _Watched:
             return
         self._watch(module)
         for value in list(vars(module).values()):
-            if isinstance(value, type) and value.__module__ == module.__name__:
+            # Not `isinstance`: it asks a value that is no class for its `__class__`, which runs code of the value.
+            if issubclass(type(value), type) and value.__module__ == module.__name__:
                 self._watch(value)
 
     def _watch(self, owner: Any) -> None:

@@ -18,6 +18,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,8 +42,12 @@ _SIGNALS = (
 )  # fmt: skip
 # Without the enum that Python's own function makes of what C keeps: these were a fifth of what a clean comparison cost.
 _handler_of = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
-# Parts of the paths of files that are no code under test.
-INSTALLED = ("/site-packages/", "/dist-packages/", f"{sysconfig.get_path('stdlib')}/", "<")
+# Parts of the paths of files that are no code under test. Who builds torch has it in a checkout, outside of any of them.
+# `pip install --target` makes a folder of packages with any name.
+INSTALLED = (
+    "/site-packages/", "/dist-packages/", f"{sysconfig.get_path('stdlib')}/", f"{Path(torch.__file__).parent}/", "<",
+    *(f"{Path(folder).absolute()}/" for folder in sys.path if any(Path(folder).glob("*.dist-info"))),
+)  # fmt: skip
 # pytest names the running test and its phase here, and changes it itself.
 _CURRENT_TEST = b"PYTEST_CURRENT_TEST"
 # torch.compile sets these once, when it is imported: taking them away would break it, naming them would blame the test.
@@ -166,7 +171,7 @@ class _ExitHandlers:
         code = getattr(getattr(inner, "__func__", inner), "__code__", None)
         if code is None or any(part in code.co_filename for part in INSTALLED):
             return ""
-        return f"{inner.__module__}.{inner.__qualname__} is to be called at exit, which no rank does"
+        return f"{inner.__module__}.{inner.__qualname__} is registered with atexit, which ranks do not run"
 
 
 EXIT_HANDLERS = _ExitHandlers()
@@ -375,7 +380,7 @@ TORCH_PROBES: tuple[Probe, ...] = (
     leftovers_probe(
         "message",
         messages.pending,
-        lambda message: f"nobody waited for {message[1]}: it may take, or be taken for, a message of a later call",
+        lambda message: f"{message[1]} was never waited for: a later call may receive it",
     ),
     Probe(
         "CUDA memory",

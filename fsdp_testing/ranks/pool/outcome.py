@@ -22,6 +22,7 @@ _MACHINERY = (
     f'"{_HERE.parents[1] / "plugin"}/',
     "/_pytest/",
     "/pluggy/",
+    "/torch/testing/_internal/",  # runs and compares for a user's test class
     '"<string>"',
     '"<frozen importlib',
 )
@@ -177,7 +178,12 @@ class WorldOutcome:
     @property
     def ok(self) -> bool:
         """Whether every rank returned and none marked its result as failed."""
-        return self.diagnosis is None and all(rank.good for rank in self.ranks)
+        return self.diagnosis is None and self.all_good
+
+    @property
+    def all_good(self) -> bool:
+        """Whether every rank is good, be it that they disagree."""
+        return all(rank.good for rank in self.ranks)
 
     @property
     def values(self) -> list[Any]:
@@ -213,7 +219,7 @@ def account_lines(rank: RankOutcome) -> list[str]:
 
 
 def _without(hidden: Sequence[str], trace: str) -> list[str]:
-    """Return the lines of a traceback or stack; with a frame go its lines of source."""
+    """Return the lines of a traceback or stack; with a frame go its lines of source. All of them if no frame is left."""
     shown: list[str] = []
     dropping = False
     for line in trace.rstrip().splitlines():
@@ -223,4 +229,4 @@ def _without(hidden: Sequence[str], trace: str) -> list[str]:
             dropping = False
         if not dropping:
             shown.append(line)
-    return shown
+    return shown if any(line.startswith("  File ") for line in shown) else trace.rstrip().splitlines()

@@ -76,9 +76,13 @@ class RankProcess:
 
     def computes(self) -> bool:
         """Return whether one of its threads runs or wants to run, at this moment; one that waits for a peer does not."""
-        for thread in Path(f"/proc/{self.pid}/task").glob("*/stat"):
+        try:
+            threads = list(Path(f"/proc/{self.pid}/task").iterdir())
+        except OSError:  # it has ended since
+            return False
+        for thread in threads:
             with contextlib.suppress(OSError):
-                if thread.read_text().rpartition(")")[2].split()[0] in ("R", "D"):
+                if (thread / "stat").read_text(errors="replace").rpartition(")")[2].split()[0] in ("R", "D"):
                     return True
         return False
 

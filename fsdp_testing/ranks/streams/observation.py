@@ -51,7 +51,7 @@ def observe(device: torch.device | str = "cpu") -> Iterator[History]:
     if not all(hasattr(module, name) for name in ("Stream", "Event", "current_stream", "stream")):
         raise HarnessError(
             f"streams: expected torch.{kind} to have Stream, Event, current_stream and stream, and it has not all of them. "
-            "Nothing can be said of the streams of such a device; have its package register a module with them."
+            "The streams of such a device cannot be checked; have its package register a module with them."
         )
     with operators_run_by(partial(run_noted, StreamRecorder(History(), kind))):
         torch.empty(0)  # the first operator under a mode makes torch import its compiler, which is not to be observed

@@ -24,7 +24,7 @@ def matrix_picture(
         classes: Of the squares, by word; others stay empty.
         single: Words whose squares stand alone and say which pair they are; others are joined along a row.
     """
-    drawing = Drawing(ROW * len(traits) + 4, "Which pairs of traits hold, fail, or were not asked")
+    drawing = Drawing(ROW * len(traits) + 4, "Which pairs of traits hold, fail, or did not run")
     width = (WIDTH - NAME_WIDTH) / max(len(traits), 1)
 
     def look(row: int, column: int) -> tuple[str, int]:

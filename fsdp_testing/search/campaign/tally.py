@@ -86,7 +86,7 @@ class CampaignTally:
             reasons = [
                 f"{self.verdicts[Verdict.UNKNOWN]} cases failed among others, as an earlier run found, and pass alone"
             ]
-        nothing = "no case was judged, so nothing is known; give more --seconds, or look at `fsdp-verify doctor`"
+        nothing = "no case was judged: no verdict; give more --seconds, or run `fsdp-verify doctor`"
         return reasons or [nothing]
 
     @property
@@ -161,4 +161,4 @@ def _conclusions(tally: CampaignTally) -> Iterator[str]:
     if tally.exit_code == 3:
         yield from tally.unknown()
     if tally.exit_code == 0:
-        yield "every case that ran is right, or fails as is known"
+        yield "every case that ran is right, or a known failure"

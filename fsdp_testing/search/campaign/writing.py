@@ -47,7 +47,7 @@ def _readme(discovery: Discovery, has_script: bool) -> str:
     lines += [f"Cause: {discovery.cause}.", ""] if discovery.cause else []
     lines += [f"Program: {', '.join(tokens(discovery.case))}.", ""]
     if not discovery.confirmed:
-        lines += ["It was met once, after other cases in the same processes, and not again alone.", ""]
+        lines += ["It failed once, after other cases in the same processes, and not when run alone.", ""]
     lines += ["Run it again: `fsdp-verify replay finding.json`."]
     if has_script:
         lines += [f"Without fsdp-testing: `python {SCRIPT}`; it exits with 1 where the defect shows."]

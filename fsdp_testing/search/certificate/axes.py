@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice, product, zip_longest
 from typing import Any, NamedTuple
 
@@ -221,6 +222,12 @@ def blocks() -> list[Block]:
     return sorted(every, key=lambda block: block.digest)
 
 
+@cache
+def cube() -> tuple[tuple[Cell, ...], ...]:
+    """Return every cell, block by block; made once, since a command asks at its start and again at its end."""
+    return tuple(tuple(block.cells()) for block in blocks())
+
+
 # ----------------------------------------------------------------------------------------------- what is run
 
 
@@ -232,7 +239,7 @@ def jobs(claimed: Callable[[Cell], bool], sample: int | None = None, shard: tupl
         sample: Only about so many cells, of every strategy, mesh and choice of units equally many.
         shard: `(i, n)`: the i-th of n parts, counted from 1; the parts are disjoint and together everything.
     """
-    groups = [[cell for cell in block.cells() if claimed(cell)] for block in blocks()]
+    groups = [[cell for cell in cells if claimed(cell)] for cells in cube()]
     if sample is not None:
         groups = [[cell] for cell in sampled([cell for group in groups for cell in group], sample)]
     return list(packed(groups[shard[0] - 1 :: shard[1]]))

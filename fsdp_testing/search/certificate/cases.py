@@ -86,8 +86,13 @@ def _micro_batches(schedule: str, seed: int, size: int, skipping: int) -> Iterat
 
 def needs_of(cell: Cell) -> frozenset[str]:
     """Return the capabilities without which the cell is not claimed."""
-    letters = "".join(sorted(set(cell.first + cell.second)))
+    letters = _letters(cell.first, cell.second)
     return _needs(cell.strategy, cell.units, cell.trait, letters, cell.skipping != EVERY_RANK, cell.dtype)
+
+
+@cache
+def _letters(first: str, second: str) -> str:
+    return "".join(sorted(set(first + second)))
 
 
 @cache

@@ -26,12 +26,12 @@ from fsdp_testing.search.certificate.causes import CellCause
 from fsdp_testing.search.certificate.summary import FACES, VERDICTS, Summary
 
 REASONS_AT_SIGHT = 8
-CAPTION = "One square for each strategy, mesh and face: the cells that have in common what its row says."
+CAPTION = "One square for each strategy, mesh and face: its cells share what the row says."
 LEGEND = Facts(
     (
         ("holds", "green: every cell of the square is right"),
         ("fails", "red: every cell fails; pale with an edge: some do"),
-        ("unknown", "violet: of a cell nothing is known, and none fails"),
+        ("unknown", "violet: a cell has no verdict, and none fails"),
         ("empty", "not claimed, or no such cell"),
     ),
     ("pass", "fail", "unknown", "not_claimed"),

@@ -16,7 +16,7 @@ from fsdp_testing.search.certificate.axes import (
     TRAITS,
     UNITS,
     Cell,
-    blocks,
+    cube,
     schedules,
     skips,
 )
@@ -102,7 +102,7 @@ class Summary:
         """Return what else there is to know, a sentence each."""
         missing = sum(self.not_claimed.values())
         notes = [f"The cube has {self.cube:,} cells."]
-        notes += [f"{missing:,} of them are not claimed, and were not asked."] if missing else []
+        notes += [f"{missing:,} of them are not claimed, and were skipped."] if missing else []
         notes += [f"{self.earlier:,} cells ran in earlier runs, and not again."] if self.earlier else []
         if self.unconfirmed:
             alone = f"{CONFIRMED_ALONE} that look like each of them failed again alone"
@@ -127,15 +127,25 @@ def read_summary(text: str, where: str) -> Summary:
     body = FORMAT.read(text, where)
     if "statuses" in body:
         raise InvalidRecord(f"{where}: expected verdicts, got a certificate of an earlier version. Make it again.")
-    return decode(Summary, body, where)
+    summary = decode(Summary, body, where)
+    counted = [summary.verdicts, *(counts for faces in summary.faces.values() for counts in faces.values())]
+    odd = [counts for counts in counted if {*counts} - {*VERDICTS} or min(counts.values(), default=0) < 0]
+    if odd or {*summary.verdicts} != {*VERDICTS}:
+        got = dict((odd or [summary.verdicts])[0])
+        raise InvalidRecord(
+            f"{where}: expected counts of {', '.join(VERDICTS)}, got {str(got)[:100]!r}. It is damaged."
+        )
+    return summary
 
 
 def summary_of(certificate: Certificate, finder: CauseFinder, environment: Mapping[str, str]) -> Summary:
     """Return what a certificate says; looks for causes now."""
     plan, verdicts = certificate.plan, certificate.verdicts
     adapter = plan.implementation
-    cells = [cell for block in blocks() for cell in block.cells()]
-    missing = Counter(", ".join(sorted(needs_of(cell) - adapter.capabilities)) for cell in cells)
+    needs = Counter(needs_of(cell) for cells in cube() for cell in cells)
+    missing: Counter[str] = Counter()
+    for need, count in needs.items():
+        missing[", ".join(sorted(need - adapter.capabilities))] += count
     del missing[""]
     counts = verdicts.counts()
     unknown = Counter(verdicts.reasons[number].text for number in verdicts.numbers(Verdict.UNKNOWN))
@@ -143,7 +153,7 @@ def summary_of(certificate: Certificate, finder: CauseFinder, environment: Mappi
         implementation=adapter.name,
         environment=environment,
         source=certificate.source,
-        cube=len(cells),
+        cube=needs.total(),
         not_claimed=dict(missing.most_common()),
         asked=len(certificate.cells),
         earlier=certificate.earlier,

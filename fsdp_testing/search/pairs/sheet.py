@@ -38,7 +38,7 @@ CASES = {
 }  # fmt: skip
 CAPTION = (
     "One row and one column for each trait, which is named where they meet. Green: a case with both is right. Red: each case "
-    "with both fails. Brown: each fails as is known. Violet: unknown, or with an edge alone: no case was made. Grey: refused. "
+    "with both fails. Brown: each is a known failure. Violet: unknown, or with an edge alone: no case was made. Grey: refused. "
     "Pale: no legal case has both. Empty: not claimed, or not run."
 )
 _CLASSES = {

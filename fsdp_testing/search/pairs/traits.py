@@ -147,7 +147,7 @@ APART: tuple[tuple[str, str, str], ...] = (
      "units:[123] reload:plan train_elsewhere:plan one_element_unit"),
     ("low precision is compared bit by bit, and a product of a transposed matrix may be rounded otherwise", _LOW,
      "strided_parameters"),
-    ("activations in low precision may pass through an ignored module that nobody casts", _LOW, "ignored_parameters"),
+    ("activations in low precision may pass through an ignored module that is not cast", _LOW, "ignored_parameters"),
     ("which casts a part of another dtype sees is each implementation's own", _LOW, "dtype_of_part:*"),
     ("what is saved in low precision may be rounded", _LOW, f"{_ELSEWHERE} save"),
     ("second derivatives through casts are rounded where each implementation casts", _LOW, "unusual_backward:penalty"),

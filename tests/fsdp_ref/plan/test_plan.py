@@ -110,12 +110,30 @@ def test_an_instance_will_do(plan: Callable[..., str]) -> None:
         (("planned_models:two", "--strategy", "FULL_SHARD", "--mesh", "2x2"), "got 2x2 with FULL_SHARD"),
         (("planned_models:two", "--mesh", "2x0"), "expected two numbers of at least 1 such as 2048x8, got '2x0'"),
         (("planned_models:two", "--mesh", "2x8", "--world-size", "3"), "expected 16, the ranks of --mesh 2x8, got 3"),
+        (("planned_models:two", "--rates", "50,400"), "--rates: expected --traffic LIBRARY with it"),
         (("planned_models:two", "--unit", "absent.*", "--unit", "Nothing"), "got ['absent.*', 'Nothing']"),
     ],
 )
 def test_bad_input(plan: Callable[..., str], arguments: tuple[str, ...], told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
         plan(*arguments)
+
+
+@pytest.mark.parametrize("rates", ["nan,400", "50,inf", "50", "0,400", "50,-1", "fast,400", "1,2,3"])
+def test_rates_are_two_numbers_above_0(
+    plan: Callable[..., str], capsys: pytest.CaptureFixture[str], rates: str
+) -> None:
+    with pytest.raises(SystemExit):
+        plan("planned_models:two", "--traffic", "fsdp1", "--rates", rates)
+    assert "argument --rates: expected" in capsys.readouterr().err
+
+
+def test_time_and_memory_of_a_step_by_hand(plan: Callable[..., str]) -> None:
+    """Two layers of 12 and 8 elements: a gather of 80 bytes, a reduction of as many, half of each over the link of 2 ranks."""
+    text = plan("planned_models:two", "--packed", "--traffic", "fsdp1", "--tokens", "10", "--rates", "4e-8,1e-10")
+    assert "gathered units of fsdp1 at once, after the first step: 80 B\n" in text
+    assert "at these rates: 12 s of computation" in text  # 6 x 20 x 10 operations, 100 a second
+    assert ", 2 s of communication; a step takes 12 s if they overlap all the time, 14 s if never" in text
 
 
 def test_the_command_draws_and_refuses() -> None:

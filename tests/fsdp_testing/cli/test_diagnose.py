@@ -39,7 +39,7 @@ def dump(*states: str) -> bytes:
             1,
             "rank 0 waits in all_reduce #2 float[4] at train.py:7 in step; rank 1 never",
         ),
-        ([["completed", "started"], ["completed", "started"]], 3, "is pending, and nobody is missing"),
+        ([["completed", "started"], ["completed", "started"]], 3, "is pending on every member"),
     ],
 )
 def test_an_answer_is_printed_and_written(

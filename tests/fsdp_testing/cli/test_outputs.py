@@ -13,7 +13,7 @@ from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.report.sheet import Line, Sheet
 from fsdp_testing.report.terminal import open_console
 
-SHEET = Sheet("a title", 3, "of one nothing is known", lead=(Line("it was looked at"),))
+SHEET = Sheet("a title", 3, "one has no verdict", lead=(Line("it was looked at"),))
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
@@ -49,11 +49,11 @@ def test_what_is_written_is_named_and_the_last_line_has_the_exit_code(
         "it was looked at",
         f"written: {tmp_path / 'index.html'}",
         f"written: {tmp_path / 'all.json'}",
-        "exit code 3: of one nothing is known",
+        "exit code 3: one has no verdict",
     ]
     assert (tmp_path / "all.json").read_text() == "{}"
     page = (tmp_path / "index.html").read_text()
-    assert '<p class="banner unknown">Exit code 3: of one nothing is known.</p>' in page
+    assert '<p class="banner unknown">Exit code 3: one has no verdict.</p>' in page
     assert "it was looked at" in page
     assert sorted(os.listdir(tmp_path)) == ["all.json", "index.html"]
 

@@ -365,3 +365,10 @@ def test_a_fault_that_is_none_is_one_sentence(verify: Callable[..., Any], comman
     assert "KIND one of crash, hang, stop" in ended.err
     assert "PLACE one of collective (from 1), step (from 0), save, load (from 1)" in ended.err
     assert "got 'crush@step=1'" in ended.err
+
+
+@pytest.mark.parametrize("command", [("run", "single-process"), ("train", __file__)])
+def test_faults_that_exclude_each_other_are_one_sentence(verify: Callable[..., Any], command: tuple[str, str]) -> None:
+    ended = verify(command[0], "--fault", "crash@step=1", "--fault", "hang@step=1", command[1])
+    assert ended.code == 2
+    assert "expected hang@step=1 to come about, got crash@step=1 before it" in ended.err

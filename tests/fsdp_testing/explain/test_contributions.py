@@ -80,8 +80,11 @@ def sentence(found: Contributions) -> str:
         ({**SOUND, (2, 1): 0.0, (3, 1): 0.0}, "lacks the inputs of rank 1"),
         ({**SOUND, (3, 0): 2.0, (3, 1): 2.0}, "counts operation 3, forward-backward, twice"),
         ({**SOUND, (0, 0): 1.0, (0, 1): 1.0}, "still contains operation 0, forward-backward, which was cleared"),
-        (dict.fromkeys(SOUND, 2.0), "is 2 times what is due, as if its 2 uses were multiplied"),
-        (dict.fromkeys(SOUND, 2 / 3), "is 2/3 of what is due, as if the sum over ranks were divided by 3 instead of 2"),
+        (dict.fromkeys(SOUND, 2.0), "is 2 times the right values, as if its 2 uses were multiplied"),
+        (
+            dict.fromkeys(SOUND, 2 / 3),
+            "is 2/3 of the right values, as if the sum over ranks were divided by 3 instead of 2",
+        ),
         ({}, "lacks every term"),
         (
             {**SOUND, (2, 1): 0.0, (3, 0): 2.0},
@@ -110,7 +113,9 @@ def test_shards_are_put_together_and_what_one_rank_has_is_named() -> None:
     assert sentence(alone) == "the gradient of w on rank 1 lacks operation 3, forward-backward, of rank 0"
     own = asked(*(observed(rank, total({(2, rank): 2.0, (3, rank): 2.0})) for rank in (0, 1)))
     assert own is not None
-    assert sentence(own) == "the gradient of w on rank 0 is that of its own inputs alone, not reduced over the ranks"
+    assert (
+        sentence(own) == "the gradient of w on rank 0 comes from this rank's inputs alone, not reduced over the ranks"
+    )
 
 
 def test_one_use_of_several_is_named() -> None:

@@ -156,7 +156,7 @@ def test_the_module_is_named(fault: str, check: str, place: str) -> None:
 def test_a_finding_of_the_fuzzer_names_it_too() -> None:
     case = Case(ModelSpec("mlp", dtype="float64"), WorldSpec(2), (ForwardBackward(FIRST),), strategy="full_shard")
     cause = cause_of(CaseRunner(), "stale_adapter:TWO_MEANS", case)
-    assert "is 2 times what is due" in cause
+    assert "is 2 times the right values" in cause
     assert (
         "; `layers.2`: its output and the gradient of its output are right, the gradient of its bias is wrong" in cause
     )

@@ -26,10 +26,10 @@ def test_the_one_account_that_fits_is_told(p: float) -> None:
     def expected(got: float) -> str:
         return norm_of_what(Norm(got, norm(p), 1e-12, p), GRADIENTS)
 
-    assert expected(norm(p, a_weight=0)) == "that of all gradients but a.weight"
-    assert expected(norm(p, a_weight=0, a_bias=0)) == "that of all gradients but a"
-    assert expected(norm(p, b_weight=2)) == "that of all gradients, with b.weight twice"
-    assert expected(norm(p, a_weight=3, a_bias=3, b_weight=3)) == "that of all gradients, each counted 3 times"
+    assert expected(norm(p, a_weight=0)) == "the norm of all gradients but a.weight"
+    assert expected(norm(p, a_weight=0, a_bias=0)) == "the norm of all gradients but a"
+    assert expected(norm(p, b_weight=2)) == "the norm of all gradients, with b.weight twice"
+    assert expected(norm(p, a_weight=3, a_bias=3, b_weight=3)) == "the norm of all gradients, each counted 3 times"
     assert expected(0.0) == "zero, as if there were no gradient"
     assert (
         expected(norm(p, a_weight=5))
@@ -48,13 +48,15 @@ def test_a_norm_that_lacks_a_unit_or_holds_an_earlier_norm_is_told(p: float) -> 
         return norm_of_what(Norm(got, norm(p), 1e-12, p), GRADIENTS, **known)
 
     lacking = norm(p, a_weight=0, b_weight=0)
-    assert expected(lacking, units=units) == "that of all gradients but those of the root"
+    assert expected(lacking, units=units) == "the norm of all gradients but those of the root"
     assert expected(lacking) == ""
     both = (norm(p) ** p + 1.5**p) ** (1 / p)
-    assert expected(both, earlier={3: 1.5}) == "that of the gradients and of the norm of operation 3"
+    assert expected(both, earlier={3: 1.5}) == "the norm of the gradients and of the norm of operation 3"
     assert expected(both, earlier={3: 1.5, 4: 1.5}) == ""
     larger = Norm(9.0, 2.0, 1e-12, math.inf)
-    assert norm_of_what(larger, GRADIENTS, earlier={1: 9.0}) == "that of the gradients and of the norm of operation 1"
+    assert (
+        norm_of_what(larger, GRADIENTS, earlier={1: 9.0}) == "the norm of the gradients and of the norm of operation 1"
+    )
 
 
 def test_nothing_is_told_where_several_accounts_fit_or_the_right_norm_is_another() -> None:
@@ -73,10 +75,10 @@ def test_what_is_no_norm_of_some_of_the_gradients_is_told_by_where_it_comes_from
         return norm_of_what(Norm(got, due, 1e-12, p), GRADIENTS, mine, {1: 5.0}, **known)
 
     own = math.sqrt(sum(float(part.double().square().sum()) for part in mine))
-    assert expected(own) == "that of the rank's own part of the gradients"
+    assert expected(own) == "the norm of the rank's own part of the gradients"
     assert expected(norm(3.0)) == "the 3-norm"
-    assert expected(due + 5.0) == "the right norm and that of operation 1 added up"
-    assert expected(float(torch.tensor(due).float())) == "what is due, rounded to float32"
+    assert expected(due + 5.0) == "the right norm plus the norm of operation 1"
+    assert expected(float(torch.tensor(due).float())) == "the right values, rounded to float32"
     assert expected(math.nan, lacks_elements=True) == "no number, just where ranks have no element of some parameter"
     assert expected(1.0, math.inf) == "1, as any number to the power of 1/p is for an infinite p"
     assert expected(due + 4.0) == expected(own + 1e-9) == expected(math.nan) == expected(due * (1 + 1e-9)) == ""

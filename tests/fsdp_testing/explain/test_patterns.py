@@ -37,21 +37,21 @@ def spread(*parts: torch.Tensor, quantity: Quantity = A) -> str:
     ("got", "expected"),
     [
         (DUE * 0, "zero"),
-        (DUE.float().double(), "what is due, rounded to float32"),
-        (DUE.bfloat16().double(), "what is due, rounded to bfloat16"),
-        (DUE / 2, "1/2 times what is due"),
-        (-DUE, "-1 times what is due"),
-        (DUE * 1.0001, "1.0001 times what is due"),
-        (BESIDE, "what is due of parameter b"),
-        (DUE.reshape(-1).roll(1), "what is due, moved by 1 element"),
-        (DUE.reshape(-1).roll(6), "what is due, moved by 6 elements"),
-        (DUE.reshape(-1).flip(0), "what is due in reverse, inside each rank's part"),
-        (DUE.t(), "what is due, its elements in other places"),
-        (DUE.clamp(-1, 1), "what is due, cut off at 1"),
-        (DUE.where(DUE.abs() > 0.5, 0 * DUE), "what is due, with its smallest numbers set to zero"),
-        (DUE + 0.5 * DUE.sin(), "what is due, moved by 0.5 times its gradient"),
-        (torch.cat([DUE.reshape(-1)[:-2], torch.zeros(2)]), "what is due, with zero in its last 2 elements"),
-        (DUE.float(), "what is due, cast to float32"),
+        (DUE.float().double(), "the right values, rounded to float32"),
+        (DUE.bfloat16().double(), "the right values, rounded to bfloat16"),
+        (DUE / 2, "1/2 times the right values"),
+        (-DUE, "-1 times the right values"),
+        (DUE * 1.0001, "1.0001 times the right values"),
+        (BESIDE, "the right values of parameter b"),
+        (DUE.reshape(-1).roll(1), "the right values, moved by 1 element"),
+        (DUE.reshape(-1).roll(6), "the right values, moved by 6 elements"),
+        (DUE.reshape(-1).flip(0), "the right values in reverse, inside each rank's part"),
+        (DUE.t(), "the right values, their elements in other places"),
+        (DUE.clamp(-1, 1), "the right values, cut off at 1"),
+        (DUE.where(DUE.abs() > 0.5, 0 * DUE), "the right values, with their smallest numbers set to zero"),
+        (DUE + 0.5 * DUE.sin(), "the right values, moved by 0.5 times their gradient"),
+        (torch.cat([DUE.reshape(-1)[:-2], torch.zeros(2)]), "the right values, with zero in their last 2 elements"),
+        (DUE.float(), "the right values, cast to float32"),
     ],
 )
 def test_what_every_element_agrees_with_is_told(got: torch.Tensor, expected: str) -> None:
@@ -63,21 +63,21 @@ def test_what_every_element_agrees_with_is_told(got: torch.Tensor, expected: str
 
 def test_each_rank_is_asked_by_itself() -> None:
     first, second = DUE.reshape(2, -1)
-    assert spread(first, second * 3) == "3 times what is due"
-    assert spread(first.roll(1), second.roll(1)) == "what is due, moved by 1 element inside each rank's part"
-    assert spread(first, first) == "what is due of the part of rank 0"
-    assert spread(first.square(), second.square(), quantity=STATE) == "what is due of exp_avg_sq"
+    assert spread(first, second * 3) == "3 times the right values"
+    assert spread(first.roll(1), second.roll(1)) == "the right values, moved by 1 element inside each rank's part"
+    assert spread(first, first) == "the right values of the part of rank 0"
+    assert spread(first.square(), second.square(), quantity=STATE) == "the right values of exp_avg_sq"
     assert spread(first * 2, second * 3) == spread(first, second.roll(1) + 1) == spread(first, second) == ""
     whole = ComparedPiece(
         Quantity("result", "state.a", "", 0), 0, (0, 12), torch.cat([first, second * 0]), DUE.reshape(-1)
     )
     found = pattern_of([whole], {})
     assert found is not None
-    assert found.words == "what is due, with zero in its last 6 elements"
+    assert found.words == "the right values, with zero in their last 6 elements"
     own = ComparedPiece(whole.quantity, 0, whole.span, torch.cat([first * 0, second]), whole.due, own=((6, 12),))
     found = pattern_of([own], {})
     assert found is not None
-    assert found.words.startswith("what is due in the rank's own part, and zero")
+    assert found.words.startswith("the right values in the rank's own part, and zero")
 
 
 def test_of_right_numbers_and_of_too_few_nothing_is_told() -> None:
@@ -97,7 +97,7 @@ def test_a_last_place_is_neither_a_factor_nor_another_order() -> None:
         found = pattern_of([ComparedPiece(A, 0, (0, 12), got.reshape(-1), DUE.reshape(-1))], POINT)
         return "" if found is None else found.words
 
-    assert expected(torch.nextafter(DUE, DUE + 1)) == "what is due but for one unit in the last place"
+    assert expected(torch.nextafter(DUE, DUE + 1)) == "the right values but for one unit in the last place"
     two = torch.nextafter(torch.nextafter(DUE, DUE + 1), DUE + 1)
     assert expected(two) == ""
 
@@ -106,4 +106,4 @@ def test_a_cast_that_was_not_made_is_told() -> None:
     held = ComparedPiece(Quantity("buffer", "a", "", 0), 0, (0, 12), DUE.reshape(-1), DUE.reshape(-1).float())
     found = pattern_of([held], {})
     assert found is not None
-    assert found.words == "the right number, left in float64 where a cast to float32 is due"
+    assert found.words == "the right number, left in float64, not cast to float32"

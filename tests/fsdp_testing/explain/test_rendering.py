@@ -75,8 +75,8 @@ GRADIENT_FINDING = {
             Hypothesis(-1, GRADIENT, contributions=Contributions(LACKS_RANK_1, ("a.weight",), 1)),
             {},
             "After forward-backward in no_sync then forward-backward: the gradient of a.weight lacks the inputs of rank 1; "
-            "gradient of a.weight is wrong on ranks 0 and 1 (max error 0.37, equal bits were due), and is, within the bound, "
-            "what the terms of one process add up to so.",
+            "gradient of a.weight is wrong on ranks 0 and 1 (max error 0.37, expected equal bits), and equals, within the bound, "
+            "one process's terms added in that way.",
         ),
         (
             {

@@ -65,15 +65,15 @@ def table(text: str) -> list[list[str]]:
 
 
 CAUSES = """
-faults_gradients:SumForMean | training.gradients_are_means | is 2 times what is due, as if the sum over
+faults_gradients:SumForMean | training.gradients_are_means | is 2 times the right values, as if the sum over
 faults_gradients:OneRankIgnored | training.gradients_are_means | lacks the inputs of rank 1;
 faults_gradients:LastLocalLost | accumulation.no_sync_then_reduced | lacks operation 1, forward-backward in no_sync;
 faults_gradients:RescaledEachTime | accumulation.no_sync_then_reduced | counts operation 0, forward-backward in no_sync, 1/2 t
 faults_gradients:ZeroGradByShape | zero_grad.both_forms | (and of 5 more) lacks every term;
 faults_gradients:WeightedByRows | training.empty_batches | by the 1 rank that contributes instead of all 2
-faults_gradients:FirstCallOnly | shared.module_called_twice | is 1/2 of what is due, as if its 2 uses were averaged
+faults_gradients:FirstCallOnly | shared.module_called_twice | is 1/2 of the right values, as if its 2 uses were averaged
 faults_gradients:StaleGradientOfUnused | unused.sometimes | still counts the inputs of rank 0, which was cleared, twice
-faults_gradients:NotReduced | training.gradients_are_means | on rank 0 is that of its own inputs alone, not reduced over
+faults_gradients:NotReduced | training.gradients_are_means | on rank 0 comes from this rank's inputs alone, not reduced over
 stale_adapter:KEEPS_OLD_WEIGHTS | forward_only.eval | the weights from before operation
 stale_adapter:KEEPS_ONE_UNIT | forward_only.eval | unit `layers.1` still holds the weights from before operation 2
 """
@@ -298,23 +298,23 @@ def test_failures_that_one_schedule_shows_are_two_causes_if_their_numbers_differ
     assert len(causes) == 2
     sentences = [finding.shortest.sentence for finding in findings if finding.shortest is not None]
     assert sum("lacks the inputs of rank 1" in one for one in sentences) == 1
-    assert sum("is 2 times what is due" in one for one in sentences) == 1
+    assert sum("is 2 times the right values" in one for one in sentences) == 1
 
 
 def test_the_cast_that_was_made_instead_is_named() -> None:
     findings = explained("faults_state:WrongReduceDtype", "mixed_precision.reduce_float32")
     sentence = the_explanation(findings).sentence
-    assert "reduced in bfloat16 where float32 is due" in sentence
-    assert "equal bits were due" in sentence
+    assert "reduced in bfloat16, not in float32" in sentence
+    assert "expected equal bits" in sentence
     assert sentence.endswith("and is what one process gives with that cast.")
 
 
 # The first two give bits that a reduction in bfloat16 would give, too; none was on the wire.
 DONE_INSTEAD = """
 faults_gradients:AddsUpInComputeDtype | mixed_precision.local_sums |
-    local micro-batches are added up in bfloat16 where float32 is due
+    local micro-batches are added up in bfloat16, not in float32
 faults_models:AccumulatesReduced | mixed_precision.accumulated |
-    what is wrong is what is due, rounded to bfloat16
+    what is wrong is the right values, rounded to bfloat16
 faults_around:HookResultIgnored | comm_hook.result_is_kept |
     what the communication hook returns has no effect
 faults_around:PartialGradientsStay | exceptions.repeatedly |
@@ -326,7 +326,7 @@ faults_memory:GatherNotAwaited | training.sgd_momentum |
 faults_schedules:ZerosAreNone | zero_grad.then_step |
     operation 1, zero_grad, works as if set_to_none=True were asked for, not False
 faults_saving:LoadsOnFirstRank | full_state_dict.fresh_instance |
-    operation 0, reload, does not load what is wrong: the new model's own values stay on rank 1
+    operation 0, reload, does not load the wrong values: the new model's own values stay on rank 1
 faults_state:FirstRankWritesOnly | summon.edits_are_kept |
     operation 0, edit_full_parameters, had no effect on parameters on rank 1
 """

@@ -83,13 +83,13 @@ def test_nothing_is_asked_twice_of_runs_that_decide_no_verdict():
     assert settled(1, (STUCK, [UNREPORTED]), repeats=False) == (["hung"], [(0, 1)])
 
 
-@pytest.mark.parametrize("outcome", [DEAD, UNEVEN])
-def test_ranks_that_are_lost_after_the_last_report_make_each_case_run_alone(outcome: WorldOutcome):
+@pytest.mark.parametrize(("outcome", "kind"), [(DEAD, "died"), (STUCK, "hung"), (UNEVEN, "")])
+def test_ranks_that_are_lost_after_the_last_report_make_each_case_run_alone(outcome: WorldOutcome, kind: str):
     lost = (outcome, [RIGHT])
     found, ran = settled(2, (outcome, [RIGHT, RIGHT]), (DEAD, [RIGHT]), (WELL, [RIGHT]))
     assert (found, ran) == (["died", "pass"], [(0, 2), (0, 1), (1, 2)])
     assert settled(2, (outcome, [RIGHT, RIGHT]), (WELL, [RIGHT]), (WELL, [RIGHT]))[0] == ["pass", "unknown"]
-    assert settled(1, lost, *[lost] * (outcome is DEAD))[0] == ["died" if outcome is DEAD else "unknown"]
+    assert settled(1, lost, *[lost] * bool(kind))[0] == [kind or "unknown"]
 
 
 def test_what_survivors_of_a_death_raise_is_its_echo():

@@ -35,6 +35,16 @@ def case(model="mlp", size=2, program=PROGRAM, strategy="no_shard"):
     return Case(ModelSpec(model), WorldSpec(size), program, strategy=strategy)
 
 
+def test_what_every_judged_rank_runs_is_imported_ahead_of_it(monkeypatch):
+    pool, imported = Pool(), set()
+    monkeypatch.setattr(pool, "note", lambda _key, _outcome, modules: imported.update(modules))
+    runner = CaseRunner(pool)
+    assert runner.judge("single-process", case(size=1)).verdict is Verdict.PASS
+    assert imported, "its adapter, at least"
+    assert not [name for name in imported if name.startswith(("fsdp_testing.oracle", "fsdp_testing.cases"))]
+    pool.close()
+
+
 def numbers(ranks):
     for rank in ranks:
         for result in rank.results:
@@ -186,4 +196,4 @@ def test_a_divergence_that_hides_from_observation_is_told_as_such(monkeypatch):
     judgement = scripted(monkeypatch, finding("diverged"), None).judge("torch-ddp", case())
     assert judgement.outcome.verdict is Verdict.FAIL
     assert judgement.finding is not None
-    assert "does not show when every operation is followed by an observation" in judgement.finding.explanation
+    assert "does not show if every operation is observed" in judgement.finding.explanation

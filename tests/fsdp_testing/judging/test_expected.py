@@ -52,7 +52,7 @@ def test_a_new_error_in_a_check_that_is_known_to_fail_is_a_failure() -> None:
     assert result.verdict is Verdict.FAIL
     assert (
         result.remark
-        == "listed as known is diverged total_norm in clip; new is raised ValueError: expected #, got _ in clip"
+        == "the list has diverged total_norm in clip; this failure is raised ValueError: expected #, got _ in clip"
     )
 
 
@@ -72,7 +72,7 @@ def test_a_list_names_every_way_and_each_finding_says_which_it_is() -> None:
         "no padding",
     ]
     assert judged([ENTRY, error], failed(NORM)).remark.startswith(
-        "of what is listed, nothing fails so: raised ValueError"
+        "listed, but no case fails in this way: raised ValueError"
     )
 
 
@@ -88,7 +88,7 @@ def test_a_reason_alone_excuses_nothing_and_the_entry_to_write_is_said() -> None
     ("finding", "entry", "cause", "verdict"),
     [
         (NORM, {"cause": "the norm of all but *"}, "what is wrong is the norm of all but a", Verdict.EXPECTED_FAILURE),
-        (NORM, {"cause": "the norm of all but *"}, "what is wrong is half of what is due", Verdict.FAIL),
+        (NORM, {"cause": "the norm of all but *"}, "what is wrong is half of the right values", Verdict.FAIL),
         (NORM, {"cause": "the norm of all but *"}, "", Verdict.FAIL),
         (replace(NORM, fqn="a.weight"), {"parameter": "a.*"}, "", Verdict.EXPECTED_FAILURE),
         (replace(NORM, fqn="b.weight"), {"parameter": "a.*"}, "", Verdict.FAIL),

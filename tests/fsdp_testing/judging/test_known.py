@@ -130,7 +130,7 @@ def test_a_failure_is_known_by_its_cause_where_the_rule_names_one():
         rules.recognize(OFF, met, cause="the weights from before operation 2, step, are still in use; `a` is wrong")
         is caused
     )
-    assert rules.recognize(OFF, met, cause="what is wrong is half of what is due") is None
+    assert rules.recognize(OFF, met, cause="what is wrong is half of the right values") is None
     assert rules.recognize(OFF, met, cause="") is None
     plain = Rule("plain", "why", signatures=(looks,))
     assert not plain.asks_cause(OFF)

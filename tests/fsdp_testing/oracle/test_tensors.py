@@ -107,9 +107,9 @@ def test_numbers_are_as_short_as_shows_how_far_they_are_apart(actual, expected, 
     ("actual", "expected", "hint"),
     [
         (math.nan, 1.0, "; NaN may be a collective's result read before it was waited for"),
-        (math.inf, 12.35, "; an infinity may be an overflow, or memory that nobody wrote to, added up"),
-        (-math.inf, 0.0, "; an infinity may be an overflow, or memory that nobody wrote to, added up"),
-        (-5.0e303, 0.5, "; numbers as large as this may be padding or a buffer that nobody wrote to"),
+        (math.inf, 12.35, "; an infinity may be an overflow, or memory that was never written, added up"),
+        (-math.inf, 0.0, "; an infinity may be an overflow, or memory that was never written, added up"),
+        (-5.0e303, 0.5, "; numbers as large as this may be padding or a buffer that was never written"),
         (1.0, math.nan, ""),
         (1.0, math.inf, ""),
         (-5.0e303, 2.0e303, ""),
@@ -129,4 +129,4 @@ def test_unwritten_memory_of_a_judged_program_is_named_also_where_it_was_average
     fresh = torch.full((32,), execute._BYTE ^ 0xFF, dtype=torch.uint8).view(dtype)
     for world_size in (1, 2, 4):
         found = difference(fresh / world_size, t(*[1.0] * len(fresh)), 0.0)
-        assert found.text.endswith("that nobody wrote to")
+        assert found.text.endswith("that was never written")

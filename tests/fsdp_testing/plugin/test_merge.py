@@ -348,3 +348,22 @@ def test_frames_of_the_pool_and_of_imports_are_left_out() -> None:
         "stack of rank 0:",
         *(line for number, line in enumerate(stack.splitlines()) if number in (0, 1, 3, 4)),
     ]
+
+
+def test_frames_of_torchs_test_classes_are_left_out_unless_nothing_else_is_there() -> None:
+    torchs = (
+        '  File "/torch/testing/_internal/common_distributed.py", line 9, in run_test\n    getattr(self, test_name)()'
+    )
+    own = '  File "/home/me/test_own.py", line 18, in test_sum\n    self.assertEqual(total.item(), 3)'
+
+    def account(*frames: str) -> list[str]:
+        text = "\n".join(("Traceback (most recent call last):", *frames, "AssertionError: 2"))
+        error = ErrorRecord("AssertionError", "2", text)
+        return account_lines(RankOutcome(0, Fate.RAISED, error=error))
+
+    assert account(torchs, own, torchs) == [
+        "Traceback (most recent call last):",
+        *own.splitlines(),
+        "AssertionError: 2",
+    ]
+    assert account(torchs) == ["Traceback (most recent call last):", *torchs.splitlines(), "AssertionError: 2"]

@@ -83,6 +83,7 @@ def test_arguments_of_the_wrong_kind() -> None:
 TORCHRUN = r"""
 import os
 import sys
+import time
 import torch, torch.distributed as dist
 from fsdp_testing import current_world, run_ranks
 def total(factor):
@@ -93,12 +94,20 @@ def fails():
     if current_world().rank == 1:
         raise ValueError("planted")
     dist.barrier()
+def faulty(fault):
+    current_world().inject(fault)
+    return time.time() - time.clock_gettime(time.CLOCK_REALTIME) > 3000
 what = sys.argv[1]
 if what == "works":
     for _ in range(2):
         os.write(1, f"got {run_ranks(total, 3.0, size=2)}\n".encode())  # whole: two processes share the pipe
 elif what == "fails":
     run_ranks(fails, size=2)
+elif what == "faults":
+    moved = run_ranks(faulty, "clock=+3600", size=2)
+    off = time.time() - time.clock_gettime(time.CLOCK_REALTIME)
+    os.write(1, f"moved {moved}, put back: {abs(off) < 60}\n".encode())
+    run_ranks(faulty, "crash@step=1", size=2)
 else:
     run_ranks(total, 1.0, size=3)
 """
@@ -109,6 +118,7 @@ else:
     [
         ("works", 0, "got [[6.0, 0], [6.0, 1]]"),
         ("fails", 1, "ValueError: planted"),
+        ("faults", 1, "fault crash@step=1: expected a place that is reached, got to the end before it"),
         ("size", 1, "expected size=2, the number of torchrun's processes, got 3"),
     ],
 )
@@ -121,6 +131,8 @@ def test_under_torchrun_its_processes_are_the_world(what: str, code: int, said: 
     assert said in done.stdout + done.stderr
     if what == "works":
         assert done.stdout.count(said) == 4
+    if what == "faults":
+        assert done.stdout.count("moved [True, True], put back: True") == 2, done.stdout
 
 
 def test_names_of_the_package() -> None:

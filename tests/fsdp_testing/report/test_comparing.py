@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from fsdp_testing.cases.records import RunReport, Verdict
+from fsdp_testing.cases.records import Finding, RunReport, Verdict
 from fsdp_testing.report.comparing import comparison, dated
 from fsdp_testing.report.conformance import complete_sheet, short_sheet
 from fsdp_testing.report.html import html_text
@@ -58,6 +58,35 @@ def test_what_is_excused_now_or_not_run_any_more_is_told(make: SimpleNamespace) 
         "changed: a s.listed was FAIL, is expected",
         "changed: a s.dropped was pass, is not claimed",
         "not run: a s.skipped was FAIL",
+    ]
+
+
+def test_a_check_that_fails_by_another_cause_is_new_and_not_as_old_as_the_one_before(make: SimpleNamespace) -> None:
+    def report(date: str, *findings: Finding) -> RunReport:
+        return RunReport((make.result("a", "s.one", Verdict.FAIL, findings=findings),), environment={"date": date})
+
+    def named(happened: str) -> Finding:
+        return make.diverged(cause="1", happened=happened, explanation=f"{happened} is so")
+
+    gradient = make.diverged()
+    norm = make.diverged(quantity="total_norm", sort="total_norm", explanation="the norm is off")
+    first = report("Monday", gradient)
+    second = dated(report("Tuesday", norm), first)
+    assert lines(second, first) == ["new: a s.one is FAIL, was FAIL by another cause: the norm is off"]
+    assert second.since == {"a s.one": "Tuesday"}
+    # One cause more is told, and the check is as old as it was.
+    third = dated(report("Friday", norm, gradient), second)
+    assert lines(third, second) == [
+        f"new: a s.one is FAIL, was FAIL, and has one more cause: {gradient.explanation}",
+        "still: a s.one is FAIL, since Tuesday",
+    ]
+    # Two that look alike are told apart by what was done wrong, where that is known of both.
+    doubled, halved = report("Sunday", named("it is divided by 2 ranks")), report("Today", named("it is not reduced"))
+    assert lines(dated(halved, doubled), doubled) == [
+        "new: a s.one is FAIL, was FAIL by another cause: it is not reduced is so"
+    ]
+    assert lines(dated(doubled, report("Sunday", named("it is divided by 3 ranks"))), first) == [
+        "still: a s.one is FAIL, since Sunday"
     ]
 
 

@@ -74,7 +74,7 @@ OTHER = {
         (PARTS | {"3.json": replace(PARTS["3.json"], request=None)}, ["3.json has checks not recorded, 1.json has 5"]),
         (
             {path: replace(part, request=None) for path, part in PARTS.items()},
-            ["1.json does not say which checks it was asked for"],
+            ["1.json does not say which checks were requested"],
         ),
         (
             PARTS | {"3.json": replace(PARTS["3.json"], results=PARTS["2.json"].results)},

@@ -84,7 +84,7 @@ def test_progress_without_a_terminal_is_a_line_for_each_suite_and_trouble(mixed:
     lines = lines_of_progress(mixed.results)
     assert lines[:2] == [
         "starting ranks and examining the adapters",
-        "8 checks to run; a line for each suite that is through",
+        "8 checks to run; a line for each finished suite",
     ], "both come before anything is run"
     assert [line.split(":")[0] for line in lines[2:]] == [
         "FAIL one training.adamw",

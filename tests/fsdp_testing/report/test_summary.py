@@ -32,7 +32,7 @@ def test_exit_codes(good: RunReport, mixed: RunReport, make: SimpleNamespace) ->
     assert summary.report_exit_code(mixed) == 1
     unknown = RunReport(results=(make.result("a", "s.c", Verdict.UNKNOWN),))
     assert summary.report_exit_code(unknown) == 3
-    assert "nothing is known" in summary.conclusion(unknown)
+    assert "no verdict" in summary.conclusion(unknown)
     expected = RunReport(results=(make.result("a", "s.c", Verdict.EXPECTED_FAILURE),))
     assert summary.report_exit_code(expected) == 0
     assert summary.conclusion(expected) == "no new failure; 1 check failed as expected"
@@ -89,7 +89,7 @@ def test_nothing_checked_is_never_a_success(make: SimpleNamespace) -> None:
     assert summary.report_exit_code(RunReport(results=())) == 3
     idle = RunReport(results=(make.result("a", "s.c", Verdict.NOT_CLAIMED),))
     assert summary.report_exit_code(idle) == 3
-    assert summary.conclusion(idle) == "no claim of a was checked, so nothing is known"
+    assert summary.conclusion(idle) == "no claim of a was checked: no verdict"
     lost = RunReport(results=(make.result("a", "s.c", Verdict.PASS),), implementations=("a", "lost"))
     assert summary.report_exit_code(lost) == 3
     assert "lost" in summary.conclusion(lost)
@@ -100,7 +100,7 @@ def test_nothing_checked_is_never_a_success(make: SimpleNamespace) -> None:
     [
         ({"max_error": None, "bound": None}, ""),
         ({"max_error": 0.5, "bound": None}, "max error 0.5"),
-        ({"max_error": 0.5, "bound": 0.0}, "max error 0.5, equal bits were due"),
+        ({"max_error": 0.5, "bound": 0.0}, "max error 0.5, expected equal bits"),
         ({"max_error": 0.5, "bound": 0.25}, "max error 0.5, bound 0.25 (2 times the bound)"),
         ({"max_error": math.nan, "bound": 0.25}, "max error nan, bound 0.25"),
         ({"max_error": math.inf, "bound": 0.25}, "max error inf, bound 0.25"),

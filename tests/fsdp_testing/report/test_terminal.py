@@ -43,7 +43,7 @@ def test_a_failure_shows_where_what_by_how_much_and_how_to_replay(mixed: RunRepo
         "gradient of blocks.1.weight",
         "max error 0.37, bound 2e-12 (1.85e+11 times the bound)",
         "12 roundings x u(float64)",
-        "max error 0.37, equal bits were due",
+        "max error 0.37, expected equal bits",
         "fsdp-verify run one --check training.adamw --world-size 2",
         "exit code 1",
     ):

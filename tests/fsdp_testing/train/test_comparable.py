@@ -22,7 +22,7 @@ def compared(reference, other):
 def test_losses_decide_nothing_where_parameters_agree_and_gradients_do():
     names, left = compared(quantities(), quantities(loss=0.5))
     assert names == ["gradient of w", "learning rate", "parameter w"]
-    assert left == ["what need not agree where parameters do: loss"]
+    assert left == ["ignored because parameters agree: loss"]
     assert "loss" in compared(quantities(), quantities(loss=1.01))[0]
     # Adam takes the same step with half of the gradient: that is a mistake.
     assert "gradient of w" in compared(quantities(), quantities(gradient=1.0))[0]

@@ -139,7 +139,7 @@ def test_a_fault_that_is_not_reached_is_unknown(with_fault, place):
     holds(
         judgement,
         Verdict.UNKNOWN,
-        rf"never comes to the fault crash@rank=0,{place}: it makes rank 0: \d+, rank 1: .* 6 optimi.*",
+        rf"never reaches the fault crash@rank=0,{place}: it makes rank 0: \d+, rank 1: .* 6 optimi.*",
     )
 
 
@@ -167,6 +167,60 @@ def test_a_rank_that_ends_as_if_all_were_well_is_a_failure(tmp_path):
     assert report.judgements[1].owner == "--fault crash@rank=1,step=2 on 2 ranks"
     assert "rank 0 ended without an error after" in report.judgements[1].sentence
     assert report.exit_code == 1
+
+
+TWO_OPTIMIZERS = """
+import torch, torch.distributed as dist
+
+dist.init_process_group('gloo')
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2).double()
+optimizers = [torch.optim.SGD([model.weight], lr=0.1), torch.optim.SGD([model.bias], lr=0.1)]
+rows = torch.randn(4, 6, 4).double()
+for step in range(4):
+    total, largest = torch.ones(2), torch.full((2,), float(dist.get_rank()))
+    dist.all_reduce(total)  # of neither is anything made
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    model.zero_grad()
+    model(rows[step][dist.get_rank() :: dist.get_world_size()]).square().mean().backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+    for optimizer in optimizers:
+        optimizer.step()
+"""
+
+
+@pytest.fixture(scope="module")
+def two_optimizers(tmp_path_factory):
+    script = tmp_path_factory.mktemp("two") / "train.py"
+    script.write_text(TWO_OPTIMIZERS)
+
+    def judge(fault):
+        launch = Launch(str(script), steps=4, isolation="warm", timeout=60.0, faults=(Fault.parse(fault),))
+        return examine(launch, (2,)).judgements[-1]
+
+    return judge
+
+
+def test_a_step_of_two_optimizers_is_one_as_train_counts_them(two_optimizers):
+    judgement = two_optimizers("corrupt@step=2")
+    holds(
+        judgement, Verdict.FAIL, r"every rank goes on to the end. differs from the run without a fault: .* at step 2 .*"
+    )
+    assert judgement.first.step == 2
+
+
+def test_collectives_in_another_order_that_change_no_number_pass_and_are_told(two_optimizers):
+    judgement = two_optimizers("reorder@rank=1,collective=1")
+    holds(judgement, Verdict.PASS, "every rank goes on to the end. 4 steps are those of the run without a fault")
+    assert judgement.compared[-1].startswith("with the fault, ranks disagree: "), judgement.compared
+
+
+def test_faults_that_exclude_each_other_are_refused_before_anything_runs():
+    faults = tuple(map(Fault.parse, ("crash@rank=1,step=1", "delay=1@step=1")))
+    with pytest.raises(InvalidArgument, match="expected delay=1@step=1 to come about"):
+        examine(replace(LAUNCH, faults=faults), (2,))
 
 
 def test_a_rank_that_no_world_has_is_refused():

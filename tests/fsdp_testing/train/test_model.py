@@ -212,7 +212,7 @@ def test_a_model_is_known_to_differ_by_what_the_message_says(monkeypatch, entry,
         bound()
     assert type(caught.value) is raised
     if raised is ModelDiffers:
-        said = re.search(r"If this is it: (\{.*\})$", str(caught.value))
+        said = re.search(r"To expect this failure, write: (\{.*\})$", str(caught.value))
         assert said is not None
         again = fsdp_testing.parametrize_with_models(
             tied, implementations=PLAIN, expected_failures={"tied-torch-ddp": ast.literal_eval(said[1])}

@@ -57,6 +57,7 @@ def test_a_right_script_passes_each_relation_and_they_stand_in_one_table():
         ("checkpoint", CHECKPOINT, r"differs from no further arguments: loss at step 0"),
         ("rows", CHECKPOINT, r"takes other rows than no further arguments at step 0, though as many"),
         ("raise", CHECKPOINT, r"did not end well: .*ValueError: checkpointing lacks its argument"),
+        ("packing", ("", "--packing"), r"differs from no further arguments: loss at step 0"),
         ("order", ("order",), r"differs from its rows as they are: loss at step 0"),
         ("padding", ("padding",), r"differs from its rows as they are: loss at step 0"),
     ],
@@ -66,6 +67,12 @@ def test_each_mistake_in_what_is_varied_fails(mistake, vary, message):
     (judgement,) = report.judgements
     assert judgement.verdict is Verdict.FAIL, str(report)
     assert re.search(message, judgement.sentence), str(report)
+
+
+def test_rows_that_are_packed_into_one_are_the_same_rows_of_the_dataset():
+    report = judge([("", "--packing")])
+    assert report.verdict is Verdict.PASS, str(report)
+    assert "with other arguments of forward" in str(report), str(report)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import pytest
 from fsdp_testing import check_script
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.train import running, surroundings
 from fsdp_testing.train import script as script_module
-from fsdp_testing.train import surroundings
+from fsdp_testing.train.running import Runner
 from fsdp_testing.train.script import Launch, ScriptDiffers, ScriptUndecided, examine
 
 SCRIPTS = Path(__file__).parent
@@ -102,7 +103,7 @@ def test_each_mistake_is_found_and_its_cause_named(script, arguments, message):
         (("--mistake", "argument"), r"one process .*usage: with_indices.py --mistake argument CONFIG"),
         (("--mistake", "spawn"), r"one process starts processes of its own with torch.multiprocessing"),
         (("--mistake", "download"), r"one process downloads something: it asked for weights.invalid and got URLError"),
-        (("--mistake", "never"), r"one process never steps an optimizer"),
+        (("--mistake", "never"), r"one process never steps a torch.optim optimizer"),
         (("--mistake", "unseeded"), r"one process does not repeat itself: two runs differ, first in loss at step 0"),
         (("--mistake", "shape"), r"2 ranks: unknown: has other parameters than one process, first parameter head"),
         (("--nonsense",), r"(?s)one process ended with exit code 2.*unrecognized arguments: --nonsense"),
@@ -119,6 +120,23 @@ def test_what_cannot_be_judged_is_unknown_with_one_sentence(arguments, message, 
         "text.txt": b"\0\1\2\3",
         "log.txt": b"mine",
     }
+
+
+def test_one_process_that_never_ends_is_told_what_to_try():
+    report = judge("indices", "--mistake", "endless", timeout=1.0)
+    assert report.verdict is Verdict.UNKNOWN, str(report)
+    assert re.search(
+        r"does not come to the steps that are compared: rank 0 hung after 1 s.*Compare fewer --steps.*raise --timeout",
+        str(report),
+    ), str(report)
+
+
+def test_ranks_that_share_processors_have_more_time_where_one_process_took_long(monkeypatch):
+    monkeypatch.setattr(running, "usable_processors", lambda: 2)
+    runner = Runner(Launch("train.py", timeout=40.0), SimpleNamespace())
+    assert [runner.timeout(size) for size in (1, 2, 8)] == [40.0, 40.0, 40.0]
+    runner.seconds.extend([5.0, 20.0])
+    assert [runner.timeout(size) for size in (1, 2, 8)] == [40.0, 60.0, 240.0]
 
 
 def test_another_machine_that_a_script_asks_is_named_beside_the_verdict():
@@ -149,7 +167,7 @@ def test_a_module_is_started_where_it_lies_and_a_file_that_each_run_replaces_is_
     launch = Launch("started_as_module", (str(elsewhere),), is_module=True, steps=2, isolation="warm")
     report = examine(launch, (2,))
     assert report.verdict is Verdict.PASS, str(report)
-    assert f"writes to {elsewhere}, outside the current folder: every run replaces it" in str(report)
+    assert f"writes to {elsewhere}, outside the current folder: every run overwrites it" in str(report)
     assert sorted(path.name for path in place.iterdir() if path.suffix == ".pt") == []
 
 

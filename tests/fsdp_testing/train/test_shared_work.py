@@ -62,7 +62,7 @@ def test_a_mistake_of_ranks_that_share_the_work_fails_at_its_place(kind, mistake
 def test_parts_that_are_drawn_by_the_rank_cannot_be_compared(kind):
     text = said(judge("parts", "--kind", kind, "--mistake", "seed of the rank"), Verdict.UNKNOWN)
     assert "other parameters than one process" in text
-    assert "draw the whole from one seed on every rank, and take the part of that" in text
+    assert "draw the whole from one seed on every rank, then take the rank's part" in text
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_what_differs_beside_a_convention_is_no_statistic_of_a_rank():
 def test_a_convention_that_is_accepted_and_not_there_is_said():
     text = said(judge("conventions", "--kind", "dropout", accept=("batch-norm-per-rank",)), Verdict.PASS)
     assert "accepted: batch-norm-per-rank: not there" in text
-    assert "not compared: dropout, which was switched off" in text
+    assert "not compared: dropout, switched off" in text
 
 
 def test_an_unknown_convention_is_refused_before_anything_runs():
@@ -153,6 +153,7 @@ def test_an_unknown_convention_is_refused_before_anything_runs():
 def test_a_script_that_ends_itself_with_words_is_quoted():
     text = said(judge("conventions", "--kind", "message"), Verdict.UNKNOWN)
     assert (
-        'ended itself by sys.exit("no data here: make them first") at with_conventions.py:17. Mend what it says' in text
+        'ended itself by sys.exit("no data here: make them first") at with_conventions.py:17. Fix the error that it reports'
+        in text
     )
     assert "arguments it needs" not in text

@@ -52,11 +52,11 @@ def test_a_missing_wait_fails_with_both_places(how, first, then):
 def test_a_script_without_streams_is_not_said_to_be_right():
     numbers, streams, said = judge("ddp")
     assert (numbers, streams) == (Verdict.PASS, Verdict.UNKNOWN), said
-    assert "gives work to the default stream alone, so that nothing was watched" in said
+    assert "gives work to the default stream alone, so there was nothing to watch" in said
 
 
 def test_what_ends_only_unrecorded_is_unknown():
     numbers, streams, said = judge("raises when recorded")
     assert (numbers, streams) == (Verdict.PASS, Verdict.UNKNOWN), said
-    assert "with its streams recorded it does not come to its end" in said
+    assert "does not finish while its streams are recorded" in said
     assert "an operator that nobody can record" in said

@@ -50,6 +50,8 @@ if mistake == "download":
 if mistake == "argument" and len(sys.argv) < 4:
     sys.exit("usage: with_indices.py --mistake argument CONFIG")
 Path("log.txt").write_text("begun")
+while mistake == "endless":
+    nn.Linear(2, 1)(torch.ones(2)).sum().backward()
 text = (
     torch.arange(300).mul(7).remainder(11)
     if not Path("text.txt").exists()

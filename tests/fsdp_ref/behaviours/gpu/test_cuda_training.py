@@ -179,6 +179,7 @@ class OnDevices:
         sharded = case.units()[0].handle.sharded
         with torch.no_grad():
             case.model(x)  # warms up streams and workspaces
+            gc.collect()  # models of earlier tests
             case.device_module.synchronize()
             case.device_module.reset_peak_memory_stats()
             before = case.device_module.memory_allocated()
@@ -214,7 +215,8 @@ class OnDevices:
             case.backward(1)
         default = case.device_module.current_stream().stream_id
         gathers = {call.stream for call in seen if call.op == "all_gather"}
-        reductions = {call.stream for call in seen if call.op != "all_gather"}
+        # Not of fingerprints, which are whole numbers: they are made and compared on the default stream.
+        reductions = {call.stream for call in seen if call.op != "all_gather" and call.tensor.is_floating_point()}
         assert len(reductions) == 1
         assert default not in reductions
         if case.units()[0].handle.sharded:

@@ -24,6 +24,11 @@ def sums(*faults: str, count: int = 3) -> list[float]:
     return results
 
 
+def sums_in_two_injections(outer: str, inner: str) -> list[float]:
+    with current_world().inject(outer):
+        return sums(inner)
+
+
 def sum_and_largest(fault: str) -> list[float]:
     """Two collectives of which the kinds differ, so that their order shows."""
     world = current_world()

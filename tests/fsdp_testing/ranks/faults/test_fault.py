@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.ranks.faults.fault import Fault
+from fsdp_testing.ranks.faults.fault import Fault, check_together
 
 
 @pytest.mark.parametrize(
@@ -81,3 +81,39 @@ def test_text_that_is_no_fault_gives_one_sentence_with_kinds_and_places(text):
 def test_a_rank_that_is_not_there_is_refused():
     with pytest.raises(InvalidArgument, match="expected a rank from 0 to 1, got 2 in 'crash@rank=2,step=0'"):
         Fault.parse("crash@rank=2,step=0", 2)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (
+            "crash@rank=1,step=4",
+            "delay=1@step=4",
+            "expected delay=1@step=4 to come about, got crash@rank=1,step=4 before it",
+        ),
+        ("hang@save=1", "hang@rank=0,save=1", "expected hang@rank=0,save=1 to come about, got hang@save=1 before it"),
+        (
+            "drop@collective=2",
+            "reorder@rank=0,collective=2",
+            "expected a collective that is either dropped or comes later",
+        ),
+    ],
+)
+def test_faults_at_one_place_that_exclude_each_other_are_refused(first, second, said):
+    with pytest.raises(InvalidArgument, match=said):
+        check_together([Fault.parse("clock=+5"), Fault.parse(first), Fault.parse(second)])
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("delay=1@step=4", "crash@rank=1,step=4"),
+        ("crash@rank=1,step=4", "delay=1@rank=0,step=4"),
+        ("crash@rank=1,step=4", "delay=1@rank=1,step=5"),
+        ("stop@collective=4", "delay=1@step=4"),
+        ("drop@collective=2", "reorder@collective=3"),
+        ("memory=1GiB", "full-disk"),
+    ],
+)
+def test_other_faults_may_be_together(first, second):
+    check_together([Fault.parse(first), Fault.parse(second)])

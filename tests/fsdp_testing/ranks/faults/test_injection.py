@@ -76,6 +76,33 @@ def test_collectives_alike_in_another_order_swap_their_numbers():
     assert run_ranks(programs.two_sums_alike, "reorder@rank=1,collective=1") == [[11.0, 11.0]] * 2
 
 
+def test_a_collective_that_comes_later_is_counted_once():
+    # Rank 1 reads its first sum before it is issued.
+    results = run_ranks(programs.sums, "reorder@rank=1,collective=1", "corrupt@rank=1,collective=3", count=4)
+    assert results == [[3.0, 3.0, 4.0, 3.0], [2.0, 3.0, 4.0, 3.0]]
+
+
+def test_a_collective_after_which_no_other_comes_is_not_reordered():
+    error = failure(programs.sums, "reorder@collective=3")
+    assert "fault reorder@collective=3: expected a place that is reached" in str(error)
+
+
+def test_faults_at_one_place_come_about_in_their_order():
+    place = "@rank=1,collective=2"
+    assert run_ranks(programs.sums, f"corrupt{place}", f"corrupt{place}") == [[3.0, 5.0, 3.0]] * 2
+    error = failure(programs.sums, f"delay=0{place}", f"crash{place}")
+    written = error.outcome.ranks[1].stderr
+    assert written.index(f"injected fault delay=0{place} is here") < written.index(
+        f"injected fault crash{place} is here"
+    )
+
+
+def test_faults_of_two_injections_count_the_same_collectives():
+    # What the outer one drops is the first for the inner one, too.
+    results = run_ranks(programs.sums_in_two_injections, "drop@collective=1", "corrupt@rank=1,collective=2")
+    assert results == [[1.0, 4.0, 3.0], [2.0, 4.0, 3.0]]
+
+
 @pytest.mark.parametrize("kind", ["drop", "reorder", "corrupt"])
 def test_a_collective_of_cpp_cannot_be_changed_and_that_is_said(kind):
     error = failure(programs.in_ddp, f"{kind}@collective=1")

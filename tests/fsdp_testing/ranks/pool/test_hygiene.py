@@ -363,6 +363,50 @@ def test_a_namespace_is_read_again_only_when_it_was_changed(versions: bool, monk
     assert "first" not in namespace.read()
 
 
+def _watched_beside(folder: Path, imports: str) -> list[str]:
+    """Return the folder that torch comes from, and the names of what is watched, with `folder` first on the path."""
+    code = (
+        f"import {imports}; from fsdp_testing.ranks.pool import hygiene; import torch; "
+        "print(torch.__file__, *(watched.place.__name__ for watched in hygiene._watched.current()))"
+    )
+    named = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run([sys.executable, "-c", code], env=named, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_torch_in_a_checkout_is_no_code_under_test(tmp_path: Path) -> None:
+    (tmp_path / "torch").symlink_to(Path(torch.__file__).parent)
+    file, *watched = _watched_beside(tmp_path, "torch.overrides")
+    assert file == str(tmp_path / "torch" / "__init__.py")
+    assert "torch.nn.functional" in watched
+    assert "torch.overrides" not in watched
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_packages_that_were_installed_into_a_folder_are_no_code_under_test(tmp_path: Path, installed: bool) -> None:
+    (tmp_path / "made.py").touch()
+    if installed:
+        (tmp_path / "made-1.0.dist-info").mkdir()
+    assert ("made" in _watched_beside(tmp_path, "made")) is not installed
+
+
+def test_no_value_of_code_under_test_is_asked_for_its_class(tmp_path: Path) -> None:
+    class Deprecated:
+        @property
+        def __class__(self) -> Any:
+            raise AssertionError("asked")
+
+        @__class__.setter
+        def __class__(self, other: Any) -> None: ...
+
+    module = types.ModuleType("made")
+    module.__file__ = str(tmp_path / "made.py")
+    module.old, module.Kind = Deprecated(), type("Kind", (), {"__module__": "made"})  # type: ignore[attr-defined]  # made here
+    watched = hygiene._Watched()
+    watched._add(module)
+    assert [namespace.place for namespace in watched.all[-2:]] == [module, module.Kind]  # type: ignore[attr-defined]  # as above
+
+
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="dictionaries have no versions from Python 3.14 on")
 def test_dictionaries_have_versions_here() -> None:
     assert compat._dictionaries_have_versions()

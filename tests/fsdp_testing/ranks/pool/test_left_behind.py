@@ -190,9 +190,9 @@ LEFT: dict[str, tuple[Callable[[], Any], str, str, Callable[[], Any]]] = {
     "descriptors of a device": (_descriptors, "open file", "200 descriptors of devices", lambda: len(HELD)),
     "many files": (_files, "open file", "20 more descriptors are open", lambda: len(HELD)),
     "the last descriptor": (_to_the_last_descriptor, "open file", "more descriptors are open", lambda: len(HELD)),
-    "receive": (_receive, "message", "nobody waited for a recv from rank", _exchange),
-    "receive that was dropped": (_receive_dropped, "message", "nobody waited for a recv from rank", _exchange),
-    "send": (_send, "message", "nobody waited for a send to rank", _exchange),
+    "receive": (_receive, "message", "of its group was never waited for", _exchange),
+    "receive that was dropped": (_receive_dropped, "message", "of its group was never waited for", _exchange),
+    "send": (_send, "message", "of its group was never waited for", _exchange),
 }
 
 

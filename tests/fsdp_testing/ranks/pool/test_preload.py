@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -24,6 +26,11 @@ def imported(*names: str) -> list[bool]:
 def imports(*names: str) -> None:
     for name in names:
         __import__(name)
+
+
+def collects(*names: str) -> list[bool]:
+    """Whether the collector was on while each module was imported, and whether it is now."""
+    return [*(sys.modules[name].COLLECTS for name in names), gc.isenabled()]
 
 
 def run(pool: Pool, function: object, *args: object, isolation: str = "fresh") -> list[object]:
@@ -84,6 +91,23 @@ def test_what_is_expected_the_first_rank_has_but_for_what_starts_threads() -> No
     pool.close()
     assert run(pool, imported, "triton", "wave") == [[True, True]], "a pool that starts anew still expects them"
     pool.close()
+
+
+def test_imports_look_for_no_garbage_and_ranks_do(stubs: Path) -> None:
+    for name in ("first", "second"):
+        (stubs / f"imported_{name}.py").write_text("import gc\nCOLLECTS = gc.isenabled()\n")
+    pool = Pool(preload_modules=("imported_first",))
+    pool.expect("imported_second")
+    assert run(pool, collects, "imported_first", "imported_second") == [[False, False, True]]
+    pool.close()
+
+
+def test_a_process_that_ends_does_not_look_through_what_stays() -> None:
+    ends = (
+        "import atexit, gc; from fsdp_testing.ranks.pool import default_pool; default_pool(); atexit._run_exitfuncs()"
+    )
+    command = [sys.executable, "-c", f"{ends}; print(gc.get_freeze_count() > 1000)"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\n"
 
 
 def test_a_few_modules_are_worth_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

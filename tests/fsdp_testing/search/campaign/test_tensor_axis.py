@@ -36,7 +36,11 @@ def judged(name: str) -> list[str]:
     return [result.signature.kind if result.signature else result.verdict.value for result in results]
 
 
-@pytest.mark.parametrize("fault", ["PARTIAL_SUMS", "OWN_GRADIENT", "NORM_OF_ONE_AXIS", "COUNTED_TWICE", "FIRST_PART"])
+NIGHTLY = ("PARTIAL_SUMS", "NORM_OF_ONE_AXIS", "COUNTED_TWICE", "FIRST_PART")
+"""Each push judges their faults by a case for each: tests/fsdp_testing/checks/suites/test_tensor_axis.py."""
+
+
+@pytest.mark.parametrize("fault", ["OWN_GRADIENT", *(pytest.param(fault, marks=pytest.mark.slow) for fault in NIGHTLY)])
 def test_a_fault_of_tensor_parallelism_is_found_in_few_cases(fault: str):
     healthy, found = judged("torch-fsdp2"), judged(f"faults_tensor_axis:{fault}")
     assert healthy == ["pass"] * len(SEEDS)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import fields, replace
+from functools import cache
 from itertools import product
 
 import pytest
@@ -24,8 +25,10 @@ from fsdp_testing.search.certificate.axes import (
     TRAITS,
     UNITS,
     WORLDS,
+    Block,
     Cell,
     blocks,
+    cube,
     in_cube,
     jobs,
     ranks_of,
@@ -35,9 +38,18 @@ from fsdp_testing.search.certificate.axes import (
 )
 from fsdp_testing.search.certificate.cases import case_of, needs_of
 
-BLOCKS = blocks()
-CELLS = [cell for block in BLOCKS for cell in block.cells()]
 ALL = frozenset(CAPABILITIES)
+
+
+@cache
+def every_block() -> list[Block]:
+    return blocks()
+
+
+@cache
+def every_cell() -> list[Cell]:
+    """When a test asks, not when tests are collected: that takes a second of each worker of pytest-xdist."""
+    return [cell for cells in cube() for cell in cells]
 
 
 def everything(_cell: Cell) -> bool:
@@ -65,7 +77,7 @@ def test_the_cube_has_so_many_cells():
     used = 13 * len(TRAITS) + 36  # of every trait; and those that leave something unused on every rank
     sizes = [ranks_of(mesh) for meshes in WORLDS.values() for mesh in meshes]
     lone = sum(size for size in sizes if size > 1)  # each rank of several may be the one that leaves a part out
-    assert len(CELLS) == worlds * units * rest * used + lone * units * rest * 36 == 220_032
+    assert len(every_cell()) == worlds * units * rest * used + lone * units * rest * 36 == 220_032
 
 
 def test_the_cells_are_those_of_the_axes_each_once():
@@ -76,14 +88,14 @@ def test_the_cells_are_those_of_the_axes_each_once():
         for mesh, second, skipping in product(meshes, {"S", first}, range(EVERY_RANK, 4))
         if in_cube(cell := Cell(strategy, mesh, units, trait, first, second, skipping, *face))
     }
-    there = [cell for cell in CELLS if (cell.clearing, cell.dtype) == face]
+    there = [cell for cell in every_cell() if (cell.clearing, cell.dtype) == face]
     assert set(there) == expected
-    assert len(set(CELLS)) == len(CELLS)
+    assert len(set(every_cell())) == len(every_cell())
 
 
 @pytest.mark.parametrize("claims", [ALL, ALL - {"unused_gradient_is_none"}], ids=["all", "zero for none"])
 def test_every_cell_is_a_legal_case_of_which_nothing_is_void(claims: frozenset[str]):
-    for cell in CELLS[::331]:
+    for cell in every_cell()[::331]:
         case = case_of(cell, claims)
         assert legal_case(case) == legal_case(case, claims) == case, cell
         assert needs_of_case(case) | {"accumulate_without_no_sync"} == needs_of(cell) | {"accumulate_without_no_sync"}
@@ -91,7 +103,7 @@ def test_every_cell_is_a_legal_case_of_which_nothing_is_void(claims: frozenset[s
 
 
 def test_the_oracle_sees_the_cells_of_a_block_as_one_and_those_of_others_not():
-    views = [{oracle_view(case_of(cell, ALL)).identity for cell in block.cells()} for block in BLOCKS[::91]]
+    views = [{oracle_view(case_of(cell, ALL)).identity for cell in block.cells()} for block in every_block()[::91]]
     assert all(len(view) == 1 for view in views)
     assert len(set.union(*views)) == len(views)
 
@@ -122,28 +134,31 @@ def test_shards_are_disjoint_and_cover_everything(parts: int, sample: int | None
 
     whole = [cell for job in jobs(face, sample) for cell in job]
     shards = [[c for job in jobs(face, sample, (i, parts)) for c in job] for i in range(1, parts + 1)]
-    assert sorted(cell for shard in shards for cell in shard) == sorted(whole)
-    assert len(set(whole)) == len(whole) == (sample or len(CELLS) // 9)
+    assert sum(map(len, shards)) == len(whole)
+    assert set().union(*shards) == set(whole)
+    assert len(set(whole)) == len(whole) == (sample or len(every_cell()) // 9)
     assert max(map(len, shards)) - min(map(len, shards)) < max(2, 0.1 * len(whole))
 
 
 def test_a_job_is_of_one_size_and_cells_of_a_block_stay_together():
     found = jobs(everything)
     assert {len({cell.size for cell in job}) for job in found} == {1}
-    assert sum(map(len, found)) == len(CELLS)
+    assert sum(map(len, found)) == len(every_cell())
     number = {cell: place for place, job in enumerate(found) for cell in job}
-    assert all(len({number[cell] for cell in block.cells()}) == 1 for block in BLOCKS[::17])
+    assert all(len({number[cell] for cell in block.cells()}) == 1 for block in every_block()[::17])
 
 
 def test_a_sample_is_spread_over_all_faces():
-    found = sampled(CELLS, 1000)
+    found = sampled(every_cell(), 1000)
     assert len(set(found)) == 1000
     worlds = Counter((cell.strategy, cell.mesh, cell.units) for cell in found)
     assert len(worlds) == 28 * 4
     assert max(worlds.values()) - min(worlds.values()) <= 1
     for item in fields(Cell):
-        assert {getattr(cell, item.name) for cell in found} == {getattr(cell, item.name) for cell in CELLS}, item.name
-    assert set(sampled(CELLS, 200)) < set(found)
+        assert {getattr(cell, item.name) for cell in found} == {getattr(cell, item.name) for cell in every_cell()}, (
+            item.name
+        )
+    assert set(sampled(every_cell(), 200)) < set(found)
 
 
 def test_a_cell_is_named_in_words() -> None:

@@ -1,0 +1,231 @@
+"""What multiple of the due numbers a step has: gradients by parameter, what the step changes, what each rank computes. Pure.
+
+A cause is named only where the multiple gives the wrong numbers, and everything else of the step agrees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, ROUNDINGS, Difference, floor, part
+from fsdp_testing.train.conventions import LOSS, flag
+from fsdp_testing.train.quantities import Kind, Quantity
+from fsdp_testing.train.spans import assembled
+from fsdp_testing.train.whole import Disagreement, WholeRun, first_steps, initial
+
+_SAME = 1e-5
+"""Relative; multiples that are nearer are one."""
+UNEVEN = 1e-3
+"""Weights of ranks that differ by less, or gradients of ranks that are so nearly multiples of one another, say nothing."""
+_OWN = (
+    "Cause: each rank's own statistic, by design or by mistake: the loss over the rows of a rank is no mean over "
+    "rows, so that the mean of the ranks' losses is not that of all rows: a router's balance, a contrastive loss, or a count or "
+    "norm of its own"
+)
+OWN_IN_FORWARD = (
+    f"{_OWN}, within forward. One process that is given the rows of "
+    f"each rank apart does the same. Compute that term over the rows of all ranks. {flag(LOSS)}"
+)
+_OWN_OUTSIDE = (
+    f"{_OWN}, outside of the model's forward. At step 0 the mean of what one process computes from each rank's rows{{}} is the "
+    "gradient that the ranks step. Compute that term over the rows of all ranks. If it is meant, compute it within forward "
+    f"and add `--accept {LOSS}`."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Multiple:
+    """What numbers are beside those that are due.
+
+    Attributes:
+        times: What multiple they are; None where they are none.
+        same: Whether they are equal but for roundings.
+    """
+
+    times: float | None
+    same: bool
+
+
+def multiple_of(got: torch.Tensor, due: torch.Tensor, bound: float) -> Multiple:
+    """Compare numbers with those that are due; `bound` is how far each may be off."""
+    got, due = got.double().reshape(-1), due.double().reshape(-1)
+    if got.shape != due.shape:
+        return Multiple(None, same=False)
+    square = float(due.square().sum())
+    times = float((got * due).sum()) / square if square else 0.0
+    near = bool(((got - times * due).abs() <= bound * max(1.0, abs(times))).all())
+    return Multiple(times if near and square else None, bool(((got - due).abs() <= bound).all()))
+
+
+def of_gradients(reference: WholeRun, run: WholeRun, step: int) -> str:
+    """Return the cause where the gradients of some parameters are one multiple of what is due, and all others are due."""
+    wrong: dict[str, float] = {}
+    pairs = _pairs_of_gradients(reference, run, step)
+    for name, (due, got) in pairs.items():
+        here = multiple_of(got, due, _bound(due))
+        if here.same:
+            continue
+        if here.times is None or any(abs(here.times - other) > _SAME * abs(other) for other in wrong.values()):
+            return ""
+        wrong[name] = here.times
+    if not wrong:
+        return ""
+    first, times = next(iter(wrong.items()))
+    rest = "and the others are equal" if len(wrong) < len(pairs) else "each by the same factor"
+    return (
+        f"Cause: {_as_factor(times, run.size)}. At step {step} the gradients of {len(wrong)} of {len(pairs)} parameters, first "
+        f"{first}, are {times:.6g} times those of one process, {rest}."
+    )
+
+
+def _as_factor(times: float, size: int) -> str:
+    if abs(times - size) < _SAME * size:
+        return "gradients are summed over ranks where a mean is due"
+    if abs(times * size - 1) < _SAME:
+        return "gradients are divided by the number of ranks once too often, or are not summed"
+    return "gradients are lost" if abs(times) < _SAME else "gradients are scaled"
+
+
+def of_change(reference: WholeRun, run: WholeRun, difference: Difference) -> str:
+    """Return the cause where a step with the due gradient and the due settings changes a parameter otherwise."""
+    key, step = difference.quantity, difference.step
+    if key.kind is not Kind.PARAMETER or not _has_due_gradient(reference, run, key.name, step):
+        return ""
+    due, got = _change(reference, key, step), _change(run, key, step)
+    if due is None or got is None:
+        return ""
+    after = run.quantities[key][step]
+    here = multiple_of(got, due, floor(after.dtype, ROUNDINGS) * float(after.abs().max()))
+    if not bool(got.any()):
+        what = "does not change it"
+    elif here.times is not None:
+        what = f"changes it {here.times:.6g} times as much as in one process"
+    else:
+        what = "changes it otherwise than in one process"
+    return (
+        f"Cause: the gradient of {key.name} and the optimizer's settings are those of one process, and step {step} {what}. "
+        "Look for an update that one rank makes and the others do not get (a broadcast from the wrong rank, a missing gather), "
+        "or for a rate or a state that some rank has of its own."
+    )
+
+
+def of_updates(run: WholeRun, odd: Disagreement) -> str:
+    """Return the cause where ranks step the same weights by the same gradient to other weights."""
+    key, step = odd.quantity, odd.step
+    if key.kind is not Kind.PARAMETER or not all(rank[step].agreed for rank in run.evidence):
+        return ""
+    seen = [rank.steps[step] for rank in run.ranks]
+    if any(key not in one.before or key not in one.after for one in seen):
+        return ""
+    if assembled([one.before[key] for one in seen])[1] is not None:
+        return ""
+    moves = [assembled([one.after[key]])[0] - assembled([one.before[key]])[0] for one in seen]
+    still = [rank for rank, move in enumerate(moves) if not bool(move.nan_to_num().any())]
+    on = f"rank(s) {', '.join(map(str, still))} do not change it" if still else "each changes it otherwise"
+    return (
+        f"Cause: all ranks have the same weights and the same gradient of {key.name} before step {step}, and their optimizers "
+        f"step otherwise: {on}. An update that one rank makes for all is not sent to the others (a missing broadcast or "
+        "gather), or a rate or a state is each rank's own."
+    )
+
+
+def of_ranks(reference: WholeRun, run: WholeRun, each: Sequence[WholeRun]) -> str:
+    """Return the cause that one process shows which was given the rows of each rank in turn, until its first step.
+
+    Args:
+        reference: One process with the rows of all ranks.
+        run: The world.
+        each: Of each rank one process with its rows.
+    """
+    names = [key.name for key in run.names(_kind_of(run))]
+    due, got = (_as_one_row(world, names) for world in (reference, run))
+    apart = [_as_one_row(one, names) for one in each]
+    if due is None or got is None or any(row is None or row.shape != got.shape for row in (due, *apart)):
+        return ""
+    rows = [row for row in apart if row is not None]
+    units = [max(seen.evidence.roundoff, seen.terms.roundoff) for world in (run, *each) for seen in first_steps(world)]
+    bound = part(max(units), CLEAR_ROUNDINGS) * max(float(row.abs().max()) for row in rows)
+    wanted, given = weights_of(due, rows, bound), weights_of(got, rows, bound)
+    if given is None:
+        return ""
+    counts = [f"{run.size * weight:.3g}" for weight in given]
+    plain = max(abs(run.size * weight - 1) for weight in given) <= UNEVEN
+    if _is_mean(given) and (plain or wanted is None or not _is_mean(wanted)):
+        return _OWN_OUTSIDE.format("" if plain else f", which count {' and '.join(counts)} times,")
+    if wanted is None or not _is_mean(wanted) or max(abs(one - two) for one, two in zip(given, wanted)) <= UNEVEN:
+        return ""
+    alike = max(given) - min(given) <= UNEVEN
+    ranks = (
+        f"each by {counts[0]}" if alike else ", ".join(f"rank {rank} by {count}" for rank, count in enumerate(counts))
+    )
+    how = "by a number that does not depend on the number of ranks" if alike else "alike"
+    due_counts = ", ".join(f"{run.size * weight:.3g}" for weight in wanted)
+    return (
+        f"Cause: ranks scale their losses: {ranks}, expected {due_counts}. At step 0 the gradient is the mean over ranks of "
+        f"that many times what one process computes from the rows of each. Scale the loss of every rank {how}."
+    )
+
+
+def is_own_statistic(cause: str) -> bool:
+    """Whether a cause is a statistic of each rank, so that one process does the same with the rows of each in turn."""
+    return cause.startswith(_OWN)
+
+
+def _is_mean(weights: Sequence[float]) -> bool:
+    return min(weights) > 0 and abs(sum(weights) - 1) <= UNEVEN
+
+
+def weights_of(total: torch.Tensor, parts: Sequence[torch.Tensor], bound: float) -> list[float] | None:
+    """Return the weights with which parts add up to a total; None if they do not, or if other weights do, too."""
+    columns = torch.stack([part.double() for part in parts], 1)
+    if len(columns) != len(total) or not bool(columns.isfinite().all()) or not bool(total.isfinite().all()):
+        return None
+    weights = torch.linalg.lstsq(columns, total.double()[:, None]).solution[:, 0]
+    singular = torch.linalg.svdvals(columns)
+    known = bool(singular[-1] > UNEVEN * singular[0])
+    return weights.tolist() if known and bool(((columns @ weights - total).abs() <= bound).all()) else None
+
+
+def _kind_of(run: WholeRun) -> Kind:
+    return Kind.UNCLIPPED if run.names(Kind.UNCLIPPED) else Kind.GRADIENT
+
+
+def _as_one_row(run: WholeRun, names: Sequence[str]) -> torch.Tensor | None:
+    """Return the gradients of the first step as one row, as they were before the first clip; None where one is not there."""
+    values = [run.quantities.get(Quantity(_kind_of(run), name), [])[:1] for name in names]
+    return torch.cat([one[0].double().reshape(-1) for one in values]) if names and all(values) else None
+
+
+def _pairs_of_gradients(reference: WholeRun, run: WholeRun, step: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return what is due and what is there, by parameter, as it was before the first clip."""
+    both = reference.names(Kind.UNCLIPPED) and run.names(Kind.UNCLIPPED)
+    kind = Kind.UNCLIPPED if both else Kind.GRADIENT
+    pairs = {}
+    for key in reference.names(kind):
+        due, got = reference.quantities[key], run.quantities.get(key, [])
+        if step < min(len(due), len(got)) and due[step].numel():
+            pairs[key.name] = due[step], got[step]
+    return pairs
+
+
+def _has_due_gradient(reference: WholeRun, run: WholeRun, name: str, step: int) -> bool:
+    due, got = (world.quantities.get(Quantity(Kind.GRADIENT, name), []) for world in (reference, run))
+    if step >= min(len(due), len(got)) or not bool(due[step].any()):
+        return False
+    return multiple_of(got[step], due[step], _bound(due[step])).same
+
+
+def _change(run: WholeRun, key: Quantity, step: int) -> torch.Tensor | None:
+    """Return by how much a step changed a parameter; None where that is not known."""
+    values = run.quantities.get(key, [])
+    before = values[step - 1 : step] if step else initial(run).get(key, [])
+    if step >= len(values) or not before or before[0].shape != values[step].shape:
+        return None
+    return values[step].double() - before[0].double()
+
+
+def _bound(due: torch.Tensor) -> float:
+    return floor(due.dtype, CLEAR_ROUNDINGS) * (float(due.abs().max()) if due.numel() else 0.0)
