@@ -55,7 +55,7 @@ class RunListener(Protocol):
 
 def run_conformance(
     *names: str,
-    world_sizes: Sequence[int] = (2,),
+    world_sizes: Sequence[int] | None = (2,),
     tensor_parallel: int = 1,
     backend: str = "gloo",
     checks: Sequence[str] = (),
@@ -72,7 +72,8 @@ def run_conformance(
 
     Args:
         *names: Registered names or import strings `package.module:attribute`.
-        world_sizes: Numbers of ranks.
+        world_sizes: Numbers of ranks; None for those that each check names itself: 2, also 3 where the number matters, and 4 for
+            hybrid sharding.
         tensor_parallel: How many of them hold one model together: torch's tensor parallelism cuts modules over these, and
             implementations that claim it shard over the others. It divides every world size.
         backend: Backend of the worlds.
@@ -81,7 +82,7 @@ def run_conformance(
         shard: `(i, n)`: judge only the i-th of n parts, counted from 1, of the pairs of implementation and check.
         expected_failures: By check name, for all implementations, how it fails: the fields of `ExpectedFailure` as a mapping, or
             a list of such; or per implementation such a mapping. What fails otherwise is new.
-        extended: Run the extended profile too.
+        extended: Run the extended profile too; without `world_sizes` it always runs.
         explain: Seconds of an idle machine that may be spent on the failures of one implementation, to find the shortest
             schedule that shows each root cause; 0 leaves them as they were found.
         portraits: Trace one short program under each flat strategy, on implementations that claim `unit_trace`, for
@@ -101,13 +102,13 @@ def run_conformance(
     """
     start = time.perf_counter()
     adapters = load_all(names)
-    selected = select_checks(checks, extended=extended)
+    selected = select_checks(checks, extended=extended or world_sizes is None)
     expected = expectations(expected_failures, names, CHECKS)
-    where = _place(world_sizes, backend, tensor_parallel)
+    where = _place(world_sizes, backend, tensor_parallel, selected)
     if not isinstance(jobs, int) or isinstance(jobs, bool) or jobs < 1:
         raise InvalidArgument(f"jobs: expected a number of at least 1, got {jobs!r}. Give 1 or more.")
     runner = runner or shared_runner()
-    _examine(adapters.values(), runner, where, jobs)
+    _examine(adapters.values(), runner, where, jobs, selected)
     first, of = shard or (1, 1)
     pairs = [(name, check) for name in adapters for check in selected][first - 1 :: of]
     tasks = [partial(judge_check, runner, adapters[name], check, where) for name, check in pairs]
@@ -122,11 +123,11 @@ def run_conformance(
         results=explained,
         implementations=tuple(adapters),
         environment=environment(),
-        world_sizes=where.world_sizes,
+        world_sizes=where.sizes(*selected),
         backend=backend,
         tensor_parallel=tensor_parallel,
         # One by one: they show times.
-        portraits=tuple(_portraits(adapters, where, runner)) if portraits else (),
+        portraits=tuple(_portraits(adapters, where, runner, selected)) if portraits else (),
         seconds=time.perf_counter() - start,
         shard=shard,
         request=Request(tuple(check.name for check in selected), extended, digest(expected)),
@@ -164,9 +165,11 @@ def how_of(check: str) -> JudgeSettings | None:
     return JudgeSettings(found.comparison, found.mode) if found is not None and found.judge is None else None
 
 
-def _portraits(adapters: Mapping[str, Adapter], where: Where, runner: CaseRunner) -> Iterator[Portrait]:
+def _portraits(
+    adapters: Mapping[str, Adapter], where: Where, runner: CaseRunner, selected: Sequence[Check]
+) -> Iterator[Portrait]:
     """One short run of each implementation that reports its units, under each strategy that it claims."""
-    sizes = [size for size in where.world_sizes if size > 1 and where.tensor_parallel == 1]
+    sizes = [size for size in where.sizes(*selected) if size > 1 and where.tensor_parallel == 1]
     for name, adapter in adapters.items() if sizes and where.backend == "gloo" else ():
         for strategy in portrait.STRATEGIES:
             case = portrait.portrait_case(strategy, min(sizes))
@@ -183,7 +186,7 @@ def run_check(
     name: str,
     check: str,
     *,
-    world_sizes: Sequence[int] = (2,),
+    world_sizes: Sequence[int] | None = (2,),
     tensor_parallel: int = 1,
     backend: str = "gloo",
     runner: CaseRunner | None = None,
@@ -195,7 +198,7 @@ def run_check(
     Args:
         name: Implementation.
         check: Name of the check.
-        world_sizes: Numbers of ranks.
+        world_sizes: Numbers of ranks, as for `run_conformance`, and so the next two.
         tensor_parallel: How many of them hold one model together, as for `run_conformance`.
         backend: Backend of the worlds.
         runner: Where cases run; by default `shared_runner()`.
@@ -207,9 +210,9 @@ def run_check(
     """
     adapters = load_all((name,))
     selected = select_checks((check,))
-    where = _place(world_sizes, backend, tensor_parallel)
+    where = _place(world_sizes, backend, tensor_parallel, selected)
     runner = runner or shared_runner()
-    _examine(adapters.values(), runner, where)
+    _examine(adapters.values(), runner, where, 1, selected)
     result = judge_check(runner, adapters[name], selected[0], where, stop_at_first=stop_at_first)
     return result if expected is None else expecting(result, expected, runner)
 
@@ -272,7 +275,9 @@ process, so that nothing about it changes between two checks. What was found unf
 _EXAMINED_KEPT = 1024
 
 
-def _examine(adapters: Iterable[Adapter], runner: CaseRunner, where: Where, jobs: int = 1) -> None:
+def _examine(
+    adapters: Iterable[Adapter], runner: CaseRunner, where: Where, jobs: int, selected: Sequence[Check]
+) -> None:
     """Examine each adapter on ranks before its implementation is judged for the first time.
 
     Raises:
@@ -281,7 +286,7 @@ def _examine(adapters: Iterable[Adapter], runner: CaseRunner, where: Where, jobs
     runner.pool.expect(suites.__name__)  # what checks run on ranks lies there
     if where.backend != "gloo":
         return  # the examination is about names and values on the CPU; other devices have checks of their own
-    size = min(where.world_sizes)
+    size = min(where.sizes(*selected))
     fit = _EXAMINED.setdefault(runner, Shared(_EXAMINED_KEPT))
 
     def task(adapter: Adapter) -> Callable[[], None]:
@@ -324,17 +329,18 @@ def _sizes(world_sizes: Iterable[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(sizes))
 
 
-def _place(world_sizes: Iterable[int], backend: str, tensor_parallel: int = 1) -> Where:
+def _place(world_sizes: Iterable[int] | None, backend: str, tensor_parallel: int, selected: Sequence[Check]) -> Where:
     """Where to judge; refuses a backend that cannot run there, or computes no real values."""
-    where = Where(_sizes(world_sizes), backend, tensor_parallel)
-    odd = [size for size in where.world_sizes if tensor_parallel < 1 or size % tensor_parallel]
+    where = Where(None if world_sizes is None else _sizes(world_sizes), backend, tensor_parallel)
+    sizes = where.sizes(*selected)
+    odd = [size for size in sizes if tensor_parallel < 1 or size % tensor_parallel]
     if odd:
         raise InvalidArgument(
             f"tensor_parallel: expected a number that divides every world size, got {tensor_parallel} for {odd}. "
             "Give a multiple of it as world size."
         )
     found = backend_named(backend)
-    for size in where.world_sizes:
+    for size in sizes:
         reason = found.unavailable(size)
         if reason:
             raise BackendUnavailable(f"backend {backend!r}: {reason}")

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fsdp_testing.search.campaign.campaign import Plan
     from fsdp_testing.search.campaign.tally import CampaignTally
 
+WORLD_SIZES = (2, 3)
 DESCRIPTION = """\
 Run random cases (module tree, wrapping plan, strategy, program of training operations) on ranks and compare each with a
 single-process oracle. A new failure is shrunk and written to DIR/found/. A campaign goes on where the last
@@ -53,7 +54,7 @@ def add(commands: Subparsers[Command]) -> Command:
     limit.add_argument("--stop-at-first", action="store_true", help="end with the first confirmed finding")
     what = command.add_argument_group("what is drawn")
     add_seed(what, "from which all choices follow")
-    add_world_sizes(what, "numbers of ranks, the usual one first (default 2)")
+    add_world_sizes(what, "numbers of ranks, the usual one first (default 2,3; over tensor parallelism 2)", ())
     add_tensor_parallel(what)
     what.add_argument("--max-operations", type=count, default=12, metavar="N", help="longest program (default 12)")
     what.add_argument(
@@ -163,7 +164,8 @@ def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
         known.append(read_rules(text, str(path), adapter.built_on))
     limit = options.seconds if options.seconds or options.examples else 60.0
     parts = options.tensor_parallel
-    drawn = (options.world_size, options.max_operations, frozenset(options.without), parts)
+    sizes = options.world_size or (WORLD_SIZES if parts == 1 else WORLD_SIZES[:1])
+    drawn = (sizes, options.max_operations, frozenset(options.without), parts)
     return Plan(
         implementation=adapter,
         scope=Scope(adapter.claimed(parts), *drawn),
@@ -171,7 +173,7 @@ def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
         seconds=limit,
         examples=options.examples,
         seed=options.seed,
-        lanes=batches_at_a_time(options.jobs, max(options.world_size)),
+        lanes=batches_at_a_time(options.jobs, max(sizes)),
         deadline=options.timeout,
         known=joined(known),
         stop_at_first=options.stop_at_first,

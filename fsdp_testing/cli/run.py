@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from fsdp_testing.report.terminal import Output
 
 INTERRUPTED = 130
-WORLD_SIZES = (2,)
+PLAIN = (2,)
+"""World sizes over tensor parallelism and of backends whose ranks need devices; else each check has its own."""
 _BESIDE = "tensor_parallel"
 """Name of the table, inside that of an implementation, which counts over tensor parallelism."""
 
@@ -49,7 +50,7 @@ def add(commands: Subparsers[Command]) -> Command:
     command.add_argument("names", nargs="*", metavar="NAME", help="implementations")
     command.add_argument("--all", action="store_true", help="every registered implementation")
     what = command.add_argument_group("what is run")
-    add_world_sizes(what, "numbers of ranks (default 2; with --pairs 2,3,4)", ())
+    add_world_sizes(what, "numbers of ranks (default: 2, also 3 where it matters, 4 for hybrid; --pairs 2,3,4)", ())
     add_tensor_parallel(what)
     what.add_argument("--backend", default="gloo", help="of the ranks: gloo (default), nccl or a registered one")
     what.add_argument(
@@ -72,7 +73,9 @@ def add(commands: Subparsers[Command]) -> Command:
         help="in place of checks: cases that hold every pair of traits, on 2, 3 and 4 ranks; minutes",
     )
     what.add_argument("--state", type=Path, metavar="DIR", help="of --pairs; default: .fsdp-pairs/NAME")
-    what.add_argument("--extended", action="store_true", help="the extended profile too: more cases, more time")
+    what.add_argument(
+        "--extended", action="store_true", help="with --world-size: hybrid sharding too, if 4 is among them"
+    )
     add_fault(what.add_argument, "into the ranks in each run of a case, and judge the result")
     add_timeout(what, 60.0)
     add_jobs(what, "checks")
@@ -120,7 +123,6 @@ def execute(options: argparse.Namespace) -> int:
         return pairs.execute(options)
     if options.state is not None:
         raise InvalidArgument(f"run: expected --state beside --pairs alone, got {str(options.state)!r}. Drop it.")
-    options.world_size = options.world_size or WORLD_SIZES
     if options.all and options.names:
         raise InvalidArgument(f"run: expected names or --all, got both ({', '.join(options.names)}). Drop one of them.")
     paths = checked_outputs(options)
@@ -128,13 +130,18 @@ def execute(options: argparse.Namespace) -> int:
     default_pool().start()  # torch is imported there and, with the registry, here: at the same time
     from fsdp_testing.adapters import registry
     from fsdp_testing.checks.conformance import select_checks
+    from fsdp_testing.checks.suites.run import Where
 
-    select_checks(options.check)  # a name that is no check's ends the run before there are ranks
-    check_backend(options.backend, max(options.world_size))
+    # A name that is no check's ends the run before there are ranks.
+    chosen = select_checks(options.check, extended=options.extended or not options.world_size)
+    options.world_size = options.world_size or _usual(options)
+    largest = max(Where(options.world_size).sizes(*chosen))
+    check_backend(options.backend, largest)
     names = registry.names() if options.all else tuple(options.names)
     expected = expectations(options.expected_failures, names, options.tensor_parallel)
-    room = capacity_here(max(options.world_size))
-    options.jobs = room.jobs(options.jobs)
+    room = capacity_here(largest)
+    # Where checks name the sizes, few of them need the largest world.
+    options.jobs = room.jobs(options.jobs, None if options.world_size else capacity_here(min(PLAIN)).jobs(None))
     console = open_console()
     part_of = "part {} of {}; ".format(*options.shard) if options.shard else ""
     for name in unknown_tables(options.expected_failures, names):
@@ -154,6 +161,11 @@ def execute(options: argparse.Namespace) -> int:
     ending = "interrupted: these are the results so far; no file was written"
     sheet = replace(_sheet(report, options), exit_code=INTERRUPTED, conclusion=ending)
     return present(sheet, console, {}, {}, full=options.full)
+
+
+def _usual(options: argparse.Namespace) -> tuple[int, ...] | None:
+    """Return the world sizes of a run whose user names none; None for those of each check."""
+    return None if options.backend == "gloo" and options.tensor_parallel == 1 else PLAIN
 
 
 def earlier_report(options: argparse.Namespace) -> RunReport | None:
@@ -313,6 +325,8 @@ def judged(
         except KeyboardInterrupt:
             if not progress.results:
                 raise
-            known = RunReport(tuple(progress.results), names, environment(), options.world_size, options.backend)
+            results = tuple(progress.results)
+            sizes = tuple(sorted({case.world_size for result in results for case in result.cases}))
+            known = RunReport(results, names, environment(), sizes, options.backend)
             return replace(known, tensor_parallel=options.tensor_parallel), True
     return report, False

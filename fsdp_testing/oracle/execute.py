@@ -143,20 +143,28 @@ class RankProgram:
     def zero_grad(self, *, set_to_none: bool) -> None:
         self.adapter.zero_grad(self.model, self.optimizer, set_to_none)
 
-    def call(self, batch: Any, *, inner: bool = False, penalised: bool = False) -> models.Forwarded:
+    def call(
+        self,
+        batch: Any,
+        *,
+        inner: bool = False,
+        penalised: bool = False,
+        leaves: list[torch.Tensor] | None = None,
+    ) -> models.Forwarded:
         """Run the wrapped model forward on this rank's inputs.
 
         Args:
             batch: Which inputs.
             inner: The module inside the wrapper is called, where the wrapper is one around it.
             penalised: The loss has the squared gradient by the inputs as a part.
+            leaves: Where the inputs are added if they are to get gradients.
         """
         inputs = models.make_inputs(self.case, batch, self.rank)
         model = getattr(self.model, "module", self.model) if inner else self.model
         with self._inside():
             if penalised:
                 return models.penalised(model, self.case, batch, self.rank, inputs)
-            return models.forward(model, self.case, batch, self.rank, inputs)
+            return models.forward(model, self.case, batch, self.rank, inputs, leaves)
 
     def plain_part(self, name: str) -> nn.Module:
         """Return a part of the model as it was before wrapping, built anew."""

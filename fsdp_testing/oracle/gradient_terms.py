@@ -67,13 +67,11 @@ class _TermReplay(Replay):
         self.terms: list[GradientTerm] = []
         self._uses: dict[int, dict[str, dict[Use, torch.Tensor]]] = {}
 
-    def local_gradients(
-        self, rank: int, batch: Any, *, penalised: bool = False
-    ) -> tuple[models.Forwarded, LocalGradients]:
+    def local_gradients(self, rank: int, batch: Any, **how: Any) -> tuple[models.Forwarded, LocalGradients]:
         watch = _Uses(self.replicas[rank], {id(p): fqn for fqn, p in self.compute.items()})
         with watch.watching():
             # Watched from forward to backward: a view reports its gradient when backward reaches it.
-            forwarded, gradients = super().local_gradients(rank, batch, penalised=penalised)
+            forwarded, gradients = super().local_gradients(rank, batch, **how)
         # By identity, which lasts as long as the gradients: until `accumulate` or `interrupted` has noted them.
         self._uses[id(gradients)] = watch.divided(gradients)
         return forwarded, gradients

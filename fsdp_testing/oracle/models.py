@@ -158,8 +158,19 @@ def _with_inputs_of(case: Case, batch: Batch, rank: int) -> int:
     return 0 if batch.alike else rank // case.world.tensor_parallel
 
 
-def forward(model: Callable[..., Any], case: Case, batch: Batch, rank: int, inputs: Inputs) -> Forwarded:
-    """Call the model. The global generator is seeded first, so that dropout is a function of case, batch and rank."""
+def forward(
+    model: Callable[..., Any],
+    case: Case,
+    batch: Batch,
+    rank: int,
+    inputs: Inputs,
+    leaves: list[torch.Tensor] | None = None,
+) -> Forwarded:
+    """Call the model. The global generator is seeded first, so that dropout is a function of case, batch and rank.
+
+    Floating-point inputs ask for gradients if there are `leaves`, to which they are added.
+    """
+    inputs = inputs if leaves is None else _asking_for_gradients(inputs, leaves)
     # Just before the call: numbers that were drawn earlier must not change what dropout drops.
     _seed(derive(case.seed, "forward", batch.seed, _with_inputs_of(case, batch, rank)))
     output = model(*inputs.args, **inputs.kwargs)
@@ -169,7 +180,15 @@ def forward(model: Callable[..., Any], case: Case, batch: Batch, rank: int, inpu
 def penalised(model: Callable[..., Any], case: Case, batch: Batch, rank: int, inputs: Inputs) -> Forwarded:
     """Call the model as `forward` does; the squared gradient by the floating-point inputs is a part of the loss."""
     leaves: list[torch.Tensor] = []
+    forwarded = forward(model, case, batch, rank, inputs, leaves)
+    if not leaves or not forwarded.loss.requires_grad:
+        return forwarded
+    slopes = torch.autograd.grad(forwarded.loss, leaves, create_graph=True, allow_unused=True)
+    squares = [slope.square().sum() for slope in slopes if slope is not None]
+    return Forwarded(sum(squares, forwarded.loss), forwarded.outputs)
 
+
+def _asking_for_gradients(inputs: Inputs, leaves: list[torch.Tensor]) -> Inputs:
     def leaf(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_floating_point():
             # Leaves of their own: the inputs themselves ask for no gradient.
@@ -177,12 +196,7 @@ def penalised(model: Callable[..., Any], case: Case, batch: Batch, rank: int, in
             leaves.append(tensor)
         return tensor
 
-    forwarded = forward(model, case, batch, rank, Inputs(*map_tensors(leaf, (inputs.args, dict(inputs.kwargs)))))
-    if not leaves or not forwarded.loss.requires_grad:
-        return forwarded
-    slopes = torch.autograd.grad(forwarded.loss, leaves, create_graph=True, allow_unused=True)
-    squares = [slope.square().sum() for slope in slopes if slope is not None]
-    return Forwarded(sum(squares, forwarded.loss), forwarded.outputs)
+    return Inputs(*map_tensors(leaf, (inputs.args, dict(inputs.kwargs))))
 
 
 def _seed(seed: int) -> None:

@@ -154,13 +154,13 @@ class WatchedProgram(RankProgram):
         self._unwatched = modules_of(module)
         return setup_in_world(case, module)
 
-    def call(self, batch: Any, *, inner: bool = False, penalised: bool = False) -> models.Forwarded:
+    def call(self, batch: Any, **how: Any) -> models.Forwarded:
         """Run the wrapped model forward, recording what its modules compute."""
         # Not before it is wrapped: hooks of the implementation come first, which show whole parameters and change outputs.
         self.watch.attach(self._unwatched)
         self._unwatched = ()
         with self.watch.forward(self.index, batch, self.rank):
-            return super().call(batch, inner=inner, penalised=penalised)
+            return super().call(batch, **how)
 
 
 # ---------------------------------------------------------------------------------------------------- in one process
@@ -185,10 +185,10 @@ class WatchedReplay(Replay):
         self.watch.attach(modules_of(replica))
         return replica
 
-    def forward(self, rank: int, batch: Any, *, penalised: bool = False) -> models.Forwarded:
+    def forward(self, rank: int, batch: Any, **how: Any) -> models.Forwarded:
         """Run the replica of `rank`, recording what its modules compute."""
         with self.watch.forward(self.index, batch, rank):
-            return super().forward(rank, batch, penalised=penalised)
+            return super().forward(rank, batch, **how)
 
 
 def expect_modules(

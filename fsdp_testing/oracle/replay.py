@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -147,12 +148,14 @@ class Replay:
 
     # ------------------------------------------------------------------------------------------- computation
 
-    def forward(self, rank: int, batch: Any, *, penalised: bool = False) -> models.Forwarded:
-        """Run the replica of `rank` on that rank's inputs; `penalised` as `models.penalised` does."""
+    def forward(
+        self, rank: int, batch: Any, *, penalised: bool = False, leaves: list[torch.Tensor] | None = None
+    ) -> models.Forwarded:
+        """Run the replica of `rank` on its inputs; `penalised` and `leaves` as `models.penalised` and `models.forward` do."""
         inputs = models.make_inputs(self.case, batch, rank)
         if self.precision.param_dtype is not None:
             inputs = models.Inputs(*models.cast_floats((inputs.args, dict(inputs.kwargs)), self.precision.param_dtype))
-        run = models.penalised if penalised else models.forward
+        run = models.penalised if penalised else partial(models.forward, leaves=leaves)
         # By versions: an edit shows without comparing numbers, and whether or not it changed any.
         counted = {fqn: parameter._version for fqn, parameter in self.compute.items()}
         forwarded = run(self.replicas[rank], self.case, batch, rank, inputs)
@@ -180,14 +183,14 @@ class Replay:
                     self.compute[fqn].copy_(parameter)
 
     def local_gradients(
-        self, rank: int, batch: Any, *, penalised: bool = False
+        self, rank: int, batch: Any, *, penalised: bool = False, leaves: list[torch.Tensor] | None = None
     ) -> tuple[models.Forwarded, LocalGradients]:
         """Run forward and backward of one rank, and return its own gradients."""
         # Replicas share the parameters: what the last rank left there is not this one's.
         for parameter in self.compute.values():
             parameter.grad = None
         self.disturbance.contributions.clear()
-        forwarded = self.forward(rank, batch, penalised=penalised)
+        forwarded = self.forward(rank, batch, penalised=penalised, leaves=leaves)
         if forwarded.loss.requires_grad:
             forwarded.loss.backward()
         return forwarded, gradients_of(self.compute, self.disturbance.contributions)

@@ -222,7 +222,7 @@ def _advice(report: RunReport) -> Iterator[Line]:
         if summary.report_exit_code(report):
             yield Line("Ask for checks that the implementation claims:", command="fsdp-verify list")
         else:
-            yield Line("Nothing. For a wider check add --world-size 2,3, then --extended.")
+            yield Line("Nothing. For a wider check add --world-size 2,3,4 --extended.")
 
 
 def _told(failures: Failures) -> Iterator[Section]:
@@ -246,6 +246,9 @@ def verdict_table(report: RunReport, failures: Failures) -> Table:
         for check, results in checks:
             label = check.removeprefix(f"{suite}.")
             meaning = next(iter(results.values())).meaning
+            if len(report.world_sizes) > 1:
+                sizes = sorted({size for result in results.values() for size in result.world_sizes})
+                meaning += f" ({listed(map(str, sizes))} ranks)" if sizes else ""
             rows.append(Row(label, tuple(_cell(results.get(name), failures) for name in names), meaning))
         words, urgent = summary.suite_state([result for _, results in checks for result in results.values()])
         groups.append(RowGroup(tuple(rows), suite, f"{summary.checks(len(rows))}: {words}", urgent))

@@ -21,7 +21,7 @@ import torch
 
 from fsdp_testing.adapters import registry
 from fsdp_testing.adapters.adapter import Adapter
-from fsdp_testing.base.document import Format, decode, load_json, read_text
+from fsdp_testing.base.document import ADDED_LATER, Format, decode, load_json, read_text
 from fsdp_testing.cases.records import FailureKind, Verdict
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.judging.signature import Signature
@@ -49,11 +49,13 @@ class Reason:
         text: The first fact that differs, or what hindered the judge.
         looks: Kind, quantity and operation of a failure, else empty.
         confirmed: It failed alike again, alone.
+        refused: The implementation says that it cannot.
     """
 
     text: str
     looks: tuple[str, ...] = ()
     confirmed: bool = False
+    refused: bool = field(default=False, metadata=ADDED_LATER)
 
     @property
     def signature(self) -> Signature | None:

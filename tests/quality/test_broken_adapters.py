@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 
+import faults_missed
 import proving
 import pytest
 from every_fault import FAULTS
@@ -88,6 +89,14 @@ def test_a_fault_is_named_by_its_number_or_its_name():
     assert proving.chosen([]) == list(BUGS.values())
     with pytest.raises(InvalidArgument, match="B9999"):
         proving.chosen(["B9999", "B024"])
+
+
+def test_a_wrong_mean_at_an_odd_size_shows_in_a_run_without_world_sizes():
+    name, check = faults_missed.AT_ODD_SIZES, "training.gradients_are_means"
+    assert run_check(name, check, stop_at_first=True).verdict is Verdict.PASS
+    usual = run_check(name, check, world_sizes=None, stop_at_first=True)
+    assert usual.verdict is Verdict.FAIL
+    assert [finding.case.world.size for finding in usual.findings] == [3]
 
 
 def test_units_gathered_one_by_one_keep_the_order():

@@ -294,7 +294,10 @@ FLAT = _implementation(
     "fsdp_ref-flat",
     partial(_as_wrapper, False),
     # One flat parameter has one gradient and one flag, and the original ones are not there between iterations.
-    without=frozenset({"frozen_mixed_unit", "thawed_parameters", "unused_gradient_is_none", "data_assignment"})
+    without=frozenset(
+        {"frozen_mixed_unit", "thawed_parameters", "unused_gradient_is_none", "data_assignment"}
+        | {"gradient_edits", "in_place_edits"}
+    )
     | {"tensor_hooks", "accumulation_hooks"},
 )
 COMPOSABLE = _implementation("fsdp_ref-composable", _as_composable)

@@ -26,6 +26,9 @@ EVERYWHERE = frozenset(
         "activation_checkpointing",
         "outdated_backward",
         "backward_inputs",
+        "input_gradients",
+        "strict_state",
+        "reordered_optimizer",
     }
 )
 """Of torch's implementations all."""
@@ -33,6 +36,8 @@ EVERYWHERE = frozenset(
 REPLICATED = EVERYWHERE | {
     "no_shard",
     "data_assignment",
+    "gradient_edits",
+    "in_place_edits",
     "shared_across_units",
     "frozen_mixed_unit",
     "unused_parameters_differ",

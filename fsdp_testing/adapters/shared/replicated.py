@@ -19,9 +19,10 @@ def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Call the unwrapped module's `load_state_dict`. Collectives: none."""
+    """Call the unwrapped module's `load_state_dict`, which refuses what does not fit. Collectives: none."""
     inside = naming.unwrapped(model)
-    inside.load_state_dict({fqn: state[naming.original(fqn)] for fqn in inside.state_dict()})
+    own = {naming.original(fqn): fqn for fqn in inside.state_dict()}
+    inside.load_state_dict({own.get(fqn, fqn): tensor for fqn, tensor in state.items()})
 
 
 def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:

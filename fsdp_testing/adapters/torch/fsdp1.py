@@ -78,7 +78,7 @@ _SHARED_CLAIMS = SHARDED | {
 }
 
 #: Only with original parameters: one unit may mix frozen and trainable ones, and flags may change.
-_ORIGINAL_CLAIMS = frozenset({"frozen_mixed_unit", "thawed_parameters"})
+_ORIGINAL_CLAIMS = frozenset({"frozen_mixed_unit", "thawed_parameters", "gradient_edits", "in_place_edits"})
 
 #: Only with flat parameters: with original ones torch saves the local form and cannot load it again.
 _FLAT_CLAIMS = frozenset({"local_state_dict"})

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -30,6 +30,8 @@ from fsdp_testing.errors import InvalidImplementation
 CAPABILITIES = SHARDED | {
     "several_forwards",
     "frozen_mixed_unit",
+    "gradient_edits",
+    "in_place_edits",
     "thawed_parameters",
     "unused_gradient_is_none",
     "forward_edits",
@@ -58,6 +60,9 @@ _SHARDED: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = WeakKeyDiction
 
 _SETTINGS: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 """What the case of each model asks for that `no_sync` has to know."""
+
+_LOCAL: WeakSet[nn.Module] = WeakSet()
+"""Models inside `no_sync`."""
 
 
 def wrap(module: nn.Module, setup: Setup) -> nn.Module:
@@ -142,7 +147,10 @@ def _units(model: nn.Module) -> list[tuple[str, FSDPModule]]:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Gradient reduction off in every unit, and on again at the end; with settings, in the way that they name."""
+    """Gradient reduction off in every unit, and on again after the outermost; with settings, in the way that they name."""
+    if model in _LOCAL:
+        yield
+        return
     settings = _SETTINGS.get(model, frozenset())
 
     def switch(flag: bool) -> None:
@@ -156,9 +164,11 @@ def no_sync(model: nn.Module) -> Iterator[None]:
                 root.set_is_last_backward(flag)
 
     switch(False)
+    _LOCAL.add(model)
     try:
         yield
     finally:
+        _LOCAL.discard(model)
         switch(True)
 
 

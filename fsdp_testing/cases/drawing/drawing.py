@@ -13,6 +13,7 @@ from fsdp_testing.cases.drawing.normal_form import legal_case, needs_of_case
 from fsdp_testing.cases.drawing.operation_drawer import OperationDrawer
 from fsdp_testing.cases.drawing.trees import draw_tree
 from fsdp_testing.cases.models import MODELS
+from fsdp_testing.cases.models.model import LARGE
 from fsdp_testing.cases.models.tree import unit_names
 from fsdp_testing.cases.models.tree_schema import parameters
 from fsdp_testing.cases.records import Case, ModelSpec, PolicySpec, WorldSpec, WrappingPlan
@@ -39,7 +40,8 @@ class CaseDrawer:
         self.scope = scope
         self._swarms = SwarmDrawer(scope)
         # Batch statistics of one row are undefined, and without rows there is no gradient: not what is looked for here.
-        self._zoo = [m for m in MODELS.values() if m.needs <= scope.capabilities and m.name != "batch_norm"]
+        drawn = [m for m in MODELS.values() if m.name != "batch_norm" and LARGE not in m.traits]
+        self._zoo = [m for m in drawn if m.needs <= scope.capabilities]
 
     def draw(self, choices: Choices) -> Case:
         """Draw a legal case that asks for claimed capabilities only."""

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import nn
 
+LARGE = "large"
+"""Trait of models that random cases leave out: each would take seconds."""
+
 
 class Inputs(NamedTuple):
     """What to call the model with: `model(*inputs.args, **inputs.kwargs)`."""

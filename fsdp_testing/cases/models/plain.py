@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_testing.cases.models.model import Family, Inputs, Wired, chain, features, float_input, layers, tokens
+from fsdp_testing.cases.models.model import LARGE, Family, Inputs, Wired, chain, features, float_input, layers, tokens
 from fsdp_testing.cases.models.tree_layers import TreeLinear, TreeOffset
 
 ZOO = Family()
@@ -40,6 +40,18 @@ def square(width: int) -> nn.Linear:
 def mlp() -> nn.Module:
     """Three equal layers."""
     return layers(square(8), square(8), square(8))
+
+
+@ZOO.model("wide", float_input(192), ("layers.0", "layers.1"), LARGE)
+def wide() -> nn.Module:
+    """Two layers of 72 KiB and more per shard on four ranks, in float64: buffers of several pages."""
+    return layers(square(192), square(192))
+
+
+@ZOO.model("huge", float_input(2048), ("layers.0",), LARGE)
+def huge() -> nn.Module:
+    """One layer of more than 16 MiB in float32: buckets and copies in several parts."""
+    return layers(nn.Linear(2048, 2112))
 
 
 class Clipped(nn.Linear):

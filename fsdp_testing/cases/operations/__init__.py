@@ -15,6 +15,7 @@ from fsdp_testing.cases.operations.full_parameters import (
     Thaw,
     UnshardFirst,
 )
+from fsdp_testing.cases.operations.gradients import EditGradients
 from fsdp_testing.cases.operations.micro_batches import Forward, ForwardBackward, LocalMicroBatches, SeveralForwards
 from fsdp_testing.cases.operations.operation import Batch, Operation, missing_facets
 from fsdp_testing.cases.operations.optimizing import BuildOptimizer, Clip, Observe, SetLr, Step, ZeroGrad
@@ -25,7 +26,7 @@ from fsdp_testing.errors import InvalidRecord
 ALL: tuple[type[Operation], ...] = (
     ForwardBackward, Step, ZeroGrad, Forward, SetLr, Freeze, Thaw, Clip, EditFullParameters, Observe, BuildOptimizer,
     Move, SeveralForwards, Reload, Interrupt, UnshardFirst, AssignData, ReplaceParameters,
-    LocalMicroBatches, Save, UnusualBackward, TrainElsewhere,
+    LocalMicroBatches, Save, UnusualBackward, TrainElsewhere, EditGradients,
 )  # fmt: skip
 """Every operation, the simplest first: a drawn program that shrinks moves towards the front."""
 
@@ -56,7 +57,7 @@ OPERATIONS = by_kind(ALL)
 """Every kind of operation by its tag."""
 
 __all__ = [
-    "ALL", "OPERATIONS", "AssignData", "Batch", "BuildOptimizer", "Clip", "EditFullParameters", "Forward",
+    "ALL", "OPERATIONS", "AssignData", "Batch", "BuildOptimizer", "Clip", "EditFullParameters", "EditGradients", "Forward",
     "ForwardBackward", "Freeze", "Interrupt", "LocalMicroBatches", "Move", "Observe", "Operation", "Reload",
     "ReplaceParameters", "Save", "SetLr", "SeveralForwards", "Step",  "Thaw", "TrainElsewhere", "UnshardFirst",
     "UnusualBackward", "ZeroGrad", "by_kind",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from fsdp_testing.base.document import ADDED_LATER
 from fsdp_testing.cases.operations import user_code
 from fsdp_testing.cases.operations.micro_batches import Forward, ForwardBackward, ForwardPass, TrainingPass
 from fsdp_testing.cases.operations.operation import Batch, OfPatterns, Operation, matching
@@ -168,15 +169,29 @@ class AssignData(ForwardPass):
     """Gives parameters new storage (`p.data = ...`) with values multiplied by a factor; then a forward without gradient.
 
     An implementation may notice the new storage only when it next uses the parameters, so a forward belongs to it.
+
+    Attributes:
+        patterns: Which parameters.
+        factor: What their values are multiplied by.
+        batch: Inputs of the forward.
+        in_place: The values change where they are, as an optimizer changes them.
     """
 
     kind: ClassVar[str] = "assign_data"
-    needs: ClassVar[frozenset[str]] = frozenset({"data_assignment", "forward_only"})
+    needs: ClassVar[frozenset[str]] = frozenset({"forward_only"})
     features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.assign_data": ("data_assignment",)}
     writes_parameters: ClassVar[bool] = True
     patterns: tuple[str, ...]
     factor: float
     batch: Batch
+    in_place: bool = field(default=False, metadata=ADDED_LATER)
+
+    def required(self) -> frozenset[str]:
+        how = "in_place_edits" if self.in_place else "data_assignment"
+        return frozenset({how, "forward_only"}) | self.batch.required()
+
+    def token(self) -> str:
+        return f"{self.kind}[in_place]" if self.in_place else self.kind
 
     @classmethod
     def draw(cls, drawer: OperationDrawer) -> AssignData:
@@ -196,14 +211,15 @@ class AssignData(ForwardPass):
         return replace(self, patterns=patterns, batch=replace(self.batch, usage=())) if patterns else None
 
     def simpler(self) -> Iterator[Operation]:
-        yield AssignData(("*",), self.factor, self.batch.plain())
+        yield AssignData(("*",), self.factor, self.batch.plain(), self.in_place)
         yield replace(self, patterns=("*",))
 
     def run(self, program: RankProgram) -> Values:
         import torch
 
         found = matching(program.adapter.named_parameters(program.model), self.patterns)
-        user_code.give_storage([parameter for _, parameter in found], self.factor)
+        change = user_code.scale if self.in_place else user_code.give_storage
+        change([parameter for _, parameter in found], self.factor)
         with torch.no_grad():
             return program.call(self.batch).values()
 

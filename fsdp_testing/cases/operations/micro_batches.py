@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from fsdp_testing.base.document import ADDED_LATER
 from fsdp_testing.cases.operations.operation import Batch, Operation
 from fsdp_testing.errors import InvalidRecord
 
@@ -280,11 +281,20 @@ class SeveralForwards(SeveralMicroBatches):
 
 @dataclass(frozen=True, slots=True)
 class LocalMicroBatches(SeveralMicroBatches):
-    """Several micro-batches inside one `no_sync`, as accumulation is written by hand; their gradients stay local."""
+    """Several micro-batches inside one `no_sync`, as accumulation is written by hand; their gradients stay local.
+
+    Attributes:
+        micro_batches: One for each micro-batch.
+        nested: Each but the last is inside a `no_sync` of its own within that one: leaving the inner one changes nothing.
+    """
 
     kind: ClassVar[str] = "local_micro_batches"
     needs: ClassVar[frozenset[str]] = frozenset({"no_sync"})
     features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.local_micro_batches": ("no_sync",)}
+    nested: bool = field(default=False, metadata=ADDED_LATER)
+
+    def token(self) -> str:
+        return f"{self.kind}[nested]" if self.nested else self.kind
 
     def pending_after(self, pending: bool) -> bool:
         return True
@@ -297,6 +307,7 @@ class LocalMicroBatches(SeveralMicroBatches):
         yield ForwardBackward(self.micro_batches[0], no_sync=True)
         yield replace(self, micro_batches=self.micro_batches[:2])
         yield replace(self, micro_batches=tuple(batch.plain() for batch in self.micro_batches))
+        yield replace(self, nested=False)
 
     def most_reductions(self, uses: int) -> int:
         return 0
@@ -309,9 +320,11 @@ class LocalMicroBatches(SeveralMicroBatches):
         values: Values = {}
         with program.adapter.no_sync(program.model):
             for place, batch in enumerate(self.micro_batches):
-                forwarded = program.call(batch)
-                values |= {f"{name}.{place}": value for name, value in forwarded.values().items()}
-                program.backward(forwarded.loss)
+                inner = self.nested and place + 1 < len(self.micro_batches)
+                with program.adapter.no_sync(program.model) if inner else nullcontext():
+                    forwarded = program.call(batch)
+                    values |= {f"{name}.{place}": value for name, value in forwarded.values().items()}
+                    program.backward(forwarded.loss)
         return values
 
     def replay(self, replay: Replay) -> Results:

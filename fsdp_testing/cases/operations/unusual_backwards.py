@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -122,6 +122,12 @@ class Interrupt(Operation):
         return chosen.register_forward_pre_hook(fail)
 
 
+def _gradients_of(leaves: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Return what a backward left in inputs, by name."""
+    gradients = (leaf.grad for leaf in leaves)
+    return {f"input_gradient.{at}": grad.detach().clone() for at, grad in enumerate(gradients) if grad is not None}
+
+
 FORMS: Mapping[str, str] = {
     "twice": "backward_twice",
     "penalty": "second_order",
@@ -130,6 +136,7 @@ FORMS: Mapping[str, str] = {
     "outdated": "outdated_backward",
     "inputs": "backward_inputs",
     "one_input": "backward_inputs",
+    "of_inputs": "input_gradients",
 }
 """Form of a backward -> the capability that it needs. Those with a feature are drawn."""
 
@@ -147,6 +154,7 @@ class UnusualBackward(TrainingPass):
             forward of the module inside the wrapper, where the wrapper is a module around it. `outdated`: between forward and
             backward the optimizer steps by gradients from before, so that backward must be refused; then they are cleared.
             `inputs`: `backward(inputs=...)` names all trained parameters. `one_input`: it names the first in the alphabet.
+            `of_inputs`: the inputs ask for gradients, which are this rank's own.
     """
 
     kind: ClassVar[str] = "unusual_backward"
@@ -173,7 +181,7 @@ class UnusualBackward(TrainingPass):
 
     def normalise(self, context: ProgramContext) -> Operation | None:
         # Second derivatives through casts are rounded where each implementation casts.
-        return ForwardBackward(self.batch) if self.form == "penalty" and context.low_precision else self
+        return ForwardBackward(self.batch) if self.form in ("penalty", "of_inputs") and context.low_precision else self
 
     def simpler(self) -> Iterator[Operation]:
         yield ForwardBackward(self.batch)
@@ -195,12 +203,17 @@ class UnusualBackward(TrainingPass):
         return f"forward-backward ({self.form})"
 
     def run(self, program: RankProgram) -> Values:
+        leaves: list[Tensor] | None = [] if self.form == "of_inputs" else None
         if self.form == "after_no_sync":
             with program.adapter.no_sync(program.model):
                 forwarded = program.call(self.batch)
         else:
-            forwarded = program.call(self.batch, inner=self.form == "inner", penalised=self.form == "penalty")
+            kinds = {"inner": self.form == "inner", "penalised": self.form == "penalty"}
+            forwarded = program.call(self.batch, **kinds, leaves=leaves)
         values = forwarded.values()
+        if self.form == "of_inputs":
+            program.backward(forwarded.loss)
+            return values | _gradients_of(leaves or ())
         if self.form == "outdated":
             self._refused(program, forwarded.loss)
             return values
@@ -238,8 +251,12 @@ class UnusualBackward(TrainingPass):
             replay.clear_gradients()
             return values
         for rank in range(replay.size):
-            forwarded, gradients = replay.local_gradients(rank, self.batch, penalised=self.form == "penalty")
+            leaves: list[Tensor] | None = [] if self.form == "of_inputs" else None
+            penalised = self.form == "penalty"
+            forwarded, gradients = replay.local_gradients(rank, self.batch, penalised=penalised, leaves=leaves)
             values |= replay.results(rank, forwarded)
+            for name, gradient in _gradients_of(leaves or ()).items():
+                values |= replay.result(rank, name, gradient)
             if self.form in _CHOOSING:
                 gradients = gradients.only(self._choice(replay.parameters))
             ranks.append(gradients)

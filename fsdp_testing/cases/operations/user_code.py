@@ -37,6 +37,18 @@ def scale(parameters: Iterable[torch.Tensor], factor: float) -> None:
             parameter.mul_(factor)
 
 
+def edit_gradients(parameters: Iterable[nn.Parameter], edit: str) -> None:
+    """Change gradients where they are: halve them, set them to zeros, or take them away."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in parameters:
+            if edit == "none":
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.mul_(0.5) if edit == "halved" else parameter.grad.zero_()
+
+
 def give_storage(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Give parameters new storage with their numbers times `factor`."""
     for parameter in parameters:

@@ -196,6 +196,7 @@ class Finding:
         wrong_on: Ranks on which anything diverges there, where numbers were compared: those that are left out are right.
         happened: What was done wrong, as a clause, where that was asked for to know the failure again.
         expected: The entry of the user's list that it is; None for a new failure.
+        refused: The implementation says that it cannot, by NotImplementedError.
     """
 
     kind: FailureKind
@@ -221,6 +222,7 @@ class Finding:
     happened: str = field(default="", metadata=ADDED_LATER)
     expected: ExpectedFailure | None = field(default=None, metadata=ADDED_LATER)
     unexplained: str = field(default="", metadata=ADDED_LATER)
+    refused: bool = field(default=False, metadata=ADDED_LATER)
 
 
 _MESSAGE_LENGTH = 300

@@ -62,6 +62,11 @@ class CheckResult:
     not_run: Mapping[str, int] = field(default_factory=dict)
     remark: str = field(default="", metadata=ADDED_LATER)
 
+    @property
+    def world_sizes(self) -> tuple[int, ...]:
+        """Numbers of ranks of its cases."""
+        return tuple(sorted({case.world_size for case in self.cases}))
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

@@ -33,6 +33,12 @@ FLAT = ("full_shard", "shard_grad_op", "no_shard")
 
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
 
+ODD = (2, 3)
+"""World sizes of what depends on the number of ranks: divisions, padding, norms, spans that are saved. Two ranks hide much: they
+have one neighbour, one order of summation and an exact division, and powers of two divide most sizes."""
+TWO_BY_TWO = (2, 4)
+"""World sizes of hybrid sharding: only four ranks have groups of several ranks on both axes."""
+
 MOMENTUM = OptimizerSpec("sgd", {"lr": 0.05, "momentum": 0.9})
 PLAIN_SGD = OptimizerSpec("sgd", {"lr": 0.0625})
 ADAMW = OptimizerSpec("adamw", {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1})
@@ -82,6 +88,7 @@ class Check:
         profile: `default` runs always, `extended` when asked for.
         strategies: Strategies under which it runs, of those that are claimed.
         meshes: For hybrid strategies, the mesh shapes by world size.
+        sizes: World sizes on which it is asked where the user names none.
         fit: What a place changes in a case besides its world and strategy.
     """
 
@@ -96,6 +103,7 @@ class Check:
     profile: str = "default"
     strategies: tuple[str, ...] = FLAT
     meshes: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    sizes: tuple[int, ...] = (2,)
     fit: Callable[[Case], Case] | None = None
 
     def places(self, claimed: frozenset[str], world_sizes: Iterable[int], backend: str) -> list[Place]:

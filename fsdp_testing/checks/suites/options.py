@@ -13,7 +13,9 @@ from fsdp_testing.checks.suites.check import (
     ADAMW,
     HYBRID,
     LOCKSTEP,
+    ODD,
     PLAIN_SGD,
+    TWO_BY_TWO,
     Check,
     accumulated,
     cases,
@@ -110,7 +112,7 @@ PREFETCH: tuple[Check, ...] = (
 
 _PROGRAM = (*accumulated(0, 1), Observe(), Step(), ZeroGrad(), *iteration(2), forward(3))
 
-in_hybrid = partial(check, needs={"hybrid"}, strategies=HYBRID, meshes={4: ((2, 2),), 2: ((2, 1),)})
+in_hybrid = partial(check, needs={"hybrid"}, strategies=HYBRID, meshes={4: ((2, 2),), 2: ((2, 1),)}, sizes=TWO_BY_TWO)
 
 
 def _set(setting: str) -> WrappingPlan:
@@ -134,7 +136,7 @@ SETTINGS: tuple[Check, ...] = (
     check("options.divide_factor", "Gradients are divided by the number that is given by hand, in every dtype.",
           *(cases("mlp", micro_batch(0), Observe(), ZeroGrad(), *accumulated(1, 2), Observe(),
                   wrapping=_set("divide_factor"), dtype=dtype) for dtype in ("float64", "float32")),
-          source="pytorch issue 155903", mode=scaled(0.5)),
+          source="pytorch issue 155903", mode=scaled(0.5), sizes=ODD),
     in_hybrid("options.default_groups", "Groups of hybrid sharding that the implementation chooses average over all ranks.",
               cases("mlp", micro_batch(0), Observe(), Step(), optimizer=PLAIN_SGD,
                     wrapping=WrappingPlan(policy=PolicySpec("always"), settings=("default_groups",))),
@@ -177,7 +179,7 @@ COMM_HOOKS: tuple[Check, ...] = (
            cases("mlp", *accumulated(0, 1, 2), Observe(), ZeroGrad(), micro_batch(3), optimizer=PLAIN_SGD),
            cases("deep_nest", *accumulated(0, 1), Observe(), optimizer=PLAIN_SGD), mode=REVIEWED),
     hooked("comm_hook.averages", "Training with a hook that averages is training without a hook.",
-           cases("uneven", *iterations(3)), mode=AVERAGING),
+           cases("uneven", *iterations(3)), mode=AVERAGING, sizes=ODD),
     hooked("comm_hook.result_is_kept", "What the hook returns is the gradient: nothing else is reduced, divided or added.",
            cases("uneven", *iterations(3)), mode=QUARTERING),
     *(hooked(f"comm_hook.{wire}", f"A hook that reduces in {wire} gives what reduction in {wire} gives.",

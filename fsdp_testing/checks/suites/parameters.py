@@ -7,6 +7,7 @@ from functools import partial
 from fsdp_testing.cases.records import Case, Clip, Freeze, Observe, Operation, Step, Thaw, WrappingPlan, ZeroGrad
 from fsdp_testing.checks.suites.check import (
     ADAMW,
+    ODD,
     PLAIN_SGD,
     Check,
     accumulated,
@@ -52,10 +53,11 @@ UNUSED: tuple[Check, ...] = (
                   Step(), ZeroGrad(False), *iteration(2, usage=((False, False),)), optimizer=PLAIN_SGD),
             source="pytorch issue 69031, PR 124193"),
     differing("unused.units_differ_between_ranks", "Ranks may run different units: each counts with zeros where it did not.",
-              cases("conditional", *_using((_ALL, _FIRST), (_FIRST, _NONE), (_NONE, _ALL)), optimizer=PLAIN_SGD)),
+              cases("conditional", *_using((_ALL, _FIRST), (_FIRST, _NONE), (_NONE, _ALL)), optimizer=PLAIN_SGD), sizes=ODD),
     differing("unused.parameters_differ_between_ranks",
               "Inside a unit that every rank runs, ranks may use different parameters.",
-              cases("partly_used", *_using(_SWAPPED, ((True, True), (False, False))), optimizer=PLAIN_SGD)),
+              cases("partly_used", *_using(_SWAPPED, ((True, True), (False, False))), optimizer=PLAIN_SGD),
+              sizes=ODD),
     differing("unused.units_swapped_between_ranks",
               "Ranks may run different units of equal size: neither gets the other's gradient.",
               cases("conditional", *_using(*[((True, False, False), (False, True, False))] * 2), optimizer=PLAIN_SGD)),
@@ -135,7 +137,7 @@ BUFFERS: tuple[Check, ...] = (
 _UNEVEN = {"uneven_parameters"}
 
 SIZES: tuple[Check, ...] = (
-    *(check(f"sizes.{name}", meaning, _trained(*models, last=Observe()), source=source, needs=needs)
+    *(check(f"sizes.{name}", meaning, _trained(*models, last=Observe()), source=source, needs=needs, sizes=ODD)
       for name, meaning, models, source, needs in (
         ("uneven", "Sizes that the number of ranks does not divide, padding never seen.", ("uneven", "embedding"),
          "pytorch PR 88769; issue 176076", _UNEVEN),
@@ -147,13 +149,17 @@ SIZES: tuple[Check, ...] = (
         ("strided", "Parameters that are not contiguous keep their elements in place.", ("strided",),
          "torch.channels_last", ()),
     )),
+    check("sizes.wide", "Shards of more than 64 KiB.", cases("wide", *iterations(2), Observe()),
+          source="torch.distributed.fsdp: chunked copies"),
+    check("sizes.huge", "A parameter of more than 16 MiB.", cases("huge", *iteration(0), dtype="float32", optimizer=PLAIN_SGD),
+          source="torch.nn.parallel.DistributedDataParallel, bucket_cap_mb"),
     check("sizes.two_dtypes", "Parameters of two dtypes inside one unit.",
           *(cases("two_dtypes", *iterations(2), micro_batch(2), Observe(), Step(), wrapping=plan)
             for plan in (None, WrappingPlan())),
-          source="pytorch issue 154082", needs={"mixed_dtype_units"}),
+          source="pytorch issue 154082", needs={"mixed_dtype_units"}, sizes=ODD),
     check("sizes.clipped_and_accumulated", "Padding counts in no norm and no accumulation.",
           cases("uneven one_element", *accumulated(0, 1), Clip(0.1), Step(), dtype="float32"),
-          source="pytorch PR 88769", needs=_UNEVEN),
+          source="pytorch PR 88769", needs=_UNEVEN, sizes=ODD),
 )  # fmt: skip
 """What the number of ranks does not divide, fewer elements than ranks, 0-dim, empty, strided."""
 

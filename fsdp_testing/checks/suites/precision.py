@@ -24,6 +24,7 @@ from fsdp_testing.cases.records import (
 from fsdp_testing.checks.suites.check import (
     ADAMW,
     LOCKSTEP,
+    ODD,
     PLAIN_SGD,
     Check,
     accumulated,
@@ -46,7 +47,7 @@ stored_in_float32 = partial(cases, dtype="float32")
 MIXED_PRECISION: tuple[Check, ...] = (
     *(lowered(f"mixed_precision.{name}", meaning,
               stored_in_float32("mlp uneven", *iterations(2), micro_batch(2), optimizer=ADAMW, precision=precision),
-              source="pytorch PR 90660, 90657") for name, meaning, precision in (
+              source="pytorch PR 90660, 90657", sizes=ODD) for name, meaning, precision in (
         ("param_bfloat16", "Computes in bfloat16, reduces in bfloat16, stores and steps in float32.", _LOW),
         ("param_float16", "Computes and reduces in float16.", MixedPrecisionSpec("float16")),
         ("reduce_float32", "Computes in bfloat16 and reduces in float32.", _BOTH),
@@ -70,7 +71,7 @@ MIXED_PRECISION: tuple[Check, ...] = (
             "Gradients near the smallest numbers of float16 are divided where the implementation says that it divides.",
             *(stored_in_float32("mlp", micro_batch(0, scale=2.0**-power), Observe(), Step(), optimizer=PLAIN_SGD,
                                 precision=MixedPrecisionSpec(None, "float16")) for power in (20, 21, 22)),
-            source="pytorch issue 90784"),
+            source="pytorch issue 90784", sizes=ODD),
     lowered("mixed_precision.evaluated", "Evaluation casts as training does.",
             stored_in_float32("mlp", *iteration(0), forward(5, "eval"), forward(6, "no_grad"), *iteration(1), forward(7, "eval"),
                               precision=_LOW),
@@ -104,7 +105,7 @@ def _by(norm_type: float, dtype: str) -> tuple[Case, ...]:
 CLIPPING: tuple[Check, ...] = (
     *(clipped(f"clipping.norm_{name}",
               f"The {name}-norm counts every element of every rank once, and gradients are scaled by it.",
-              _by(norm_type, "float32"), source=source) for name, norm_type, source in (
+              _by(norm_type, "float32"), source=source, sizes=ODD) for name, norm_type, source in (
         ("1", 1.0, _SOURCE), ("2", 2.0, "pytorch PR 88955"), ("3", 3.0, _SOURCE),
         ("inf", math.inf, "pytorch PR 73405; torchrec PR 3199"),
     )),
@@ -125,7 +126,7 @@ CLIPPING: tuple[Check, ...] = (
     clipped("clipping.ranks_without_elements", "Ranks that hold no element of a parameter take part.",
             *(stored_in_float32("one_element", micro_batch(0), Clip(0.1, norm_type), Observe(), Step())
               for norm_type in _NORMS),
-            source="torchrec PR 3199", needs={"uneven_parameters"}),
+            source="torchrec PR 3199", needs={"uneven_parameters"}, sizes=ODD),
     clipped("clipping.double_precision", "Gradients in float64 are clipped by a norm in float64.", _by(2.0, "float64")),
     clipped("clipping.unit_dtypes", "Units of different dtypes share one norm.",
             *(stored_in_float32("two_dtypes", micro_batch(0), Clip(0.1, norm_type), Observe(), Step())

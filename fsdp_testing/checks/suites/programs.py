@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -91,7 +92,11 @@ def review_copies(
 
 
 def _copied_at(case: Case) -> int:
-    return next(index for index, operation in enumerate(case.program) if getattr(operation, "label", "") == "deepcopy")
+    return next(
+        index
+        for index, operation in enumerate(case.program)
+        if getattr(operation, "label", "") in (COPY, COPY_IN_NO_SYNC)
+    )
 
 
 def _finding(case: Case, ranks: tuple[int, ...], sentence: str) -> Finding:
@@ -102,8 +107,8 @@ def _finding(case: Case, ranks: tuple[int, ...], sentence: str) -> Finding:
 
 # ------------------------------------------------------------------------------------------------- deep copies
 
-COPY = "deepcopy"
-"""Label of the observation at which the model is copied."""
+COPY, COPY_IN_NO_SYNC = "deepcopy", "deepcopy in no_sync"
+"""Labels of the observations at which the model is copied; the copy runs outside of `no_sync` both times."""
 
 
 class CopyingProgram(RankProgram):
@@ -119,13 +124,16 @@ class CopyingProgram(RankProgram):
 
     def observe(self, label: str) -> None:
         """Take a snapshot, after the copy has done the next micro-batch and one step."""
-        if label == COPY:
-            self.copied = self._copy(next(batch for op in self.case.program[self.index :] for batch in op.batches()))
+        if label in (COPY, COPY_IN_NO_SYNC):
+            self.copied = self._copy(
+                label, next(batch for op in self.case.program[self.index :] for batch in op.batches())
+            )
         super().observe(label)
 
-    def _copy(self, batch: Batch) -> Copied:
+    def _copy(self, label: str, batch: Batch) -> Copied:
         try:
-            twin: nn.Module = copy.deepcopy(self.model)
+            with self.adapter.no_sync(self.model) if label == COPY_IN_NO_SYNC else nullcontext():
+                twin: nn.Module = copy.deepcopy(self.model)
         except Exception as refusal:  # whatever it raises, it refuses
             if not self.may_refuse:
                 raise
@@ -133,7 +141,7 @@ class CopyingProgram(RankProgram):
         inputs = models.make_inputs(self.case, batch, self.rank)
         forwarded = models.forward(twin, self.case, batch, self.rank, inputs)
         forwarded.loss.backward()
-        snapshot = snapshot_of(self.adapter, twin, None, self.index, COPY)
+        snapshot = snapshot_of(self.adapter, twin, None, self.index, label)
         # A large step of the copy: the original must not notice.
         parameters = [parameter for parameter in twin.parameters() if parameter.grad is not None]
         torch.optim.SGD(parameters, lr=1.0).step() if parameters else None

@@ -19,11 +19,20 @@ _NO_GRADIENTS = "shows no gradients (its adapter has no local_pieces), and this 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """The worlds of a run; `tensor_parallel` of the ranks of each hold one model together."""
+    """The worlds of a run; `tensor_parallel` of the ranks of each hold one model together.
 
-    world_sizes: tuple[int, ...] = (2,)
+    Without `world_sizes` each check is asked on its own.
+    """
+
+    world_sizes: tuple[int, ...] | None = (2,)
     backend: str = "gloo"
     tensor_parallel: int = 1
+
+    def sizes(self, *checks: Check) -> tuple[int, ...]:
+        """Return the numbers of ranks on which these checks are asked."""
+        if self.world_sizes is not None:
+            return self.world_sizes
+        return tuple(sorted({size for check in checks for size in check.sizes}))
 
     def claimed(self, adapter: Adapter) -> frozenset[str]:
         """Return what an implementation claims there."""
@@ -80,7 +89,7 @@ def _cases(adapter: Adapter, check: Check, where: Where) -> tuple[list[Case], Co
     """Return the cases that the implementation claims, and how many others which missing capabilities keep out."""
     cases: list[Case] = []
     skipped: Counter[str] = Counter()
-    for place in check.places(where.claimed(adapter), where.world_sizes, where.backend):
+    for place in check.places(where.claimed(adapter), where.sizes(check), where.backend):
         for built in check.build(place):
             case = over_two_axes(built, where.tensor_parallel)
             missing = needs_of(case) - where.claimed(adapter)
@@ -109,7 +118,7 @@ def _nothing_to_run(adapter: Adapter, check: Check, where: Where, skipped: Itera
     tags = sorted({STRATEGIES[strategy] for strategy in check.strategies})
     if not where.claimed(adapter) & set(tags):
         return f"claims none of {', '.join(tags)}"
-    sizes = ", ".join(map(str, where.world_sizes))
+    sizes = ", ".join(map(str, where.sizes(check)))
     return f"has no case for world size {sizes}; it needs {', '.join(map(str, sorted(check.meshes)))}"
 
 

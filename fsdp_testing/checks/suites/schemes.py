@@ -6,10 +6,11 @@ recorded; what nobody waits for is a race on a device, whatever the numbers are 
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 from fsdp_testing.cases.models import MODELS
-from fsdp_testing.cases.operations import UnshardFirst
+from fsdp_testing.cases.operations import LocalMicroBatches, UnshardFirst
 from fsdp_testing.cases.records import (
     Batch,
     Clip,
@@ -26,6 +27,7 @@ from fsdp_testing.checks.suites.check import (
     HYBRID,
     LOCKSTEP,
     PLAIN_SGD,
+    TWO_BY_TWO,
     Check,
     accumulated,
     cases,
@@ -36,6 +38,7 @@ from fsdp_testing.checks.suites.check import (
     iterations,
     micro_batch,
     micro_batches,
+    no_sync_batch,
 )
 from fsdp_testing.checks.suites.options import recomputed
 from fsdp_testing.checks.suites.programs import AFTER_ONE_REPLICA
@@ -63,6 +66,9 @@ TRACES: tuple[Check, ...] = (
     watched("trace.reductions_needed",
             "Gradients are reduced once for every unit and synchronised backward, and not in no_sync.",
             cases("mlp", *accumulated(0, 1, 2), Step()), mode=traced(event_rules.reductions_needed)),
+    watched("trace.nested_no_sync", "Inside a no_sync nothing is reduced after a nested one has ended, either.",
+            cases("mlp", LocalMicroBatches((Batch(0), Batch(1)), nested=True), micro_batch(2), Step()),
+            mode=traced(event_rules.reductions_needed)),
     watched("trace.recomputed", "Recomputing activations reduces nothing twice.",
             *(cases("mlp", *iterations(2), wrapping=recomputed("mlp", outside=outside)) for outside in (False, True)),
             source="pytorch PR 89781", mode=traced(event_rules.reductions_needed)),
@@ -106,7 +112,8 @@ STREAMS: tuple[Check, ...] = (
              "The second reduction, over replicas, waits for the first one, and its input is held until it is over.",
              cases("deep_nest", *iterations(2)),
              cases("deep_nest", *iterations(2), dtype="float32", precision=MixedPrecisionSpec(None, "bfloat16")),
-             comparison=LOCKSTEP, strategies=HYBRID, meshes={4: ((2, 2),), 2: ((1, 2),)}, needs={"streams", "hybrid"}),
+             comparison=LOCKSTEP, strategies=HYBRID, meshes={4: ((2, 2),), 2: ((1, 2),)}, needs={"streams", "hybrid"},
+             sizes=TWO_BY_TWO),
 )  # fmt: skip
 """On a device, nothing is used on one stream before another one is done with it."""
 
@@ -131,7 +138,9 @@ REAL_MODELS: tuple[Check, ...] = (
 )  # fmt: skip
 """A GPT block stack with tied embeddings, and a mixture of experts whose experts may get no token."""
 
-hybrid = partial(check, profile="extended", strategies=HYBRID, needs={"hybrid"}, meshes={4: ((2, 2),), 2: ()})
+hybrid = partial(
+    check, profile="extended", strategies=HYBRID, needs={"hybrid"}, meshes={4: ((2, 2),), 2: ()}, sizes=(4,)
+)
 
 HYBRID_SHARDING: tuple[Check, ...] = (
     hybrid("hybrid.trained", "Gradients are averaged over shards and replicas.",
@@ -141,7 +150,18 @@ HYBRID_SHARDING: tuple[Check, ...] = (
            source="pytorch PR 125484, 126166", needs={"hybrid", *_EVERY_REDUCED}),
     hybrid("hybrid.degenerate_groups", "Groups of one rank: replicas are still averaged, shards still put together.",
            cases("mlp", micro_batch(0), Observe(), Step()),
-           source="pytorch issue 154888", meshes={4: ((4, 1), (1, 4)), 2: ((2, 1), (1, 2))}),
+           source="pytorch issue 154888", meshes={4: ((4, 1), (1, 4)), 2: ((2, 1), (1, 2))},
+           sizes=TWO_BY_TWO),
+    hybrid("hybrid.combined", "Gradients reduced in a dtype of their own and clipped, beside parameters that stay outside.",
+           *(cases("mlp", no_sync_batch(0, alike=True), micro_batch(1, alike=True), Observe(), Clip(0.1, norm_type), Observe(),
+                   Step(), dtype="float32", precision=MixedPrecisionSpec(None, "bfloat16"), optimizer=PLAIN_SGD,
+                   wrapping=WrappingPlan(units=("layers.1", "layers.2"), ignored=("layers.0",)))
+             for norm_type in (2.0, math.inf)),
+           source="pytorch PR 125484, 126166", comparison=LOCKSTEP, needs={"hybrid", "nested_wrapping"}),
+    hybrid("hybrid.norms", "Each element counts once in a norm, where shard groups have one rank, too.",
+           *(cases("mlp", micro_batch(0), Clip(0.1, norm_type), Observe(), Step(), dtype="float32")
+             for norm_type in (2.0, math.inf)),
+           source="pytorch PR 88955", meshes={4: ((2, 2), (4, 1)), 2: ((2, 1), (1, 2))}),
     hybrid("hybrid.one_replica_evaluates", "One replica evaluates alone, then all of them train.",
            cases("mlp", *iterations(2)), mode=AFTER_ONE_REPLICA, needs={"hybrid", "forward_only"},
            source="uneven validation batches per replica: gathers travel inside a shard group only"),

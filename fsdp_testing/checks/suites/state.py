@@ -18,9 +18,22 @@ import torch
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.cases.operations import Save, TrainElsewhere
 from fsdp_testing.cases.operations.reloading import ELSEWHERE
-from fsdp_testing.cases.records import Batch, Case, Observe, OptimizerSpec, RankObservation, Reload, SetLr, Step, Tally
+from fsdp_testing.cases.records import (
+    Batch,
+    Case,
+    MixedPrecisionSpec,
+    Observe,
+    OptimizerSpec,
+    RankObservation,
+    Reload,
+    SetLr,
+    Step,
+    Tally,
+)
 from fsdp_testing.checks.suites.check import (
     ADAMW,
+    LOCKSTEP,
+    ODD,
     PLAIN_SGD,
     Check,
     cases,
@@ -30,6 +43,7 @@ from fsdp_testing.checks.suites.check import (
     iterations,
     micro_batch,
 )
+from fsdp_testing.checks.suites.state_programs import REFUSED, REORDERED, STORED_DTYPES
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase, RunMode
 from fsdp_testing.oracle import oracle, rank_jobs
 from fsdp_testing.oracle.disturbance import Disturbance
@@ -190,11 +204,13 @@ def _on_some_ranks(case: Case) -> Case:
     return replace(case, program=tuple(program))
 
 
+_LOW = (MixedPrecisionSpec("bfloat16"), MixedPrecisionSpec("bfloat16", "float32"), MixedPrecisionSpec(None, "bfloat16"))
+
 saved = partial(check, source="torch.distributed.checkpoint.state_dict")
 
 CHECKS: tuple[Check, ...] = (
     saved("full_state_dict.fresh_instance", "A saved model, loaded into a fresh instance, has its values and trains on.",
-          _model("full", "uneven embedding")),
+          _model("full", "uneven embedding"), sizes=ODD),
     saved("full_state_dict.saved_again", "Every save holds the values of its own moment, whatever is frozen.",
           *(cases("mlp", Save(), *iteration(0), Save(), Save(), *iteration(1), Save(), Reload(optimizer=False), Observe(),
                   optimizer=PLAIN_SGD, freeze=freeze) for freeze in ((), ("layers.0.*",)))),
@@ -205,6 +221,13 @@ CHECKS: tuple[Check, ...] = (
           _before_training("full"), source="pytorch PR 90862"),
     saved("full_state_dict.buffers", "Buffers are saved and loaded with the parameters, in their dtypes.",
           _model("full", "buffers"), source="pytorch issue 93391"),
+    saved("full_state_dict.strict", "A state that lacks a parameter, has one too many or one of another shape is refused.",
+          cases("mlp", *iteration(0)), source="torch.nn.Module.load_state_dict, strict",
+          needs={"full_state_dict", "strict_state"}, mode=REFUSED),
+    saved("full_state_dict.dtypes", "What is saved is in the dtype in which parameters are stored, not in that of computation.",
+          *(cases("mlp uneven", *iteration(0), Save(), micro_batch(1), Save(), dtype="float32", optimizer=PLAIN_SGD,
+                  precision=precision) for precision in _LOW),
+          source="torch.distributed.fsdp.MixedPrecision", comparison=LOCKSTEP),
     saved("full_state_dict.shared_parameters",
           "Parameters under two names, and units under two names, are saved and loaded as one.",
           _model("full", "tied_within registered_twice"), source="pytorch PR 98912, 99448"),
@@ -218,17 +241,23 @@ CHECKS: tuple[Check, ...] = (
           needs={"full_state_dict"}, judge=partial(judge_moved, optimizer=False)),
     saved("sharded_state_dict.fresh_instance",
           "A model saved in shards, loaded into a fresh instance, has its values and trains on.",
-          _model("sharded", "mlp uneven")),
+          _model("sharded", "mlp uneven"), sizes=ODD),
     saved("sharded_state_dict.before_training", "A model can be saved and loaded in shards before its first forward.",
           _before_training("sharded"), source="pytorch PR 90862"),
     saved("sharded_state_dict.buffers", "Buffers are saved and loaded with the shards.", _model("sharded", "buffers")),
     saved("local_state_dict.fresh_instance", "Raw shards, loaded on the rank that saved them, give the model back.",
-          _model("local", "mlp uneven"), source="torch.distributed.fsdp.LocalStateDictConfig; pytorch PR 94109"),
+          _model("local", "mlp uneven"), source="torch.distributed.fsdp.LocalStateDictConfig; pytorch PR 94109", sizes=ODD),
     saved("optim_state.fresh_instance",
           "Model and optimizer, loaded into fresh instances, go on as if they had never been saved.",
-          _with_optimizer("full", ADAMW, _DECAYED)),
+          _with_optimizer("full", ADAMW, _DECAYED), sizes=ODD),
     saved("optim_state.sharded_model", "The same with the model saved in shards.",
           _with_optimizer("sharded", ADAMW), needs={"full_state_dict"}),
+    saved("optim_state.dtypes", "Saved optimizer state is in the dtype in which parameters are stored.",
+          *(cases("mlp", *iteration(0), dtype="float32", optimizer=ADAMW, precision=precision) for precision in _LOW),
+          source="torch.distributed.fsdp.MixedPrecision", comparison=LOCKSTEP, needs={"optim_state"}, mode=STORED_DTYPES),
+    saved("optim_state.reordered", "State goes to the parameter of its name, wherever that is in the new optimizer.",
+          cases("mlp uneven", *iterations(2), Reload(), Observe(), *iterations(2, first=2), optimizer=ADAMW),
+          needs={"reordered_optimizer"}, mode=REORDERED),
     saved("optim_state.learning_rate", "The learning rate at the time of saving is restored, zero included.",
           cases("mlp", *iteration(0), SetLr(0.2), Reload(), *iterations(2, first=1), SetLr(0.0), Reload(), *iteration(3)),
           source="pytorch PR 128685"),

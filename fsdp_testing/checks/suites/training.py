@@ -7,8 +7,10 @@ from functools import partial
 from fsdp_testing.cases.operations import (
     AssignData,
     EditFullParameters,
+    EditGradients,
     Freeze,
     Interrupt,
+    LocalMicroBatches,
     Move,
     SeveralForwards,
     UnusualBackward,
@@ -30,6 +32,7 @@ from fsdp_testing.checks.suites.check import (
     ADAMW,
     LOCKSTEP,
     MOMENTUM,
+    ODD,
     PLAIN_SGD,
     Check,
     accumulated,
@@ -57,12 +60,12 @@ TRAINING: tuple[Check, ...] = (
     check("training.gradients_are_means",
           "After backward each gradient is the mean over ranks: not the sum, not a rank's own.",
           cases("mlp deep_nest uneven", micro_batch(0), Observe("gradients"), Step(), ZeroGrad(), micro_batch(1)),
-          source="pytorch PR 89915"),
+          source="pytorch PR 89915", sizes=ODD),
     check("training.each_operation_exactly",
           "From its own state every operation gives the replayed bits (sums of more than two ranks: any order).",
           *(cases("mlp uneven", *iterations(2), micro_batch(9), optimizer=ADAMW, dtype=dtype)
             for dtype in ("float64", "float32")),
-          source="IEEE 754: two summands commute", comparison=LOCKSTEP),
+          source="IEEE 754: two summands commute", comparison=LOCKSTEP, sizes=ODD),
     check("training.changed_in_forward",
           "Modules that clip their own weights in forward train and evaluate as in one process.",
           *(cases("self_clipping", *iterations(3), forward(7, "no_grad"), *iteration(4), optimizer=optimizer)
@@ -79,11 +82,11 @@ TRAINING: tuple[Check, ...] = (
           source="Megatron-LM PR 3023"),
     check("training.uneven_batches", "Ranks with different numbers of rows average their gradients with equal weight.",
           cases("mlp", *iterations(2, rows=(5, 2, 3))), cases("deep_nest", *iterations(2, rows=(1, 7))),
-          source="torch.nn.parallel.DistributedDataParallel, note on uneven inputs"),
+          source="torch.nn.parallel.DistributedDataParallel, note on uneven inputs", sizes=ODD),
     check("training.empty_batches", "A rank without rows takes part with a gradient of zeros.",
           cases("mlp", *iteration(0), *iterations(2, first=1, rows=(4, 0))),
           cases("mlp", *iteration(0, rows=(0, 3)), *iteration(1)),
-          source="torch.distributed.algorithms.join: the case without joining"),
+          source="torch.distributed.algorithms.join: the case without joining", sizes=ODD),
     trained("training.float32", "Training in float32 stays within float32's roundings.",
             cases("mlp", *iterations(3), optimizer=ADAMW, dtype="float32"),
             cases("deep_nest", *iterations(3), dtype="float32")),
@@ -92,15 +95,33 @@ TRAINING: tuple[Check, ...] = (
 )  # fmt: skip
 """Forward, backward, step: several iterations on inputs that differ between ranks."""
 
+_NESTED = LocalMicroBatches((Batch(0), Batch(1), Batch(2)), nested=True)
+_edit = partial(EditGradients, ("layers.1.*",))
+
+
+def _edited(*edits: EditGradients) -> tuple[Case, ...]:
+    """Each edit between two reductions, and after them."""
+    return tuple(
+        case
+        for edit in edits
+        for case in cases(
+            "mlp",
+            *(micro_batch(0), edit, Observe(), micro_batch(1), Observe(), edit, Step(), ZeroGrad()),
+            *iteration(2, edit),
+            optimizer=ADAMW,
+        )
+    )
+
+
 ACCUMULATION: tuple[Check, ...] = (
     check("accumulation.no_sync_then_reduced", "Local micro-batches and a reduced one give the gradient of all of them.",
           cases("mlp deep_nest uneven", *accumulated(0, 1, 2), Step(), ZeroGrad(),
                 *accumulated(3, 4), Observe(), Step(), optimizer=ADAMW),
-          source="pytorch PR 90546"),
+          source="pytorch PR 90546", sizes=ODD),
     check("accumulation.without_no_sync", "Reduced micro-batches add up.",
           cases("mlp deep_nest uneven", *micro_batches(0, 1, 2), Step(), ZeroGrad(),
                 *micro_batches(3, 4), Observe(), Step(), optimizer=ADAMW),
-          source="pytorch issue 73784, PR 73535", needs=_EVERY_REDUCED),
+          source="pytorch issue 73784, PR 73535", needs=_EVERY_REDUCED, sizes=ODD),
     check("accumulation.alternating", "Local and reduced micro-batches in any order add up.",
           cases("mlp", micro_batch(0), *accumulated(1, 2), Step(), ZeroGrad(),
                 micro_batch(3), *accumulated(4, 5, 6), Step()),
@@ -131,6 +152,11 @@ ACCUMULATION: tuple[Check, ...] = (
                 *accumulated(3, 4), Step(), ZeroGrad(), forward(5)),
           cases("deep_nest", *iteration(0), no_sync_batch(1), forward(2, "train"), *iteration(3), forward(4)),
           source="Zhao et al., PyTorch FSDP, section 3.3: communication and accumulation"),
+    check("accumulation.nested_no_sync", "Leaving a no_sync inside another one ends nothing, and leaving both ends both.",
+          cases("mlp deep_nest", _NESTED, micro_batch(3), Observe(), Step(), ZeroGrad(), *iteration(4), optimizer=PLAIN_SGD),
+          source="contextlib: what a context changes it puts back as it was"),
+    check("accumulation.gradient_edited", "A reduced gradient that is changed in place counts as it is then, in later sums too.",
+          _edited(_edit("halved")), source="torch.Tensor.grad", needs=_EVERY_REDUCED),
     check("accumulation.several_forwards",
           "Each of several forwards may have its backward later, in either order, and every gradient is reduced.",
           *(cases("mlp deep_nest", SeveralForwards((Batch(0), Batch(1)), reverse), Observe(), Step(), ZeroGrad(),
@@ -168,6 +194,8 @@ PENDING: tuple[Check, ...] = (
             _between(Reload(optimizer=False), models="mlp")),
     pending("accumulation.edited", "Editing full parameters changes no gradient that awaits reduction.",
             _between(EditFullParameters(("*",), 0.5))),
+    pending("accumulation.edited_in_place", "Parameters that change in place change no gradient that awaits reduction.",
+            _between(AssignData(("*",), 0.5, Batch(7), in_place=True))),
     pending("accumulation.assigned", "New storage of parameters changes no gradient that awaits reduction.",
             _between(AssignData(("*",), 0.5, Batch(7)))),
     pending("accumulation.moved", "Moving the model to where it is changes no gradient that awaits reduction.",
@@ -204,6 +232,7 @@ BACKWARDS: tuple[Check, ...] = (
          "torch.autograd.backward", set()),
         ("one_input", "A backward that names one parameter gives it its gradient, and no other one.",
          "torch.autograd.backward", {"unused_gradient_is_none"}),
+        ("of_inputs", "Inputs that ask for gradients get those of this rank's own loss.", "torch.autograd.backward", set()),
         ("inner", "A forward of the module inside the wrapper is no way around the reduction.", "torch.nn.parallel", set()),
     )),
     # From before the first step, and later; nothing follows, which a failed backward need not allow.
@@ -228,6 +257,9 @@ ZERO_GRAD: tuple[Check, ...] = (
             *(cases(model, *program) for to_none in _FORMS for model, program in (
                 ("mlp", [ZeroGrad(to_none), Observe(), *iteration(0)[:-1], ZeroGrad(to_none), ZeroGrad(not to_none)]),
                 ("uneven", [ZeroGrad(to_none), ZeroGrad(to_none), *iteration(0)[:-1]])))),
+    cleared("zero_grad.some_parameters",
+            "Gradients of some parameters that are set to zeros or None leave those of the others, in later sums too.",
+            _edited(_edit("zeros"), _edit("none")), needs=_EVERY_REDUCED),
     cleared("zero_grad.discards", "A gradient that is cleared before the step leaves no trace.",
             *(cases("mlp", micro_batch(0), ZeroGrad(to_none), micro_batch(1), Step(), ZeroGrad(to_none), micro_batch(2))
               for to_none in _FORMS)),

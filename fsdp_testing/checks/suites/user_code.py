@@ -20,6 +20,7 @@ from fsdp_testing.checks.suites.check import (
 from fsdp_testing.checks.suites.programs import (
     ALONE,
     COPY,
+    COPY_IN_NO_SYNC,
     MAY_REFUSE,
     MODULE,
     MUST_COPY,
@@ -87,6 +88,10 @@ CONVERSION: tuple[Check, ...] = (
           cases("mlp", *iteration(0), Observe(COPY), micro_batch(1), Observe(), Step(), optimizer=PLAIN_SGD),
           cases("mlp", Observe(COPY), micro_batch(1), Observe(), Step(), optimizer=PLAIN_SGD),
           source="copy.deepcopy; B077", mode=MAY_REFUSE),
+    check("conversion.deepcopy_in_no_sync",
+          "A deep copy that is made inside no_sync and runs outside of it reduces its gradients, or is refused on every rank.",
+          cases("mlp", *iteration(0), Observe(COPY_IN_NO_SYNC), micro_batch(1), Observe(), Step(), optimizer=PLAIN_SGD),
+          source="copy.deepcopy", mode=MAY_REFUSE, needs={"no_sync"}),
     check("conversion.copied", "A deep copy is made, trains by itself and leaves the original alone.",
           cases("mlp", *iteration(0), Observe(COPY), micro_batch(1), Observe(), Step(), optimizer=PLAIN_SGD),
           source="copy.deepcopy; B077", needs={"deep_copies"}, mode=MUST_COPY),

@@ -66,6 +66,7 @@ def raised_finding(case: Case, errors: Mapping[int, RaisedError]) -> Finding:
         statement,
         ranks=tuple(sorted(errors)),
         message=error.message.strip(),
+        refused=error.not_supported,
         detail="\n".join(f"--- rank {number}\n{item.traceback}" for number, item in sorted(errors.items())),
     )
 

@@ -348,7 +348,8 @@ def _reason(judged: JudgedCase) -> Reason | None:
     if judged.verdict is Verdict.PASS:
         return None
     judgement, looks = judged.judgement, tuple(map(str, judged.signature or ()))
-    return Reason((judgement.why if looks else judgement.reason)[:_REASON_LENGTH], looks)
+    refused = judged.finding is not None and judged.finding.refused
+    return Reason((judgement.why if looks else judgement.reason)[:_REASON_LENGTH], looks, refused=refused)
 
 
 def _is_one_of_few(counts: Counter[Any], kind: object) -> bool:

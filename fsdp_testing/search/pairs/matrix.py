@@ -22,7 +22,6 @@ NOT_CLAIMED, NOT_EXPRESSIBLE, NOT_MET = "not claimed", "not expressible", "not m
 WORDS = (HOLDS, FAILS, REFUSED, KNOWN, UNKNOWN, OPEN, NOT_MET, NOT_CLAIMED, NOT_EXPRESSIBLE)
 ASKED = WORDS[: WORDS.index(OPEN)]
 """What may become of a pair that was asked. It holds if one case that has it passes; else it is what all of them are."""
-_REFUSAL = "NotImplementedError"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,7 @@ def _word(verdicts: Verdicts, number: int) -> tuple[str, str]:
     reason = verdicts.reasons.get(number)
     why = reason.text if reason is not None else ""
     if verdict is Verdict.FAIL:
-        return (REFUSED if reason and any(look.startswith(_REFUSAL) for look in reason.looks) else FAILS), why
+        return (REFUSED if reason is not None and reason.refused else FAILS), why
     named = {Verdict.PASS: HOLDS, Verdict.EXPECTED_FAILURE: KNOWN, Verdict.UNKNOWN: UNKNOWN, None: OPEN}
     return named[verdict], why
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from fsdp_testing.cases.records import Verdict
 from fsdp_testing.report.drawings.matrix import matrix_picture
 from fsdp_testing.report.sheet import (
     Cell,
@@ -32,6 +33,9 @@ from fsdp_testing.search.pairs.matrix import (
 )
 
 AT_SIGHT = 12
+CASES = {
+    Verdict.PASS: "pass", Verdict.FAIL: "fail", Verdict.UNKNOWN: "unknown", Verdict.EXPECTED_FAILURE: "fail as known",
+}  # fmt: skip
 CAPTION = (
     "One row and one column for each trait, which is named where they meet. Green: a case with both is right. Red: each case "
     "with both fails. Brown: each is a known failure. Violet: unknown, or with an edge alone: no case was made. Grey: refused. "
@@ -49,7 +53,9 @@ def pairs_sheet(summary: Summary) -> Sheet:
     """Return what a run of every pair says."""
     total = sum(summary.counts.values())
     facts = tuple((word, f"{summary.counts[word]:,}") for word in WORDS if summary.counts.get(word))
-    cases = ", ".join(f"{count:,} {verdict}" for verdict, count in sorted(summary.cases.items()))
+    cases = ", ".join(
+        f"{count:,} {CASES.get(Verdict(verdict), verdict)}" for verdict, count in sorted(summary.cases.items())
+    )
     sections = [
         Section(
             "Pairs",

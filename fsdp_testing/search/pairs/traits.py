@@ -15,6 +15,15 @@ from fsdp_testing.cases.drawing import Choices, needs_of_case
 from fsdp_testing.cases.models import MODELS
 from fsdp_testing.cases.models.tree import unit_names
 from fsdp_testing.cases.models.tree_schema import parameters
+from fsdp_testing.cases.operations import (
+    AssignData,
+    Batch,
+    EditGradients,
+    LocalMicroBatches,
+    Operation,
+    UnusualBackward,
+)
+from fsdp_testing.cases.operations.gradients import EDITS
 from fsdp_testing.cases.records import Case
 from fsdp_testing.cases.records.axes.axis import planned
 from fsdp_testing.cases.records.schedule import plan
@@ -78,12 +87,30 @@ def _with_setting(case: Case, choices: Choices, *, name: str) -> Case:
     return planned(case, settings=(*case.wrapping.settings, name))
 
 
+def _with_operation(case: Case, choices: Choices, *, make: Callable[[Choices], Operation]) -> Case:
+    at = choices.integer(0, len(case.program))
+    return replace(case, program=(*case.program[:at], make(choices), *case.program[at:]))
+
+
+def _some(choices: Choices) -> tuple[str, ...]:
+    return (choices.pick(("*", "*.weight", "*.bias")),)
+
+
+_OPERATIONS: tuple[Callable[[Choices], Operation], ...] = (
+    lambda choices: EditGradients(_some(choices), choices.pick(EDITS)),
+    lambda choices: AssignData(_some(choices), 0.5, Batch(choices.integer(30, 39), (2,)), in_place=True),
+    lambda choices: LocalMicroBatches((Batch(choices.integer(40, 49), (2,)), Batch(50, (2,))), nested=True),
+    lambda choices: UnusualBackward(Batch(choices.integer(60, 69), (2,)), "of_inputs"),
+)
+"""Operations that campaigns do not draw, or not in this form."""
+
 _SETTERS: tuple[Setter, ...] = (
     partial(_recomputed, outside=False),
     partial(_recomputed, outside=True),
     lambda case, choices: planned(case, forward_prefetch=True),
     lambda case, choices: planned(case, backward_prefetch=choices.pick(PREFETCH[1:])),
     *(partial(_with_setting, name=name) for name in _SETTINGS),
+    *(partial(_with_operation, make=make) for make in _OPERATIONS),
 )
 
 
@@ -124,6 +151,7 @@ APART: tuple[tuple[str, str, str], ...] = (
     ("which casts a part of another dtype sees is each implementation's own", _LOW, "dtype_of_part:*"),
     ("what is saved in low precision may be rounded", _LOW, f"{_ELSEWHERE} save"),
     ("second derivatives through casts are rounded where each implementation casts", _LOW, "unusual_backward:penalty"),
+    ("gradients of inputs are rounded where each implementation casts inputs", _LOW, "unusual_backward:of_inputs"),
     ("a cast of the whole model has one meaning with one dtype, and before a model is made anew", "move:float*",
      f"{_LOW} dtype_of_part:* {_ELSEWHERE} move:float*"),
     ("the largest of no elements is not defined", "clip:inf", "empty_parameters"),
@@ -137,7 +165,7 @@ def why_apart(first: str, second: str) -> str:
     """Return why no legal case has both traits; empty if nothing that is known keeps them apart."""
     kinds = first.partition(":")[0], second.partition(":")[0]
     if kinds[0] == kinds[1] and kinds[0] in _ONE_VALUE:
-        return f"a case has one {kinds[0]}"
+        return f"a case has one value of {kinds[0]}"
     for mesh, world in ((first, second), (second, first)):
         if mesh.startswith("mesh:") and world.startswith("world:"):
             ranks = prod(map(int, mesh[5:].split("x")))

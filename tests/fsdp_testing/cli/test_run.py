@@ -37,7 +37,7 @@ class Judge:
             listener.finished(found)
         if self.error is not None:
             raise self.error
-        return RunReport(results, names, {"torch": "2.x"}, asked["world_sizes"], asked["backend"], 1.0)
+        return RunReport(results, names, {"torch": "2.x"}, asked["world_sizes"] or (), asked["backend"], 1.0)
 
 
 @pytest.fixture
@@ -106,6 +106,17 @@ def test_options_reach_the_judge(verify: Callable[..., Any], judge: Callable[...
         "jobs": 3,
         "shard": (2, 3),
     }
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"), [((), None), (("--backend", "fake"), (2,)), (("--tensor-parallel", "2"), (2,))]
+)
+def test_without_sizes_each_check_has_its_own_on_gloo(
+    verify: Callable[..., Any], judge: Callable[..., Judge], options: tuple[str, ...], sizes: tuple[int, ...] | None
+) -> None:
+    asked = judge(Verdict.PASS)
+    verify("run", "torch-ddp", *options)
+    assert asked.asked["world_sizes"] == sizes
 
 
 def test_how_much_goes_on_at_a_time_is_said_and_too_much_refused(

@@ -26,7 +26,8 @@ NOT_CLAIMED = {
     "activation_checkpointing", "reentrant_checkpointing", "meta_init", "dtype_cast",
     "sync_module_states", "unit_trace", "streams", "explicit_unshard", "prefetch", "exception_recovery", "parameter_replacement",
     "backward_inputs", "tensor_hooks", "accumulation_hooks", "error_if_nonfinite", "dtype_cast_later", "deep_copies",
-    "storage_replacement", "modules_replaced", "parameters_replaced", "unit_alone", "tensor_parallel", "sub_groups",
+    "storage_replacement", "modules_replaced", "parameters_replaced", "unit_alone",
+    "strict_state", "reordered_optimizer", "tensor_parallel", "sub_groups",
     *SETTINGS,
 }  # fmt: skip
 
@@ -206,11 +207,11 @@ class Toy(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        self.synchronize = False
+        before, self.synchronize = self.synchronize, False
         try:
             yield
         finally:
-            self.synchronize = True
+            self.synchronize = before
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
         norm = self.total_norm(norm_type)

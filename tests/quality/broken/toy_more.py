@@ -22,7 +22,7 @@ MORE = frozenset(
     {
         "full_state_dict", "sharded_state_dict", "local_state_dict", "optim_state", "comm_hook",
         "activation_checkpointing", "reentrant_checkpointing", "exception_recovery", "unit_trace", "prefetch",
-        "cpu_offload", "dtype_cast", "dtype_cast_later", "sub_groups",
+        "cpu_offload", "dtype_cast", "dtype_cast_later", "sub_groups", "reordered_optimizer",
     }
 )  # fmt: skip
 _GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

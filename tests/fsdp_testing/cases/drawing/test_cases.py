@@ -58,7 +58,9 @@ def test_deleting_any_operation_or_unit_leaves_a_legal_case():
 def test_every_kind_of_operation_and_every_feature_is_drawn():
     found = drawn(1500)
     kinds = {operation.kind for case in found for operation in case.program}
-    assert kinds == set(OPERATIONS)
+    # What has no feature the pairs of traits put in: campaigns draw the case of a seed that they drew before.
+    assert kinds == {kind for kind, operation in OPERATIONS.items() if operation.features}
+    assert set(OPERATIONS) - kinds == {"edit_gradients"}
     needs = {need for case in found for need in needs_of_case(case)}
     asked = {need for tags in FEATURES.values() for need in tags}
     assert asked <= needs | {"buffer_dtype", "cpu_offload"}

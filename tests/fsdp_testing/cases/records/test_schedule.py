@@ -40,7 +40,7 @@ def test_what_documentation_forbids_waits_for_reduced_gradients():
 
 def test_only_what_documentation_forbids_is_void_and_its_link_is_given():
     forbidden = {kind for kind, operation in OPERATIONS.items() if operation.forbidden_while_pending}
-    assert forbidden == {"step", "clip"}
+    assert forbidden == {"step", "clip", "edit_gradients"}
     for kind in forbidden:
         assert "https://pytorch.org/docs/" in OPERATIONS[kind].forbidden_while_pending
 

@@ -22,6 +22,7 @@ from fsdp_testing.cases.records import (
 )
 from fsdp_testing.checks.conformance import run_case, run_check, select_checks, shared_runner
 from fsdp_testing.checks.suites import CHECKS
+from fsdp_testing.checks.suites.check import HYBRID
 from fsdp_testing.errors import BackendUnavailable, InvalidArgument, InvalidImplementation
 from fsdp_testing.explain import root_causes
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
@@ -141,6 +142,32 @@ def test_cases_run_at_every_world_size_and_claimed_strategy():
     places = [(case.world.size, case.strategy) for _, case in runner.judged]
     strategies = ("full_shard", "shard_grad_op", "no_shard")
     assert places == [(size, strategy) for size in (2, 3) for strategy in strategies]
+
+
+def test_without_world_sizes_each_check_is_asked_on_its_own():
+    checks = ("training.float32", "training.gradients_are_means", "hybrid.trained")
+    report = run_conformance("fsdp_ref-composable", checks=checks, world_sizes=None, explain=0)
+    sizes = {result.check: result.world_sizes for result in report.results}
+    assert sizes == dict(zip(checks, [(2,), (2, 3), (4,)]))
+    assert report.world_sizes == (2, 3, 4)
+    assert report.exit_code == 0
+
+
+def test_what_reduces_divides_pads_or_moves_is_asked_at_an_odd_size_too():
+    suites = {name.partition(".")[0] for name, check in CHECKS.items() if 3 in check.sizes}
+    assert suites >= {"training", "accumulation", "mixed_precision", "clipping", "unused", "sizes", "full_state_dict",
+                      "sharded_state_dict", "local_state_dict", "optim_state", "options", "comm_hook"}  # fmt: skip
+    assert all(3 in check.sizes for name, check in CHECKS.items() if name.startswith("sizes.") and "uneven" in name)
+
+
+def test_hybrid_checks_are_asked_on_two_by_two():
+    hybrid = [check for check in CHECKS.values() if check.strategies == HYBRID]
+    assert hybrid
+    assert all((4 in check.sizes and (2, 2) in check.meshes[4]) or check.name in DEGENERATE for check in hybrid)
+
+
+DEGENERATE = {"hybrid.degenerate_groups"}
+"""Groups of one rank are its matter."""
 
 
 def test_every_case_of_a_run_over_two_axes_has_the_second_one():

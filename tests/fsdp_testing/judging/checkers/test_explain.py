@@ -32,6 +32,8 @@ def test_a_claim_that_is_not_kept_is_told_with_its_place() -> None:
 
 def test_the_place_of_an_account_without_frames_is_not_made_up() -> None:
     found = raised_finding(CASE, {1: error(not_supported=True, traceback="NotImplementedError")})
+    assert found.refused
+    assert not raised_finding(CASE, {1: error(not_supported=False)}).refused
     assert found.explanation.endswith(
         "it claims clip_grad_norm, but rank 1 raised NotImplementedError: not yet, at an unknown place"
     )

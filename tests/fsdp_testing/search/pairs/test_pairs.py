@@ -59,7 +59,7 @@ def test_every_pair_is_in_a_case_or_has_a_reason_why_it_is_in_none():
     assert all(closed.values())
     assert "strategy:no_shard" in made.traits
     assert "no_shard" in made.not_claimed["clip", "strategy:no_shard"]
-    assert made.not_expressible["world:2", "world:3"] == "a case has one world"
+    assert made.not_expressible["world:2", "world:3"] == "a case has one value of world"
     assert made.cases == covering(scope).cases  # a campaign goes on with the same numbers
 
 
@@ -122,6 +122,17 @@ def test_a_pair_that_no_draw_has_is_made_of_two_cases():
     assert all(drawn.has(pair) for pair in made)
 
 
+def test_pairs_hold_what_campaigns_do_not_draw():
+    drawn = covering_module._Pool(Scope(registry.load("fsdp_ref-composable").capabilities))
+    drawn.draw(300)
+    assert {
+        "edit_gradients:none",
+        "assign_data:in_place",
+        "local_micro_batches:nested",
+        "unusual_backward:of_inputs",
+    } <= set(drawn.numbers)
+
+
 @pytest.mark.slow
 def test_every_pair_of_the_reference_has_a_fate():
     adapter = registry.load("fsdp_ref-composable")
@@ -152,8 +163,10 @@ def test_a_pair_holds_if_one_case_that_has_it_passes_else_it_is_what_these_are()
     assert became("pep", stepped) == KNOWN
     assert became("pup", stepped) == UNKNOWN
     assert became("p.p", stepped) == became("p", stepped) == OPEN
-    refusal = {"1": Reason("cannot", ("raised", "NotImplementedError: cannot", "step"))}
-    assert became("pfp", stepped, refusal) == REFUSED
+    refusal = Reason("cannot", ("raised", "NotImplementedError: cannot", "step"), refused=True)
+    assert became("pfp", stepped, {"1": refusal}) == REFUSED
+    # What another class of this name says is no refusal.
+    assert became("pfp", stepped, {"1": replace(refusal, refused=False)}) == FAILS
 
 
 def test_the_exit_code_is_that_of_the_cases():

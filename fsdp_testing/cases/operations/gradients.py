@@ -1,0 +1,62 @@
+"""What a user does to the gradients of some parameters while those of the others stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from fsdp_testing.cases.operations import user_code
+from fsdp_testing.cases.operations.operation import GRADIENTS_ALIKE, OfPatterns, Operation, matching
+from fsdp_testing.errors import InvalidRecord
+
+if TYPE_CHECKING:
+    from fsdp_testing.cases.drawing.features import Swarm
+    from fsdp_testing.cases.drawing.operation_drawer import OperationDrawer
+    from fsdp_testing.oracle.execute import RankProgram
+    from fsdp_testing.oracle.replay import Replay
+
+EDITS = ("zeros", "none", "halved")
+
+
+@dataclass(frozen=True, slots=True)
+class EditGradients(OfPatterns):
+    """Changes the reduced gradients of the parameters that match; those of the others stay.
+
+    Attributes:
+        patterns: Which parameters.
+        edit: `zeros` and `halved` in place, `none` by `p.grad = None`.
+    """
+
+    kind: ClassVar[str] = "edit_gradients"
+    needs: ClassVar[frozenset[str]] = frozenset({"gradient_edits"})
+    passes: ClassVar[int | None] = 0
+    forbidden_while_pending: ClassVar[str] = GRADIENTS_ALIKE
+    edit: str = "zeros"
+
+    def __post_init__(self) -> None:
+        if self.edit not in EDITS:
+            raise InvalidRecord(f"EditGradients.edit: expected one of {EDITS}, got {self.edit!r}. Choose one of them.")
+
+    @classmethod
+    def weight(cls, swarm: Swarm) -> int:
+        return 0  # a campaign's case of a seed stays what it was; every pair is asked
+
+    @classmethod
+    def draw(cls, drawer: OperationDrawer) -> EditGradients:
+        return cls(drawer.patterns(), drawer.choices.pick(EDITS))
+
+    def simpler(self) -> Iterator[Operation]:
+        yield replace(self, patterns=("*",))
+        yield replace(self, edit="zeros")
+
+    def token(self) -> str:
+        return f"{self.kind}[{self.edit}]"
+
+    def run(self, program: RankProgram) -> None:
+        chosen = matching(program.adapter.named_parameters(program.model), self.patterns)
+        user_code.edit_gradients([parameter for _, parameter in chosen], self.edit)
+
+    def replay(self, replay: Replay) -> None:
+        chosen = matching(replay.parameters.items(), self.patterns)
+        user_code.edit_gradients([parameter for _, parameter in chosen], self.edit)

@@ -1,0 +1,117 @@
+"""Runs that look at saved state itself: what must be refused, the dtypes of what is saved, an optimizer in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from fsdp_testing.cases.records import RankObservation
+from fsdp_testing.checks.suites.programs import Remark, RemarkedObservation, review_remarks
+from fsdp_testing.judging.case_runner import RunMode
+from fsdp_testing.oracle import models, rank_jobs
+from fsdp_testing.oracle.execute import RankProgram
+
+State = dict[str, torch.Tensor]
+
+
+def _lacking(state: State) -> State:
+    return dict(list(state.items())[1:])
+
+
+def _with_another(state: State) -> State:
+    return {**state, "layers.9.weight": next(iter(state.values())).clone()}
+
+
+def _misshapen(state: State) -> State:
+    name, tensor = next(iter(state.items()))
+    return {**state, name: tensor.new_zeros(tensor.shape[0] + 1, *tensor.shape[1:])}
+
+
+_WRONG: Mapping[str, Callable[[State], State]] = {
+    "a state that lacks a parameter": _lacking,
+    "a state with a parameter that the model has not": _with_another,
+    "a state with a parameter of another shape": _misshapen,
+}
+
+
+class RemarkingProgram(RankProgram):
+    """A program after which a rank remarks what is wrong with what it can save and load."""
+
+    def run(self, *, observe_all: bool = False) -> RankObservation:
+        """Run the case, then look; remarks come last. Collectives: those of saving and loading."""
+        observation = super().run(observe_all=observe_all)
+        if observation.error is not None:
+            return observation
+        try:
+            statements = list(self.statements())
+        except Exception as raised:  # noqa: BLE001 - whatever a foreign implementation raises is a finding
+            return replace(observation, error=self.record(raised))
+        remarks = tuple(Remark(len(self.case.program), "state", statement) for statement in statements)
+        return observation.extended(RemarkedObservation, remarks=remarks)
+
+    def statements(self) -> Iterator[str]:
+        """Yield what is wrong."""
+        raise NotImplementedError
+
+
+class RefusingProgram(RemarkingProgram):
+    """Loads states that do not fit."""
+
+    def statements(self) -> Iterator[str]:
+        """Yield each that was loaded."""
+        with self._inside():
+            saved = {fqn: tensor.detach().clone() for fqn, tensor in self.adapter.full_state_dict(self.model).items()}
+        for what, change in _WRONG.items():
+            try:
+                self.adapter.load_full_state_dict(self.model, change(saved))
+            except Exception:  # noqa: BLE001, S112 - whatever it raises, it refuses
+                continue
+            yield f"{what} was loaded, expected it to be refused"
+
+
+class StoredDtypes(RemarkingProgram):
+    """Looks at the dtypes of saved optimizer state."""
+
+    def statements(self) -> Iterator[str]:
+        """Yield what is not in the dtype in which parameters are stored."""
+        if self.optimizer is None:
+            return
+        with self._inside():
+            saved = self.adapter.full_optimizer_state(self.model, self.optimizer)
+        met: list[torch.Tensor] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            met.append(tensor)
+            return tensor
+
+        models.map_tensors(note, saved)
+        # A step count is a scalar, and of a dtype of its own.
+        wrong = {models.dtype_name(t.dtype) for t in met if t.dim() and t.is_floating_point() and t.dtype != self.dtype}
+        if not any(tensor.dim() for tensor in met):
+            yield "the saved optimizer state has no tensor"
+        for name in sorted(wrong):
+            yield f"saved optimizer state has dtype {name}, expected {models.dtype_name(self.dtype)}"
+
+
+class ReorderedProgram(RankProgram):
+    """Each optimizer but the first has the parameters in the reverse order."""
+
+    builds = 0
+
+    def build_optimizer(self) -> None:
+        order = 1 if self.builds == 0 else -1
+        self.builds += 1
+        self.optimizer = self.adapter.build_optimizer(self.model, partial(_over, self.case, order))
+
+
+def _over(case: Any, order: int, parameters: Any) -> torch.optim.Optimizer:
+    return models.build_optimizer(case, list(parameters)[::order])
+
+
+REFUSED = RunMode(rank_jobs.run_as, (RefusingProgram, {}), review=review_remarks)
+STORED_DTYPES = RunMode(rank_jobs.run_as, (StoredDtypes, {}), review=review_remarks)
+REORDERED = RunMode(rank_jobs.run_as, (ReorderedProgram, {}))
