@@ -62,8 +62,6 @@ def pre_backward(unit: Unit) -> None:
     """
     root = unit.root
     assert root is not None  # the unit ran forward
-    # Autograd enables gradients inside of a pass for ``create_graph`` alone.
-    unit.creates_graph = torch.is_grad_enabled()
     task = root.enter_backward()
     flush_partial(root, unit, task)
     if unit.life.state is not UnitState.BACKWARD:

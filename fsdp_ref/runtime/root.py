@@ -111,6 +111,7 @@ class Root:
             self.anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
         self.streams = streams_for(unit.config.device, limit_all_gathers=unit.config.limit_all_gathers)
         self._passes: dict[int, weakref.ref[_PassEnd]] = {}
+        self._creates_graph = False
         self._dirty = False  # a backward pass began and did not reach its end
         self._ties: dict[GraphTie, None] = {}
         self.open_records: list[PassRecord] = []
@@ -213,7 +214,12 @@ class Root:
     # ------------------------------------------------------------------ backward passes
 
     def enter_backward(self) -> int:
-        """Be called back at the end of the backward pass that runs now; return its number."""
+        """Be called back at the end of the backward pass that runs now; return its number.
+
+        Autograd enables gradients inside of a pass for ``create_graph`` alone. Checkpointing enables them, too, in what it runs
+        again; that is taken for such a pass.
+        """
+        self._creates_graph = torch.is_grad_enabled()
         # By the number of autograd's task: the passes that reentrant checkpointing runs inside of this one have their own, and
         # what a dead pass left under its number must not be taken for this one's (its weak reference is empty by then).
         task = compat.graph_task_id()
@@ -226,6 +232,15 @@ class Root:
             compat.queue_backward_callback(end)
             self._dirty = True
         return task
+
+    @property
+    def creates_graph(self) -> bool:
+        """Whether the backward pass that runs now may make a graph of its own.
+
+        Of the tree, not of a unit: what checkpointing runs again may begin with the gradient of a layer behind a unit, whose own
+        output has none yet. Before any output of the tree has one nothing is known, and a graph is assumed.
+        """
+        return self._creates_graph or not self._live_passes()
 
     def _live_passes(self) -> list[int]:
         self._passes = {task: end for task, end in self._passes.items() if end() is not None}

@@ -72,7 +72,6 @@ class Unit:
         forward_targets: units to gather ahead of need in this one's forward; None: as settings say.
         backward_targets: the same in its backward.
         unguarded: autograd saved views of the latest forward, and not by way of our hooks.
-        creates_graph: the backward that it is in makes a graph of its own (``create_graph``).
         backward_task: the backward pass that state BACKWARD began in, -1 in other states.
     """
 
@@ -113,7 +112,6 @@ class Unit:
         self.ahead: Ahead | None = None
         self.awaits_backward = False
         self.unguarded = False
-        self.creates_graph = False
         self.backward_task = -1
         self.forward_targets: tuple[Unit, ...] | None = None
         self.backward_targets: tuple[Unit, ...] | None = None
@@ -245,7 +243,7 @@ class Unit:
         Checkpointing keeps what that forward saves by itself, past our hooks. With ``create_graph`` it is read once more,
         by the backward of the new graph, when the buffer is gone: then modules compute with copies that the graph owns.
         """
-        return [view.clone() for view in views] if self.creates_graph else views
+        return [view.clone() for view in views] if self.root is None or self.root.creates_graph else views
 
     def drop_out_of_date(self) -> None:
         """Free full parameters that were gathered before the parameters were changed; who needs them gathers anew.

@@ -169,9 +169,12 @@ def test_checkpointed_submodules_under_sibling_units(lab):
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("where", ["inside", "outside", "before a layer"])
 def test_a_penalty_on_gradients_of_inputs_runs_it_again(lab, path, where):
-    """The graph of the first backward reads what the second forward computed with, when the buffer is gone."""
+    """The graph of the first backward reads what the second forward computed with, when the buffer is gone.
+
+    Before a layer, the second forward of a unit begins before its output has a gradient.
+    """
 
     def loss(model, batch):
         x = batch.clone().requires_grad_()
@@ -183,6 +186,10 @@ def test_a_penalty_on_gradients_of_inputs_runs_it_again(lab, path, where):
     for index, block in enumerate(model.blocks):
         if where == "inside":
             model.blocks[index] = lab.shard(checkpoint_wrapper(block, KINDS["non-reentrant"]), path)
+        elif where == "before a layer":
+            behind = nn.Sequential(lab.shard(block, path), nn.Tanh())
+            model.blocks[index] = checkpoint_wrapper(behind, KINDS["non-reentrant"])
+            reference.blocks[index] = nn.Sequential(reference.blocks[index], nn.Tanh())
         else:
             model.blocks[index] = checkpoint_wrapper(lab.shard(block, path), KINDS["non-reentrant"])
     model = lab.shard(model, path)
