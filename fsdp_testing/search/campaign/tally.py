@@ -80,7 +80,7 @@ class CampaignTally:
     def unknown(self) -> list[str]:
         """Return why this run does not say that all is right although nothing was refuted, a sentence each."""
         once = [discovery.name for discovery in self.discovered if not discovery.confirmed]
-        reasons = [f"{sum(self.unjudged.values())} cases could not be judged"] if self.unjudged else []
+        reasons = [f"{numbered(sum(self.unjudged.values()), 'case')} could not be judged"] if self.unjudged else []
         reasons += [f"what failed once passes alone: {', '.join(once)}"] if once else []
         if not reasons and self.verdicts[Verdict.UNKNOWN]:
             reasons = [
@@ -153,7 +153,7 @@ def _conclusions(tally: CampaignTally) -> Iterator[str]:
     if confirmed:
         yield f"{numbered(len(confirmed), 'finding')}: {listed(confirmed)}"
     if tally.found_before:
-        yield f"{sum(tally.found_before.values())} cases failed as an earlier run of this campaign found"
+        yield f"{numbered(sum(tally.found_before.values()), 'case')} failed as an earlier run of this campaign found"
     if tally.not_investigated:
         yield f"{tally.not_investigated} cases fail like others that were investigated"
     if not (confirmed or tally.found_before or tally.not_investigated) and tally.verdicts[Verdict.FAIL]:

@@ -75,7 +75,7 @@ UNLIKE = [
         "1.a.bias.exp_avg: dtype torch.float32, torch.float64",
     ),
     (lambda saved: changed(saved, BIAS, more=torch.zeros(7)), "1.a.bias.more: missing in 1.gain"),
-    (lambda saved: changed(saved, BIAS, exp_avg=3), "1.a.bias.exp_avg: another kind of value"),
+    (lambda saved: changed(saved, BIAS, exp_avg=3), "1.a.bias.exp_avg: a value of another kind than in 1.gain"),
     (lambda saved: {**saved, "state": without(saved["state"], BIAS)}, "1.a.bias.step: missing, while 1.gain"),
     (
         lambda saved: {**saved, "state": {**saved["state"], BIAS: without(saved["state"][BIAS], "exp_avg")}},

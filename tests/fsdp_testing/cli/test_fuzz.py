@@ -86,6 +86,7 @@ def test_a_fault_is_found_shrunk_told_replayed_and_not_told_twice(tmp_path: Path
 
 
 RIGHT, UNDECIDED = Judgement(Verdict.PASS), Judgement(Verdict.UNKNOWN, reason="the oracle's own numbers overflow")
+ONE_BATCH = ("--examples", "24", "--world-size", "2")
 
 
 def failing(kind: FailureKind, case: Case, sort: str = "") -> Judgement:
@@ -106,8 +107,8 @@ def test_a_case_that_could_not_be_judged_ends_with_3(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(CaseRunner, "judge_batch", judged_as(lambda _: UNDECIDED))
-    assert fuzz("toy:UNBROKEN", "--examples", "24") == 3
-    assert "exit code 3: 1 cases could not be judged" in capsys.readouterr().out
+    assert fuzz("toy:UNBROKEN", *ONE_BATCH) == 3
+    assert "exit code 3: 1 case could not be judged" in capsys.readouterr().out
 
 
 def test_what_failed_once_and_passes_alone_ends_with_3(
@@ -115,7 +116,7 @@ def test_what_failed_once_and_passes_alone_ends_with_3(
 ):
     answers = iter([judged_as(partial(failing, FailureKind.HUNG)), judged_as(lambda _: RIGHT)])
     monkeypatch.setattr(CaseRunner, "judge_batch", lambda *given, **named: next(answers)(*given, **named))
-    assert fuzz("toy:UNBROKEN", "--examples", "24") == 3
+    assert fuzz("toy:UNBROKEN", *ONE_BATCH) == 3
     assert "exit code 3: what failed once passes alone: hung" in capsys.readouterr().out
 
 

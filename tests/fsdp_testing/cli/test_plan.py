@@ -69,14 +69,20 @@ def test_what_training_takes_follows_the_stated_rule(verify: Callable[..., Any])
 
 
 @pytest.mark.parametrize(
-    ("strategy", "gathered"), [("FULL_SHARD", "3 units"), ("SHARD_GRAD_OP", "every unit"), ("NO_SHARD", "none")]
+    ("model", "strategy", "held"),
+    [
+        ("uneven", "FULL_SHARD", slice(3)),
+        ("gpt", "FULL_SHARD", slice(None)),
+        ("uneven", "SHARD_GRAD_OP", slice(None)),
+        ("uneven", "NO_SHARD", slice(0)),
+    ],
 )
-def test_what_is_gathered_counts(verify: Callable[..., Any], strategy: str, gathered: str) -> None:
-    """Of equal units FULL_SHARD holds two and a whole gradient, SHARD_GRAD_OP all of them and a whole gradient."""
+def test_what_is_gathered_counts(verify: Callable[..., Any], model: str, strategy: str, held: slice) -> None:
+    """FULL_SHARD holds a root and three units in a row, here the first three; SHARD_GRAD_OP holds all; each a gradient too."""
     wholes = [
         unit.shards.padded_numel * unit.element_bytes
-        for unit in unit_layouts(MODELS["gpt"].build(0, torch.float32), world_size=2, units=MODELS["gpt"].units)
+        for unit in unit_layouts(MODELS[model].build(0, torch.float32), world_size=2, units=MODELS[model].units)
     ]
-    size = {"3 units": sum(sorted(wholes)[-2:]) + max(wholes), "every unit": sum(wholes) + max(wholes), "none": 0}
-    line = next(line for line in verify("plan", "gpt", "--strategy", strategy).out.splitlines() if "a rank: " in line)
-    assert f"{_bytes(size[gathered])} gathered units and a whole gradient" in line
+    size = sum(wholes[held]) + max(wholes) if wholes[held] else 0
+    line = next(line for line in verify("plan", model, "--strategy", strategy).out.splitlines() if "a rank: " in line)
+    assert f" {_bytes(size)} gathered units and a whole gradient" in line

@@ -110,7 +110,7 @@ def test_the_weightiest_fact_is_the_judgement(message, tally, kind):
             "after operation 0 forward_backward(batch 0): gradient of w is off by 3",
         ),
         (WRONG, "the oracle's own numbers overflow", "the oracle's own numbers overflow"),
-        (RIGHT, "the oracle did not come to the end", "the oracle did not come to the end"),
+        (RIGHT, "the oracle did not finish this case", "the oracle did not finish this case"),
     ],
 )
 def test_what_decides_nothing_is_unknown_but_does_not_hide_what_refutes(tally, problem, reason):
@@ -195,7 +195,7 @@ def test_an_oracle_that_ends_early_decides_nothing(monkeypatch):
     monkeypatch.setattr(agreement, "compare", lambda *_: RIGHT)
     ranks = [RankObservation(0), RankObservation(1)]
     short = Expectation((ExpectedPoint(0, {}),), {})
-    assert "did not come to the end" in compare_numbers(CASE, short, ranks, batch_judge.Comparison()).problem
+    assert "did not finish" in compare_numbers(CASE, short, ranks, batch_judge.Comparison()).problem
     assert not compare_numbers(CASE, WHOLE, ranks, batch_judge.Comparison()).problem
 
 
