@@ -85,7 +85,7 @@ def _as_factor(times: float, size: int, *, every: bool) -> str:
     summed, divided = abs(times - size) < _SAME * size, abs(times * size - 1) < _SAME
     if summed:
         which = "gradients" if every else "some gradients"
-        return f"{which} are summed over ranks where a mean is due, or scaled by the number of ranks"
+        return f"{which} are summed over ranks, not averaged, or scaled by the number of ranks"
     if divided:
         return "gradients are divided by the number of ranks once too often, or are not summed"
     return "gradients are lost" if abs(times) < _SAME else "gradients are scaled"

@@ -171,7 +171,7 @@ class Pair:
 
         Only of what differs at the first step, which it makes with the weights of all ranks.
         """
-        known = self._takes_own_rows and self.varied is None and difference.step == 0
+        known = self.runner.start.takes_rows and self._takes_own_rows and self.varied is None and difference.step == 0
         each = self._each_rank() if known else []
         cause = multiples.of_ranks(self.reference, self.run, each) if each else ""
         if multiples.is_own_statistic(cause):
