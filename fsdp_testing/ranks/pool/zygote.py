@@ -26,7 +26,8 @@ from fsdp_testing.base import env
 from fsdp_testing.ranks.pool import forkserver
 
 COMMAND = "from fsdp_testing.ranks.pool.zygote import main; main"
-_FIRST_SECONDS = 60.0
+PATIENCE = 60.0
+"""So many seconds a worker waits for its server, and the zygote for its imports and for its first worker."""
 _REQUEST_SECONDS = 10.0
 # Names that each worker has for itself, and that nothing reads when it is imported.
 _OF_WORKERS = ("PYTEST_", "COV_CORE_")
@@ -57,7 +58,7 @@ class ForkedServer:
     def _ended(self, seconds: float) -> bool:
         if self._watched is not None:
             return bool(select.select([self._watched], [], [], seconds)[0])
-        return not Path(f"/proc/{self.pid}").exists()
+        return state_of(self.pid) in ("", "Z")
 
     def kill(self) -> None:
         if self.pid and self.poll() is None:
@@ -81,6 +82,21 @@ class ForkedServer:
         self.pid = 0
 
 
+_silent: set[str] = set()
+
+
+def give_up(run: str) -> None:
+    """Ask the zygote of a run no more: it does not answer, as one that somebody has stopped."""
+    _silent.add(run)
+
+
+def state_of(pid: int) -> str:
+    """Return the letter of a process's state; empty where there is none."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    return ""
+
+
 def ask(run: str, control: socket.socket, setup: int, environment: dict[str, str]) -> ForkedServer | None:
     """Ask the zygote of a run for a fork server; None where there is none to ask, and none can be started.
 
@@ -90,6 +106,8 @@ def ask(run: str, control: socket.socket, setup: int, environment: dict[str, str
         setup: A file with JSON, as for `forkserver.main`, with the variables of the worker.
         environment: Of the zygote, if this worker starts it.
     """
+    if run in _silent:
+        return None
     name = f"\0fsdp-testing-{os.getuid()}-{run}"
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         listening.bind(name)  # by one worker alone
@@ -162,7 +180,7 @@ class _Zygote:
         while True:
             gone = [watched for watched in self._workers.values() if watched is not None]
             watched = [self._listening.fileno(), *(worker.fileno() for worker in self._workers), *gone]
-            ready, _, _ = select.select(watched, [], [], None if self._workers else _FIRST_SECONDS)
+            ready, _, _ = select.select(watched, [], [], None if self._workers else PATIENCE)
             for worker, process in list(self._workers.items()):
                 if worker.fileno() in ready or process in ready:
                     self._leave(worker)

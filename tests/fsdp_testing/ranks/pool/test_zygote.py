@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from small_programs import gone, pid, total
 
-from fsdp_testing.ranks.pool import Pool
+from fsdp_testing.ranks.pool import Pool, zygote
 
 
 @pytest.fixture
@@ -89,6 +89,47 @@ def test_a_worker_with_another_environment_has_a_server_of_its_own(
     monkeypatch.setenv("TORCH_SHOW_CPP_STACKTRACES", "1")  # torch reads such variables when it is imported
     assert works(pools[1])
     assert parent(pools[1].server().pid) == os.getpid()
+
+
+def test_a_zygote_that_is_stopped_is_waited_for_once(pools: tuple[Pool, Pool], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert works(pools[0])
+    stopped = parent(pools[0].server().pid)
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        monkeypatch.setattr(zygote, "PATIENCE", 0.5)
+        assert works(pools[1])
+        assert parent(pools[1].server().pid) == os.getpid()
+        pools[1].close()
+        monkeypatch.setattr(zygote, "PATIENCE", 600.0)
+        assert works(pools[1])
+        assert works(pools[0])
+        pools[0].close()  # nobody waits for its server, which has ended
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert gone([stopped])
+
+
+def test_a_server_that_has_ended_and_is_not_waited_for_has_ended() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # leaves it as it is
+    with socket.socket() as connection:
+        server = zygote.ForkedServer(connection)
+        server.pid = ended.pid  # as where processes have no descriptors
+        assert server.poll() == -1
+    ended.wait()
+
+
+def test_a_pool_is_closed_though_its_server_does_not_end(
+    pools: tuple[Pool, Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(server: zygote.ForkedServer, seconds: float = 0.0) -> None:
+        server._connection.close()
+        raise subprocess.TimeoutExpired("fork server", seconds)
+
+    assert works(pools[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(zygote.ForkedServer, "wait", wait)
+        pools[0].close()
 
 
 def test_a_socket_that_nobody_serves_gives_a_server_of_ones_own(pools: tuple[Pool, Pool], run: str) -> None:
