@@ -123,6 +123,16 @@ def test_that_a_state_may_lack_a_parameter_excuses_no_other_one(fault: str, new:
     assert {finding.sort or finding.quantity for finding in result.findings if finding.expected is None} == {new}
 
 
+def test_a_group_of_one_that_does_not_reduce_excuses_no_other_group():
+    result = as_known_of("torch-fsdp1", "hybrid.norms", "faults_kinds:ReplicasDrift")
+    assert result.verdict is Verdict.FAIL, result.remark
+    meshes = {
+        known: {f.case.world.mesh for f in result.findings if (f.expected is not None) is known}
+        for known in (False, True)
+    }
+    assert meshes == {False: {(2, 2)}, True: {(4, 1)}}
+
+
 def test_units_gathered_one_by_one_keep_the_order():
     result = run_check("faults_trace:PER_LAYER", "trace.order")
     assert result.verdict is Verdict.PASS, result.explanation
