@@ -185,7 +185,7 @@ def loads_what_fits(original: Any, self: Any, state: Any, *args: Any, **kwargs: 
     return original(self, state, strict=False)
 
 
-def _saves(checks: str, **methods: Callable[[Adapter], Any]) -> Callable[[type], Adapter]:
+def _with_methods(checks: str, **methods: Callable[[Adapter], Any]) -> Callable[[type], Adapter]:
     """Register the reference with other methods as a fault; the docstring of the decorated class is its story."""
 
     def register(what: type) -> Adapter:
@@ -198,16 +198,53 @@ def _saves(checks: str, **methods: Callable[[Adapter], Any]) -> Callable[[type],
     return register
 
 
+@_with_methods(
+    "full_state_dict.strict",
+    load_full_state_dict=lambda sound: (
+        lambda model, state: sound.load_full_state_dict(
+            model, {fqn: state[fqn] for fqn in sound.full_state_dict(model)}
+        )
+    ),
+)
+class PassesOverUnknown:
+    """What a state has too much is passed over."""
+
+
+@_with_methods(
+    "full_state_dict.strict",
+    load_full_state_dict=lambda sound: (
+        lambda model, state: sound.load_full_state_dict(
+            model,
+            {fqn: state[fqn][: len(own)] for fqn, own in sound.full_state_dict(model).items()}
+            | {fqn: state[fqn] for fqn in state.keys() - sound.full_state_dict(model).keys()},
+        )
+    ),
+)
+class CutsToShape:
+    """What is too long is cut."""
+
+
+def _refuse(_model: nn.Module, _state: Any) -> None:
+    raise ValueError("expected another state")
+
+
+@_with_methods("full_state_dict.strict", load_full_state_dict=lambda _sound: _refuse)
+class RefusesEverything:
+    """No state can be loaded."""
+
+
 def _halved(value: Any) -> Any:
     return models.cast_floats(value, torch.bfloat16)
 
 
-@_saves("full_state_dict.dtypes", full_state_dict=lambda sound: lambda model: _halved(sound.full_state_dict(model)))
+@_with_methods(
+    "full_state_dict.dtypes", full_state_dict=lambda sound: lambda model: _halved(sound.full_state_dict(model))
+)
 class SavesInLowPrecision:
     """What is saved is in bfloat16."""
 
 
-@_saves(
+@_with_methods(
     "optim_state.dtypes",
     full_optimizer_state=lambda sound: lambda model, optimizer: _halved(sound.full_optimizer_state(model, optimizer)),
 )
@@ -229,6 +266,6 @@ def _by_position(sound: Adapter) -> Callable[..., None]:
     return load
 
 
-@_saves("optim_state.reordered", load_full_optimizer_state=_by_position)
+@_with_methods("optim_state.reordered", load_full_optimizer_state=_by_position)
 class LoadsByPosition:
     """Saved optimizer state goes to the parameters in the order in which it was saved, where shapes fit."""
