@@ -77,7 +77,7 @@ def short_sheet(report: RunReport, *changes: Section) -> Sheet:
     sections = [*changes]
     for verdict, (blocks, more) in parts.items():
         if count := report.count(verdict):
-            title = listed(filter(None, (f"{TITLES[verdict]}: {summary.checks(count)}", more)))
+            title = listed(filter(None, (f"{TITLES[verdict]}: {numbered(count, 'check')}", more)))
             sections.append(Section(title, tuple(blocks), kind=verdict.value))
     table = verdict_table(report, failures)
     few = 0 < sum(len(group.rows) for group in table.groups) <= ROWS_AT_SIGHT
@@ -192,10 +192,10 @@ def _broken(report: RunReport, failures: Failures) -> Iterator[Line]:
         links.append(Link(f"{len(failures.new) - CAUSES_AT_SIGHT} more new causes", "causes"))
     for verdict in (Verdict.UNKNOWN, Verdict.STALE):
         if count := report.count(verdict):
-            links.append(Link(f"{summary.checks(count)} {summary.WORDS[verdict]}", verdict.value))
+            links.append(Link(f"{numbered(count, 'check')} {summary.WORDS[verdict]}", verdict.value))
     if failures.known:
         count, reasons = report.count(Verdict.EXPECTED_FAILURE), numbered(len(failures.known), "reason")
-        links.append(Link(f"Known, and expected: {summary.checks(count)} for {reasons}", "known"))
+        links.append(Link(f"Known, and expected: {numbered(count, 'check')} for {reasons}", "known"))
     if not failures.new:
         links += [Link(group.reason, anchor) for anchor, group in failures.known[:CAUSES_AT_SIGHT]]
     yield from (Line("", links=(link,)) for link in links)
@@ -251,7 +251,7 @@ def verdict_table(report: RunReport, failures: Failures) -> Table:
                 meaning += f" ({listed(map(str, sizes))} ranks)" if sizes else ""
             rows.append(Row(label, tuple(_cell(results.get(name), failures) for name in names), meaning))
         words, urgent = summary.suite_state([result for _, results in checks for result in results.values()])
-        groups.append(RowGroup(tuple(rows), suite, f"{summary.checks(len(rows))}: {words}", urgent))
+        groups.append(RowGroup(tuple(rows), suite, f"{numbered(len(rows), 'check')}: {words}", urgent))
     if len(groups) == 1:
         groups = [replace(groups[0], urgent=True)]
     key = f"{BRIEF[Verdict.NOT_CLAIMED]} not claimed, . not run, {BRIEF[Verdict.UNKNOWN]} unknown"
@@ -270,7 +270,7 @@ def _trouble(failures: Failures, verdict: Verdict, results: tuple[CheckResult, .
     word, kind = summary.WORDS[verdict], verdict.value
     blocks: tuple[Block, ...] = tuple(map(failures.result, results))
     if blocks and verdict is Verdict.EXPECTED_FAILURE:
-        title = f"{summary.checks(len(results))}, one by one; their reasons are under Known failures"
+        title = f"{numbered(len(results), 'check')}, one by one; their reasons are under Known failures"
         blocks = (Fold(title, blocks, kind="one-by-one"),)
     title = word[:1].upper() + word[1:]
     return Section(title, blocks, summary.MEANINGS[verdict], kind, f"{title} ({len(results)})", kind)
@@ -293,7 +293,7 @@ def _not_claimed(report: RunReport, failures: Failures) -> Section:
     results = summary.attention(report, Verdict.NOT_CLAIMED)
     for name, own in _grouped(results, lambda result: result.implementation):
         reasons = bulleted(f"{result.check}: {summary.sentence(result)}" for result in own)
-        folds.append(Fold(f"{failures.own(name)}: {summary.checks(len(own))} not run", (reasons,)))
+        folds.append(Fold(f"{failures.own(name)}: {numbered(len(own), 'check')} not run", (reasons,)))
     return Section("Not claimed", tuple(folds), anchor="not-claimed")
 
 

@@ -54,7 +54,7 @@ class Failures:
             Link(f"{result.check}{f' on {self.own(result.implementation)}' if several else ''}", self.anchor(result))
             for result in results
         )
-        return Line(f"breaks {summary.checks(len(results))}:", links=links)
+        return Line(f"breaks {numbered(len(results), 'check')}:", links=links)
 
     def cause(self, cause: Cause, anchor: str = "", *, unfolded: bool = False) -> Article:
         """One new cause: what happens, the facts of its first finding, the schedule that shows it, and what it breaks."""

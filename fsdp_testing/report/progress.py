@@ -11,6 +11,7 @@ from rich.text import Text
 
 from fsdp_testing.cases.records import CheckResult, Verdict
 from fsdp_testing.report import summary
+from fsdp_testing.report.sheet import numbered
 from fsdp_testing.report.terminal import STYLES, Output, plain
 
 # Printed the moment they are known; everything else waits for the table.
@@ -115,7 +116,7 @@ class ProgressListener(Display):
     def planned(self, total: int) -> None:
         """Set how many checks there are."""
         self._total = total
-        self.stage(f"{summary.checks(total)} to run; a line for each finished suite", total)
+        self.stage(f"{numbered(total, 'check')} to run; a line for each finished suite", total)
 
     def started(self, implementation: str, check: str) -> None:
         """Show what runs now."""
@@ -138,7 +139,7 @@ class ProgressListener(Display):
             self._close_suites()
             failed = sum(bool(result.findings) for result in self.results)
             if failed:
-                self.stage(f"looking for the causes of what failed ({summary.checks(failed)})")
+                self.stage(f"looking for the causes of what failed ({numbered(failed, 'check')})")
 
     def _close_suites(self, but: tuple[str, str] | None = None) -> None:
         """Print each suite of which nothing runs any more; `but` has only begun."""

@@ -23,6 +23,7 @@ from fsdp_testing.cases.records import (
     Verdict,
     merge,
 )
+from fsdp_testing.report.sheet import listed, numbered
 
 # Order in which a reader wants them: what is wrong, what is unclear, what was foreseen.
 ATTENTION = (Verdict.FAIL, Verdict.UNKNOWN, Verdict.STALE, Verdict.EXPECTED_FAILURE)
@@ -241,7 +242,7 @@ def conclusion(report: RunReport) -> str:
         return f"no claim{whose} was checked: no verdict"
     foreseen = report.count(Verdict.EXPECTED_FAILURE)
     if code == 0 and foreseen:
-        return f"no new failure; {checks(foreseen)} failed as expected"
+        return f"no new failure; {numbered(foreseen, 'check')} failed as expected"
     return EXIT_MEANINGS[code]
 
 
@@ -266,18 +267,23 @@ def headline(report: RunReport) -> str:
     return f"{', '.join(parts)}; {held} claim{'s' if held != 1 else ''} hold{'s' if held == 1 else ''}"
 
 
+def sizes_run(report: RunReport) -> tuple[int, ...]:
+    """Return the numbers of ranks on which cases ran: of those of the run, some may have none."""
+    return tuple(sorted({size for result in report.results for size in result.world_sizes}))
+
+
 def trust(report: RunReport) -> Iterator[str]:
     """Return how much was compared with what, how close the closest came, and what was not looked at, a sentence each."""
     cases = [case for result in report.results for case in result.cases]
-    sizes = " and ".join(map(str, report.world_sizes)) or "no"
+    sizes = listed(sizes_run(report)) or "no"
     compared = sum(case.comparisons for case in cases)
     yield f"{compared:,} tensors compared with those of one process, in {len(cases):,} cases on {sizes} ranks."
     for result, ratio in nearest(report, 1):
-        yield f"Closest pass: {result.check} ({result.implementation}) used {100 * ratio:.2g} % of its bound."
+        yield f"Closest pass: {result.check} ({result.implementation}) used {100 * ratio:.3g} % of its bound."
     if unknown := report.count(Verdict.UNKNOWN):
-        yield f"{checks(unknown).capitalize()} gave no verdict; that is never counted as a pass."
+        yield f"{numbered(unknown, 'check')} gave no verdict; that is never counted as a pass."
     if idle := report.count(Verdict.NOT_CLAIMED):
-        yield f"{checks(idle).capitalize()} skipped: the capabilities that they need are not claimed."
+        yield f"{numbered(idle, 'check')} skipped: the capabilities that they need are not claimed."
 
 
 def facts(report: RunReport) -> dict[str, str]:
@@ -285,7 +291,7 @@ def facts(report: RunReport) -> dict[str, str]:
     return {
         **report.environment,
         "backend": report.backend,
-        "world sizes": ", ".join(map(str, report.world_sizes)) or "none",
+        "world sizes": listed(sizes_run(report)) or "none",
         "duration": f"{report.seconds:.1f} s",
         "checks": str(len({result.check for result in report.results})),
         "cases": str(sum(len(result.cases) for result in report.results)),
@@ -294,7 +300,8 @@ def facts(report: RunReport) -> dict[str, str]:
 
 def circumstances(report: RunReport) -> str:
     """Return where and how it ran, in a line."""
-    worlds = f" on worlds of {', '.join(map(str, report.world_sizes))}" if report.world_sizes else ""
+    sizes = listed(sizes_run(report))
+    worlds = f" on worlds of {sizes}" if sizes else ""
     parts = [
         *(f"{key} {value}" for key, value in report.environment.items() if key != "command"),
         f"{report.backend}{worlds}",
@@ -302,11 +309,6 @@ def circumstances(report: RunReport) -> str:
     if report.tensor_parallel > 1:
         parts.append(f"tensor parallelism over {report.tensor_parallel} ranks")
     return f"{'; '.join(parts)}; {report.seconds:.1f} s in all"
-
-
-def checks(count: int) -> str:
-    """Return the number with its noun."""
-    return f"{count} check{'' if count == 1 else 's'}"
 
 
 # ------------------------------------------------------------------------------------------------ one failure
@@ -344,12 +346,14 @@ def world_text(case: Case) -> str:
 
 
 def replay_line(result: CheckResult, report: RunReport) -> str:
-    """Return the command that runs this check on this implementation again, on the world where it first failed."""
-    sizes = [finding.case.world.size for finding in result.findings] or list(report.world_sizes)
+    """Return the command that runs this check on this implementation again, on the world where it first failed or was unknown."""
+    decisive = [finding.case.world.size for finding in result.findings]
+    decisive += [case.world_size for case in result.cases if case.verdict is Verdict.UNKNOWN]
+    sizes = decisive[:1] or result.world_sizes or report.world_sizes
     backends = [finding.case.world.backend for finding in result.findings] or [report.backend]
     words = ["fsdp-verify", "run", result.implementation, "--check", result.check]
     if sizes:
-        words += ["--world-size", str(sizes[0])]
+        words += ["--world-size", ",".join(map(str, sizes))]
     if report.tensor_parallel > 1:
         words += ["--tensor-parallel", str(report.tensor_parallel)]
     if backends[0] != "gloo":

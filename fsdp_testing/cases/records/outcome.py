@@ -91,7 +91,7 @@ class RunReport:
         results: In the order they were run.
         implementations: Names asked for, in that order.
         environment: Versions and machine facts that a reader needs (`torch`, `python`, `platform`, ...).
-        world_sizes: Sizes run.
+        world_sizes: Sizes asked for; of those on which cases ran, see `CheckResult.world_sizes`.
         backend: Backend run.
         seconds: Wall time of the whole run.
         portraits: How implementations that report their units went through a short run, where that was asked for.

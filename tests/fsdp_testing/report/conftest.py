@@ -31,8 +31,8 @@ HOSTILE = '</pre><script>alert(1)</script> & "quoted" ]]> \x00\x1b[31m \ud800 é
 
 
 def outcome(verdict: Verdict, **fields: object) -> CaseOutcome:
-    values: dict[str, object] = {"seconds": 0.2, "worst_ratio": 0.1, "comparisons": 12, **fields}
-    return CaseOutcome(CASE.identity, verdict, 2, "full_shard", **values)  # type: ignore[arg-type]  # fields by name
+    values: dict[str, object] = {"world_size": 2, "seconds": 0.2, "worst_ratio": 0.1, "comparisons": 12, **fields}
+    return CaseOutcome(CASE.identity, verdict, strategy="full_shard", **values)  # type: ignore[arg-type]  # fields by name
 
 
 def diverged(**fields: object) -> Finding:
@@ -74,7 +74,12 @@ def good() -> RunReport:
     return RunReport(
         results=(
             result("torch-ddp", "training.sgd", Verdict.PASS),
-            result("torch-ddp", "training.adamw", Verdict.PASS, cases=(outcome(Verdict.PASS, worst_ratio=0.8),)),
+            result(
+                "torch-ddp",
+                "training.adamw",
+                Verdict.PASS,
+                cases=(outcome(Verdict.PASS, world_size=3, worst_ratio=0.8),),
+            ),
             result("torch-ddp", "hybrid.steps", Verdict.NOT_CLAIMED, explanation="hybrid is not claimed", cases=()),
         ),
         implementations=("torch-ddp",),

@@ -121,9 +121,39 @@ def test_the_replay_line_names_everything_and_quotes(make: SimpleNamespace) -> N
     failing = make.result("my.mod:make one", "clip.two", Verdict.FAIL, findings=(make.diverged(),))
     line = summary.replay_line(failing, RunReport(results=(failing,)))
     assert line == "fsdp-verify run 'my.mod:make one' --check clip.two --world-size 2"
-    bare = make.result("a", "clip.two", Verdict.UNKNOWN)
-    line = summary.replay_line(bare, RunReport(results=(bare,), world_sizes=(3, 4), backend="fake"))
-    assert line == "fsdp-verify run a --check clip.two --world-size 3 --backend fake"
+
+
+@pytest.mark.parametrize(
+    ("cases", "sizes"),
+    [
+        ({2: Verdict.PASS, 3: Verdict.UNKNOWN, 4: Verdict.UNKNOWN}, "3"),
+        ({3: Verdict.PASS, 2: Verdict.PASS}, "2,3"),
+        ({}, "2,3,4"),
+    ],
+)
+def test_without_a_finding_the_replay_line_names_the_ranks_of_the_cases(
+    make: SimpleNamespace, cases: dict[int, Verdict], sizes: str
+) -> None:
+    outcomes = tuple(make.outcome(verdict, world_size=size) for size, verdict in cases.items())
+    bare = make.result("a", "clip.two", Verdict.UNKNOWN, cases=outcomes)
+    line = summary.replay_line(bare, RunReport(results=(bare,), world_sizes=(2, 3, 4), backend="fake"))
+    assert line == f"fsdp-verify run a --check clip.two --world-size {sizes} --backend fake"
+
+
+def test_numbers_of_ranks_are_those_on_which_cases_ran(make: SimpleNamespace) -> None:
+    outcomes = tuple(make.outcome(Verdict.PASS, world_size=size) for size in (3, 2))
+    results = (make.result("a", "s.c", Verdict.PASS, cases=outcomes), make.result("a", "s.d", Verdict.PASS))
+    report = RunReport(results, world_sizes=(2, 3, 4))
+    assert next(summary.trust(report)).endswith("in 3 cases on 2, 3 ranks.")
+    assert summary.facts(report)["world sizes"] == "2, 3"
+    assert "gloo on worlds of 2, 3;" in summary.circumstances(report)
+    assert next(summary.trust(RunReport((), world_sizes=(2,)))).endswith("in 0 cases on no ranks.")
+
+
+@pytest.mark.parametrize(("ratio", "share"), [(1.0, "100"), (0.996, "99.6"), (0.00012, "0.012")])
+def test_the_closest_pass_is_a_share_without_an_exponent(make: SimpleNamespace, ratio: float, share: str) -> None:
+    result = make.result("a", "s.c", Verdict.PASS, cases=(make.outcome(Verdict.PASS, worst_ratio=ratio),))
+    assert f"Closest pass: s.c (a) used {share} % of its bound." in summary.trust(RunReport((result,)))
 
 
 @pytest.mark.parametrize("verdict", list(Verdict))
