@@ -173,3 +173,30 @@ def test_no_process_outlives_workers_that_are_killed(run: str) -> None:
         assert asked(second) == processes[1]
         second.kill()
         assert gone([*processes[1], zygote])
+
+
+STARTS = """
+import os, signal
+from fsdp_testing.ranks.pool import zygote
+from fsdp_testing.ranks.pool.server import ForkServer
+began = zygote.subprocess.Popen
+def start(*arguments, **named):
+    with open({output!r}, "w") as file:
+        file.write(str(began(*arguments, **named).pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+zygote.subprocess.Popen = start
+zygote.COMMAND = "from fsdp_testing.ranks.pool import zygote; zygote.PATIENCE = {patience}; zygote.main"
+ForkServer({modules!r}, run={run!r})
+"""
+
+
+@pytest.mark.parametrize(("modules", "patience"), [((), 600.0), (("hangs",), 1.0)])
+def test_a_zygote_whose_starter_is_killed_before_it_asks_ends(
+    run: str, tmp_path: Path, modules: tuple[str, ...], patience: float
+) -> None:
+    (tmp_path / "hangs.py").write_text("import threading; threading.Event().wait()")
+    output = tmp_path / "pid"
+    script = STARTS.format(modules=modules, run=run, patience=patience, output=str(output))
+    named = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert subprocess.run([sys.executable, "-c", script], env=named).returncode == -signal.SIGKILL
+    assert gone([int(output.read_text())])
