@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import resource
 import select
 import signal
 import socket
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fsdp_testing.base import env
 from fsdp_testing.ranks.pool import forkserver
@@ -123,6 +124,36 @@ def ask(run: str, control: socket.socket, setup: int, environment: dict[str, str
         connection.close()
         return None
     return ForkedServer(connection)
+
+
+def inherited() -> dict[str, Any]:
+    """Return what a process has from the one that starts it, besides its environment."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    return {
+        "umask": umask,
+        "nice": os.getpriority(os.PRIO_PROCESS, 0),
+        "processors": sorted(os.sched_getaffinity(0)),
+        "limits": {name: resource.getrlimit(getattr(resource, name)) for name in names},
+    }
+
+
+def _inherit(worker: dict[str, Any]) -> None:
+    """Have it as if that worker had started this process.
+
+    Raises:
+        OSError, ValueError: This process may not.
+    """
+    own = inherited()
+    os.umask(worker["umask"])
+    if worker["nice"] != own["nice"]:
+        os.setpriority(os.PRIO_PROCESS, 0, worker["nice"])
+    if worker["processors"] != own["processors"]:
+        os.sched_setaffinity(0, worker["processors"])
+    for name, limits in worker["limits"].items():
+        if tuple(limits) != own["limits"][name]:
+            resource.setrlimit(getattr(resource, name), tuple(limits))
 
 
 def _start(listening: socket.socket, setup: int, environment: dict[str, str]) -> None:
@@ -242,6 +273,11 @@ class _Zygote:
         if settings["sys_executable"] != self._executable or self._differs(settings["environment"]):
             return
         env.restore(settings["environment"])
+        try:
+            os.chdir(settings["directory"])
+            _inherit(settings["inherited"])
+        except (OSError, ValueError):
+            return
         forkserver.begin(fds[0], settings, process)
 
     def _differs(self, environment: dict[str, str]) -> bool:
