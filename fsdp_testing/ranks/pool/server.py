@@ -69,6 +69,8 @@ class ForkServer:
             "environment": environment,
             "sys_executable": sys.executable,
         }
+        if run:
+            self._setup |= {"directory": directory(), "inherited": zygote.inherited()}
         self._control, self._process = self._started(run)
 
     def _started(self, run: str) -> tuple[socket.socket, subprocess.Popen[bytes] | ForkedServer]:
