@@ -130,6 +130,16 @@ class CopyStaysLocal(MoreToy):
         return twin
 
 
+@fault("conversion.deepcopy_in_no_sync")
+class OriginalStaysLocal(MoreToy):
+    """What was copied inside no_sync never reduces again."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.synchronize = False
+        yield
+
+
 # -------------------------------------------------------------------------------------------------------------- sizes
 
 PAGES = 64 << 10
