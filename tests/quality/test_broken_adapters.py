@@ -123,6 +123,11 @@ def test_that_a_state_may_lack_a_parameter_excuses_no_other_one(fault: str, new:
     assert {finding.sort or finding.quantity for finding in result.findings if finding.expected is None} == {new}
 
 
+def test_that_a_copy_stays_local_does_not_excuse_the_original():
+    result = as_known_of("torch-ddp", "conversion.deepcopy_in_no_sync", "faults_missed:OriginalStaysLocal")
+    assert result.verdict is Verdict.FAIL, result.remark
+
+
 def test_a_group_of_one_that_does_not_reduce_excuses_no_other_group():
     result = as_known_of("torch-fsdp1", "hybrid.norms", "faults_kinds:ReplicasDrift")
     assert result.verdict is Verdict.FAIL, result.remark

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from toy import Toy
 from toy_more import MoreToy
 
+from fsdp_ref.runtime import grad_sync
 from fsdp_ref.training import clip
 from fsdp_testing.adapters import registry
 from fsdp_testing.adapters.adapter import Adapter
@@ -128,6 +130,16 @@ class CopyStaysLocal(MoreToy):
         return twin
 
 
+@fault("conversion.deepcopy_in_no_sync")
+class OriginalStaysLocal(MoreToy):
+    """What was copied inside no_sync never reduces again."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.synchronize = False
+        yield
+
+
 # -------------------------------------------------------------------------------------------------------------- sizes
 
 PAGES = 64 << 10
@@ -166,6 +178,15 @@ def sum_over_shard_groups(original: Any, params: Any, unit: Any) -> Any:
     groups = unit.config.groups
     replicas = groups.replicate.size() if groups.replicate is not None else 1
     return (mean / replicas for mean in original(params, unit))
+
+
+@planted(SOUND, grad_sync._Reduction, "then_all_reduce", "hybrid.combined", world_sizes=(4,))
+def replicas_keep_their_means(original: Any, self: Any, collectives: Any, groups: Any) -> None:
+    """Reduced in a dtype of its own, a gradient is the mean over the shard group: replicas are not asked."""
+    low = self._out_S.dtype is torch.bfloat16
+    if low:
+        self._after /= math.prod(group.size() for group in groups)
+    original(self, collectives, [] if low else groups)
 
 
 @planted(SOUND, clip, "_parts", "hybrid.norms", world_sizes=(2,))
