@@ -8,6 +8,7 @@ import functools
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 _INITIALISES = "torch.distributed.checkpoint.state_dict"
@@ -98,6 +99,17 @@ def makes_state_only() -> bool:
             return True
         frame, left = frame.f_back, left - 1  # type: ignore[assignment]  # until there is none
     return False
+
+
+def running(calls: list[FrameType]) -> list[FrameType]:
+    """Return which calls have not ended, in whatever thread: a backward pass on CUDA has its own."""
+    there: list[FrameType] = []
+    for top in sys._current_frames().values() if calls else ():
+        frame: FrameType | None = top
+        while frame is not None:
+            there += [frame] if frame in calls else []
+            frame = frame.f_back
+    return [call for call in calls if call in there]
 
 
 def schedules_in(schedule: Any) -> tuple[Any, ...]:

@@ -53,7 +53,7 @@ def judge_faults(runner: Runner, runs: Mapping[int, WholeRun], size: int, faulty
             if not _late(again, hit):
                 raise Undecided(f"{_accounts(_late(outcome, hit))} once, and not when it was run again.")
         _check_tells_of_script(outcome, hit)
-        sentences = [_stopped(outcome, hit, runs[size].steps, faulty.start.timeout)]
+        sentences = [_stopped(outcome, hit, runs[size].steps, faulty.timeout(size))]
         sentences += [_checkpoint(runner, runs, size, folder / "0")]
     except Failed as why:
         return Judgement(size, Verdict.FAIL, str(why), table=why.table, relation=name, first=why.first)

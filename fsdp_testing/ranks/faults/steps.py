@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 from unittest import mock
 
-from fsdp_testing.base.compat import in_backward, makes_state_only
+from fsdp_testing.base.compat import in_backward, makes_state_only, running
 
 
 @contextmanager
@@ -71,13 +71,7 @@ class _Steps:
 
     def _inside(self) -> bool:
         """Whether a step is under way; one that raised is not, though it has no end."""
-        running: list[FrameType] = []
-        for top in sys._current_frames().values() if self._calls else ():  # a pass on CUDA has a thread of its own
-            frame: FrameType | None = top
-            while frame is not None:
-                running += [frame] if frame in self._calls else []
-                frame = frame.f_back
-        self._calls = [call for call in self._calls if call in running]
+        self._calls = running(self._calls)
         return bool(self._calls)
 
 

@@ -11,8 +11,10 @@ import torch
 
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.judging.worlds import usable_processors
 from fsdp_testing.ranks.faults.fault import Fault
 from fsdp_testing.ranks.pool import default_pool
+from fsdp_testing.train import running
 from fsdp_testing.train.faulted import is_damaged, judge_faults
 from fsdp_testing.train.running import Runner
 from fsdp_testing.train.script import Launch, examine
@@ -26,10 +28,12 @@ def with_fault():
     runner = Runner(LAUNCH, default_pool())
     runs = {size: runner.run(size) for size in (1, 2, 3)}
 
-    def judge(*faults, size=2, **changes):
+    def judge(*faults, size=2, seconds=(), **changes):
         launch = replace(LAUNCH, **changes)
         faulty = replace(launch, faults=tuple(map(Fault.parse, faults)))
-        return judge_faults(Runner(launch, default_pool()), runs, size, Runner(faulty, default_pool()))
+        return judge_faults(
+            Runner(launch, default_pool()), runs, size, Runner(faulty, default_pool(), seconds=[*seconds])
+        )
 
     return judge
 
@@ -76,11 +80,14 @@ def test_a_rank_that_dies_while_it_overwrites_its_only_checkpoint_leaves_nothing
 
 
 def test_ranks_that_wait_for_ever_are_a_failure(with_fault):
-    judgement = with_fault("hang@rank=1,step=2", timeout=6.0)
+    # The run of one process was slow: ranks have longer than the timeout that was given.
+    judgement = with_fault("hang@rank=1,step=2", timeout=1.0, seconds=[6.0 / running._SLOWER])
+    waited = 6.0 * max(1.0, 2 / usable_processors())
     holds(
         judgement,
         Verdict.FAIL,
-        r"rank 1 hung .*; rank 0 did not stop within 6 s \(rank 0 waits in all_reduce\(sum\) #\d+ .* at .*with_extras.py:\d+ "
+        rf"rank 1 hung .*; rank 0 did not stop within {waited:g} s "
+        r"\(rank 0 waits in all_reduce\(sum\) #\d+ .* at .*with_extras.py:\d+ "
         r".*\). Give torch.distributed.init_process_group a timeout, and the job a watchdog.",
     )
 
