@@ -103,7 +103,7 @@ def test_a_wrong_mean_at_an_odd_size_shows_in_a_run_without_world_sizes():
 def as_known_of(implementation: str, check: str, name: str) -> CheckResult:
     """The result of a planted fault in which the known failures of an implementation are expected."""
     known = {name: {check: tables_of(shipped())[implementation][check]}}
-    sizes = FAULTS[name].sizes(check)
+    sizes = FAULTS[name].sizes(check) if name in FAULTS else (2,)
     (result,) = run_conformance(name, checks=(check,), world_sizes=sizes, expected_failures=known, explain=0).results
     return result
 
@@ -124,7 +124,7 @@ def test_that_a_state_may_lack_a_parameter_excuses_no_other_one(fault: str, new:
 
 
 def test_that_a_copy_stays_local_does_not_excuse_the_original():
-    result = as_known_of("torch-ddp", "conversion.deepcopy_in_no_sync", "faults_missed:OriginalStaysLocal")
+    result = as_known_of("torch-ddp", "conversion.deepcopy_in_no_sync", "faults_missed:DDP_STAYS_LOCAL")
     assert result.verdict is Verdict.FAIL, result.remark
 
 

@@ -1,8 +1,7 @@
 """FSDP1 and FSDP2 roots, SHARD_GRAD_OP, reshard_after_forward=False: a forward before the step freezes the weights.
 
-The forward gathers the weights and keeps them; no backward frees them; the optimizer updates the shards; the next
-forward finds weights that are gathered already and uses the old ones. FSDP1 also saves them. Run with torch alone:
-python unsharded-weights-survive-the-optimizer-step.py
+The forward gathers the weights and keeps them; the optimizer updates the shards; the next forward uses the old weights,
+and FSDP1 saves them. Run with torch alone: python unsharded-weights-survive-the-optimizer-step.py
 """
 
 import tempfile
@@ -33,7 +32,7 @@ def fsdp2_default(module: nn.Module) -> nn.Module:
     return fully_shard(module, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
 
 
-def after_step(wrap, *, evaluate_between: bool, no_grad: bool, save: bool) -> torch.Tensor:
+def after_step(wrap, *, evaluate_between: bool, no_grad=False, save=True, zeroed=False) -> torch.Tensor:
     """What the model computes after a step, or the weight that is saved then."""
     torch.manual_seed(0)
     model = wrap(nn.Linear(4, 4, bias=False))
@@ -44,6 +43,8 @@ def after_step(wrap, *, evaluate_between: bool, no_grad: bool, save: bool) -> to
         with torch.set_grad_enabled(not no_grad):
             model(x)
     optimizer.step()
+    with torch.no_grad():
+        [parameter.zero_() for parameter in model.parameters() if zeroed]
     if save:
         return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))["weight"].clone()
     with torch.no_grad():
@@ -69,6 +70,8 @@ def main(rank: int, path: str) -> None:
             print(f"{name}: a forward before the step changes outputs by {apart:.1f}, what is saved by {lost:.1f}")
         assert apart > 1, f"fixed in this torch: {name} uses the new weights"
         assert (lost > 1) == name.startswith("FSDP1"), f"{name} saves other weights than expected"
+    assert not after_step(fsdp2_default, evaluate_between=False, zeroed=True).any()
+    assert after_step(fsdp2_default, evaluate_between=True, zeroed=True).any(), "fixed in this torch: edits are kept"
     dist.destroy_process_group()
 
 

@@ -130,14 +130,18 @@ class CopyStaysLocal(MoreToy):
         return twin
 
 
-@fault("conversion.deepcopy_in_no_sync")
-class OriginalStaysLocal(MoreToy):
-    """What was copied inside no_sync never reduces again."""
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        self.synchronize = False
+@contextmanager
+def _for_good(model: nn.Module) -> Iterator[None]:
+    with DDP.no_sync(model):
         yield
+    model.require_backward_grad_sync = False
+
+
+DDP = registry.adapter_of("torch-ddp")
+DDP_STAYS_LOCAL = dataclasses.replace(
+    DDP, name="stays local", reference=f"{__name__}:DDP_STAYS_LOCAL", no_sync=_for_good
+)
+"""DDP whose no_sync does not end. No fault of a check: DDP without it does not pass the check, either."""
 
 
 # -------------------------------------------------------------------------------------------------------------- sizes
