@@ -8,6 +8,8 @@ traceback.
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -74,6 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: Those after the program's name; `None` takes them from the command line.
     """
+    if arguments is None:
+        # Python looks through all that is alive several times before it ends: a third of a second once torch is there. It also
+        # finalises what it finds, such as files with a last buffer: only a process that is ours may do without.
+        atexit.register(gc.freeze)
     for stream in (sys.stdout, sys.stderr):
         # Names, paths and messages may hold what the terminal's encoding cannot show; escaping it beats dying of it.
         if hasattr(stream, "reconfigure"):

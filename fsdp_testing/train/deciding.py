@@ -106,7 +106,7 @@ def _fail_by(pair: Pair, difference: Difference, names: Sequence[Quantity], trai
     is_set = difference.quantity.kind in (Kind.RATE, Kind.SETTING) or pair.varied is not None
     apart = not is_set and pair.agrees_apart(lambda world: only(world.quantities, trained))
     if not cause.startswith("Cause: ") and not is_set:
-        cause = multiples.OWN_IN_FORWARD if apart else pair.cause_of_ranks() or cause
+        cause = multiples.OWN_IN_FORWARD if apart else pair.cause_of_ranks(difference) or cause
     fail(pair, difference, cause)
 
 

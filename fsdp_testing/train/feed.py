@@ -43,12 +43,14 @@ class Taken:
         marks: Digests of its rows, for each time.
         calls: The outermost forwards.
         items: How many items of `DataLoader`s had been taken when each step began.
+        counts: The same, of each loader.
     """
 
     loaders: list[LoaderSeen] = field(default_factory=list)
     marked: list[Any] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     items: list[int] = field(default_factory=list)
+    counts: list[tuple[int, ...]] = field(default_factory=list)
     marks: list[tuple[str, ...]] = field(default_factory=list)
 
     @property
@@ -59,18 +61,19 @@ class Taken:
         return [row for loader in self.loaders for loader_pass in loader.passes for row in loader_pass.rows]
 
     def indices(self, steps: int) -> list[tuple[str, ...]]:
-        """Return the rows of the dataset that the items of each step were made of; nothing of streams or several loaders."""
-        loaders = [
-            loader for loader, trains in zip(self.loaders, of_training(self.loaders)) if trains and loader.passes
-        ]
-        if len(loaders) != 1 or len(self.items) < steps:
-            return []
-        items: list[tuple[str, ...]] = []
-        for one in loaders[0].passes:
-            ends = [*accumulate(one.sizes, initial=0)]
-            items += [tuple(one.indices[start:stop]) for start, stop in pairwise(ends)]
-        ends = [0, *self.items[:steps]]
-        taken = [tuple(chain(*items[start:stop])) for start, stop in pairwise(ends)]
+        """Return the rows of the dataset that the items of each step were made of, loader by loader; nothing of streams."""
+        taken: list[tuple[str, ...]] = [()] * steps
+        trains = of_training(self.loaders)
+        for number, loader in enumerate(self.loaders):
+            if not trains[number] or len(self.counts) < steps:
+                continue
+            items: list[tuple[str, ...]] = []
+            for one in loader.passes:
+                ends = [*accumulate(one.sizes, initial=0)]
+                items += [tuple(one.indices[start:stop]) for start, stop in pairwise(ends)]
+            ends = [0, *(counts[number] if number < len(counts) else 0 for counts in self.counts[:steps])]
+            for step, (start, stop) in enumerate(pairwise(ends)):
+                taken[step] += tuple(chain(*items[start:stop]))
         return taken if all(taken) else []
 
 
@@ -181,6 +184,7 @@ class Feeder:
     def end_step(self) -> None:
         """Take note of how much has been taken until a step begins."""
         self.taken.items.append(self._items_taken)
+        self.taken.counts.append(tuple(sum(len(one.sizes) for one in seen.passes) for seen in self.taken.loaders))
 
     def finish(self) -> None:
         for loader in self._loaders:

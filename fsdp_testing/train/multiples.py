@@ -76,15 +76,17 @@ def of_gradients(reference: WholeRun, run: WholeRun, step: int) -> str:
     first, times = next(iter(wrong.items()))
     rest = "and the others are equal" if len(wrong) < len(pairs) else "each by the same factor"
     return (
-        f"Cause: {_as_factor(times, run.size)}. At step {step} the gradients of {len(wrong)} of {len(pairs)} parameters, first "
-        f"{first}, are {times:.6g} times those of one process, {rest}."
+        f"Cause: {_as_factor(times, run.size, every=len(wrong) == len(pairs))}. At step {step} the gradients of {len(wrong)} of "
+        f"{len(pairs)} parameters, first {first}, are {times:.6g} times those of one process, {rest}."
     )
 
 
-def _as_factor(times: float, size: int) -> str:
-    if abs(times - size) < _SAME * size:
-        return "gradients are summed over ranks where a mean is due"
-    if abs(times * size - 1) < _SAME:
+def _as_factor(times: float, size: int, *, every: bool) -> str:
+    summed, divided = abs(times - size) < _SAME * size, abs(times * size - 1) < _SAME
+    if summed:
+        which = "gradients" if every else "some gradients"
+        return f"{which} are summed over ranks, not averaged, or scaled by the number of ranks"
+    if divided:
         return "gradients are divided by the number of ranks once too often, or are not summed"
     return "gradients are lost" if abs(times) < _SAME else "gradients are scaled"
 
@@ -149,23 +151,20 @@ def of_ranks(reference: WholeRun, run: WholeRun, each: Sequence[WholeRun]) -> st
     units = [max(seen.evidence.roundoff, seen.terms.roundoff) for world in (run, *each) for seen in first_steps(world)]
     bound = part(max(units), CLEAR_ROUNDINGS) * max(float(row.abs().max()) for row in rows)
     wanted, given = weights_of(due, rows, bound), weights_of(got, rows, bound)
-    if given is None:
+    if given is None or (wanted is not None and max(abs(one - two) for one, two in zip(given, wanted)) <= UNEVEN):
         return ""
     counts = [f"{run.size * weight:.3g}" for weight in given]
     plain = max(abs(run.size * weight - 1) for weight in given) <= UNEVEN
     if _is_mean(given) and (plain or wanted is None or not _is_mean(wanted)):
         return _OWN_OUTSIDE.format("" if plain else f", which count {' and '.join(counts)} times,")
-    if wanted is None or not _is_mean(wanted) or max(abs(one - two) for one, two in zip(given, wanted)) <= UNEVEN:
+    if wanted is None or not _is_mean(wanted):
         return ""
-    alike = max(given) - min(given) <= UNEVEN
-    ranks = (
-        f"each by {counts[0]}" if alike else ", ".join(f"rank {rank} by {count}" for rank, count in enumerate(counts))
-    )
-    how = "by a number that does not depend on the number of ranks" if alike else "alike"
-    due_counts = ", ".join(f"{run.size * weight:.3g}" for weight in wanted)
+    ranks = ", ".join(f"rank {rank} by {count}" for rank, count in enumerate(counts))
+    others = ", ".join(f"{run.size * weight:.3g}" for weight in wanted)
     return (
-        f"Cause: ranks scale their losses: {ranks}, expected {due_counts}. At step 0 the gradient is the mean over ranks of "
-        f"that many times what one process computes from the rows of each. Scale the loss of every rank {how}."
+        f"Cause: ranks scale their losses: {ranks}, expected {others}. At step 0 the gradient is the mean over ranks of that "
+        "many times what one process computes from the rows of each. Scale "
+        "the loss of every rank alike, by a number that does not depend on the number of ranks."
     )
 
 

@@ -166,12 +166,16 @@ class Pair:
                 return False
         return self.tried.get(_APART, False)
 
-    def cause_of_ranks(self) -> str:
-        """Return the cause that one process shows which is given the rows of each rank in turn; empty where it shows none."""
-        each = self._each_rank() if self._takes_own_rows and self.varied is None else []
+    def cause_of_ranks(self, difference: Difference) -> str:
+        """Return the cause that one process shows which is given the rows of each rank in turn; empty where it shows none.
+
+        Only of what differs at the first step, which it makes with the weights of all ranks.
+        """
+        known = self.runner.start.takes_rows and self._takes_own_rows and self.varied is None and difference.step == 0
+        each = self._each_rank() if known else []
         cause = multiples.of_ranks(self.reference, self.run, each) if each else ""
-        if each:
-            self.tried[_EACH] = multiples.is_own_statistic(cause)
+        if multiples.is_own_statistic(cause):
+            self.tried[_EACH] = True
         return cause
 
     @property

@@ -15,8 +15,9 @@ from fault import Fault
 from proving import BUGS, UNBROKEN, judged, proofs
 
 from fsdp_testing.adapters import registry
-from fsdp_testing.cases.records import Verdict
+from fsdp_testing.cases.records import CheckResult, Verdict
 from fsdp_testing.checks.conformance import run_check, run_conformance
+from fsdp_testing.checks.findings.known import shipped, tables_of
 from fsdp_testing.checks.suites import CHECKS
 from fsdp_testing.errors import InvalidArgument
 
@@ -97,6 +98,44 @@ def test_a_wrong_mean_at_an_odd_size_shows_in_a_run_without_world_sizes():
     usual = run_check(name, check, world_sizes=None, stop_at_first=True)
     assert usual.verdict is Verdict.FAIL
     assert [finding.case.world.size for finding in usual.findings] == [3]
+
+
+def as_known_of(implementation: str, check: str, name: str) -> CheckResult:
+    """The result of a planted fault in which the known failures of an implementation are expected."""
+    known = {name: {check: tables_of(shipped())[implementation][check]}}
+    sizes = FAULTS[name].sizes(check)
+    (result,) = run_conformance(name, checks=(check,), world_sizes=sizes, expected_failures=known, explain=0).results
+    return result
+
+
+@pytest.mark.parametrize(
+    ("fault", "new"),
+    [
+        ("PassesOverUnknown", "state with an unknown parameter"),
+        ("CutsToShape", "state with a parameter of another shape"),
+        ("loads_what_fits", "state with an unknown parameter"),
+        ("RefusesEverything", "ValueError"),
+    ],
+)
+def test_that_a_state_may_lack_a_parameter_excuses_no_other_one(fault: str, new: str):
+    result = as_known_of("torch-fsdp2", "full_state_dict.strict", f"faults_missed:{fault}")
+    assert result.verdict is Verdict.FAIL, result.remark
+    assert {finding.sort or finding.quantity for finding in result.findings if finding.expected is None} == {new}
+
+
+def test_that_a_copy_stays_local_does_not_excuse_the_original():
+    result = as_known_of("torch-ddp", "conversion.deepcopy_in_no_sync", "faults_missed:OriginalStaysLocal")
+    assert result.verdict is Verdict.FAIL, result.remark
+
+
+def test_a_group_of_one_that_does_not_reduce_excuses_no_other_group():
+    result = as_known_of("torch-fsdp1", "hybrid.norms", "faults_kinds:ReplicasDrift")
+    assert result.verdict is Verdict.FAIL, result.remark
+    meshes = {
+        known: {f.case.world.mesh for f in result.findings if (f.expected is not None) is known}
+        for known in (False, True)
+    }
+    assert meshes == {False: {(2, 2)}, True: {(4, 1)}}
 
 
 def test_units_gathered_one_by_one_keep_the_order():

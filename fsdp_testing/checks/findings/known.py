@@ -31,12 +31,14 @@ class Expected:
         on: Implementations; `NAME.tensor_parallel` is NAME over tensor parallelism.
         checks: Names of the checks, each of which fails in all these ways.
         signatures: As of a rule.
+        tags: As of a rule, where only some cases of the checks fail so.
         reason: What goes wrong here, where that is more than the defect says.
     """
 
     on: tuple[str, ...]
     checks: tuple[str, ...]
     signatures: tuple[tuple[str, ...], ...]
+    tags: tuple[str, ...] = ()
     reason: str = ""
 
 
@@ -89,7 +91,8 @@ class Defect:
     def expected_on(self, name: str) -> Iterator[tuple[str, Rule]]:
         """Yield a check that fails because of it, with each way in which it does."""
         for entry in self.expected:
-            rule = Rule(self.name, entry.reason or self.reason, self.place, entry.signatures, issue=self.issue)
+            reason = entry.reason or self.reason
+            rule = Rule(self.name, reason, self.place, entry.signatures, tags=entry.tags, issue=self.issue)
             yield from ((check, rule) for check in entry.checks if name in entry.on)
 
     @property

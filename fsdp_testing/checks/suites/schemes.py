@@ -7,12 +7,14 @@ recorded; what nobody waits for is a race on a device, whatever the numbers are 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import partial
 
 from fsdp_testing.cases.models import MODELS
 from fsdp_testing.cases.operations import LocalMicroBatches, UnshardFirst
 from fsdp_testing.cases.records import (
     Batch,
+    Case,
     Clip,
     EditFullParameters,
     MixedPrecisionSpec,
@@ -142,6 +144,15 @@ hybrid = partial(
     check, profile="extended", strategies=HYBRID, needs={"hybrid"}, meshes={4: ((2, 2),), 2: ()}, sizes=(4,)
 )
 
+
+def _combined(wrapping: WrappingPlan, *, alike: bool) -> Iterator[tuple[Case, ...]]:
+    """Yield cases; inputs are alike on all ranks where parameters are ignored, whose gradients nobody averages."""
+    for norm_type in (2.0, math.inf):
+        yield cases("mlp", no_sync_batch(0, alike=alike), micro_batch(1, alike=alike), Observe(), Clip(0.1, norm_type),
+                    Observe(), Step(), dtype="float32", precision=MixedPrecisionSpec(None, "bfloat16"),
+                    optimizer=PLAIN_SGD, wrapping=wrapping)  # fmt: skip
+
+
 HYBRID_SHARDING: tuple[Check, ...] = (
     hybrid("hybrid.trained", "Gradients are averaged over shards and replicas.",
            cases("mlp uneven", *iterations(3), optimizer=ADAMW), source="pytorch PR 89915"),
@@ -152,11 +163,9 @@ HYBRID_SHARDING: tuple[Check, ...] = (
            cases("mlp", micro_batch(0), Observe(), Step()),
            source="pytorch issue 154888", meshes={4: ((4, 1), (1, 4)), 2: ((2, 1), (1, 2))},
            sizes=TWO_BY_TWO),
-    hybrid("hybrid.combined", "Gradients reduced in a dtype of their own and clipped, beside parameters that stay outside.",
-           *(cases("mlp", no_sync_batch(0, alike=True), micro_batch(1, alike=True), Observe(), Clip(0.1, norm_type), Observe(),
-                   Step(), dtype="float32", precision=MixedPrecisionSpec(None, "bfloat16"), optimizer=PLAIN_SGD,
-                   wrapping=WrappingPlan(units=("layers.1", "layers.2"), ignored=("layers.0",)))
-             for norm_type in (2.0, math.inf)),
+    hybrid("hybrid.combined", "Gradients reduced in a dtype of their own and clipped, also beside parameters outside.",
+           *_combined(WrappingPlan(units=("layers.1", "layers.2"), ignored=("layers.0",)), alike=True),
+           *_combined(every_unit("mlp"), alike=False),
            source="pytorch PR 125484, 126166", comparison=LOCKSTEP, needs={"hybrid", "nested_wrapping"}),
     hybrid("hybrid.norms", "Each element counts once in a norm, where shard groups have one rank, too.",
            *(cases("mlp", micro_batch(0), Clip(0.1, norm_type), Observe(), Step(), dtype="float32")

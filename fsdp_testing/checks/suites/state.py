@@ -43,7 +43,7 @@ from fsdp_testing.checks.suites.check import (
     iterations,
     micro_batch,
 )
-from fsdp_testing.checks.suites.state_programs import REFUSED, REORDERED, STORED_DTYPES
+from fsdp_testing.checks.suites.state_programs import REFUSED, REORDERED, STORED_DTYPES, WRONG_STATES
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase, RunMode
 from fsdp_testing.oracle import oracle, rank_jobs
 from fsdp_testing.oracle.disturbance import Disturbance
@@ -222,7 +222,8 @@ CHECKS: tuple[Check, ...] = (
     saved("full_state_dict.buffers", "Buffers are saved and loaded with the parameters, in their dtypes.",
           _model("full", "buffers"), source="pytorch issue 93391"),
     saved("full_state_dict.strict", "A state that lacks a parameter, has one too many or one of another shape is refused.",
-          cases("mlp", *iteration(0)), source="torch.nn.Module.load_state_dict, strict",
+          *(cases("mlp", *iteration(0), Observe(wrong)) for wrong in WRONG_STATES),
+          source="torch.nn.Module.load_state_dict, strict",
           needs={"full_state_dict", "strict_state"}, mode=REFUSED),
     saved("full_state_dict.dtypes", "What is saved is in the dtype in which parameters are stored, not in that of computation.",
           *(cases("mlp uneven", *iteration(0), Save(), micro_batch(1), Save(), dtype="float32", optimizer=PLAIN_SGD,

@@ -31,15 +31,21 @@ def _misshapen(state: State) -> State:
     return {**state, name: tensor.new_zeros(tensor.shape[0] + 1, *tensor.shape[1:])}
 
 
-_WRONG: Mapping[str, Callable[[State], State]] = {
-    "a state that lacks a parameter": _lacking,
-    "a state with a parameter that the model has not": _with_another,
-    "a state with a parameter of another shape": _misshapen,
+WRONG_STATES: Mapping[str, Callable[[State], State]] = {
+    "state that lacks a parameter": _lacking,
+    "state with an unknown parameter": _with_another,
+    "state with a parameter of another shape": _misshapen,
 }
+"""What must be refused, by the label of the observation after which it is loaded. Each is a case, whose finding has this name."""
 
 
 class RemarkingProgram(RankProgram):
     """A program after which a rank remarks what is wrong with what it can save and load."""
+
+    @property
+    def quantity(self) -> str:
+        """Return what its statements are about."""
+        return "state"
 
     def run(self, *, observe_all: bool = False) -> RankObservation:
         """Run the case, then look; remarks come last. Collectives: those of saving and loading."""
@@ -50,7 +56,7 @@ class RemarkingProgram(RankProgram):
             statements = list(self.statements())
         except Exception as raised:  # noqa: BLE001 - whatever a foreign implementation raises is a finding
             return replace(observation, error=self.record(raised))
-        remarks = tuple(Remark(len(self.case.program), "state", statement) for statement in statements)
+        remarks = tuple(Remark(len(self.case.program), self.quantity, statement) for statement in statements)
         return observation.extended(RemarkedObservation, remarks=remarks)
 
     def statements(self) -> Iterator[str]:
@@ -59,18 +65,24 @@ class RemarkingProgram(RankProgram):
 
 
 class RefusingProgram(RemarkingProgram):
-    """Loads states that do not fit."""
+    """Loads what it saved, then the state that does not fit that the last observation names."""
+
+    @property
+    def quantity(self) -> str:
+        """Return which state it loads."""
+        return next(label for op in reversed(self.case.program) if (label := getattr(op, "label", "")))
 
     def statements(self) -> Iterator[str]:
-        """Yield each that was loaded."""
+        """Yield that it was loaded."""
         with self._inside():
             saved = {fqn: tensor.detach().clone() for fqn, tensor in self.adapter.full_state_dict(self.model).items()}
-        for what, change in _WRONG.items():
-            try:
-                self.adapter.load_full_state_dict(self.model, change(saved))
-            except Exception:  # noqa: BLE001, S112 - whatever it raises, it refuses
-                continue
-            yield f"{what} was loaded, expected it to be refused"
+        self.adapter.load_full_state_dict(self.model, dict(saved))  # what refuses this refuses anything
+        wrong = WRONG_STATES[self.quantity](saved)
+        try:
+            self.adapter.load_full_state_dict(self.model, wrong)
+        except Exception:  # noqa: BLE001 - whatever it raises, it refuses
+            return
+        yield f"a {self.quantity} was loaded, expected it to be refused"
 
 
 class StoredDtypes(RemarkingProgram):

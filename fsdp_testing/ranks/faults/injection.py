@@ -69,7 +69,7 @@ class Injection(AbstractContextManager["Injection"]):
         self._faults = faults
         self._seen: Counter[str] = Counter()
         self._reached: set[int] = set()
-        self._held: tuple[Fault, Callable[[], Any]] | None = None
+        self._held: list[tuple[Fault, Callable[[], Any]]] = []
         self._full = False
         self._slow = 0.0
         self._stack = ExitStack()
@@ -96,9 +96,7 @@ class Injection(AbstractContextManager["Injection"]):
             return []
         active.remove(self)
         self._stack.close()
-        # A collective after which no other came was not moved behind one.
-        held = self._held[0] if self._held is not None else None
-        return [f for number, f in enumerate(self._faults) if number not in self._reached or f is held]
+        return [fault for number, fault in enumerate(self._faults) if number not in self._reached]
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         unreached = self.end()
@@ -117,7 +115,8 @@ class Injection(AbstractContextManager["Injection"]):
         faults = self._due(place)
         self._seen[place] += 1
         for fault in faults:
-            self._come_about(fault, f"{what} #{fault.at}" if place != "step" else f"before step {fault.at}")
+            if fault.kind != "reorder":  # comes about with the collective that is issued before this one
+                self._come_about(fault, f"{what} #{fault.at}" if place != "step" else f"before step {fault.at}")
 
     def _note(self, fault: Fault, where: str) -> None:
         self._reached.update(number for number, other in enumerate(self._faults) if other is fault)
@@ -205,16 +204,18 @@ class Injection(AbstractContextManager["Injection"]):
                 if fault.kind == "corrupt":
                     _corrupt(_contribution(name, group, args), fault)
                 if fault.kind == "reorder":
-                    self._held = fault, lambda: method(group, *args, **kwargs)
+                    self._held.append((fault, lambda: method(group, *args, **kwargs)))
                 not_issued |= fault.kind in NOT_ISSUED
             if not_issued:
                 for injection in active:  # nothing underneath hears of it, and each counts what the program calls
                     injection.come_to("collective", name)
                 return _nothing_issued(args)
-            held, self._held = self._held, None
+            held, self._held = self._held, []
+            for fault, _ in held:
+                self._note(fault, f"#{fault.at}, after {name}")
             work = method(group, *args, **kwargs)
-            if held is not None:
-                _deliver(held[1])
+            for _, issue in held:
+                _deliver(issue)
             return work
 
         return call

@@ -1,14 +1,17 @@
 """The steps of a training, counted as `train` counts them: not each call of each optimizer is one.
 
-What optimizers do between two backward passes is one step, and an optimizer that steps again begins another. An optimizer that
-steps others inside its own step is one. A call that only has state made is none: torch does that when it saves and loads, and
-so does a call without any gradient before the first backward pass.
+What optimizers do between two backward passes is one step, and an optimizer that steps again begins another. So does one that is
+given a closure, whose backward passes are part of its step. An optimizer that steps others, or the step of its base class, inside
+its own step is one. A call that only has state made is none: torch does that when it saves and loads, and so does a call without
+any gradient before the first backward pass.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -25,8 +28,7 @@ def at_each_step(listener: Callable[[Any], None]) -> Iterator[None]:
 
     def watched(*args: Any, **kwargs: Any) -> None:
         if not in_backward():  # a checkpoint runs parts of a pass inside it
-            steps.passed = True
-            steps.of_this_step.clear()
+            steps.see_backward()
         backward(*args, **kwargs)
 
     with ExitStack() as stack:
@@ -37,31 +39,47 @@ def at_each_step(listener: Callable[[Any], None]) -> Iterator[None]:
 
 
 class _Steps:
-    """Which optimizers have stepped since the last backward pass, and which are inside their step."""
+    """Which optimizers have stepped since the last backward pass, and which calls of `step` are under way."""
 
     def __init__(self, listener: Callable[[Any], None]) -> None:
         self._listener = listener
-        self._inside: list[int] = []
-        self.of_this_step: set[int] = set()
-        self.passed = False
+        self._calls: list[FrameType] = []
+        self._of_this_step: set[int] = set()
+        self._passed = False
+
+    def see_backward(self) -> None:
+        self._passed = True
+        if not self._inside():
+            self._of_this_step.clear()
 
     def begin(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        this = id(optimizer)
-        if this in self._inside:  # its step before has raised
-            del self._inside[self._inside.index(this) :]
-        self._inside.append(this)
-        if len(self._inside) > 1 or makes_state_only() or not (self.passed or _has_work(optimizer, args, kwargs)):
+        inside = self._inside()
+        self._calls.append(sys._getframe(1))  # torch's, around the step: the same one calls `end`
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
+        if inside or makes_state_only() or not (self._passed or closure or _has_gradient(optimizer)):
             return
-        new = not self.of_this_step or this in self.of_this_step
-        self.of_this_step = {this} if new else self.of_this_step | {this}
+        this = id(optimizer)
+        new = closure or not self._of_this_step or this in self._of_this_step
+        self._of_this_step = {this} if new else self._of_this_step | {this}
         if new:
             self._listener(optimizer)
 
-    def end(self, optimizer: Any, *_: Any) -> None:
-        del self._inside[self._inside.index(id(optimizer)) :]
+    def end(self, *_: Any) -> None:
+        call = sys._getframe(1)
+        if call in self._calls:
+            del self._calls[self._calls.index(call) :]
+
+    def _inside(self) -> bool:
+        """Whether a step is under way; one that raised is not, though it has no end."""
+        running: list[FrameType] = []
+        for top in sys._current_frames().values() if self._calls else ():  # a pass on CUDA has a thread of its own
+            frame: FrameType | None = top
+            while frame is not None:
+                running += [frame] if frame in self._calls else []
+                frame = frame.f_back
+        self._calls = [call for call in self._calls if call in running]
+        return bool(self._calls)
 
 
-def _has_work(optimizer: Any, args: Any, kwargs: Any) -> bool:
-    """Whether it is given a closure, or has a gradient."""
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    return closure is not None or any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+def _has_gradient(optimizer: Any) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

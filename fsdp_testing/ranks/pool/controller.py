@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import itertools
 import os
 import re
@@ -360,6 +359,4 @@ def default_pool() -> Pool:
         if _default.pool is None or _default.pool.owner != os.getpid():
             _default.pool = Pool()
             atexit.register(_default.pool.close)
-            # Python looks through all that is alive several times before it ends: a third of a second once torch is there.
-            atexit.register(gc.freeze)
         return _default.pool

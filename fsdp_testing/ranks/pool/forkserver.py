@@ -80,10 +80,11 @@ def watch_process(pid: int) -> int | None:
     Not PR_SET_PDEATHSIG: that fires when the *thread* of the parent that made this process ends, and a pool may be first
     used in any thread.
     """
+    descriptor: int | None
     try:
         descriptor = os.pidfd_open(pid)
-    except (AttributeError, OSError):
-        return None
+    except (AttributeError, OSError):  # no such call, or no such process any more
+        descriptor = None
     if os.getppid() != pid:
         os._exit(1)
     return descriptor

@@ -10,6 +10,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
@@ -42,11 +43,18 @@ _SIGNALS = (
 )  # fmt: skip
 # Without the enum that Python's own function makes of what C keeps: these were a fifth of what a clean comparison cost.
 _handler_of = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+
+
+def _installed(folder: Path) -> set[str]:
+    """Return where the paths begin of what `pip install --target` put into a folder, which may hold the user's modules, too."""
+    lists = {record.read_text(encoding="utf-8", errors="replace") for record in folder.glob("*.dist-info/RECORD")}
+    return {f"{folder.absolute()}/{top}" for files in lists for top in re.findall(r"^[^/,\n]+/?", files, re.MULTILINE)}
+
+
 # Parts of the paths of files that are no code under test. Who builds torch has it in a checkout, outside of any of them.
-# `pip install --target` makes a folder of packages with any name.
 INSTALLED = (
     "/site-packages/", "/dist-packages/", f"{sysconfig.get_path('stdlib')}/", f"{Path(torch.__file__).parent}/", "<",
-    *(f"{Path(folder).absolute()}/" for folder in sys.path if any(Path(folder).glob("*.dist-info"))),
+    *(top for folder in map(Path, sys.path) if not folder.name.endswith("-packages") for top in _installed(folder)),
 )  # fmt: skip
 # pytest names the running test and its phase here, and changes it itself.
 _CURRENT_TEST = b"PYTEST_CURRENT_TEST"

@@ -20,7 +20,7 @@ from fsdp_testing.errors import PoolBroken
 from fsdp_testing.ranks.pool import preload, zygote
 from fsdp_testing.ranks.pool.channel import readable
 from fsdp_testing.ranks.pool.forkserver import COMMAND, FAILED, FORK, READY, SUCCEED
-from fsdp_testing.ranks.pool.zygote import ForkedServer
+from fsdp_testing.ranks.pool.zygote import ForkedServer, state_of
 
 _READY_SECONDS = 120.0
 _FORK_SECONDS = 60.0
@@ -28,6 +28,7 @@ _LOOK_SECONDS = 0.5
 _MOST_LOOKS = 6
 #: So many modules are worth a process more, and the tenth of a second that its memory takes to be put into large pages.
 WORTH_A_SUCCESSOR = 20
+_STOPPED = ("T", "t")
 _PACKAGE = Path(__file__).parents[2]
 _SINGLE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -54,6 +55,7 @@ class ForkServer:
         self._refused: set[str] = set()
         self._expected: list[str] = []
         self._owner = os.getpid()
+        self._run = run
         # An empty entry means the current folder, and this process may change it before the fork server looks there.
         path = [entry or directory() for entry in sys.path]
         environment = env.snapshot()
@@ -67,6 +69,8 @@ class ForkServer:
             "environment": environment,
             "sys_executable": sys.executable,
         }
+        if run:
+            self._setup |= {"directory": directory(), "inherited": zygote.inherited()}
         self._control, self._process = self._started(run)
 
     def _started(self, run: str) -> tuple[socket.socket, subprocess.Popen[bytes] | ForkedServer]:
@@ -135,12 +139,8 @@ class ForkServer:
         if self._ready:
             return
         try:
-            message = self._answer(4096, _READY_SECONDS)
-            if not message and isinstance(self._process, ForkedServer):
-                # The zygote refused, or has gone.
-                self._process.wait()
-                self._control.close()
-                self._control, self._process = self._started("")
+            message = self._answer_of_zygote() if isinstance(self._process, ForkedServer) else b""
+            if not message:
                 message = self._answer(4096, _READY_SECONDS)
         except OSError as error:
             raise PoolBroken(self._lost(str(error))) from error
@@ -159,6 +159,19 @@ class ForkServer:
         self._control.settimeout(_FORK_SECONDS)
         self._ready = True
 
+    def _answer_of_zygote(self) -> bytes:
+        """Return what its fork says first; where it refuses, has gone or is silent, start a server of one's own."""
+        try:
+            message = self._answer(4096, zygote.PATIENCE)
+        except TimeoutError:
+            message = b""
+            zygote.give_up(self._run)
+        if not message:
+            self._process.wait()
+            self._control.close()
+            self._control, self._process = self._started("")
+        return message
+
     def _answer(self, size: int, seconds: float) -> bytes:
         """Return the next message of the server, empty at its end; one that somebody has stopped is told to go on.
 
@@ -167,7 +180,7 @@ class ForkServer:
         """
         limit, looks = time.monotonic() + seconds, 0
         while not readable(self._control, min(_LOOK_SECONDS, limit - time.monotonic())):
-            if _is_stopped(self._current):
+            if state_of(self._current) in _STOPPED:
                 looks += 1
                 if looks > _MOST_LOOKS:
                     raise InterruptedError("none: it is stopped, and SIGCONT does not help")
@@ -266,22 +279,14 @@ class ForkServer:
         for control in (self._successor, self._control, *self._retired):
             if control is not None:
                 control.close()
-        if _is_stopped(self._process.pid):
+        if state_of(self._process.pid) in _STOPPED:
             self._process.kill()  # it cannot hear that its end has come
         try:
             self._process.wait(5.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
-
-
-def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
-            in "Tt"
-        )
-    return False
+            with contextlib.suppress(subprocess.TimeoutExpired):  # of the zygote's: it is its child to wait for
+                self._process.wait()
 
 
 def directory() -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import resource
 import select
 import signal
 import socket
@@ -20,13 +21,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fsdp_testing.base import env
 from fsdp_testing.ranks.pool import forkserver
 
 COMMAND = "from fsdp_testing.ranks.pool.zygote import main; main"
-_FIRST_SECONDS = 60.0
+PATIENCE = 60.0
+"""So many seconds a worker waits for its server, and the zygote for its imports and for its first worker."""
 _REQUEST_SECONDS = 10.0
 # Names that each worker has for itself, and that nothing reads when it is imported.
 _OF_WORKERS = ("PYTEST_", "COV_CORE_")
@@ -57,7 +59,7 @@ class ForkedServer:
     def _ended(self, seconds: float) -> bool:
         if self._watched is not None:
             return bool(select.select([self._watched], [], [], seconds)[0])
-        return not Path(f"/proc/{self.pid}").exists()
+        return state_of(self.pid) in ("", "Z")
 
     def kill(self) -> None:
         if self.pid and self.poll() is None:
@@ -81,6 +83,21 @@ class ForkedServer:
         self.pid = 0
 
 
+_silent: set[str] = set()
+
+
+def give_up(run: str) -> None:
+    """Ask the zygote of a run no more: it does not answer, as one that somebody has stopped."""
+    _silent.add(run)
+
+
+def state_of(pid: int) -> str:
+    """Return the letter of a process's state; empty where there is none."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    return ""
+
+
 def ask(run: str, control: socket.socket, setup: int, environment: dict[str, str]) -> ForkedServer | None:
     """Ask the zygote of a run for a fork server; None where there is none to ask, and none can be started.
 
@@ -90,6 +107,8 @@ def ask(run: str, control: socket.socket, setup: int, environment: dict[str, str
         setup: A file with JSON, as for `forkserver.main`, with the variables of the worker.
         environment: Of the zygote, if this worker starts it.
     """
+    if run in _silent:
+        return None
     name = f"\0fsdp-testing-{os.getuid()}-{run}"
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         listening.bind(name)  # by one worker alone
@@ -107,8 +126,38 @@ def ask(run: str, control: socket.socket, setup: int, environment: dict[str, str
     return ForkedServer(connection)
 
 
+def inherited() -> dict[str, Any]:
+    """Return what a process has from the one that starts it, besides its environment."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    return {
+        "umask": umask,
+        "nice": os.getpriority(os.PRIO_PROCESS, 0),
+        "processors": sorted(os.sched_getaffinity(0)),
+        "limits": {name: resource.getrlimit(getattr(resource, name)) for name in names},
+    }
+
+
+def _inherit(worker: dict[str, Any]) -> None:
+    """Have it as if that worker had started this process.
+
+    Raises:
+        OSError, ValueError: This process may not.
+    """
+    own = inherited()
+    os.umask(worker["umask"])
+    if worker["nice"] != own["nice"]:
+        os.setpriority(os.PRIO_PROCESS, 0, worker["nice"])
+    if worker["processors"] != own["processors"]:
+        os.sched_setaffinity(0, worker["processors"])
+    for name, limits in worker["limits"].items():
+        if tuple(limits) != own["limits"][name]:
+            resource.setrlimit(getattr(resource, name), tuple(limits))
+
+
 def _start(listening: socket.socket, setup: int, environment: dict[str, str]) -> None:
-    command = f"{COMMAND}({listening.fileno()}, {setup})"
+    command = f"{COMMAND}({listening.fileno()}, {setup}, {os.getpid()})"
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", command],
         pass_fds=[listening.fileno(), setup],
@@ -125,23 +174,29 @@ def _peer(connection: socket.socket) -> tuple[int, int]:
     return pid, user
 
 
-def main(listening_fd: int, setup_fd: int) -> NoReturn:
+def main(listening_fd: int, setup_fd: int, starter_pid: int) -> NoReturn:
     """Import, then fork a server for each worker that asks, until the last one has gone.
 
     Args:
         listening_fd: The socket that workers connect to.
         setup_fd: A file with JSON of the worker that started this process; read, and left as it is.
+        starter_pid: That worker, which may end before it asks for anything.
     """
     gc.disable()  # as the fork server does
+    starter = forkserver.watch_process(starter_pid)
     settings = forkserver.read_setup(setup_fd)
     sys.path[:] = settings["sys_path"]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, _reap)
+    # Of the kernel: an import that hangs may never come back to Python.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(int(PATIENCE))
     for module in settings["modules"]:
         forkserver.import_ahead(module)
+    signal.alarm(0)
     if forkserver.thread_count() > 1:
         os._exit(1)  # each worker's own server says which module is to blame
-    _Zygote(socket.socket(fileno=listening_fd), settings["sys_executable"]).serve()
+    _Zygote(socket.socket(fileno=listening_fd), settings["sys_executable"], starter).serve()
 
 
 def _reap(*_: object) -> None:
@@ -151,8 +206,9 @@ def _reap(*_: object) -> None:
 
 
 class _Zygote:
-    def __init__(self, listening: socket.socket, executable: str) -> None:
+    def __init__(self, listening: socket.socket, executable: str, starter: int | None) -> None:
         self._listening = listening
+        self._starter = starter
         self._executable = executable
         self._environment = env.snapshot()
         # Each worker's connection, and a descriptor that becomes readable when its process ends.
@@ -162,7 +218,9 @@ class _Zygote:
         while True:
             gone = [watched for watched in self._workers.values() if watched is not None]
             watched = [self._listening.fileno(), *(worker.fileno() for worker in self._workers), *gone]
-            ready, _, _ = select.select(watched, [], [], None if self._workers else _FIRST_SECONDS)
+            if not self._workers and self._starter is not None:
+                watched.append(self._starter)
+            ready, _, _ = select.select(watched, [], [], None if self._workers else PATIENCE)
             for worker, process in list(self._workers.items()):
                 if worker.fileno() in ready or process in ready:
                     self._leave(worker)
@@ -204,6 +262,8 @@ class _Zygote:
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._listening.close()
+        if self._starter is not None:
+            os.close(self._starter)
         for worker in self._workers:
             worker.close()
         for other in self._workers.values():
@@ -213,6 +273,11 @@ class _Zygote:
         if settings["sys_executable"] != self._executable or self._differs(settings["environment"]):
             return
         env.restore(settings["environment"])
+        try:
+            os.chdir(settings["directory"])
+            _inherit(settings["inherited"])
+        except (OSError, ValueError):
+            return
         forkserver.begin(fds[0], settings, process)
 
     def _differs(self, environment: dict[str, str]) -> bool:

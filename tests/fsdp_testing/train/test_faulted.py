@@ -217,6 +217,11 @@ def test_collectives_in_another_order_that_change_no_number_pass_and_are_told(tw
     assert judgement.compared[-1].startswith("with the fault, ranks disagree: "), judgement.compared
 
 
+def test_a_last_collective_has_none_to_come_behind(two_optimizers):
+    judgement = two_optimizers("reorder@rank=1,collective=16")
+    holds(judgement, Verdict.UNKNOWN, r"never reaches the fault reorder@rank=1,collective=16: .*")
+
+
 def test_faults_that_exclude_each_other_are_refused_before_anything_runs():
     faults = tuple(map(Fault.parse, ("crash@rank=1,step=1", "delay=1@step=1")))
     with pytest.raises(InvalidArgument, match="expected delay=1@step=1 to come about"):

@@ -69,6 +69,12 @@ def test_each_mistake_in_what_is_varied_fails(mistake, vary, message):
     assert re.search(message, judgement.sentence), str(report)
 
 
+def test_rows_that_are_packed_are_known_beside_a_loader_that_validates():
+    (judgement,) = judge([("", "--packing")], "--validate", "--mistake", "packing").judgements
+    assert judgement.verdict is Verdict.FAIL, judgement
+    assert "differs from no further arguments: loss at step 0" in judgement.sentence, judgement
+
+
 def test_rows_that_are_packed_into_one_are_the_same_rows_of_the_dataset():
     report = judge([("", "--packing")])
     assert report.verdict is Verdict.PASS, str(report)

@@ -55,7 +55,7 @@ def test_wrong_twins_fail(arguments, steps, says):
             ("in the loop",),
             r"\(the items of its DataLoader\), and trained on others .* in the loop\) cannot be replayed. Mark",
         ),
-        (("padded",), r"differs from one process only where rows are padded to another length: .* Mask what is padded"),
+        (("padded",), r"differs from one process only where rows are padded to another length: .* Mask the padding"),
     ],
 )
 def test_what_cannot_be_replayed_or_depends_on_padding_is_unknown(arguments, says):

@@ -71,7 +71,11 @@ def test_a_right_script_passes_as_it_is(script, arguments, sizes, how):
         ),
         ("ddp", ("--mistake", "local norm"), r"only rank\(s\) 0 clip the gradient"),
         ("ddp", ("--mistake", "early stop"), r"rank 0 waits in all_reduce.*an early stop on a local value"),
-        ("ddp", ("--mistake", "loss of own rows"), r"loss at step 0.*divided by the rank's own count"),
+        (
+            "ddp",
+            ("--mistake", "loss of own rows"),
+            r"loss at step 0.*scale their losses: rank 0 by 1, rank 1 by 2",
+        ),
         (
             "shards",
             ("--shard", "fsdp2", "--mistake", "boundary"),

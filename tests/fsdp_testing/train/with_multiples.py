@@ -38,7 +38,7 @@ def main(mistake: str) -> None:
     optimizer.kept = {"kept": (1,), "lost": (0, 1), "twice as far": (0, 1)}.get(mistake, ())
     optimizer.times = 2.0 * (mistake == "twice as far")
     sampler = DistributedSampler(data, shuffle=False)
-    for inputs, targets in DataLoader(data, batch_size=8 // size, sampler=sampler):
+    for step, (inputs, targets) in enumerate(DataLoader(data, batch_size=8 // size, sampler=sampler)):
         errors = (model(inputs) - targets).square()
         loss = errors.mean()
         if mistake == "own norm by count":
@@ -49,12 +49,10 @@ def main(mistake: str) -> None:
             loss = loss / errors.detach().std()
         if mistake in {"scaled by rank", "rank 1 lost"}:
             loss = loss * (1 + rank if mistake == "scaled by rank" else 1 - rank)
-        if mistake == "scaled alike":
-            loss = loss * (1.0 if size == 1 else 0.4)
         loss.backward()
         if mistake == "layer":
             layers[2].weight.grad *= size
-        if mistake == "noise":
+        if mistake == "noise" or (mistake == "noise later" and step):
             layers[2].weight.grad += size
         optimizer.step()
         optimizer.zero_grad()

@@ -16,6 +16,7 @@ arguments.add_argument("--accumulate", type=int, default=1)
 arguments.add_argument("--batch", type=int, default=4)
 arguments.add_argument("--checkpoint", action="store_true")
 arguments.add_argument("--packing", action="store_true")
+arguments.add_argument("--validate", action="store_true")
 options = arguments.parse_args()
 mistake = options.mistake
 
@@ -59,6 +60,10 @@ rate = rate_of_this_version.RATE * (options.accumulate if mistake == "rate" else
 optimizer = torch.optim.SGD(model.parameters(), lr=rate)
 if mistake == "raise" and options.checkpoint:
     raise ValueError("checkpointing lacks its argument")
+if options.validate:
+    with torch.no_grad():
+        for batch in DataLoader(data[:6], batch_size=2, collate_fn=collate):
+            model(*batch)
 made = pack if options.packing else collate
 for number, batch in enumerate(DataLoader(data, batch_size=options.batch, sampler=sampler, collate_fn=made)):
     loss = model(*batch) / (1 if mistake == "not divided" else options.accumulate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from toy import Toy
 from toy_more import MoreToy
 
+from fsdp_ref.runtime import grad_sync
 from fsdp_ref.training import clip
 from fsdp_testing.adapters import registry
 from fsdp_testing.adapters.adapter import Adapter
@@ -128,6 +130,16 @@ class CopyStaysLocal(MoreToy):
         return twin
 
 
+@fault("conversion.deepcopy_in_no_sync")
+class OriginalStaysLocal(MoreToy):
+    """What was copied inside no_sync never reduces again."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.synchronize = False
+        yield
+
+
 # -------------------------------------------------------------------------------------------------------------- sizes
 
 PAGES = 64 << 10
@@ -168,6 +180,15 @@ def sum_over_shard_groups(original: Any, params: Any, unit: Any) -> Any:
     return (mean / replicas for mean in original(params, unit))
 
 
+@planted(SOUND, grad_sync._Reduction, "then_all_reduce", "hybrid.combined", world_sizes=(4,))
+def replicas_keep_their_means(original: Any, self: Any, collectives: Any, groups: Any) -> None:
+    """Reduced in a dtype of its own, a gradient is the mean over the shard group: replicas are not asked."""
+    low = self._out_S.dtype is torch.bfloat16
+    if low:
+        self._after /= math.prod(group.size() for group in groups)
+    original(self, collectives, [] if low else groups)
+
+
 @planted(SOUND, clip, "_parts", "hybrid.norms", world_sizes=(2,))
 def replicas_of_one_counted(original: Any, root: Any) -> Any:
     """Where shard groups have one rank, what replicas hold counts once for each of them."""
@@ -185,7 +206,7 @@ def loads_what_fits(original: Any, self: Any, state: Any, *args: Any, **kwargs: 
     return original(self, state, strict=False)
 
 
-def _saves(checks: str, **methods: Callable[[Adapter], Any]) -> Callable[[type], Adapter]:
+def _with_methods(checks: str, **methods: Callable[[Adapter], Any]) -> Callable[[type], Adapter]:
     """Register the reference with other methods as a fault; the docstring of the decorated class is its story."""
 
     def register(what: type) -> Adapter:
@@ -198,16 +219,53 @@ def _saves(checks: str, **methods: Callable[[Adapter], Any]) -> Callable[[type],
     return register
 
 
+@_with_methods(
+    "full_state_dict.strict",
+    load_full_state_dict=lambda sound: (
+        lambda model, state: sound.load_full_state_dict(
+            model, {fqn: state[fqn] for fqn in sound.full_state_dict(model)}
+        )
+    ),
+)
+class PassesOverUnknown:
+    """What a state has too much is passed over."""
+
+
+@_with_methods(
+    "full_state_dict.strict",
+    load_full_state_dict=lambda sound: (
+        lambda model, state: sound.load_full_state_dict(
+            model,
+            {fqn: state[fqn][: len(own)] for fqn, own in sound.full_state_dict(model).items()}
+            | {fqn: state[fqn] for fqn in state.keys() - sound.full_state_dict(model).keys()},
+        )
+    ),
+)
+class CutsToShape:
+    """What is too long is cut."""
+
+
+def _refuse(_model: nn.Module, _state: Any) -> None:
+    raise ValueError("expected another state")
+
+
+@_with_methods("full_state_dict.strict", load_full_state_dict=lambda _sound: _refuse)
+class RefusesEverything:
+    """No state can be loaded."""
+
+
 def _halved(value: Any) -> Any:
     return models.cast_floats(value, torch.bfloat16)
 
 
-@_saves("full_state_dict.dtypes", full_state_dict=lambda sound: lambda model: _halved(sound.full_state_dict(model)))
+@_with_methods(
+    "full_state_dict.dtypes", full_state_dict=lambda sound: lambda model: _halved(sound.full_state_dict(model))
+)
 class SavesInLowPrecision:
     """What is saved is in bfloat16."""
 
 
-@_saves(
+@_with_methods(
     "optim_state.dtypes",
     full_optimizer_state=lambda sound: lambda model, optimizer: _halved(sound.full_optimizer_state(model, optimizer)),
 )
@@ -229,6 +287,6 @@ def _by_position(sound: Adapter) -> Callable[..., None]:
     return load
 
 
-@_saves("optim_state.reordered", load_full_optimizer_state=_by_position)
+@_with_methods("optim_state.reordered", load_full_optimizer_state=_by_position)
 class LoadsByPosition:
     """Saved optimizer state goes to the parameters in the order in which it was saved, where shapes fit."""

@@ -24,6 +24,16 @@ def sums(*faults: str, count: int = 3) -> list[float]:
     return results
 
 
+def counted_sums(*faults: str) -> list[float]:
+    """Sum 1, 2, 3 of rank 0 with 100, 200, 300 of rank 1; read the results when all are made."""
+    world = current_world()
+    values = [torch.full((1,), 100.0**world.rank * number) for number in (1, 2, 3)]
+    with world.inject(*faults):
+        for value in values:
+            dist.all_reduce(value)
+    return [float(value) for value in values]
+
+
 def sums_in_two_injections(outer: str, inner: str) -> list[float]:
     with current_world().inject(outer):
         return sums(inner)

@@ -11,7 +11,9 @@ import torch
 
 from fsdp_testing import run_ranks
 from fsdp_testing.errors import WorldFailed
+from fsdp_testing.ranks.faults.fault import Fault
 from fsdp_testing.ranks.pool import Fate, default_pool
+from fsdp_testing.ranks.run import run_with_faults
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -85,6 +87,23 @@ def test_a_collective_that_comes_later_is_counted_once():
 def test_a_collective_after_which_no_other_comes_is_not_reordered():
     error = failure(programs.sums, "reorder@collective=3")
     assert "fault reorder@collective=3: expected a place that is reached" in str(error)
+
+
+def test_neighbours_that_both_come_later_keep_their_order():
+    # Rank 1 issues its third sum first, then the two that it held back.
+    results = run_ranks(programs.counted_sums, "reorder@rank=1,collective=1", "reorder@rank=1,collective=2")
+    assert results == [[301.0, 102.0, 203.0], [102.0, 203.0, 301.0]]
+    error = failure(programs.sums, "reorder@collective=2", "reorder@collective=3")
+    assert "fault reorder@collective=2, reorder@collective=3: expected a place that is reached" in str(error)
+
+
+@pytest.mark.parametrize(("at", "reached"), [(2, True), (3, False)])
+def test_a_reordered_collective_is_reached_once_another_one_comes_before_it(at, reached):
+    fault = Fault.parse(f"reorder@collective={at}")
+    with default_pool().lend(2) as world:
+        outcome = world.execute(run_with_faults, ((fault,), programs.sums))
+    assert outcome.ok, outcome.describe()
+    assert [fault.reached_in(rank.stderr) for rank in outcome.ranks] == [reached] * 2
 
 
 def test_faults_at_one_place_come_about_in_their_order():

@@ -93,6 +93,46 @@ def test_a_step_that_a_scaler_skips_is_none() -> None:
     assert begun_by(training) == ["first", "first"]
 
 
+def test_an_optimizer_after_another_one_with_a_closure_is_part_of_its_step() -> None:
+    def training(model: torch.nn.Module, first: Any, second: Any) -> None:
+        for _ in range(2):
+            first.step(lambda: loss(model).backward())
+            second.step()
+
+    assert begun_by(training) == ["first"] * 2
+
+
+class Twice(SGD):
+    """Steps as its base class does, which torch tells of each step, too."""
+
+    def step(self, closure: Callable[[], None] | None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        super().step()
+
+
+def test_a_step_of_a_base_class_is_part_of_the_step_that_calls_it() -> None:
+    begun: list[Any] = []
+    model = torch.nn.Linear(2, 1)
+    SGD(model.parameters(), lr=0.1)  # torch has the steps of a class told when it first makes one
+    outer = Twice(model.parameters(), lr=0.1)
+    with at_each_step(begun.append):
+        for _ in range(2):
+            loss(model).backward()
+            outer.step()
+    assert begun == [outer] * 2
+
+
+def test_after_a_step_that_raises_another_optimizer_is_counted() -> None:
+    def training(model: torch.nn.Module, first: Any, second: Any) -> None:
+        with pytest.raises(ZeroDivisionError):
+            first.step(lambda: 1 / 0)
+        for _ in range(2):
+            loss(model).backward()
+            second.step()
+
+    assert begun_by(training) == ["first", "second", "second"]
+
+
 class Around(torch.optim.Optimizer):
     """Steps another optimizer inside its own step, after a backward pass of its own."""
 

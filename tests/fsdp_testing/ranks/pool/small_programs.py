@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import shutil
 import sys
 import threading
 import time
@@ -104,3 +106,21 @@ def _runs(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
+
+
+def put_in_the_way(folder: str) -> None:
+    """Put a file where a folder is."""
+    shutil.rmtree(folder, ignore_errors=True)
+    Path(folder).touch()
+
+
+def process_settings() -> tuple[object, ...]:
+    """What a process has from the one that started it: umask, priority, processors and limit of descriptors."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return (
+        umask,
+        os.getpriority(os.PRIO_PROCESS, 0),
+        os.sched_getaffinity(0),
+        resource.getrlimit(resource.RLIMIT_NOFILE),
+    )

@@ -382,12 +382,20 @@ def test_torch_in_a_checkout_is_no_code_under_test(tmp_path: Path) -> None:
     assert "torch.overrides" not in watched
 
 
-@pytest.mark.parametrize("installed", [True, False])
-def test_packages_that_were_installed_into_a_folder_are_no_code_under_test(tmp_path: Path, installed: bool) -> None:
+def test_packages_that_were_installed_into_a_folder_are_no_code_under_test_and_modules_beside_them_are(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "made.py").touch()
-    if installed:
-        (tmp_path / "made-1.0.dist-info").mkdir()
-    assert ("made" in _watched_beside(tmp_path, "made")) is not installed
+    (tmp_path / "made_too.py").touch()
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    info = tmp_path / "made-1.0.dist-info"
+    info.mkdir()
+    (info / "RECORD").write_text(
+        "made.py,sha256=0,0\npackage/__init__.py,,\n\n../../bin/made,,\nmade-1.0.dist-info/RECORD,,\n"
+    )
+    watched = _watched_beside(tmp_path, "made, made_too, package")
+    assert {"made", "made_too", "package"}.intersection(watched) == {"made_too"}
 
 
 def test_no_value_of_code_under_test_is_asked_for_its_class(tmp_path: Path) -> None:

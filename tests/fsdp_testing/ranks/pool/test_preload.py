@@ -102,12 +102,22 @@ def test_imports_look_for_no_garbage_and_ranks_do(stubs: Path) -> None:
     pool.close()
 
 
-def test_a_process_that_ends_does_not_look_through_what_stays() -> None:
-    ends = (
-        "import atexit, gc; from fsdp_testing.ranks.pool import default_pool; default_pool(); atexit._run_exitfuncs()"
+def test_a_command_that_ends_does_not_look_through_what_stays() -> None:
+    ends = "import atexit, gc; from fsdp_testing.cli.main import main; main(); atexit._run_exitfuncs()"
+    command = [sys.executable, "-c", f"{ends}; print(gc.get_freeze_count() > 1000)", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.endswith("\nTrue\n")
+
+
+def test_a_process_of_the_user_that_ends_writes_the_last_buffers_of_its_files(tmp_path: Path) -> None:
+    program = (
+        "import sys; from fsdp_testing.ranks.pool import default_pool; default_pool()\n"
+        "class Log:\n"
+        "    def __init__(self, path):\n"
+        "        self.me, self.file = self, open(path, 'w')\n"
+        "log = Log(sys.argv[1]); log.file.write('the last line')"
     )
-    command = [sys.executable, "-c", f"{ends}; print(gc.get_freeze_count() > 1000)"]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\n"
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "log")], check=True)
+    assert (tmp_path / "log").read_text() == "the last line"
 
 
 def test_a_few_modules_are_worth_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

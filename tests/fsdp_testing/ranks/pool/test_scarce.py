@@ -127,3 +127,15 @@ def test_no_loopback_at_all_is_told_with_advice(tmp_path: Path) -> None:
 
 def test_the_loopback_address_is_that_of_version_4_where_it_is_there() -> None:
     assert loopback() == "127.0.0.1"
+
+
+def test_coverage_that_cannot_be_saved_takes_no_rank_with_it(own_pool: Pool, tmp_path: Path) -> None:
+    pytest.importorskip("coverage")
+    folder = tmp_path / "coverage"
+    folder.mkdir()
+    own_pool.coverage = {"data_file": str(folder / "data"), "config_file": False}
+    with own_pool.lend(1) as world:
+        for _ in range(2):
+            outcome = world.execute(small_programs.put_in_the_way, (str(folder),))
+            assert outcome.ok, outcome.describe()
+        assert "coverage of this rank was not saved: " in outcome.ranks[0].stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -12,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_programs import gone, pid, total
+from small_programs import gone, pid, process_settings, total
 
-from fsdp_testing.ranks.pool import Pool
+from fsdp_testing.ranks.pool import Pool, zygote
 
 
 @pytest.fixture
@@ -91,6 +92,68 @@ def test_a_worker_with_another_environment_has_a_server_of_its_own(
     assert parent(pools[1].server().pid) == os.getpid()
 
 
+def test_a_worker_has_its_own_limits_and_umask_in_its_ranks(pools: tuple[Pool, Pool]) -> None:
+    def read(pool: Pool) -> tuple[object, ...]:
+        with pool.lend(1) as world:
+            values: list[tuple[object, ...]] = world.execute(process_settings).values
+        return values[0]
+
+    assert read(pools[0]) == process_settings()
+    before, files = os.umask(0o027), resource.getrlimit(resource.RLIMIT_NOFILE)
+    processors = os.sched_getaffinity(0)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files[0] - 1, files[1]))
+        os.sched_setaffinity(0, {min(processors)})
+        changed = process_settings()
+        assert read(pools[1]) == changed != read(pools[0])
+    finally:
+        os.umask(before)
+        resource.setrlimit(resource.RLIMIT_NOFILE, files)
+        os.sched_setaffinity(0, processors)
+    assert parent(pools[1].server().pid) == parent(pools[0].server().pid)
+
+
+def test_a_zygote_that_is_stopped_is_waited_for_once(pools: tuple[Pool, Pool], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert works(pools[0])
+    stopped = parent(pools[0].server().pid)
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        monkeypatch.setattr(zygote, "PATIENCE", 0.5)
+        assert works(pools[1])
+        assert parent(pools[1].server().pid) == os.getpid()
+        pools[1].close()
+        monkeypatch.setattr(zygote, "PATIENCE", 600.0)
+        assert works(pools[1])
+        assert works(pools[0])
+        pools[0].close()  # nobody waits for its server, which has ended
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert gone([stopped])
+
+
+def test_a_server_that_has_ended_and_is_not_waited_for_has_ended() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # leaves it as it is
+    with socket.socket() as connection:
+        server = zygote.ForkedServer(connection)
+        server.pid = ended.pid  # as where processes have no descriptors
+        assert server.poll() == -1
+    ended.wait()
+
+
+def test_a_pool_is_closed_though_its_server_does_not_end(
+    pools: tuple[Pool, Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(server: zygote.ForkedServer, seconds: float = 0.0) -> None:
+        server._connection.close()
+        raise subprocess.TimeoutExpired("fork server", seconds)
+
+    assert works(pools[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(zygote.ForkedServer, "wait", wait)
+        pools[0].close()
+
+
 def test_a_socket_that_nobody_serves_gives_a_server_of_ones_own(pools: tuple[Pool, Pool], run: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as taken:
         taken.bind(f"\0fsdp-testing-{os.getuid()}-{run}")
@@ -132,3 +195,30 @@ def test_no_process_outlives_workers_that_are_killed(run: str) -> None:
         assert asked(second) == processes[1]
         second.kill()
         assert gone([*processes[1], zygote])
+
+
+STARTS = """
+import os, signal
+from fsdp_testing.ranks.pool import zygote
+from fsdp_testing.ranks.pool.server import ForkServer
+began = zygote.subprocess.Popen
+def start(*arguments, **named):
+    with open({output!r}, "w") as file:
+        file.write(str(began(*arguments, **named).pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+zygote.subprocess.Popen = start
+zygote.COMMAND = "from fsdp_testing.ranks.pool import zygote; zygote.PATIENCE = {patience}; zygote.main"
+ForkServer({modules!r}, run={run!r})
+"""
+
+
+@pytest.mark.parametrize(("modules", "patience"), [((), 600.0), (("hangs",), 1.0)])
+def test_a_zygote_whose_starter_is_killed_before_it_asks_ends(
+    run: str, tmp_path: Path, modules: tuple[str, ...], patience: float
+) -> None:
+    (tmp_path / "hangs.py").write_text("import threading; threading.Event().wait()")
+    output = tmp_path / "pid"
+    script = STARTS.format(modules=modules, run=run, patience=patience, output=str(output))
+    named = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert subprocess.run([sys.executable, "-c", script], check=False, env=named).returncode == -signal.SIGKILL
+    assert gone([int(output.read_text())])
