@@ -63,19 +63,21 @@ def review_copies(
         expectation: The oracle's.
         may_refuse: Every rank may refuse the copy instead.
     """
+    at = _copied_at(case)
+    if at is None:
+        return None  # a shortened case, which asks for no copy
     copies = [rank.copied if isinstance(rank, CopyingObservation) else None for rank in ranks]
     missing = tuple(rank for rank, copy in enumerate(copies) if copy is None)
     if missing:
-        return _finding(case, missing, "nothing was copied")
+        return _finding(case, at, missing, "nothing was copied")
     refused = tuple(rank for rank, copy in enumerate(copies) if copy is not None and copy.refused)
     if refused:
         if may_refuse and len(refused) == len(ranks):
             return None
         first = copies[refused[0]]
         some = " on some ranks only" if len(refused) < len(ranks) else ""
-        return _finding(case, refused, f"was refused{some}: {first.refused if first else ''}")
+        return _finding(case, at, refused, f"was refused{some}: {first.refused if first else ''}")
     # Results of the micro-batch after the copy, and the state that follows it; here they are the copy's own.
-    at = _copied_at(case)
     after = [point for point in expectation.points if point.index > at]
     result, state = (replace(next(p for p in after if p.snapshot is kind), index=at) for kind in (False, True))
     observations = [
@@ -91,16 +93,19 @@ def review_copies(
     return agreement.review(case, due, observations, Comparison(optimizer=False), "the deep copy")[0]
 
 
-def _copied_at(case: Case) -> int:
-    return next(
-        index
-        for index, operation in enumerate(case.program)
-        if getattr(operation, "label", "") in (COPY, COPY_IN_NO_SYNC)
-    )
+def _copied_at(case: Case) -> int | None:
+    """Return where the model is copied and the copy trained; None where a case has no copy, or no micro-batch after it."""
+    labels = [getattr(operation, "label", "") for operation in case.program]
+    at = next((index for index, label in enumerate(labels) if label in (COPY, COPY_IN_NO_SYNC)), None)
+    return None if at is None or _batch_after(case, at) is None else at
 
 
-def _finding(case: Case, ranks: tuple[int, ...], sentence: str) -> Finding:
-    index, statement = _copied_at(case), f"the deep copy {sentence}, on {ranks_text(ranks)}"
+def _batch_after(case: Case, index: int) -> Batch | None:
+    return next((batch for operation in case.program[index:] for batch in operation.batches()), None)
+
+
+def _finding(case: Case, index: int, ranks: tuple[int, ...], sentence: str) -> Finding:
+    statement = f"the deep copy {sentence}, on {ranks_text(ranks)}"
     explanation = f"after operation {index}: {statement}"
     return finding(case, FailureKind.DIVERGED, "deep copy", index, statement, explanation, ranks=ranks)
 
@@ -124,10 +129,8 @@ class CopyingProgram(RankProgram):
 
     def observe(self, label: str) -> None:
         """Take a snapshot, after the copy has done the next micro-batch and one step."""
-        if label in (COPY, COPY_IN_NO_SYNC):
-            self.copied = self._copy(
-                label, next(batch for op in self.case.program[self.index :] for batch in op.batches())
-            )
+        if label in (COPY, COPY_IN_NO_SYNC) and (batch := _batch_after(self.case, self.index)) is not None:
+            self.copied = self._copy(label, batch)
         super().observe(label)
 
     def _copy(self, label: str, batch: Batch) -> Copied:

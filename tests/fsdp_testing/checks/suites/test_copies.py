@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from fsdp_testing.cases.records import (
@@ -60,6 +63,12 @@ def test_a_refusal_on_one_rank_only_is_told():
     found = review_copies(CASE, ranks(copied(), Copied("TypeError: no")), expectation())
     assert found is not None
     assert "was refused on some ranks only: TypeError: no, on rank 1" in found.explanation
+
+
+@pytest.mark.parametrize("program", [CASE.program[1:], CASE.program[:1]], ids=["no copy", "no micro-batch after it"])
+def test_a_shortened_case_that_trains_no_copy_has_no_finding(program):
+    case = replace(CASE, program=program)
+    assert review_copies(case, [RankObservation(0), RankObservation(1)], expectation()) is None
 
 
 def test_no_copy_at_all_is_no_pass():
