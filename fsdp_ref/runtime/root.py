@@ -219,18 +219,20 @@ class Root:
         Autograd enables gradients inside of a pass for ``create_graph`` alone. Checkpointing enables them, too, in what it runs
         again; that is taken for such a pass.
         """
-        self._creates_graph = torch.is_grad_enabled()
         # By the number of autograd's task: the passes that reentrant checkpointing runs inside of this one have their own, and
         # what a dead pass left under its number must not be taken for this one's (its weak reference is empty by then).
         task = compat.graph_task_id()
         if task not in self._passes or self._passes[task]() is None:
             if not self._live_passes():
                 self.recover()
+                self._creates_graph = False
             # Autograd alone keeps it: it drops the callbacks of a pass that fails, and that is how we hear of it.
             end = _PassEnd(self, task)
             self._passes[task] = weakref.ref(end)
             compat.queue_backward_callback(end)
             self._dirty = True
+        # Never taken back within a pass: a function of the user's may read what it saved under ``no_grad``.
+        self._creates_graph |= torch.is_grad_enabled()
         return task
 
     @property

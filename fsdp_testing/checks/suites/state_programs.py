@@ -70,10 +70,12 @@ class RefusingProgram(RemarkingProgram):
     @property
     def quantity(self) -> str:
         """Return which state it loads."""
-        return next(label for op in reversed(self.case.program) if (label := getattr(op, "label", "")))
+        return next((label for op in reversed(self.case.program) if (label := getattr(op, "label", ""))), "")
 
     def statements(self) -> Iterator[str]:
         """Yield that it was loaded."""
+        if self.quantity not in WRONG_STATES:
+            return  # a shortened case, which names none
         with self._inside():
             saved = {fqn: tensor.detach().clone() for fqn, tensor in self.adapter.full_state_dict(self.model).items()}
         self.adapter.load_full_state_dict(self.model, dict(saved))  # what refuses this refuses anything

@@ -71,6 +71,7 @@ def begin(control_fd: int, settings: dict[str, Any], controller: int | None) -> 
         # Likewise: a rank makes for itself what was not made here.
         with contextlib.suppress(Exception):
             getattr(importlib.import_module(module), function)(argument)
+    signal.alarm(0)
     server.serve()
 
 

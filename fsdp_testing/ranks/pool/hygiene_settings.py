@@ -47,6 +47,8 @@ _handler_of = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 
 def _installed(folder: Path) -> set[str]:
     """Return where the paths begin of what `pip install --target` put into a folder, which may hold the user's modules, too."""
+    if folder.name in ("site-packages", "dist-packages"):
+        return set()  # known as a whole, and long to read
     lists = {record.read_text(encoding="utf-8", errors="replace") for record in folder.glob("*.dist-info/RECORD")}
     return {f"{folder.absolute()}/{top}" for files in lists for top in re.findall(r"^[^/,\n]+/?", files, re.MULTILINE)}
 
@@ -54,7 +56,7 @@ def _installed(folder: Path) -> set[str]:
 # Parts of the paths of files that are no code under test. Who builds torch has it in a checkout, outside of any of them.
 INSTALLED = (
     "/site-packages/", "/dist-packages/", f"{sysconfig.get_path('stdlib')}/", f"{Path(torch.__file__).parent}/", "<",
-    *(top for folder in map(Path, sys.path) if not folder.name.endswith("-packages") for top in _installed(folder)),
+    *(top for folder in map(Path, sys.path) for top in _installed(folder)),
 )  # fmt: skip
 # pytest names the running test and its phase here, and changes it itself.
 _CURRENT_TEST = b"PYTEST_CURRENT_TEST"

@@ -278,6 +278,9 @@ class _Zygote:
             _inherit(settings["inherited"])
         except (OSError, ValueError):
             return
+        signal.alarm(
+            int(PATIENCE)
+        )  # until it serves nobody watches it: an import that hangs must not outlive the worker
         forkserver.begin(fds[0], settings, process)
 
     def _differs(self, environment: dict[str, str]) -> bool:

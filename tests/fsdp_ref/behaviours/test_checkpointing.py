@@ -11,6 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_ref import ShardingStrategy
+from fsdp_ref.annotations import units_under
 
 S = ShardingStrategy
 KINDS = {"reentrant": CheckpointImpl.REENTRANT, "non-reentrant": CheckpointImpl.NO_REENTRANT}
@@ -201,3 +202,22 @@ def test_a_penalty_on_gradients_of_inputs_runs_it_again(lab, path, where):
         torch.optim.SGD(each.parameters(), lr=0.01).step()
     got = {n.replace("_checkpoint_wrapped_module.", ""): p for n, p in lab.params(model).items()}
     lab.assert_same(got, {n: p.detach() for n, p in reference.named_parameters()})
+
+
+@pytest.mark.world(2)
+def test_a_pass_that_creates_a_graph_is_known_as_one_though_something_in_it_runs_without_gradients(lab, path):
+    model = lab.shard(lab.make(lambda: Chain(lab.Block)), path)
+    x = lab.batch(0).clone().requires_grad_()
+    output = model(x)
+    root = next(unit.root for _, _, unit in units_under(model) if unit.root is not None)
+    known = []
+
+    def read_without_gradients(_):
+        with torch.no_grad():
+            root.enter_backward()
+        known.append(root.creates_graph)
+
+    x.register_hook(read_without_gradients)
+    torch.autograd.grad(output.pow(3).sum(), x, create_graph=True)
+    model(x).sum().backward()
+    assert known == [True, False]
