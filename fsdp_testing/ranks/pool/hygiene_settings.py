@@ -41,23 +41,21 @@ _SIGNALS = (
     signal.SIGUSR1, signal.SIGSEGV, signal.SIGUSR2, signal.SIGPIPE, signal.SIGALRM, signal.SIGTERM, signal.SIGCHLD,
     signal.SIGCONT, signal.SIGTSTP, signal.SIGVTALRM, signal.SIGPROF, signal.SIGWINCH,
 )  # fmt: skip
-# Without the enum that Python's own function makes of what C keeps: these were a fifth of what a clean comparison cost.
+# Without the enum that Python's own function makes of what C keeps: a fifth of what a clean comparison cost.
 _handler_of = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 
 
 def _installed(folder: Path) -> set[str]:
-    """Return where the paths begin of what `pip install --target` put into a folder, which may hold the user's modules, too."""
-    if folder.name in ("site-packages", "dist-packages"):
-        return set()  # known as a whole, and long to read
-    lists = {record.read_text(encoding="utf-8", errors="replace") for record in folder.glob("*.dist-info/RECORD")}
-    return {f"{folder.absolute()}/{top}" for files in lists for top in re.findall(r"^[^/,\n]+/?", files, re.MULTILINE)}
+    """Return where the paths begin of what `pip install --target` put beside modules of the user; site-packages count whole."""
+    records = folder.glob("*.dist-info/RECORD") if folder.name not in ("site-packages", "dist-packages") else ()
+    tops = [re.findall(r"^[^/,\n]+/?", record.read_text("utf-8", "replace"), re.MULTILINE) for record in records]
+    return {f"{folder.absolute()}/{top}" for listed in tops for top in listed}
 
 
 # Parts of the paths of files that are no code under test. Who builds torch has it in a checkout, outside of any of them.
 INSTALLED = (
     "/site-packages/", "/dist-packages/", f"{sysconfig.get_path('stdlib')}/", f"{Path(torch.__file__).parent}/", "<",
-    *(top for folder in map(Path, sys.path) for top in _installed(folder)),
-)  # fmt: skip
+    *(top for folder in map(Path, sys.path) for top in _installed(folder)))  # fmt: skip
 # pytest names the running test and its phase here, and changes it itself.
 _CURRENT_TEST = b"PYTEST_CURRENT_TEST"
 # torch.compile sets these once, when it is imported: taking them away would break it, naming them would blame the test.
