@@ -106,6 +106,12 @@ class ProgramContext:
         return any(p.node["kind"] == "buffer" and get(p.node, "style") == "counter" for p in every(walk(self.tree)))
 
     @cached_property
+    def edits_in_forward(self) -> bool:
+        """Whether the model changes its own parameters in forward: then no backward of a forward before that can run."""
+        model = MODELS.get(self.case.model.name)
+        return self.tree is None and model is not None and "forward_edits" in model.needs
+
+    @cached_property
     def has_buffers_of_ranks(self) -> bool:
         """Whether a buffer may differ between ranks, or be lost by saving and loading."""
         if self.tree is None:

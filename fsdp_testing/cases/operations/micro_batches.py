@@ -13,6 +13,7 @@ from fsdp_testing.errors import InvalidRecord
 
 if TYPE_CHECKING:
     from fsdp_testing.cases.drawing.features import Swarm
+    from fsdp_testing.cases.drawing.normal_form import ProgramContext
     from fsdp_testing.cases.drawing.operation_drawer import OperationDrawer
     from fsdp_testing.oracle.execute import RankProgram, Values
     from fsdp_testing.oracle.reduction import LocalGradients
@@ -240,6 +241,10 @@ class SeveralForwards(SeveralMicroBatches):
     @classmethod
     def draw(cls, drawer: OperationDrawer) -> Self:
         return cls(_several(drawer), drawer.choices.chance(2))
+
+    def normalise(self, context: ProgramContext) -> Operation | None:
+        # One process refuses it, too: the second forward changes what the backward of the first one reads.
+        return ForwardBackward(self.micro_batches[0]) if context.edits_in_forward else self
 
     def simpler(self) -> Iterator[Operation]:
         yield ForwardBackward(self.micro_batches[0])

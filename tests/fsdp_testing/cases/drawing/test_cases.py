@@ -10,7 +10,17 @@ from hypothesis import HealthCheck, Phase, find, given, settings
 from fsdp_testing.adapters import registry
 from fsdp_testing.cases.drawing import FEATURES, CaseDrawer, Scope, SeededChoices, cases, legal_case, needs_of_case
 from fsdp_testing.cases.operations import OPERATIONS
-from fsdp_testing.cases.records import Batch, Case, Clip, ForwardBackward, Freeze, ModelSpec, Thaw, WorldSpec
+from fsdp_testing.cases.records import (
+    Batch,
+    Case,
+    Clip,
+    ForwardBackward,
+    Freeze,
+    ModelSpec,
+    SeveralForwards,
+    Thaw,
+    WorldSpec,
+)
 from fsdp_testing.errors import InvalidArgument, InvalidImplementation
 
 BUILT_IN = ("torch-ddp", "torch-fsdp1", "torch-fsdp1-flat", "torch-fsdp2", "single-process")
@@ -120,3 +130,10 @@ def test_hypothesis_shrinks_to_what_a_failure_needs():
         if ends[-1] == (True, "full_shard", 1):
             return
     pytest.fail(f"none of three beginnings led to the smallest case: {ends}")
+
+
+@pytest.mark.parametrize(("model", "kept"), [("self_clipping", ForwardBackward), ("mlp", SeveralForwards)])
+def test_a_model_that_edits_its_weights_in_forward_runs_no_two_forwards_before_a_backward(model, kept):
+    several = SeveralForwards((Batch(1, (2,)), Batch(2, (2,))))
+    case = Case(model=ModelSpec(model), world=WorldSpec(2), program=(several,))
+    assert [type(operation) for operation in legal_case(case).program] == [kept]
