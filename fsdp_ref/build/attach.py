@@ -30,7 +30,7 @@ Connect = Callable[[PlannedUnit], nn.Module]
 
 
 @contextmanager
-def _collection_paused() -> Iterator[None]:
+def collection_paused() -> Iterator[None]:
     """Collect no cycles meanwhile: of many small objects that all stay, each collection walks the whole heap for nothing."""
     paused = gc.isenabled()
     gc.disable()
@@ -41,7 +41,7 @@ def _collection_paused() -> Iterator[None]:
             gc.enable()
 
 
-@_collection_paused()
+@collection_paused()
 def attach(
     module: nn.Module,
     options: Mapping[str, Any],

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
 
+from fsdp_ref.build.attach import collection_paused
 from fsdp_ref.build.ignored import Ignored
 from fsdp_ref.build.plan import PlannedUnit, make_plan
 from fsdp_ref.build.targets import choose_targets
@@ -71,21 +70,9 @@ def unit_layouts(
 
     policy = CustomPolicy(is_unit)
     ignored = Ignored()
-    with _nothing_collected():
+    with collection_paused():
         plan = make_plan(model, choose_targets(model, policy, {}, ignored), {}, ignored)
         return tuple(_laid_out(unit, world_size, aligned=aligned) for unit in plan.units if unit.params)
-
-
-@contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """Keep Python from looking for garbage: a plan makes a million objects and no garbage, and half its time went there."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _laid_out(unit: PlannedUnit, world_size: int, *, aligned: bool) -> UnitLayout:

@@ -1,4 +1,4 @@
-"""What multiple of the due numbers a step has: gradients by parameter, what the step changes, what each rank computes. Pure.
+"""By what multiple a step is wrong: gradients by parameter, changes of parameters, gradients of each rank. Pure.
 
 A cause is named only where the multiple gives the wrong numbers, and everything else of the step agrees.
 """
@@ -38,10 +38,10 @@ _OWN_OUTSIDE = (
 
 @dataclass(frozen=True, slots=True)
 class Multiple:
-    """What numbers are beside those that are due.
+    """Numbers beside the expected ones.
 
     Attributes:
-        times: What multiple they are; None where they are none.
+        times: The multiple of the expected numbers that they are; None if they are no multiple.
         same: Whether they are equal but for roundings.
     """
 
@@ -61,7 +61,7 @@ def multiple_of(got: torch.Tensor, due: torch.Tensor, bound: float) -> Multiple:
 
 
 def of_gradients(reference: WholeRun, run: WholeRun, step: int) -> str:
-    """Return the cause where the gradients of some parameters are one multiple of what is due, and all others are due."""
+    """Return the cause where the gradients of some parameters are one multiple of the right ones, and all others are right."""
     wrong: dict[str, float] = {}
     pairs = _pairs_of_gradients(reference, run, step)
     for name, (due, got) in pairs.items():
