@@ -266,8 +266,8 @@ class Replica:
         trained = [name for name, param in late.items() if param.requires_grad]
         if trained:
             raise FsdpRuntimeError(
-                f"forward of the replicated {type(self.module).__name__}: expected the parameters that were there at "
-                f"its first forward, got trainable parameters that came later: {listing(trained)}. Replace or add "
+                f"forward of the replicated {type(self.module).__name__}: expected the parameters of its first "
+                f"forward, got trainable parameters added later: {listing(trained)}. Replace or add "
                 "modules and parameters before the first forward (gradients of later ones are not averaged), "
                 "load values into the parameters that are there, or freeze them."
             )

@@ -230,7 +230,7 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
         if self._unit.training_state.name not in {each.name for each in allowed}:
             raise TrainingStateError(
                 f"{type(self).__name__}: expected to be in states {allowed} but current state is "
-                f"{self._unit.training_state}. Finish the present operation first."
+                f"{self._unit.training_state}. Finish the current operation first."
             )
 
     def _fqn_modifiers(self) -> dict[str, str]:

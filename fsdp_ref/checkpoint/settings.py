@@ -121,8 +121,8 @@ def _config(cls: type[C], value: object, form: StateDictType, where: str) -> C:
         return cls()
     if not isinstance(value, cls) and type(value).__name__ != cls.__name__:
         raise FsdpRuntimeError(
-            f"Expected {where} of type {cls.__name__} for {form.name}, but got {type(value).__name__}. Pass the options of "
-            "the form that is set."
+            f"Expected {where} of type {cls.__name__} for {form.name}, but got {type(value).__name__}. Pass the "
+            f"options of the current form."
         )
     return coerce_config(cls, value, where=where)
 

@@ -124,7 +124,7 @@ def _no_nccl_shared(size: int) -> str | None:
     if version >= _SHARES_DEVICES:
         return None
     loaded, wanted = (".".join(map(str, numbers)) for numbers in (version, _SHARES_DEVICES))
-    return f"ranks may share a device from NCCL {wanted} on, and {loaded} is loaded; gloo-cuda shares devices with any"
+    return f"ranks can share a device from NCCL {wanted} on, and {loaded} is loaded; gloo-cuda works with any version"
 
 
 def _no_gloo_cuda(size: int) -> str | None:
@@ -198,7 +198,7 @@ def _load(name: str, value: str) -> Backend:
     except Exception as error:
         raise InvalidArgument(
             f"backend {name!r}: expected {value} to load, got {type(error).__name__}: {error}. "
-            "Mend or uninstall the package that registers it."
+            "Fix or uninstall the package that registers it."
         ) from error
     if not isinstance(found, Backend):
         raise InvalidArgument(f"backend {name!r}: expected a fsdp_testing.base.backends.Backend, got {found!r}.")

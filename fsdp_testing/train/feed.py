@@ -282,8 +282,8 @@ def joined(parts: Sequence[Any]) -> Any:
         except RuntimeError as error:
             shapes = ", ".join(str(list(part.shape)) for part in parts)
             raise InvalidArgument(
-                f"data: expected rows of one shape on all ranks, got batches {shapes}. Pad rows to one length, since one "
-                "process is to be given all of them at once."
+                f"data: expected rows of one shape on all ranks, got batches {shapes}. Pad rows to one length, "
+                f"because one process gets all of them at once."
             ) from error
     if isinstance(first, dict):
         return {key: joined([part[key] for part in parts]) for key in first}

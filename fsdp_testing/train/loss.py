@@ -233,6 +233,6 @@ def _terms(target: Target, loss: Loss, model: nn.Module, parts: list[Any], seed:
                 result[Quantity(Kind.GRADIENT, owner)] = kept.detach()
     if not torch.equal(before, torch.get_rng_state()):
         raise TrainingUndecided(
-            f"{target}: draws random numbers, others for other parts. Switch dropout off (model.eval())."
+            f"{target}: draws random numbers, which differ between parts. Switch dropout off (model.eval())."
         )
     return result

@@ -325,7 +325,8 @@ def _ending(outcome: WorldOutcome, *, works: bool = False) -> Exception:
     where = _places(outcome.ranks if first.fate in _WAITING else [first])
     if outcome.size == 1 and first.fate is Fate.HUNG and outcome.cause is not None:
         return Undecided(
-            f"does not come to the steps that are compared: {outcome.cause}.{where} Compare fewer --steps, make the model and "
+            f"does not reach the steps that are compared: {outcome.cause}.{where} Compare fewer --steps, make the "
+            f"model and "
             "batches smaller, raise --timeout, or give it the arguments with which it steps an optimizer.",
             output,
         )

@@ -74,4 +74,4 @@ def check_case(case: Case, where: str = "case") -> None:
     """
     problems = [problem for axis in AXES for problem in axis.problems(case)]
     if problems:
-        raise InvalidRecord(f"{where}.{'; '.join(problems)}. Mend the document.")
+        raise InvalidRecord(f"{where}.{'; '.join(problems)}. Fix the document.")
