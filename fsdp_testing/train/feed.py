@@ -241,7 +241,7 @@ _current: Feeder | None = None
 def batch(*values: Any) -> Any:
     """Mark the line where a training takes its batch: `x, y = fsdp_testing.batch(x, y)`.
 
-    Returns what it is given. While `fsdp-verify train` runs the script in one process, it returns the rows of all ranks instead.
+    Returns its arguments. While `fsdp-verify train` runs the script in one process, it returns the rows of all ranks instead.
     """
     rows = values if _current is None else _current.mark(values)
     return rows[0] if len(values) == 1 else rows

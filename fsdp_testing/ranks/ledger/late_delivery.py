@@ -27,7 +27,7 @@ _depth = 0
 
 @contextmanager
 def deliver_late() -> Iterator[None]:
-    """Deliver the results of this process's asynchronous collectives when they are waited for, and not before.
+    """Deliver results of this process's asynchronous collectives only at their wait.
 
     Nothing is delivered late outside a rank of a world, where collectives are not intercepted.
     """
