@@ -71,7 +71,7 @@ def said(one: Probed) -> str:
 def page(table: Table) -> str:
     """The page."""
     lines = [
-        "# What implementations do with what their adapters do not claim",
+        "# Limits: features without a claim",
         "",
         "Made by `python ci/limits.py`: each capability that an adapter does not claim is probed by every check that it",
         "alone keeps from the implementation. An error is an honest limit; **silent outside its claims** is a wrong number",

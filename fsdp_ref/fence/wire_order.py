@@ -249,7 +249,8 @@ def _error(orders: list[str], changed: list[str], lost: list[str]) -> ExecutionO
     if changed and not orders:
         return ParametersChangedError(
             "Ranks changed parameters differently in forward: expected the same values on all ranks, got others in "
-            f"{listing(changed)}. Each rank kept its own part of its own. Edit a parameter with values that all ranks "
+            f"{listing(changed)}. Each rank kept its own values of its part. Edit a parameter with values that all "
+            f"ranks "
             "share (reduce statistics of a batch over ranks first), or keep it in a buffer."
         )
     return ExecutionOrderError(

@@ -145,7 +145,7 @@ def execute(options: argparse.Namespace) -> int:
     console = open_console()
     part_of = "part {} of {}; ".format(*options.shard) if options.shard else ""
     for name in unknown_tables(options.expected_failures, names):
-        whose = f"--expected-failures: [{name}] is no implementation of this run"
+        whose = f"--expected-failures: [{name}] is not an implementation of this run"
         console.say(f"{whose}, and none is registered under that name", style="bold yellow")
     if options.fault:
         console.say(f"injected into each run of a case: {', '.join(map(str, options.fault))}", style="bold yellow")

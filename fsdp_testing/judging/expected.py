@@ -93,7 +93,9 @@ def expectations(
             for check, expected in table.items():
                 if check not in checks:
                     near = difflib.get_close_matches(str(check), checks, n=1)
-                    problems.append(f"{check!r} is no check ({name})" + (f"; did you mean {near[0]}?" if near else ""))
+                    problems.append(
+                        f"{check!r} is not a check ({name})" + (f"; did you mean {near[0]}?" if near else "")
+                    )
                 found[name][check] = read_expectation(expected, f"{check!r} ({name})", problems)
     if problems:
         raise InvalidArgument(

@@ -31,7 +31,7 @@ FORMAT = Format("fsdp_testing/search_state", 1)
 SOURCE = "source"
 """Name in a subject of the digest of the implementation's text, and of the harness that judges it."""
 _OF_EARLIER_VERSIONS = ("fsdp_testing/fuzz_state", "fsdp_testing/certificate_state")
-_ADVICE = "Give another --state directory, or remove that one to begin anew."
+_ADVICE = "Give another --state directory, or remove that one to start over."
 
 _LETTERS = {"p": Verdict.PASS, "f": Verdict.FAIL, "u": Verdict.UNKNOWN, "e": Verdict.EXPECTED_FAILURE}
 _LETTER_OF = {verdict: letter for letter, verdict in _LETTERS.items()}

@@ -97,7 +97,7 @@ def _judge(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
     pair = pair.as_ranks(to_follow(start.accept)) if to_follow(start.accept) else pair
     check_disagreements(pair)
     compared = decide(pair)
-    sentence = f"{run.steps} steps are those of {start.world(alone.size)}"
+    sentence = f"{run.steps} steps match those of {start.world(alone.size)}"
     lines = (*compared.lines, *unread(run))
     return Judgement(size, Verdict.PASS, sentence, lines, compared.unknown, steps=run.steps)
 
@@ -187,7 +187,7 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
     check_disagreements(pair)
     compared = _decided(pair)
     lines = compared.lines + unknown_shares(alone, taken) + not_stepped(run) + not_compared(run, accept)
-    sentence = f"{run.steps} steps are those of one process {how}{start}"
+    sentence = f"{run.steps} steps match those of one process {how}{start}"
     return Judgement(size, Verdict.PASS, sentence, lines, compared.unknown, steps=run.steps)
 
 
@@ -225,7 +225,7 @@ def _pair(runner: Runner, alone: WholeRun, run: WholeRun, taken: WholeRun) -> tu
             raise
         return pair, "with other arguments of forward: ranks share the work on each row"
     if feed.source is None and not _same_data(alone, taken):
-        return Pair(runner, alone, run, feed), "with the same rows on each rank, of which forward is given parts"
+        return Pair(runner, alone, run, feed), "with the same rows on each rank, of which forward receives parts"
     if feed.source is not None:
         how = f"given the rows of all ranks ({feed})"
     else:
@@ -239,7 +239,8 @@ def _check_replicas(run: WholeRun) -> None:
     apart = causes.of_start(run)
     if apart and any(seen.sent for seen in first_steps(run)):
         raise Undecided(
-            "each rank has weights of its own by the same names, and they send to one another, as stages of a pipeline do. Draw "
+            "each rank has different weights under the same names, and the ranks send to one another, as pipeline "
+            "stages do. Draw "
             "the whole model from one seed on every rank, and take the layers of the stage from it: then they are "
             "recognised by their values."
         )
@@ -300,7 +301,7 @@ def _reference(runner: Runner, alone: WholeRun, run: WholeRun) -> tuple[WholeRun
         tried.append(f"{feed.source}")
     if not tried:
         raise Undecided(
-            "each rank takes rows of its own, and neither a DataLoader nor the arguments of forward determine the loss. "
+            "each rank takes its own rows, and neither a DataLoader nor the arguments of forward determine the loss. "
             "Mark the line where the script takes its batch: `x, y = fsdp_testing.batch(x, y)`."
         )
     raise Undecided(

@@ -209,7 +209,7 @@ def judge_varied(
         check_disagreements(pair)
         compared = decide(pair)
         lines = (*compared.lines, *not_stepped(run), *not_compared(run, ()))
-        sentence = f"{run.steps} steps are those of {names[0]}{how}"
+        sentence = f"{run.steps} steps match those of {names[0]}{how}"
         return Judgement(size, Verdict.PASS, sentence, lines, compared.unknown, steps=run.steps)
 
     return replace(guarded(other, size, judge), relation=name)
@@ -248,7 +248,7 @@ def _check_start(pair: Pair) -> str:
         raise Failed(
             f"takes different rows than {pair.other} at step {step}, though equally many. Cause: the order of the "
             f"data, "
-            f"or the random numbers drawn for it, depends on what is varied. Draw it from a generator of its own.",
+            f"or the random numbers drawn for it, depends on what is varied. Draw it from a separate generator.",
             pair.table,
         )
     return ""
@@ -320,7 +320,7 @@ def judge_rows(runner: Runner, alone: WholeRun, relation: str) -> Judgement:
             if not _changed(relation, known, run):
                 continue
             compared = decide(Pair(runner, alone, run, own=feed, varied=varied))
-            sentence = f"{run.steps} steps with {how} are those of its rows as they are"
+            sentence = f"{run.steps} steps with {how} match those with its rows unchanged"
             return Judgement(1, Verdict.PASS, sentence, compared.lines, compared.unknown, steps=run.steps)
         raise Undecided(
             "the rows of its batches cannot be put in another order: mark the line where it takes one, `x, y = "

@@ -76,10 +76,10 @@ CHECKS: tuple[Check, ...] = (
           cases("keywords", *iterations(2)), source="pytorch PR 91078"),
 
     documented("construction.rank_0_parameters",
-               "Ranks that begin with different parameters are given those of rank 0, nested units and frozen ones included.",
+               "Ranks that start with different parameters get rank 0's, including nested units and frozen ones.",
                _started("deep_nest uneven", sync_module_states=True), _started_frozen(sync_module_states=True)),
     documented("construction.rank_0_buffers",
-               "Ranks that begin with different buffers, saved or not and of every dtype, are given those of rank 0.",
+               "Ranks that start with different buffers, saved or not and of every dtype, get rank 0's.",
                _started("buffers batch_norm", sync_module_states=True)),
     documented("construction.meta_parameters",
                "Modules on the meta device are initialised by the user's function, and then train like any others.",
@@ -88,7 +88,7 @@ CHECKS: tuple[Check, ...] = (
                _started("batch_norm", meta_init=True)),
     documented("construction.meta_then_rank_0", "Parameters that ranks initialise differently end as rank 0's.",
                _started("deep_nest uneven", meta_init=True, sync_module_states=True)),
-    check("training.optimizer_state", "The optimizer's state of every parameter is that of one process after each step.",
+    check("training.optimizer_state", "After each step the optimizer state of every parameter equals one process's.",
           cases("uneven", *iteration(0), Observe(), *iteration(1), Observe(), optimizer=ADAMW),
           source="torch.optim.Optimizer.state", needs={"optimizer_pieces"}),
 )  # fmt: skip

@@ -128,7 +128,7 @@ SHARED: tuple[Check, ...] = (
 BUFFERS: tuple[Check, ...] = (
     check("buffers.kept", "Saved and unsaved, floating, integer and boolean buffers keep value and dtype and are updated.",
           cases("buffers", Observe(), *iterations(3), forward(9, "eval")), source="pytorch PR 87935"),
-    check("buffers.statistics", "Batch statistics are those of each rank's own inputs.",
+    check("buffers.statistics", "Each rank's batch statistics come from its own inputs.",
           cases("batch_norm", *iterations(3), Observe()), source="torch.nn.BatchNorm1d"),
     check("buffers.in_no_sync", "Buffers are updated inside no_sync too.",
           cases("buffers batch_norm", *accumulated(0, 1), Observe()), source="pytorch PR 87935"),

@@ -30,7 +30,7 @@ def said(report, verdict):
         ("tensor", 2, (), "with the same rows at each step, on which 2 ranks work together"),
         ("dtensor", 2, (), "with the same rows at each step, on which 2 ranks work together"),
         ("stages", 2, (), "with the same rows at each step, on which 2 ranks work together"),
-        ("sequence", 2, ("--mark",), "with the same rows on each rank, of which forward is given parts"),
+        ("sequence", 2, ("--mark",), "with the same rows on each rank, of which forward receives parts"),
         ("sequence", 2, (), "with other arguments of forward: ranks share the work on each row"),
     ],
 )
