@@ -183,7 +183,9 @@ def page(kept: Kept) -> str:
         "",
         f"**{verdicts[PASS]:,} of {_ran(kept):,} cells hold{others}.** "
         + (
-            f"A sample: the cube has {kept['claimed']:,} cells that {name} claims." if sample else "These are all cells that it claims."
+            f"A sample: the cube has {kept['claimed']:,} cells that {name} claims."
+            if sample
+            else "These are all cells that it claims."
         ),
         f"Seen on torch {kept['torch']}, CPU, gloo, {kept['day']}"
         + ("" if kept.get("models_watched") else "; this run did not check whether models stay in memory")

@@ -241,8 +241,9 @@ class WireOrder:
 def _error(orders: list[str], changed: list[str], lost: list[str]) -> ExecutionOrderError | ParametersChangedError:
     if lost:
         return ParametersChangedError(
-            f"Parameters were changed without being counted: expected full parameters of {listing(lost)} that are "
-            "what was gathered, or edited in place, got others at the end of forward (an edit by way of .data, or of a "
+            f"Parameters were changed without being counted: expected the gathered full parameters of "
+            f"{listing(lost)}, or in-place edits of them, got others at the end of forward (an edit through .data, "
+            f"or of a "
             "sharded parameter's .data while it was gathered). It would be lost on some ranks. Edit the parameter itself, "
             "in place, under torch.no_grad(), with the same values on all ranks."
         )

@@ -199,7 +199,7 @@ def _recognised(finding: Finding, rules: Iterable[Rule], cause_of: CauseOf) -> F
 def _unexpected(result: CheckResult, expectation: Expectation, new: Sequence[Finding], known: Sequence[Finding]) -> str:
     if not expectation.failures:
         return (
-            f"listed as known ({expectation.bare}), without how it fails; a reason alone excuses nothing. "
+            f"listed as known ({expectation.bare}), without saying how it fails; a reason alone excuses nothing. "
             f"To expect this failure, write {entry_line(result.check, new)}"
         )
     beside = f"{len(known)} of its failing cases {'is' if len(known) == 1 else 'are'} known; " if known else ""

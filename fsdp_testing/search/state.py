@@ -199,7 +199,7 @@ def changes(subject: Mapping[str, str], state: State, shard: tuple[int, int] = (
         if subject.get(name) != state.subject.get(name)
     }
     if SOURCE in wrong:
-        wrong[SOURCE] += ", for the implementation, or fsdp-testing, has changed since"
+        wrong[SOURCE] += ", because the implementation or fsdp-testing has changed since"
     if state.shard != shard:
         wrong["part"] = "part: expected {} of {}, got {} of {}".format(*shard, *state.shard)
     return wrong

@@ -182,7 +182,7 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
     pair, how = _pair(runner, alone, run, taken)
     accept = runner.start.accept
     pair = pair.as_ranks(to_follow(accept)) if to_follow(accept) else pair
-    how += ", which runs the rows of each rank apart and averages" if {LOSS, BATCH_NORM} & {*accept} else ""
+    how += ", which runs the rows of each rank separately and averages" if {LOSS, BATCH_NORM} & {*accept} else ""
     pair, start = _with_same_start(pair)
     check_disagreements(pair)
     compared = _decided(pair)
@@ -223,7 +223,7 @@ def _pair(runner: Runner, alone: WholeRun, run: WholeRun, taken: WholeRun) -> tu
             # All ranks began alike. What they hold of the same parameters by now needs no other world.
             check_disagreements(Pair(runner, run, run), (Kind.PARAMETER,))
             raise
-        return pair, "with other arguments of forward: ranks share the work on each row"
+        return pair, "with different arguments of forward: ranks share the work on each row"
     if feed.source is None and not _same_data(alone, taken):
         return Pair(runner, alone, run, feed), "with the same rows on each rank, of which forward receives parts"
     if feed.source is not None:
@@ -352,7 +352,8 @@ def _check_shapes(alone: WholeRun, run: WholeRun) -> None:
     if {n: v[0].shape for n, v in before.items()} != {n: v[0].shape for n, v in here.items()}:
         odd = sorted({*before} ^ {*here}, key=str) or [n for n in before if before[n][0].shape != here[n][0].shape]
         raise Undecided(
-            f"has other parameters than one process, first {odd[0]}. A script whose model depends on the number of ranks "
+            f"has different parameters from one process, first {odd[0]}. A script whose model depends on the number "
+            f"of ranks "
             "cannot be compared; choose the model by an argument. If each rank has a part of the model, "
             "draw the whole from one seed on every rank, then take the rank's part."
         )

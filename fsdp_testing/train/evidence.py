@@ -213,7 +213,7 @@ def _not_reduced(seen: Steps, step: int) -> str:
             "set_requires_gradient_sync(False)) and none is reduced before the optimizer steps. Synchronise in the last one."
         )
     return (
-        f"Cause: gradients are not reduced. At step {step} nothing of the gradients' size is reduced between the "
+        f"Cause: gradients are not reduced. At step {step} no collective of the gradients' size runs between the "
         f"{passes} and the optimizer step. Wrap the model, or all-reduce its gradients."
     )
 

@@ -226,7 +226,7 @@ def _check_start(pair: Pair) -> str:
     shapes = [{key: value[0].shape for key, value in initial(world).items()} for world in (base, run)]
     odd = [key for key in {**shapes[0], **shapes[1]} if shapes[0].get(key) != shapes[1].get(key)]
     if odd:
-        raise Undecided(f"has other parameters than {pair.other}, first {odd[0]}: it is another model.")
+        raise Undecided(f"has different parameters from {pair.other}, first {odd[0]}: it is another model.")
     begun = other_start(base, run)
     if begun is not None:
         raise Undecided(
@@ -242,7 +242,8 @@ def _check_start(pair: Pair) -> str:
             return ", with other arguments of forward"
         if due.total() != given.total():
             raise Undecided(
-                f"takes {given.total()} rows at step {step} where {pair.other} takes {due.total()}. Keep the batch of a step: "
+                f"takes {given.total()} rows at step {step} where {pair.other} takes {due.total()}. Keep the total "
+                f"batch of a step: "
                 "--vary k=1,2 SCRIPT --accumulate {k} --batch {8/k}, with the names of your script."
             )
         raise Failed(
@@ -313,7 +314,7 @@ def judge_rows(runner: Runner, alone: WholeRun, relation: str) -> Judgement:
         known = runner.run(1, RunSettings(keep_data=True))
         change = _reversed if relation == ORDER else _padded
         how = "the rows of each batch in reverse" if relation == ORDER else "each batch padded to the widest"
-        varied = Varied(runner, ("its rows as they are", how), _cause)
+        varied = Varied(runner, ("its rows unchanged", how), _cause)
         for feed in change(known, feeds_of([known.ranks[0].taken], known.forwards(), known.forwards())):
             run = runner.run(1, RunSettings(feed=feed))
             check_numbers(runner, run)

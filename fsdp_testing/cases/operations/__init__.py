@@ -48,7 +48,7 @@ def by_kind(operations: Iterable[type[Operation]]) -> dict[str, type[Operation]]
     if problems:
         raise InvalidRecord(
             f"operations: expected every facet of every operation under a unique kind, got {'; '.join(problems)}. "
-            "Say in the class what Operation documents of it."
+            "Define in the class what Operation documents."
         )
     return found
 

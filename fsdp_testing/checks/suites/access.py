@@ -136,11 +136,12 @@ _PRECISIONS = (
 paired = partial(check, source="torch.nn.parallel.DistributedDataParallel on the same ranks", mode=BESIDE_DDP)
 
 BESIDE: tuple[Check, ...] = (
-    paired("beside_ddp.no_sync", "Local micro-batches and a reduced one give what DDP gives.",
+    paired("beside_ddp.no_sync", "Local micro-batches and a reduced one give DDP's result.",
            cases("uneven", *accumulated(0, 1, 2), Observe(), Step(), ZeroGrad(), *accumulated(3, 4), Step(),
                  optimizer=ADAMW)),
     # One reduction, from equal values: what two low precisions make of a difference in the last bit is bounded by nothing.
-    paired("beside_ddp.mixed_precision", "A gradient computed and reduced in low precision is DDP's, cast for cast.",
+    paired("beside_ddp.mixed_precision", "A gradient computed and reduced in low precision equals DDP's, cast for "
+        "cast.",
            *(cases("mlp", micro_batch(0), Observe(), dtype="float32", optimizer=PLAIN_SGD, precision=precision)
              for precision in _PRECISIONS), comparison=LOCKSTEP),
     paired("beside_ddp.offload", "Offloaded parameters train as DDP's do.",

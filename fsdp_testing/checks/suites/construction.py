@@ -46,7 +46,7 @@ CHECKS: tuple[Check, ...] = (
     documented("construction.keeps_numbers", "Wrapping keeps every value, dtype and requires_grad flag.",
                cases("mlp deep_nest uneven embedding")),
     documented("construction.keeps_buffers", "Wrapping keeps every buffer.", cases("buffers")),
-    documented("construction.first_forward", "The first forward gives what the unwrapped module gives.",
+    documented("construction.first_forward", "The first forward gives the unwrapped module's output.",
                cases("mlp deep_nest keywords bare_root", forward(0, "train"), forward(1, "no_grad"))),
     documented("wrapping.root_only", "One unit that holds the whole model trains as one process does.",
                cases("mlp uneven", *iterations(2), wrapping=WrappingPlan())),

@@ -231,7 +231,7 @@ BACKWARDS: tuple[Check, ...] = (
         ("twice", "A second backward through a kept graph is reduced too.", "pytorch issue 106637", _EVERY_REDUCED),
         ("penalty", "A loss computed from gradients has the gradient that one process computes.",
          "pytorch issue 172543", set()),
-        ("after_no_sync", "Whether a backward is reduced depends on where it runs, not its forward.",
+        ("after_no_sync", "Whether a backward is reduced depends on where it runs, not on where its forward ran.",
          "pytorch issue 47260", set()),
         ("inputs", "A backward that names the parameters gives each the gradient of one process.",
          "torch.autograd.backward", set()),
