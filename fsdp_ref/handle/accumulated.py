@@ -167,9 +167,7 @@ class Accumulated:
     def replace_reduced(self, values: Tensor, used: list[bool]) -> None:
         """Set the reduced part to ``values`` (without right padding)."""
         self.used, self.rest_S = used, None
-        if self.reduced_S is None:
-            self.reduced_S = torch.zeros(self._shard_map.shard_numel, dtype=values.dtype, device=self._home)
-        self.reduced_S[: values.numel()].copy_(values)
+        self.make_reduced(values.dtype)[: values.numel()].copy_(values)
 
     def make_reduced(self, dtype: torch.dtype) -> Tensor:
         """Return the reduced part, made of zeros in ``dtype`` if there was none."""

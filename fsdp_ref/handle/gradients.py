@@ -35,8 +35,8 @@ class Gradients:
         self._handle = handle
         self._originals = originals
         self._many = originals.use_orig_params
-        # The tensors whose ``.grad`` users see.
-        self._shown_params: Sequence[Tensor] = originals.params if self._many else [handle.flat_param]
+        # The tensors whose ``.grad`` users see; one that a user puts in an original's place joins the same list.
+        self._shown_params: Sequence[Tensor] = originals.held
         config = handle.config
         self.sum = Accumulated(
             handle.shard_map, handle.shard_rank, handle.precision, config.device, offloads=config.offload

@@ -72,7 +72,7 @@ class Originals:
         self.extended = {(s.module, s.name): m.extension for m in params if m.extension is not None for s in m.sites}
         self.use_orig_params = handle.config.use_orig_params or not params
         # What optimizers step, and ``backward(inputs=...)`` names.
-        self.held = self.params if self.use_orig_params else [handle.flat_param]
+        self.held: list[nn.Parameter] = self.params if self.use_orig_params else [handle.flat_param]
         self.shown = Shown.SHARDED
         self.hooks_aside: list[tuple[dict[int, Any], dict[int, Any]]] = []  # see ``param_hooks.set_aside``
         self._placeholders = [

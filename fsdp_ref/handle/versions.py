@@ -50,12 +50,9 @@ class ParameterVersions:
         compat.after_optimizer_steps(_after_step)
         _handles.add(handle)
 
-    def _params(self) -> list[Tensor]:
-        return [*self._handle.originals.params] if self._many else [self._handle.flat_param]
-
     def now(self) -> list[int]:
         """Return the present versions."""
-        return [compat.version_of(param) + added for param, added in zip(self._params(), self._added)]
+        return [compat.version_of(param) + added for param, added in zip(self._handle.originals.held, self._added)]
 
     def note_gather(self) -> None:
         """The full buffer holds, or is about to hold, the present values."""
@@ -81,7 +78,7 @@ class ParameterVersions:
 
     def note_step(self, stepped: Collection[int]) -> None:
         """An optimizer has made a step over the parameters of these ids."""
-        params = self._params()
+        params = self._handle.originals.held
         self._stepped |= any(id(param) in stepped and param.requires_grad for param in params)
         if not self._whole:
             originals, used = self._handle.originals, self._handle.grads.sum.used
@@ -119,8 +116,7 @@ class ParameterVersions:
         """
         owner = self.owner(position)
         index = owner if self._many else 0
-        param = self._handle.originals.params[index] if self._many else self._handle.flat_param
-        if used[index] != compat.version_of(param) + self._added[index]:
+        if used[index] != compat.version_of(self._handle.originals.held[index]) + self._added[index]:
             refuse_changed(self._handle, owner)
 
 

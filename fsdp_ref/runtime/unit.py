@@ -16,17 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_ref.autograd.graph_ties import GraphSide
-from fsdp_ref.config import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    StateDictSettings,
-    StateDictType,
-    UnitConfig,
-)
+from fsdp_ref.config import StateDictSettings, UnitConfig
 from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.writeback import absorb_params, keep_full_edits
-from fsdp_ref.runtime.events import OBSERVERS, UnitEvent, UnitEventKind, emit
+from fsdp_ref.runtime.events import OBSERVERS, UnitEvent, UnitEventKind
 from fsdp_ref.runtime.guards import Traffic
 from fsdp_ref.states import READABLE, ReshardReason, TrainingState, UnitState, training_state_of
 from fsdp_ref.storage.precision import BufferCaster
@@ -97,9 +91,7 @@ class Unit:
         self.reshards_after_forward: bool | None = None
         self.reshards_after_backward = True
         self.divide_factor: float | None = None
-        self.state_dict_settings = StateDictSettings(
-            StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
-        )
+        self.state_dict_settings = StateDictSettings()
         self._begin_life()
 
     def _begin_life(self) -> None:
@@ -135,8 +127,8 @@ class Unit:
 
     def note(self, kind: UnitEventKind, *, prefetch: bool = False, freed: bool = False) -> None:
         """Report to observers what this unit does."""
-        if OBSERVERS:
-            emit(UnitEvent(kind, self.name, tuple(self.handle.fqns), prefetch, freed))
+        for observer in tuple(OBSERVERS):
+            observer(UnitEvent(kind, self.name, tuple(self.handle.fqns), prefetch, freed))
 
     def adopt(self, root: Root, name: str, *, is_root: bool) -> None:
         """Become part of a tree."""

@@ -35,11 +35,6 @@ class FlatBuffer:
         """Whether the storage has its memory (a buffer of no elements always has)."""
         return self._storage.size() == self._nbytes
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffer when it is allocated."""
-        return self._nbytes
-
     def allocate(self) -> None:
         """Give the storage its memory, with undefined content; nothing happens when it has it."""
         if not self.allocated:

@@ -17,18 +17,16 @@ class ScratchPool:
 
     The pool never holds more free bytes than ``spare`` times the largest buffer ever asked for, so that it grows
     with the largest unit and not with the number of units.
+
+    Attributes:
+        free_bytes: bytes kept for reuse.
     """
 
     def __init__(self, spare: int = 3) -> None:
         self._spare = spare
         self._largest_bytes = 0
-        self._free_bytes = 0
+        self.free_bytes = 0
         self._free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes kept for reuse."""
-        return self._free_bytes
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a flat tensor of exactly ``numel`` elements with undefined content."""
@@ -37,7 +35,7 @@ class ScratchPool:
         kept = self._free.get((numel, dtype, device))
         if kept:
             buffer = kept.pop()
-            self._free_bytes -= buffer.nbytes
+            self.free_bytes -= buffer.nbytes
             return buffer
         buffer = torch.empty(numel, dtype=dtype, device=device)
         self._largest_bytes = max(self._largest_bytes, buffer.nbytes)
@@ -47,14 +45,14 @@ class ScratchPool:
         """Hand a taken buffer back; nobody may use it afterwards."""
         if buffer.device.type != "cpu":
             return
-        if self._free_bytes + buffer.nbytes > self._spare * self._largest_bytes:
+        if self.free_bytes + buffer.nbytes > self._spare * self._largest_bytes:
             self._drop_others(buffer)
-        if self._free_bytes + buffer.nbytes <= self._spare * self._largest_bytes:
+        if self.free_bytes + buffer.nbytes <= self._spare * self._largest_bytes:
             self._free.setdefault((buffer.numel(), buffer.dtype, buffer.device), []).append(buffer)
-            self._free_bytes += buffer.nbytes
+            self.free_bytes += buffer.nbytes
 
     def _drop_others(self, buffer: Tensor) -> None:
         """Make room by forgetting buffers of other sizes: sizes come in turns, the newest is needed soonest."""
         wanted = (buffer.numel(), buffer.dtype, buffer.device)
         for key in [key for key in self._free if key != wanted]:
-            self._free_bytes -= sum(kept.nbytes for kept in self._free.pop(key))
+            self.free_bytes -= sum(kept.nbytes for kept in self._free.pop(key))
