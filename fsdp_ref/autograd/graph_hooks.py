@@ -17,7 +17,7 @@ from fsdp_ref import compat
 from fsdp_ref.storage.precision import tensors_in
 
 if TYPE_CHECKING:
-    from fsdp_ref.autograd.graph_ties import GraphTie, PassRecord
+    from fsdp_ref.autograd.graph_ties import GraphTie
     from fsdp_ref.runtime.unit import Unit
 
 
@@ -36,20 +36,6 @@ class TakenInputs:
         # By object, not by memory: a view of an input is an output of its own, with a node that backward reaches first.
         _, version = self._taken.get(id(output), (None, -1))
         return version == output._version
-
-
-class OutputHook:
-    """Runs when the gradient of an output is there."""
-
-    __slots__ = ("_pre_backward", "_record", "_tie")
-
-    def __init__(self, tie: GraphTie, record: PassRecord | None, pre_backward: Callable[[Unit], None]) -> None:
-        self._tie = tie
-        self._record = record
-        self._pre_backward = pre_backward
-
-    def __call__(self, grad: Tensor) -> None:
-        self._pre_backward(self._tie.unit())
 
 
 class InputsWatch:

@@ -127,21 +127,6 @@ class _Values:
             refuse_changed(handle, handle.versions.owner(self._position))
 
 
-class SavedPiece:
-    """A view of a unit's full parameter that autograd saved, where nothing is gathered and its memory stays."""
-
-    __slots__ = ("_values", "view")
-
-    def __init__(self, handle: FlatHandle, local: Tensor, view: Tensor) -> None:
-        self._values = _Values(handle, local)
-        self.view = view
-
-    def restore(self) -> Tensor:
-        """Return the view."""
-        self._values.check()
-        return self.view
-
-
 class SavedView:
     """A view of a unit's full parameter that autograd saved, without its memory."""
 
@@ -210,7 +195,7 @@ def pack_with(units_by_storage: UnitsByStorage) -> Callable[[Tensor], Any]:
         if unit is not None and compat.storage_key(unit.handle.full_F()) == key:
             if unit.handle.needs_buffer:
                 return SavedView(unit, local, rebuilder(tensor) if spread else None)
-            return SavedPiece(unit.handle, local, kept)
+            return kept, _Values(unit.handle, local)  # nothing is gathered: its memory stays
         return kept, compat.version_of(kept)
 
     return pack
@@ -222,10 +207,10 @@ def unpack_with(demand: Callable[[Unit], None]) -> Callable[[Any], Tensor]:
     def unpack(packed: Any) -> Tensor:
         if type(packed) is SavedView:
             return packed.restore(demand)
-        if type(packed) is SavedPiece:
-            return packed.restore()
         tensor, version = packed
-        if version not in {-1, compat.version_of(tensor)}:
+        if type(version) is _Values:
+            version.check()
+        elif version not in {-1, compat.version_of(tensor)}:
             raise FsdpRuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"expected a {tensor.dtype} tensor of shape {tuple(tensor.shape)} at version {version}, got version "

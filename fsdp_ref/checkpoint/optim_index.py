@@ -101,7 +101,12 @@ class ModelIndex:
         _refuse_busy([unit for _, unit in units])
         place = {module: number for number, module in enumerate(model.modules())}
         found = [each for prefix, unit in units for each in _held(prefix, unit, place)]
-        _refuse_gone([original.name for number, original in found if number < 0])
+        gone = [original.name for number, original in found if number < 0]
+        if gone:
+            raise FsdpRuntimeError(
+                "optimizer state: expected a model that has the parameters that its units manage, got a model without "
+                f"{listing(gone)}, whose modules were replaced after sharding. Replace modules before sharding."
+            )
         found += _outside(model, [unit for _, unit in units], place)
         found.sort(key=lambda each: each[0])
         first = units[0][1].config.groups if units else None
@@ -165,14 +170,6 @@ def refuse_in_no_sync(model: nn.Module) -> None:
         raise TrainingStateError(
             "optim_state_dict_to_load inside no_sync: expected units whose gradients are all reduced, got units that accumulate "
             f"them: {listing(accumulating)}. Load before or after."
-        )
-
-
-def _refuse_gone(names: list[str]) -> None:
-    if names:
-        raise FsdpRuntimeError(
-            "optimizer state: expected a model that has the parameters that its units manage, got a model without "
-            f"{listing(names)}, whose modules were replaced after sharding. Replace modules before sharding."
         )
 
 

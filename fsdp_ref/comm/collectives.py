@@ -275,6 +275,20 @@ def cut_into_buckets(tensors: Iterable[TensorT], max_bytes: int) -> list[list[Te
     return buckets
 
 
+def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, unit: str) -> None:
+    """Give tensors of all ranks the values that rank 0 of the group has.
+
+    Collectives:
+        One broadcast per 32 MiB and kind of tensor. All ranks must call, with tensors alike; the call waits.
+    """
+    for bucket in cut_into_buckets(tensors, 32 * 2**20):
+        with torch.no_grad():
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            collectives_for(group, flat.device).broadcast(flat, 0, group, unit).wait()
+            for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket])):
+                tensor.copy_(values.view_as(tensor))
+
+
 def as_bytes(flat: Tensor) -> Tensor:
     """Return the bytes of a contiguous flat tensor: moving bytes works for every dtype, also those gloo does not know."""
     # The view shares the memory and not the graph: a collective is no operation that autograd knows.

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_ref.comm.collectives import gather_objects
 from fsdp_ref.comm.groups import DataParallelGroups
 from fsdp_ref.errors import WritebackError
+from fsdp_ref.layout import row_major_stride
 from fsdp_ref.storage.extension import ParameterExtension
 
 if TYPE_CHECKING:
@@ -153,7 +154,8 @@ class TensorParallel(ParameterExtension):
         """Return the whole value. Collectives: those of ``DTensor.full_tensor`` over the axis."""
         with torch.no_grad():
             here = local.detach().to(self.axis.mesh.device_type).contiguous()
-            spread: Any = over(here, self.axis.mesh, self.placements, self.shape, _row_major(self.shape))
+            # Gathered and saved values are laid out anew; the parameter's own strides are those of its memory here.
+            spread: Any = over(here, self.axis.mesh, self.placements, self.shape, row_major_stride(self.shape))
             whole: Tensor = spread.full_tensor()
         return whole
 
@@ -169,16 +171,13 @@ class TensorParallel(ParameterExtension):
         """Return a DTensor over the mesh (tensor parallel, shard)."""
         both = self.axis.with_shards(mesh)
         with torch.no_grad():
-            return over(rows.detach(), both, (*self.placements, placements[-1]), self.shape, _row_major(self.shape))
+            return over(
+                rows.detach(), both, (*self.placements, placements[-1]), self.shape, row_major_stride(self.shape)
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
         """A copied model computes with the same ranks."""
         return self
-
-
-def _row_major(shape: torch.Size) -> tuple[int, ...]:
-    # Gathered and saved values are laid out anew; the parameter's own strides are those of its memory here.
-    return torch.empty(shape, device="meta").stride()
 
 
 def why_not(param: Tensor, groups: DataParallelGroups | None, device: torch.device) -> str | None:

@@ -34,9 +34,8 @@ from fsdp_ref.layout import ShardMap
 from fsdp_ref.states import READABLE, LifeCycle, UnitState
 from fsdp_ref.storage import offload
 from fsdp_ref.storage.flat_buffer import FlatBuffer
-from fsdp_ref.storage.param_sites import ManagedParam
 from fsdp_ref.storage.precision import Precision
-from fsdp_ref.storage.views import flat_views, mark_flattened, set_data
+from fsdp_ref.storage.views import ManagedParam, flat_views, mark_flattened, set_data
 
 
 class FlatHandle:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from fsdp_ref.errors import FlattenError, listing
 from fsdp_ref.handle.marked_parameter import FlatParameter
 from fsdp_ref.layout import FlatLayout, ShardMap
-from fsdp_ref.storage.param_sites import ManagedParam
-from fsdp_ref.storage.views import flat_views, gap_views
+from fsdp_ref.storage.views import ManagedParam, flat_views, gap_views
 
 PADDING_VALUE = 42
 """Written into gaps at flattening: a result that depends on padding shows it."""

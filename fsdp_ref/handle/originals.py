@@ -19,8 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_ref.naming import FLAT_PARAM
-from fsdp_ref.storage.param_sites import ManagedParam, ParamSite
-from fsdp_ref.storage.views import SiteWriters, flat_views, mark_flattened, reshape_sites, set_data, set_flat_param
+from fsdp_ref.storage.views import (
+    ManagedParam,
+    ParamSite,
+    SiteWriters,
+    flat_views,
+    mark_flattened,
+    reshape_sites,
+    set_data,
+    set_flat_param,
+)
 
 if TYPE_CHECKING:
     from fsdp_ref.handle.flat_handle import FlatHandle

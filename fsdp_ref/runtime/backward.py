@@ -9,12 +9,13 @@ whatever is left, hand gradients to users.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fsdp_ref.autograd.graph_hooks import InputsWatch, OutputHook, TakenInputs
+from fsdp_ref.autograd.graph_hooks import InputsWatch, TakenInputs
 from fsdp_ref.compat import labelled, waited
 from fsdp_ref.config import BackwardPrefetch
 from fsdp_ref.errors import UnshardConflictError
@@ -29,6 +30,7 @@ from fsdp_ref.storage.precision import map_tensors, tensors_in
 from fsdp_ref.storage.views import alias
 
 if TYPE_CHECKING:
+    from fsdp_ref.autograd.graph_ties import GraphTie, PassRecord
     from fsdp_ref.runtime.root import Root
 
 # ---------------------------------------------------------------------- pre-backward
@@ -42,11 +44,11 @@ def hook_outputs(unit: Unit, output: Any, inputs: TakenInputs) -> Any:
     """
     if not torch.is_grad_enabled():
         return output
-    waiting = OutputHook(unit.graph.tie(), unit.graph.record, pre_backward)
+    waiting = partial(_output_reached, unit.graph.tie(), unit.graph.record)
 
     def hook(tensor: Tensor) -> Tensor:
         if tensor.requires_grad and not tensor.is_leaf and not inputs.gives_back(tensor):
-            # The graph keeps the hook, the hook keeps the views that the pass computed with, as long as both are needed.
+            # The graph keeps the hook, the hook keeps the record with the views of the pass, as long as both are needed.
             tensor.register_hook(waiting)
             unit.awaits_backward = True
         return tensor
@@ -54,12 +56,13 @@ def hook_outputs(unit: Unit, output: Any, inputs: TakenInputs) -> Any:
     return map_tensors(output, hook)
 
 
-def pre_backward(unit: Unit) -> None:
-    """The gradient of an output of ``unit`` is there: its backward begins (once, however many outputs it has).
+def _output_reached(tie: GraphTie, _: PassRecord | None, grad: Tensor) -> None:
+    """The gradient of an output is there: the unit's backward begins (once, however many outputs it has).
 
     Collectives:
         An all-gather over the shard group unless parameters are there; maybe another unit's. All ranks must call.
     """
+    unit = tie.unit()
     root = unit.root
     assert root is not None  # the unit ran forward
     task = root.enter_backward()
