@@ -29,6 +29,7 @@ class TakenInputs:
     def __init__(self, *values: Any) -> None:
         self._taken: dict[int, tuple[Tensor, int]] = {}
         if torch.is_grad_enabled():
+            # The tensors themselves, too: while they are kept, nothing else gets their ids.
             self._taken = {id(t): (t, t._version) for t in tensors_in(*values) if t.requires_grad}
 
     def gives_back(self, output: Tensor) -> bool:
@@ -54,6 +55,7 @@ class InputsWatch:
     def __init__(self, tie: GraphTie, tensors: list[Tensor], done: Callable[[Unit], None]) -> None:
         self._tie = tie
         self._done = done
+        # Each once: a tensor that is passed in several places has one gradient.
         distinct = list({id(tensor): tensor for tensor in tensors}.values())
         self._all = frozenset(range(len(distinct)))
         self._missing = set(self._all)
@@ -76,6 +78,7 @@ class InputsWatch:
             self._done(self._tie.unit())
 
     def __del__(self) -> None:
+        # An input may live on with the next step's graph: a hook that stays would be called there for nothing.
         for handle in self._handles:
             handle.remove()
 

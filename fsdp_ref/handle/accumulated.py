@@ -95,6 +95,7 @@ class Accumulated:
     def add_local(self, grads: Sequence[Tensor | None]) -> None:
         """Add this rank's full gradients, one per original, None for unused."""
         self.local_used = [was or grad is not None for was, grad in zip(self.local_used, grads, strict=True)]
+        # Not in the dtype of computation: bfloat16 would lose the small gradients of a long accumulation.
         dtype = torch.promote_types(self.precision.original, self.precision.reduce)
         if self.local_F is None:
             self.local_F = torch.empty(self._shard_map.padded_numel, dtype=dtype, device=self._device)
@@ -128,11 +129,13 @@ class Accumulated:
     def add_reduced(self, grad_S: Tensor, uses: Uses) -> None:
         """Add a reduced gradient, shard-sized; this object owns it from now on."""
         self.used = [was or now for was, now in zip(self.used, uses.by_this_rank, strict=True)]
+        # On the device, and read at the end of the pass alone: the host would stop for each unit here.
         if uses.unused_by_all is not None:
             self._unread.append(uses.unused_by_all)
         precision = self.precision
         kept = grad_S.dtype if precision.keep_reduced else precision.original
         if self.reduced_S is None:
+            # The first one is taken as it is: no copy but that to the host.
             self.reduced_S = send_gradient_home(grad_S, self._home, kept)
             self.arriving = self._offloads
             return
@@ -184,6 +187,7 @@ class Accumulated:
     def become_zeros(self) -> None:
         """Users zeroed the local part: zeros remain, as in one process, and not None."""
         assert self.reduced_S is not None  # the caller looked
+        # A new tensor: what users hold of the old one stays as they made it.
         self.local_F, self.reduced_S = None, torch.zeros_like(self.reduced_S)
         self.used = [one or other for one, other in zip(self.used, self.local_used, strict=True)]
         self.local_used = self._nobody()

@@ -113,6 +113,7 @@ class Originals:
             )
             for param, old in zip(self.params, self.managed)
         ]
+        # Through the memo: a parameter that hangs on several modules is copied once.
         result = Originals(handle, managed)
         if self.use_orig_params:
             result._point_at(result.shard_views())
@@ -140,6 +141,7 @@ class Originals:
 
     def present(self, index: int) -> bool:
         """Return whether this rank holds any of original ``index``; all of them hold all of an empty parameter."""
+        # Empty ones are everybody's, as in one process, where an optimizer steps them too.
         return not self._handle.sharded or index in self.pieces or not self._handle.layout.params[index].numel
 
     def forget_views(self) -> None:
@@ -156,6 +158,7 @@ class Originals:
         for param in self.params:
             mark_flattened(param)
         if self.use_orig_params:
+            # The same objects as before: whoever built an optimizer first holds them.
             self._point_at(self.shard_views())
             self._writers.show(self.params)
         else:
@@ -176,6 +179,7 @@ class Originals:
             reshape_sites(self.managed, self._placeholders, registered=False)
             set_flat_param(self._handle.module, FLAT_PARAM, self._handle.flat_param)
         else:
+            # Each place shows a plain attribute, before and after: nothing is filed anew.
             self._writers.show(self._placeholders)
         self.shown = Shown.SHARDED
 
@@ -204,6 +208,7 @@ class Originals:
 
     def show_full(self) -> None:
         """Show the originals over the full buffer (original parameters only)."""
+        # In-place edits now go to the buffer, which is freed: see ``writeback.keep_full_edits``.
         self._point_at(self._handle.compute_views())
         self._writers.show(self.params)
         self.shown = Shown.FULL

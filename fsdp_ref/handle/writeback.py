@@ -125,6 +125,7 @@ def refuse_other_device(handle: FlatHandle, device: torch.device) -> None:
 
 def _absorb_flat(handle: FlatHandle) -> bool:
     flat = handle.flat_param
+    # Before the comparison: a move changes the address, too.
     refuse_other_device(handle, flat.device)
     if flat.data_ptr() == handle.shard_S.data_ptr() and flat.dtype == handle.shard_S.dtype:
         return False
@@ -148,6 +149,7 @@ def _adopt_replaced(handle: FlatHandle) -> None:
     for fqn, index, value in originals.site_values():
         shown.setdefault(index, []).append((fqn, value))
     owners = {id(param): index for index, param in enumerate(originals.params)}
+    # A tied parameter is replaced at all of its places, by one object, and by none that is an original of this unit.
     problems = [
         fqn
         for index, places in shown.items()
@@ -164,6 +166,7 @@ def _adopt_replaced(handle: FlatHandle) -> None:
         if isinstance(value, nn.Parameter) and value is not originals.params[index]:
             mark_flattened(value)
             guard_param(value, handle.fqns[index])
+            # While both are known: the new object has a counter of its own, which goes on from the old one's.
             handle.versions.adopted(index, originals.params[index], value)
             originals.params[index] = value
 
@@ -182,6 +185,7 @@ def _absorb_data(handle: FlatHandle) -> bool:
         return False
     dtype = expected[0].dtype
     devices = {param.device for param in originals.params}
+    # All of them: the whole module was moved. A single one on another device is copied like any value.
     if len(devices) == 1:
         refuse_other_device(handle, devices.pop())
     values = {index: originals.params[index].data for index in changed}
@@ -189,6 +193,7 @@ def _absorb_data(handle: FlatHandle) -> bool:
     if bad:
         _refuse_shape(handle, [(handle.fqns[index], values[index], expected[index]) for index in bad])
     dtypes = {value.dtype for value in values.values()}
+    # All of them to one other dtype: the model was cast. Some of them: values to be copied into the dtype that is there.
     if not full and len(changed) == len(originals.params) and len(dtypes) == 1 and dtypes != {dtype}:
         handle.set_precision(dtypes.pop())
     with torch.no_grad():

@@ -80,6 +80,7 @@ def demand(unit: Unit) -> None:
 
 def _enter(root: Root, unit: Unit, task: int) -> None:
     if unit.life.state is UnitState.SUMMONED:
+        # Modules show a user's buffer then, which this pass did not compute with.
         raise UnshardConflictError(
             f"backward of {unit!r}: expected sharded parameters, got full parameters that summon_full_params shows. Run "
             "backward outside of the context."
@@ -120,6 +121,7 @@ def reshard_with_inputs(unit: Unit, inputs: Any) -> None:
     handle, record = unit.handle, unit.graph.record
     if record is None or not torch.is_grad_enabled() or any(handle.originals.trainable()):
         return
+    # A unit without such inputs is reached by no gradient: nothing gathers it in backward.
     tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
     if tensors:
         record.watch = InputsWatch(unit.graph.tie(), tensors, _frozen_done)
@@ -161,6 +163,7 @@ def on_gradients(unit: Unit, grads: tuple[Tensor | None, ...]) -> None:
     if unit.life.state is UnitState.BACKWARD and unit.backward_task != task:
         # A pass inside the pass (reentrant checkpointing): other regions of the unit may follow. Keep it open.
         # Local until backward moves on to another unit (``flush_partial``): all regions are reduced at once.
+        # An ordered set: what is completed later is reduced in the order of backward, alike on all ranks.
         root.partial[unit] = None
         root.sync.accumulate(unit, local)
         return
@@ -207,6 +210,7 @@ def end_backward(root: Root) -> None:
         _reduce_leftovers(root)
         for look in root.guards.reductions_issued:
             look()
+        # The rest of what is in flight: a user may read gradients as soon as backward returns.
         root.sync.finish()
         # From here on the current stream, on which the optimizer runs, sees reduced gradients.
         root.streams.compute_after_reduce()
@@ -239,6 +243,7 @@ def _reduce_leftovers(root: Root) -> None:
         handle = unit.handle
         if not unit.sync_gradients or handle.grads.local_F is None:
             continue
+        # Users may have cleared what no_sync left: then there is nothing to reduce, on every rank that did so.
         handle.grads.absorb()
         if handle.grads.local_F is not None:
             root.in_pass[unit] = None

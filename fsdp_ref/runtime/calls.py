@@ -76,8 +76,10 @@ def close(frame: Frame) -> None:
     unit = frame.unit
     if unit.life.state is UnitState.FORWARD:
         if frame.record is not None:
+            # Before the state moves: until then the buffer is this call's own.
             _keep_edits(unit, frame.root, frame.record)
         unit.move(frame.resumes)
+    # A call that was aborted from outside is gone already.
     if frame in frame.root.calls:
         frame.root.calls.remove(frame)
     frame.context.close()
@@ -113,6 +115,7 @@ def abort(frame: Frame) -> None:
         return
     frame.unit.reshard(ReshardReason.FAILED)
     if frame.outermost:
+        # The tree's forward ended here as well: gathers ahead of units that will not run are freed.
         frame.root.end_forward()
         for each in frame.root.units:
             # What the module stored on its way here holds the beginning of a graph that nobody will run backward.

@@ -46,6 +46,7 @@ class ExecutionOrder:
     def end_forward(self) -> None:
         """A root's forward ended without error: remember its order."""
         self.last_forward = tuple(self._running)
+        # Never replaced: a prefetch that all ranks derive from it must not change with one rank's later control flow.
         if self.first_forward is None:
             self.first_forward = self.last_forward
 

@@ -136,17 +136,21 @@ class Root:
                 "the outermost unit before any unit inside it."
             )
         check_homogeneous(units)
+        # Reversed, so that of several paths to a unit the first one names it.
         names = {id(unit): clean_tensor_name(name) for name, _, unit in reversed(found)}
         self.units = units
         self.offloads = any(unit.config.cpu_offload.offload_params for unit in units)
         self.tensor_group = next((axis for axis in _tensor_groups(units) if axis is not None), None)
         for position, unit in enumerate(units):
+            # Each is told its place before any gathers: collectives and messages carry the name.
             unit.adopt(self, names.get(id(unit), ""), is_root=unit is root_unit)
             self.index[unit] = position
+        # Last: a guard may look at the units, their order and their groups.
         self.guards = Guards([make(self) for make in TREE_GUARDS])
 
     def disband(self) -> None:
         """Forget that the units belong together: the next use decides anew which unit is the root."""
+        # The streams stay with the handles until the next root gives them its own.
         for unit in self.units:
             unit.leave()
 
@@ -230,6 +234,8 @@ class Root:
             end = _PassEnd(self, task)
             self._passes[task] = weakref.ref(end)
             compat.queue_backward_callback(end)
+            # Until its end is reached: an exception, Ctrl-C included, leaves this set, and the next use cleans
+            # up.
             self._dirty = True
         # Never taken back within a pass: a function of the user's may read what it saved under ``no_grad``.
         self._creates_graph |= torch.is_grad_enabled()
@@ -318,6 +324,7 @@ class Root:
             # Here gathers in flight are waited for: the next pass would pair its own with what other ranks are still in.
             unit.reshard(ReshardReason.UNUSED)
             unit.end_pass()
+        # Gradients that were complete were shown when the pass failed; the others are lost on every rank.
         self.in_pass.clear()
         self.partial.clear()
 

@@ -96,6 +96,7 @@ class Unit:
 
     def _begin_life(self) -> None:
         """Set what a unit has when it is made or copied: it belongs to no tree, and nothing runs."""
+        # The handle's own object: a move of either is a move of both.
         self.life = self.handle.life
         self.graph = GraphSide(self)
         self.root: Root | None = None
@@ -136,6 +137,7 @@ class Unit:
         self.is_root = is_root
         self.name = name
         self.handle.name = name
+        # From here on gathers overlap: what was issued before ran on the current stream, and needs no event.
         self.handle.streams = root.streams
         # At first use and not when the unit is made: users load states into buffers of their own dtype before.
         if not self.full_precision_now:
@@ -181,6 +183,7 @@ class Unit:
 
     def _make_way(self) -> None:
         """Before a gather that a user asked for: nothing that users may still change is read earlier than they think."""
+        # Also gradients: a user who gathers early may have cleared them, and forward looks only later.
         self.absorb()
         # The optimizer's step, or a user's edit, may still write to the shard on the current stream.
         self.handle.streams.gather_after_compute()
@@ -213,6 +216,7 @@ class Unit:
         if handle.empty:
             handle.reshard()
             return
+        # Users may have edited originals that were shown in full: their memory goes below.
         keep_full_edits(handle)
         if after_backward or reason is ReshardReason.AFTER_FORWARD:
             if self.life.state is not UnitState.SHARDED:
@@ -271,6 +275,8 @@ class Unit:
             handle.originals.show_full()
 
     def _frees_after_forward(self, handle: FlatHandle) -> bool:
+        # Without a buffer there is nothing to free; a buffer that accumulation keeps belongs to it until the pass
+        # that reduces.
         if not handle.needs_buffer or (self.life.state is UnitState.ACCUMULATING and torch.is_grad_enabled()):
             return False
         # Where no output can be differentiated no backward will come that frees (one that enters elsewhere gathers anew).
@@ -305,6 +311,7 @@ class Unit:
         copied = Unit.__new__(Unit)
         memo[id(self)] = copied
         vars(copied).update(vars(self))
+        # Through the memo, with the module around: modules know the unit, and the unit knows them.
         own = {
             name: copy.deepcopy(vars(self)[name], memo)
             for name in ("module", "holder", "modules", "buffers", "ignored", "handle")
