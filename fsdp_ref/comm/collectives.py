@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_ref import compat
-from fsdp_ref.storage.scratch import ScratchPool
+from fsdp_ref.storage.memory import ScratchPool
 
 T = TypeVar("T")
 TensorT = TypeVar("TensorT", bound=Tensor)

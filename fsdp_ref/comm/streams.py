@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from fsdp_ref.errors import FsdpRuntimeError
-from fsdp_ref.storage.flat_buffer import FlatBuffer
-from fsdp_ref.storage.offload import pins_memory
+from fsdp_ref.storage.memory import FlatBuffer, pins_memory
 
 # One object for all: it keeps nothing, so it may be entered within itself.
 _HERE = nullcontext()

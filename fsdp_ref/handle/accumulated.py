@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsdp_ref.handle.usage import UsageMarks
 from fsdp_ref.layout import FlatLayout, ShardMap
-from fsdp_ref.storage.offload import send_gradient_home
+from fsdp_ref.storage.memory import send_gradient_home
 from fsdp_ref.storage.precision import Precision
 from fsdp_ref.storage.views import flat_views, gap_views
 

@@ -32,8 +32,8 @@ from fsdp_ref.handle.originals import Originals, Shown
 from fsdp_ref.handle.versions import ParameterVersions
 from fsdp_ref.layout import ShardMap
 from fsdp_ref.states import READABLE, LifeCycle, UnitState
-from fsdp_ref.storage import offload
-from fsdp_ref.storage.flat_buffer import FlatBuffer
+from fsdp_ref.storage import memory
+from fsdp_ref.storage.memory import FlatBuffer
 from fsdp_ref.storage.precision import Precision
 from fsdp_ref.storage.views import ManagedParam, flat_views, mark_flattened, set_data
 
@@ -98,7 +98,7 @@ class FlatHandle:
         flat_F = flatten([managed.param for managed in params], self.layout, config.device)
         # Without a group to shard over the flat tensor itself becomes the shard: no second copy.
         shard_S = flat_F if self.shard_size == 1 else cut_shard(flat_F, self.shard_map, self.shard_rank)
-        self.shard_S = offload.send_home(shard_S, config.device, offload=config.offload and not self.empty)
+        self.shard_S = memory.send_home(shard_S, config.device, offload=config.offload and not self.empty)
         self._set_dtype(full_precision=False)
         requires_grad = any(managed.param.requires_grad for managed in params)
         self.flat_param: nn.Parameter = FlatParameter(self.shard_S, requires_grad=requires_grad)
@@ -155,7 +155,7 @@ class FlatHandle:
         self.reshard()
         self.precision = self.grads.sum.precision = Precision.of(dtype, self.config.mixed_precision)
         # A new tensor: the gather that may have read the old one was waited for above.
-        self.replace_shard(offload.another_home(self.shard_S, dtype))
+        self.replace_shard(memory.another_home(self.shard_S, dtype))
         # A buffer that still waits for its last reader would be dropped with its memory in use.
         self.streams.free_rest()
         self._buffers.clear()
@@ -198,7 +198,7 @@ class FlatHandle:
         buffer, dtype = self.buffer(self.compute_dtype), self.compute_dtype
         try:
             with self.streams.pre_unshard(), torch.no_grad():
-                source_S = offload.fetch(self.shard_S, self.config.device, dtype)
+                source_S = memory.fetch(self.shard_S, self.config.device, dtype)
             self.streams.gather_after_prepare()
             # Allocated on the stream that issues the fill: the allocator may hand out memory whose last reader ran there,
             # and the current stream waits for this one before it reads (:meth:`_wait_for_gather`).
@@ -320,7 +320,7 @@ class FlatHandle:
             "_cast_S": None,
         }
         vars(copied).update({**vars(self), **fresh, "streams": Streams()})
-        vars(copied)["shard_S"] = offload.another_home(self.shard_S, self.shard_S.dtype)
+        vars(copied)["shard_S"] = memory.another_home(self.shard_S, self.shard_S.dtype)
         vars(copied).update(module=copy.deepcopy(self.module, memo))
         # After the module, whose copy registers the copied flat parameter: the memo makes both the same object.
         flat = like_flat(copy.deepcopy(self.flat_param, memo), self.flat_param)

@@ -234,8 +234,9 @@ class Originals:
         return shown
 
     def site_values(self) -> list[tuple[str, int, object]]:
-        """Return (name, parameter index, value) for each place."""
-        return [(site.fqn, index, value) for site, index, value in self._writers.shown()]
+        """Return what each place shows now, as (name, parameter index, value); None for a missing attribute."""
+        sites = [(site, index) for index, managed in enumerate(self.managed) for site in managed.sites]
+        return [(site.fqn, index, getattr(site.module, site.name, None)) for site, index in sites]
 
     def unchanged(self) -> bool:
         """Return whether every place shows the original it should (original parameters only)."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsdp_ref.layout import ShardMap
-from fsdp_ref.storage.offload import upload
+from fsdp_ref.storage.memory import upload
 
 
 def _firsts(shard_map: ShardMap) -> tuple[Tensor, Tensor]:

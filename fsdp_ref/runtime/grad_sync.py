@@ -26,7 +26,7 @@ from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.runtime.events import UnitEventKind
 from fsdp_ref.runtime.guards import Traffic
 from fsdp_ref.runtime.unit import Unit
-from fsdp_ref.storage.scratch import ScratchPool
+from fsdp_ref.storage.memory import ScratchPool
 
 IN_FLIGHT = 2
 

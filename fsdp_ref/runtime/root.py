@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -18,7 +19,7 @@ from fsdp_ref.annotations import units_under
 from fsdp_ref.autograd.graph_ties import GraphTie, PassRecord
 from fsdp_ref.autograd.tracked import UnitsByStorage, pack_with, unpack_with
 from fsdp_ref.comm.streams import refuse_capture, streams_for
-from fsdp_ref.errors import FsdpAssertionError, FsdpValueError, listing
+from fsdp_ref.errors import FsdpAssertionError, FsdpValueError, TrainingStateError, listing
 from fsdp_ref.handle.param_hooks import put_back
 from fsdp_ref.naming import clean_tensor_name
 from fsdp_ref.runtime import backward
@@ -27,7 +28,7 @@ from fsdp_ref.runtime.execution_order import ExecutionOrder
 from fsdp_ref.runtime.grad_sync import GradSync
 from fsdp_ref.runtime.guards import TREE_GUARDS, Guards
 from fsdp_ref.runtime.unit import Ahead, Unit
-from fsdp_ref.states import ReshardReason, UnitState
+from fsdp_ref.states import ReshardReason, TrainingState, UnitState
 
 
 def lazy_init(unit: Unit) -> Root:
@@ -331,6 +332,19 @@ class Root:
     def in_backward(self) -> bool:
         """Return whether a backward pass of this tree is under way."""
         return bool(self._passes) and bool(self._live_passes())
+
+
+def refuse_busy(units: Iterable[Unit], call: str, remedy: str) -> None:
+    """Refuse a call of a user's while units compute, or while full parameters are in a user's hands.
+
+    Raises:
+        TrainingStateError: some do; all are listed.
+    """
+    busy = [repr(unit) for unit in units if unit.training_state is not TrainingState.IDLE]
+    if busy:
+        raise TrainingStateError(
+            f"{call}: expected to be in states [{TrainingState.IDLE}], got busy units {listing(busy)}. {remedy}"
+        )
 
 
 def _tensor_groups(units: list[Unit]) -> list[dist.ProcessGroup | None]:

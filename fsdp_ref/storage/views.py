@@ -113,7 +113,6 @@ class SiteWriters:
     """
 
     def __init__(self, params: Sequence[ManagedParam], *, registered: bool) -> None:
-        self._params = params
         self.registered = registered
         # Flat lists for what happens twice per unit and pass: writing into the dictionaries skips ``nn.Module.__setattr__``,
         # which would look through parameters, buffers and children each time.
@@ -131,14 +130,6 @@ class SiteWriters:
             home[name] = values[index]
         for index, site in self._through:
             _assign(site, values[index], registered=self.registered)
-
-    def shown(self) -> list[tuple[ParamSite, int, Any]]:
-        """Return what each place shows now, as (place, parameter index, value); None for a missing attribute."""
-        return [
-            (site, index, getattr(site.module, site.name, None))
-            for index, managed in enumerate(self._params)
-            for site in managed.sites
-        ]
 
     def all_show(self, values: Sequence[Tensor]) -> bool:
         """Return whether every place shows exactly ``values[i]``."""

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from fsdp_ref.annotations import is_replicated, outermost_units
 from fsdp_ref.comm.collectives import collectives_for, cut_into_buckets
 from fsdp_ref.comm.tensor_parallel import is_dtensor
-from fsdp_ref.errors import FsdpRuntimeError, FsdpValueError, RootError, TrainingStateError, UnsupportedError, listing
+from fsdp_ref.errors import FsdpRuntimeError, FsdpValueError, RootError, UnsupportedError, listing
 from fsdp_ref.handle.accumulated import dense
-from fsdp_ref.runtime.root import lazy_init
-from fsdp_ref.states import TrainingState
-from fsdp_ref.storage.offload import upload
+from fsdp_ref.runtime.root import lazy_init, refuse_busy
+from fsdp_ref.storage.memory import upload
 from fsdp_ref.storage.views import is_flattened
 
 if TYPE_CHECKING:
@@ -95,12 +94,7 @@ def _check(unit: Unit, root: Root) -> None:
             "`clip_grad_norm_()` should only be called on the root FSDP instance: expected the outermost unit, got "
             f"{unit!r}. Call it on the module that you run."
         )
-    busy = [repr(each) for each in root.units if each.training_state is not TrainingState.IDLE]
-    if busy:
-        raise TrainingStateError(
-            f"clip_grad_norm_: expected to be in states [{TrainingState.IDLE}], got busy units {listing(busy)}. "
-            "Call it between backward and the optimizer's step."
-        )
+    refuse_busy(root.units, "clip_grad_norm_", "Call it between backward and the optimizer's step.")
     for each in root.units:
         each.handle.grads.absorb()
     waiting = [u.name or "the root" for u in root.units if u.handle.grads.local_F is not None]

@@ -18,8 +18,7 @@ from fsdp_ref.api.trees import no_sync
 from fsdp_ref.comm.streams import DeviceStreams, Streams, streams_for
 from fsdp_ref.runtime.unit import Ahead
 from fsdp_ref.states import ReshardReason
-from fsdp_ref.storage.flat_buffer import FlatBuffer
-from fsdp_ref.storage.scratch import ScratchPool
+from fsdp_ref.storage.memory import FlatBuffer, ScratchPool
 
 pytestmark = pytest.mark.world(2, backend="fake")
 
