@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from torch import nn
@@ -91,10 +91,8 @@ def check_one_module(api: str, module: object) -> None:
         )
 
 
-def _get_registry(module: nn.Module) -> Mapping[str, Any] | None:
-    """Return the APIs applied to ``module``, name to state, in order of application; None without any."""
-    return registry_of(module)
-
+_get_registry = registry_of
+"""Torch's name of it."""
 
 Names = tuple[list[str], list[str], list[str]]
 _KINDS: Final = ("parameters", "buffers", "modules")

@@ -28,6 +28,7 @@ class GraphTie:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = weakref.ref(unit)
+        # Strongly until a backward has run: a function may build a model, and return its loss alone.
         self._held: Unit | None = unit
 
     @property
@@ -130,6 +131,7 @@ class GraphSide:
 
     def remember(self, record: PassRecord) -> None:
         """Know a forward pass for as long as somebody else (an open call, the graph) holds its record."""
+        # Weakly: the unit must not lead to a graph (see above).
         self._record = weakref.ref(record)
 
     def forget(self) -> None:

@@ -21,8 +21,8 @@ from fsdp_ref.comm.groups import DataParallelGroups, default_group
 from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError, FsdpValueError, TrainingStateError, listing
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.naming import clean_tensor_name, join_fqn
+from fsdp_ref.runtime.root import refuse_busy
 from fsdp_ref.runtime.unit import Unit
-from fsdp_ref.states import TrainingState
 from fsdp_ref.storage.views import is_flattened
 
 if TYPE_CHECKING:
@@ -98,10 +98,16 @@ class ModelIndex:
             FsdpRuntimeError: parameters were added to modules, or modules replaced, after their unit was made.
         """
         units = [(clean_tensor_name(name), unit) for name, _, unit in units_under(model)]
-        _refuse_busy([unit for _, unit in units])
+        remedy = "Save and load outside of forward, backward and summon_full_params."
+        refuse_busy((unit for _, unit in units), "optimizer state", remedy)
         place = {module: number for number, module in enumerate(model.modules())}
         found = [each for prefix, unit in units for each in _held(prefix, unit, place)]
-        _refuse_gone([original.name for number, original in found if number < 0])
+        gone = [original.name for number, original in found if number < 0]
+        if gone:
+            raise FsdpRuntimeError(
+                "optimizer state: expected a model that has the parameters that its units manage, got a model without "
+                f"{listing(gone)}, whose modules were replaced after sharding. Replace modules before sharding."
+            )
         found += _outside(model, [unit for _, unit in units], place)
         found.sort(key=lambda each: each[0])
         first = units[0][1].config.groups if units else None
@@ -145,15 +151,6 @@ class ModelIndex:
         return found
 
 
-def _refuse_busy(units: Iterable[Unit]) -> None:
-    busy = [repr(unit) for unit in units if unit.training_state is not TrainingState.IDLE]
-    if busy:
-        raise TrainingStateError(
-            f"optimizer state: expected to be in states [{TrainingState.IDLE}], got busy units {listing(busy)}. "
-            "Save and load outside of forward, backward and summon_full_params."
-        )
-
-
 def refuse_in_no_sync(model: nn.Module) -> None:
     """Refuse to load while gradients are accumulated that belong to the state before.
 
@@ -165,14 +162,6 @@ def refuse_in_no_sync(model: nn.Module) -> None:
         raise TrainingStateError(
             "optim_state_dict_to_load inside no_sync: expected units whose gradients are all reduced, got units that accumulate "
             f"them: {listing(accumulating)}. Load before or after."
-        )
-
-
-def _refuse_gone(names: list[str]) -> None:
-    if names:
-        raise FsdpRuntimeError(
-            "optimizer state: expected a model that has the parameters that its units manage, got a model without "
-            f"{listing(names)}, whose modules were replaced after sharding. Replace modules before sharding."
         )
 
 

@@ -5,7 +5,7 @@ Source for names, argument order and defaults: ``torch.distributed.fsdp.FullySha
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -16,15 +16,9 @@ from fsdp_ref.checkpoint.optim_index import ModelIndex, refuse_in_no_sync, stepp
 from fsdp_ref.checkpoint.optim_load import Source, load_optim_state
 from fsdp_ref.checkpoint.optim_save import save_optim_state
 from fsdp_ref.checkpoint.settings import get_state_dict_type
-from fsdp_ref.config import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from fsdp_ref.config import FullOptimStateDictConfig, StateDictSettings, StateDictType
 from fsdp_ref.fence.own_state import guard
 
-_FULL: Final = StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
 State = dict[str, Any]
 
 
@@ -83,4 +77,4 @@ def optim_state_dict_to_load(
 
 
 def _settings(model: nn.Module) -> StateDictSettings:
-    return get_state_dict_type(model) if units_in(model) else _FULL
+    return get_state_dict_type(model) if units_in(model) else StateDictSettings()

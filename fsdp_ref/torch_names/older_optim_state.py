@@ -19,7 +19,6 @@ from fsdp_ref.checkpoint.optim_save import save_optim_state
 from fsdp_ref.checkpoint.optim_state import State
 from fsdp_ref.config import (
     FullOptimStateDictConfig,
-    FullStateDictConfig,
     OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
@@ -43,9 +42,7 @@ def full_optim_state_dict(
 ) -> State:
     """Return whole values, on rank 0 alone by default; older form of :func:`optim_state_dict`."""
     _old("full_optim_state_dict", "optim_state_dict", optim_input)
-    settings = StateDictSettings(
-        StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=rank0_only)
-    )
+    settings = StateDictSettings(optim_state_dict_config=FullOptimStateDictConfig(rank0_only=rank0_only))
     return save_optim_state(ModelIndex.of(model, group), optim, None, settings)
 
 
@@ -63,15 +60,13 @@ def shard_full_optim_state_dict(
 ) -> State:
     """Cut whole values, which every rank has, without communication; older form of :func:`optim_state_dict_to_load`."""
     _old("shard_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
-    return _loaded(full_optim_state_dict, ModelIndex.of(model), tensors_of(optim, optim_input, model), optim)
+    return _loaded(full_optim_state_dict, model, optim_input, optim, Source.EVERY_RANK)
 
 
 def flatten_sharded_optim_state_dict(sharded_optim_state_dict: State, model: nn.Module, optim: Optimizer) -> State:
     """Cut DTensors; older form of :func:`optim_state_dict_to_load`."""
     _old("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-    index = ModelIndex.of(model)
-    groups = stepped_groups(index, tensors_of(optim, None, model), named=False)
-    return load_optim_state(index, groups, optim, sharded_optim_state_dict, Source.SHARDS)
+    return _loaded(sharded_optim_state_dict, model, None, optim, Source.SHARDS)
 
 
 def scatter_full_optim_state_dict(
@@ -83,9 +78,7 @@ def scatter_full_optim_state_dict(
 ) -> State:
     """Give every rank its part of what rank 0 has; older form of :func:`optim_state_dict_to_load` with ``rank0_only``."""
     _old("scatter_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
-    index = ModelIndex.of(model, group)
-    groups = stepped_groups(index, tensors_of(optim, optim_input, model), named=False)
-    return load_optim_state(index, groups, optim, full_optim_state_dict, Source.FIRST_RANK)
+    return _loaded(full_optim_state_dict, model, optim_input, optim, Source.FIRST_RANK, group)
 
 
 def rekey_optim_state_dict(
@@ -139,8 +132,17 @@ def rekey_optim_state_dict(
     return {**optim_state_dict, "state": state, "param_groups": groups}
 
 
-def _loaded(saved: State, index: ModelIndex, tensors: Any, optim: Optimizer | None) -> State:
-    return load_optim_state(index, stepped_groups(index, tensors, named=False), optim, saved, Source.EVERY_RANK)
+def _loaded(
+    saved: Any,
+    model: nn.Module,
+    optim_input: Input,
+    optim: Optimizer | None,
+    source: Source,
+    group: dist.ProcessGroup | None = None,
+) -> State:
+    index = ModelIndex.of(model, group)
+    groups = stepped_groups(index, tensors_of(optim, optim_input, model), named=False)
+    return load_optim_state(index, groups, optim, saved, source)
 
 
 def _old(name: str, instead: str, optim_input: Input = None) -> None:
