@@ -7,9 +7,9 @@ the changes, `--seed` chooses N of each subject, each is written into the copy, 
 traits, the checks, random cases for five minutes; no unit test. Changes of texts are left out.
 
 What executes a mutant is measured once on the sound copy, and only that is asked (ci/mutant_bench.py). A mutant that nothing
-executes is not caught. Results are appended to `mutants/sampled.jsonl`, and a later run goes on where this one stopped: what was
-caught stays caught while the source stays; what was not is tried again after the harness changed. Exit code: 0 all survivors are
-explained (ci/sampled-mutants-explained.toml), 1 some are not or not all were tried, 2 nothing could be tried.
+executes is not caught. Results are appended to `ci/sampled-mutants.jsonl`, and a later run goes on where this one stopped. What
+was caught stays caught while its file stays; what was not is tried again after the harness changed. Exit code: 0 all survivors
+are explained (ci/sampled-mutants-explained.toml), 1 some are not or not all were tried, 2 nothing could be tried.
 """
 
 from __future__ import annotations
@@ -21,51 +21,24 @@ import math
 import sys
 import tempfile
 import time
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 
 from mutant_bench import Bench, Executed, prepared
+from mutant_report import STAGES, Fate, page, report
 from mutant_subjects import ROOT, SUBJECTS, Mutant, chosen
 
 from fsdp_testing.cli.options import part
 
-EXPLAINED = Path(__file__).with_name("sampled-mutants-explained.toml")
-RESULTS = ROOT / "mutants" / "sampled.jsonl"
-STAGES = ("pairs", "run", "fuzz")
-"""Who looks at a mutant, the quickest first."""
+RESULTS = Path(__file__).with_name("sampled-mutants.jsonl")
+KEPT = ROOT / "mutants"
+PAGE = ROOT / "docs" / "mutants.md"
 FUZZ_SECONDS = 300.0
 """Of all implementations of a subject together."""
 LIMIT = 1800.0
 """Seconds until a stage counts as hung: several times what it takes, for a busy machine."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fate:
-    """What became of a mutant.
-
-    Attributes:
-        mutant: Its identity.
-        stage: What failed first; empty if nothing did.
-        account: The failing check or finding; empty if there is none.
-        asked: Stages that looked at it and found nothing, or the last one something.
-        hung: It was caught because all of it did not end.
-        harness: State of the tree that looked at it.
-        seconds: How long that took.
-        executed: Whether anything executes it.
-        unknown: How many verdicts on it are neither pass nor fail.
-    """
-
-    mutant: str
-    stage: str
-    account: str
-    asked: Sequence[str]
-    hung: bool
-    harness: str
-    seconds: float
-    executed: bool = True
-    unknown: int = 0
 
 
 def known_fates(results: Path) -> dict[str, Fate]:
@@ -133,50 +106,6 @@ def attempted(
     return known
 
 
-def explanations() -> dict[tuple[str, str, str, str], str]:
-    """Why each known survivor changes nothing that anybody could notice."""
-    entries = tomllib.loads(EXPLAINED.read_text(encoding="utf-8")).get("survivor", [])
-    return {(each["file"], each["function"], each["removed"], each["added"]): each["why"] for each in entries}
-
-
-def wilson(caught: int, judged: int) -> tuple[float, float]:
-    """Wilson's interval for a share, at 95 %."""
-    if not judged:
-        return 0.0, 1.0
-    z, share = 1.959964, caught / judged
-    middle = share + z * z / (2 * judged)
-    spread = z * math.sqrt(share * (1 - share) / judged + z * z / (4 * judged * judged))
-    return max(0.0, (middle - spread) / (1 + z * z / judged)), min(1.0, (middle + spread) / (1 + z * z / judged))
-
-
-def report(mutants: Sequence[Mutant], fates: Mapping[str, Fate], stages: Sequence[str]) -> int:
-    """Tells the share that was caught, by file, and every survivor; returns the exit code."""
-    known = explanations()
-    tried = [mutant for mutant in mutants if mutant.identity in fates]
-    left = [mutant for mutant in tried if not fates[mutant.identity].stage]
-    equivalent = [mutant for mutant in left if mutant.name in known]
-    print("\ntried  caught  (hung)  explained  caught of the others, 95 % interval  where; by stage")
-    for place in (*dict.fromkeys(mutant.place for mutant in tried), ""):
-        here = [fates[mutant.identity] for mutant in tried if place in ("", mutant.place)]
-        same = sum(place in ("", mutant.place) for mutant in equivalent)
-        caught, judged = sum(bool(fate.stage) for fate in here), len(here) - same
-        low, high = wilson(caught, judged)
-        by = ", ".join(f"{stage} {count}" for stage in STAGES if (count := sum(fate.stage == stage for fate in here)))
-        share = f"{caught} of {judged}: {caught / max(1, judged):.1%} ({low:.1%} to {high:.1%})"
-        print(f"{len(here):5} {caught:7} {sum(f.hung for f in here):7} {same:10}  {share}  {place or 'all'}; {by}")
-    for mutant in left:
-        why, fate = known.get(mutant.name), fates[mutant.identity]
-        print(f"\n{'explained' if why else 'NOT CAUGHT'}: {mutant.place}:{mutant.first} {mutant.function}")
-        print("\n".join(f"    {line}" for line in mutant.diff))
-        asked = f"asked: {', '.join(fate.asked)}; unknown {fate.unknown}" if fate.executed else "nothing executes it"
-        print(f"    {why or asked}")
-    waiting = len(mutants) - len(tried)
-    waiting += sum(fates[m.identity].executed and bool(set(stages) - set(fates[m.identity].asked)) for m in left)
-    if waiting:
-        print(f"\n{waiting} of {len(mutants)} were not tried, or not by every stage; run again to go on")
-    return 0 if len(left) == len(equivalent) and not waiting else 1
-
-
 def main() -> int:
     """Choose, try, tell; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -189,22 +118,22 @@ def main() -> int:
     parser.add_argument("--only", default="", help="only mutants whose file and function contain this")
     parser.add_argument("--stages", default=",".join(STAGES), help="who looks at them (default: all)")
     parser.add_argument("--report", action="store_true", help="only tell what is known")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where results are kept (default: mutants/)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where results are kept (default: in ci/)")
+    parser.add_argument("--page", action="store_true", help="write docs/mutants.md of what is known")
     options = parser.parse_args()
     until, stages = time.monotonic() + 60 * options.minutes, options.stages.split(",")
-    options.results.parent.mkdir(parents=True, exist_ok=True)
-    mutants: list[Mutant] = []
+    samples: dict[str, list[Mutant]] = {}
     fates: dict[str, Fate] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for subject in options.subjects:
             sample = chosen(subject, options.number, options.seed, options.only)
             mine = sample[: options.first][options.shard[0] - 1 :: options.shard[1]]
-            mutants += mine
-            if options.report:
+            samples[subject] = mine
+            if options.report or options.page:
                 fates |= known_fates(options.results)
                 continue
             try:
-                with prepared(Path(scratch).resolve(), subject, options.results.parent) as bench:
+                with prepared(Path(scratch).resolve(), subject, KEPT) as bench:
                     executed = bench.executed(sample)
                     fates |= attempted(mine, bench, executed, options.results, stages, lambda: time.monotonic() > until)
             except RuntimeError as failure:
@@ -213,7 +142,10 @@ def main() -> int:
             except KeyboardInterrupt:
                 fates |= known_fates(options.results)
                 break
-    return report(mutants, fates, stages)
+    if options.page:
+        versions = f"torch {metadata.version('torch')}, mutmut {metadata.version('mutmut')}"
+        PAGE.write_text(page(samples, fates, versions), encoding="utf-8")
+    return report([mutant for sample in samples.values() for mutant in sample], fates, stages)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "ci"))
 
 import mutant_bench
 import mutant_judge
+import mutant_report
 import sampled_mutants
 from mutant_bench import Bench, Executed, Judge
 from mutant_judge import Answer, Request
@@ -161,15 +162,15 @@ def test_the_share_counts_what_nothing_executes_and_leaves_out_what_is_explained
 ) -> None:
     here = bench(tmp_path, Answers({"failure": "wrong"}))
     fates = {m.identity: sampled_mutants.looked_at(here, EXECUTED, m, ("pairs",), None) for m in (ONE, TWO)}
-    assert sampled_mutants.report([ONE, TWO], fates, ("pairs",)) == 1
+    assert mutant_report.report([ONE, TWO], fates, ("pairs",)) == 1
     assert "1 of 2: 50.0%" in capsys.readouterr().out
-    monkeypatch.setattr(sampled_mutants, "explanations", lambda: {TWO.name: "the same"})
-    assert sampled_mutants.report([ONE, TWO], fates, ("pairs",)) == 0
+    monkeypatch.setattr(mutant_report, "explanations", lambda: {TWO.name: "the same"})
+    assert mutant_report.report([ONE, TWO], fates, ("pairs",)) == 0
     assert "1 of 1: 100.0%" in capsys.readouterr().out
 
 
 def test_intervals_are_wilsons() -> None:
-    low, high = sampled_mutants.wilson(90, 100)
+    low, high = mutant_report.wilson(90, 100)
     assert (round(low, 4), round(high, 4)) == (0.8256, 0.9448)  # Newcombe 1998, method 3
 
 
