@@ -188,8 +188,15 @@ def answer(request: Request, folder: Path) -> Answer:
     return told
 
 
-def in_a_fork(request: Request, folder: Path, judge: Callable[[Request, Path], Answer] = answer) -> Answer:
-    """Judge in a process of its own, with ranks of its own; end all of it when the time is over."""
+def in_a_fork(request: Request, folder: Path, asker: int, judge: Callable[[Request, Path], Answer] = answer) -> Answer:
+    """Judge in a process of its own, with ranks of its own; end all of it when the time is over.
+
+    Args:
+        request: What is asked.
+        folder: For what is written.
+        asker: Descriptor that requests come over; at its end nobody waits for an answer any more.
+        judge: Does it.
+    """
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -198,8 +205,11 @@ def in_a_fork(request: Request, folder: Path, judge: Callable[[Request, Path], A
     os.close(writing)
     end, text, hung = time.monotonic() + request.limit, b"", False
     while not hung:
-        hung = not select.select([reading], [], [], max(0.0, end - time.monotonic()))[0]
-        if not hung:
+        ready = select.select([reading, asker], [], [], max(0.0, end - time.monotonic()))[0]
+        hung = not ready
+        if asker in ready:
+            break  # who asked has gone: there is no further request before the answer
+        if reading in ready:
             read = os.read(reading, 1 << 16)
             if not read:
                 break
@@ -261,7 +271,7 @@ def main() -> int:
     for line in sys.stdin:
         given: dict[str, Any] = json.loads(line)
         request = Request(**{**given, "parts": tuple(given.get("parts", ()))})
-        print(json.dumps(asdict(in_a_fork(request, folder))), file=answers, flush=True)
+        print(json.dumps(asdict(in_a_fork(request, folder, sys.stdin.fileno()))), file=answers, flush=True)
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -184,7 +184,10 @@ def sleeps(_: Request, __: Path) -> Answer:
 
 
 def test_a_judge_that_stops_or_hangs_is_no_pass(tmp_path: Path) -> None:
-    assert mutant_judge.in_a_fork(Request("run", "x"), tmp_path, raises).failure == "KeyError: 'a'"
-    answer = mutant_judge.in_a_fork(Request("run", "x", limit=0.2), tmp_path, sleeps)
+    asker, end = os.pipe()
+    assert mutant_judge.in_a_fork(Request("run", "x"), tmp_path, asker, raises).failure == "KeyError: 'a'"
+    answer = mutant_judge.in_a_fork(Request("run", "x", limit=0.2), tmp_path, asker, sleeps)
     assert (answer.hung, answer.failure) == (True, "not ended after 0 s")
-    assert json.dumps(answer.parts) == "[]"
+    os.close(end)
+    assert mutant_judge.in_a_fork(Request("run", "x"), tmp_path, asker, sleeps).failure == "the judging process died"
+    os.close(asker)
