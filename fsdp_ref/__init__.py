@@ -1,9 +1,9 @@
 """Reference implementation of fully sharded data parallel (flat-parameter FSDP).
 
 ``from fsdp_ref import FullyShardedDataParallel as FSDP`` replaces the import of torch's class; the modules ``wrap``,
-``composable``, ``comm_hooks`` and ``flat_param`` have what torch keeps under those or similar names.
+``composable``, ``comm_hooks`` and ``flat_param`` have torch's names under the same or similar module names.
 
-Importing the package is cheap: what a name needs is imported when the name is first used.
+Importing the package is cheap: each name is loaded when it is first used.
 """
 
 from importlib import import_module

@@ -28,7 +28,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """Accumulate gradients locally in backward passes inside; the first one outside reduces all of them.
 
     Args:
-        module: The module that runs: every outermost unit at or below it is meant, with all units below those.
+        module: The module that runs: the context covers every outermost unit at or below it, with all units below those.
 
     Raises:
         FsdpValueError: There is no unit.
@@ -64,13 +64,13 @@ def register_comm_hook(module: nn.Module, state: Any, hook: Callable[..., Any]) 
 
     Args:
         module: The module that runs.
-        state: What the hook gets first; see ``fsdp_ref.comm_hooks``.
+        state: The hook's first argument; see ``fsdp_ref.comm_hooks``.
         hook: ``hook(state, grad, output)`` for sharded units, ``hook(state, grad)`` for replicated ones.
 
     Raises:
         FsdpValueError: There is no unit, or ``hook`` is not callable.
-        CommHookError: A unit belongs to a larger tree, has a hook already, or is of a hybrid strategy, whose two-level
-            reduction has no hook; or a hook of DDP, which gets buckets.
+        CommHookError: A unit belongs to a larger tree, has a hook already, or or has a hybrid strategy, whose two-level
+            reduction takes no hook; or ``hook`` is a hook of DDP, which takes buckets.
     """
     for unit in outermost_units(module, "register_comm_hook"):
         root = lazy_init(unit)
@@ -111,7 +111,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let a method of a unit other than ``forward`` run as its forward does: with full parameters and reduced gradients.
 
     Args:
-        module: What users call: a wrapper, or a module that ``fully_shard`` was applied to; nothing happens for another.
+        module: The wrapper, or the module with ``fully_shard``; other modules are left unchanged.
         method_name: The method, of the wrapped module for a wrapper. Hooks of the module do not run around it.
 
     Raises:
@@ -153,7 +153,7 @@ def unshard_params(
         module: Any module.
         recurse: Also units below; otherwise only the module's own.
         writeback: Keep edits.
-        rank0_only: Only rank 0 of each shard group sees them; with ``writeback`` its edits reach all ranks.
+        rank0_only: Only rank 0 of each shard group sees them; with ``writeback`` all ranks get its edits.
         offload_to_cpu: Show them on the CPU.
         with_grads: Show full averaged gradients too (original parameters only).
 

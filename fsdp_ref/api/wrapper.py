@@ -43,15 +43,15 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
         sharding_strategy: what is sharded and when it is freed. Default: ``FULL_SHARD``.
         cpu_offload: where shards live outside computation.
         auto_wrap_policy: which submodules become units of their own: an object with ``_run_policy`` or a callable.
-        backward_prefetch: when backward gathers the next unit; None: not ahead.
+        backward_prefetch: when backward prefetches the next unit; None: never.
         mixed_precision: dtypes of computation, reduction and buffers.
         ignored_modules: modules to leave alone.
         param_init_fn: initializes modules that are on the meta device.
         device_id: the device of computation. Default: where the parameters are.
         sync_module_states: start from rank 0's parameters and buffers.
-        forward_prefetch: gather the next unit in forward, in the order of the first iteration.
+        forward_prefetch: prefetch the next unit in forward, in the order of the first iteration.
         limit_all_gathers: bound how far the host runs ahead of a device.
-        use_orig_params: users keep their own parameters instead of one flat parameter per unit.
+        use_orig_params: show the original parameters instead of one flat parameter per unit.
         ignored_states: parameters, or modules, to leave alone.
         device_mesh: instead of ``process_group``: 1-D, or (replicate, shard) for hybrid strategies.
 
@@ -133,7 +133,7 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
         return self.module.__getitem__(key)  # type: ignore[operator]  # fails as the module itself would
 
     def check_is_root(self) -> bool:
-        """Return whether this is the outermost unit; decide it when it is not decided yet."""
+        """Return whether this is the outermost unit; decide it now if necessary."""
         lazy_init(self._unit)
         return bool(self._unit.is_root)
 
@@ -217,7 +217,7 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
         if self._unit.training_state.name not in {each.name for each in allowed}:
             raise TrainingStateError(
                 f"{type(self).__name__}: expected to be in states {allowed} but current state is "
-                f"{self._unit.training_state}. Finish the present operation first."
+                f"{self._unit.training_state}. Finish the current operation first."
             )
 
     def _fqn_modifiers(self) -> dict[str, str]:

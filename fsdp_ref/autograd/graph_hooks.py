@@ -30,13 +30,19 @@ class TakenInputs:
         self._taken: dict[int, tuple[Tensor, int]] = {}
         if torch.is_grad_enabled():
             # The tensors themselves, too: while they are kept, nothing else gets their ids.
-            self._taken = {id(t): (t, t._version) for t in tensors_in(*values) if t.requires_grad}
+            inputs = [t for t in tensors_in(*values) if t.requires_grad]
+            self._taken = {id(t): (t, t._version) for taken in inputs for t in with_base(taken)}
 
     def gives_back(self, output: Tensor) -> bool:
-        """Whether an output is one of the inputs as it came; one that was changed in place since is not."""
+        """Whether an output is one of the inputs, or their base, as it came; one that was changed in place since is not."""
         # By object, not by memory: a view of an input is an output of its own, with a node that backward reaches first.
         _, version = self._taken.get(id(output), (None, -1))
         return version == output._version
+
+
+def with_base(tensor: Tensor) -> list[Tensor]:
+    """Return a tensor and, if it is a view, the tensor that it is a view of."""
+    return [tensor] if tensor._base is None else [tensor, tensor._base]
 
 
 class InputsWatch:

@@ -84,6 +84,10 @@ class PassRecord:
         """Return which originals forward changed in place since the pass began, or since :meth:`accept_edits`."""
         return [i for i, (alias, was) in enumerate(zip(self.aliases, self._versions)) if version_of(alias) != was]
 
+    def leads_to(self, tensor: Tensor) -> bool:
+        """Return whether the views come from the node that this tensor comes from: it is one of them."""
+        return any(tensor.grad_fn is node for node in self._nodes)
+
     def tracked_anew(self, index: int) -> bool:
         """Return whether autograd tracked a change of this original, which was trained."""
         return self._nodes[index] is not None and self.aliases[index].grad_fn is not self._nodes[index]

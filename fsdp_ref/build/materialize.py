@@ -146,8 +146,8 @@ def _check_places(units: Sequence[ResolvedUnit], touched: set[nn.Module], ignore
         changed |= {f"{type(module).__name__}.{name}": None for name in names ^ found}
     if changed:
         raise FsdpRuntimeError(
-            "param_init_fn: expected the parameters that were there to be there afterwards and no others, got a difference "
-            f"in {listing(sorted(changed))}. Initialize parameters, and add or remove none."
+            "param_init_fn: expected the same parameters before and after, got a difference in "
+            f"{listing(sorted(changed))}. Initialize parameters, and add or remove none."
         )
 
 

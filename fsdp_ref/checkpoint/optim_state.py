@@ -30,8 +30,8 @@ def optim_state_dict(
     Args:
         model: The sharded model, or a plain module around sharded ones.
         optim: Its optimizer.
-        optim_state_dict: What ``optim.state_dict()`` returned, if it is to be changed first. Default: called here.
-        group: The ranks of the model; needed only where no unit says.
+        optim_state_dict: The result of ``optim.state_dict()``, if you want to change it first. Default: called here.
+        group: The ranks of the model; needed only without units.
 
     See ``optim_save.save_optim_state`` for what is returned, errors and collectives.
     """
@@ -49,13 +49,13 @@ def optim_state_dict_to_load(
     """Return what this rank's ``optim.load_state_dict`` takes, made from state by name.
 
     Args:
-        model: The sharded model, or a plain module around sharded ones; it may be sharded otherwise than when saving.
+        model: The sharded model, or a plain module around sharded ones; it may be sharded differently than when it was saved.
         optim: Its optimizer.
-        optim_state_dict: State by name in the form of the model's state-dict type. With ``rank0_only`` that of rank 0 is
+        optim_state_dict: State by name in the form of the model's state-dict type. With ``rank0_only`` rank 0's state is
             used, and other ranks may pass anything.
         is_named_optimizer: The optimizer's own state dict is keyed by the names of ``model.named_parameters()``.
         load_directly: Load it, too.
-        group: The ranks of the model; needed only where no unit says.
+        group: The ranks of the model; needed only without units.
 
     See ``optim_load.load_optim_state`` for what is returned, errors and collectives.
     """

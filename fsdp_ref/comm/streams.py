@@ -238,6 +238,6 @@ def refuse_capture(device: torch.device) -> None:
     if captures is not None and captures():
         raise FsdpRuntimeError(
             f"forward: expected a stream that works, got one of {device} that is being captured. A sharded module cannot be "
-            "captured in a graph of the device: the host frees and gathers parameters at each step. Capture parts inside of "
-            "units that hold no parameters, or none."
+            "captured in a graph of the device: the host frees and gathers parameters at each step. Capture parts "
+            "inside units that hold no parameters, or none."
         )

@@ -263,7 +263,7 @@ class Gradients:
         fqn = handle.fqns[index] if self._many else "the flat parameter"
         raise WritebackError(
             f"gradient of {fqn} in {handle.name!r}: expected shape {tuple(view.shape)}, got {tuple(grad.shape)}. Cannot "
-            "writeback when the gradient shape changes; assign one of the parameter's present shape."
+            "writeback when the gradient shape changes; assign one of the parameter's current shape."
         )
 
     def release(self) -> None:

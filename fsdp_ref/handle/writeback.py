@@ -242,6 +242,6 @@ def _refuse_shape(handle: FlatHandle, bad: Sequence[tuple[str, Tensor, Tensor]])
     raise WritebackError(
         f"Cannot writeback when the parameter shape changes ({handle.name!r}): expected "
         f"{listing(f'{fqn}: {tuple(wanted.shape)}' for fqn, _, wanted in bad)}, got "
-        f"{listing(f'{fqn}: {tuple(given.shape)}' for fqn, given, _ in bad)}. Assign a tensor of the parameter's present "
-        "(sharded) shape, or edit it inside summon_full_params."
+        f"{listing(f'{fqn}: {tuple(given.shape)}' for fqn, given, _ in bad)}. Assign a tensor of the parameter's "
+        f"current (sharded) shape, or edit it inside summon_full_params."
     )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fsdp_ref.autograd.graph_hooks import InputsWatch, TakenInputs
+from fsdp_ref.autograd.graph_hooks import InputsWatch, TakenInputs, with_base
 from fsdp_ref.compat import labelled, waited
 from fsdp_ref.config import BackwardPrefetch
 from fsdp_ref.errors import UnshardConflictError
@@ -41,16 +41,23 @@ def hook_outputs(unit: Unit, output: Any, inputs: TakenInputs) -> Any:
 
     The gradient of an input that the unit gives back as it came is there only after all of the unit's backward that
     uses it: it begins nothing. Nor does a leaf's, which may be the same tensor in every step.
+
+    What a view is a view of has the hook too: a caller who changes the view in place gives it another node, and the hook
+    on the old one would never run.
     """
     if not torch.is_grad_enabled():
         return output
-    waiting = partial(_output_reached, unit.graph.tie(), unit.graph.record)
+    tie, record = unit.graph.tie(), unit.graph.record
+    # The graph keeps the hook, the hook keeps the record with the views of the pass, as long as both are needed.
+    waiting = partial(_output_reached, tie, record)
+    # Those views lead to the unit's own node: a hook there that kept them would keep the node, for ever.
+    on_node = partial(_output_reached, tie, None)
 
     def hook(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad and not tensor.is_leaf and not inputs.gives_back(tensor):
-            # The graph keeps the hook, the hook keeps the record with the views of the pass, as long as both are needed.
-            tensor.register_hook(waiting)
-            unit.awaits_backward = True
+        for made in with_base(tensor):
+            if made.requires_grad and not made.is_leaf and not inputs.gives_back(made):
+                made.register_hook(on_node if record is not None and record.leads_to(made) else waiting)
+                unit.awaits_backward = True
         return tensor
 
     return map_tensors(output, hook)

@@ -88,20 +88,21 @@ def rekey_optim_state_dict(
     optim_input: Input = None,
     optim: Optimizer | None = None,
 ) -> State:
-    """Turn names into positions or back, for loading into the optimizer of the plain model or from there.
+    """Convert keys between names and positions, to load state into the plain model's optimizer or from it.
 
     Args:
         optim_state_dict: State by name or by position.
-        optim_state_key_type: Which of the two is wanted.
+        optim_state_key_type: The form to return.
         model: The plain model.
-        optim_input: What its optimizer was made with; ``optim`` says more.
-        optim: Its optimizer. Without both, one group of ``model.parameters()`` is meant.
+        optim_input: The arguments of its optimizer; ``optim`` is more precise.
+        optim: Its optimizer. Without both, one group of ``model.parameters()`` is assumed.
 
     Returns:
-        A dictionary with new keys and the same values; the very one that was given when nothing is to be changed.
+        A dictionary with new keys and the same values, or the argument itself if nothing changes.
 
     Raises:
-        FsdpValueError: keys of neither kind or of both, or keys that the model's optimizer does not have.
+        FsdpValueError: keys that are neither names nor positions, a mixture of both, or keys that the model's optimizer does
+            not have.
     """
     _warn_of_input(optim_input)
     wanted = coerce_enum(OptimStateKeyType, optim_state_key_type, where="optim_state_key_type")

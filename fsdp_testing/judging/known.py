@@ -344,12 +344,12 @@ def check_rules(known: KnownFailures, where: str) -> None:
     names = [rule.name for rule in known.rules]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise InvalidRecord(f"{where}: expected rules with names of their own, got {twice} twice. Rename them.")
+        raise InvalidRecord(f"{where}: expected rules with unique names, got {twice} twice. Rename them.")
     bare = [rule.name for rule in known.rules if not rule.signatures or not all(rule.signatures)]
     if bare:
         raise InvalidRecord(
             f"{where}: expected rules with `signatures` (kind, quantity, operation), got none in {bare}. "
-            "A rule without one would know every failure."
+            "A rule without one would match every failure."
         )
     for rule in known.rules:
         rule.check(where)
