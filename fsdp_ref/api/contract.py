@@ -124,11 +124,7 @@ def _register_all(modules: Iterable[nn.Module], name: str, state: object) -> Non
 def _names(module: nn.Module, api: str) -> Names:
     """Return the names below ``module``, of each module once; not below those that have had the API already."""
     parameters, buffers, modules = dict[Any, str](), dict[Any, str](), dict[nn.Module, str]()
-
-    def had_it(below: nn.Module) -> bool:
-        return api in (registry_of(below) or {})
-
-    for path, each in walk(module, had_it):
+    for path, each in walk(module, lambda below: api in (registry_of(below) or {})):
         if each in modules:
             continue
         modules[each] = path

@@ -7,18 +7,17 @@ communicates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from fsdp_ref.annotations import units_under
 from fsdp_ref.comm.groups import DataParallelGroups, default_group
-from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError, FsdpValueError, TrainingStateError, listing
+from fsdp_ref.errors import FsdpRuntimeError, FsdpValueError, TrainingStateError, listing
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.naming import clean_tensor_name, join_fqn
 from fsdp_ref.runtime.root import refuse_busy
@@ -252,41 +251,6 @@ def stepped_groups(index: ModelIndex, groups: Sequence[Sequence[Tensor]], *, nam
             f"{listing(strangers)}. Pass the model that the optimizer was made for, after sharding it."
         )
     return found
-
-
-def tensors_of(optim: Optimizer | None, optim_input: object, model: nn.Module) -> list[list[Tensor]]:
-    """Return the tensors of each parameter group, from an optimizer or from what one was made with.
-
-    Args:
-        optim: the optimizer; it goes first.
-        optim_input: parameters or groups of them, as optimizers take them.
-        model: whose parameters are meant when both are None.
-
-    Raises:
-        FsdpTypeError: ``optim_input`` is neither parameters nor dictionaries with parameters.
-        FsdpValueError: it is empty.
-    """
-    if optim is not None:
-        return [list(group["params"]) for group in optim.param_groups]
-    if optim_input is None:
-        return [list(model.parameters())]
-    if isinstance(optim_input, (Tensor, str, Mapping)) or not isinstance(optim_input, Iterable):
-        raise FsdpTypeError(_input_message(f"a {type(optim_input).__name__}"))
-    items = list(optim_input)
-    if not items:
-        raise FsdpValueError("Optimizer input should not be empty: " + _input_message("nothing"))
-    if all(isinstance(item, Tensor) for item in items):
-        return [items]
-    if not all(isinstance(item, Mapping) and "params" in item for item in items):
-        raise FsdpTypeError(_input_message(listing(sorted({type(item).__name__ for item in items}))))
-    return [[item["params"]] if isinstance(item["params"], Tensor) else list(item["params"]) for item in items]
-
-
-def _input_message(got: str) -> str:
-    return (
-        f"optim_input: expected an iterable of parameters, or of dictionaries with the key 'params', got {got}. Pass "
-        "optim= instead; it knows its groups."
-    )
 
 
 def is_named(state: Mapping[str, Any]) -> bool:

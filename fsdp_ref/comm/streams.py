@@ -219,18 +219,13 @@ class DeviceStreams(Streams):
 
 def streams_for(device: torch.device, *, limit_all_gathers: bool) -> Streams:
     """Return the streams for a compute device."""
-    if _has_streams(device):
-        # One set for each root: what another model gathers is no reason to wait.
-        return DeviceStreams(device, limit_all_gathers=limit_all_gathers)
-    return Streams()
-
-
-def _has_streams(device: torch.device) -> bool:
+    # A device that another package registered may have no module: ``torch.get_device_module`` would raise.
+    has_streams = device.type != "meta" and hasattr(getattr(torch, device.type, None), "Stream")
     if device.type == "cpu":
         # torch's own do nothing; whoever puts others in their place watches what is asked of them.
-        return torch.cpu.Stream.__module__ != "torch.cpu"
-    # A device that another package registered may have no module: ``torch.get_device_module`` would raise.
-    return device.type != "meta" and hasattr(getattr(torch, device.type, None), "Stream")
+        has_streams = torch.cpu.Stream.__module__ != "torch.cpu"
+    # One set for each root: what another model gathers is no reason to wait.
+    return DeviceStreams(device, limit_all_gathers=limit_all_gathers) if has_streams else Streams()
 
 
 def refuse_capture(device: torch.device) -> None:

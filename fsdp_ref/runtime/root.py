@@ -193,7 +193,7 @@ class Root:
         Hooks do not nest (the innermost pair serves alone), and checkpointing or offloading of activations must see
         every tensor: under such hooks the units rely on the pre-backward hooks of their outputs.
         """
-        if compat.saved_tensor_hooks_active() or not compat.saved_tensor_hooks_allowed():
+        if compat.saved_tensor_hooks() is not None or not compat.saved_tensor_hooks_allowed():
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 

@@ -95,7 +95,7 @@ class UnevenInputs(Joinable):
         self._unfinished = True
         Join.notify_join_context(self)
 
-    def stop_announcing(self) -> None:
+    def end(self) -> None:
         """Announce no batch any more: ``Join`` has ended."""
         self._join_config = type(self._join_config).construct_disabled_join_config()
 
@@ -117,7 +117,7 @@ class _Shadow(JoinHook):
         training.finish()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        self._training.stop_announcing()
+        self._training.end()
 
 
 def _refuse_model(model: nn.Module, units: Sequence[Unit]) -> None:
