@@ -202,9 +202,9 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
 class StateDictSettings:
     """The state-dict type of a module tree together with the options of its model and optimizer state dicts."""
 
-    state_dict_type: StateDictType
-    state_dict_config: StateDictConfig
-    optim_state_dict_config: OptimStateDictConfig
+    state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
+    state_dict_config: StateDictConfig = FullStateDictConfig()
+    optim_state_dict_config: OptimStateDictConfig = FullOptimStateDictConfig()
 
 
 # ---------------------------------------------------------------------- torch's objects become ours

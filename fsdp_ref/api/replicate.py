@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fsdp_ref.annotations import is_replicated, registry_of, unit_of, walk
 from fsdp_ref.api.contract import check_one_module, contract
-from fsdp_ref.comm.collectives import collectives_for, cut_into_buckets
+from fsdp_ref.comm.collectives import broadcast_tensors, collectives_for, cut_into_buckets
 from fsdp_ref.comm.division import DivideFactors, divide
 from fsdp_ref.comm.groups import default_group
 from fsdp_ref.comm.tensor_parallel import is_dtensor
@@ -328,17 +328,9 @@ class Replica:
             elif used:
                 param.grad = mean.clone()
 
-    @torch.no_grad()
     def _broadcast(self, tensors: Iterable[Tensor]) -> None:
-        pending = [
-            collectives_for(self.group, tensor.device).broadcast(
-                tensor.detach(), 0, self.group, type(self.module).__name__
-            )
-            for tensor in tensors
-            if tensor.numel()
-        ]
-        for work in pending:
-            work.wait()
+        filled = [tensor.detach() for tensor in tensors if tensor.numel()]
+        broadcast_tensors(filled, self.group, type(self.module).__name__)
 
 
 def _looks(modules: Iterable[nn.Module]) -> list[tuple[int, ...]]:

@@ -39,6 +39,7 @@ class FlatParameter(nn.Parameter, metaclass=_ByMark):
 
 def like_flat(copied: nn.Parameter, original: nn.Parameter) -> nn.Parameter:
     """Give a copy of a flat parameter the marks and constants of the original."""
+    # torch copies a parameter without its Python attributes.
     for name, value in vars(original).items():
         setattr(copied, name, value)
     return copied

@@ -95,19 +95,8 @@ class UnevenInputs(Joinable):
         self._unfinished = True
         Join.notify_join_context(self)
 
-    def shadow(self) -> None:
-        """Take part in a step of the ranks that have a batch, adding zeros."""
-        self._joined = True
-        try:
-            with _put_back(self._model, self._device):
-                outputs = [each for each in tensors_in(self._model(*self._example)) if each.requires_grad]
-                torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
-        finally:
-            self._joined = False
-        self.finish()
-
     def end(self) -> None:
-        """Stop announcing: ``Join`` has ended."""
+        """Announce no batch any more: ``Join`` has ended."""
         self._join_config = type(self._join_config).construct_disabled_join_config()
 
 
@@ -116,7 +105,16 @@ class _Shadow(JoinHook):
         self._training = training
 
     def main_hook(self) -> None:
-        self._training.shadow()
+        """Take part in a step of the ranks that have a batch, adding zeros."""
+        training = self._training
+        training._joined = True
+        try:
+            with _put_back(training._model, training._device):
+                outputs = [each for each in tensors_in(training._model(*training._example)) if each.requires_grad]
+                torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
+        finally:
+            training._joined = False
+        training.finish()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self._training.end()

@@ -94,9 +94,9 @@ class Rule:
             alone fails so, as a pattern. A campaign asks the cause of the first failures that it knows
             by such a rule, and of every so many later ones.
         operations: Tokens that occur in this order (others may lie between them); empty matches any program. A token
-            may end in `*`, and `a|b` is either; `@backward`, `@local`, `@reduced`, `@trained`, `@new_model`, `@new_optimizer` and
-            `@optimizer_saved` are any operation that does this (`tags.words_of`); `begin`, which is new too, stands before
-            the first operation.
+            may end in `*`, and `a|b` is either; `@forward`, `@backward`, `@local`, `@reduced`, `@trained`, `@new_model`,
+            `@new_optimizer` and `@optimizer_saved` are any operation that does this (`tags.words_of`); `begin`, which is new
+            too, stands before the first operation.
         unless: Tokens that may not lie between them.
         tags: Tags that the case has, all of them; a tag may end in `*`.
         units: Word of `tags.UNITS` for the units in which it fails, all of them; empty for any.
