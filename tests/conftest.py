@@ -12,7 +12,6 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import pytest
 from fsdp_testing.ranks.pool import default_pool
 from fsdp_testing.ranks.pool.world import inside_rank
 
+sys.path.append(str(Path(__file__).parent / "sessions"))
 pytest_plugins = ["pytester"]
 
 VENDOR = Path(__file__).parents[1] / "examples" / "vendor"
@@ -31,16 +31,11 @@ _ENTRY_POINTS = "[fsdp_testing.backends]\nsim = simdevice.testing:SIM\n"
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Any]:
-    """The `Nursery` of tests/sessions/forked.py, for all tests of this process."""
-    sys.path.insert(0, str(Path(__file__).parent / "sessions"))
-    try:
-        from forked import Nursery
-    finally:
-        del sys.path[0]
-    made = Nursery()
-    yield made
-    made.close()
+def nursery() -> Any:
+    """The `Nursery` of tests/sessions/forked.py, one for all tests of this process."""
+    import forked
+
+    return forked.shared()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,6 +11,7 @@ Run as a script it is that process: `forked.py NAME LIFELINE` serves as NAME, un
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -27,6 +28,7 @@ import tempfile
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +37,14 @@ WITH_TORCH = "-torch"
 _SINGLE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _MESSAGE_BYTES = 1 << 17
 _START_SECONDS = 120.0
+
+
+@cache
+def shared() -> Nursery:
+    """Return the one of this process, which ends with it."""
+    made = Nursery()
+    atexit.register(made.close)
+    return made
 
 
 class Done(NamedTuple):
