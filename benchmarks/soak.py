@@ -7,7 +7,7 @@ Everything follows from the seed; `--state` lets a run go on where the last one 
 until the time is up and each has had one, whatever the counts. Exit code 1 if one verdict was wrong, something came late, or
 something was left.
 
-- faults: a rank raises, dies, hangs, disagrees, returns early or leaves something behind. The verdict and the blamed rank are
+- faults: a rank raises, dies, hangs, disagrees, returns early or leaks state. The verdict and the blamed rank are
   right, no later than the deadline and 2 s; the test after it is healthy; no process, descriptor, thread or file is left.
 - hostile: a damaged file at each door that reads one ends in one sentence, with a documented exit code (soak_hostile.py).
 - warm: tests on the same ranks, in one pytest; ranks do not grow by more than 1 %.

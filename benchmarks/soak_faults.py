@@ -278,7 +278,7 @@ def complaints(outcome: WorldOutcome, sort: str, culprit: int) -> Iterator[str]:
         if not outcome.ok:
             yield f"failed: {outcome.cause}"
         if dirty != [culprit]:
-            yield f"left something behind on ranks {dirty}"
+            yield f"leaked state on ranks {dirty}"
         return
     if outcome.ok:
         yield "passed"

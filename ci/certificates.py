@@ -155,8 +155,9 @@ def index(table: dict[str, Kept]) -> str:
     lines = [
         "# Certificates of small cases",
         "",
-        "Made by `python ci/certificates.py` of what [`fsdp-verify certify`](../certificate.md) found. A sample is spread over",
-        "all faces of the cube; it refutes where a cell fails, and does not certify where none does.",
+        "Made by `python ci/certificates.py` of what [`fsdp-verify certify`](../certificate.md) found.",
+        "A sample is spread over all faces of the cube. A failing cell refutes the claim, but a sample without failures",
+        "certifies nothing.",
         "",
         "| implementation | cells that ran | hold | fail | unknown | causes | torch | day |",
         "|---|---|---|---|---|---|---|---|",
@@ -199,7 +200,7 @@ def page(kept: Kept) -> str:
     for cause in kept["causes"]:
         lines += ["", *_told(name, cause)]
     if kept["unexplained"]:
-        lines += ["", f"{kept['unexplained']:,} cells that fail were not followed to a cause."]
+        lines += ["", f"{kept['unexplained']:,} failing cells were not explained."]
     lines += ["", "## By axis", "", "| | cells that ran | hold | fail |", "|---|---|---|---|"]
     lines += [f"| {where} | {sum(c):,} | {c[0]:,} | {c[1]:,} |" for where, c in _by_axis(kept)]
     if kept["reasons"]:

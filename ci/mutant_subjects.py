@@ -1,9 +1,19 @@
-"""Whose code ci/sampled_mutants.py changes, and which implementations are judged then."""
+"""Whose code ci/sampled_mutants.py changes, which implementations are judged then, and the changes themselves."""
 
 from __future__ import annotations
 
+import difflib
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import libcst
+    from mutmut.mutation.file_mutation import Mutation
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -68,3 +78,106 @@ SUBJECTS = {
         "torch.distributed.fsdp._flat_param",
     ),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One change of one file.
+
+    Attributes:
+        subject: Of which it is.
+        file: Path in the package.
+        function: Name of the function or method that is changed.
+        source: The whole file, changed.
+        diff: The change, as lines of a unified diff.
+        first: First line that is changed, in the file as it is.
+    """
+
+    subject: str
+    file: str
+    function: str
+    source: str
+    diff: tuple[str, ...]
+    first: int
+
+    @property
+    def place(self) -> str:
+        """The file with its package, for counting and telling."""
+        return f"{SUBJECTS[self.subject].package.replace('.', '/')}/{self.file}"
+
+    def text(self, sign: str) -> str:
+        """Lines that go (`-`) or come (`+`), in one line."""
+        return " ".join(line[1:].strip() for line in self.diff if line[0] == sign)
+
+    @property
+    def name(self) -> tuple[str, str, str, str]:
+        """How ci/sampled-mutants-explained.toml knows it: no line numbers, which shift."""
+        return self.place, self.function, self.text("-"), self.text("+")
+
+    @property
+    def identity(self) -> str:
+        """The changed file as a whole, so that a result holds for this source alone."""
+        return hashlib.sha256(f"{self.place}\n{self.source}".encode()).hexdigest()[:24]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Proposal:
+    """A change that mutmut proposes, not written out yet: that takes long, and few are chosen."""
+
+    subject: str
+    file: str
+    function: str
+    module: libcst.Module
+    mutation: Mutation
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What is changed where, without a line number."""
+        before, after = self.mutation.original_node, self.mutation.mutated_node
+        return self.file, self.function, self.module.code_for_node(before), self.module.code_for_node(after)
+
+    def written_out(self) -> Mutant:
+        """The mutant that it makes."""
+        import libcst
+        from mutmut.mutation.file_mutation import deep_replace
+
+        changed = deep_replace(self.module, self.mutation.original_node, self.mutation.mutated_node)
+        source = changed.code if isinstance(changed, libcst.Module) else ""
+        lines = list(difflib.unified_diff(self.module.code.splitlines(), source.splitlines(), n=0))[2:]
+        first = int((re.findall(r"^@@ -(\d+)", "\n".join(lines), flags=re.MULTILINE) or ["0"])[0])
+        return Mutant(
+            self.subject, self.file, self.function, source, tuple(line for line in lines if line[0] in "+-"), first
+        )
+
+
+def proposals(subject: str, file: Path) -> Iterator[Proposal]:
+    """Every change that mutmut proposes inside functions, but for changes of texts."""
+    import libcst
+    from mutmut.mutation.file_mutation import create_mutations
+
+    name = file.relative_to(SUBJECTS[subject].source()).as_posix()
+    module, mutations, _, _ = create_mutations(name, file.read_text(encoding="utf-8"))
+    for mutation in mutations:
+        function = mutation.contained_by_top_level_function
+        text = (libcst.SimpleString, libcst.FormattedString, libcst.ConcatenatedString)
+        if isinstance(function, libcst.FunctionDef) and not isinstance(mutation.original_node, text):
+            yield Proposal(subject, name, function.name.value, module, mutation)
+
+
+def chosen(subject: str, number: int, seed: int, only: str) -> list[Mutant]:
+    """`number` mutants of a subject in a random order, the same for the same seed; any first part is a sample, too.
+
+    A change elsewhere in the source changes nothing about which are chosen, so that results of earlier runs count.
+    """
+    home = SUBJECTS[subject].source()
+    files = sorted({path for pattern in SUBJECTS[subject].files for path in home.glob(pattern)})
+    found = [each for file in files for each in proposals(subject, file) if only in f"{each.file} {each.function}"]
+    times: Counter[tuple[str, ...]] = Counter()
+    order = {}
+    for proposal in found:
+        key = proposal.key
+        times[key] += 1
+        order[hashlib.sha256(repr((seed, *key, times[key])).encode()).digest()] = proposal
+    drawn = [order[digest] for digest in sorted(order)[:number]]
+    print(f"{subject}: {len(found)} mutants, {len(drawn)} of them chosen", flush=True)
+    return [each.written_out() for each in drawn]

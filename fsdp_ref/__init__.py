@@ -1,9 +1,9 @@
 """Reference implementation of fully sharded data parallel (flat-parameter FSDP).
 
 ``from fsdp_ref import FullyShardedDataParallel as FSDP`` replaces the import of torch's class; the modules ``wrap``,
-``composable``, ``comm_hooks`` and ``flat_param`` have what torch keeps under those or similar names.
+``composable``, ``comm_hooks`` and ``flat_param`` have torch's names under the same or similar module names.
 
-Importing the package is cheap: what a name needs is imported when the name is first used.
+Importing the package is cheap: each name is loaded when it is first used.
 """
 
 from importlib import import_module
@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fsdp_ref.api.arguments import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from fsdp_ref.api.fully_shard import fully_shard
-    from fsdp_ref.api.trees import (
-        clip_grad_norm_,
-        no_sync,
-        register_comm_hook,
-        register_fsdp_forward_method,
-        unshard_params,
-    )
+    from fsdp_ref.api.trees import no_sync, register_comm_hook, register_fsdp_forward_method, unshard_params
     from fsdp_ref.api.wrapper import FullyShardedDataParallel
     from fsdp_ref.checkpoint.optim_state import optim_state_dict, optim_state_dict_to_load
     from fsdp_ref.checkpoint.settings import get_state_dict_type, set_state_dict_type, state_dict_type
@@ -41,6 +35,7 @@ if TYPE_CHECKING:
     )
     from fsdp_ref.handle.marked_parameter import FlatParameter
     from fsdp_ref.storage.extension import ParameterExtension, register_parameter_extension
+    from fsdp_ref.training.clip import clip_grad_norm_
     from fsdp_ref.training.uneven_inputs import UnevenInputs
 
 __all__ = [
@@ -88,8 +83,9 @@ _HOMES = {
     "handle.marked_parameter": "FlatParameter",
     "api.wrapper": "FullyShardedDataParallel",
     "storage.extension": "ParameterExtension register_parameter_extension",
+    "training.clip": "clip_grad_norm_",
     "training.uneven_inputs": "UnevenInputs",
-    "api.trees": "clip_grad_norm_ no_sync register_comm_hook register_fsdp_forward_method unshard_params",
+    "api.trees": "no_sync register_comm_hook register_fsdp_forward_method unshard_params",
     "api.fully_shard": "fully_shard",
     "checkpoint.settings": "get_state_dict_type set_state_dict_type state_dict_type",
     "checkpoint.optim_state": "optim_state_dict optim_state_dict_to_load",

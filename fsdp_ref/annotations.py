@@ -117,9 +117,12 @@ def outermost_units(module: nn.Module, api: str) -> list[Unit]:
     Raises:
         FsdpValueError: There is none; the message begins with ``api``.
     """
+    own = unit_of(module)
+    if own is not None:
+        return [own]
     found: list[tuple[str, Unit]] = []
     for name, _, unit in units_under(module):  # depth first: what is below the last one comes right after it
-        if not found or (found[-1][0] and not name.startswith(found[-1][0] + ".")):
+        if not found or not name.startswith(found[-1][0] + "."):
             found.append((name, unit))
     if not found:
         raise FsdpValueError(

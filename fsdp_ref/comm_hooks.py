@@ -1,9 +1,9 @@
-"""Communication hooks: what a user may put in place of gradient reduction.
+"""Communication hooks, which replace the reduction of gradients.
 
-A hook is called once per flat parameter and synchronizing backward. For sharded units it gets (state, grad, output):
-the padded unsharded gradient and the shard to fill; for replicated ones (state, grad), to be reduced in place. The
-hook alone divides. Names and behaviour follow ``torch.distributed.algorithms._comm_hooks``; the compressing hooks here
-work on every device, because they copy instead of retargeting ``.data`` across streams.
+A hook is called once per flat parameter and synchronizing backward. For sharded units it gets (state, grad, output): the
+padded unsharded gradient and the shard to fill; for replicated ones (state, grad), to be reduced in place. Only the hook
+divides. Names and behaviour follow ``torch.distributed.algorithms._comm_hooks``; the compressing hooks here work on every
+device, because they copy instead of retargeting ``.data`` across streams.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class DefaultState:
-    """What the uncompressed hooks need.
+    """State of the uncompressed hooks.
 
     Attributes:
         process_group: ranks to average over.
@@ -54,7 +54,7 @@ class DefaultState:
 
 
 class LowPrecisionState(DefaultState):
-    """What the compressing hooks need: also ``parameter_type``, the dtype that reduced gradients come back in."""
+    """State of the compressing hooks: also ``parameter_type``, the dtype of the reduced gradients."""
 
     __slots__ = ("parameter_type",)
 
@@ -77,7 +77,7 @@ def allreduce_hook(state: DefaultState, grad: Tensor) -> None:
 def reduce_scatter_hook(state: DefaultState, grad: Tensor, output: Tensor) -> None:
     """Fill ``output`` with this rank's chunk of the mean of ``grad`` over the ranks of the state's group.
 
-    The same operations in the same order as reduction without a hook, hence the same bits.
+    It runs the same operations in the same order as reduction without a hook, hence gives the same bits.
 
     Collectives: one reduce-scatter on ``state.process_group``; all its ranks must join.
     """

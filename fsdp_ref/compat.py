@@ -72,13 +72,8 @@ def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Re
     return handle
 
 
-def saved_tensor_hooks_active() -> bool:
-    """Return whether somebody's saved-tensor hooks (checkpointing, offloading of activations) are in force."""
-    return saved_tensor_hooks() is not None
-
-
 def saved_tensor_hooks() -> tuple[Any, Any] | None:
-    """Return the pair of saved-tensor hooks that is in force; None for no hooks."""
+    """Return the pair of saved-tensor hooks (of checkpointing, of offloaded activations, ours) that is in force, if any."""
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 

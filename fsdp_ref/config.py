@@ -83,7 +83,7 @@ class MixedPrecision:
         reduce_dtype: dtype of gradient reduction; None follows ``param_dtype``.
         buffer_dtype: dtype that floating-point buffers are cast to once, at first use; None keeps the original.
         keep_low_precision_grads: leave reduced gradients in the reduction dtype instead of the parameters' own.
-            ``keep_grads_in_reduce_dtype`` is a second spelling of it, as argument and as property.
+            ``keep_grads_in_reduce_dtype`` is a second name for it, as argument and as property.
         cast_forward_inputs: every unit with this policy casts its own floating-point inputs to ``param_dtype``.
         cast_root_forward_inputs: the root casts its inputs; overrides ``cast_forward_inputs`` there.
         _module_classes_to_ignore: module classes that automatic wrapping gives full-precision units of their own.
@@ -133,7 +133,7 @@ class MixedPrecision:
 
     @property
     def keep_grads_in_reduce_dtype(self) -> bool:
-        """The same flag as ``keep_low_precision_grads``, under the name that says what it does."""
+        """The same flag as ``keep_low_precision_grads``, with a clearer name."""
         return self.keep_low_precision_grads
 
 
@@ -165,7 +165,7 @@ class LocalStateDictConfig(StateDictConfig):
 
 @dataclass(frozen=True, slots=True)
 class ShardedStateDictConfig(StateDictConfig):
-    """Options of sharded state dicts: ``_use_dtensor`` is there for torch's signature; entries are DTensors always."""
+    """Options of sharded state dicts: entries are always DTensors (``_use_dtensor`` is torch's)."""
 
     _use_dtensor: bool = False
 
@@ -186,14 +186,14 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass(frozen=True, slots=True)
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """Options of local optimizer state dicts; they stay where they are by default."""
+    """Options of local optimizer state dicts; values stay on their device by default."""
 
     offload_to_cpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """Options of sharded optimizer state dicts: ``_use_dtensor`` is there for torch's signature; entries are DTensors always."""
+    """Options of sharded optimizer state dicts: entries are always DTensors (``_use_dtensor`` is torch's)."""
 
     _use_dtensor: bool = False
 
@@ -202,9 +202,9 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
 class StateDictSettings:
     """The state-dict type of a module tree together with the options of its model and optimizer state dicts."""
 
-    state_dict_type: StateDictType
-    state_dict_config: StateDictConfig
-    optim_state_dict_config: OptimStateDictConfig
+    state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
+    state_dict_config: StateDictConfig = FullStateDictConfig()
+    optim_state_dict_config: OptimStateDictConfig = FullOptimStateDictConfig()
 
 
 # ---------------------------------------------------------------------- torch's objects become ours

@@ -1,8 +1,8 @@
-"""What can go wrong in the reference: one tree; classes mix in the built-in type that torch's FSDP raises.
+"""Errors of the reference, in one tree; each class also derives from the built-in type that torch's FSDP raises.
 
-``except FsdpError`` catches everything the reference raises on purpose, while code written for torch's FSDP, which
-catches ``ValueError``, ``RuntimeError``, ``AssertionError``, ``NotImplementedError`` or ``TypeError``, keeps working.
-Messages follow one form: where, what was expected, what was found, what to do.
+``except FsdpError`` catches everything the reference raises on purpose, while code written for torch's FSDP, which catches
+``ValueError``, ``RuntimeError``, ``AssertionError``, ``NotImplementedError`` or ``TypeError``, keeps working. All messages
+have one form: where, expected, got, what to do.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class FsdpTypeError(FsdpError, TypeError):
 
 
 class FsdpRuntimeError(FsdpError, RuntimeError):
-    """An operation was asked for at a time or in a setting where it has no meaning."""
+    """An operation was called at a time or in a setting in which it has no meaning."""
 
 
 class FsdpAssertionError(FsdpError, AssertionError):
-    """A rule of use was broken where torch's FSDP asserts: always checked, whatever ``python -O`` says."""
+    """A rule was broken that torch's FSDP checks by an assertion; it is checked even with ``python -O``."""
 
 
 class UnsupportedError(FsdpError, NotImplementedError):
@@ -42,7 +42,7 @@ class FlattenError(FsdpValueError):
 
 
 class MaterializeError(FsdpError, AttributeError):
-    """A module on the meta device has no way to get values."""
+    """A module on the meta device cannot be initialised."""
 
 
 class ConfigError(FsdpValueError):
@@ -54,7 +54,7 @@ class ConfigTypeError(FsdpTypeError):
 
 
 class TransitionError(FsdpRuntimeError):
-    """A shard or a handle was asked to move to a state that its transition table does not allow."""
+    """A unit would move to a state that its transition table does not allow."""
 
 
 class TrainingStateError(FsdpValueError):
@@ -62,7 +62,7 @@ class TrainingStateError(FsdpValueError):
 
 
 class UnshardConflictError(FsdpAssertionError):
-    """Parameters were to be unsharded by hand while forward, backward or another unshard uses them."""
+    """Parameters were unsharded by hand while forward, backward or another unshard uses them."""
 
 
 class RootError(FsdpRuntimeError):

@@ -1,7 +1,7 @@
-"""A loss scaler for gradients of which each rank sees only its shards.
+"""A loss scaler for sharded gradients.
 
-As in one process, with one addition: a step is skipped on all ranks if any of them finds a gradient that is not finite, so
-that shards of one parameter never part and all scales stay equal. Ranks whose shards hold no gradient take part.
+It works as in one process, with one addition: if any rank finds a gradient that is not finite, all ranks skip the step. So
+shards of one parameter never diverge, and all scales stay equal. Ranks whose shards hold no gradient take part.
 
 Source: ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`` for the name, arguments and defaults.
 """
@@ -33,11 +33,11 @@ class ShardedGradScaler(GradScaler):
         backoff_factor: multiplies the scale after a step that was skipped.
         growth_factor: multiplies it after ``growth_interval`` steps in a row that were not.
         growth_interval: see above.
-        enabled: False makes every method do what it would without scaling.
+        enabled: False makes every method behave as without scaling.
         process_group: the ranks that skip together. Default: all. For hybrid sharding all replicas belong to it.
 
     Collectives:
-        One all-reduce of one number in ``unscale_``, or in ``step`` where nobody called that. All ranks must call, with
+        One all-reduce of one number in ``unscale_``, or in ``step`` if ``unscale_`` was not called. All ranks must call, with
         gradients or without.
     """
 
@@ -65,7 +65,7 @@ class ShardedGradScaler(GradScaler):
         """Return tensors multiplied by the scale, in their own dtypes and containers.
 
         Args:
-            outputs: a tensor, or an iterable of such, nested at will; of other iterables than lists and tuples comes a map.
+            outputs: a tensor, or an iterable of tensors with any nesting; iterables other than lists and tuples give a map.
 
         Raises:
             FsdpValueError: something else.

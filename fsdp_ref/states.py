@@ -97,7 +97,7 @@ class LifeCycle:
             raise TransitionError(
                 f"unit {who or 'root'!r}: expected a move from {self.state.name} to one of "
                 f"[{listing(sorted(s.name for s in legal))}], got {new.name}. This order of operations is not legal; "
-                "finish or leave the present phase first."
+                "finish or leave the current phase first."
             )
         self.state = new
 

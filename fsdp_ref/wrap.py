@@ -1,6 +1,6 @@
 """Wrap policies under torch's module name: ``from fsdp_ref.wrap import ModuleWrapPolicy``.
 
-What makes an object a policy stands in ``build.targets``. Names and defaults follow ``torch.distributed.fsdp.wrap``.
+``build.targets`` says what makes an object a policy. Names and defaults follow ``torch.distributed.fsdp.wrap``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ModuleWrapPolicy(Policy):
 
 
 class CustomPolicy(Policy):
-    """A function decides per module: False or {} no unit; True the root's options; a dict overrides some of them.
+    """A function decides for each module: False or {} no unit; True the root's options; a dict overrides some.
 
     Example:
         ``CustomPolicy(lambda m: {"forward_prefetch": True} if m is head else isinstance(m, Block))``
@@ -111,7 +111,7 @@ def always_wrap_policy(*_args: object, **_kwargs: object) -> bool:
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Callable policy: a module becomes a unit where ``lambda_fn`` is true; bind ``lambda_fn`` with ``partial``."""
+    """Callable policy: a module becomes a unit if ``lambda_fn`` is true; bind ``lambda_fn`` with ``partial``."""
     del nonwrapped_numel
     return recurse or lambda_fn(module)
 
@@ -132,7 +132,7 @@ def or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies:
 class _SizeBasedPolicy:
     """The callable behind :data:`size_based_auto_wrap_policy`, with its two defaults as attributes.
 
-    A class and not a function with attributes set from outside, so that the attributes have types.
+    It is a class, not a function with attributes, so that the attributes have types.
     """
 
     EXCLUDE_WRAP_MODULES: set[type[nn.Module]] = {nn.ModuleList, nn.ModuleDict}

@@ -1,7 +1,7 @@
-"""Import this, and torch's multi-process test classes run on the pool, under any test runner.
+"""Import this module to run torch's multi-process test classes on the pool, under any test runner.
 
-`import fsdp_testing.dist_pool` in a test file or a conftest does what `pytest --dist-pool` does. What is replaced, and what is
-not, stands in `fsdp_testing.plugin.test_classes`.
+`import fsdp_testing.dist_pool` in a test file or a conftest does what `pytest --dist-pool` does.
+`fsdp_testing.plugin.test_classes` says what is replaced.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What can go wrong in the harness itself: one tree, each class says what it means and what to do.
+"""Errors of the harness itself, in one tree: each class says what it means and what to do.
 
 A failing *test* is not in this tree; failures of ranks are reported through verdicts (`fsdp_testing.cases.records`).
 """
@@ -29,7 +29,7 @@ class BackendUnavailable(HarnessError):
 class WorldFailed(HarnessError):
     """A function run on a world did not return on every rank.
 
-    The message is the account of every rank; `outcome` is the same as data (`fsdp_testing.ranks.pool.WorldOutcome`).
+    The message describes every rank; `outcome` has the same as data (`fsdp_testing.ranks.pool.WorldOutcome`).
     """
 
     def __init__(self, message: str, outcome: object = None) -> None:
@@ -38,7 +38,7 @@ class WorldFailed(HarnessError):
 
 
 class PoolBroken(HarnessError):
-    """The rank pool itself could not be started or was lost; the verdict of what ran on it is unknown."""
+    """The rank pool itself could not be started or was lost; its runs have no verdict."""
 
 
 class CollectiveMismatch(HarnessError):
@@ -46,7 +46,7 @@ class CollectiveMismatch(HarnessError):
 
 
 class InvalidImplementation(HarnessError):
-    """An adapter does not keep the implementation protocol: the adapter's mistake, not a sharding bug."""
+    """An adapter does not follow the implementation protocol: a mistake of the adapter, not a sharding bug."""
 
 
 class UnknownImplementation(InvalidArgument):

@@ -2,9 +2,9 @@
 
     fsdp-verify run accelerate_fsdp2:IMPLEMENTATION
 
-On a CPU, accelerate 1.15 silently ignores `fsdp_plugin` and prepares DDP; the marked line makes it do what it does
-on accelerators. Its FSDP 1 cannot be had that way: it asks for `device_id=cpu:0`, which FSDP 1 takes for another device
-than the parameters' `cpu` (ValueError "Inconsistent compute device and `device_id`").
+On a CPU, accelerate 1.15 silently ignores `fsdp_plugin` and prepares DDP; the marked line makes it prepare FSDP, as
+on accelerators. Its FSDP 1 cannot run that way: it passes `device_id=cpu:0`, which FSDP 1 does not accept for
+parameters on `cpu` (ValueError "Inconsistent compute device and `device_id`").
 """
 
 import os

@@ -1,6 +1,6 @@
-"""What the checks found in DeepSpeed's ZeRO, with deepspeed alone: python deepspeed_findings.py
+"""Defects of DeepSpeed's ZeRO that the checks found, with deepspeed alone: python deepspeed_findings.py
 
-Each assertion holds on deepspeed 0.19.8 (CPU, gloo, 2 ranks) and fails on a version in which the defect is gone.
+Each assertion holds on deepspeed 0.19.8 (CPU, gloo, 2 ranks) and fails on a version without the defect.
 """
 
 import os

@@ -2,12 +2,13 @@
 
     DS_ACCELERATOR=cpu fsdp-verify run deepspeed_zero:ZERO_1 deepspeed_zero:ZERO_2 deepspeed_zero:ZERO_3
 
-DeepSpeed's engine is made with the optimizer and owns backward and step: `wrap` gives a shell, `build_optimizer` makes the
-engine in it. The engine's step clears gradients, and it keeps what it trains in float32, whatever the model's dtype is.
+DeepSpeed's engine is made with the optimizer and owns backward and step: `wrap` returns a shell, `build_optimizer`
+makes the engine in it. The engine's step clears gradients, and the engine trains in float32, whatever the model's
+dtype.
 Accumulation is the caller's (`managed_gradient_accumulation: false`): each `step()` is a boundary.
 
-Stages 1 and 2 show no gradient before the step and stage 3 shows complete ones by way of collectives, so that gradients
-are judged by what the step makes of them: `full_parameters` is all that the adapter shows.
+Stages 1 and 2 show no gradient before the step, and stage 3 shows complete ones through collectives. So gradients
+are judged by the weights after the step, and the adapter only has `full_parameters`.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Images that the dataset flips at random, by a DistributedSampler and DistributedDataParallel."""
+"""Images that the dataset flips at random, with a DistributedSampler and DistributedDataParallel."""
 
 import torch
 import torch.distributed as dist

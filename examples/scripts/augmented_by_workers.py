@@ -1,4 +1,4 @@
-"""Augmentations drawn of torch, numpy and random by the workers of a DataLoader, which are seeded as torch's notes say."""
+"""DataLoader workers draw augmentations from torch, numpy and random, seeded as torch's notes say."""
 
 import random
 

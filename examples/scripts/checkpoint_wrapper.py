@@ -1,4 +1,4 @@
-"""FSDP2 around blocks that torch's checkpoint_wrapper wraps: activations are computed again in backward."""
+"""FSDP2 around blocks that torch's checkpoint_wrapper wraps: activations are recomputed in backward."""
 
 import torch
 import torch.distributed as dist

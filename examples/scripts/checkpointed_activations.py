@@ -1,4 +1,4 @@
-"""Blocks whose activations are computed again in backward, by torch.utils.checkpoint; the loss is taken outside."""
+"""Blocks whose activations are recomputed in backward, by torch.utils.checkpoint; the loss is taken outside."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""As many repositories do it: arguments, progress bars, logs and checkpoints of rank 0, an evaluation, sys.exit at the end."""
+"""A typical repository: arguments, progress bars, logs and checkpoints of rank 0, an evaluation, a final sys.exit."""
 
 import argparse
 import os

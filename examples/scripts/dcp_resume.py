@@ -1,4 +1,4 @@
-"""FSDP2 that saves model and optimizer with distributed checkpoint after each step, and goes on from there."""
+"""FSDP2 that saves model and optimizer with distributed checkpoint after each step, and resumes from there."""
 
 from pathlib import Path
 

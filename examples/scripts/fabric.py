@@ -1,4 +1,4 @@
-"""Lightning Fabric: a loop of one's own, with accumulation inside no_backward_sync."""
+"""Lightning Fabric: a custom loop, with accumulation inside no_backward_sync."""
 
 import os
 

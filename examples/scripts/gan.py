@@ -1,4 +1,4 @@
-"""A generator against a discriminator, each in DDP with an optimizer of its own, stepped in turns."""
+"""A generator against a discriminator, each in DDP with its own optimizer, stepped alternately."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Transformers' GPT-2 in a loop of its own: the model's own loss, get_scheduler, accumulation."""
+"""Transformers' GPT-2 in a custom loop: the model's own loss, get_scheduler, accumulation."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""A critic whose gradient by its inputs is kept near one: the penalty is differentiated twice."""
+"""A critic whose gradient with respect to its inputs is kept near one: the penalty is differentiated twice."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Lightning with manual optimization: two optimizers of one module, stepped in turns."""
+"""Lightning with manual optimization: two optimizers of one module, stepped alternately."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A batch sampler of one's own: rows of like length stand together, and the ranks take batches in turn."""
+"""A custom batch sampler: it groups rows of similar length, and the ranks take batches in turn."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""DDP on documents that are packed into one row for each batch, with places that begin anew; the loss counts all tokens."""
+"""DDP on documents packed into one row per batch, with positions that restart; the loss counts all tokens."""
 
 import torch
 import torch.distributed as dist

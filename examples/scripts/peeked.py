@@ -1,4 +1,4 @@
-"""A Trainer that looks at the first batch of each epoch before it calls set_epoch, as torch's own tutorial on DDP does."""
+"""A Trainer that reads the first batch of each epoch before it calls set_epoch, as torch's own tutorial on DDP does."""
 
 import torch
 import torch.distributed as dist

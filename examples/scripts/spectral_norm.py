@@ -1,4 +1,4 @@
-"""Spectral norm and weight norm by parametrization: power iterations in buffers that all ranks keep alike."""
+"""Spectral norm and weight norm by parametrization: power iterations in buffers that are equal on all ranks."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""A stream of rows, of which each worker of each rank takes its own."""
+"""A stream of rows, split among the workers of all ranks."""
 
 import torch
 import torch.distributed as dist

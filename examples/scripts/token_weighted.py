@@ -1,4 +1,4 @@
-"""Accumulation over micro-batches with other numbers of tokens: each loss is divided by the tokens of the whole step."""
+"""Micro-batches with different numbers of tokens: each loss is divided by the tokens of the whole step."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on tokens that are there already, with a tiny model with random weights and a tokenizer made by hand."""
+"""TRL's SFTTrainer on prepared tokens, with a tiny model with random weights and a handmade tokenizer."""
 
 import torch
 from datasets import Dataset

@@ -1,4 +1,4 @@
-"""Truncated backpropagation through time: a hidden state per stream goes from batch to batch, each rank has its streams."""
+"""Truncated backpropagation through time: each rank carries its streams' hidden states from batch to batch."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""DDP on a number of rows that no batch divides: the sampler and the loader drop what is left over."""
+"""DDP on a number of rows that no batch divides: the sampler and the loader drop the rest."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""A model whose branch depends on the step: DDP looks for parameters that a step does not use."""
+"""A model whose branch depends on the step: DDP finds parameters that a step does not use."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""A validation on every rank after each epoch, of which the accuracy is logged and the loss steers the learning rate."""
+"""Validation on every rank after each epoch: the accuracy is logged and the loss controls the learning rate."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""DDP with a moving average of the weights and a checkpoint after each step, from which it goes on."""
+"""DDP with a moving average of the weights and a checkpoint after each step, from which it resumes."""
 
 import copy
 import os

@@ -1,4 +1,4 @@
-"""DDP, fine-tuning on images: batch norms keep the statistics that they came with, and the first layer is frozen."""
+"""DDP, fine-tuning on images: batch norms keep their pretrained statistics, and the first layer is frozen."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""fully_shard on each layer and on the root, micro-batches, clipping; each rank draws rows of its own."""
+"""fully_shard on each layer and on the root, micro-batches, clipping; each rank draws its own rows."""
 
 import torch
 import torch.distributed as dist

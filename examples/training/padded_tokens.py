@@ -1,4 +1,4 @@
-"""DDP on sequences of different lengths: the loss is the mean over the tokens of all ranks, as is what is logged."""
+"""DDP on sequences of different lengths: the loss and its log are means over the tokens of all ranks."""
 
 import torch
 import torch.distributed as dist

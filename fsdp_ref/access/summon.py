@@ -141,25 +141,20 @@ def refuse_running(unit: Unit) -> None:
 
 @contextmanager
 def _summoned(unit: Unit, options: SummonOptions) -> Iterator[None]:
-    handle = unit.handle
-    summoned = None if handle.empty else _Summoned(unit, handle, options)
-    if summoned is not None:
-        summoned.prepare()
+    summoned = _Summoned(unit, unit.handle, options)
+    summoned.prepare()
     resumes = unit.state
     unit.move(UnitState.SUMMONED)
     try:
-        if summoned is not None:
-            summoned.show()
+        summoned.show()
         try:
             yield
         finally:
-            if summoned is not None:
-                summoned.keep_edits(resumes)
+            summoned.keep_edits(resumes)
     finally:
         # The unit's own buffer was left alone, and so is what was gathered in it before.
         unit.move(resumes)
-        if summoned is not None:
-            summoned.close()
+        summoned.close()
 
 
 class _Summoned:
@@ -308,7 +303,7 @@ class _Summoned:
         flags = torch.zeros(len(handle.fqns), dtype=torch.uint8, device=handle.config.device)
         flags[edited] = 1
         for group in (handle.groups.replicate, handle.groups.shard):
-            if group is not None and group.size() > 1:
+            if group is not None and group.size() > 1 and not handle.empty:
                 flat = self._full_F.to(handle.config.device)
                 handle.collectives.broadcast(flat, 0, group, handle.name).wait()
                 handle.collectives.broadcast(flags, 0, group, handle.name).wait()

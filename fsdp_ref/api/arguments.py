@@ -23,7 +23,7 @@ class MixedPrecisionPolicy:
     """Dtypes of computation and reduction.
 
     Attributes:
-        param_dtype: dtype of full parameters and of computation; None: that of the parameters.
+        param_dtype: dtype of full parameters and of computation; None: the parameters' dtype.
         reduce_dtype: dtype of the reduction of gradients; None: ``param_dtype``.
         output_dtype: dtype that floating-point outputs of each unit are cast to; None leaves them.
         cast_forward_inputs: each unit casts its floating-point inputs to ``param_dtype``.

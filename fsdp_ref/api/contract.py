@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from torch import nn
@@ -91,10 +91,8 @@ def check_one_module(api: str, module: object) -> None:
         )
 
 
-def _get_registry(module: nn.Module) -> Mapping[str, Any] | None:
-    """Return the APIs applied to ``module``, name to state, in order of application; None without any."""
-    return registry_of(module)
-
+_get_registry = registry_of
+"""Torch's name of it."""
 
 Names = tuple[list[str], list[str], list[str]]
 _KINDS: Final = ("parameters", "buffers", "modules")
@@ -126,11 +124,7 @@ def _register_all(modules: Iterable[nn.Module], name: str, state: object) -> Non
 def _names(module: nn.Module, api: str) -> Names:
     """Return the names below ``module``, of each module once; not below those that have had the API already."""
     parameters, buffers, modules = dict[Any, str](), dict[Any, str](), dict[nn.Module, str]()
-
-    def had_it(below: nn.Module) -> bool:
-        return api in (registry_of(below) or {})
-
-    for path, each in walk(module, had_it):
+    for path, each in walk(module, lambda below: api in (registry_of(below) or {})):
         if each in modules:
             continue
         modules[each] = path

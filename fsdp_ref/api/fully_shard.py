@@ -64,8 +64,8 @@ def fully_shard(
     Args:
         module: the module.
         process_group: the shard group, or (shard group, replicate group) for hybrid strategies. Default: all ranks.
-        policy: which submodules become units of their own; an object with ``_run_policy``. Units that were made by
-            earlier calls below ``module`` stay as they are.
+        policy: which submodules become units of their own; an object with ``_run_policy``. Units made by earlier calls below
+            ``module`` stay unchanged.
         strategy: what is sharded and when it is freed. Default: ``FULL_SHARD``.
         mixed_precision: dtypes of computation, reduction and buffers.
         cpu_offload: where shards live outside computation.
@@ -73,8 +73,8 @@ def fully_shard(
         device_id: the device of computation. Default: where the parameters are.
         param_init_fn: initializes modules that are on the meta device.
         sync_module_states: start from rank 0's parameters and buffers.
-        forward_prefetch: gather the next unit in forward, in the order of the first iteration.
-        backward_prefetch: when backward gathers the next unit; None: not ahead.
+        forward_prefetch: prefetch the next unit in forward, in the order of the first iteration.
+        backward_prefetch: when backward prefetches the next unit; None: never.
         device_mesh: instead of ``process_group``.
         mesh: a mesh of one axis, or of two (replicate, shard); also says which strategy.
         reshard_after_forward: False keeps full parameters for backward. In place of ``strategy``.
@@ -82,7 +82,7 @@ def fully_shard(
         offload_policy: a ``CPUOffloadPolicy`` or ``OffloadPolicy``, ours or torch's, in place of ``cpu_offload``.
         ignored_params: parameters to leave alone, in place of ``ignored_modules``.
 
-    The module, and each that ``policy`` chooses, has the methods of ``api.module_methods`` afterwards.
+    Afterwards the module, and each module that ``policy`` chooses, has the methods of ``api.module_methods``.
 
     Raises:
         ConfigError: ``policy`` is no policy object; two arguments for one setting.

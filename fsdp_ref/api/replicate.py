@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fsdp_ref.annotations import is_replicated, registry_of, unit_of, walk
 from fsdp_ref.api.contract import check_one_module, contract
-from fsdp_ref.comm.collectives import collectives_for, cut_into_buckets
+from fsdp_ref.comm.collectives import broadcast_tensors, collectives_for, cut_into_buckets
 from fsdp_ref.comm.division import DivideFactors, divide
 from fsdp_ref.comm.groups import default_group
 from fsdp_ref.comm.tensor_parallel import is_dtensor
@@ -77,15 +77,15 @@ def replicate(
 
     Args:
         module: the module; its parameters and buffers stay where they are.
-        ignored_modules: submodules that are left alone, with everything below them.
+        ignored_modules: submodules to leave alone, with everything below them.
         process_group: ranks of the replicas; default: the default group.
         device_mesh: a 1-D mesh in place of ``process_group``.
         device_id: the device of this replica.
         bucket_cap_mb: size of one reduction, in MiB (default 25).
         broadcast_buffers: broadcast rank 0's buffers before each synchronizing forward.
         init_sync: broadcast rank 0's parameters and buffers before the first forward.
-        **ddp_kwargs: further options of DistributedDataParallel; those that only choose between ways of computing the
-            same gradients are accepted, others refused.
+        **ddp_kwargs: further options of DistributedDataParallel; options that do not change gradients are accepted, others
+            are refused.
 
     Raises:
         FsdpRuntimeError: ``module`` is a unit of ``fully_shard``, or ``device_id`` has a wrong type.
@@ -94,8 +94,8 @@ def replicate(
         FsdpValueError: ``module`` has no parameter of its own.
 
     Collectives:
-        None here; broadcasts at the first forward and one or more all-reduces per synchronizing backward, on the
-        group, joined by all its ranks.
+        None here; broadcasts at the first forward and one or more all-reduces per synchronizing backward, on the group,
+        joined by all its ranks.
     """
     check_one_module("replicate", module)
     if unit_of(module) is not None or "fully_shard" in (registry_of(module) or {}):
@@ -266,8 +266,8 @@ class Replica:
         trained = [name for name, param in late.items() if param.requires_grad]
         if trained:
             raise FsdpRuntimeError(
-                f"forward of the replicated {type(self.module).__name__}: expected the parameters that were there at "
-                f"its first forward, got trainable parameters that came later: {listing(trained)}. Replace or add "
+                f"forward of the replicated {type(self.module).__name__}: expected the parameters of its first "
+                f"forward, got trainable parameters added later: {listing(trained)}. Replace or add "
                 "modules and parameters before the first forward (gradients of later ones are not averaged), "
                 "load values into the parameters that are there, or freeze them."
             )
@@ -327,17 +327,9 @@ class Replica:
             elif used:
                 param.grad = mean.clone()
 
-    @torch.no_grad()
     def _broadcast(self, tensors: Iterable[Tensor]) -> None:
-        pending = [
-            collectives_for(self.group, tensor.device).broadcast(
-                tensor.detach(), 0, self.group, type(self.module).__name__
-            )
-            for tensor in tensors
-            if tensor.numel()
-        ]
-        for work in pending:
-            work.wait()
+        filled = [tensor.detach() for tensor in tensors if tensor.numel()]
+        broadcast_tensors(filled, self.group, type(self.module).__name__)
 
 
 def _looks(modules: Iterable[nn.Module]) -> list[tuple[int, ...]]:

@@ -1,24 +1,26 @@
-"""What can be done with a tree of units, however it was sharded: functions of any module, for the composable API.
+"""What can be done with a tree of units, however it was sharded: functions of any module.
 
-The wrapper has methods of the same names on its root. Here ``module`` may be a unit, or a plain module around several.
+``module`` may be a unit, or a plain module around several. The wrapper has the same functions as methods.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp_ref.access.summon import SummonOptions, summon
 from fsdp_ref.annotations import outermost_units, unit_of
-from fsdp_ref.errors import FsdpValueError, listing
-from fsdp_ref.runtime import reduction_settings
+from fsdp_ref.errors import CommHookError, FsdpValueError, RootError, TrainingStateError, listing
 from fsdp_ref.runtime.forward import call_unit
-from fsdp_ref.training import clip
+from fsdp_ref.runtime.root import Root, lazy_init
+from fsdp_ref.runtime.unit import Unit
+from fsdp_ref.states import TrainingState
 
 
 @contextmanager
@@ -26,45 +28,35 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """Accumulate gradients locally in backward passes inside; the first one outside reduces all of them.
 
     Args:
-        module: The module that runs: every outermost unit at or below it is meant, with all units below those.
+        module: The module that runs: the context covers every outermost unit at or below it, with all units below those.
 
     Raises:
         FsdpValueError: There is no unit.
         RootError: A unit belongs to a larger tree.
         TrainingStateError: Forward, backward or a summon is under way.
     """
-    with ExitStack() as stack:
-        for unit in outermost_units(module, "no_sync"):
-            stack.enter_context(reduction_settings.no_sync(unit))
+    units: list[Unit] = []
+    for unit in outermost_units(module, "no_sync"):
+        units += lazy_init(unit).units
+        if not unit.is_root:
+            raise RootError(
+                "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on root FSDP module: "
+                f"expected the outermost unit, got {unit!r}. Use the module that you run."
+            )
+        if unit.training_state is not TrainingState.IDLE:
+            raise TrainingStateError(
+                f"no_sync: expected to be in states [{TrainingState.IDLE}] but current state is {unit.training_state}. "
+                "Enter it outside of forward and summon_full_params."
+            )
+    # Each its own value: a unit may have been set by hand before (``set_requires_gradient_sync``).
+    before = [unit.sync_gradients for unit in units]
+    for unit in units:
+        unit.sync_gradients = False
+    try:
         yield
-
-
-def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scale all gradients at or below ``module`` so that their joint norm over all ranks is at most ``max_norm``.
-
-    Args:
-        module: A module with one outermost unit.
-        max_norm: The bound.
-        norm_type: The p of the norm, inf included.
-
-    Returns:
-        The norm before clipping, a scalar that is the same on every rank; see ``training.clip``.
-
-    Raises:
-        FsdpValueError: There is no unit, or several outermost ones, whose gradients no one norm covers.
-        RootError: The unit belongs to a larger tree.
-        FsdpRuntimeError: Gradients wait unreduced from ``no_sync``.
-
-    Collectives:
-        One all-reduce per shard group: all ranks must call.
-    """
-    found = outermost_units(module, "clip_grad_norm_")
-    if len(found) > 1:
-        raise FsdpValueError(
-            "clip_grad_norm_: expected one outermost unit, got "
-            f"{listing(type(unit.module).__name__ for unit in found)}. Make the module around them a unit."
-        )
-    return clip.clip_grad_norm_(found[0], float(max_norm), float(norm_type))
+    finally:
+        for unit, value in zip(units, before):
+            unit.sync_gradients = value
 
 
 def register_comm_hook(module: nn.Module, state: Any, hook: Callable[..., Any]) -> None:
@@ -72,23 +64,54 @@ def register_comm_hook(module: nn.Module, state: Any, hook: Callable[..., Any]) 
 
     Args:
         module: The module that runs.
-        state: What the hook gets first; see ``fsdp_ref.comm_hooks``.
+        state: The hook's first argument; see ``fsdp_ref.comm_hooks``.
         hook: ``hook(state, grad, output)`` for sharded units, ``hook(state, grad)`` for replicated ones.
 
     Raises:
         FsdpValueError: There is no unit, or ``hook`` is not callable.
-        CommHookError: A unit belongs to a larger tree, has a hook already, or is of a hybrid strategy, whose two-level
-            reduction has no hook; or a hook of DDP, which gets buckets.
+        CommHookError: A unit belongs to a larger tree, has a hook already, or or has a hybrid strategy, whose two-level
+            reduction takes no hook; or ``hook`` is a hook of DDP, which takes buckets.
     """
     for unit in outermost_units(module, "register_comm_hook"):
-        reduction_settings.register_comm_hook(unit, state, hook)
+        root = lazy_init(unit)
+        _check_hook(root, unit, hook)
+        for each in root.units:
+            each.comm_hook, each.comm_hook_state = hook, state
+
+
+def _check_hook(root: Root, unit: Unit, hook: object) -> None:
+    if not unit.is_root:
+        raise CommHookError("register_comm_hook can only be called on a root instance.")
+    hybrid = [repr(each) for each in root.units if each.config.hybrid]
+    if hybrid:
+        raise CommHookError(
+            f"Communication hook is not supported for hybrid strategies: expected units over one group, got {listing(hybrid)}."
+            " Use another strategy."
+        )
+    if any(each.comm_hook is not None for each in root.units):
+        raise CommHookError("A communication hook is already registered")
+    if not callable(hook):
+        raise FsdpValueError(f"The communication hook must be callable: expected a function, got {hook!r}. Pass one.")
+    if _takes_bucket(hook):
+        raise CommHookError(
+            f"register_comm_hook: expected hook(state, grad[, output]), got {getattr(hook, '__name__', hook)}, which takes a "
+            "bucket of DDP. Use one of fsdp_ref.comm_hooks (fp16_compress_hook, bf16_compress_hook), or write one of that form."
+        )
+
+
+def _takes_bucket(hook: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(hook).parameters.values()
+    except (TypeError, ValueError):  # a callable of C++ says nothing of itself
+        return False
+    return any("GradBucket" in str(parameter.annotation) for parameter in parameters)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let a method of a unit other than ``forward`` run as its forward does: with full parameters and reduced gradients.
 
     Args:
-        module: What users call: a wrapper, or a module that ``fully_shard`` was applied to; nothing happens for another.
+        module: The wrapper, or the module with ``fully_shard``; other modules are left unchanged.
         method_name: The method, of the wrapped module for a wrapper. Hooks of the module do not run around it.
 
     Raises:
@@ -130,7 +153,7 @@ def unshard_params(
         module: Any module.
         recurse: Also units below; otherwise only the module's own.
         writeback: Keep edits.
-        rank0_only: Only rank 0 of each shard group sees them; with ``writeback`` its edits reach all ranks.
+        rank0_only: Only rank 0 of each shard group sees them; with ``writeback`` all ranks get its edits.
         offload_to_cpu: Show them on the CPU.
         with_grads: Show full averaged gradients too (original parameters only).
 

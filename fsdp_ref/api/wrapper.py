@@ -6,7 +6,6 @@ order and defaults: ``torch.distributed.fsdp.FullyShardedDataParallel`` (torch 2
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -18,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_ref.access.summon import SummonOptions, summon
 from fsdp_ref.annotations import unit_of, units_in, units_under
 from fsdp_ref.api.contract import check_one_module
-from fsdp_ref.api.module_methods import EarlyUnshard
-from fsdp_ref.api.trees import unshard_params
+from fsdp_ref.api.module_methods import EarlyUnshard, unshard
+from fsdp_ref.api.trees import no_sync, register_comm_hook, unshard_params
 from fsdp_ref.build.attach import Connect, attach
 from fsdp_ref.build.ignored import resolve_ignored
 from fsdp_ref.build.plan import PlannedUnit
@@ -28,9 +27,8 @@ from fsdp_ref.errors import TrainingStateError
 from fsdp_ref.handle.writeback import refuse_other_device
 from fsdp_ref.naming import FSDP_WRAPPED_MODULE, without_wrappers
 from fsdp_ref.runtime.forward import call_unit
-from fsdp_ref.runtime.reduction_settings import no_sync, register_comm_hook
 from fsdp_ref.runtime.root import lazy_init
-from fsdp_ref.runtime.unit import Ahead, Unit
+from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.states import ReshardReason, TrainingState
 from fsdp_ref.torch_names.attributes import UnitAttributes
 from fsdp_ref.training.clip import clip_grad_norm_
@@ -45,15 +43,15 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
         sharding_strategy: what is sharded and when it is freed. Default: ``FULL_SHARD``.
         cpu_offload: where shards live outside computation.
         auto_wrap_policy: which submodules become units of their own: an object with ``_run_policy`` or a callable.
-        backward_prefetch: when backward gathers the next unit; None: not ahead.
+        backward_prefetch: when backward prefetches the next unit; None: never.
         mixed_precision: dtypes of computation, reduction and buffers.
         ignored_modules: modules to leave alone.
         param_init_fn: initializes modules that are on the meta device.
         device_id: the device of computation. Default: where the parameters are.
         sync_module_states: start from rank 0's parameters and buffers.
-        forward_prefetch: gather the next unit in forward, in the order of the first iteration.
+        forward_prefetch: prefetch the next unit in forward, in the order of the first iteration.
         limit_all_gathers: bound how far the host runs ahead of a device.
-        use_orig_params: users keep their own parameters instead of one flat parameter per unit.
+        use_orig_params: show the original parameters instead of one flat parameter per unit.
         ignored_states: parameters, or modules, to leave alone.
         device_mesh: instead of ``process_group``: 1-D, or (replicate, shard) for hybrid strategies.
 
@@ -135,7 +133,7 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
         return self.module.__getitem__(key)  # type: ignore[operator]  # fails as the module itself would
 
     def check_is_root(self) -> bool:
-        """Return whether this is the outermost unit; decide it when it is not decided yet."""
+        """Return whether this is the outermost unit; decide it now if necessary."""
         lazy_init(self._unit)
         return bool(self._unit.is_root)
 
@@ -195,28 +193,17 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
             unit.absorb()
         return self
 
-    def _unshard(self, async_op: bool = False) -> Any:
+    def _unshard(self, async_op: bool = False) -> EarlyUnshard | None:
         """Begin to gather this unit's parameters ahead of forward; return something to wait for with ``async_op``."""
         lazy_init(self._unit)
-        self._unit.unshard(Ahead.USER)
-        if async_op:
-            return EarlyUnshard(self._unit)
-        EarlyUnshard(self._unit).wait()
-        return None
+        return unshard(self, async_op)
 
     # ------------------------------------------------------------------ gradients
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Accumulate gradients locally in backward passes inside; the first one outside reduces them. Root only."""
-        return no_sync(self._unit)
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip all gradients to a total norm; see ``training.clip``. Root only."""
-        return clip_grad_norm_(self._unit, float(max_norm), float(norm_type))
-
-    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Let ``hook`` reduce gradients in every unit; see ``runtime.reduction_settings``. Root only, once."""
-        register_comm_hook(self._unit, state, hook)
+    # All three are of the root alone.
+    no_sync = no_sync
+    clip_grad_norm_ = clip_grad_norm_
+    register_comm_hook = register_comm_hook
 
     # ------------------------------------------------------------------ object protocol
 
@@ -230,7 +217,7 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
         if self._unit.training_state.name not in {each.name for each in allowed}:
             raise TrainingStateError(
                 f"{type(self).__name__}: expected to be in states {allowed} but current state is "
-                f"{self._unit.training_state}. Finish the present operation first."
+                f"{self._unit.training_state}. Finish the current operation first."
             )
 
     def _fqn_modifiers(self) -> dict[str, str]:

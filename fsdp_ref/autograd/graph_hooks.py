@@ -17,7 +17,7 @@ from fsdp_ref import compat
 from fsdp_ref.storage.precision import tensors_in
 
 if TYPE_CHECKING:
-    from fsdp_ref.autograd.graph_ties import GraphTie, PassRecord
+    from fsdp_ref.autograd.graph_ties import GraphTie
     from fsdp_ref.runtime.unit import Unit
 
 
@@ -29,27 +29,20 @@ class TakenInputs:
     def __init__(self, *values: Any) -> None:
         self._taken: dict[int, tuple[Tensor, int]] = {}
         if torch.is_grad_enabled():
-            self._taken = {id(t): (t, t._version) for t in tensors_in(*values) if t.requires_grad}
+            # The tensors themselves, too: while they are kept, nothing else gets their ids.
+            inputs = [t for t in tensors_in(*values) if t.requires_grad]
+            self._taken = {id(t): (t, t._version) for taken in inputs for t in with_base(taken)}
 
     def gives_back(self, output: Tensor) -> bool:
-        """Whether an output is one of the inputs as it came; one that was changed in place since is not."""
+        """Whether an output is one of the inputs, or their base, as it came; one that was changed in place since is not."""
         # By object, not by memory: a view of an input is an output of its own, with a node that backward reaches first.
         _, version = self._taken.get(id(output), (None, -1))
         return version == output._version
 
 
-class OutputHook:
-    """Runs when the gradient of an output is there."""
-
-    __slots__ = ("_pre_backward", "_record", "_tie")
-
-    def __init__(self, tie: GraphTie, record: PassRecord | None, pre_backward: Callable[[Unit], None]) -> None:
-        self._tie = tie
-        self._record = record
-        self._pre_backward = pre_backward
-
-    def __call__(self, grad: Tensor) -> None:
-        self._pre_backward(self._tie.unit())
+def with_base(tensor: Tensor) -> list[Tensor]:
+    """Return a tensor and, if it is a view, the tensor that it is a view of."""
+    return [tensor] if tensor._base is None else [tensor, tensor._base]
 
 
 class InputsWatch:
@@ -68,6 +61,7 @@ class InputsWatch:
     def __init__(self, tie: GraphTie, tensors: list[Tensor], done: Callable[[Unit], None]) -> None:
         self._tie = tie
         self._done = done
+        # Each once: a tensor that is passed in several places has one gradient.
         distinct = list({id(tensor): tensor for tensor in tensors}.values())
         self._all = frozenset(range(len(distinct)))
         self._missing = set(self._all)
@@ -90,6 +84,7 @@ class InputsWatch:
             self._done(self._tie.unit())
 
     def __del__(self) -> None:
+        # An input may live on with the next step's graph: a hook that stays would be called there for nothing.
         for handle in self._handles:
             handle.remove()
 

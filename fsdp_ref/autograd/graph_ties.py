@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 
 class GraphTie:
-    """What the graph of one forward pass holds of one unit."""
+    """What the graph of one forward pass holds of one unit.
 
-    __slots__ = ("_held", "_unit")
+    Attributes:
+        held: the unit, which the tie keeps alive; None once a backward pass has gone through the graph.
+    """
+
+    __slots__ = ("_unit", "held")
 
     def __init__(self, unit: Unit) -> None:
         self._unit = weakref.ref(unit)
-        self._held: Unit | None = unit
-
-    @property
-    def fast(self) -> bool:
-        """Whether the tie keeps its unit alive."""
-        return self._held is not None
+        # Strongly until a backward has run: a function may build a model, and return its loss alone.
+        self.held: Unit | None = unit
 
     def loosen(self) -> None:
         """A backward pass went through the graph: do not keep the unit alive any longer."""
-        self._held = None
+        self.held = None
 
     def unit(self) -> Unit:
         """Return the unit, for a backward pass that runs now; the pass loosens the tie when it ends.
@@ -84,6 +84,10 @@ class PassRecord:
         """Return which originals forward changed in place since the pass began, or since :meth:`accept_edits`."""
         return [i for i, (alias, was) in enumerate(zip(self.aliases, self._versions)) if version_of(alias) != was]
 
+    def leads_to(self, tensor: Tensor) -> bool:
+        """Return whether the views come from the node that this tensor comes from: it is one of them."""
+        return any(tensor.grad_fn is node for node in self._nodes)
+
     def tracked_anew(self, index: int) -> bool:
         """Return whether autograd tracked a change of this original, which was trained."""
         return self._nodes[index] is not None and self.aliases[index].grad_fn is not self._nodes[index]
@@ -106,7 +110,7 @@ class GraphSide:
     def tie(self) -> GraphTie:
         """Return what the graph of the present forward pass holds of the unit."""
         # One for all graphs of a round: one backward through any of them loosens it, and a later forward makes a new one.
-        if self._tie is None or not self._tie.fast:
+        if self._tie is None or self._tie.held is None:
             self._tie = GraphTie(self._unit)
         return self._tie
 
@@ -126,6 +130,7 @@ class GraphSide:
 
     def remember(self, record: PassRecord) -> None:
         """Know a forward pass for as long as somebody else (an open call, the graph) holds its record."""
+        # Weakly: the unit must not lead to a graph (see above).
         self._record = weakref.ref(record)
 
     def forget(self) -> None:

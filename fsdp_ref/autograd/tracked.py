@@ -60,6 +60,7 @@ class TrackedParams(torch.autograd.Function):
         ctx.on_gradients = on_gradients
         # Independent tensors, not views: in-place edits by a user's module must not trip over autograd's view rules.
         views = tuple(alias(view) for view in handle.compute_views())
+        # Read for each pass: users freeze and thaw parameters between steps.
         trainable = handle.originals.trainable()
         ctx.mark_non_differentiable(*(view for view, wanted in zip(views, trainable) if not wanted))
         return views
@@ -75,6 +76,7 @@ class TrackedParams(torch.autograd.Function):
                 f"parameters of {unit.name or 'the root'!r}. Use create_graph only for gradients of inputs."
             )
         ctx.on_gradients(unit, _chosen(ctx, unit, grads))
+        # Nothing for the anchor and for what users hold: ``.grad`` is set by the runtime, once it is reduced.
         return (None,) * len(ctx.needs_input_grad)
 
 
@@ -89,6 +91,7 @@ def _chosen(ctx: Any, unit: Unit, grads: tuple[Tensor | None, ...]) -> tuple[Ten
     _, *held = ctx.next_functions
     try:
         chosen = [node is not None and compat.pass_reaches(node) for node, _ in held]
+    # The engine refuses the question for a leaf whose gradient it hands out, as ``torch.autograd.grad`` wants it.
     except RuntimeError as error:
         raise FsdpRuntimeError(
             f"torch.autograd.grad for parameters of {unit.name or 'the root'!r}: expected backward, which reduces "
@@ -127,27 +130,13 @@ class _Values:
             refuse_changed(handle, handle.versions.owner(self._position))
 
 
-class SavedPiece:
-    """A view of a unit's full parameter that autograd saved, where nothing is gathered and its memory stays."""
-
-    __slots__ = ("_values", "view")
-
-    def __init__(self, handle: FlatHandle, local: Tensor, view: Tensor) -> None:
-        self._values = _Values(handle, local)
-        self.view = view
-
-    def restore(self) -> Tensor:
-        """Return the view."""
-        self._values.check()
-        return self.view
-
-
 class SavedView:
     """A view of a unit's full parameter that autograd saved, without its memory."""
 
     __slots__ = ("dtype", "full_precision", "offset", "rebuild", "size", "stride", "tie", "values")
 
     def __init__(self, unit: Unit, view: Tensor, rebuild: Callable[[Tensor], Tensor] | None) -> None:
+        # The tie: while the graph lives this keeps the unit that has to gather again.
         self.tie = unit.graph.tie()
         self.values = _Values(unit.handle, view)
         self.dtype = view.dtype
@@ -177,6 +166,7 @@ class SavedView:
         return view.clone() if torch.is_grad_enabled() or not compat.in_backward() else view
 
     def _view(self, flat_F: Tensor) -> Tensor:
+        # On the same storage, by offset: the buffer was refilled in place, or this is a copy of the same layout.
         view = torch.empty(0, dtype=self.dtype, device=flat_F.device)
         view = view.set_(flat_F.untyped_storage(), self.offset, self.size, self.stride)
         return view if self.rebuild is None else self.rebuild(view)
@@ -193,10 +183,12 @@ def pack_with(units_by_storage: UnitsByStorage) -> Callable[[Tensor], Any]:
 
     It knows them weakly: autograd keeps the hook for as long as what it packed, which may be stored in the module.
     """
+    # A dictionary of its own class, for which Python allows a weak reference.
     known = weakref.ref(units_by_storage)
 
     def pack(tensor: Tensor) -> Any:
         spread = is_dtensor(tensor)
+        # What lies in the buffer is the local tensor; the DTensor around it has no storage of its own.
         local = local_of(tensor) if spread else tensor
         if type(local) is not Tensor or local.layout is not torch.strided:
             # A parameter that no unit manages; what counts the changes of other kinds of tensors is theirs to know.
@@ -210,7 +202,7 @@ def pack_with(units_by_storage: UnitsByStorage) -> Callable[[Tensor], Any]:
         if unit is not None and compat.storage_key(unit.handle.full_F()) == key:
             if unit.handle.needs_buffer:
                 return SavedView(unit, local, rebuilder(tensor) if spread else None)
-            return SavedPiece(unit.handle, local, kept)
+            return kept, _Values(unit.handle, local)  # nothing is gathered: its memory stays
         return kept, compat.version_of(kept)
 
     return pack
@@ -222,10 +214,11 @@ def unpack_with(demand: Callable[[Unit], None]) -> Callable[[Any], Tensor]:
     def unpack(packed: Any) -> Tensor:
         if type(packed) is SavedView:
             return packed.restore(demand)
-        if type(packed) is SavedPiece:
-            return packed.restore()
+        # -1: somebody else counts the changes of such a tensor, or nobody.
         tensor, version = packed
-        if version not in {-1, compat.version_of(tensor)}:
+        if type(version) is _Values:
+            version.check()
+        elif version not in {-1, compat.version_of(tensor)}:
             raise FsdpRuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"expected a {tensor.dtype} tensor of shape {tuple(tensor.shape)} at version {version}, got version "

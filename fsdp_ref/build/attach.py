@@ -23,7 +23,7 @@ from fsdp_ref.build.targets import choose_targets
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.runtime.guards import UNIT_MADE, UNIT_WATCHES
 from fsdp_ref.runtime.unit import Unit
-from fsdp_ref.storage.param_sites import ManagedParam
+from fsdp_ref.storage.views import ManagedParam
 
 Connect = Callable[[PlannedUnit], nn.Module]
 """Lets calls of a planned unit's module reach the unit; returns the module that users call."""

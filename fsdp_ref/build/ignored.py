@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -60,19 +60,19 @@ def resolve_ignored(
             "FullyShardedDataParallel: expected one of ignored_modules and ignored_states, got both. "
             "Cannot pass both ignored_modules and ignored_states at the same time; pass ignored_states."
         )
-    modules = _modules_of(ignored_modules)
-    explicit: set[nn.Parameter] = set()
-    if ignored_states is not None:
-        states = _elements("ignored_states", ignored_states)
-        if states and all(isinstance(state, nn.Parameter) for state in states):
-            explicit = {state for state in states if isinstance(state, nn.Parameter)}
-        elif all(isinstance(state, nn.Module) for state in states):
-            modules = [state for state in states if isinstance(state, nn.Module)]
-        else:
-            raise FsdpValueError(
-                "FullyShardedDataParallel: ignored_states expects all nn.Parameter or all nn.Module list elements "
-                f"but got types {_types_of(states)}. Pass one kind."
-            )
+    modules, states = _elements("ignored_modules", ignored_modules), _elements("ignored_states", ignored_states)
+    explicit = [state for state in states if isinstance(state, nn.Parameter)]
+    if not all(isinstance(module, nn.Module) for module in modules):
+        raise FsdpValueError(
+            f"FullyShardedDataParallel: ignored_modules expects nn.Module list elements but got types "
+            f"{_types_of(modules)}. Pass parameters as ignored_states."
+        )
+    modules += [state for state in states if isinstance(state, nn.Module)]
+    if states and len(states) not in {len(explicit), len(modules)}:
+        raise FsdpValueError(
+            "FullyShardedDataParallel: ignored_states expects all nn.Parameter or all nn.Module list elements "
+            f"but got types {_types_of(states)}. Pass one kind."
+        )
     _refuse_units(modules)
     if root in modules:
         warnings.warn(
@@ -86,7 +86,7 @@ def resolve_ignored(
     roots = [*modules, *(module for module in found if module is not root and is_replicated(module))]
     below = {child for module in roots for child in module.modules() if unit_of(child) is None or is_replicated(module)}
     inside = {param for module in below for param in module.parameters(recurse=False)}
-    return Ignored(frozenset(below), frozenset(inside | explicit))
+    return Ignored(frozenset(below), frozenset(inside.union(explicit)))
 
 
 def has_its_own(module: nn.Module) -> bool:
@@ -94,25 +94,14 @@ def has_its_own(module: nn.Module) -> bool:
     return is_unit(module) or is_replicated(module)
 
 
-def _elements(name: str, values: Iterable[object]) -> list[object]:
+def _elements(name: str, values: Iterable[Any] | None) -> list[Any]:
     try:
-        return list(values)
+        return [] if values is None else list(values)
     except TypeError:
         raise FsdpTypeError(
             f"FullyShardedDataParallel: `{name}` should be an iterable of modules or parameters, "
             f"got {type(values).__name__}. Pass a list."
         ) from None
-
-
-def _modules_of(ignored_modules: Iterable[nn.Module] | None) -> list[nn.Module]:
-    values = [] if ignored_modules is None else _elements("ignored_modules", ignored_modules)
-    modules = [value for value in values if isinstance(value, nn.Module)]
-    if len(modules) != len(values):
-        raise FsdpValueError(
-            f"FullyShardedDataParallel: ignored_modules expects nn.Module list elements but got types "
-            f"{_types_of(values)}. Pass parameters as ignored_states."
-        )
-    return modules
 
 
 def _refuse_units(modules: list[nn.Module]) -> None:

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from fsdp_ref.comm.collectives import collectives_for, cut_into_buckets
+from fsdp_ref.comm.collectives import broadcast_tensors
 from fsdp_ref.errors import FsdpRuntimeError, FsdpValueError, MaterializeError, listing
 from fsdp_ref.handle.flatten import check_params
 
@@ -26,9 +25,7 @@ if TYPE_CHECKING:
     from fsdp_ref.build.plan import PlannedUnit
     from fsdp_ref.build.resolve import ResolvedUnit
     from fsdp_ref.config import UnitConfig
-    from fsdp_ref.storage.param_sites import ManagedParam
-
-_BROADCAST_BYTES = 32 * 2**20
+    from fsdp_ref.storage.views import ManagedParam
 
 
 def check_initializable(unit: PlannedUnit, init: object, ignored: Ignored) -> None:
@@ -149,8 +146,8 @@ def _check_places(units: Sequence[ResolvedUnit], touched: set[nn.Module], ignore
         changed |= {f"{type(module).__name__}.{name}": None for name in names ^ found}
     if changed:
         raise FsdpRuntimeError(
-            "param_init_fn: expected the parameters that were there to be there afterwards and no others, got a difference "
-            f"in {listing(sorted(changed))}. Initialize parameters, and add or remove none."
+            "param_init_fn: expected the same parameters before and after, got a difference in "
+            f"{listing(sorted(changed))}. Initialize parameters, and add or remove none."
         )
 
 
@@ -231,22 +228,13 @@ def broadcast_states(params: Sequence[ManagedParam], modules: Sequence[nn.Module
     Before that, what is the same on all ranks of a tensor-parallel axis comes from the first of them.
 
     Collectives:
-        One broadcast per 32 MiB and dtype, over each of these groups. All ranks must call.
+        Those of ``broadcast_tensors`` over each of these groups. All ranks must call.
     """
     buffers = [buffer for module in modules for buffer in module.buffers(recurse=False)]
     plain = [managed.param for managed in params if managed.extension is None or managed.extension.group is None]
     tensors, groups = [*(managed.param for managed in params), *buffers], config.groups
     for group, some in ((groups.tensor, [*plain, *buffers]), (groups.replicate, tensors), (groups.shard, tensors)):
-        distinct = list({id(tensor): tensor.detach() for tensor in some if tensor.numel()}.values())
         if group is not None and group.size() > 1:
-            for bucket in cut_into_buckets(distinct, _BROADCAST_BYTES):
-                _broadcast_bucket(bucket, group, config.device)
-
-
-def _broadcast_bucket(bucket: list[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
-    collectives = collectives_for(group, device)
-    with torch.no_grad():
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        collectives.broadcast(flat, 0, group, "initial states").wait()
-        for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket])):
-            tensor.copy_(values.view_as(tensor))
+            broadcast_tensors(
+                {id(each): each.detach() for each in some if each.numel()}.values(), group, "initial states"
+            )

@@ -21,8 +21,7 @@ from fsdp_ref.annotations import walk as walk_modules
 from fsdp_ref.build.ignored import Ignored
 from fsdp_ref.errors import FsdpValueError, listing
 from fsdp_ref.naming import clean_tensor_name, join_fqn
-from fsdp_ref.storage.param_sites import ManagedParam, ParamSite
-from fsdp_ref.storage.views import is_flattened
+from fsdp_ref.storage.views import ManagedParam, ParamSite, is_flattened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -121,7 +121,11 @@ def choose_targets(
             f"{listing(name or 'the root itself' for name, _, _ in manual)} in {type(root).__name__}. "
             "Wrap by hand or by policy, or use fully_shard, which takes both."
         )
-    chosen = _run(policy, root, options, ignored)
+    if isinstance(policy, PolicyObject):
+        chosen = dict(policy._run_policy(root, set(ignored.modules), dict(options)))
+    else:
+        modules = choose_by_function(root, policy, ignored.modules, ignored.params)
+        chosen = {module: dict(options) for module in modules}
     full = _full_precision(root, options.get("mixed_precision"), ignored)
     for module in full:
         # A module that the policy did not choose starts from the root's options.
@@ -130,15 +134,6 @@ def choose_targets(
     if manual:
         chosen = _without_manual(root, chosen, options)
     return Targets(chosen, frozenset(full), isinstance(policy, PolicyObject))
-
-
-def _run(
-    policy: PolicyObject | Callable[..., bool], root: nn.Module, options: Mapping[str, Any], ignored: Ignored
-) -> dict[nn.Module, dict[str, Any]]:
-    if isinstance(policy, PolicyObject):
-        return dict(policy._run_policy(root, set(ignored.modules), dict(options)))
-    chosen = choose_by_function(root, policy, ignored.modules, ignored.params)
-    return {module: dict(options) for module in chosen}
 
 
 def _full_precision(root: nn.Module, mixed_precision: object, ignored: Ignored) -> list[nn.Module]:

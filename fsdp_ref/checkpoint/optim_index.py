@@ -7,22 +7,21 @@ communicates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from fsdp_ref.annotations import units_under
 from fsdp_ref.comm.groups import DataParallelGroups, default_group
-from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError, FsdpValueError, TrainingStateError, listing
+from fsdp_ref.errors import FsdpRuntimeError, FsdpValueError, TrainingStateError, listing
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.naming import clean_tensor_name, join_fqn
+from fsdp_ref.runtime.root import refuse_busy
 from fsdp_ref.runtime.unit import Unit
-from fsdp_ref.states import TrainingState
 from fsdp_ref.storage.views import is_flattened
 
 if TYPE_CHECKING:
@@ -98,10 +97,16 @@ class ModelIndex:
             FsdpRuntimeError: parameters were added to modules, or modules replaced, after their unit was made.
         """
         units = [(clean_tensor_name(name), unit) for name, _, unit in units_under(model)]
-        _refuse_busy([unit for _, unit in units])
+        remedy = "Save and load outside of forward, backward and summon_full_params."
+        refuse_busy((unit for _, unit in units), "optimizer state", remedy)
         place = {module: number for number, module in enumerate(model.modules())}
         found = [each for prefix, unit in units for each in _held(prefix, unit, place)]
-        _refuse_gone([original.name for number, original in found if number < 0])
+        gone = [original.name for number, original in found if number < 0]
+        if gone:
+            raise FsdpRuntimeError(
+                "optimizer state: expected a model that has the parameters that its units manage, got a model without "
+                f"{listing(gone)}, whose modules were replaced after sharding. Replace modules before sharding."
+            )
         found += _outside(model, [unit for _, unit in units], place)
         found.sort(key=lambda each: each[0])
         first = units[0][1].config.groups if units else None
@@ -145,15 +150,6 @@ class ModelIndex:
         return found
 
 
-def _refuse_busy(units: Iterable[Unit]) -> None:
-    busy = [repr(unit) for unit in units if unit.training_state is not TrainingState.IDLE]
-    if busy:
-        raise TrainingStateError(
-            f"optimizer state: expected to be in states [{TrainingState.IDLE}], got busy units {listing(busy)}. "
-            "Save and load outside of forward, backward and summon_full_params."
-        )
-
-
 def refuse_in_no_sync(model: nn.Module) -> None:
     """Refuse to load while gradients are accumulated that belong to the state before.
 
@@ -165,14 +161,6 @@ def refuse_in_no_sync(model: nn.Module) -> None:
         raise TrainingStateError(
             "optim_state_dict_to_load inside no_sync: expected units whose gradients are all reduced, got units that accumulate "
             f"them: {listing(accumulating)}. Load before or after."
-        )
-
-
-def _refuse_gone(names: list[str]) -> None:
-    if names:
-        raise FsdpRuntimeError(
-            "optimizer state: expected a model that has the parameters that its units manage, got a model without "
-            f"{listing(names)}, whose modules were replaced after sharding. Replace modules before sharding."
         )
 
 
@@ -263,41 +251,6 @@ def stepped_groups(index: ModelIndex, groups: Sequence[Sequence[Tensor]], *, nam
             f"{listing(strangers)}. Pass the model that the optimizer was made for, after sharding it."
         )
     return found
-
-
-def tensors_of(optim: Optimizer | None, optim_input: object, model: nn.Module) -> list[list[Tensor]]:
-    """Return the tensors of each parameter group, from an optimizer or from what one was made with.
-
-    Args:
-        optim: the optimizer; it goes first.
-        optim_input: parameters or groups of them, as optimizers take them.
-        model: whose parameters are meant when both are None.
-
-    Raises:
-        FsdpTypeError: ``optim_input`` is neither parameters nor dictionaries with parameters.
-        FsdpValueError: it is empty.
-    """
-    if optim is not None:
-        return [list(group["params"]) for group in optim.param_groups]
-    if optim_input is None:
-        return [list(model.parameters())]
-    if isinstance(optim_input, (Tensor, str, Mapping)) or not isinstance(optim_input, Iterable):
-        raise FsdpTypeError(_input_message(f"a {type(optim_input).__name__}"))
-    items = list(optim_input)
-    if not items:
-        raise FsdpValueError("Optimizer input should not be empty: " + _input_message("nothing"))
-    if all(isinstance(item, Tensor) for item in items):
-        return [items]
-    if not all(isinstance(item, Mapping) and "params" in item for item in items):
-        raise FsdpTypeError(_input_message(listing(sorted({type(item).__name__ for item in items}))))
-    return [[item["params"]] if isinstance(item["params"], Tensor) else list(item["params"]) for item in items]
-
-
-def _input_message(got: str) -> str:
-    return (
-        f"optim_input: expected an iterable of parameters, or of dictionaries with the key 'params', got {got}. Pass "
-        "optim= instead; it knows its groups."
-    )
 
 
 def is_named(state: Mapping[str, Any]) -> bool:

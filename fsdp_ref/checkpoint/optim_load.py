@@ -34,7 +34,6 @@ from fsdp_ref.checkpoint.rows import Rows, piece_of, rows_in, whole
 from fsdp_ref.comm.collectives import broadcast_object
 from fsdp_ref.comm.tensor_parallel import is_dtensor
 from fsdp_ref.errors import FsdpValueError, listing
-from fsdp_ref.handle.flat_handle import FlatHandle
 
 
 def load_optim_state(
@@ -122,15 +121,10 @@ class _Loading:
             key = self._key(original)
             if key is not None:
                 problems += self._misshapen(original, self.saved["state"][key])
-        for handle, members in self._flat():
-            problems += self._unlike(handle, members)
+        for stepped in (each for group in self.groups for each in group):
+            if stepped.flat is not None:
+                problems += self._unlike([original for original in stepped.originals if 0 not in original.shape])
         return problems
-
-    def _flat(self) -> Iterator[tuple[FlatHandle, list[Original]]]:
-        for group in self.groups:
-            for stepped in group:
-                if stepped.flat is not None:
-                    yield stepped.flat, [original for original in stepped.originals if 0 not in original.shape]
 
     def _shaped(self, original: Original, name: str, value: Value) -> bool:
         """Return whether a value has one element per element of the parameter, to be cut like it."""
@@ -158,7 +152,7 @@ class _Loading:
             if not fits or self._like_parameters(name):
                 yield f"{original.name}.{name}: shape {tuple(values[name].shape)} for {original.shape}"
 
-    def _unlike(self, handle: FlatHandle, members: Sequence[Original]) -> Iterator[str]:
+    def _unlike(self, members: Sequence[Original]) -> Iterator[str]:
         """Say why the state of several originals cannot be that of one flat parameter."""
         states = {original: self._state(original) or None for original in members}
         having = {original: state for original, state in states.items() if state is not None}

@@ -5,26 +5,20 @@ Source for names, argument order and defaults: ``torch.distributed.fsdp.FullySha
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_ref.annotations import units_in
-from fsdp_ref.checkpoint.optim_index import ModelIndex, refuse_in_no_sync, stepped_groups, tensors_of
+from fsdp_ref.checkpoint.optim_index import ModelIndex, refuse_in_no_sync, stepped_groups
 from fsdp_ref.checkpoint.optim_load import Source, load_optim_state
 from fsdp_ref.checkpoint.optim_save import save_optim_state
 from fsdp_ref.checkpoint.settings import get_state_dict_type
-from fsdp_ref.config import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from fsdp_ref.config import FullOptimStateDictConfig, StateDictSettings, StateDictType
 from fsdp_ref.fence.own_state import guard
 
-_FULL: Final = StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
 State = dict[str, Any]
 
 
@@ -36,8 +30,8 @@ def optim_state_dict(
     Args:
         model: The sharded model, or a plain module around sharded ones.
         optim: Its optimizer.
-        optim_state_dict: What ``optim.state_dict()`` returned, if it is to be changed first. Default: called here.
-        group: The ranks of the model; needed only where no unit says.
+        optim_state_dict: The result of ``optim.state_dict()``, if you want to change it first. Default: called here.
+        group: The ranks of the model; needed only without units.
 
     See ``optim_save.save_optim_state`` for what is returned, errors and collectives.
     """
@@ -55,13 +49,13 @@ def optim_state_dict_to_load(
     """Return what this rank's ``optim.load_state_dict`` takes, made from state by name.
 
     Args:
-        model: The sharded model, or a plain module around sharded ones; it may be sharded otherwise than when saving.
+        model: The sharded model, or a plain module around sharded ones; it may be sharded differently than when it was saved.
         optim: Its optimizer.
-        optim_state_dict: State by name in the form of the model's state-dict type. With ``rank0_only`` that of rank 0 is
+        optim_state_dict: State by name in the form of the model's state-dict type. With ``rank0_only`` rank 0's state is
             used, and other ranks may pass anything.
         is_named_optimizer: The optimizer's own state dict is keyed by the names of ``model.named_parameters()``.
         load_directly: Load it, too.
-        group: The ranks of the model; needed only where no unit says.
+        group: The ranks of the model; needed only without units.
 
     See ``optim_load.load_optim_state`` for what is returned, errors and collectives.
     """
@@ -75,7 +69,7 @@ def optim_state_dict_to_load(
         rank0_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
         source = Source.FIRST_RANK if rank0_only else Source.EVERY_RANK
     index = ModelIndex.of(model, group)
-    groups = stepped_groups(index, tensors_of(optim, None, model), named=is_named_optimizer)
+    groups = stepped_groups(index, [group["params"] for group in optim.param_groups], named=is_named_optimizer)
     loaded = load_optim_state(index, groups, optim, optim_state_dict, source)
     if load_directly:
         optim.load_state_dict(loaded)
@@ -83,4 +77,4 @@ def optim_state_dict_to_load(
 
 
 def _settings(model: nn.Module) -> StateDictSettings:
-    return get_state_dict_type(model) if units_in(model) else _FULL
+    return get_state_dict_type(model) if units_in(model) else StateDictSettings()

@@ -55,13 +55,13 @@ def set_state_dict_type(
         optim_state_dict_config: The same for the optimizer's state.
 
     Returns:
-        The settings until now, of the outermost unit.
+        The previous settings of the outermost unit.
 
     Raises:
-        ConfigTypeError: ``state_dict_type`` is no such form, or an option is not known here.
+        ConfigTypeError: ``state_dict_type`` is not such a form, or an option is unknown.
         FsdpRuntimeError: Options of another form.
         FsdpValueError: There is no unit.
-        FsdpAssertionError: Units have different forms now, so that no one value says what was. Nothing is set then.
+        FsdpAssertionError: Units have different forms, so there is no single previous value. Nothing is changed.
     """
     settings = _settings_of(state_dict_type, state_dict_config, optim_state_dict_config)
     units = _units(module)
@@ -91,7 +91,7 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """Set the form of state dicts while the context lasts; then each unit has its own again, whatever way it is left.
+    """Set the form of state dicts inside the context; afterwards each unit has its own again, even after an exception.
 
     Arguments and errors as for :func:`set_state_dict_type`, but units may have different forms before.
     """
@@ -121,8 +121,8 @@ def _config(cls: type[C], value: object, form: StateDictType, where: str) -> C:
         return cls()
     if not isinstance(value, cls) and type(value).__name__ != cls.__name__:
         raise FsdpRuntimeError(
-            f"Expected {where} of type {cls.__name__} for {form.name}, but got {type(value).__name__}. Pass the options of "
-            "the form that is set."
+            f"Expected {where} of type {cls.__name__} for {form.name}, but got {type(value).__name__}. Pass the "
+            f"options of the current form."
         )
     return coerce_config(cls, value, where=where)
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_ref import compat
-from fsdp_ref.storage.scratch import ScratchPool
+from fsdp_ref.storage.memory import ScratchPool
 
 T = TypeVar("T")
 TensorT = TypeVar("TensorT", bound=Tensor)
@@ -102,16 +102,20 @@ class Collectives:
         return Started(dist.all_to_all_single(out, sent, taken, given, group=group, async_op=True))
 
     def _all_gather(self, out: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
+        # The backend's own: NCCL reads ``shard`` and writes ``out`` on a stream of its own, which waits for the
+        # current one.
         return Started(compat.all_gather_flat(out, shard, group))
 
     def _reduce_scatter(self, out: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
         return Started(compat.reduce_scatter_flat(out, full, group))
 
     def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, op: str) -> Pending:
+        # In place: the caller keeps the tensor, and nobody reads it before the wait.
         reduce_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
         return Started(dist.all_reduce(tensor, op=reduce_op, group=group, async_op=True))
 
     def _broadcast(self, tensor: Tensor, group_src: int, group: dist.ProcessGroup) -> Pending:
+        # ``group_src`` counts in the group, as its members do; ranks of the world may be others.
         return Started(dist.broadcast(tensor, group=group, group_src=group_src, async_op=True))
 
 
@@ -124,6 +128,7 @@ class GlooCollectives(Collectives):
     processor time on one host (benchmarks/step.py), small ones stay with the ring, which needs no second buffer.
     """
 
+    # Below it the copies cost more than the bytes that the ring passes on.
     EXCHANGE_BYTES = 1 << 16
 
     def __init__(self) -> None:
@@ -151,6 +156,7 @@ class GlooCollectives(Collectives):
     def _sum_with_other(self, out: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
         """Of two ranks each sends the other's chunk, straight to where the sum will be; its own never moves."""
         mine, other = group.rank(), 1 - group.rank()
+        # ``full`` is padded to a multiple of the ranks: both chunks have the size of ``out``.
         chunks = full.chunk(2)
         # ``out`` receives the other rank's addend and ``full`` keeps this rank's: both are in use until the wait.
         sizes = [out.nbytes if rank == other else 0 for rank in range(2)]
@@ -205,6 +211,8 @@ class HostCollectives(Collectives):
 
     def _reduce_scatter(self, out: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
         host = torch.empty(out.shape, dtype=out.dtype)
+        # ``full`` is copied before this returns, so that its memory may be used again at once; ``host`` lives as
+        # above.
         return Started(self._on_host._reduce_scatter(host, _on_host(full), group), lambda: out.copy_(host))
 
     def _exchange(
@@ -216,6 +224,7 @@ class HostCollectives(Collectives):
 
     def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, op: str) -> Pending:
         host = _on_host(tensor)
+        # The copy is reduced; ``tensor`` keeps this rank's own values until the first wait.
         return Started(self._on_host._all_reduce(host, group, op), lambda: tensor.copy_(host))
 
     def _broadcast(self, tensor: Tensor, group_src: int, group: dist.ProcessGroup) -> Pending:
@@ -225,6 +234,7 @@ class HostCollectives(Collectives):
 
 def _on_host(tensor: Tensor) -> Tensor:
     """Return a copy on the host, after what the current stream does to ``tensor``."""
+    # Blocks the host until the current stream has come here: gloo's threads know nothing of streams.
     return tensor.detach().to("cpu", copy=True)
 
 
@@ -238,6 +248,7 @@ def collectives_for(group: dist.ProcessGroup, device: torch.device) -> Collectiv
     """Return the algorithms that suit the backend which ``group`` uses for tensors on ``device``."""
     backend = str(dist.get_backend(group))
     # A group may have a backend for each kind of device: "cpu:gloo,cuda:nccl".
+    # NCCL, and what vendors bring, stay as they are: their sums run on the device, in an order of the backend's own.
     if backend != "gloo" and f"{device.type}:gloo" not in backend:
         return _plain
     return _gloo if device.type == "cpu" else _gloo_by_host
@@ -246,6 +257,7 @@ def collectives_for(group: dist.ProcessGroup, device: torch.device) -> Collectiv
 def gather_objects(mine: T, group: dist.ProcessGroup) -> list[T]:
     """Return every rank's object, in rank order. All ranks of ``group`` must call; the call waits for them."""
     per_rank: list[T] = [mine] * group.size()
+    # Pickles of any size: sizes travel first, and on an accelerator the host waits for both. Not for what each step does.
     dist.all_gather_object(per_rank, mine, group=group)
     return per_rank
 
@@ -254,6 +266,7 @@ def broadcast_object(mine: T, groups: Iterable[dist.ProcessGroup | None]) -> T:
     """Return the object of rank 0 of each group in turn (None: no group). All their ranks must call; the call waits."""
     box = [mine]
     for group in groups:
+        # In turn: rank 0 of one group may have the object from the group before.
         if group is not None and group.size() > 1:
             dist.broadcast_object_list(box, group=group, group_src=0)
     return box[0]
@@ -273,6 +286,22 @@ def cut_into_buckets(tensors: Iterable[TensorT], max_bytes: int) -> list[list[Te
         bucket.append(tensor)
         last[kind] = bucket, size + tensor.nbytes
     return buckets
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, unit: str) -> None:
+    """Give tensors of all ranks the values that rank 0 of the group has.
+
+    Collectives:
+        One broadcast per 32 MiB and kind of tensor. All ranks must call, with tensors alike; the call waits.
+    """
+    for bucket in cut_into_buckets(tensors, 32 * 2**20):
+        with torch.no_grad():
+            # A copy of at most one bucket beside the tensors themselves; every rank cuts alike, by sizes and
+            # dtypes alone.
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            collectives_for(group, flat.device).broadcast(flat, 0, group, unit).wait()
+            for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket])):
+                tensor.copy_(values.view_as(tensor))
 
 
 def as_bytes(flat: Tensor) -> Tensor:

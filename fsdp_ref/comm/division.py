@@ -24,6 +24,8 @@ class DivideFactors:
 
         The first one doubles for as long as it divides the world size and stays below what is left.
         """
+        # A power of two: dividing by it changes exponents alone, so the first division rounds nothing short of
+        # underflow.
         factor = 1
         while world_size % factor == 0 and world_size / factor > factor:
             factor *= 2

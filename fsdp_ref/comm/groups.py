@@ -79,6 +79,7 @@ def resolve_groups(
     Raises:
         ConfigError: both given; hybrid without groups; a mesh or group of the wrong form.
     """
+    # Before anything is read of either: which of them was meant nobody knows.
     if process_group is not None and device_mesh is not None:
         raise ConfigError(
             "Cannot pass both process_group and device_mesh at the same time: expected one of them, got both. "
@@ -91,6 +92,7 @@ def resolve_groups(
         return DataParallelGroups(device_mesh.get_group(mesh_dim=0), mesh=device_mesh)
     if process_group is None:
         return DataParallelGroups(default_group())
+    # Also what ``new_group`` returns on a rank that is no member: a number.
     if not isinstance(process_group, dist.ProcessGroup):
         raise ConfigTypeError(
             f"process_group: expected a ProcessGroup that this rank belongs to, for {strategy.name}, got "
@@ -120,6 +122,7 @@ def _hybrid_groups(
 ) -> DataParallelGroups | None:
     if device_mesh is not None:
         _require_axes(device_mesh, 2, strategy)
+        # The outer axis are replicas, as in torch: it crosses hosts, where less is sent.
         return DataParallelGroups(device_mesh.get_group(mesh_dim=1), device_mesh.get_group(mesh_dim=0), device_mesh)
     if process_group is None:
         if not automatic:
@@ -127,6 +130,7 @@ def _hybrid_groups(
                 f"Manual wrapping with {strategy} requires explicit specification of process group or device_mesh: "
                 "expected (shard group, replicate group) or a 2-D mesh, got neither. Pass one of them."
             )
+        # Made later, when every unit of the call was checked: making a group cannot be taken back.
         return None
     pair = tuple(process_group) if isinstance(process_group, (tuple, list)) else ()
     if len(pair) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in pair):
@@ -203,6 +207,7 @@ def effective_strategy(strategy: ShardingStrategy, groups: DataParallelGroups) -
                 stacklevel=5,
             )
         return strategy
+    # By all ranks, not by those of the shard group: replicas of one rank each still average their gradients.
     if groups.total_size == 1:
         warnings.warn(
             f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.",

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from fsdp_ref.errors import FsdpRuntimeError
-from fsdp_ref.storage.flat_buffer import FlatBuffer
-from fsdp_ref.storage.offload import pins_memory
+from fsdp_ref.storage.memory import FlatBuffer, pins_memory
 
+# One object for all: it keeps nothing, so it may be entered within itself.
 _HERE = nullcontext()
 
 
@@ -43,6 +43,7 @@ class _OnItsWay(Later):
 
     def __init__(self, tensor: Tensor, device: torch.device) -> None:
         module = torch.get_device_module(device)
+        # Pinned where there is such memory: to any other the copy would block the host after all.
         super().__init__(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins_memory(device)))
         # On the current stream, which made the values; the event says when the host may look.
         self._tensor.copy_(tensor, non_blocking=True)
@@ -51,6 +52,7 @@ class _OnItsWay(Later):
 
     def values(self) -> list[bool]:
         """Return them; the host waits if the device has not come so far."""
+        # For this copy alone, and not for what was issued to the stream later.
         self._copied.synchronize()
         return super().values()
 
@@ -118,11 +120,13 @@ class DeviceStreams(Streams):
         limit_all_gathers: the host waits until at most one full buffer that was given up is still read by the device.
     """
 
+    # With the buffer that computes and the one that is gathered, three have their memory at most.
     MAX_UNFREED = 1
 
     def __init__(self, device: torch.device, *, limit_all_gathers: bool) -> None:
         self._device = device
         self._module = torch.get_device_module(device)
+        # Without it the host runs ahead as far as its queue lets it, and the memory of gathers with it.
         self._limit = limit_all_gathers
         # High priority: communication that compute waits for goes first on the device.
         self._unshard = self._module.Stream(device, priority=-1)
@@ -149,15 +153,19 @@ class DeviceStreams(Streams):
         self._pre_unshard.wait_stream(current)
 
     def gather_after_prepare(self) -> None:
+        # On the device; the host goes on and issues the gather at once.
         self._unshard.wait_stream(self._pre_unshard)
 
     def compute_after_gather(self) -> None:
+        # For everything that was gathered so far: gathers are issued in the order in which they are needed.
         self._module.current_stream(self._device).wait_stream(self._unshard)
 
     def reduce_after_compute(self) -> None:
+        # The gradients of this unit, and whatever else compute was given before: it is not far behind.
         self._post_backward.wait_stream(self._module.current_stream(self._device))
 
     def compute_after_reduce(self) -> None:
+        # Once, at the end of backward: the optimizer comes next.
         self._module.current_stream(self._device).wait_stream(self._post_backward)
 
     def host_after_copies(self) -> None:
@@ -170,6 +178,8 @@ class DeviceStreams(Streams):
         tensor.record_stream(self._module.current_stream(self._device))
 
     def used_by_reduce(self, tensor: Tensor) -> None:
+        # Autograd frees it as soon as the host returns; the allocator waits for this stream before it hands the
+        # memory out.
         tensor.record_stream(self._post_backward)
 
     def read_later(self, tensor: Tensor) -> Later:
@@ -209,17 +219,13 @@ class DeviceStreams(Streams):
 
 def streams_for(device: torch.device, *, limit_all_gathers: bool) -> Streams:
     """Return the streams for a compute device."""
-    if _has_streams(device):
-        return DeviceStreams(device, limit_all_gathers=limit_all_gathers)
-    return Streams()
-
-
-def _has_streams(device: torch.device) -> bool:
+    # A device that another package registered may have no module: ``torch.get_device_module`` would raise.
+    has_streams = device.type != "meta" and hasattr(getattr(torch, device.type, None), "Stream")
     if device.type == "cpu":
         # torch's own do nothing; whoever puts others in their place watches what is asked of them.
-        return torch.cpu.Stream.__module__ != "torch.cpu"
-    # A device that another package registered may have no module: ``torch.get_device_module`` would raise.
-    return device.type != "meta" and hasattr(getattr(torch, device.type, None), "Stream")
+        has_streams = torch.cpu.Stream.__module__ != "torch.cpu"
+    # One set for each root: what another model gathers is no reason to wait.
+    return DeviceStreams(device, limit_all_gathers=limit_all_gathers) if has_streams else Streams()
 
 
 def refuse_capture(device: torch.device) -> None:
@@ -232,6 +238,6 @@ def refuse_capture(device: torch.device) -> None:
     if captures is not None and captures():
         raise FsdpRuntimeError(
             f"forward: expected a stream that works, got one of {device} that is being captured. A sharded module cannot be "
-            "captured in a graph of the device: the host frees and gathers parameters at each step. Capture parts inside of "
-            "units that hold no parameters, or none."
+            "captured in a graph of the device: the host frees and gathers parameters at each step. Capture parts "
+            "inside units that hold no parameters, or none."
         )

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_ref.comm.collectives import gather_objects
 from fsdp_ref.comm.groups import DataParallelGroups
 from fsdp_ref.errors import WritebackError
+from fsdp_ref.layout import row_major_stride
 from fsdp_ref.storage.extension import ParameterExtension
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def is_dtensor(value: object) -> bool:
 def local_of(value: DTensor) -> Tensor:
     """Return the local tensor of a DTensor, on the same memory, outside of autograd."""
     with torch.no_grad():
+        # Under no_grad: the gradient of a flat parameter comes by its own node, and not through DTensor.
         local: Tensor = value.to_local()
     return local
 
@@ -50,6 +52,7 @@ def over(
     """Return the DTensor of a shape of which ``local`` is this rank's part; differentiable."""
     from torch.distributed.tensor import DTensor as Spread
 
+    # ``run_check`` would send a message: all ranks have cut the same parameter.
     return Spread.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
@@ -93,6 +96,7 @@ class TensorAxis:
         Collectives:
             The first time an exchange of ranks over the shard group.
         """
+        # Once: every entry of every saved parameter asks for it.
         if self._both is None:
             rows = gather_objects(dist.get_process_group_ranks(self.group), self._shard)
             ranks = torch.tensor(rows, dtype=torch.int).t().contiguous()
@@ -118,6 +122,7 @@ class TensorParallel(ParameterExtension):
         self.axis = axis
         self._stride = param.stride()
         self.placements = tuple(param.placements)
+        # Copies on all ranks of the axis have equal gradients, which must count once in a norm.
         self.differs = not self.placements[0].is_replicate()
 
     @classmethod
@@ -134,6 +139,7 @@ class TensorParallel(ParameterExtension):
         """
         value: Any = tensor
         if is_dtensor(tensor) and (value.shape, tuple(value.placements)) == (self.shape, self.placements):
+            # On the parameter's own memory: an edit of the DTensor is an edit of what is flattened.
             return local_of(value)
         got = (
             f"one of shape {tuple(tensor.shape)}"
@@ -152,8 +158,10 @@ class TensorParallel(ParameterExtension):
     def gather(self, local: Tensor) -> Tensor:
         """Return the whole value. Collectives: those of ``DTensor.full_tensor`` over the axis."""
         with torch.no_grad():
+            # Entries of an offloaded unit lie on the host, between whose tensors the group may not communicate.
             here = local.detach().to(self.axis.mesh.device_type).contiguous()
-            spread: Any = over(here, self.axis.mesh, self.placements, self.shape, _row_major(self.shape))
+            # Gathered and saved values are laid out anew; the parameter's own strides are those of its memory here.
+            spread: Any = over(here, self.axis.mesh, self.placements, self.shape, row_major_stride(self.shape))
             whole: Tensor = spread.full_tensor()
         return whole
 
@@ -169,16 +177,14 @@ class TensorParallel(ParameterExtension):
         """Return a DTensor over the mesh (tensor parallel, shard)."""
         both = self.axis.with_shards(mesh)
         with torch.no_grad():
-            return over(rows.detach(), both, (*self.placements, placements[-1]), self.shape, _row_major(self.shape))
+            return over(
+                rows.detach(), both, (*self.placements, placements[-1]), self.shape, row_major_stride(self.shape)
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
         """A copied model computes with the same ranks."""
+        # An axis holds process groups, which cannot be copied.
         return self
-
-
-def _row_major(shape: torch.Size) -> tuple[int, ...]:
-    # Gathered and saved values are laid out anew; the parameter's own strides are those of its memory here.
-    return torch.empty(shape, device="meta").stride()
 
 
 def why_not(param: Tensor, groups: DataParallelGroups | None, device: torch.device) -> str | None:
@@ -197,12 +203,15 @@ def why_not(param: Tensor, groups: DataParallelGroups | None, device: torch.devi
         return f"over a mesh of {mesh.ndim} axes, expected one axis that this rank is on"
     if type(placements[0]) not in {Shard, Replicate}:
         return f"laid out as {placements[0]!r}, expected Shard or Replicate"
+    # Moving a DTensor would make another one; its hooks and its layout are the user's.
     if param.is_meta or param.device != device:
         return f"on {param.device}, expected values on {device}, where the unit computes"
+    # Made by host, they could not be told apart from the axis before they are there.
     if groups is None:
         return (
             "in a unit whose groups are made by host, expected device_mesh, or groups, beside the tensor-parallel axis"
         )
+    # This rank itself is on both axes; any other one would get two parts of one parameter.
     axis = set(dist.get_process_group_ranks(mesh.get_group()))
     for group in (groups.shard, groups.replicate):
         both = axis.intersection([] if group is None else dist.get_process_group_ranks(group)) - {dist.get_rank()}

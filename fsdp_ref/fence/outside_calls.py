@@ -51,5 +51,5 @@ def _refuse_sharded(module: nn.Module, args: Any) -> None:
             f"{type(unit.module).__name__}.{method or 'forward of a module inside'}: expected full parameters, which "
             f"{unit!r} has in its forward and in registered methods, got sharded ones: {listing(fqns)}. Call "
             f"register_fsdp_forward_method(module, {method or 'name'!r}) once after sharding, or call it inside "
-            "summon_full_params where no gradient is needed."
+            f"summon_full_params if no gradient is needed."
         )

@@ -4,7 +4,7 @@ Collectives pair by their order alone. Ranks that run different units of equal s
 up each other's gradients, and nothing fails. Each rank therefore notes for whom it communicates. When the last reduction of
 a backward pass is under way, a fingerprint of the notes follows it: 16 bytes over each group. Gathers are compared within
 the shard group, which they travel over: replicas may evaluate alone. Reductions, and what a forward changed of its own
-parameters (see ``runtime.forward_edits``), are compared over both groups, and what a shard group knows its replicas hear.
+parameters (see ``handle.writeback``), are compared over both groups, and what a shard group knows its replicas hear.
 
 An edit by way of ``.data`` raises no counter: the part of the buffer that this rank owns is compared with its shard, on the
 device, and a difference is told with the same fingerprint.

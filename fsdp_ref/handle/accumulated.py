@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsdp_ref.handle.usage import UsageMarks
 from fsdp_ref.layout import FlatLayout, ShardMap
-from fsdp_ref.storage.offload import send_gradient_home
+from fsdp_ref.storage.memory import send_gradient_home
 from fsdp_ref.storage.precision import Precision
 from fsdp_ref.storage.views import flat_views, gap_views
 
@@ -95,6 +95,7 @@ class Accumulated:
     def add_local(self, grads: Sequence[Tensor | None]) -> None:
         """Add this rank's full gradients, one per original, None for unused."""
         self.local_used = [was or grad is not None for was, grad in zip(self.local_used, grads, strict=True)]
+        # Not in the dtype of computation: bfloat16 would lose the small gradients of a long accumulation.
         dtype = torch.promote_types(self.precision.original, self.precision.reduce)
         if self.local_F is None:
             self.local_F = torch.empty(self._shard_map.padded_numel, dtype=dtype, device=self._device)
@@ -128,11 +129,13 @@ class Accumulated:
     def add_reduced(self, grad_S: Tensor, uses: Uses) -> None:
         """Add a reduced gradient, shard-sized; this object owns it from now on."""
         self.used = [was or now for was, now in zip(self.used, uses.by_this_rank, strict=True)]
+        # On the device, and read at the end of the pass alone: the host would stop for each unit here.
         if uses.unused_by_all is not None:
             self._unread.append(uses.unused_by_all)
         precision = self.precision
         kept = grad_S.dtype if precision.keep_reduced else precision.original
         if self.reduced_S is None:
+            # The first one is taken as it is: no copy but that to the host.
             self.reduced_S = send_gradient_home(grad_S, self._home, kept)
             self.arriving = self._offloads
             return
@@ -167,9 +170,7 @@ class Accumulated:
     def replace_reduced(self, values: Tensor, used: list[bool]) -> None:
         """Set the reduced part to ``values`` (without right padding)."""
         self.used, self.rest_S = used, None
-        if self.reduced_S is None:
-            self.reduced_S = torch.zeros(self._shard_map.shard_numel, dtype=values.dtype, device=self._home)
-        self.reduced_S[: values.numel()].copy_(values)
+        self.make_reduced(values.dtype)[: values.numel()].copy_(values)
 
     def make_reduced(self, dtype: torch.dtype) -> Tensor:
         """Return the reduced part, made of zeros in ``dtype`` if there was none."""
@@ -186,6 +187,7 @@ class Accumulated:
     def become_zeros(self) -> None:
         """Users zeroed the local part: zeros remain, as in one process, and not None."""
         assert self.reduced_S is not None  # the caller looked
+        # A new tensor: what users hold of the old one stays as they made it.
         self.local_F, self.reduced_S = None, torch.zeros_like(self.reduced_S)
         self.used = [one or other for one, other in zip(self.used, self.local_used, strict=True)]
         self.local_used = self._nobody()

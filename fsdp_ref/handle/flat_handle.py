@@ -32,11 +32,10 @@ from fsdp_ref.handle.originals import Originals, Shown
 from fsdp_ref.handle.versions import ParameterVersions
 from fsdp_ref.layout import ShardMap
 from fsdp_ref.states import READABLE, LifeCycle, UnitState
-from fsdp_ref.storage import offload
-from fsdp_ref.storage.flat_buffer import FlatBuffer
-from fsdp_ref.storage.param_sites import ManagedParam
+from fsdp_ref.storage import memory
+from fsdp_ref.storage.memory import FlatBuffer
 from fsdp_ref.storage.precision import Precision
-from fsdp_ref.storage.views import flat_views, mark_flattened, set_data
+from fsdp_ref.storage.views import ManagedParam, flat_views, mark_flattened, set_data
 
 
 class FlatHandle:
@@ -87,16 +86,19 @@ class FlatHandle:
         # Until a root adopts the unit nothing overlaps: what is gathered before that runs on the current stream.
         self.streams: Streams = Streams()
         self.life = LifeCycle()
+        # The gather under way: set where it is issued, taken by whoever waits first. Until then the backend writes to
+        # the buffer and reads ``_cast_S``.
         self._pending: Pending | None = None
         # One per dtype, for as long as the original dtype stays: modules, records and autograd hold views of these very storages,
         # which are refilled in place, so a buffer is never exchanged for another while somebody may look through a view.
         self._buffers: dict[torch.dtype, FlatBuffer] = {}
+        # Made once for each buffer: a view outlives frees and refills, since the storage object stays.
         self._views: dict[torch.dtype, list[Tensor]] = {}
         self._cast_S: Tensor | None = None
         flat_F = flatten([managed.param for managed in params], self.layout, config.device)
         # Without a group to shard over the flat tensor itself becomes the shard: no second copy.
         shard_S = flat_F if self.shard_size == 1 else cut_shard(flat_F, self.shard_map, self.shard_rank)
-        self.shard_S = offload.send_home(shard_S, config.device, offload=config.offload and not self.empty)
+        self.shard_S = memory.send_home(shard_S, config.device, offload=config.offload and not self.empty)
         self._set_dtype(full_precision=False)
         requires_grad = any(managed.param.requires_grad for managed in params)
         self.flat_param: nn.Parameter = FlatParameter(self.shard_S, requires_grad=requires_grad)
@@ -126,6 +128,7 @@ class FlatHandle:
 
     def buffer(self, dtype: torch.dtype) -> FlatBuffer:
         """Return the full buffer of a dtype, made on first use; it may be freed at the moment."""
+        # Of the padded size: the backend writes whole shards, the last one with its right padding.
         found = self._buffers.get(dtype)
         if found is None:
             found = self._buffers[dtype] = FlatBuffer(self.shard_map.padded_numel, dtype, self.config.device)
@@ -138,6 +141,7 @@ class FlatHandle:
     def compute_views(self) -> list[Tensor]:
         """Return one view of the full parameter per original, in its own shape; valid while unsharded."""
         if not self.needs_buffer:
+            # Not kept: a user may replace the shard, and views of the old one would compute with old values.
             return flat_views(self.shard_S, self.layout)
         dtype = self.compute_dtype
         found = self._views.get(dtype)
@@ -151,7 +155,8 @@ class FlatHandle:
         self.reshard()
         self.precision = self.grads.sum.precision = Precision.of(dtype, self.config.mixed_precision)
         # A new tensor: the gather that may have read the old one was waited for above.
-        self.replace_shard(offload.another_home(self.shard_S, dtype))
+        self.replace_shard(memory.another_home(self.shard_S, dtype))
+        # A buffer that still waits for its last reader would be dropped with its memory in use.
         self.streams.free_rest()
         self._buffers.clear()
         self._views.clear()
@@ -162,6 +167,7 @@ class FlatHandle:
         self._set_dtype(full_precision=self.full_precision)
         # The parameter objects stay: optimizers hold them, and key their state by them.
         set_data(self.flat_param, shard_S)
+        # Last: originals point at pieces of the shard, which is the new one by now.
         self.originals.forget_views()
 
     def _set_dtype(self, *, full_precision: bool) -> None:
@@ -169,6 +175,7 @@ class FlatHandle:
         self.full_precision = full_precision
         self.compute_dtype = self.precision.original if full_precision else self.precision.compute
         cast = self.compute_dtype != self.shard_S.dtype
+        # An offloaded shard is copied to the device, so it needs a buffer also where nothing is sharded.
         self.needs_buffer = self.sharded or cast or self.shard_S.device.type != self.config.device.type
 
     # ------------------------------------------------------------------ life cycle
@@ -179,6 +186,8 @@ class FlatHandle:
         Collectives:
             One all-gather over the shard group, when sharded. All of its ranks must call.
         """
+        # By the state and not by the storage: a buffer that waits to be freed still has its memory, and nobody may
+        # read it.
         if self.life.state is not UnitState.SHARDED:
             return False
         self.life.move(UnitState.GATHERING, self.name)
@@ -189,7 +198,7 @@ class FlatHandle:
         buffer, dtype = self.buffer(self.compute_dtype), self.compute_dtype
         try:
             with self.streams.pre_unshard(), torch.no_grad():
-                source_S = offload.fetch(self.shard_S, self.config.device, dtype)
+                source_S = memory.fetch(self.shard_S, self.config.device, dtype)
             self.streams.gather_after_prepare()
             # Allocated on the stream that issues the fill: the allocator may hand out memory whose last reader ran there,
             # and the current stream waits for this one before it reads (:meth:`_wait_for_gather`).
@@ -268,6 +277,7 @@ class FlatHandle:
         if self.life.state is UnitState.SHARDED or self.life.state is UnitState.SUMMONED:
             return
         if self.life.state is UnitState.GATHERING:
+            # Freed before the wait, the buffer would be written to when its memory is somebody else's.
             self._wait_for_gather()
         if self.needs_buffer:
             # Views of the buffer, in modules' and in autograd's hands, outlive its memory: the next gather fills it in place.
@@ -278,6 +288,7 @@ class FlatHandle:
     def set_full_precision(self, wanted: bool) -> None:
         """Compute without lowering from the next unshard on (evaluation), or with it again."""
         if wanted != self.full_precision:
+            # First: what is gathered lies in the buffer of the other dtype.
             self.reshard()
             self._set_dtype(full_precision=wanted)
 
@@ -300,6 +311,7 @@ class FlatHandle:
             )
         copied = FlatHandle.__new__(FlatHandle)
         memo[id(self)] = copied
+        # Whatever the original has gathered or has under way stays its own: the copy begins sharded.
         fresh: dict[str, Any] = {
             "life": LifeCycle(),
             "_pending": None,
@@ -308,14 +320,16 @@ class FlatHandle:
             "_cast_S": None,
         }
         vars(copied).update({**vars(self), **fresh, "streams": Streams()})
-        vars(copied)["shard_S"] = offload.another_home(self.shard_S, self.shard_S.dtype)
+        vars(copied)["shard_S"] = memory.another_home(self.shard_S, self.shard_S.dtype)
         vars(copied).update(module=copy.deepcopy(self.module, memo))
+        # After the module, whose copy registers the copied flat parameter: the memo makes both the same object.
         flat = like_flat(copy.deepcopy(self.flat_param, memo), self.flat_param)
         set_data(flat, copied.shard_S)
         vars(copied)["flat_param"] = flat
         originals = self.originals.copied(copied, memo)
         vars(copied).update(originals=originals, grads=Gradients(copied, originals))
         vars(copied)["versions"] = ParameterVersions(copied)
+        # The constants that were copied describe the original's buffer.
         for describe in DESCRIBERS:
             describe(copied)
         return copied

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from fsdp_ref.errors import FlattenError, listing
 from fsdp_ref.handle.marked_parameter import FlatParameter
 from fsdp_ref.layout import FlatLayout, ShardMap
-from fsdp_ref.storage.param_sites import ManagedParam
-from fsdp_ref.storage.views import flat_views, gap_views
+from fsdp_ref.storage.views import ManagedParam, flat_views, gap_views
 
 PADDING_VALUE = 42
 """Written into gaps at flattening: a result that depends on padding shows it."""
@@ -26,6 +25,7 @@ def check_params(params: Sequence[nn.Parameter], names: Sequence[str], *, use_or
         FlattenError: an empty list, a flat parameter, a fake tensor, a dtype that is not floating point, or (without original
             parameters) differing ``requires_grad``; or differing dtypes. Lists every offender.
     """
+    # Each refusal lists all offenders, so that one run shows what to change.
     if not params:
         raise FlattenError("FlatHandle: expected parameters to flatten, got an empty parameter list. Make no handle.")
     flat = [name for param, name in zip(params, names) if isinstance(param, FlatParameter)]
@@ -76,6 +76,7 @@ def flatten(tensors: Sequence[Tensor], layout: FlatLayout, device: torch.device)
     with torch.no_grad():
         for view, tensor in zip(flat_views(flat, layout), tensors):
             view.copy_(tensor.detach())
+        # 42 and not zero: zeros would hide a result that reads them.
         for gap in gap_views(flat, layout):
             gap.fill_(PADDING_VALUE)
     return flat
@@ -83,6 +84,7 @@ def flatten(tensors: Sequence[Tensor], layout: FlatLayout, device: torch.device)
 
 def cut_shard(flat: Tensor, shard_map: ShardMap, rank: int) -> Tensor:
     """Return a copy of ``rank``'s shard of ``flat``, padded on the right with zeros to the common size."""
+    # A copy: the flat tensor of the whole unit is dropped when the caller returns, and its memory serves the next unit.
     shard = torch.zeros(shard_map.shard_numel, dtype=flat.dtype, device=flat.device)
     span = shard_map.shard_span(rank)
     shard[: span.numel].copy_(flat[span.as_slice()])

@@ -35,8 +35,8 @@ class Gradients:
         self._handle = handle
         self._originals = originals
         self._many = originals.use_orig_params
-        # The tensors whose ``.grad`` users see.
-        self._shown_params: Sequence[Tensor] = originals.params if self._many else [handle.flat_param]
+        # The tensors whose ``.grad`` users see; one that a user puts in an original's place joins the same list.
+        self._shown_params: Sequence[Tensor] = originals.held
         config = handle.config
         self.sum = Accumulated(
             handle.shard_map, handle.shard_rank, handle.precision, config.device, offloads=config.offload
@@ -62,6 +62,7 @@ class Gradients:
 
     def add_local(self, grads: Sequence[Tensor | None]) -> None:
         """Add this rank's full gradients (one per original, None for unused) to the local part."""
+        # First: what a user did to the gradients that are shown is older than this backward.
         self.absorb()
         more = self.sum.local_F is not None
         self.sum.add_local(grads)
@@ -93,6 +94,7 @@ class Gradients:
 
     def add_reduced(self, grad_S: Tensor, uses: Uses | None = None) -> None:
         """Add a reduced gradient, which is this object's from now on; without ``uses`` all that trains has one."""
+        # First, as above: a gradient that a user set to None must not come back with this one.
         self.absorb()
         more = self.sum.reduced_S is not None
         self.sum.add_reduced(grad_S, uses or Uses(self._originals.trainable()))
@@ -139,6 +141,7 @@ class Gradients:
         cleared must not come back. Who has no gradients then, gets none.
         """
         if self._handle.config.device.type != "cpu" and all(param.grad is None for param in self._shown_params):
+            # They cleared all of it: that is how ``zero_grad`` looks from here.
             self.forget()
         else:
             self.publish()
@@ -156,6 +159,7 @@ class Gradients:
         """
         changed = []
         params = self._shown_params
+        # Nothing was given yet: a gradient that is there all the same is a user's.
         given, pointers = self._given or [None] * len(params), self._given_ptrs
         for index, param in enumerate(params):
             grad = param.grad
@@ -172,6 +176,7 @@ class Gradients:
                 self._absorb(params, changed)
             if written:
                 self.sum.rest_S = None
+            # After the replaced gradients were taken in: a replaced local part may be zero as well.
             if self.sum.both:
                 self._forget_zeroed(was_nonzero)
 
@@ -185,6 +190,7 @@ class Gradients:
 
     def _remember(self) -> None:
         """Remember the gradients as they are now: later differences are the user's."""
+        # Counting costs time in every pass, and nobody else asks.
         if self.sum.both or self.sum.rest_S is not None:
             self._given_versions = self._versions()
         self._was_nonzero = self.sum.local_nonzero() if self.sum.both else None
@@ -197,6 +203,7 @@ class Gradients:
         reduced_S = self.sum.reduced_S
         assert reduced_S is not None  # the caller looked
         now = self.sum.local_nonzero()
+        # Never noted while both parts existed: then only zeros everywhere say that a user wrote them.
         before = now if was_nonzero is None else was_nonzero
         is_nonzero, were_nonzero = torch.stack([now, before]).tolist()  # the host waits here
         if not any(is_nonzero):
@@ -243,24 +250,27 @@ class Gradients:
         layout, local_F = self._handle.layout, self.sum.local_F
         if local_F is not None:
             return flat_views(local_F, layout) if self._many else [local_F[: layout.numel]]
+        # A user's own dtype is kept where it is one: low-precision gradients stay low (``keep_low_precision_grads``).
         dtypes = {grad.dtype for grad in (params[index].grad for index in changed) if grad is not None}
         reduced_S = self.sum.make_reduced(dtypes.pop() if len(dtypes) == 1 else self._handle.precision.original)
         return self._originals.pieces_of(reduced_S) if self._many else [reduced_S]
 
     def _check(self, index: int, grad: Tensor, view: Tensor) -> None:
+        # By shape alone: another dtype or device is converted by the copy.
         if grad.shape == view.shape:
             return
         handle = self._handle
         fqn = handle.fqns[index] if self._many else "the flat parameter"
         raise WritebackError(
             f"gradient of {fqn} in {handle.name!r}: expected shape {tuple(view.shape)}, got {tuple(grad.shape)}. Cannot "
-            "writeback when the gradient shape changes; assign one of the parameter's present shape."
+            "writeback when the gradient shape changes; assign one of the parameter's current shape."
         )
 
     def release(self) -> None:
         """Free the memory of gradients that users dropped (``zero_grad(set_to_none=True)``), before forward needs memory."""
         if self.sum.reduced_S is None and self.sum.local_F is None:
             return
+        # Only what was shown can have been dropped: before it is published every ``.grad`` is None.
         if self._given and all(param.grad is None for param in self._shown_params):
             self.absorb()
 

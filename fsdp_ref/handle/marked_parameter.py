@@ -28,7 +28,7 @@ class _ByMark(type(nn.Parameter)):  # type: ignore[misc]  # the metaclass of Par
 
 
 class FlatParameter(nn.Parameter, metaclass=_ByMark):
-    """All parameters of one unit as one flat tensor; see the module's text for what its objects really are."""
+    """All parameters of one unit as one flat tensor; the module's docstring describes its objects."""
 
     def __new__(cls, data: Tensor | None = None, requires_grad: bool = True) -> FlatParameter:
         """Return a marked ``nn.Parameter`` over ``data``."""
@@ -39,6 +39,7 @@ class FlatParameter(nn.Parameter, metaclass=_ByMark):
 
 def like_flat(copied: nn.Parameter, original: nn.Parameter) -> nn.Parameter:
     """Give a copy of a flat parameter the marks and constants of the original."""
+    # torch copies a parameter without its Python attributes.
     for name, value in vars(original).items():
         setattr(copied, name, value)
     return copied

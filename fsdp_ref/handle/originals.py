@@ -19,8 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_ref.naming import FLAT_PARAM
-from fsdp_ref.storage.param_sites import ManagedParam, ParamSite
-from fsdp_ref.storage.views import SiteWriters, flat_views, mark_flattened, reshape_sites, set_data, set_flat_param
+from fsdp_ref.storage.views import (
+    ManagedParam,
+    ParamSite,
+    SiteWriters,
+    flat_views,
+    mark_flattened,
+    reshape_sites,
+    set_data,
+    set_flat_param,
+)
 
 if TYPE_CHECKING:
     from fsdp_ref.handle.flat_handle import FlatHandle
@@ -72,7 +80,7 @@ class Originals:
         self.extended = {(s.module, s.name): m.extension for m in params if m.extension is not None for s in m.sites}
         self.use_orig_params = handle.config.use_orig_params or not params
         # What optimizers step, and ``backward(inputs=...)`` names.
-        self.held = self.params if self.use_orig_params else [handle.flat_param]
+        self.held: list[nn.Parameter] = self.params if self.use_orig_params else [handle.flat_param]
         self.shown = Shown.SHARDED
         self.hooks_aside: list[tuple[dict[int, Any], dict[int, Any]]] = []  # see ``param_hooks.set_aside``
         self._placeholders = [
@@ -105,6 +113,7 @@ class Originals:
             )
             for param, old in zip(self.params, self.managed)
         ]
+        # Through the memo: a parameter that hangs on several modules is copied once.
         result = Originals(handle, managed)
         if self.use_orig_params:
             result._point_at(result.shard_views())
@@ -132,6 +141,7 @@ class Originals:
 
     def present(self, index: int) -> bool:
         """Return whether this rank holds any of original ``index``; all of them hold all of an empty parameter."""
+        # Empty ones are everybody's, as in one process, where an optimizer steps them too.
         return not self._handle.sharded or index in self.pieces or not self._handle.layout.params[index].numel
 
     def forget_views(self) -> None:
@@ -148,6 +158,7 @@ class Originals:
         for param in self.params:
             mark_flattened(param)
         if self.use_orig_params:
+            # The same objects as before: whoever built an optimizer first holds them.
             self._point_at(self.shard_views())
             self._writers.show(self.params)
         else:
@@ -168,6 +179,7 @@ class Originals:
             reshape_sites(self.managed, self._placeholders, registered=False)
             set_flat_param(self._handle.module, FLAT_PARAM, self._handle.flat_param)
         else:
+            # Each place shows a plain attribute, before and after: nothing is filed anew.
             self._writers.show(self._placeholders)
         self.shown = Shown.SHARDED
 
@@ -196,6 +208,7 @@ class Originals:
 
     def show_full(self) -> None:
         """Show the originals over the full buffer (original parameters only)."""
+        # In-place edits now go to the buffer, which is freed: see ``writeback.keep_full_edits``.
         self._point_at(self._handle.compute_views())
         self._writers.show(self.params)
         self.shown = Shown.FULL
@@ -221,8 +234,9 @@ class Originals:
         return shown
 
     def site_values(self) -> list[tuple[str, int, object]]:
-        """Return (name, parameter index, value) for each place."""
-        return [(site.fqn, index, value) for site, index, value in self._writers.shown()]
+        """Return what each place shows now, as (name, parameter index, value); None for a missing attribute."""
+        sites = [(site, index) for index, managed in enumerate(self.managed) for site in managed.sites]
+        return [(site.fqn, index, getattr(site.module, site.name, None)) for site, index in sites]
 
     def unchanged(self) -> bool:
         """Return whether every place shows the original it should (original parameters only)."""

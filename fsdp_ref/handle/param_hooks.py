@@ -45,6 +45,7 @@ def _flat_hooks(handle: FlatHandle, grads: list[Tensor | None]) -> list[Tensor |
     flat = handle.flat_param
     if not _users_hooks(flat):
         return grads
+    # Zeros: a hook on the flat gradient finds them where a parameter was not used, and in gaps.
     local = torch.zeros(handle.layout.numel, dtype=handle.compute_dtype, device=handle.config.device)
     for view, grad in zip(flat_views(local, handle.layout), grads):
         if grad is not None:
@@ -110,6 +111,8 @@ def run_after_accumulation(handle: FlatHandle) -> None:
                     "Optimizer in backward is only supported with use_orig_params=True: expected original parameters, "
                     f"got the flat parameter of {handle.name!r}. Pass use_orig_params=True."
                 )
+            # The gradient is dropped after its step, as torch's own hook does: memory for one at a time is the
+            # point of it.
             for optimizer in optimizers:
                 optimizer.step()
             set_grad(param, None)

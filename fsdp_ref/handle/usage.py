@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsdp_ref.layout import ShardMap
-from fsdp_ref.storage.offload import upload
+from fsdp_ref.storage.memory import upload
 
 
 def _firsts(shard_map: ShardMap) -> tuple[Tensor, Tensor]:
@@ -31,6 +31,7 @@ def _firsts(shard_map: ShardMap) -> tuple[Tensor, Tensor]:
     inside = torch.searchsorted(starts, cuts, right=True) - 1
     holder = inside.clamp(min=0)
     cut_through = (inside >= 0) & (starts[holder] < cuts) & (cuts < stops[holder]) if spans else cuts < 0
+    # A parameter has one mark where it begins and one in each further shard that it reaches into, so every holder learns.
     places = torch.cat([starts, cuts[cut_through]])
     owners = torch.cat([indices, indices[holder[cut_through]]])
     places, order = places.sort()
@@ -46,6 +47,7 @@ class UsageMarks:
     """
 
     def __init__(self, shard_map: ShardMap, rank: int, device: torch.device) -> None:
+        # The same on all ranks: a mark that one rank writes is read at the same element by the owner of its shard.
         places, owners = _firsts(shard_map)
         mine = shard_map.param_spans(rank)
         self.owners: list[int] = owners.tolist()
@@ -59,6 +61,7 @@ class UsageMarks:
         """Mark in ``flat`` which parameters have a gradient; after casts and divisions, which may underflow to -0.0."""
         places, owners = (self._mine, self.my_owners) if shard else (self._places, self.owners)
         marks = flat.index_select(0, places).add_(0.0)  # -0.0 + 0.0 is 0.0: a gradient that is -0.0 is no mark
+        # Seldom: most steps use every parameter, and then no mask is made or sent to the device.
         if not all(used):
             marks.masked_fill_(self._mask(used, owners, flat.device, shard=shard), -0.0)
         flat.index_copy_(0, places, marks)
@@ -68,10 +71,12 @@ class UsageMarks:
         latest, mask = self._masks.get(shard, ((), None))
         if mask is None or latest != key:
             mask = upload([not used[owner] for owner in owners], torch.bool, device)
+            # The latest alone: another set of used parameters seldom comes back.
             self._masks[shard] = key, mask
         return mask
 
     def unused(self, flat: Tensor, *, shard: bool = False) -> Tensor:
         """Return which marked elements say that no rank has a gradient; on the device, so that nobody waits for it."""
         marks = flat.index_select(0, self._mine if shard else self._places)
+        # The sign alone is not enough: a gradient may be negative.
         return marks.signbit().logical_and_(marks == 0)

@@ -44,18 +44,16 @@ class ParameterVersions:
         self._many = handle.originals.use_orig_params
         self._added = [0] * (len(handle.fqns) if self._many else 1)
         self.of_buffer: list[int] = []
+        # Where this rank has a piece of every original its counters show every step of an optimizer.
         self._whole = not self._many or all(handle.originals.present(index) for index in range(len(handle.fqns)))
         self._stepped = False
         # One hook for the process, however many units: optimizers are not known here.
         compat.after_optimizer_steps(_after_step)
         _handles.add(handle)
 
-    def _params(self) -> list[Tensor]:
-        return [*self._handle.originals.params] if self._many else [self._handle.flat_param]
-
     def now(self) -> list[int]:
         """Return the present versions."""
-        return [compat.version_of(param) + added for param, added in zip(self._params(), self._added)]
+        return [compat.version_of(param) + added for param, added in zip(self._handle.originals.held, self._added)]
 
     def note_gather(self) -> None:
         """The full buffer holds, or is about to hold, the present values."""
@@ -72,6 +70,7 @@ class ParameterVersions:
 
     def count(self, indices: Iterable[int]) -> None:
         """Count a change of these originals that their own counters do not show."""
+        # Each once, however many originals changed: a flat parameter counts as one.
         for index in {index if self._many else 0 for index in indices}:
             self._added[index] += 1
 
@@ -81,7 +80,8 @@ class ParameterVersions:
 
     def note_step(self, stepped: Collection[int]) -> None:
         """An optimizer has made a step over the parameters of these ids."""
-        params = self._params()
+        params = self._handle.originals.held
+        # Frozen ones do not count: an optimizer leaves alone what has no gradient.
         self._stepped |= any(id(param) in stepped and param.requires_grad for param in params)
         if not self._whole:
             originals, used = self._handle.originals, self._handle.grads.sum.used
@@ -91,6 +91,7 @@ class ParameterVersions:
     def count_in_pass(self, indices: Iterable[int]) -> None:
         """Count a change that the running forward made itself, in what it computes with: its own later use is right."""
         self.count(indices)
+        # In place: what autograd has saved in this pass holds this very list.
         self.of_buffer[:] = self.now()
 
     def settle(self, before: list[int], changed: Collection[int]) -> None:
@@ -119,8 +120,8 @@ class ParameterVersions:
         """
         owner = self.owner(position)
         index = owner if self._many else 0
-        param = self._handle.originals.params[index] if self._many else self._handle.flat_param
-        if used[index] != compat.version_of(param) + self._added[index]:
+        # Only this original: a step of another one in the same flat buffer does not matter to what was saved.
+        if used[index] != compat.version_of(self._handle.originals.held[index]) + self._added[index]:
             refuse_changed(self._handle, owner)
 
 

@@ -3,11 +3,17 @@
 Between iterations users replace a parameter's data, put another ``nn.Parameter`` on a module, or cast the whole
 model. Before each gather those changes are copied into the shard (or refused, by name). In-place edits need nothing:
 what users hold *is* the shard.
+
+[Note: edits in forward] Modules clip weights, bound norms or move codebooks in their forward. They see full parameters, which
+are freed afterwards. In-place changes raise the counters of the views that forward computes with, and are written back when the
+unit's forward ends (:func:`write_back`): each rank keeps its own piece, and the next gather gives every rank the whole. That is
+right only if all ranks made the same change. A change by way of ``.data`` raises no counter and is lost with the buffer.
+Guards look at both (``fence.wire_order``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +125,7 @@ def refuse_other_device(handle: FlatHandle, device: torch.device) -> None:
 
 def _absorb_flat(handle: FlatHandle) -> bool:
     flat = handle.flat_param
+    # Before the comparison: a move changes the address, too.
     refuse_other_device(handle, flat.device)
     if flat.data_ptr() == handle.shard_S.data_ptr() and flat.dtype == handle.shard_S.dtype:
         return False
@@ -142,6 +149,7 @@ def _adopt_replaced(handle: FlatHandle) -> None:
     for fqn, index, value in originals.site_values():
         shown.setdefault(index, []).append((fqn, value))
     owners = {id(param): index for index, param in enumerate(originals.params)}
+    # A tied parameter is replaced at all of its places, by one object, and by none that is an original of this unit.
     problems = [
         fqn
         for index, places in shown.items()
@@ -158,6 +166,7 @@ def _adopt_replaced(handle: FlatHandle) -> None:
         if isinstance(value, nn.Parameter) and value is not originals.params[index]:
             mark_flattened(value)
             guard_param(value, handle.fqns[index])
+            # While both are known: the new object has a counter of its own, which goes on from the old one's.
             handle.versions.adopted(index, originals.params[index], value)
             originals.params[index] = value
 
@@ -176,6 +185,7 @@ def _absorb_data(handle: FlatHandle) -> bool:
         return False
     dtype = expected[0].dtype
     devices = {param.device for param in originals.params}
+    # All of them: the whole module was moved. A single one on another device is copied like any value.
     if len(devices) == 1:
         refuse_other_device(handle, devices.pop())
     values = {index: originals.params[index].data for index in changed}
@@ -183,11 +193,11 @@ def _absorb_data(handle: FlatHandle) -> bool:
     if bad:
         _refuse_shape(handle, [(handle.fqns[index], values[index], expected[index]) for index in bad])
     dtypes = {value.dtype for value in values.values()}
+    # All of them to one other dtype: the model was cast. Some of them: values to be copied into the dtype that is there.
     if not full and len(changed) == len(originals.params) and len(dtypes) == 1 and dtypes != {dtype}:
         handle.set_precision(dtypes.pop())
     with torch.no_grad():
         if full:
-            # By way of the full buffer: a piece of the shard may begin and end inside a parameter of any strides.
             _copy_full(handle, values)
         else:
             for index, value in values.items():
@@ -199,24 +209,32 @@ def _absorb_data(handle: FlatHandle) -> bool:
 
 
 def _copy_full(handle: FlatHandle, values: dict[int, Tensor]) -> None:
-    """Copy this rank's pieces of full-sized values into the shard."""
-    targets = handle.originals.shard_views()
-    if not handle.sharded:
-        for index, value in values.items():
-            targets[index].copy_(value)
-        return
+    """Copy this rank's pieces of full-sized values into the shard, while originals are shown in full."""
     views = handle.compute_views()
     # Every rank is taken to have assigned the same full values: each keeps its own piece, and nothing is sent.
     for index, value in values.items():
         # The full buffer is this handle's and rests: it is filled, no gather writes to it, and nobody computes.
         views[index].copy_(value)
-    span = handle.shard_map.shard_span(handle.shard_rank)
-    for index in values:
-        piece = handle.originals.pieces.get(index)
-        if piece is not None:
-            start, numel = piece
-            source = handle.full_F()[span.start + start : span.start + start + numel]
-            targets[index].copy_(source)
+    write_back(handle, values)
+
+
+def write_back(handle: FlatHandle, indices: Iterable[int]) -> None:
+    """Copy this rank's pieces of originals from the full buffer into the shard."""
+    if not handle.needs_buffer:
+        return  # what is computed with is the shard itself
+    targets, sources = handle.originals.shard_views(), handle.compute_views()
+    start = handle.shard_map.shard_span(handle.shard_rank).start
+    for index in indices:
+        target, source = targets[index], sources[index]
+        if handle.sharded:
+            # By the flat buffer: a piece of the shard may begin and end inside a parameter of any strides.
+            offset, numel = handle.originals.pieces.get(index, (0, 0))
+            source = handle.full_F()[start + offset : start + offset + numel]
+        if target.dtype != source.dtype:
+            # From lower precision only what is not the rounded value of before.
+            target_there = target.to(source.device)
+            source = torch.where(target_there.to(source.dtype) == source, target_there, source)
+        target.copy_(source)
 
 
 def _refuse_shape(handle: FlatHandle, bad: Sequence[tuple[str, Tensor, Tensor]]) -> None:
@@ -224,6 +242,6 @@ def _refuse_shape(handle: FlatHandle, bad: Sequence[tuple[str, Tensor, Tensor]])
     raise WritebackError(
         f"Cannot writeback when the parameter shape changes ({handle.name!r}): expected "
         f"{listing(f'{fqn}: {tuple(wanted.shape)}' for fqn, _, wanted in bad)}, got "
-        f"{listing(f'{fqn}: {tuple(given.shape)}' for fqn, given, _ in bad)}. Assign a tensor of the parameter's present "
-        "(sharded) shape, or edit it inside summon_full_params."
+        f"{listing(f'{fqn}: {tuple(given.shape)}' for fqn, given, _ in bad)}. Assign a tensor of the parameter's "
+        f"current (sharded) shape, or edit it inside summon_full_params."
     )

@@ -315,7 +315,8 @@ def _training(units: Sequence[UnitLayout], ranks: Ranks, options: argparse.Names
     )
     # Where units lie in units, all may be gathered at once.
     gathered = 0 if on_device == 0 else (sum(wholes) if on_device is None else on_device) + max(wholes)
-    kept = sum(_kept(unit) * unit.element_bytes for unit in units) * options.tokens
+    matrices = [(p.shape[-2:], unit.element_bytes) for unit in units for p in unit.shards.layout.params if p.shape[1:]]
+    kept = sum(sum(sizes) * element_bytes for sizes, element_bytes in matrices) * options.tokens
     parts = {
         "parameters": shard,
         "gradients": shard,
@@ -333,10 +334,6 @@ def _training(units: Sequence[UnitLayout], ranks: Ranks, options: argparse.Names
         room = int(options.memory * 1024**3)
         left = f"{_bytes(room - total)} to spare" if total <= room else f"{_bytes(total - room)} too much"
         yield f"{'fits' if total <= room else 'does not fit'} in {options.memory:g} GiB: {left}"
-
-
-def _kept(unit: UnitLayout) -> int:
-    return sum(sum(param.shape[-2:]) for param in unit.shards.layout.params if len(param.shape) > 1)
 
 
 def _traffic(units: Sequence[UnitLayout], ranks: Ranks, options: argparse.Namespace) -> Iterator[str]:

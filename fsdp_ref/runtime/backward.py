@@ -9,12 +9,13 @@ whatever is left, hand gradients to users.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fsdp_ref.autograd.graph_hooks import InputsWatch, OutputHook, TakenInputs
+from fsdp_ref.autograd.graph_hooks import InputsWatch, TakenInputs, with_base
 from fsdp_ref.compat import labelled, waited
 from fsdp_ref.config import BackwardPrefetch
 from fsdp_ref.errors import UnshardConflictError
@@ -29,6 +30,7 @@ from fsdp_ref.storage.precision import map_tensors, tensors_in
 from fsdp_ref.storage.views import alias
 
 if TYPE_CHECKING:
+    from fsdp_ref.autograd.graph_ties import GraphTie, PassRecord
     from fsdp_ref.runtime.root import Root
 
 # ---------------------------------------------------------------------- pre-backward
@@ -39,27 +41,35 @@ def hook_outputs(unit: Unit, output: Any, inputs: TakenInputs) -> Any:
 
     The gradient of an input that the unit gives back as it came is there only after all of the unit's backward that
     uses it: it begins nothing. Nor does a leaf's, which may be the same tensor in every step.
+
+    What a view is a view of has the hook too: a caller who changes the view in place gives it another node, and the hook
+    on the old one would never run.
     """
     if not torch.is_grad_enabled():
         return output
-    waiting = OutputHook(unit.graph.tie(), unit.graph.record, pre_backward)
+    tie, record = unit.graph.tie(), unit.graph.record
+    # The graph keeps the hook, the hook keeps the record with the views of the pass, as long as both are needed.
+    waiting = partial(_output_reached, tie, record)
+    # Those views lead to the unit's own node: a hook there that kept them would keep the node, for ever.
+    on_node = partial(_output_reached, tie, None)
 
     def hook(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad and not tensor.is_leaf and not inputs.gives_back(tensor):
-            # The graph keeps the hook, the hook keeps the views that the pass computed with, as long as both are needed.
-            tensor.register_hook(waiting)
-            unit.awaits_backward = True
+        for made in with_base(tensor):
+            if made.requires_grad and not made.is_leaf and not inputs.gives_back(made):
+                made.register_hook(on_node if record is not None and record.leads_to(made) else waiting)
+                unit.awaits_backward = True
         return tensor
 
     return map_tensors(output, hook)
 
 
-def pre_backward(unit: Unit) -> None:
-    """The gradient of an output of ``unit`` is there: its backward begins (once, however many outputs it has).
+def _output_reached(tie: GraphTie, _: PassRecord | None, grad: Tensor) -> None:
+    """The gradient of an output is there: the unit's backward begins (once, however many outputs it has).
 
     Collectives:
         An all-gather over the shard group unless parameters are there; maybe another unit's. All ranks must call.
     """
+    unit = tie.unit()
     root = unit.root
     assert root is not None  # the unit ran forward
     task = root.enter_backward()
@@ -77,6 +87,7 @@ def demand(unit: Unit) -> None:
 
 def _enter(root: Root, unit: Unit, task: int) -> None:
     if unit.life.state is UnitState.SUMMONED:
+        # Modules show a user's buffer then, which this pass did not compute with.
         raise UnshardConflictError(
             f"backward of {unit!r}: expected sharded parameters, got full parameters that summon_full_params shows. Run "
             "backward outside of the context."
@@ -117,6 +128,7 @@ def reshard_with_inputs(unit: Unit, inputs: Any) -> None:
     handle, record = unit.handle, unit.graph.record
     if record is None or not torch.is_grad_enabled() or any(handle.originals.trainable()):
         return
+    # A unit without such inputs is reached by no gradient: nothing gathers it in backward.
     tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
     if tensors:
         record.watch = InputsWatch(unit.graph.tie(), tensors, _frozen_done)
@@ -158,6 +170,7 @@ def on_gradients(unit: Unit, grads: tuple[Tensor | None, ...]) -> None:
     if unit.life.state is UnitState.BACKWARD and unit.backward_task != task:
         # A pass inside the pass (reentrant checkpointing): other regions of the unit may follow. Keep it open.
         # Local until backward moves on to another unit (``flush_partial``): all regions are reduced at once.
+        # An ordered set: what is completed later is reduced in the order of backward, alike on all ranks.
         root.partial[unit] = None
         root.sync.accumulate(unit, local)
         return
@@ -204,6 +217,7 @@ def end_backward(root: Root) -> None:
         _reduce_leftovers(root)
         for look in root.guards.reductions_issued:
             look()
+        # The rest of what is in flight: a user may read gradients as soon as backward returns.
         root.sync.finish()
         # From here on the current stream, on which the optimizer runs, sees reduced gradients.
         root.streams.compute_after_reduce()
@@ -236,6 +250,7 @@ def _reduce_leftovers(root: Root) -> None:
         handle = unit.handle
         if not unit.sync_gradients or handle.grads.local_F is None:
             continue
+        # Users may have cleared what no_sync left: then there is nothing to reduce, on every rank that did so.
         handle.grads.absorb()
         if handle.grads.local_F is not None:
             root.in_pass[unit] = None

@@ -15,7 +15,7 @@ import torch
 
 from fsdp_ref.autograd.graph_hooks import TakenInputs
 from fsdp_ref.autograd.graph_ties import PassRecord
-from fsdp_ref.runtime import forward_edits
+from fsdp_ref.handle.writeback import write_back
 from fsdp_ref.states import ReshardReason, UnitState
 
 if TYPE_CHECKING:
@@ -76,11 +76,30 @@ def close(frame: Frame) -> None:
     unit = frame.unit
     if unit.life.state is UnitState.FORWARD:
         if frame.record is not None:
-            forward_edits.keep(unit, frame.root, frame.record)
+            # Before the state moves: until then the buffer is this call's own.
+            _keep_edits(unit, frame.root, frame.record)
         unit.move(frame.resumes)
+    # A call that was aborted from outside is gone already.
     if frame in frame.root.calls:
         frame.root.calls.remove(frame)
     frame.context.close()
+
+
+def _keep_edits(unit: Unit, root: Root, record: PassRecord) -> None:
+    """Write what forward changed in place to the shard, while the full parameters are still there ([Note: edits in forward])."""
+    handle = unit.handle
+    edited = record.edited()
+    # The shard outlives this pass, which may be an evaluation: what is written to it must be trainable.
+    with torch.inference_mode(False), torch.no_grad():
+        if edited:
+            write_back(handle, edited)
+            record.accept_edits()
+            handle.versions.count_in_pass(edited)
+            handle.streams.gather_after_compute()  # the shard was written to on the current stream just now
+            for look_at_edits in root.guards.edits_kept:
+                look_at_edits(unit, edited)
+        for look in root.guards.unit_ends:
+            look(unit)
 
 
 def abort(frame: Frame) -> None:
@@ -96,6 +115,7 @@ def abort(frame: Frame) -> None:
         return
     frame.unit.reshard(ReshardReason.FAILED)
     if frame.outermost:
+        # The tree's forward ended here as well: gathers ahead of units that will not run are freed.
         frame.root.end_forward()
         for each in frame.root.units:
             # What the module stored on its way here holds the beginning of a graph that nobody will run backward.

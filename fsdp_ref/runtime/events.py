@@ -67,9 +67,3 @@ def observe(observer: Observer) -> Iterator[None]:
         yield
     finally:
         OBSERVERS.remove(observer)
-
-
-def emit(event: UnitEvent) -> None:
-    """Report to all subscribers."""
-    for observer in tuple(OBSERVERS):
-        observer(event)

@@ -49,6 +49,7 @@ def enter_forward(
             f"forward of {unit!r}: expected sharded parameters, got full parameters that summon_full_params shows. "
             "Expects tensor to be unsharded by forward itself; leave the context first."
         )
+    # A module that calls itself: parameters are there, and the outer call gives them up.
     if unit.life.state is UnitState.FORWARD:
         return Frame(unit, root, nested=True, running=running), args, kwargs
     replay = compat.in_backward()
@@ -79,6 +80,7 @@ def _gather(unit: Unit, root: Root, frame: Frame) -> None:
     # What checkpointing runs again in backward is no step of forward: it would shift what comes next.
     if not frame.replay:
         root.order.pre_forward(root.index[unit])
+        # Before this unit's gather: a rank that goes another way is named while the others can still hear it.
         for look in root.guards.unit_begins:
             look(unit)
     if not frame.replay or unit.life.state not in READABLE:
@@ -107,6 +109,7 @@ def _set_precision(unit: Unit) -> None:
     """Follow train() and eval() where evaluation in full precision is switched on."""
     if not unit.config.full_precision_in_eval:
         return
+    # Before the gather, which fills the buffer of one dtype.
     unit.handle.set_full_precision(unit.full_precision_now)
     if unit.full_precision_now:
         unit.buffers.restore()
@@ -146,6 +149,7 @@ def _inputs(unit: Unit, frame: Frame, args: Any, kwargs: Any) -> tuple[Any, Any]
         as_root = policy.cast_root_forward_inputs and (unit.is_root or unit.config.applied_here)
         casts = (policy.cast_forward_inputs or as_root) and not unit.full_precision_now
         dtype = policy.param_dtype if casts else None
+    # The very objects that came: a user may compare them.
     if dtype is None:
         return args, kwargs
     return cast_floating(args, dtype), cast_floating(kwargs, dtype)
@@ -173,6 +177,7 @@ def exit_forward(frame: Frame, output: Any) -> Any:
         # Edits are kept in here, from the buffer that the next lines may free.
         calls.close(frame)
         if not frame.replay:
+            # After ``close``: what checkpointing runs again has no place in the order that backward walks.
             root.order.post_forward(root.index[unit])
             unit.reshard(ReshardReason.AFTER_FORWARD)
             if frame.outermost:

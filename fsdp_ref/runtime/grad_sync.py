@@ -26,7 +26,7 @@ from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.runtime.events import UnitEventKind
 from fsdp_ref.runtime.guards import Traffic
 from fsdp_ref.runtime.unit import Unit
-from fsdp_ref.storage.scratch import ScratchPool
+from fsdp_ref.storage.memory import ScratchPool
 
 IN_FLIGHT = 2
 
@@ -61,6 +61,7 @@ class _Reduction:
     def advance(self) -> None:
         """Wait for the present sum and start the next, if there is one."""
         if self._rest and self._collectives is not None:
+            # The second sum reads what the first one wrote. On a device the stream waits, not the host.
             self._pending.wait()
             group = self._rest.pop(0)
             self._pending = self._collectives.all_reduce(self._out_S, group, self.unit.name)
@@ -77,6 +78,7 @@ class _Reduction:
             handle.grads.add_reduced(self._out_S, uses)
 
     def _wait(self) -> None:
+        # Whoever waits for the result has nothing left that the remaining sums could overlap with.
         while self._rest:
             self.advance()
         self._pending.wait()
@@ -112,6 +114,7 @@ class GradSync:
         handle = unit.handle
         unit.note(UnitEventKind.REDUCE)
         if unit.root is not None:
+            # In the order of issue, which is what ranks compare.
             for look in unit.root.guards.sends:
                 look(unit, Traffic.REDUCE)
         streams = handle.streams
@@ -131,6 +134,7 @@ class GradSync:
         factors = DivideFactors.for_world(handle.groups.total_size)
         before, after = factors.before, factors.after
         if unit.divide_factor is not None:
+            # The first division stays a power of two, whatever the user divides by.
             after = unit.divide_factor / before
         dtype = handle.precision.original if handle.full_precision else handle.precision.reduce
         sent_F, used = gather_local(handle, grads, dtype, before)
@@ -207,7 +211,9 @@ def gather_local(
         flat_F = kept_F
         if kept_F.dtype != dtype or handle.sharded:
             flat_F = SCRATCH.take(handle.shard_map.padded_numel, dtype, handle.config.device)
+            # Kept for several micro-batches in the wider dtype; cast once, here.
             flat_F.copy_(kept_F)
         divide(flat_F, divisor)
+    # Last: a cast or a division of the mark itself may lose its sign.
     handle.grads.stamp(flat_F, used)
     return flat_F, used

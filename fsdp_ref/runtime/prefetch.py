@@ -27,6 +27,8 @@ def in_forward(root: Root, unit: Unit) -> None:
     if unit.forward_targets is not None:
         targets: Sequence[Unit] = unit.forward_targets
     elif explicit or unit.config.device.type == "cpu":
+        # Asked for by the user: the fixed order of the first pass, alike on all ranks. Bytes alone: the latest pass
+        # says more.
         place = root.order.next_forward(of_first=explicit)
         targets = () if place is None else (root.units[place],)
     else:
@@ -52,6 +54,7 @@ def in_backward(root: Root, unit: Unit, moment: BackwardPrefetch) -> None:
     if unit.backward_targets is not None:
         targets = unit.backward_targets if moment is BackwardPrefetch.BACKWARD_PRE else ()
     elif unit.config.backward_prefetch is moment:
+        # Of this very forward: each backward walks what was just run, so ranks agree as their forwards did.
         place = root.order.next_backward(root.index[unit])
         targets = () if place is None else (root.units[place],)
     else:

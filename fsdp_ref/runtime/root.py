@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -18,7 +19,7 @@ from fsdp_ref.annotations import units_under
 from fsdp_ref.autograd.graph_ties import GraphTie, PassRecord
 from fsdp_ref.autograd.tracked import UnitsByStorage, pack_with, unpack_with
 from fsdp_ref.comm.streams import refuse_capture, streams_for
-from fsdp_ref.errors import FsdpAssertionError, FsdpValueError, listing
+from fsdp_ref.errors import FsdpAssertionError, FsdpValueError, TrainingStateError, listing
 from fsdp_ref.handle.param_hooks import put_back
 from fsdp_ref.naming import clean_tensor_name
 from fsdp_ref.runtime import backward
@@ -27,7 +28,7 @@ from fsdp_ref.runtime.execution_order import ExecutionOrder
 from fsdp_ref.runtime.grad_sync import GradSync
 from fsdp_ref.runtime.guards import TREE_GUARDS, Guards
 from fsdp_ref.runtime.unit import Ahead, Unit
-from fsdp_ref.states import ReshardReason, UnitState
+from fsdp_ref.states import ReshardReason, TrainingState, UnitState
 
 
 def lazy_init(unit: Unit) -> Root:
@@ -136,17 +137,21 @@ class Root:
                 "the outermost unit before any unit inside it."
             )
         check_homogeneous(units)
+        # Reversed, so that of several paths to a unit the first one names it.
         names = {id(unit): clean_tensor_name(name) for name, _, unit in reversed(found)}
         self.units = units
         self.offloads = any(unit.config.cpu_offload.offload_params for unit in units)
         self.tensor_group = next((axis for axis in _tensor_groups(units) if axis is not None), None)
         for position, unit in enumerate(units):
+            # Each is told its place before any gathers: collectives and messages carry the name.
             unit.adopt(self, names.get(id(unit), ""), is_root=unit is root_unit)
             self.index[unit] = position
+        # Last: a guard may look at the units, their order and their groups.
         self.guards = Guards([make(self) for make in TREE_GUARDS])
 
     def disband(self) -> None:
         """Forget that the units belong together: the next use decides anew which unit is the root."""
+        # The streams stay with the handles until the next root gives them its own.
         for unit in self.units:
             unit.leave()
 
@@ -188,7 +193,7 @@ class Root:
         Hooks do not nest (the innermost pair serves alone), and checkpointing or offloading of activations must see
         every tensor: under such hooks the units rely on the pre-backward hooks of their outputs.
         """
-        if compat.saved_tensor_hooks_active() or not compat.saved_tensor_hooks_allowed():
+        if compat.saved_tensor_hooks() is not None or not compat.saved_tensor_hooks_allowed():
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
@@ -230,6 +235,8 @@ class Root:
             end = _PassEnd(self, task)
             self._passes[task] = weakref.ref(end)
             compat.queue_backward_callback(end)
+            # Until its end is reached: an exception, Ctrl-C included, leaves this set, and the next use cleans
+            # up.
             self._dirty = True
         # Never taken back within a pass: a function of the user's may read what it saved under ``no_grad``.
         self._creates_graph |= torch.is_grad_enabled()
@@ -318,12 +325,26 @@ class Root:
             # Here gathers in flight are waited for: the next pass would pair its own with what other ranks are still in.
             unit.reshard(ReshardReason.UNUSED)
             unit.end_pass()
+        # Gradients that were complete were shown when the pass failed; the others are lost on every rank.
         self.in_pass.clear()
         self.partial.clear()
 
     def in_backward(self) -> bool:
         """Return whether a backward pass of this tree is under way."""
         return bool(self._passes) and bool(self._live_passes())
+
+
+def refuse_busy(units: Iterable[Unit], call: str, remedy: str) -> None:
+    """Refuse a call of a user's while units compute, or while full parameters are in a user's hands.
+
+    Raises:
+        TrainingStateError: some do; all are listed.
+    """
+    busy = [repr(unit) for unit in units if unit.training_state is not TrainingState.IDLE]
+    if busy:
+        raise TrainingStateError(
+            f"{call}: expected to be in states [{TrainingState.IDLE}], got busy units {listing(busy)}. {remedy}"
+        )
 
 
 def _tensor_groups(units: list[Unit]) -> list[dist.ProcessGroup | None]:

@@ -16,17 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_ref.autograd.graph_ties import GraphSide
-from fsdp_ref.config import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    StateDictSettings,
-    StateDictType,
-    UnitConfig,
-)
+from fsdp_ref.config import StateDictSettings, UnitConfig
 from fsdp_ref.errors import FsdpRuntimeError, FsdpTypeError
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.writeback import absorb_params, keep_full_edits
-from fsdp_ref.runtime.events import OBSERVERS, UnitEvent, UnitEventKind, emit
+from fsdp_ref.runtime.events import OBSERVERS, UnitEvent, UnitEventKind
 from fsdp_ref.runtime.guards import Traffic
 from fsdp_ref.states import READABLE, ReshardReason, TrainingState, UnitState, training_state_of
 from fsdp_ref.storage.precision import BufferCaster
@@ -97,13 +91,12 @@ class Unit:
         self.reshards_after_forward: bool | None = None
         self.reshards_after_backward = True
         self.divide_factor: float | None = None
-        self.state_dict_settings = StateDictSettings(
-            StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
-        )
+        self.state_dict_settings = StateDictSettings()
         self._begin_life()
 
     def _begin_life(self) -> None:
         """Set what a unit has when it is made or copied: it belongs to no tree, and nothing runs."""
+        # The handle's own object: a move of either is a move of both.
         self.life = self.handle.life
         self.graph = GraphSide(self)
         self.root: Root | None = None
@@ -135,8 +128,8 @@ class Unit:
 
     def note(self, kind: UnitEventKind, *, prefetch: bool = False, freed: bool = False) -> None:
         """Report to observers what this unit does."""
-        if OBSERVERS:
-            emit(UnitEvent(kind, self.name, tuple(self.handle.fqns), prefetch, freed))
+        for observer in tuple(OBSERVERS):
+            observer(UnitEvent(kind, self.name, tuple(self.handle.fqns), prefetch, freed))
 
     def adopt(self, root: Root, name: str, *, is_root: bool) -> None:
         """Become part of a tree."""
@@ -144,6 +137,7 @@ class Unit:
         self.is_root = is_root
         self.name = name
         self.handle.name = name
+        # From here on gathers overlap: what was issued before ran on the current stream, and needs no event.
         self.handle.streams = root.streams
         # At first use and not when the unit is made: users load states into buffers of their own dtype before.
         if not self.full_precision_now:
@@ -189,6 +183,7 @@ class Unit:
 
     def _make_way(self) -> None:
         """Before a gather that a user asked for: nothing that users may still change is read earlier than they think."""
+        # Also gradients: a user who gathers early may have cleared them, and forward looks only later.
         self.absorb()
         # The optimizer's step, or a user's edit, may still write to the shard on the current stream.
         self.handle.streams.gather_after_compute()
@@ -221,6 +216,7 @@ class Unit:
         if handle.empty:
             handle.reshard()
             return
+        # Users may have edited originals that were shown in full: their memory goes below.
         keep_full_edits(handle)
         if after_backward or reason is ReshardReason.AFTER_FORWARD:
             if self.life.state is not UnitState.SHARDED:
@@ -279,6 +275,8 @@ class Unit:
             handle.originals.show_full()
 
     def _frees_after_forward(self, handle: FlatHandle) -> bool:
+        # Without a buffer there is nothing to free; a buffer that accumulation keeps belongs to it until the pass
+        # that reduces.
         if not handle.needs_buffer or (self.life.state is UnitState.ACCUMULATING and torch.is_grad_enabled()):
             return False
         # Where no output can be differentiated no backward will come that frees (one that enters elsewhere gathers anew).
@@ -313,6 +311,7 @@ class Unit:
         copied = Unit.__new__(Unit)
         memo[id(self)] = copied
         vars(copied).update(vars(self))
+        # Through the memo, with the module around: modules know the unit, and the unit knows them.
         own = {
             name: copy.deepcopy(vars(self)[name], memo)
             for name in ("module", "holder", "modules", "buffers", "ignored", "handle")

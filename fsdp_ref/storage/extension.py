@@ -20,10 +20,10 @@ class ParameterExtension(ABC):
     """How one parameter is flattened, shown, and saved.
 
     Attributes:
-        shape: its shape in full states, and what users see of it in forward.
-        group: the ranks that have the other parts of it (a process group, of which each data-parallel rank has its own);
-            None where this rank has all of it.
-        differs: whether each rank of ``group`` has a part of its own, and not all of them the same.
+        shape: its shape in full states, and in forward.
+        group: the ranks that have its other parts (a process group; each data-parallel rank has its own group); None if this
+            rank has all of it.
+        differs: whether the ranks of ``group`` have different parts, instead of equal ones.
     """
 
     shape: torch.Size
@@ -32,30 +32,30 @@ class ParameterExtension(ABC):
 
     @abstractmethod
     def flatten(self, tensor: Tensor) -> Tensor:
-        """Return the plain tensor in a parameter, or in what :meth:`unflatten` made, on the same memory.
+        """Return the plain tensor in a parameter, or in a result of :meth:`unflatten`, on the same memory.
 
         Raises:
-            FsdpError: ``tensor`` is not such a parameter (a user assigned it).
+            FsdpError: ``tensor`` is not such a parameter (for example one that a user assigned).
         """
 
     @abstractmethod
     def unflatten(self, view: Tensor) -> Tensor:
-        """Return what modules compute with, from a view of the flat tensor: on its memory, and differentiable."""
+        """Return the differentiable tensor that modules use, on the memory of a view of the flat tensor."""
 
     def gather(self, local: Tensor) -> Tensor:
-        """Return the whole value of which ``local`` is this rank's part (a parameter, or an entry of an optimizer).
+        """Return the whole value from this rank's part ``local`` (a parameter, or an entry of an optimizer).
 
         Collectives:
-            Those of the extension, over ``group``. All of its ranks call it for the same entries in the same order.
+            Those of the extension, over ``group``. All its ranks must call it for the same entries in the same order.
         """
         return local
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole value, without communication; maybe on the same memory."""
+        """Return this rank's part of a whole value, without communication, possibly on the same memory."""
         return whole
 
     def chunk(self, rows: Tensor, mesh: Any, placements: list[Any]) -> Tensor:
-        """Return an entry of a sharded state: a DTensor of this rank's rows of its part.
+        """Return an entry of a sharded state: a DTensor with this rank's rows of its part.
 
         Args:
             rows: the rows.
@@ -75,10 +75,10 @@ _factories: list[Factory] = []
 
 
 def register_parameter_extension(factory: Factory) -> Callable[[], None]:
-    """Ask ``factory`` about the parameters of all units that are made from now on, before those that are there.
+    """Call ``factory`` for the parameters of all later units, before the factories that are registered already.
 
     Returns:
-        A function that takes it back.
+        A function that unregisters it.
     """
     _factories.insert(0, factory)
     return lambda: _factories.remove(factory)

@@ -165,20 +165,17 @@ class BufferCaster:
         if self._dtype is None or self.lowered:
             return
         self.lowered = True
-        # The first forward may be an evaluation in inference mode, and training changes buffers in place afterwards.
-        with torch.inference_mode(False), torch.no_grad():
-            for module, name, buffer in self._floating():
-                self._originals.setdefault((id(module), name), buffer.dtype)
-                self._put(module, name, buffer.to(self._dtype))
+        for module, name, buffer in self._floating():
+            self._originals.setdefault((id(module), name), buffer.dtype)
+            self._cast(module, name, buffer, self._dtype)
 
     def restore(self) -> None:
         """Cast back to the original dtypes (values keep the rounding they got)."""
         if not self.lowered:
             return
         self.lowered = False
-        with torch.inference_mode(False), torch.no_grad():
-            for module, name, buffer in self._floating():
-                self._put(module, name, buffer.to(self._originals.get((id(module), name), buffer.dtype)))
+        for module, name, buffer in self._floating():
+            self._cast(module, name, buffer, self.original_dtype(module, name) or buffer.dtype)
 
     def _floating(self) -> list[tuple[nn.Module, str, Tensor]]:
         return [
@@ -189,5 +186,8 @@ class BufferCaster:
         ]
 
     @staticmethod
-    def _put(module: nn.Module, name: str, buffer: Tensor) -> None:
-        module._buffers[name] = buffer
+    @torch.no_grad()
+    def _cast(module: nn.Module, name: str, buffer: Tensor, dtype: torch.dtype) -> None:
+        # The first forward may be an evaluation in inference mode, and training changes buffers in place afterwards.
+        with torch.inference_mode(False):
+            module._buffers[name] = buffer.to(dtype)

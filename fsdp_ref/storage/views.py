@@ -1,4 +1,7 @@
-"""Parameters put onto modules and taken off again.
+"""The places of parameters on modules, and what is put there and taken off again.
+
+A tied parameter has several places; all of them must show the same view while the unit is unsharded and the same sharded
+parameter otherwise.
 
 The only file that writes parameters, gradients and marks onto modules and tensors which it did not make. What a place
 shows has two forms: *registered* (in ``module._parameters``: listed by ``named_parameters()``) and *plain* (an ordinary
@@ -9,18 +12,59 @@ see as parameters is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fsdp_ref.layout import FlatLayout
-from fsdp_ref.storage.param_sites import ManagedParam, ParamSite
+from fsdp_ref.layout import FlatLayout, ParamSpec
+from fsdp_ref.storage.extension import ParameterExtension
 
 _FLATTENED = (
     "_fsdp_flattened"  # torch's FSDP1 sets it too: units around leave such parameters alone, whoever holds them
 )
 _BY_US = "_fsdp_ref_flattened"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParamSite:
+    """One module attribute that holds a parameter: ``module.name``, called ``fqn`` from the unit's module."""
+
+    module: nn.Module
+    name: str
+    fqn: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ManagedParam:
+    """One parameter of a unit with all its places.
+
+    Attributes:
+        param: the parameter as the user made it.
+        sites: its distinct places, the first being the primary one.
+        aliases: every further name (a shared module gives one place several names).
+        extension: what is special about it; None for a plain tensor.
+    """
+
+    param: nn.Parameter
+    sites: tuple[ParamSite, ...]
+    aliases: tuple[str, ...]
+    extension: ParameterExtension | None = None
+
+    def flattened(self, extension: ParameterExtension) -> ManagedParam:
+        """Return the plain parameter that is flattened in place of one that is more; users find it on their modules."""
+        local = nn.Parameter(extension.flatten(self.param), requires_grad=self.param.requires_grad)
+        return ManagedParam(local, self.sites, self.aliases, extension)
+
+    @property
+    def fqn(self) -> str:
+        """The primary name, relative to the unit's module."""
+        return self.sites[0].fqn
+
+    def spec(self) -> ParamSpec:
+        """Describe the parameter for the layout."""
+        return ParamSpec.of(self.fqn, tuple(self.param.shape), self.param.stride(), self.aliases)
 
 
 def mark_flattened(param: Tensor) -> None:
@@ -69,7 +113,6 @@ class SiteWriters:
     """
 
     def __init__(self, params: Sequence[ManagedParam], *, registered: bool) -> None:
-        self._params = params
         self.registered = registered
         # Flat lists for what happens twice per unit and pass: writing into the dictionaries skips ``nn.Module.__setattr__``,
         # which would look through parameters, buffers and children each time.
@@ -87,14 +130,6 @@ class SiteWriters:
             home[name] = values[index]
         for index, site in self._through:
             _assign(site, values[index], registered=self.registered)
-
-    def shown(self) -> list[tuple[ParamSite, int, Any]]:
-        """Return what each place shows now, as (place, parameter index, value); None for a missing attribute."""
-        return [
-            (site, index, getattr(site.module, site.name, None))
-            for index, managed in enumerate(self._params)
-            for site in managed.sites
-        ]
 
     def all_show(self, values: Sequence[Tensor]) -> bool:
         """Return whether every place shows exactly ``values[i]``."""

@@ -22,7 +22,7 @@ from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.flatten import check_params, flatten
 from fsdp_ref.handle.marked_parameter import FlatParameter
 from fsdp_ref.naming import join_fqn
-from fsdp_ref.storage.param_sites import ManagedParam, ParamSite
+from fsdp_ref.storage.views import ManagedParam, ParamSite
 from fsdp_ref.torch_names.inclusive_view import (
     FlatParamShardMetadata,
     ShardParamInfo,

@@ -18,14 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_ref.annotations import is_replicated
+from fsdp_ref.annotations import is_replicated, outermost_units
 from fsdp_ref.comm.collectives import collectives_for, cut_into_buckets
 from fsdp_ref.comm.tensor_parallel import is_dtensor
-from fsdp_ref.errors import FsdpRuntimeError, FsdpValueError, RootError, TrainingStateError, UnsupportedError, listing
+from fsdp_ref.errors import FsdpRuntimeError, FsdpValueError, RootError, UnsupportedError, listing
 from fsdp_ref.handle.accumulated import dense
-from fsdp_ref.runtime.root import lazy_init
-from fsdp_ref.states import TrainingState
-from fsdp_ref.storage.offload import upload
+from fsdp_ref.runtime.root import lazy_init, refuse_busy
+from fsdp_ref.storage.memory import upload
 from fsdp_ref.storage.views import is_flattened
 
 if TYPE_CHECKING:
@@ -40,28 +39,41 @@ _BUCKET_BYTES: Final = 32 * 2**20
 
 
 @torch.no_grad()
-def clip_grad_norm_(unit: Unit, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scale all gradients below a root unit so that their joint norm is at most ``max_norm``.
+def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale all gradients at or below ``module`` so that their joint norm over all ranks is at most ``max_norm``.
 
     Shards count once over their shard group. What several ranks have whole counts once: with NO_SHARD, in the replicas of hybrid
     sharding, and plain parameters on a tensor-parallel axis. Padding does not count. Nobody averages the gradients of ignored
     parameters, so they may differ by rank: what counts is their mean, which one process would compute, and each rank scales
     its own by the common factor.
 
-    The norm that is returned is that before clipping, the same on every rank; on the CPU when parameters are offloaded.
+    Args:
+        module: A module with one outermost unit.
+        max_norm: The bound.
+        norm_type: The p of the norm, inf included.
+
+    Returns:
+        The norm before clipping, a scalar that is the same on every rank; on the CPU when parameters are offloaded.
 
     Raises:
-        RootError: ``unit`` is nested.
-        TrainingStateError: forward, backward or a summon is under way.
-        FsdpRuntimeError: gradients wait unreduced from ``no_sync``.
-        FsdpValueError: a negative or NaN ``norm_type``.
-        UnsupportedError: tensor-parallel parameters that are trained and ignored.
+        FsdpValueError: There is no unit, or several outermost ones, whose gradients no one norm covers; or a negative or NaN
+            ``norm_type``.
+        RootError: The unit belongs to a larger tree.
+        TrainingStateError: Forward, backward or a summon is under way.
+        FsdpRuntimeError: Gradients wait unreduced from ``no_sync``.
+        UnsupportedError: Tensor-parallel parameters that are trained and ignored.
 
     Collectives:
         One all-reduce per shard group, in the order of units; every rank joins, with or without gradients. With tensor
         parallelism two for each, and one over its axis. Before them, where ignored parameters are trained, one of their
         size over each group of the root unit.
     """
+    unit, *others = outermost_units(module, "clip_grad_norm_")
+    if others:
+        raise FsdpValueError(
+            "clip_grad_norm_: expected one outermost unit, got "
+            f"{listing(type(each.module).__name__ for each in (unit, *others))}. Make the module around them a unit."
+        )
     p = check_norm_type(norm_type)
     root = lazy_init(unit)
     _check(unit, root)
@@ -70,8 +82,8 @@ def clip_grad_norm_(unit: Unit, max_norm: float, norm_type: float = 2.0) -> Tens
     axis = root.tensor_group
     means = GradientPart(tuple(_means(own, unit)), counted=axis is None or axis.rank() == 0)
     norm = total_norm([*parts, means], p, unit.config.device, axis, _usual_dtype(root, own))
-    scale_to([grad for part in parts for grad in part.grads], norm, max_norm)
-    scale_to([param.grad for param in own if param.grad is not None], norm, max_norm)
+    scale_to([grad for part in parts for grad in part.grads], norm, float(max_norm))
+    scale_to([param.grad for param in own if param.grad is not None], norm, float(max_norm))
     home = torch.device("cpu") if unit.config.cpu_offload.offload_params else unit.config.device
     return norm.rounded().to(home)
 
@@ -82,12 +94,7 @@ def _check(unit: Unit, root: Root) -> None:
             "`clip_grad_norm_()` should only be called on the root FSDP instance: expected the outermost unit, got "
             f"{unit!r}. Call it on the module that you run."
         )
-    busy = [repr(each) for each in root.units if each.training_state is not TrainingState.IDLE]
-    if busy:
-        raise TrainingStateError(
-            f"clip_grad_norm_: expected to be in states [{TrainingState.IDLE}], got busy units {listing(busy)}. "
-            "Call it between backward and the optimizer's step."
-        )
+    refuse_busy(root.units, "clip_grad_norm_", "Call it between backward and the optimizer's step.")
     for each in root.units:
         each.handle.grads.absorb()
     waiting = [u.name or "the root" for u in root.units if u.handle.grads.local_F is not None]

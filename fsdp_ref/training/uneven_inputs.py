@@ -32,22 +32,22 @@ class UnevenInputs(Joinable):
                 loss_of(model(batch)).backward()
                 uneven.finish()
 
-    Each step's gradient is the mean over **all** ranks, in which a rank without a batch counts as zeros, as with
-    torch's DDP in its ``join`` by default: what one process computes from the sum of the losses divided by the number of ranks.
-    While a rank has no batch it runs ``model`` on the example, hooks included; random state and buffers are put back.
-    ``example`` must give finite outputs, since zero times infinity is no zero.
+    Each step's gradient is the mean over **all** ranks. A rank without a batch counts as zeros, as by default in ``join`` of
+    torch's DDP. This equals the gradient in one process of the sum of the losses divided by the number of ranks. A rank
+    without a batch runs ``model`` on the example, hooks included; random state and buffers are then restored. ``example``
+    must give finite outputs, because zero times infinity is not zero.
 
     Args:
         model: the module that is called: one outermost unit, or a plain module around several.
-        example: positional arguments of one call of ``model``, on this rank's device; only finite values are asked of them.
-        finish: everything of a step that follows backward; it is called on every rank as often as on the rank with most batches.
+        example: positional arguments of one call of ``model``, on this rank's device.
+        finish: the rest of a step after backward; every rank calls it as often as the rank with the most batches.
 
     Raises:
         FsdpValueError: there is no unit.
         UnsupportedError: the units are over different ranks, or of some of them only; ``SyncBatchNorm`` is in the model.
 
     Collectives:
-        In ``Join`` each call of ``model`` is announced by an all-reduce of one element.
+        In ``Join`` an all-reduce of one element announces each call of ``model``.
     """
 
     def __init__(self, model: nn.Module, example: Sequence[Any], finish: Callable[[], object]) -> None:
@@ -65,12 +65,12 @@ class UnevenInputs(Joinable):
         model.register_forward_pre_hook(self._announce, prepend=True)
 
     def finish(self) -> None:
-        """End a step: call what was given as ``finish``."""
+        """End a step: call the ``finish`` argument."""
         self._unfinished = False
         self._finish()
 
     def join_hook(self, **_: Any) -> JoinHook:
-        """Return what a rank without batches runs for each step of the others."""
+        """Return the hook that a rank without batches runs for each step of the others."""
         return _Shadow(self)
 
     @property
@@ -95,19 +95,8 @@ class UnevenInputs(Joinable):
         self._unfinished = True
         Join.notify_join_context(self)
 
-    def shadow(self) -> None:
-        """Take part in a step of the ranks that have a batch, adding zeros."""
-        self._joined = True
-        try:
-            with _put_back(self._model, self._device):
-                outputs = [each for each in tensors_in(self._model(*self._example)) if each.requires_grad]
-                torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
-        finally:
-            self._joined = False
-        self.finish()
-
     def end(self) -> None:
-        """Stop announcing: ``Join`` has ended."""
+        """Announce no batch any more: ``Join`` has ended."""
         self._join_config = type(self._join_config).construct_disabled_join_config()
 
 
@@ -116,7 +105,16 @@ class _Shadow(JoinHook):
         self._training = training
 
     def main_hook(self) -> None:
-        self._training.shadow()
+        """Take part in a step of the ranks that have a batch, adding zeros."""
+        training = self._training
+        training._joined = True
+        try:
+            with _put_back(training._model, training._device):
+                outputs = [each for each in tensors_in(training._model(*training._example)) if each.requires_grad]
+                torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
+        finally:
+            training._joined = False
+        training.finish()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self._training.end()

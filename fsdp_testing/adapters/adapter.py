@@ -1,9 +1,8 @@
-"""How does an implementation of any make become one object with every method that the checks call?
+"""Turns any implementation into one object with every method that the checks call.
 
-`TorchStyle` is what an adapter's author fills in; `Adapter.of` completes it (or any other object that keeps the
-protocol): a method that is absent is replaced by what works for torch-style models (the model's own method of that
-name, DTensor or replicated parameters read in place, gathering through `full_parameters`), or by one that says what
-is missing.
+An adapter's author fills in `TorchStyle`; `Adapter.of` completes it (or any other object that follows the protocol). A
+missing method is replaced by one that works for torch-style models (the model's own method of that name, DTensor or
+replicated parameters read in place, gathering through `full_parameters`), or by one that says what is missing.
 """
 
 from __future__ import annotations
@@ -37,64 +36,64 @@ LEFT_OUT: Any = None
 class TorchStyle:
     """An adapter as data: three required fields, and a callable for whatever the defaults do not cover.
 
-    FQNs are those of the module before it was wrapped; every rank calls, in the same order. Methods that observe
-    (`local_pieces`, `optimizer_pieces`, `units`, `gathered_bytes`) change nothing (no collective, no unshard, no reshard,
-    no lazy initialisation) and may be called at any point between operations, also by one rank alone.
+    FQNs are those of the module before it was wrapped. Every rank calls the methods in the same order. Methods that observe
+    (`local_pieces`, `optimizer_pieces`, `units`, `gathered_bytes`) change nothing (no collective, no unshard, no reshard, no
+    lazy initialisation) and may be called at any point between operations, even by one rank alone.
 
     Attributes:
         name: As registered; shown in reports.
         wrap: `(module, setup) -> model`, called on every rank.
-        capabilities: What the implementation claims; anything not claimed is reported so and not judged.
+        capabilities: What the implementation claims; everything else is reported as "not claimed" and not judged.
         source: Where the implementation documents its claims, for the report.
         no_sync: Context in which backwards accumulate on this rank; the next one outside reduces everything.
         clip_grad_norm: `(model, max_norm, norm_type)`: clip by the norm of all ranks' gradients and return that norm (0-dim
             plain tensor, before clipping). With the capability of that name it takes `error_if_nonfinite=True`.
         full_parameters: `(model, *, writeback)`: context with the full parameters by FQN; edits in place last if `writeback`.
-        local_pieces: What this rank has now of each parameter, by FQN (tied parameters under the first name, once).
+        local_pieces: This rank's current part of each parameter, by FQN (tied parameters once, under the first name).
         optimizer_pieces: This rank's optimizer state, by FQN and state name.
         named_parameters: The parameters an optimizer takes, by FQN; for a flat parameter the FQN of its unit plus `.flat`.
         named_buffers: Live buffers by FQN.
         division: How the mean over ranks is formed in a setup, for comparing low precision bit by bit.
         full_state_dict: Whole parameters and persistent buffers, on every rank.
-        load_full_state_dict: Load what `full_state_dict` of any implementation gave.
+        load_full_state_dict: Load the result of any implementation's `full_state_dict`.
         sharded_state_dict: This rank's part, in whatever form the implementation loads again.
-        load_sharded_state_dict: Load what `sharded_state_dict` gave on the same world size.
-        local_state_dict: This rank's shards as they lie in memory, for a model that is wrapped just so; no collective.
-        load_local_state_dict: Load what `local_state_dict` gave on the same rank.
+        load_sharded_state_dict: Load the result of `sharded_state_dict` on the same world size.
+        local_state_dict: This rank's shards as they are in memory, for a model with the same wrapping; no collective.
+        load_local_state_dict: Load the result of `local_state_dict` on the same rank.
         full_optimizer_state: `{"state": {fqn: {name: value}}, "param_groups": [...]}` with complete tensors, on every rank;
             each group names its parameters under `params`.
-        load_full_optimizer_state: Load what `full_optimizer_state` gave, also into a fresh optimizer.
+        load_full_optimizer_state: Load the result of `full_optimizer_state`, into a new optimizer too.
         sharded_optimizer_state: This rank's part in the same form, as torch.distributed.checkpoint saves it and fills it.
-        load_sharded_optimizer_state: Load what `sharded_optimizer_state` gave and torch.distributed.checkpoint filled.
+        load_sharded_optimizer_state: Load the result of `sharded_optimizer_state` after torch.distributed.checkpoint has
+            filled it.
         register_comm_hook: `(model, state, hook)`: the user's hook reduces gradients from now on; called once, before the
-            first forward. Once per unit and synchronised backward the hook is called with `state`, the unit's whole
-            gradient on this rank (flat, undivided, in the dtype that goes on the wire) and, where the unit is sharded,
-            the tensor that takes this rank's span of the result; without it the gradient is reduced in place. The hook
-            alone divides.
+            first forward. Once per unit and synchronised backward the hook is called with `state`, the unit's whole gradient
+            on this rank (flat, undivided, in the dtype that is sent) and, if the unit is sharded, the tensor that receives
+            this rank's span of the result; without it the gradient is reduced in place. Only the hook divides.
         unshard: `(model, unit FQN)`: gather one unit now.
-        unshard_async: `(model, unit FQN)`: begin to gather one unit, and return a function that waits for it; where nobody calls
-            that, the unit's forward waits.
+        unshard_async: `(model, unit FQN)`: start gathering one unit, and return a function that waits for it; if it is not
+            called, the unit's forward waits.
         reshard: `(model, unit FQN)`: free one unit's gathered parameters.
         units: `(unit FQN, FQNs of its parameters)` in the implementation's own order.
         trace_units: `(model, emit)`: context in which `emit(unit FQN, transition, parameter FQNs)` is called at each
             `unshard` (asked for), `gather` (memory is filled), `reshard` (given up) and `free` (memory is released).
-        gathered_bytes: Bytes of gathered parameters that are allocated now, by unit FQN, read from the storages; shards do
-            not count, and units without any may be left out. Read after every operation, since a unit may be reported as
-            free while its memory is not.
-        finish: Called on every rank when a case is over, to drop what the implementation keeps globally.
-        build_optimizer: `(model, make)`: `make(parameters)` gives the case's optimizer. Return what the next two get, with
-            `param_groups`. Called after `wrap` and before the first training pass; a forward without backward may come
-            first where `late_optimizer` is claimed.
-        backward: Instead of `loss.backward()`; inside `no_sync` where the program says so.
+        gathered_bytes: Bytes of gathered parameters that are currently allocated, by unit FQN, read from the storages. Shards
+            do not count, and units without any may be left out. It is read after every operation, because a unit may be
+            reported as free while its memory is not.
+        finish: Called on every rank at the end of a case, to drop global state of the implementation.
+        build_optimizer: `(model, make)`: `make(parameters)` gives the case's optimizer. Return the object that `step` and
+            `zero_grad` receive, with `param_groups`. Called after `wrap` and before the first training pass; with the claim
+            `late_optimizer` a forward without backward may come first.
+        backward: Instead of `loss.backward()`; inside `no_sync` if the program says so.
         step: Instead of `optimizer.step()`.
         zero_grad: Instead of `optimizer.zero_grad(set_to_none)`; the optimizer is None if none is built.
-        step_clears_gradients: The engine's step clears gradients too. Every program then clears them after each step, so
-            that the oracle does too.
-        widest_dtype: Dtype in which the engine keeps what it trains, if that is narrower than float64: models of wider
-            ones are built in this one, and bounds are those of this one.
-        not_beside_tensor_parallel: Capabilities that are not claimed where tensor parallelism has cut modules.
-        built_on: Name of the implementation that this one is a variant of, whose defects it shares; its own name where
-            nothing is given. `dataclasses.replace` of another adapter keeps it.
+        step_clears_gradients: The engine's step clears gradients too. Every program then clears them after each step, so that
+            the oracle does too.
+        widest_dtype: Widest dtype in which the engine trains, if narrower than float64: wider models are built in this dtype,
+            and bounds follow it.
+        not_beside_tensor_parallel: Capabilities that are not claimed with tensor parallelism.
+        built_on: Name of the implementation of which this one is a variant, with the same defects; by default its own name.
+            `dataclasses.replace` of another adapter keeps it.
     """
 
     name: str
@@ -147,11 +146,11 @@ class Adapter(TorchStyle):
     """The completed form: every method is callable. Made by `Adapter.of`, never by hand.
 
     Attributes:
-        observes_locally: `local_pieces` needs no collective and may be called by one rank alone; if not, every rank
-            calls it at the same point.
+        observes_locally: `local_pieces` needs no collective and may be called by one rank alone; if not, every rank calls it
+            at the same point.
         missing: Methods that the implementation left out and that were filled in.
-        reference: How any process finds the implementation again: its registered name or import string. "" for an adapter
-            that was not loaded by one (`registry.load`); such an adapter stays in its process.
+        reference: How other processes load the implementation: its registered name or import string. "" for an adapter that
+            `registry.load` did not load; such an adapter stays in its process.
         observes_gradients: `local_pieces` shows gradients; if not, gradients are compared through the optimizer's step.
     """
 
@@ -161,7 +160,7 @@ class Adapter(TorchStyle):
     reference: str = ""
 
     def claimed(self, tensor_parallel: int = 1) -> frozenset[str]:
-        """Return what is claimed where so many ranks hold one model together."""
+        """Return the claims for this many ranks that share one model."""
         return (
             self.capabilities - self.not_beside_tensor_parallel - {"hybrid"}
             if tensor_parallel > 1
@@ -170,7 +169,7 @@ class Adapter(TorchStyle):
 
     @classmethod
     def of(cls, implementation: object) -> Adapter:
-        """Complete `implementation`; one that is complete already is returned as it is.
+        """Complete `implementation`; a complete one is returned unchanged.
 
         Raises:
             InvalidImplementation: A required attribute is missing or of the wrong type; all of them are listed.

@@ -1,12 +1,12 @@
-"""What must an implementation offer to be judged, and what does it get to know about the world it runs in?
+"""The protocol of an implementation: what it offers, and what it learns about its world.
 
-An implementation is any object with `name`, `capabilities` and `wrap`; nothing is inherited. Everything else is
-optional (`fsdp_testing.adapters.adapter.TorchStyle` has every method with its meaning): a capability that is
-claimed names the methods that it needs (`METHODS_OF_CAPABILITY`), and a method that is absent is filled in from what is
-present where that is possible (`Adapter.of`). Checks and the engine only ever see that completed form.
+An implementation is any object with `name`, `capabilities` and `wrap`; nothing is inherited. Everything else is optional
+(`fsdp_testing.adapters.adapter.TorchStyle` has every method with its meaning): a claimed capability names the methods that it
+needs (`METHODS_OF_CAPABILITY`), and `Adapter.of` fills in missing methods where possible. Checks and the engine only see the
+completed form.
 
-FQNs are always those of the module before it was wrapped. Spans are half-open and count elements of the parameter
-flattened in row-major (logical) order, whatever its strides are.
+FQNs are always those of the module before it was wrapped. Spans are half-open and count elements of the parameter flattened
+in row-major (logical) order, whatever its strides.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ METHODS_OF_CAPABILITY: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of compute, gradient reduction and buffers; `None` leaves the dtype the module has.
+    """Dtypes of compute, gradient reduction and buffers; `None` keeps the module's dtype.
 
     Attributes:
         param_dtype: Dtype in which forward and backward run.
@@ -82,18 +82,17 @@ class WrapPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """All that `wrap` gets to know; equal on every rank but for `rank` and `device`.
+    """Everything that `wrap` is told; equal on every rank except for `rank` and `device`.
 
     Attributes:
         rank: This rank in `group`.
-        world_size: Number of ranks in `group`: of all, or with tensor parallelism of those that have other inputs.
+        world_size: Number of ranks in `group`: all ranks, or with tensor parallelism those with different inputs.
         device: Where parameters live and computation runs.
-        group: The world's process group (the default group, without tensor parallelism), or one of some of its ranks,
-            which needs the capability `sub_groups`; `None` for an implementation that runs without one.
-        mesh: The ranks of `group` as a 1-D mesh, or 2-D (replicate, shard) for the hybrid strategies; `None` without a
-            group.
-        tensor_mesh: The ranks that hold one model together, a 1-D mesh out of the same 2-D one; `None` without tensor
-            parallelism. The harness has cut the module over it before it calls `wrap`.
+        group: The world's process group (the default group, without tensor parallelism), or one of some of its ranks, which
+            needs the capability `sub_groups`; `None` for an implementation that runs without one.
+        mesh: The ranks of `group` as a 1-D mesh, or 2-D (replicate, shard) for the hybrid strategies; `None` without a group.
+        tensor_mesh: The ranks that share one model, a 1-D mesh out of the same 2-D one; `None` without tensor parallelism.
+            The harness has cut the module over it before it calls `wrap`.
         layouts: `(FQN, layout)` of each module that is cut (`fsdp_testing.cases.records.specs.LAYOUTS`).
         units: FQNs of the submodules to wrap besides the root, any order; "" (the root) is implied.
         wrap_root: Whether the root itself is a unit; `False` leaves several independent roots.
@@ -106,15 +105,15 @@ class Setup:
         cpu_offload: Keep parameters, gradients and optimizer state on the CPU.
         ignored: FQNs of modules that the implementation must leave alone.
         checkpointed: FQNs of modules whose activations are recomputed in backward.
-        checkpoint_reentrant: By torch's reentrant way; without the capability of that name it is never asked for.
-        checkpoint_outside: Around the wrapped units instead of inside them. The harness does it after `wrap`, whose
-            setup names no checkpointed module then.
+        checkpoint_reentrant: Recompute in torch's reentrant way; used only with the capability of that name.
+        checkpoint_outside: Around the wrapped units instead of inside them. The harness does this after `wrap`, whose setup
+            then names no checkpointed module.
         sync_module_states: Rank 0's parameters and buffers are broadcast at construction; other ranks begin with others.
-        init_module: Initialises one module without its children, in the way of `param_init_fn`: parameters and buffers of
-            the modules that are not ignored are on the meta device until then. None if they are there.
-        forward_prefetch: Ask for prefetching in forward, where the implementation has the option.
+        init_module: Initialises one module without its children, like `param_init_fn`: until then, parameters and buffers of
+            modules that are not ignored are on the meta device. None if they have values.
+        forward_prefetch: Prefetch in forward, if the implementation has the option.
         backward_prefetch: One of "pre", "post", "none".
-        leaves_unused: Some micro-batch may leave a parameter without a gradient on some rank.
+        leaves_unused: A micro-batch may leave a parameter without a gradient on some rank.
         settings: Options that change no number (`fsdp_testing.cases.records.specs.SETTINGS`), by name.
         extra: Options known to this adapter alone, for its own tests.
     """
@@ -172,20 +171,19 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What this rank has of one span of one parameter: views, never copies.
+    """This rank's part of one span of one parameter: views, never copies.
 
-    A span whose value and gradient are both here is one piece. Where they live apart (a gradient that is accumulated
-    unsharded under `no_sync` while the value is sharded) they are separate pieces with the other side `None`.
+    If this rank has both value and gradient of a span, they are one piece. Otherwise (an unsharded gradient under `no_sync`
+    with a sharded value) they are separate pieces, with `None` for the other.
 
     Attributes:
         shape: Shape of the whole parameter.
         start: First element, in the parameter flattened in row-major order.
-        stop: One past the last element; equal to `start` where this rank has the parameter object but no element.
-        value: Detached tensor of `stop - start` elements, of any shape and strides, which flattened in row-major
-            order is the span; `None` if this piece is about the gradient alone.
+        stop: One past the last element; equal to `start` if this rank has the parameter object but no element.
+        value: Detached tensor of `stop - start` elements, of any shape and strides, which flattened in row-major order is the
+            span; `None` if this piece is about the gradient alone.
         grad: The same for the gradient; `None` if there is no gradient, or this piece is about the value alone.
-        reduced: Whether `grad` has been reduced over the ranks; `False` for what `no_sync` has accumulated on this
-            rank.
+        reduced: Whether `grad` has been reduced over the ranks; `False` for a sum that `no_sync` accumulates on this rank.
         requires_grad: The parameter's flag on this rank.
     """
 

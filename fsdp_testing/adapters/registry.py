@@ -41,7 +41,7 @@ def load(name: object) -> Adapter:
         claimants = ", ".join(f"{r.origin} ({r.target})" for r in registered)
         raise InvalidImplementation(
             f"implementation {name!r}: expected one registration, got {len(registered)}: {claimants}. "
-            "Uninstall all but one, or give the import string of the one that is meant."
+            "Uninstall all but one, or give the import string of the right one."
         )
     if registered:
         where = f"implementation {name!r} of {registered[0].origin}"

@@ -63,7 +63,7 @@ def validate(adapter: Adapter, run_on_ranks: Callable[..., list[Any]], world_siz
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise InvalidImplementation(
-            f"implementation {name!r}: expected an adapter that keeps its word, got:\n{listed}\n{_GUIDE}"
+            f"implementation {name!r}: expected an adapter that does what it claims, got:\n{listed}\n{_GUIDE}"
         )
 
 
@@ -75,7 +75,7 @@ def _account(failed: WorldFailed) -> str:
     ranks = getattr(failed.outcome, "ranks", ())
     dead = [rank for rank in ranks if rank.fate == "died"]
     if dead:
-        said = "\n".join(f"  - {rank.headline()} in `wrap`, or in what the adapter shows of it" for rank in dead)
+        said = "\n".join(f"  - {rank.headline()} in `wrap`, or in a method of the adapter" for rank in dead)
         return f"{said}\n{failed}"
     errors = [rank.error for rank in ranks if rank.error is not None]
     texts = [error.message for error in errors if error.type_name.endswith("InvalidImplementation")]
@@ -99,7 +99,7 @@ def check_claims(adapter: Adapter) -> None:
             problems.append(f"claims {tag!r} without the method{'s' * (len(missing) > 1)} {', '.join(missing)}")
     if problems:
         raise InvalidImplementation(
-            f"{where}: expected claims with methods behind them, got: {'; '.join(problems)}. {_GUIDE}"
+            f"{where}: expected the methods for every claim, got: {'; '.join(problems)}. {_GUIDE}"
         )
 
 

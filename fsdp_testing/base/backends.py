@@ -1,17 +1,17 @@
-"""Which communication backends can a world use? Six that come with the package, and a vendor's own by entry point or call.
+"""Communication backends of a world: six come with the package, vendors add theirs by entry point or call.
 
-A vendor copies nothing: a `Backend` is a name, a device type and three functions. Entry points of the group
-`fsdp_testing.backends` give a `Backend` object, loaded when its name is first asked for.
+A `Backend` is a name, a device type and three functions. Entry points of the group `fsdp_testing.backends` give a `Backend`
+object, loaded when its name is first asked for.
 
-- gloo: collectives between CPU processes over loopback, always there where torch was built with it.
+- gloo: collectives between CPU processes over loopback, always available if torch was built with it.
 - nccl: collectives between CUDA devices, one rank per device.
 - gloo-cuda: gloo between CUDA devices. Every collective passes through the host, slowly, but ranks may share a device, which
-  NCCL refuses: so a machine with one GPU proves the CUDA path of an implementation (streams, events, memory).
-- nccl-shared: nccl between ranks that share devices, which NCCL allows from 2.30 on if it is asked to.
-- fake: one process as any rank of any size. Collectives return at once and move nothing: good for shapes, counts and memory
-  at sizes nobody can start; values after a collective mean nothing.
-- bare: processes without a process group, started as torchrun starts them; the code makes its own groups. What it issues is
-  recorded and not compared: such code may mean ranks to differ.
+  NCCL refuses: so a machine with one GPU tests the CUDA path of an implementation (streams, events, memory).
+- nccl-shared: nccl between ranks that share devices, an option of NCCL from 2.30 on.
+- fake: one process as any rank of any size. Collectives return at once and move nothing: useful for shapes, counts
+and memory at sizes too large to start; values after a collective mean nothing.
+- bare: processes without a process group, started as torchrun starts them; the code makes its own groups.
+Collectives are recorded but not compared: such code may let ranks differ on purpose.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fsdp_testing.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where a rank stands: `rank` of `size`, and the device index it may use."""
+    """A rank's position: `rank` of `size`, and the index of its device."""
 
     rank: int
     size: int
@@ -43,12 +43,12 @@ class Backend:
     Attributes:
         name: Name for markers and options.
         device_type: "cpu", "cuda", or a vendor's.
-        unavailable: Called in a rank-like process (torch may be imported); returns the one reason why a world of so
-            many ranks cannot run here, or None.
-        torch_backend: What `torch.distributed.init_process_group` is given.
-        single_process: One process stands for any one rank, no peers exist (FakeProcessGroup).
+        unavailable: Called in a rank-like process (torch may be imported); returns the one reason why a world of this size
+            cannot run here, or None.
+        torch_backend: The backend for `torch.distributed.init_process_group`.
+        single_process: One process acts as any one rank, without peers (FakeProcessGroup).
         prepare: Called in the rank before the process group is made (select the device).
-        device_count: Called in the rank; how many devices of the type there are, None where ranks share one.
+        device_count: Called in the rank; number of devices of the type, None if ranks share one.
         makes_group: Whether ranks find themselves in a process group of all ranks.
     """
 
@@ -124,7 +124,7 @@ def _no_nccl_shared(size: int) -> str | None:
     if version >= _SHARES_DEVICES:
         return None
     loaded, wanted = (".".join(map(str, numbers)) for numbers in (version, _SHARES_DEVICES))
-    return f"ranks may share a device from NCCL {wanted} on, and {loaded} is loaded; gloo-cuda shares devices with any"
+    return f"ranks can share a device from NCCL {wanted} on, and {loaded} is loaded; gloo-cuda works with any version"
 
 
 def _no_gloo_cuda(size: int) -> str | None:
@@ -166,7 +166,7 @@ def register_backend(backend: Backend) -> None:
 
 
 def registered_backends() -> tuple[str, ...]:
-    """Return the names that can be asked for, entry points included."""
+    """Return the registered names, including entry points."""
     return tuple(dict.fromkeys((*_registered, *_entry_point_names())))
 
 
@@ -180,7 +180,7 @@ def backend_named(name: str) -> Backend:
     """Return the backend called `name`.
 
     Raises:
-        InvalidArgument: For a name nobody registered, or an entry point that does not load to a `Backend`.
+        InvalidArgument: For an unregistered name, or an entry point that does not load a `Backend`.
     """
     if name not in _registered:
         value = next((point.value for point in entry_points(group=ENTRY_POINT_GROUP) if point.name == name), None)
@@ -198,7 +198,7 @@ def _load(name: str, value: str) -> Backend:
     except Exception as error:
         raise InvalidArgument(
             f"backend {name!r}: expected {value} to load, got {type(error).__name__}: {error}. "
-            "Mend or uninstall the package that registers it."
+            "Fix or uninstall the package that registers it."
         ) from error
     if not isinstance(found, Backend):
         raise InvalidArgument(f"backend {name!r}: expected a fsdp_testing.base.backends.Backend, got {found!r}.")

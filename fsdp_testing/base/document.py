@@ -162,7 +162,7 @@ def load_toml(text: str, where: str) -> dict[str, Any]:
         if beyond := next((number for number in _integers(document) if number.bit_length() > 64), None):
             raise ValueError(f"an integer of {beyond.bit_length()} bits")
     except (ValueError, RecursionError) as error:
-        raise InvalidRecord(f"{where}: expected a TOML file, got {error}. Mend it.") from error
+        raise InvalidRecord(f"{where}: expected a TOML file, got {error}. Fix it.") from error
     return document
 
 
@@ -292,7 +292,7 @@ def _decode_record(cls: type[Any], data: Any, where: str) -> Any:
     except (TypeError, ValueError) as error:
         if isinstance(error, InvalidRecord):
             raise
-        raise InvalidRecord(f"{where}: expected a legal {cls.__name__}, got {error}. Mend the document.") from error
+        raise InvalidRecord(f"{where}: expected a legal {cls.__name__}, got {error}. Fix the document.") from error
 
 
 def _decode_union(hint: Any, data: Any, where: str) -> Any:
@@ -335,4 +335,4 @@ def _shown(data: Any) -> str:
 
 
 def _wrong(where: str, expected: str, data: Any) -> InvalidRecord:
-    return InvalidRecord(f"{where}: expected {expected}, got {_shown(data)}. Mend or regenerate the document.")
+    return InvalidRecord(f"{where}: expected {expected}, got {_shown(data)}. Fix or regenerate the document.")

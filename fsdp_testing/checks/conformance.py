@@ -72,32 +72,31 @@ def run_conformance(
 
     Args:
         *names: Registered names or import strings `package.module:attribute`.
-        world_sizes: Numbers of ranks; None for those that each check names itself: 2, also 3 where the number matters, and 4 for
-            hybrid sharding.
-        tensor_parallel: How many of them hold one model together: torch's tensor parallelism cuts modules over these, and
+        world_sizes: Numbers of ranks; None for each check's own: 2, also 3 if the number matters, and 4 for hybrid sharding.
+        tensor_parallel: How many of them share one model: torch's tensor parallelism cuts modules over these, and
             implementations that claim it shard over the others. It divides every world size.
         backend: Backend of the worlds.
-        checks: Patterns (fnmatch) of check names, or names of suites; all of the profile by default. A check named
-            without wildcards runs whatever its profile.
+        checks: Patterns (fnmatch) of check names, or names of suites; all of the profile by default. A check named without
+            wildcards runs in any profile.
         shard: `(i, n)`: judge only the i-th of n parts, counted from 1, of the pairs of implementation and check.
-        expected_failures: By check name, for all implementations, how it fails: the fields of `ExpectedFailure` as a mapping, or
-            a list of such; or per implementation such a mapping. What fails otherwise is new.
+        expected_failures: How each check fails, by name, for all implementations: the fields of `ExpectedFailure` as a
+            mapping, or a list of such. Or one such mapping per implementation. Any other failure is new.
         extended: Run the extended profile too; without `world_sizes` it always runs.
-        explain: Seconds of an idle machine that may be spent on the failures of one implementation, to find the shortest
-            schedule that shows each root cause; 0 leaves them as they were found.
-        portraits: Trace one short program under each flat strategy, on implementations that claim `unit_trace`, for
-            drawings of the report.
-        listener: Hears of progress.
+        explain: Seconds (of an idle machine) to spend on the failures of one implementation, to find the shortest schedule
+            for each root cause; 0 skips this.
+        portraits: Trace one short program under each flat strategy, on implementations that claim `unit_trace`, for drawings
+            of the report.
+        listener: Is told about progress.
         runner: Where cases run; by default `shared_runner()`.
-        jobs: Checks under way at a time, each on worlds of its own. Results, their order and what the listener hears are
-            the same for any number.
+        jobs: Checks that run at a time, each on its own worlds. Results, their order and the calls of the listener are the
+            same for any number.
 
     Returns:
         One result for every implementation and check.
 
     Raises:
         InvalidArgument: An unknown name, pattern, or expectation; nothing has run then.
-        InvalidImplementation: An adapter that cannot be loaded or keeps no protocol.
+        InvalidImplementation: An adapter that cannot be loaded or does not follow the protocol.
         BackendUnavailable: The backend cannot run here; the message gives the one reason.
     """
     start = time.perf_counter()

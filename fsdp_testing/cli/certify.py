@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Run every small case: two steps on at most 4 ranks, with at most 3 micro-batches and 3 units. Strategy, dtypes, synchronisation
-and clearing of gradients vary; one part is unused, frozen, shared or called twice. `run` and `fuzz` judge in the same way. A run
-goes on where the last one in DIR ended. Ctrl-C leaves everything on disk.
+and clearing of gradients vary; one part is unused, frozen, shared or called twice. `run` and `fuzz` judge in the
+same way. A run continues where the last one in DIR ended. Ctrl-C leaves everything on disk.
 """
 EXAMPLE = "fsdp-verify certify torch-fsdp1 --sample 500 --html certificate.html"
 
@@ -48,7 +48,7 @@ def add(commands: Subparsers[Command]) -> Command:
         type=allowance,
         default=60.0,
         metavar="SECONDS",
-        help="spent on the causes of failures, to find the shortest schedules (default 60; 0: none)",
+        help="seconds to find causes and shortest schedules of failures (default 60; 0: none)",
     )
     where = command.add_argument_group("where")
     where.add_argument("--state", type=Path, metavar="DIR", help="default: .fsdp-certificate/NAME, by sample and shard")
@@ -71,7 +71,7 @@ def execute(options: argparse.Namespace) -> int:
     try:
         summary = _made(certificate, console, options.explain)
     except KeyboardInterrupt:
-        console.say(f"interrupted; everything up to here is in {certificate.plan.state}")
+        console.say(f"interrupted; all results so far are in {certificate.plan.state}")
         raise
     return present(certificate_sheet(summary), console, paths, {"--json": lambda: summary.to_json() + "\n"})
 
@@ -112,7 +112,7 @@ def _made(certificate: Certificate, console: Output, explain: float) -> Summary:
             failing = counts[Verdict.FAIL]
             display.at(counts.total(), f"{failing:,} fail" if failing else "", total)
 
-        display.stage(f"running cells, {certificate.earlier:,} of {total:,} ran before", total)
+        display.stage(f"running cells, {certificate.earlier:,} of {total:,} are already done", total)
         show(certificate)
         certificate.run(show)
         display.stage("looking for causes")

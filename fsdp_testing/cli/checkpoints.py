@@ -18,14 +18,16 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Train two steps with each implementation at each layout (strategy, mesh, units), save model and optimizer, and load that into
 every implementation at every layout: in memory, through a file, and through a directory of torch.distributed.checkpoint.
-Parameters, buffers, optimizer state and settings must be equal to the bit, and the next step must be the right one.
+Parameters, buffers, optimizer state and settings must be equal to the bit, and the next step must be right.
 """
 EXAMPLE = "fsdp-verify checkpoints torch-fsdp1 torch-fsdp2 --world-size 2,3"
 
 
 def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = declare(commands, "checkpoints", "load every saved state everywhere", DESCRIPTION, example=EXAMPLE)
+    command = declare(
+        commands, "checkpoints", "load every saved state with every implementation", DESCRIPTION, example=EXAMPLE
+    )
     command.add_argument("names", nargs="+", metavar="NAME", help="implementations; each saves, and each loads")
     what = command.add_argument_group("what is run")
     what.add_argument(

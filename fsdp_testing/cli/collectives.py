@@ -70,7 +70,7 @@ def _answer(dtype: str, expected: dict[str, list[str]] | str, got: dict[str, lis
         if given.startswith(REFUSED):
             return REFUSES, given.removeprefix(REFUSED)
         if due != given:
-            return WRONG, f"{size:,} elements: gloo gives {due}, it gives {given}"
+            return WRONG, f"{size:,} elements: gloo gives {due}, this backend gives {given}"
     return EQUAL, ""
 
 

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from fsdp_testing.report.sheet import Sheet
 
 DESCRIPTION = """\
-Read the dumps that torch's flight recorder wrote of a training that hangs, one of each rank, and say who waits for whom, in which
-collective, called where, and how late each rank comes. Nothing in a dump is executed. A file's name ends with its rank, as
-nccl_trace_rank_0.
+Read the dumps of torch's flight recorder from a training that hangs, one per rank, and say which rank waits for
+which, in\nwhich collective, on which line, and how late each rank is. Nothing in a dump is executed. A file's name
+ends with its rank,\nas in nccl_trace_rank_0.
 
 Exit code: 0 nothing is wrong in them, 1 ranks disagree, wait for others or left no dump, 3 no verdict.
 """
@@ -30,14 +30,12 @@ _CONCLUSIONS = {
 
 def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    summary = "who waits for whom in dumps of torch's flight recorder"
+    summary = "find which rank waits for which in dumps of torch's flight recorder"
     command = declare(commands, "diagnose", summary, DESCRIPTION, example=EXAMPLE)
     command.add_argument(
         "dumps", nargs="+", type=Path, metavar="DUMP", help="a dump, or a folder that holds nothing else"
     )
-    command.add_argument(
-        "--world-size", type=count, metavar="N", help="how many ranks there were (default: as the dumps say)"
-    )
+    command.add_argument("--world-size", type=count, metavar="N", help="number of ranks (default: as the dumps say)")
     add_html(command)
     add_json(command, "the diagnosis")
     return command
@@ -68,7 +66,7 @@ def _sheet(diagnosis: Diagnosis) -> Sheet:
         for rank in diagnosis.ranks
     )
     columns = ("compared", "mean s", "most s", "where", "last issued")
-    table = Table("how late each rank came, by its host's clock", columns, (RowGroup(rows),))
+    table = Table("how late each rank is, by its host's clock", columns, (RowGroup(rows),))
     return Sheet(
         title="diagnose",
         exit_code=diagnosis.exit_code,

@@ -87,7 +87,7 @@ def _symptom_of(examination: Callable[[], Symptom]) -> Symptom:
         return examination()
     except Exception as error:  # noqa: BLE001  (whatever goes wrong while looking is itself the finding)
         first = next(iter(str(error).splitlines()), "")
-        return broken(f"{type(error).__name__}: {first}", "Mend this first.")
+        return broken(f"{type(error).__name__}: {first}", "Fix this first.")
 
 
 def python() -> Symptom:
@@ -96,7 +96,7 @@ def python() -> Symptom:
     missing = missing_system_calls()
     if missing:
         account = f"{account} without {', '.join(missing)}"
-        return broken(account, "Run what needs ranks on Linux; a container or WSL 2 will do.")
+        return broken(account, "Run tests on ranks on Linux; a container or WSL 2 is enough.")
     return good(account)
 
 
@@ -144,7 +144,7 @@ def host_name() -> Symptom:
         with socket.create_server((str(address), 0)):
             return good(f"{name} is {address}")
     except OSError as error:
-        account = f"{name} does not lead to this machine ({error})"
+        account = f"{name} does not resolve to this machine ({error})"
         return odd(account, "Add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo.")
 
 
@@ -212,7 +212,7 @@ def memory() -> Symptom:
     ranks = free // MEMORY_BYTES_PER_RANK
     account = f"{free // MIB} MiB available, room for about {ranks} ranks"
     if ranks < 4:
-        return odd(account, "Close something, or keep to small worlds.")
+        return odd(account, "Free some memory, or use small worlds.")
     return good(account)
 
 
@@ -223,7 +223,7 @@ def leftover_ranks() -> Symptom:
         return good("none")
     account = "; ".join(f"{number}: {command}" for number, command in leftovers)
     numbers = " ".join(str(number) for number, _ in leftovers)
-    return broken(account, f"End them (kill {numbers}) and report how they came about.")
+    return broken(account, f"End them (kill {numbers}) and report how they arose.")
 
 
 # Ranks are forks of the fork server, with its command line: the third argument is the controller.

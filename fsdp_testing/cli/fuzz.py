@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 WORLD_SIZES = (2, 3)
 DESCRIPTION = """\
 Run random cases (module tree, wrapping plan, strategy, program of training operations) on ranks and compare each with a
-single-process oracle. A new failure is shrunk and written to DIR/found/. A campaign goes on where the last
-one in DIR ended. Ctrl-C leaves everything on disk.
+single-process oracle. A new failure is shrunk and written to DIR/found/. A campaign continues where the last one in
+DIR ended. Ctrl-C leaves everything on disk.
 """
 EXAMPLE = "fsdp-verify fuzz torch-fsdp2 --seconds 300 --world-size 2,3"
 
@@ -53,8 +53,8 @@ def add(commands: Subparsers[Command]) -> Command:
     limit.add_argument("--examples", type=count, metavar="N", help="end after N cases were drawn")
     limit.add_argument("--stop-at-first", action="store_true", help="end with the first confirmed finding")
     what = command.add_argument_group("what is drawn")
-    add_seed(what, "from which all choices follow")
-    add_world_sizes(what, "numbers of ranks, the usual one first (default 2,3; over tensor parallelism 2)", ())
+    add_seed(what, "determines all random choices")
+    add_world_sizes(what, "numbers of ranks, the usual one first (default 2,3; with tensor parallelism 2)", ())
     add_tensor_parallel(what)
     what.add_argument("--max-operations", type=count, default=12, metavar="N", help="longest program (default 12)")
     what.add_argument(
@@ -69,7 +69,7 @@ def add(commands: Subparsers[Command]) -> Command:
         help="more known failures: rules (JSON) or defects (TOML)",
     )
     what.add_argument(
-        "--no-known", action="store_true", help="report the known failures that ship with fsdp-testing, too"
+        "--no-known", action="store_true", help="also report the known failures that ship with fsdp-testing"
     )
     what.add_argument(
         "--shard", type=part, default=(1, 1), metavar="I/N", help="the I-th of N parts of the cases, for `merge`"
@@ -91,7 +91,9 @@ def execute(options: argparse.Namespace) -> int:
         hunted = ["--exhibits", str(options.exhibits), "--seed", str(options.seed), *limit]
         return planted_bugs([*hunted, "--seconds", str(options.seconds or 60.0)])
     if options.name is None or options.exhibits is not None:
-        raise InvalidArgument("fuzz: expected NAME alone. Say what is to be fuzzed; exhibits: `museum --exhibits N`.")
+        raise InvalidArgument(
+            "fuzz: expected NAME. Name the implementation to fuzz; for exhibits: `museum --exhibits N`."
+        )
     from fsdp_testing.adapters import registry
     from fsdp_testing.report.terminal import open_console
     from fsdp_testing.search.campaign.tally import campaign_sheet
@@ -124,8 +126,8 @@ def campaigned(plan: Plan, console: Output, *, scripts: bool = True) -> Campaign
         try:
             tally = campaign.run()
         except (KeyboardInterrupt, PoolBroken) as end:
-            how = "interrupted" if isinstance(end, KeyboardInterrupt) else "ended before its time"
-            console.say(f"{how}; everything up to here is in {plan.state}")
+            how = "interrupted" if isinstance(end, KeyboardInterrupt) else "ended early"
+            console.say(f"{how}; all results so far are in {plan.state}")
             print_sheet(campaign_sheet(campaign.tally, name, plan.state), console)
             raise
     if scripts:

@@ -25,7 +25,7 @@ EXAMPLE = "fsdp-verify merge part-1.json part-2.json --html report"
 
 def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = declare(commands, "merge", "put the parts of a divided run together", DESCRIPTION, example=EXAMPLE)
+    command = declare(commands, "merge", "combine the parts of a divided run", DESCRIPTION, example=EXAMPLE)
     command.add_argument(
         "reports",
         nargs="+",
@@ -106,8 +106,8 @@ def _campaigns(options: argparse.Namespace, paths: dict[str, Path], console: Out
     others = ((Verdict.FAIL, "fail"), (Verdict.UNKNOWN, "are unknown"))
     text = "".join(f"{counts[verdict]} cases {verb}; " for verdict, verb in others if counts[verdict])
     text += (
-        f"{counts.total()} cases in {whole.seconds:.1f} s of all parts; {len(merged.discoveries)} findings, met again in "
-        f"other parts {merged.repeated} times; {len(whole.unfinished)} cases left for the next campaign; "
+        f"{counts.total()} cases in {whole.seconds:.1f} s of all parts; {len(merged.discoveries)} findings, found "
+        f"again in other parts {merged.repeated} times; {len(whole.unfinished)} cases left for the next campaign; "
         f"state in {options.state}"
     )
     return present(Sheet("Campaign", merged.exit_code, text), console, {}, {})

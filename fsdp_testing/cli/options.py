@@ -119,8 +119,8 @@ def add_fault(option: Callable[..., argparse.Action], where: str) -> argparse.Ac
 
 
 def add_jobs(group: argparse._ActionsContainer, what: str) -> argparse.Action:
-    """Declare `--jobs`: how many `what` are under way at a time."""
-    text = f"{what} under way at a time (default: by processors and room)"
+    """Declare `--jobs`: how many `what` run at a time."""
+    text = f"{what} at a time (default: by processors and room)"
     return group.add_argument("--jobs", type=count, metavar="N", help=text)
 
 
@@ -152,4 +152,4 @@ def add_old_spelling(group: argparse._ActionsContainer, old: str, action: argpar
 
 def warn_old_spelling(old: str, new: str) -> None:
     """Say on standard error that `old` is called `new` now."""
-    print(f"fsdp-verify: {old} is called {new} now; the old spelling goes with the next version", file=sys.stderr)
+    print(f"fsdp-verify: {old} is called {new} now; the next version will not know the old name", file=sys.stderr)

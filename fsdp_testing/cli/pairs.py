@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fsdp_testing.search.pairs.covering import Covering
 
 WORLD_SIZES = (2, 3, 4)
-SHRINK_SECONDS = 10.0
+SHRINK_SECONDS = 20.0
 
 
 def execute(options: argparse.Namespace) -> int:

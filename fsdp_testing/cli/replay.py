@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Run the case in FILE (a case, a finding of `fuzz`, or the failures of a JSON report) twice, each time on new processes,
-judge it, and compare the bits of both runs. What fails once and passes once is unknown.
+judge it, and compare the bits of both runs. A case that fails once and passes once is unknown.
 """
 EXAMPLE = "fsdp-verify replay .fsdp-fuzz/NAME/found/CASE/finding.json"
 EPILOG = "exit codes: 0 it passes; 1 it fails; 2 the file or the name is bad; 3 no verdict."
@@ -90,7 +90,7 @@ def _account(runs: Sequence[tuple[JudgedCase, str]]) -> tuple[str, list[str]]:
     if len(runs) == 2:
         digest, other = (digest for _, digest in runs)
         how = f"the same bits on restarted processes ({digest or 'none were reported'})"
-        differ = f"other bits on restarted processes: {digest or 'none'} and {other or 'none'}"
+        differ = f"different bits on restarted processes: {digest or 'none'} and {other or 'none'}"
         lines.append(f"  {how if digest == other else differ}")
         if len(set(words)) > 1:
             lines.append(f"  different results: first {words[0]}, then {words[1]}")

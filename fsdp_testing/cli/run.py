@@ -72,7 +72,7 @@ def add(commands: Subparsers[Command]) -> Command:
         action="store_true",
         help="in place of checks: cases that hold every pair of traits, on 2, 3 and 4 ranks; minutes",
     )
-    what.add_argument("--state", type=Path, metavar="DIR", help="of --pairs; default: .fsdp-pairs/NAME")
+    what.add_argument("--state", type=Path, metavar="DIR", help="state directory of --pairs; default: .fsdp-pairs/NAME")
     what.add_argument(
         "--extended", action="store_true", help="with --world-size: hybrid sharding too, if 4 is among them"
     )
@@ -122,7 +122,7 @@ def execute(options: argparse.Namespace) -> int:
 
         return pairs.execute(options)
     if options.state is not None:
-        raise InvalidArgument(f"run: expected --state beside --pairs alone, got {str(options.state)!r}. Drop it.")
+        raise InvalidArgument(f"run: expected --state only with --pairs, got {str(options.state)!r}. Drop it.")
     if options.all and options.names:
         raise InvalidArgument(f"run: expected names or --all, got both ({', '.join(options.names)}). Drop one of them.")
     paths = checked_outputs(options)
@@ -149,7 +149,7 @@ def execute(options: argparse.Namespace) -> int:
         console.say(f"{whose}, and none is registered under that name", style="bold yellow")
     if options.fault:
         console.say(f"injected into each run of a case: {', '.join(map(str, options.fault))}", style="bold yellow")
-    console.say(f"{part_of}checks under way at a time: {room.said(options.jobs)}")
+    console.say(f"{part_of}checks at a time: {room.said(options.jobs)}")
     report, interrupted = judged(names, expected, options, console)
     # A registered name is the adapter's own; an import string is not.
     own = {name: registry.adapter_of(name).name for name in report.implementations if ":" in name}

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Run an unmodified training script as torchrun would start it, on each number of ranks, and compare it step by step with one
-process that sees the rows of all ranks: loss, learning rate, gradients as the optimizer is given them, parameters after.
+process that sees the rows of all ranks: loss, learning rate, gradients as the optimizer receives them, parameters
+after.
 Options stand before SCRIPT; what follows it is the script's. Dropout is switched off; files that the script writes below the
 current folder go to a temporary one.
 """
@@ -52,7 +53,7 @@ def add(commands: Subparsers[Command]) -> Command:
             action="append",
             default=[],
             metavar="NAME",
-            help="a convention that is meant; one process follows it too, and the rest is judged; repeatable: "
+            help="an intended convention; one process follows it too, and the rest is judged; repeatable: "
             "scheduler-per-process (of Accelerate), batch-norm-per-rank, loss-per-rank (a router's balance, a contrastive loss), "
             "measured-gradients (backward passes that are cleared before the step do not count)",
         ),
@@ -102,7 +103,8 @@ def _add_relations(option: Callable[..., argparse.Action]) -> list[argparse.Acti
             action="append",
             default=[],
             metavar="RELATION",
-            help="what must change nothing; repeatable. NAME=V,V...: values for {NAME} or {8/NAME} in the script's arguments, as "
+            help="a change that must not matter; repeatable. NAME=V,V...: values for {NAME} or {8/NAME} in the "
+            "script's arguments, as "
             'k=1,2,4 for `--accumulate {k} --batch {8/k}`. Two texts of arguments, as "" "--compile". order: of rows in a '
             "batch. padding: columns that collate_fn adds",
         ),

@@ -300,13 +300,13 @@ class WrongNumbers:
         starts = self._sources.starts(self._case, renewed >= 0)
         for rank in (None, *range(1, len(starts))) if starts else ():
             if all(self._began(piece, starts[piece.rank if rank is None else rank]) for piece in self._wrong):
-                what = f"what rank {rank} began with is given to all ranks, not what rank 0 began with"
+                what = f"the initial values of rank {rank} are given to all ranks, instead of rank 0's values"
                 if renewed >= 0:
                     what = (
                         f"{_name(self._case, renewed)}, does not load the wrong values: the new model's own values stay"
                     )
                 elif rank is None:
-                    what = "what ranks began with is kept, and not replaced by what rank 0 began with"
+                    what = "ranks keep their own initial values instead of rank 0's"
                 return self._done(what)
         return None
 

@@ -265,7 +265,9 @@ class _Explainer:
 
     def _as_it_is(self, finding: Finding, causes: list[_RootCause]) -> _RootCause:
         """A failure of a check that judges in a way of its own: reported, not reduced."""
-        sentence = f"{render(finding, None, {})} The check judges several runs together, so that none is shortened."
+        sentence = (
+            f"{render(finding, None, {})} The check judges several runs together, so the schedule is not shortened."
+        )
         schedule = tuple(_lines(finding.case.program))
         whole = Explanation(sentence, schedule, finding.case, left_out=0, runs=0, seconds=0.0, complete=False)
         return self._cause(finding, whole, causes)

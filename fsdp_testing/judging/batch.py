@@ -45,7 +45,7 @@ _PATIENCE_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What is observed besides the numbers.
+    """What to observe besides the numbers.
 
     Attributes:
         operations: Take a snapshot after every operation, so that the first one that diverges is known.

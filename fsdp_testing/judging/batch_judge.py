@@ -95,9 +95,9 @@ def attempt_batch(
         worlds: Where.
         adapter: The implementation.
         cases: For one size of world.
-        watch: What is observed besides the numbers.
+        watch: What to observe besides the numbers.
         timeout: Seconds that one case may take before it counts as hung.
-        on_records: Called with the folder of what the ranks reported, before it is removed.
+        on_records: Called with the folder of the ranks' reports, before it is removed.
 
     Raises:
         PoolBroken: The pool, or the process that judges, was lost.

@@ -173,7 +173,7 @@ class _Unjudged(Exception):
 
 
 class CaseRunner:
-    """Runs cases on the worlds of one pool; several threads may each have a case judged.
+    """Runs cases on the worlds of one pool; several threads may judge cases at the same time.
 
     Args:
         pool: Where worlds come from; the process's own by default.
@@ -192,9 +192,9 @@ class CaseRunner:
         self._repeats = True
 
     def impatient(self, timeout: float | None = None) -> CaseRunner:
-        """Return a runner on the same worlds that waits no longer than so for a rank, and takes one death or hang for one.
+        """Return a runner on the same worlds with this timeout, for which one death or hang is enough.
 
-        For runs that decide no verdict: a shorter program that hangs is not the failure that is looked for.
+        For runs that decide no verdict: a shorter program that hangs is not the wanted failure.
         """
         # A copy, which shares worlds and what is kept.
         runner = copy.copy(self)
@@ -215,11 +215,11 @@ class CaseRunner:
         closely: bool = False,
         mode: RunMode = ORDINARY,
     ) -> JudgedCase:
-        """Run `case` through an implementation (its adapter, or where a name enters the name) and judge it.
+        """Run `case` on an implementation (its adapter or name) and judge it.
 
-        A divergence is run again with an observation after every operation, so that the first operation is named and
-        not the next marked point (`closely` does that from the beginning). A death or a hang must repeat: the machine
-        may be to blame for one.
+        A divergence runs again with an observation after every operation, to name the first operation that diverges instead
+        of the next observed one (`closely` does that from the beginning). A death or a hang must repeat: a single one may be
+        the machine's fault.
         """
         start = time.perf_counter()
         # In lockstep the oracle begins each operation with the state after the one before.
@@ -251,14 +251,14 @@ class CaseRunner:
         """Run cases that all need the same number of ranks one after the other on the same ranks, and judge them.
 
         Args:
-            implementation: Its adapter; where a name enters, the name.
+            implementation: Its adapter or name.
             cases: What to run.
-            watch: What is observed besides the numbers.
-            until: Nothing is run any more on new ranks once a case has failed in this way.
-            on_records: Called with the folder of what the ranks reported, before it is removed.
+            watch: What to observe besides the numbers.
+            until: Once a case has failed in this way, no more new ranks are used.
+            on_records: Called with the folder of the ranks' reports, before it is removed.
 
         Returns:
-            What is known of each case, in order; up to the first one that failed as `until` says.
+            The judgement of each case, in order, up to the first one that failed as `until` says.
 
         Raises:
             PoolBroken: The pool, or the process that judges, was lost.
@@ -272,7 +272,7 @@ class CaseRunner:
         return [JudgedCase(case, judgement) for case, judgement in zip(cases, judgements)]
 
     def side_by_side(self, tasks: Sequence[Callable[[], A]], jobs: int) -> Generator[A]:
-        """Yield what the tasks return, in their order: `Worlds.side_by_side`."""
+        """Yield the results of the tasks in order: `Worlds.side_by_side`."""
         return self.worlds.side_by_side(tasks, jobs)
 
     def on_ranks(self, function: Callable[..., Any], *args: Any, size: int, backend: str = "gloo") -> list[Any]:
@@ -287,7 +287,7 @@ class CaseRunner:
         """Run `case` and return what each rank reports.
 
         Raises:
-            PoolBroken: The world did not survive; the message is the account of every rank.
+            PoolBroken: The world did not survive; the message describes every rank.
         """
         adapter = registry.adapter_of(implementation)
         name = f"{adapter.reference} {case.identity}"

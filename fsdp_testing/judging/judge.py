@@ -105,7 +105,7 @@ def lost_ranks(case: Case, outcome: WorldOutcome) -> Judgement:
         return Judgement(Verdict.FAIL, _different_collectives(case, outcome.cause, outcome.describe()))
     # Neither dead nor hung: what raised here is nobody's program, and says nothing of the implementation.
     if outcome.ok or fate not in (Fate.DIED, Fate.HUNG):
-        why = outcome.cause or "a rank reported nothing of it"
+        why = outcome.cause or "a rank did not report it"
         return Judgement(Verdict.UNKNOWN, reason=why, detail=outcome.describe())
     lost = [rank for rank in outcome.ranks if rank.fate is fate]
     how = next(

@@ -94,9 +94,9 @@ class Rule:
             alone fails so, as a pattern. A campaign asks the cause of the first failures that it knows
             by such a rule, and of every so many later ones.
         operations: Tokens that occur in this order (others may lie between them); empty matches any program. A token
-            may end in `*`, and `a|b` is either; `@backward`, `@local`, `@reduced`, `@trained`, `@new_model`, `@new_optimizer` and
-            `@optimizer_saved` are any operation that does this (`tags.words_of`); `begin`, which is new too, stands before
-            the first operation.
+            may end in `*`, and `a|b` is either; `@forward`, `@backward`, `@local`, `@reduced`, `@trained`, `@new_model`,
+            `@new_optimizer` and `@optimizer_saved` are any operation that does this (`tags.words_of`); `begin`, which is new
+            too, stands before the first operation.
         unless: Tokens that may not lie between them.
         tags: Tags that the case has, all of them; a tag may end in `*`.
         units: Word of `tags.UNITS` for the units in which it fails, all of them; empty for any.
@@ -344,12 +344,12 @@ def check_rules(known: KnownFailures, where: str) -> None:
     names = [rule.name for rule in known.rules]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise InvalidRecord(f"{where}: expected rules with names of their own, got {twice} twice. Rename them.")
+        raise InvalidRecord(f"{where}: expected rules with unique names, got {twice} twice. Rename them.")
     bare = [rule.name for rule in known.rules if not rule.signatures or not all(rule.signatures)]
     if bare:
         raise InvalidRecord(
             f"{where}: expected rules with `signatures` (kind, quantity, operation), got none in {bare}. "
-            "A rule without one would know every failure."
+            "A rule without one would match every failure."
         )
     for rule in known.rules:
         rule.check(where)

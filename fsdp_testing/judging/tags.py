@@ -37,14 +37,15 @@ def words_of(program: Sequence[Operation]) -> Iterator[frozenset[str]]:
 def words(operation: Operation) -> frozenset[str]:
     """Return the token of an operation, and what it does, which operations have in common.
 
-    `@backward` runs backwards; `@local` leaves gradients that await their reduction; `@reduced` runs backwards after which
-    none await it; `@new_model` leaves another model; `@optimizer_saved` saves the optimizer's state and loads it;
-    `@new_optimizer` leaves one that has none of its state.
+    `@forward` runs a forward that no backward follows; `@backward` runs backwards; `@local` leaves gradients that await
+    their reduction; `@reduced` runs backwards after which none await it; `@new_model` leaves another model;
+    `@optimizer_saved` saves the optimizer's state and loads it; `@new_optimizer` leaves one that has none of its state.
     """
     local, backward = operation.pending_after(False), operation.runs_backward
     reduced = backward and not local
     done = {"@backward": backward, "@local": local, "@reduced": reduced, NEW_MODEL: operation.renews_model}
     token = operation.token()
+    done["@forward"] = operation.runs_forward_alone
     done["@optimizer_saved"] = operation.saves_optimizer
     renewed = operation.renews_model and not operation.saves_optimizer
     done[NEW_OPTIMIZER] = renewed or token == "build_optimizer"

@@ -43,7 +43,7 @@ def dtype_of(name: str) -> torch.dtype:
     """Return the torch dtype called `name`."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise InvalidRecord(f"dtype: expected the name of a torch dtype, got {name!r}. Mend the case.")
+        raise InvalidRecord(f"dtype: expected the name of a torch dtype, got {name!r}. Fix the case.")
     return dtype
 
 
@@ -68,7 +68,7 @@ def zoo_model(case: Case) -> ZooModel:
     model = MODELS.get(case.model.name)
     if model is None:
         raise InvalidRecord(
-            f"case.model.name: expected one of {', '.join(sorted(MODELS))} or tree, got {case.model.name!r}. Mend the case."
+            f"case.model.name: expected one of {', '.join(sorted(MODELS))} or tree, got {case.model.name!r}. Fix the case."
         )
     return model
 

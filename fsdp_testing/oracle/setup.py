@@ -131,7 +131,7 @@ def policy_of(spec: PolicySpec | None, module: nn.Module) -> WrapPolicy | None:
     if unknown:
         raise InvalidRecord(
             f"case.wrapping.policy.classes: expected classes of the model ({', '.join(sorted(by_name))}), "
-            f"got {unknown}. Mend the case."
+            f"got {unknown}. Fix the case."
         )
     return WrapPolicy(classes=tuple(by_name[name] for name in spec.classes))
 

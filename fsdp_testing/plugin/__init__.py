@@ -45,7 +45,7 @@ _OPTIONS = (
     ),
 )
 _FLAGS = {
-    "--strict-hygiene": "fail a test that leaves something behind in a rank (default: warn)",
+    "--strict-hygiene": "fail a test that leaks state in a rank (default: warn)",
     "--dist-pool": "run torch's multi-process test classes, and those in the style of DeepSpeed's, on the pool",
     "--require-backend": "fail instead of skipping if a backend cannot run on this machine",
 }

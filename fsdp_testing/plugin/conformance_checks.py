@@ -38,7 +38,7 @@ class BoundCheck:
         name: Name of the check.
         world_sizes: Sizes it runs on.
         backend: Backend it runs on.
-        tensor_parallel: How many ranks hold one model together.
+        tensor_parallel: How many ranks share one model.
         expected: How it is known to fail.
     """
 
@@ -95,12 +95,12 @@ def parametrize_with_checks(
     Args:
         *names: Implementations, by registered name or import string.
         world_sizes: Numbers of ranks.
-        tensor_parallel: How many of them hold one model together, cut by torch's tensor parallelism; it divides every size.
+        tensor_parallel: How many of them share one model by torch's tensor parallelism; it divides every size.
         backend: Backend of the worlds.
         checks: Patterns of check names or names of suites.
-        expected_failures: As for `run_conformance`: by check name how it fails. Such a test is a strict xfail, so that a stale
-            entry fails; what fails in another way fails the test.
-        extended: The extended profile too.
+        expected_failures: As for `run_conformance`: how each check fails, by name. Such a test is a strict xfail, so a stale
+            entry fails; any other failure fails the test.
+        extended: Run the extended profile too.
 
     Raises:
         InvalidArgument: An unknown implementation, pattern or check name, or an entry that does not say how it fails.

@@ -17,7 +17,7 @@ from fsdp_testing.ranks.pool.outcome import left_behind, rank_names
 
 
 class WorldHygieneWarning(pytest.PytestWarning):
-    """A test left something behind in a rank; `--strict-hygiene` makes it a failure."""
+    """A test leaked state in a rank; `--strict-hygiene` makes it a failure."""
 
 
 def report_teardown_failure(item: pytest.Item, text: str) -> None:
@@ -63,7 +63,7 @@ class HygieneReport:
             except WorldHygieneWarning:
                 strict = "the filter `error`"
         if strict:
-            _fail(item, merged, [f"the test left something behind ({strict})", *lines])
+            _fail(item, merged, [f"the test leaked state ({strict})", *lines])
 
     def _warn(self, item: pytest.Item, outcome: WorldOutcome) -> None:
         """Pass warnings of ranks on, each once."""

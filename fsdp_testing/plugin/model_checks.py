@@ -84,8 +84,8 @@ def parametrize_with_models(
         implementations: "accelerate", or names or import strings of implementations.
         world_size: Number of ranks.
         steps: Optimizer steps that are compared.
-        expected_failures: By name of a test ("llama-torch-fsdp2") `{"reason": ..., "says": ...}`: why it differs, and a part of
-            the message with which it does, as a pattern (fnmatch). Such a test is a strict xfail; what differs otherwise fails.
+        expected_failures: `{"reason": ..., "says": ...}` by name of a test ("llama-torch-fsdp2"): why it differs, and a part
+            of its message, as a pattern (fnmatch). Such a test is a strict xfail; any other difference fails.
 
     Raises:
         InvalidArgument: Transformers or Accelerate is needed and not installed, an implementation is unknown, a function is

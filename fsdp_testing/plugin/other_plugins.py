@@ -75,7 +75,7 @@ def _refusal(item: pytest.Item) -> str:
     """Return why no further attempt can be made; empty where it can."""
     plugin: Any = item.config.pluginmanager.get_plugin("rerunfailures")
     if not all(hasattr(plugin, name) for name in ("get_reruns_count", "get_reruns_delay")):
-        return "this release of it does not say how often"
+        return "this release does not say how often"
     mark = item.get_closest_marker("flaky")
     given = mark.kwargs if mark is not None else {}
     used = [name for name in _FILTERS if name in given or getattr(item.config.option, name, None)]

@@ -100,5 +100,5 @@ class BoundWorld:
         if not text:
             return
         if self._worlds.session.config.option.strict_hygiene:
-            raise RanksFailed(f"the function left something behind (--strict-hygiene): {text}", outcome)
+            raise RanksFailed(f"the function leaked state (--strict-hygiene): {text}", outcome)
         self._worlds.running().warn(WorldHygieneWarning(text))

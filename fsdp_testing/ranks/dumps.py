@@ -305,7 +305,7 @@ class _Ranks:
                     break
         stuck = {rank for ranks in waiting.values() for rank in ranks}
         order = sorted(waiting, key=lambda wait: stuck.issuperset(wait[1]))
-        circle = "ranks wait for each other, as where groups are used in opposite order: "
+        circle = "ranks wait for each other, for example because groups are used in opposite order: "
         return [
             f"{circle if place == 0 and stuck.issuperset(awaited) else ''}{rank_names(waiting[what, awaited])} "
             f"{'waits' if len(waiting[what, awaited]) == 1 else 'wait'} in {what}; {self._never_joined(awaited)}"
@@ -327,7 +327,10 @@ class _Ranks:
             for what in [*dump.messages, *(_placed(one.record) for one in dump.records if one.pending)][:1]:
                 under_way.setdefault(what, []).append(rank)
         for what, ranks in under_way.items():
-            yield f"{rank_names(ranks)}: {what} is pending on every member: a slow network or device, or a run that goes on"
+            yield (
+                f"{rank_names(ranks)}: {what} is pending on every member: a slow network or device, or a run that "
+                f"still makes progress"
+            )
 
     def behind(self) -> Iterator[str]:
         """Say who has issued fewer collectives of a group, though nobody is seen to wait."""

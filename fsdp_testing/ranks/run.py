@@ -29,16 +29,16 @@ def run_ranks(
 ) -> list[Any]:
     """Call `function(*args, **kwargs)` on `size` ranks and return one result per rank.
 
-    Inside, torch's default process group is the world's, and `fsdp_testing.current_world()` is the rank's view of it.
-    Ranks are kept for the next call unless `isolation="fresh"`. Under torchrun (`RANK` and `WORLD_SIZE` set) its processes
-    are the world instead: each calls the function once, all get the results, and the deadline is torchrun's.
+    Inside, torch's default process group is the world's, and `fsdp_testing.current_world()` is the rank's view of it. Ranks
+    are kept for the next call unless `isolation="fresh"`. Under torchrun (`RANK` and `WORLD_SIZE` set) its processes are the
+    world instead: each calls the function once, all get the results, and the deadline is torchrun's.
 
     Args:
         function: Importable by name (module level), or "package.module:function".
         args: Picklable; tensors travel as CPU tensors.
         size: Number of ranks.
         backend: "gloo", "nccl", "fake" or a registered one.
-        timeout: Seconds until a rank counts as hung; None waits for ever.
+        timeout: Seconds until a rank counts as hung; None waits forever.
         isolation: "warm" or "fresh".
         kwargs: Like `args`.
 
@@ -46,8 +46,8 @@ def run_ranks(
         Results by rank.
 
     Raises:
-        WorldFailed: A rank raised, died, hung or disagreed; the message is the account of every rank, the attribute
-            `outcome` is the same as data.
+        WorldFailed: A rank raised, died, hung or disagreed; the message describes every rank, and the attribute `outcome` has
+            the same as data.
         InvalidArgument, UnsendableFunction, BackendUnavailable: Before anything runs.
     """
     launch = env.torchrun()

@@ -124,7 +124,7 @@ def _is_excused(before: Verdict, after: Verdict) -> bool:
 
 
 def _alone(old: dict[str, CheckResult], new: dict[str, CheckResult]) -> tuple[tuple[set[str], str], ...]:
-    return (new.keys() - old.keys(), "in this report alone"), (old.keys() - new.keys(), "in the earlier one alone")
+    return (new.keys() - old.keys(), "only in this report"), (old.keys() - new.keys(), "only in the earlier report")
 
 
 def _key(result: CheckResult) -> str:

@@ -191,7 +191,7 @@ def _drawn(cause: Cause, *, unfolded: bool = False) -> list[Block]:
     if cause.explanation is None or cause.explanation.portrait is None:
         return []
     pictures = drawings(cause.explanation.portrait, _steps(cause).wrong)
-    return [Fold("Drawn: who computes, communicates and waits", pictures, unfolded=unfolded, page_only=True)]
+    return [Fold("Drawing: computation, communication and waits", pictures, unfolded=unfolded, page_only=True)]
 
 
 def drawings(portrait: Portrait, wrong: int | None = None) -> tuple[Picture, ...]:

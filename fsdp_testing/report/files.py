@@ -63,6 +63,6 @@ def _beside(path: Path) -> Path:
 
 def _unwritable(path: Path, option: str, error: OSError) -> InvalidArgument:
     return InvalidArgument(
-        f"{option}: expected a place that can be written to, got {str(path)!r} ({error.strerror or error}). "
-        "Give another path, or make that one writable."
+        f"{option}: expected a writable path, got {str(path)!r} ({error.strerror or error}). "
+        "Give another path, or make this one writable."
     )

@@ -35,7 +35,7 @@ def merged(reports: Mapping[str, RunReport]) -> RunReport:
     Raises:
         InvalidArgument: A part is missing or there twice, or parts are not of one run; every offender is listed.
     """
-    advice = "Give the JSON reports of `fsdp-verify run ... --shard 1/N` to `N/N`, all else alike."
+    advice = "Give the JSON reports of `fsdp-verify run ... --shard 1/N` to `N/N`, with equal options."
     parts = in_order(reports, lambda report: Part(report.shard, _alike(report)), advice)
     nameless = [
         f"{path} does not say which checks were requested" for path, report in reports.items() if not report.request
@@ -116,7 +116,7 @@ def _problems(given: Mapping[str, Part]) -> Iterator[str]:
     seen = Counter(part.shard[0] for part in parts.values() if part.shard[1] == of)
     for number in sorted(seen):
         if not 1 <= number <= of:
-            yield f"part {number} of {of}, which cannot be"
+            yield f"part {number} of {of}, which is impossible"
         elif seen[number] > 1:
             twice = ", ".join(path for path, part in parts.items() if part.shard == (number, of))
             yield f"part {number} of {of} {seen[number]} times ({twice})"

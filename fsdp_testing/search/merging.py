@@ -62,7 +62,7 @@ def merge_campaigns(parts: Iterable[Path], into: Path) -> MergedCampaign:
         InvalidArgument: A part is missing or there twice, parts are not of one campaign, or `into` is no new directory.
     """
     states = {str(path): read_state(path / STATE_FILE) for path in parts}
-    advice = "Give the --state directories of `fsdp-verify fuzz ... --shard 1/N` to `N/N`, all else alike."
+    advice = "Give the --state directories of `fsdp-verify fuzz ... --shard 1/N` to `N/N`, with equal options."
     ordered = in_order(states, lambda state: Part(() if state.shard == (1, 1) else state.shard, state.subject), advice)
     if into.exists() and (not into.is_dir() or any(into.iterdir())):
         raise InvalidArgument(
@@ -135,7 +135,7 @@ def merge_certificates(parts: Mapping[str, Summary]) -> Summary:
     Raises:
         InvalidArgument: A part is missing or there twice, or parts are not of one certificate; every offender is listed.
     """
-    advice = "Give the JSON documents of `fsdp-verify certify ... --shard 1/N` to `N/N`, all else alike."
+    advice = "Give the JSON documents of `fsdp-verify certify ... --shard 1/N` to `N/N`, with equal options."
     ordered = list(in_order(parts, lambda part: Part(part.shard, _alike(part)), advice).values())
     whole = {name: total(getattr(part, name) for part in ordered) for name in _ADDED}
     whole["faces"] = dict(sorted(whole["faces"].items()))

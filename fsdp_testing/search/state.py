@@ -213,7 +213,7 @@ def refuse(file: Path, wrong: Mapping[str, str]) -> None:
     """
     if wrong:
         what = "; ".join(wrong.values())
-        raise InvalidRecord(f"{file}: {what}. Its earlier results belong to another request. {_ADVICE}")
+        raise InvalidRecord(f"{file}: {what}. Its earlier results belong to another run. {_ADVICE}")
 
 
 _ALWAYS = ("fsdp_testing", "fsdp_ref")

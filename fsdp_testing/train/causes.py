@@ -84,7 +84,8 @@ def _order(run: WholeRun) -> str:
         (loader.repeats_order for rank in run.ranks for loader in rank.taken.loaders if loader.repeats_order), ""
     )
     return how and (
-        "a pass over a DataLoader takes the rows in the order of the one before. Cause: its DistributedSampler shuffles by "
+        "a pass over a DataLoader takes the rows in the same order as the pass before. Cause: its DistributedSampler "
+        "shuffles by "
         f"epoch, and set_epoch {how}. Call sampler.set_epoch(epoch) with the number of the epoch before each pass."
     )
 
@@ -97,7 +98,8 @@ def of_start(run: WholeRun) -> str:
         if odd is not None and any(any(seen.terms.moved) for seen in first_steps(run)):
             return (
                 f"ranks 0 and {odd} hold different weights when the optimizer first steps, first {name}. Cause: weights are "
-                "changed between the backward passes of a step, by numbers of each rank's own. Reduce them first."
+                "changed between the backward passes of a step, with numbers that differ between ranks. Reduce them "
+                "first."
             )
         if odd is not None:
             return (
@@ -108,7 +110,7 @@ def of_start(run: WholeRun) -> str:
 
 
 def of_other_start(reference: WholeRun, run: WholeRun) -> str:
-    """Return why a world begins with other weights than one process, and what to do so that it can be compared."""
+    """Return why a world begins with different weights than one process, and what to do so that it can be compared."""
     seeds = {seen.evidence.seed for world in (reference, run) for seen in first_steps(world)}
     if len(seeds) > 1:
         return "The seed depends on the number of ranks: make the model from one that does not."
@@ -121,7 +123,7 @@ def of_other_start(reference: WholeRun, run: WholeRun) -> str:
     drawn = (
         "They are drawn after the model was sharded, by each rank for its own shards"
         if shards
-        else "Other numbers are drawn for them, or before them"
+        else "Different random numbers are drawn for them, or before them"
     )
     return (
         f"The seed is the same. {drawn}, so that they depend on the number of ranks. Draw them for the whole model before it "
@@ -137,7 +139,8 @@ def of_disagreement(run: WholeRun, odd: Disagreement) -> str:
         )
     if odd.kind is Kind.COPIED:
         return (
-            "Cause: the optimizer steps copies of the parameters, and the copy is not written back on every rank, or not alike. "
+            "Cause: the optimizer steps copies of the parameters, and the copy is not written back on every rank, or "
+            "not in the same way. "
             "Copy after each step, on all ranks."
         )
     by_evidence = evidence.between_ranks(run.evidence, str(odd.quantity))
@@ -178,8 +181,8 @@ def _skipped(run: WholeRun, odd: Disagreement) -> str:
     if odd.kind is not Kind.PARAMETER or len(set(passes)) == 1:
         return ""
     return (
-        f"The ranks made {_listed(passes)} backward passes for it. Cause: a rank skips a step by a number of its own "
-        "(a loss or norm that is not reduced). Decide by a number that all ranks have."
+        f"The ranks made {_listed(passes)} backward passes for it. Cause: a rank decides by its own number to skip a "
+        f"step (a loss or norm that is not reduced). Decide by a number that is equal on all ranks."
     )
 
 
@@ -250,7 +253,10 @@ def _kept(difference: Difference) -> str:
     """Return the cause where only what is kept beside weights and gradients differs: these come first in a step."""
     kind, name = difference.quantity.kind, difference.quantity.name
     if kind is Kind.COPIED:
-        return "Cause: the optimizer steps copies of the parameters, and what is written back of them is not what it stepped."
+        return (
+            "Cause: the optimizer steps copies of the parameters, and the values that are written back are not "
+            "those that it stepped."
+        )
     if kind is Kind.SETTING:
         return f"Cause: the optimizer's {name} depends on the number of ranks."
     if kind is Kind.COPY:
@@ -276,7 +282,8 @@ def _moved(reference: WholeRun, run: WholeRun, step: int) -> str:
         if here.shape != there.shape or bool(((here - there).abs() > DECISIVE * largest).any()):
             return (
                 f"Cause: after step {step - 1} weights agree, and before step {step} they are changed outside of the optimizer's "
-                f"step, first {key.name}, otherwise than in one process: weights that are decayed twice, clamped or averaged by "
+                f"step, first {key.name}, differently from one process: weights that are decayed twice, clamped or "
+                f"averaged by "
                 "numbers that depend on the number of ranks."
             )
     return ""

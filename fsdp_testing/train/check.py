@@ -42,7 +42,9 @@ def run_alone(runner: Runner, size: int) -> tuple[WholeRun, WholeRun]:
     again = runner.run(size)
     check_repeats(runner, alone, again)
     if alone.rows != again.rows:
-        raise Undecided("does not repeat itself: two runs take other rows of data. Seed what shuffles or draws them.")
+        raise Undecided(
+            "does not repeat itself: two runs take different rows of data. Seed what shuffles or draws them."
+        )
     check_ranks(runner, alone, alone)
     return alone, again
 
@@ -238,8 +240,8 @@ def _check_replicas(run: WholeRun) -> None:
     if apart and any(seen.sent for seen in first_steps(run)):
         raise Undecided(
             "each rank has weights of its own by the same names, and they send to one another, as stages of a pipeline do. Draw "
-            "the whole model from one seed on every rank, and take the layers of the stage from it: then they are known by their "
-            "values."
+            "the whole model from one seed on every rank, and take the layers of the stage from it: then they are "
+            "recognised by their values."
         )
     if apart:
         raise Failed(apart)
@@ -285,7 +287,7 @@ def not_compared(run: WholeRun, accept: Sequence[str]) -> tuple[str, ...]:
 def _reference(runner: Runner, alone: WholeRun, run: WholeRun) -> tuple[WholeRun, Feed]:
     """Return one process that sees the rows of all ranks, step by step, and what it had to be given for that."""
     if not any(any(ranks) for ranks in run.rows):
-        raise Undecided("the model's forward is given no tensor with rows, so its data is unknown.")
+        raise Undecided("the model's forward receives no tensor with rows, so its data is unknown.")
     if _same_data(alone, run) or same_source(alone, run):
         return alone, Feed()
     feeds = feeds_of([rank.taken for rank in run.ranks], alone.forwards(), run.forwards())
@@ -302,8 +304,9 @@ def _reference(runner: Runner, alone: WholeRun, run: WholeRun) -> tuple[WholeRun
             "Mark the line where the script takes its batch: `x, y = fsdp_testing.batch(x, y)`."
         )
     raise Undecided(
-        f"one process was given the rows of all ranks ({', then '.join(tried)}), and trained on others or in other steps: random "
-        "numbers that are drawn between there and forward (an augmentation in the loop) cannot be replayed. Mark the line where "
+        f"one process was given the rows of all ranks ({', then '.join(tried)}), but trained on different rows or in "
+        f"different steps: random numbers that are drawn between that point and forward (an augmentation in the "
+        f"loop) cannot be replayed. Mark the line where "
         "the script has its batch ready: `x, y = fsdp_testing.batch(x, y)`."
     )
 
@@ -365,13 +368,13 @@ def _with_same_start(pair: Pair) -> tuple[Pair, str]:
     difference = other_start(reference, run)
     if difference is None:
         return pair, ""
-    other = f"starts from other weights than one process: {difference}. {causes.of_other_start(reference, run)}"
+    other = f"starts from different weights than one process: {difference}. {causes.of_other_start(reference, run)}"
     if not may_be_given_weights(run):
         raise Undecided(other)
     given = pair.with_weights()
     if given.reference.steps != run.steps or other_start(given.reference, run) is not None:
         raise Undecided(other)
-    return given, ". It was given the weights with which the ranks begin, which are not those that it draws"
+    return given, ". It got the weights with which the ranks begin, which differ from those that it draws"
 
 
 def other_start(reference: WholeRun, run: WholeRun) -> Difference | None:

@@ -36,7 +36,7 @@ class Comparable:
 
     def left_out(self, *, losses: bool = True) -> list[str]:
         """Return sentences on what is not to be compared; on losses only if nobody else judges them."""
-        sentences = [f"{key}, which only one of them gives at each step" for key in self.missing]
+        sentences = [f"{key}, which only one of them has at each step" for key in self.missing]
         if self.factor is not None:
             sentences.append(
                 f"gradients are {1 / self.factor:.6g} times, and learning rates {self.factor:.6g} times, those of the reference: "

@@ -101,7 +101,7 @@ def first_difference(
     """
     for key in [*reference, *(key for key in other if key not in reference)]:
         if key not in reference or key not in other:
-            return Difference(key, 0, 1, "is returned by one of them only")
+            return Difference(key, 0, 1, "is returned by only one of them")
         if len(reference[key]) != len(other[key]):
             return Difference(key, 0, 1, f"has {len(other[key])} steps, expected {len(reference[key])}")
     for key, step in in_order(reference):

@@ -1,4 +1,4 @@
-"""The control inside one run: the gradient that is stepped is that of the losses which backward was called on. Pure.
+"""The control inside one run: the stepped gradient is that of the losses which backward was called on. Pure.
 
 Autograd's gradient of each backward pass of each rank is a term. What the optimizer is given has to be their sum, times one
 factor: a mean over ranks, over passes, or a sum. It needs no second run, so that a mistake shows which every number of ranks
@@ -113,10 +113,10 @@ def control(run: WholeRun, *, measures: bool = False) -> Control:
     if not times:
         return Control(line=_NO_SUM if sentences else _NOT_SEEN)
     told = "; ".join(f"{words} (at step {', '.join(map(str, steps))})" for words, steps in times.items())
-    return Control(line=f"compared with what autograd gave in backward: the gradient that is stepped is {told}")
+    return Control(line=f"compared with what autograd gave in backward: the stepped gradient is {told}")
 
 
-_NO_SUM = "not compared with what backward gave: gradients are changed by hand, and are no simple sum of it"
+_NO_SUM = "not compared with what backward gave: gradients are changed by hand, and are not a simple sum of it"
 _NOT_SEEN = "not compared with what backward gave: no module was seen to use its parameters as attributes of its own"
 
 
@@ -199,7 +199,7 @@ def _wrong(step: _Step, size: int, previous: Gradients | None) -> tuple[str, flo
         if not any(bool(step.total(name).any()) for name in step.got):
             return "", None
         return (
-            f"the gradient that is stepped {at} lacks every backward pass, though {passes} ran on each rank: it is zero. "
+            f"the stepped gradient {at} lacks every backward pass, though {passes} ran on each rank: it is zero. "
             "Cause: gradients are cleared before the step, or what accumulates them loses them. Clear after the step."
         ), None
     factor = _factor(step.got, step)
@@ -210,7 +210,7 @@ def _wrong(step: _Step, size: int, previous: Gradients | None) -> tuple[str, flo
         rest = {name: value - previous[name] for name, value in step.got.items()}
         if _factor(rest, step) is not None:
             return (
-                f"the gradient that is stepped {at} still contains the gradient of the step before. Cause: gradients are not "
+                f"the stepped gradient {at} still contains the gradient of the step before. Cause: gradients are not "
                 "cleared between steps. Call optimizer.zero_grad() once for each step."
             ), None
     shares = taken_apart(step.got, {n: step.total(n) / unit for n in step.got}, step.terms, step.bounds)
@@ -218,12 +218,12 @@ def _wrong(step: _Step, size: int, previous: Gradients | None) -> tuple[str, flo
         return "", None
     words = sentence(shares, size, backward_pass)
     why = (
-        "Cause: optimizer.zero_grad() is called between the micro-batches. Clear once for each step, after it. Or it is no "
-        f"micro-batch: its gradients are read, and cleared. {flag(MEASURED)}"
+        "Cause: optimizer.zero_grad() is called between the micro-batches. Clear once for each step, after it. If it "
+        f"is not a micro-batch, its gradients are read and cleared. {flag(MEASURED)}"
         if any(step.cleared)
         else "Cause: what accumulates gradients over backward passes loses some, or counts them wrongly."
     )
-    return f"{words}, {at}: it is not the sum of what autograd gave. {why}", None
+    return f"{words}, {at}: it is not the sum of autograd's gradients. {why}", None
 
 
 def _wrong_factor(step: _Step, times: float, size: int) -> str:

@@ -25,8 +25,9 @@ MEASURED = "measured-gradients"
 CONVENTIONS = {
     SCHEDULER: "Accelerate's scheduler steps once for each process",
     BATCH_NORM: "batch norms normalise the rows of each rank alone, and rank 0's statistics are kept",
-    LOSS: "a loss over the rows of each rank that is no mean over rows, as a router's balance or a contrastive loss",
-    MEASURED: "backward passes of which every gradient is cleared before the step do not count: they are measurements",
+    LOSS: "a loss over the rows of each rank that is not a mean over rows, such as a router's balance or a "
+    "contrastive loss",
+    MEASURED: "backward passes whose gradients are all cleared before the step do not count: they are measurements",
 }
 _SCHEDULERS = "accelerate.scheduler"
 
@@ -46,8 +47,8 @@ def check_names(names: Sequence[str]) -> None:
 
 def flag(name: str) -> str:
     """Return the advice for who means a convention."""
-    does = "leaves it out" if name == MEASURED else "has one process do the same"
-    return f'If that is meant, `--accept {name}` {does}, and judges the rest. In Python: accept=["{name}"].'
+    does = "leaves it out" if name == MEASURED else "makes one process do the same"
+    return f'If this is intended, `--accept {name}` {does}, and judges the rest. In Python: accept=["{name}"].'
 
 
 def to_follow(accept: Sequence[str]) -> tuple[str, ...]:

@@ -118,7 +118,7 @@ def _undecided(decided: Decided) -> list[str]:
     """
     lines = list(decided.open.values())
     more = f", and {len(lines) - 5} more" if len(lines) > 5 else ""
-    moved = f"roundings alone move these numbers as far as worlds differ: {'; '.join(lines[:5])}{more}"
+    moved = f"rounding alone moves these numbers as far as the worlds differ: {'; '.join(lines[:5])}{more}"
     if not decided.enough:
         keys = ", ".join(map(str, decided.unknown[:5])) or "what is compared"
         raise Undecided(
@@ -141,7 +141,8 @@ def _not_compared(pair: Pair, decided: Decided) -> list[str]:
     odd = sorted({*reference.names(Kind.PARAMETER)} ^ {*run.names(Kind.PARAMETER)}, key=str)
     if run.own:
         sentences.append(
-            f"Ranks have parts of their own by the same name, {len(run.own)} parameters, first {run.own[0]}: these are not "
+            f"Ranks have different parts under the same name, {len(run.own)} parameters, first {run.own[0]}: these "
+            f"are not "
             "compared. Return what the ranks compute together."
         )
     if unreadable:
@@ -188,8 +189,9 @@ def check_something(run: WholeRun) -> None:
     passes = run.ranks[0].idle_passes
     if passes and all(value.numel() == 1 for key in run.names(Kind.RETURNED) for value in run.quantities[key]):
         raise Undecided(
-            f"shows no training: {passes} backward passes ran, no optimizer stepped, no weight moved, and all that "
-            "is returned are single numbers: the gradients cannot be judged. Step an optimizer, or return the gradients."
+            f"shows no training: {passes} backward passes ran, no optimizer stepped, no weight moved, and only "
+            f"single numbers are returned, so the gradients cannot be judged. Step an optimizer, or return the "
+            f"gradients."
         )
     check_trained(run, list(run.quantities))
 
@@ -215,14 +217,15 @@ def _judge_losses(pair: Pair, decided: Decided) -> list[str]:
     if pair.varied is None and readings.is_some_mean(pair.reference, pair.run):
         raise Undecided(
             f"trains as one process does, but {difference}, as the mean over ranks. It lies between the losses of the ranks: the "
-            "script weights their gradients by numbers that are not seen. Weight the loss before backward instead, by "
+            "script weights their gradients by numbers that the check cannot see. Weight the loss before backward "
+            "instead, by "
             "own count x ranks / count of all ranks, or log it reduced in the same way."
         )
     fail(
         pair,
         difference,
         f"Cause: gradients and parameters are those of {pair.other} and the loss is not, neither as mean nor as sum over ranks: "
-        "it is scaled, and the gradient is scaled back elsewhere. Whatever is logged of it is wrong.",
+        "it is scaled, and the gradient is scaled back elsewhere. Every logged value of it is wrong.",
     )
     return []
 
@@ -239,7 +242,7 @@ def _judge_logged(pair: Pair, chosen: Comparable) -> list[str]:
     for line, (one, other) in known.reduced.items():
         difference = pair.difference(partial(readings.at_line, line), Decided())
         if difference is None:
-            remarks.append(f"compared: what is taken at {line}, {len(one)} times, which the script reduced")
+            remarks.append(f"compared: the number read at {line}, {len(one)} times, which the script reduced")
             continue
         times, is_loss = readings.factor(one, other), readings.is_loss(pair.reference, 0, one)
         if is_loss or (times is not None and chosen.factor is None):
@@ -247,11 +250,12 @@ def _judge_logged(pair: Pair, chosen: Comparable) -> list[str]:
             fail(
                 pair,
                 difference,
-                f"Cause: what is logged there is reduced wrongly ({by}); training agrees. Divide the sum of the ranks' numbers "
+                f"Cause: the number logged there is reduced wrongly ({by}); training agrees. Divide the sum of the "
+                f"ranks' numbers "
                 "by the number of ranks, once, or by the sum of their weights.",
             )
-        remarks.append(f"not compared: the number taken at {line} is the same on all ranks and not that of one process")
-    remarks += [f"not compared: the number taken at {line}, each rank's own" for line in known.own]
+        remarks.append(f"not compared: the number read at {line} is the same on all ranks and not that of one process")
+    remarks += [f"not compared: the number read at {line}, each rank's own" for line in known.own]
     return remarks + [
-        f"not compared: the number taken at {line}, taken another number of times" for line in known.uneven
+        f"not compared: the number read at {line}, read a different number of times" for line in known.uneven
     ]

@@ -44,7 +44,7 @@ def judge_faults(runner: Runner, runs: Mapping[int, WholeRun], size: int, faulty
             names = ("the run without a fault", "the run with it")
             same = judge_varied(runner, runs, size, faulty, (name, names))
             lines = (*same.compared, *([f"with the fault, {outcome.cause}"] if outcome.cause else []))
-            return replace(same, sentence=f"every rank goes on to the end. {same.sentence}", compared=lines)
+            return replace(same, sentence=f"every rank continues to the end. {same.sentence}", compared=lines)
         hit = {
             rank for rank in range(size) for fault in faults if fault.kind in SILENT and _reached(fault, outcome, rank)
         }
@@ -104,7 +104,8 @@ def _check_tells_of_script(outcome: WorldOutcome, hit: set[int]) -> None:
             raise Undecided(f"{rank_names([rank.rank])}: {rank.error.message}")
     if len(hit) == outcome.size:
         raise Undecided(
-            f"{_accounts(outcome.ranks)}: faults keep every rank, so that none could show how it stops. Name one (rank=1)."
+            f"{_accounts(outcome.ranks)}: the faults hit every rank, so none could show how it stops. Name one "
+            f"(rank=1)."
         )
     done = [r.rank for r in outcome.ranks if isinstance(r.value, RankReport) and not r.value.ended]
     if done and _late(outcome, hit):
@@ -183,11 +184,11 @@ def _checkpoint(runner: Runner, runs: Mapping[int, WholeRun], size: int, folder:
         broken = [name for name in archives if is_damaged(folder / name)]
         if broken and broken == archives:
             raise Failed(
-                f"what it had saved by then cannot be read: {', '.join(broken[:5])}. Write another file, and rename it over "
-                "the one before."
+                f"the files that it had saved by then cannot be read: {', '.join(broken[:5])}. Write a new file, and "
+                f"rename it over the old one."
             )
         read = f" ({', '.join(broken[:5])} cannot be read)" if broken else ""
-        return f"It had saved {', '.join(saved[:5])}{read}; with --resume-args it is started again from there."
+        return f"It had saved {', '.join(saved[:5])}{read}; with --resume-args it restarts from there."
     try:
         compared = compare_resumed(runner, runs, (size, size), folder, stopped=0)
     except Failed as why:
@@ -196,7 +197,7 @@ def _checkpoint(runner: Runner, runs: Mapping[int, WholeRun], size: int, folder:
             table=why.table,
             first=why.first,
         ) from why
-    return f"Started again from what it had saved, it goes on as the run without a fault ({compared})."
+    return f"Started again from what it had saved, it continues as the run without a fault ({compared})."
 
 
 def is_damaged(path: Path) -> bool:

@@ -241,7 +241,7 @@ _current: Feeder | None = None
 def batch(*values: Any) -> Any:
     """Mark the line where a training takes its batch: `x, y = fsdp_testing.batch(x, y)`.
 
-    Returns what it is given. While `fsdp-verify train` runs the script in one process, it returns the rows of all ranks instead.
+    Returns its arguments. While `fsdp-verify train` runs the script in one process, it returns the rows of all ranks instead.
     """
     rows = values if _current is None else _current.mark(values)
     return rows[0] if len(values) == 1 else rows
@@ -282,8 +282,8 @@ def joined(parts: Sequence[Any]) -> Any:
         except RuntimeError as error:
             shapes = ", ".join(str(list(part.shape)) for part in parts)
             raise InvalidArgument(
-                f"data: expected rows of one shape on all ranks, got batches {shapes}. Pad rows to one length, since one "
-                "process is to be given all of them at once."
+                f"data: expected rows of one shape on all ranks, got batches {shapes}. Pad rows to one length, "
+                f"because one process gets all of them at once."
             ) from error
     if isinstance(first, dict):
         return {key: joined([part[key] for part in parts]) for key in first}

@@ -104,29 +104,30 @@ def check_training(
     accept: Sequence[str] = (),
     pool: Pool | None = None,
 ) -> None:
-    """Run `train` on worlds of several sizes and compares what it returns.
+    """Run `train` on worlds of several sizes and compare the results.
 
-    `train(world)` must train on the same global data whatever the size, each rank on its share, and return named tensors:
-    one for a final quantity, a list for what is recorded at every step. All ranks and all worlds must return the same.
-    Parameters and gradients are compared at each optimizer step, and parameters at the end, without being returned. The loop
-    finds torchrun's variables set, and may make and destroy its default process group.
+    `train(world)` must train on the same global data at every size, each rank on its share, and return named tensors: one for
+    a final quantity, a list for a quantity of every step. All ranks and all worlds must return the same. Parameters and
+    gradients are compared at each optimizer step, and parameters at the end, without being returned. The loop finds
+    torchrun's variables set, and may make and destroy its default process group.
 
     Args:
         train: An importable function.
         world_sizes: Sizes to run; the first is the reference.
         backend: Backend of the worlds.
         timeout: Seconds until a rank counts as hung.
-        roundings: What passes at once, in units of roundoff of the dtype times the largest number of the quantity; at most 4
-            in dtypes narrower than float32. What exceeds it is judged by how far roundings move the loop (`disturbance`).
-        accept: What is meant, by the names that `fsdp-verify train --accept` takes: "measured-gradients", and conventions that a
-            reference world of one process is to follow, too.
+        roundings: Differences up to this pass at once, in units of roundoff of the dtype times the largest number of the
+            quantity; at most 4 in dtypes narrower than float32. Larger ones are judged by how far roundings move the loop
+            (`disturbance`).
+        accept: Intended conventions, by the names that `fsdp-verify train --accept` takes: "measured-gradients", and
+            conventions that a reference world of one process then follows too.
         pool: Where worlds come from; the process's own by default.
 
     Raises:
-        TrainingDiffers: Worlds, or the ranks of one, differ. Names the first quantity and step that differ, and the cause, if
-            what the ranks saw shows one, or what the difference suggests. Also when the first world returns NaN.
-        TrainingUndecided: Roundings alone move most of a quantity as far as worlds differ, nothing was trained or compared, or
-            the loop hung once and not again.
+        TrainingDiffers: Worlds, or the ranks of one, differ. Names the first quantity and step that differ, and the cause if
+            the ranks saw one, or else what the difference suggests. Also raised if the first world returns NaN.
+        TrainingUndecided: Rounding alone moves most of a quantity as far as worlds differ, nothing was trained or compared,
+            or the loop hung once and not again.
         WorldFailed: A rank raised or died, or the loop hung twice.
         InvalidArgument: `train` is not importable, returns something else, or a size is not usable.
     """

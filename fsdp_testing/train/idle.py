@@ -67,7 +67,8 @@ def still_though_stepped(run: WholeRun) -> str:
             if update > _CLEAR_UNITS * unit * largest:
                 return (
                     f"no weight changes in any step, though at step {step} learning rate times gradient of {key.name} is up "
-                    f"to {update:.3g}. Cause: what the optimizer writes is lost: it steps copies, or the weights are put back."
+                    f"to {update:.3g}. Cause: the optimizer's updates are lost: it steps copies, or the weights are "
+                    f"restored."
                 )
     return ""
 

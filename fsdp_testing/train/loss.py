@@ -40,23 +40,23 @@ def check_loss(
 ) -> None:
     """Compare the loss of the same items over several numbers of ranks and of micro-batches, and its gradient.
 
-    `loss(model, micro_batches)` is given the micro-batches of one rank for one step, and returns what that rank calls backward
-    on, over all of them: a tensor, or a mapping of names to the terms that it is the sum of, which are then compared one by one.
-    On ranks it may use torch.distributed, as to add up counts of tokens; with `world_sizes=(1,)` nothing of that is there, and
-    nothing is started. Gradients and losses of the ranks are put together here; no wrapper is needed.
+    `loss(model, micro_batches)` receives one rank's micro-batches of one step. It returns the tensor on which that rank calls
+    backward, over all of them, or a mapping of names to its terms, which are then compared one by one. On ranks it may use
+    torch.distributed, for example to add up token counts; with `world_sizes=(1,)` no process group exists and no rank starts.
+    This function combines gradients and losses of the ranks, so no wrapper is needed.
 
     Args:
         loss: An importable function.
-        model: Its parameters get the gradient; it can be pickled where there are ranks.
-        batch: Tensors with items along their first dimension, nested in mappings, tuples and lists; or a list of items. As many
-            as each number of ranks times each of micro-batches divides.
+        model: Its parameters get the gradient. It must be picklable if there are ranks.
+        batch: Tensors with items along their first dimension, nested in mappings, tuples and lists; or a list of items. Their
+            number must be divisible by each number of ranks times each number of micro-batches.
         world_sizes: Numbers of ranks.
-        micro_batches: Numbers of micro-batches of each rank.
-        reduce: How ranks put their gradients together: "mean", as DDP and FSDP do, or "sum".
+        micro_batches: Numbers of micro-batches per rank.
+        reduce: How ranks combine their gradients: "mean", as DDP and FSDP do, or "sum".
 
     Raises:
-        TrainingDiffers: The loss or a gradient is another; the cause is named where a variant of the loss gives these numbers.
-        TrainingUndecided: Nothing was compared: no gradient, random numbers, or what roundings alone decide.
+        TrainingDiffers: The loss or a gradient differs; the cause is named if a variant of the loss gives these numbers.
+        TrainingUndecided: Nothing was compared: no gradient, random numbers, or a difference that rounding alone explains.
         WorldFailed: It raised on a rank, or hung.
         InvalidArgument: The items cannot be shared, or the function cannot be called.
     """
@@ -233,6 +233,6 @@ def _terms(target: Target, loss: Loss, model: nn.Module, parts: list[Any], seed:
                 result[Quantity(Kind.GRADIENT, owner)] = kept.detach()
     if not torch.equal(before, torch.get_rng_state()):
         raise TrainingUndecided(
-            f"{target}: draws random numbers, others for other parts. Switch dropout off (model.eval())."
+            f"{target}: draws random numbers, which differ between parts. Switch dropout off (model.eval())."
         )
     return result

@@ -21,8 +21,9 @@ _SAME = 1e-5
 UNEVEN = 1e-3
 """Weights of ranks that differ by less, or gradients of ranks that are so nearly multiples of one another, say nothing."""
 _OWN = (
-    "Cause: each rank's own statistic, by design or by mistake: the loss over the rows of a rank is no mean over "
-    "rows, so that the mean of the ranks' losses is not that of all rows: a router's balance, a contrastive loss, or a count or "
+    "Cause: each rank's own statistic, by design or by mistake: the loss over the rows of a rank is not a mean over "
+    "rows, so the mean of the ranks' losses is not the loss of all rows: a router's balance, a contrastive loss, or "
+    "a count or "
     "norm of its own"
 )
 OWN_IN_FORWARD = (
@@ -31,7 +32,8 @@ OWN_IN_FORWARD = (
 )
 _OWN_OUTSIDE = (
     f"{_OWN}, outside of the model's forward. At step 0 the mean of what one process computes from each rank's rows{{}} is the "
-    "gradient that the ranks step. Compute that term over the rows of all ranks. If it is meant, compute it within forward "
+    "gradient that the ranks step. Compute that term over the rows of all ranks. If it is intended, compute it "
+    "within forward "
     f"and add `--accept {LOSS}`."
 )
 
@@ -106,11 +108,11 @@ def of_change(reference: WholeRun, run: WholeRun, difference: Difference) -> str
     elif here.times is not None:
         what = f"changes it {here.times:.6g} times as much as in one process"
     else:
-        what = "changes it otherwise than in one process"
+        what = "changes it differently from one process"
     return (
         f"Cause: the gradient of {key.name} and the optimizer's settings are those of one process, and step {step} {what}. "
         "Look for an update that one rank makes and the others do not get (a broadcast from the wrong rank, a missing gather), "
-        "or for a rate or a state that some rank has of its own."
+        "or for a rate or a state that differs on some rank."
     )
 
 
@@ -126,10 +128,11 @@ def of_updates(run: WholeRun, odd: Disagreement) -> str:
         return ""
     moves = [assembled([one.after[key]])[0] - assembled([one.before[key]])[0] for one in seen]
     still = [rank for rank, move in enumerate(moves) if not bool(move.nan_to_num().any())]
-    on = f"rank(s) {', '.join(map(str, still))} do not change it" if still else "each changes it otherwise"
+    on = f"rank(s) {', '.join(map(str, still))} do not change it" if still else "each changes it differently"
     return (
-        f"Cause: all ranks have the same weights and the same gradient of {key.name} before step {step}, and their optimizers "
-        f"step otherwise: {on}. An update that one rank makes for all is not sent to the others (a missing broadcast or "
+        f"Cause: all ranks have the same weights and the same gradient of {key.name} before step {step}, and their "
+        f"optimizers step differently: {on}. An update that one rank makes for all is not sent to the others (a "
+        f"missing broadcast or "
         "gather), or a rate or a state is each rank's own."
     )
 

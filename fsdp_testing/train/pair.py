@@ -22,7 +22,7 @@ NEAR = 1e-3
 View = Callable[[WholeRun], Quantities]
 _UNION = "one process given the rows of all ranks"
 _APART = "one process that runs the rows of each rank apart, and averages"
-_EACH = "one process that is given the rows of each rank in turn, at step 0"
+_EACH = "one process that gets the rows of each rank in turn, at step 0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +123,8 @@ class Pair:
                 self.kept[seed] = self._reference_again(seed), self._again(seed)
         except (Failed, Undecided, WorldFailed) as why:
             raise Undecided(
-                f"differs from {self.other}: {difference}. To know whether roundings alone do that, it is run with other ones, "
-                f"and does not come to its end then: {why}"
+                f"differs from {self.other}: {difference}. To learn whether rounding alone does that, the check runs "
+                f"it with different roundings, and then it does not finish: {why}"
             ) from why
         return self.kept[seed]
 

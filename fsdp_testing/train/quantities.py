@@ -18,7 +18,7 @@ class Kind(Enum):
 
     RETURNED = ""
     LOSS = "loss"
-    NORM = "norm that clip_grad_norm_ gave"
+    NORM = "norm that clip_grad_norm_ returned"
     UNCLIPPED = "gradient before clipping of "
     GRADIENT = "gradient of "
     RATE = "learning rate"

@@ -169,11 +169,11 @@ def _computed(text: str, values: Mapping[str, str]) -> int:
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Div, ast.FloorDiv)):
             quotient, rest = divmod(value(node.left), value(node.right))
             if rest:
-                raise ValueError("is no whole number")
+                raise ValueError("is not a whole number")
             return quotient
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
             return _OPERATIONS[type(node.op)](value(node.left), value(node.right))
-        raise ValueError("has more than whole numbers, names, + - * /")
+        raise ValueError("may only have whole numbers, names, + - * /")
 
     try:
         return value(ast.parse(text, mode="eval").body)
@@ -230,7 +230,8 @@ def _check_start(pair: Pair) -> str:
     begun = other_start(base, run)
     if begun is not None:
         raise Undecided(
-            f"begins with other weights than {pair.other}: {begun}. Draw them from one seed before anything is sharded or "
+            f"begins with different weights than {pair.other}: {begun}. Draw them from one seed before anything is "
+            f"sharded or "
             "compiled, or load the same checkpoint."
         )
     for step in range(min(base.steps, run.steps)):
@@ -245,8 +246,9 @@ def _check_start(pair: Pair) -> str:
                 "--vary k=1,2 SCRIPT --accumulate {k} --batch {8/k}, with the names of your script."
             )
         raise Failed(
-            f"takes other rows than {pair.other} at step {step}, though as many. Cause: the order of the data, or what is drawn "
-            "of them, depends on what is varied. Draw it from a generator of its own.",
+            f"takes different rows than {pair.other} at step {step}, though equally many. Cause: the order of the "
+            f"data, "
+            f"or the random numbers drawn for it, depends on what is varied. Draw it from a generator of its own.",
             pair.table,
         )
     return ""

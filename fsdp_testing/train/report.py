@@ -32,8 +32,8 @@ from fsdp_testing.train.whole import WholeRun
 FORMAT = Format("fsdp_testing/script", 1)
 WORDS = {Verdict.PASS: "pass", Verdict.FAIL: "FAIL", Verdict.UNKNOWN: "unknown"}
 KINDS = {
-    Kind.UNCLIPPED: "gradients as the first clip is given them",
-    Kind.GRADIENT: "gradients as the optimizer is given them",
+    Kind.UNCLIPPED: "gradients before the first clip",
+    Kind.GRADIENT: "gradients as the optimizer receives them",
     Kind.PARAMETER: "parameters after the step",
     Kind.COPIED: "the model's own parameters, which the optimizer steps as copies, before the next forward",
     Kind.MOMENT: "the optimizer's state",
@@ -170,7 +170,7 @@ def training_sheet(
     for judgement in report.judgements:
         told = [*judgement.compared, *judgement.unknown]
         blocks: list[Block] = [bulleted(told)] if told else []
-        for title, lines in (("in detail", judgement.table), ("what the script said last", judgement.output)):
+        for title, lines in (("in detail", judgement.table), ("last output of the script", judgement.output)):
             blocks += [Fold(title, (Listing("\n".join(lines)),), unfolded=True)] if lines else []
         word, kind = WORDS[judgement.verdict], judgement.verdict.value
         articles.append(Article(word, tuple(blocks), judgement.owner, kind, sentence=judgement.sentence))

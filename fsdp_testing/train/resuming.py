@@ -46,7 +46,7 @@ def judge_resumed(runner: Runner, runs: Mapping[int, WholeRun], size: int, other
         return Judgement(size, Verdict.UNKNOWN, f"stopped before step {at} and resumed: {why}", relation=name)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    sentence = f"stopped before step {at}, it goes on as the run that was not: {', '.join(compared)}"
+    sentence = f"stopped before step {at}, it continues like the run that was not stopped: {', '.join(compared)}"
     return Judgement(size, Verdict.PASS, sentence, relation=name, steps=runs[size].steps)
 
 
@@ -126,7 +126,7 @@ def compare_resumed(
     difference = difference_of(due, given, disturbed, decided, initial(resumed))
     if difference is not None:
         raise Failed(
-            f"{where} it goes on otherwise, counted from step {at}: {difference}. {_cause(difference.quantity)}",
+            f"{where} it continues differently, counted from step {at}: {difference}. {_cause(difference.quantity)}",
             first=replace(difference, step=at + difference.step),
         )
     if not decided.enough:
@@ -150,7 +150,7 @@ def _place(uninterrupted: WholeRun, resumed: WholeRun) -> int | None:
     if first_difference(initial(uninterrupted), before, SUMMED_ROUNDINGS) is None:
         return None
     raise Failed(
-        "resumed it begins with weights that it had after no step. Cause: what it saves is not what it trained."
+        "resumed, it begins with weights that it had after no step. Cause: it does not save the weights that it trains."
     )
 
 
@@ -185,7 +185,7 @@ def _check_rows(expected: list[Counter[str]], taken: list[Counter[str]], at: int
             continue
         if step == 0 and rows == expected[0]:
             raise Failed(f"{where} step {at} takes the rows of step 0 again. {_ORDER}")
-        raise Failed(f"{where} step {at + step} takes other rows than it did. {_ORDER}")
+        raise Failed(f"{where} step {at + step} takes different rows than it did. {_ORDER}")
 
 
 def _from(run: WholeRun, first: int, steps: int) -> Quantities:
@@ -210,7 +210,8 @@ def _cause(quantity: Quantity) -> str:
 
 _SET = (Kind.RATE, Kind.SETTING)
 _ORDER = (
-    "Cause: the order of the data begins anew. Save how many batches were taken (and epoch or generator's state), and skip "
+    "Cause: the order of the data starts over. Save how many batches were taken (and epoch or generator's state), "
+    "and skip "
     "them, or let the sampler begin there."
 )
 _STATE = "Cause: the optimizer's state is not saved, or not loaded. Save optimizer.state_dict() beside the model's."

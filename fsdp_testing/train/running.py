@@ -207,7 +207,7 @@ class Runner:
         if hung and not settings.folder and unequal_ends(outcome) is None:
             again = self.execute(size, settings)  # the machine may have been slow
             if again.ok:
-                self.unsteady.append(f"{outcome.cause}; run again, it came to its end. A single hang is no verdict.")
+                self.unsteady.append(f"{outcome.cause}; run again, it finished. A single hang is no verdict.")
             outcome = again
         # With faults ranks may issue different collectives, as where no ledger is: what they compute then is compared.
         if not (outcome.all_good if settings.faults else outcome.ok):
@@ -238,8 +238,9 @@ class Runner:
         counts = [len(rank.steps) for rank in ranks]
         if len(set(counts)) > 1:
             raise Failed(
-                f"make different numbers of optimizer steps: {', '.join(map(str, counts))}. Cause: a rank stops or skips a step "
-                "by a number of its own (an early stop on a local value, an uneven number of batches, a branch that depends on "
+                f"make different numbers of optimizer steps: {', '.join(map(str, counts))}. Cause: a rank decides by "
+                f"its own number to stop or skip a step (an early stop on a local value, an uneven number of "
+                f"batches, a branch that depends on "
                 "the rank).",
                 subject="the ranks",
             )
@@ -254,7 +255,7 @@ def unequal_ends(outcome: WorldOutcome) -> Failed | None:
     waiting = next(rank.rank for rank in outcome.ranks if rank not in ended)
     return Failed(
         f"make different numbers of optimizer steps: rank {ended[0].rank} has made {len(ended[0].value.steps)}, "
-        f"rank {waiting} fewer. Cause: a rank skips a step by a number of its own, or takes other batches.",
+        f"rank {waiting} fewer. Cause: a rank decides by its own number to skip a step, or takes other batches.",
         subject="the ranks",
     )
 

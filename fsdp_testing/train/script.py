@@ -149,18 +149,18 @@ def check_script(
         script: Path of a script that torchrun can start.
         arguments: Its arguments.
         world_sizes: Numbers of ranks; one process is always run.
-        steps: Optimizer steps that are compared; then the script is ended.
+        steps: Optimizer steps to compare; then the script is ended.
         timeout: Seconds until a rank counts as hung.
-        accept: Conventions by which N ranks are not one process, and that the one process is to follow too:
-            "scheduler-per-process", "batch-norm-per-rank", "loss-per-rank". And "measured-gradients": backward passes of which
-            every gradient is cleared before the step are none of it.
+        accept: Conventions by which N ranks differ from one process; the one process then follows them too:
+            "scheduler-per-process", "batch-norm-per-rank", "loss-per-rank". And "measured-gradients": backward passes whose
+            gradients are all cleared before the step do not count.
 
     Returns:
         What was compared, for each size.
 
     Raises:
-        ScriptDiffers: A world trains otherwise.
-        ScriptUndecided: Nothing can be said of a world, or of the script.
+        ScriptDiffers: A world trains differently.
+        ScriptUndecided: A world, or the script, gives no verdict.
         InvalidArgument: There is no such script, or no size above 1.
     """
     launch = Launch(str(script), tuple(map(str, arguments)), steps=steps, timeout=timeout, accept=tuple(accept))
@@ -325,7 +325,8 @@ def _ending(outcome: WorldOutcome, *, works: bool = False) -> Exception:
     where = _places(outcome.ranks if first.fate in _WAITING else [first])
     if outcome.size == 1 and first.fate is Fate.HUNG and outcome.cause is not None:
         return Undecided(
-            f"does not come to the steps that are compared: {outcome.cause}.{where} Compare fewer --steps, make the model and "
+            f"does not reach the steps that are compared: {outcome.cause}.{where} Compare fewer --steps, make the "
+            f"model and "
             "batches smaller, raise --timeout, or give it the arguments with which it steps an optimizer.",
             output,
         )

@@ -33,7 +33,7 @@ def judge_streams(runner: Runner, size: int) -> Judgement:
         streams = {name: None for account in accounts for name in account.streams}
         if len(streams) < 2:
             raise Undecided(
-                "gives work to the default stream alone, so there was nothing to watch: it used no other stream "
+                "uses the default stream alone, so there was nothing to check: it used no other stream "
                 "(torch.get_device_module(device).Stream) and no collective that it waits for later. Waits inside C++, "
                 "such as those of DDP's reducer, are not seen."
             )

@@ -222,7 +222,7 @@ def leaks(run_many: Callable[..., Any]) -> dict[str, Any]:
 def test_a_leak_is_a_failure_when_asked_for(name: str, leaks: dict[str, Any]) -> None:
     case, following = leaks[_test(name)], leaks[_test(name) + "_next"]
     assert case.outcome == "failure", case
-    assert "the test left something behind (--strict-hygiene)" in case.message
+    assert "the test leaked state (--strict-hygiene)" in case.message
     assert re.search(LEAKS[name][1], case.text), case.text
     assert following.outcome == "passed", following
 
@@ -279,5 +279,5 @@ def test_crash(world):
 def test_what_a_test_injects_ends_with_it_and_has_to_be_reached(run: Runner) -> None:
     verdict = run(INJECTED, "--strict-hygiene", "-rA", then_next=True)
     assert verdict.counts() == (3, 1, 1), verdict.text
-    assert "fault crash@rank=1,step=7: expected a place that is reached, got to the end before it" in verdict.text
+    assert "fault crash@rank=1,step=7: expected a place that is reached, but the run ended before it" in verdict.text
     assert "rank 1 died by SIGKILL" in verdict.text

@@ -59,7 +59,7 @@ def test_where_no_rank_can_be_made_the_rest_of_pytest_works(run_folder: Runner, 
     verdict = run_folder(tmp_path, "-p", "other_system", "--world-size=2")
     assert verdict.counts() == (1, 0, 3), verdict.text
     # In each of the three errors, and in the summary's line of each.
-    sentence = f"expected Linux, where ranks are forked, got linux without os.{name}. Run what needs ranks on Linux"
+    sentence = f"expected Linux, where ranks are forked, got linux without os.{name}. Run tests on ranks on Linux"
     assert verdict.text.count(f"E   {sentence}") + verdict.text.count(f": {sentence}") >= 3, verdict.text
     assert "Traceback" not in verdict.text
     assert "AttributeError" not in verdict.text

@@ -360,7 +360,7 @@ def test_reruns_that_nobody_makes_are_warned_of(tmp_path: Path, run_folder: Runn
     (tmp_path / "conftest.py").write_text(plugin)
     (tmp_path / "test_one.py").write_text("import pytest\n@pytest.mark.world(2)\ndef test_one(): ...\n")
     warned = run_folder(tmp_path, "--collect-only", "--reruns", "2").text
-    assert warned.count("is not run again when it fails on ranks: this release of it") == 1, warned
+    assert warned.count("is not run again when it fails on ranks: this release does") == 1, warned
     assert "is not run again" not in run_folder(tmp_path, "--collect-only").text
 
 

@@ -98,7 +98,7 @@ def test_a_wrong_blame_and_a_wrong_pass_are_told() -> None:
     assert list(soak_faults.complaints(outcome(1), "ends", 1)) == []
     assert "blames (1,)" in next(soak_faults.complaints(outcome(1), "ends", 0))
     assert list(soak_faults.complaints(passed, "hangs", 0)) == ["passed"]
-    assert "left something behind on ranks []" in next(soak_faults.complaints(passed, "leaves", 0))
+    assert "leaked state on ranks []" in next(soak_faults.complaints(passed, "leaves", 0))
     assert "not told to disagree" in next(soak_faults.complaints(outcome(1), "disagrees", 1))
 
 

@@ -1,4 +1,4 @@
-"""DDP: a backward outside `no_sync` of a forward inside it is not reduced."""
+"""DDP: if forward runs inside `no_sync` and backward outside, gradients are not reduced."""
 
 from ranks import data, mean, mlp, off, show
 from torch.nn.parallel import DistributedDataParallel

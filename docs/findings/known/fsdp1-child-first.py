@@ -1,4 +1,4 @@
-"""FSDP1: a unit that is run by itself before the model makes the model's forward raise."""
+"""FSDP1: the model's forward raises if a unit was called directly before."""
 
 import torch
 from ranks import data, error_of, fsdp1, mlp, show

@@ -1,4 +1,4 @@
-"""FSDP1: a child that is replaced between wrapping and the first forward is trained as it was before."""
+"""FSDP1: a child replaced between wrapping and the first forward is ignored, and the old one is trained."""
 
 import torch
 from ranks import data, fsdp1, mean, mlp, off, show

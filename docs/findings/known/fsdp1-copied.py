@@ -1,4 +1,4 @@
-"""FSDP1: `copy.deepcopy` of a wrapped model, as for a moving average of its weights, raises."""
+"""FSDP1: `copy.deepcopy` of a wrapped model raises, for example for a moving average of its weights."""
 
 import copy
 

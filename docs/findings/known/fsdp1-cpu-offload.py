@@ -1,4 +1,4 @@
-"""FSDP1: a model that computes on the CPU cannot ask for its parameters to be kept on the CPU."""
+"""FSDP1: CPU offload is refused for a model that computes on the CPU."""
 
 from ranks import data, error_of, fsdp1, mlp, show
 from torch.distributed.fsdp import CPUOffload

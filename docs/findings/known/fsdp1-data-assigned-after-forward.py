@@ -1,4 +1,4 @@
-"""FSDP1: `p.data = ...` after a forward without backward is ignored by the next forward."""
+"""FSDP1: the next forward ignores `p.data = ...` after a forward without backward."""
 
 import torch
 from ranks import data, fsdp1, mlp, off, show

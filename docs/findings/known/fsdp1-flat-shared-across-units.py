@@ -1,4 +1,4 @@
-"""FSDP1 with flat parameters: a weight that two units share silently becomes two."""
+"""FSDP1 with flat parameters: a weight shared by two units silently becomes two weights."""
 
 import torch
 from ranks import data, fsdp1, mlp, show

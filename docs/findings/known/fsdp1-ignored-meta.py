@@ -1,4 +1,4 @@
-"""FSDP1: an ignored parameter on the meta device is sharded after all once it is materialised."""
+"""FSDP1: an ignored parameter on the meta device is sharded once it is materialised."""
 
 import torch
 from ranks import CPU, fsdp1, show

@@ -1,4 +1,4 @@
-"""FSDP1 with original parameters: what `LOCAL_STATE_DICT` saves it cannot load."""
+"""FSDP1 with original parameters: a saved `LOCAL_STATE_DICT` cannot be loaded."""
 
 import copy
 

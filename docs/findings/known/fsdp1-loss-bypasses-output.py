@@ -1,4 +1,4 @@
-"""FSDP1: a loss of a tensor that a unit kept, and not of its output, makes backward raise."""
+"""FSDP1: backward raises if the loss uses a tensor that a unit stored instead of its output."""
 
 from ranks import data, error_of, fsdp1, mlp, show
 from torch import nn

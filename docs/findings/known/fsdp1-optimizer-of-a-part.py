@@ -1,4 +1,4 @@
-"""FSDP1: the optimizer state of an optimizer that has a part of the parameters cannot be saved and loaded."""
+"""FSDP1: the state of an optimizer over some of the parameters cannot be saved and loaded."""
 
 import torch
 from ranks import data, error_of, fsdp1, mlp, show

@@ -1,4 +1,4 @@
-"""FSDP1 with original parameters: a weight that two units share is accepted, and the first forward raises."""
+"""FSDP1 with original parameters: a weight shared by two units is accepted, but the first forward raises."""
 
 from ranks import data, error_of, fsdp1, mlp, show
 

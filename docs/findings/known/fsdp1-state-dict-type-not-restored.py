@@ -1,4 +1,4 @@
-"""FSDP1: an exception inside `state_dict_type` leaves the model with that type of state dict."""
+"""FSDP1: after an exception inside `state_dict_type` the model keeps that type of state dict."""
 
 from ranks import error_of, fsdp1, mlp, show
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP

@@ -1,4 +1,4 @@
-"""FSDP1: a model on the CPU cannot be wrapped without `device_id` where there is no accelerator."""
+"""FSDP1: without an accelerator, a model on the CPU cannot be wrapped without `device_id`."""
 
 from ranks import error_of, mlp, show
 from torch.distributed.fsdp import FullyShardedDataParallel

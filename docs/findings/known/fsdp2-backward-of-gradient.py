@@ -1,4 +1,4 @@
-"""FSDP2: a loss made of gradients (a gradient penalty) makes backward raise."""
+"""FSDP2: backward raises for a loss computed from gradients (a gradient penalty)."""
 
 import torch
 from ranks import data, error_of, fsdp2, mlp, show

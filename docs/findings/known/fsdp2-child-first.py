@@ -1,4 +1,4 @@
-"""FSDP2: a unit that is run by itself before the model makes the model's forward raise."""
+"""FSDP2: the model's forward raises if a unit was called directly before."""
 
 import torch
 from ranks import data, error_of, fsdp2, mlp, show

@@ -1,4 +1,4 @@
-"""FSDP2: a child that is replaced after wrapping silently keeps each rank's own gradient."""
+"""FSDP2: a child replaced after wrapping silently keeps each rank's own gradient."""
 
 import torch
 from ranks import data, fsdp2, mean, mlp, off, show

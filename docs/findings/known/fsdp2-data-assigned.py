@@ -1,4 +1,4 @@
-"""FSDP2: `p.data = ...` is ignored by the next forward."""
+"""FSDP2: the next forward ignores `p.data = ...`."""
 
 import torch
 from ranks import data, fsdp2, mlp, off, show

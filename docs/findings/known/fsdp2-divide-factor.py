@@ -1,4 +1,4 @@
-"""FSDP2: a gradient divide factor of one's own raises over gloo."""
+"""FSDP2: a custom gradient divide factor raises over gloo."""
 
 from ranks import data, error_of, fsdp2, mlp, show
 

@@ -1,4 +1,4 @@
-"""FSDP2: SGD with momentum and `foreach` raises beside trained parameters that are ignored."""
+"""FSDP2: SGD with momentum and `foreach` raises if trained parameters are ignored."""
 
 import torch
 from ranks import data, error_of, fsdp2, mlp, show

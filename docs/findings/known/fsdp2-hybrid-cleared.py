@@ -1,4 +1,4 @@
-"""FSDP2: `zero_grad` leaves the partly reduced gradients of micro-batches without all-reduce behind."""
+"""FSDP2: `zero_grad` keeps partly reduced gradients of micro-batches without all-reduce."""
 
 from ranks import data, fsdp2, full, hybrid, mean, mlp, off, show
 

@@ -1,4 +1,4 @@
-"""FSDP2: a parameter that is replaced after the first forward is still the old one to the next forward."""
+"""FSDP2: the next forward still uses a parameter that was replaced after the first forward."""
 
 import torch
 from ranks import data, fsdp2, mlp, off, show

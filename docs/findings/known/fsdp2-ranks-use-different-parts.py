@@ -1,4 +1,4 @@
-"""FSDP2: where one rank leaves a parameter of a unit unused, the reduction dies of sizes that differ."""
+"""FSDP2: if one rank leaves a parameter of a unit unused, the reduction fails because sizes differ."""
 
 from ranks import data, fsdp2, show
 from torch import nn

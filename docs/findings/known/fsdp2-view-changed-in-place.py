@@ -1,4 +1,4 @@
-"""FSDP2: a caller that changes a unit's output in place, where that is a view, makes backward raise."""
+"""FSDP2: backward raises if the caller changes a unit's output in place and the output is a view."""
 
 from ranks import data, error_of, fsdp2, mlp, show
 from torch import nn

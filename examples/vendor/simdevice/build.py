@@ -1,7 +1,7 @@
 """Compiles the extension once for each torch, compiler and source, into the cache of torch's own extensions.
 
-`torch.utils.cpp_extension.load` would do, but it asks for ninja, and the file that it locks with stays behind when a process
-is killed while it compiles: the next one waits for ever. A lock that the kernel holds goes with its process.
+`torch.utils.cpp_extension.load` would be enough, but it needs ninja, and the file that it locks with stays behind when a
+process is killed while it compiles: the next one waits for ever. A lock that the kernel holds goes with its process.
 """
 
 from __future__ import annotations

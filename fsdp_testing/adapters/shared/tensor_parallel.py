@@ -94,7 +94,7 @@ def _share_again(module: nn.Module, before: dict[str, nn.Parameter]) -> None:
         if getattr(one, "placements", None) != getattr(now, "placements", None):
             raise InvalidRecord(
                 f"case.wrapping.layouts of {fqn!r}: expected the layout of the other modules that share it "
-                f"({getattr(one, 'placements', 'plain')}), got {getattr(now, 'placements', 'plain')}. Mend the plan."
+                f"({getattr(one, 'placements', 'plain')}), got {getattr(now, 'placements', 'plain')}. Fix the plan."
             )
         if now is not one:
             module.get_submodule(owner).register_parameter(name, one)

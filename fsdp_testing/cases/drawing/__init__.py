@@ -1,4 +1,4 @@
-"""Random cases: one generator, drawn from by Hypothesis (`cases`) or by the fuzzer's fast seeded source."""
+"""Random cases: one generator, with Hypothesis (`cases`) or the fuzzer's fast seeded source as input."""
 
 from __future__ import annotations
 

@@ -25,15 +25,15 @@ class Choices(Protocol):
         ...
 
     def more(self, one_in: int) -> bool:
-        """Return whether a list goes on: False about once in `one_in` times. The simplest list ends at once."""
+        """Return whether a list continues: False about once in `one_in` times. The simplest list ends at once."""
         ...
 
     def pick(self, options: Sequence[T]) -> T:
-        """Return one of `options`, each as likely; the first is the simplest."""
+        """Return one of `options`, with equal probability; the first is the simplest."""
         ...
 
     def subset(self, count: int, *, sparse: bool) -> int:
-        """Return a bit mask over `count` items, each in it about every second time, or every fourth if `sparse`."""
+        """Return a bit mask over `count` items, each with probability 1/2, or 1/4 if `sparse`."""
         ...
 
 

@@ -44,7 +44,7 @@ class CaseDrawer:
         self._zoo = [m for m in drawn if m.needs <= scope.capabilities]
 
     def draw(self, choices: Choices) -> Case:
-        """Draw a legal case that asks for claimed capabilities only."""
+        """Draw a legal case that needs claimed capabilities only."""
         for _ in range(_ATTEMPTS):
             case = self.shape(self.draw_raw(choices))
             if needs_of_case(case) <= self.scope.capabilities:
@@ -52,7 +52,7 @@ class CaseDrawer:
         return self._plain(choices)
 
     def shape(self, case: Case) -> Case:
-        """Return the legal case nearest to `case` that a fair comparison exists for."""
+        """Return the nearest legal case to `case` that can be compared fairly."""
         return legal_case(case, self.scope.capabilities)
 
     def swarm(self, choices: Choices) -> Swarm:
@@ -60,7 +60,7 @@ class CaseDrawer:
         return self._swarms.draw(choices)
 
     def draw_raw(self, choices: Choices) -> Case:
-        """Draw a case that may still ask for too much."""
+        """Draw a case that may still need too much."""
         swarm = self.swarm(choices)
         size = choices.pick(self.scope.world_sizes) if choices.chance(4) else self.scope.world_sizes[0]
         # Ranks that hold one model together have the same inputs.

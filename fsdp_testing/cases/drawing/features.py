@@ -125,11 +125,11 @@ class Scope:
     """What a generator may draw.
 
     Attributes:
-        capabilities: Claimed by the implementation; whatever needs another one is not drawn.
+        capabilities: Claimed by the implementation; features that need others are not drawn.
         world_sizes: Numbers of ranks, the usual one first.
         max_operations: Longest program.
         excluded: Features that are switched off.
-        tensor_parallel: How many ranks hold one model together.
+        tensor_parallel: How many ranks share one model.
     """
 
     capabilities: frozenset[str] = frozenset(CAPABILITIES)

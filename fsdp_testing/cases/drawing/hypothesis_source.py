@@ -53,11 +53,11 @@ def cases(
     """Legal cases, for `@given` tests of any implementation.
 
     Args:
-        capabilities: What the implementation under test claims: nothing else is asked for.
+        capabilities: What the implementation under test claims: nothing else is drawn.
         world_sizes: Numbers of ranks; the first is drawn most.
         max_operations: Longest program.
         excluded: Features (`fsdp_testing.cases.drawing.FEATURES`) that are never drawn.
-        tensor_parallel: How many ranks hold one model together; layouts of its modules are drawn.
+        tensor_parallel: How many ranks share one model; layouts of its modules are drawn.
 
     Raises:
         InvalidImplementation: An unknown capability.

@@ -25,11 +25,11 @@ _WIDE = ("float32", "float64")
 
 
 def legal_case(case: Case, capabilities: frozenset[str] | None = None) -> Case:
-    """Return the case with everything dropped that has no meaning; a legal case comes back equal.
+    """Return the case without its meaningless parts; a legal case is returned unchanged.
 
     Args:
         case: Of the right form (`Case.from_json` checks that).
-        capabilities: What the implementation claims, where that decides which comparison is fair; None for all.
+        capabilities: What the implementation claims, if that decides which comparison is fair; None for all.
     """
     if case.model.tree is not None:
         tree = legal_tree(case.model.tree)

@@ -71,10 +71,10 @@ def check_tree(tree: Any, where: str = "case.model.tree") -> None:
         InvalidRecord: Every offender is listed.
     """
     if not isinstance(tree, dict) or not isinstance(tree.get("nodes"), list):
-        raise InvalidRecord(f"{where}: expected an object with a list of nodes, got {tree!r:.80}. Mend the document.")
+        raise InvalidRecord(f"{where}: expected an object with a list of nodes, got {tree!r:.80}. Fix the document.")
     problems = list(_problems_of_root(tree)) + list(_problems(tree["nodes"], "nodes"))
     if problems:
-        raise InvalidRecord(f"{where}: {'; '.join(problems)}. Mend the document.")
+        raise InvalidRecord(f"{where}: {'; '.join(problems)}. Fix the document.")
 
 
 def check_case_with_tree(case: Case, where: str) -> None:

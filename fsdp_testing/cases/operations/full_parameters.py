@@ -180,6 +180,7 @@ class AssignData(ForwardPass):
     kind: ClassVar[str] = "assign_data"
     needs: ClassVar[frozenset[str]] = frozenset({"forward_only"})
     features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.assign_data": ("data_assignment",)}
+    runs_forward_alone: ClassVar[bool] = True
     writes_parameters: ClassVar[bool] = True
     patterns: tuple[str, ...]
     factor: float

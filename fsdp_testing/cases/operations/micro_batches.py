@@ -142,6 +142,7 @@ class Forward(ForwardPass):
         "op.inference": ("forward_only", "inference_mode"),
     }
     share: ClassVar[int] = 2
+    runs_forward_alone: ClassVar[bool] = True
     batch: Batch
     mode: str = "train"
 

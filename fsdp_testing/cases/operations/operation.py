@@ -116,6 +116,7 @@ class Operation:
         steps: It lets the optimizer change the parameters.
         writes_parameters: It changes numbers of parameters that the implementation shards.
         runs_backward: It runs a backward over each of its micro-batches.
+        runs_forward_alone: It runs a forward that no backward follows.
         renews_model: The model and its optimizer are other objects afterwards.
         observes: Every rank reports its pieces after it, in every run.
     """
@@ -132,6 +133,7 @@ class Operation:
     steps: ClassVar[bool] = False
     writes_parameters: ClassVar[bool] = False
     runs_backward: ClassVar[bool] = False
+    runs_forward_alone: ClassVar[bool] = False
     renews_model: ClassVar[bool] = False
     observes: ClassVar[bool] = False
 

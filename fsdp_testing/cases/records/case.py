@@ -37,11 +37,11 @@ class Case:
     optimizer: OptimizerSpec = OptimizerSpec()
 
     def without_operation(self, index: int) -> Case:
-        """Return this case with operation `index` left out; always a legal case again."""
+        """Return this case without operation `index`; the result is always legal."""
         return replace(self, program=self.program[:index] + self.program[index + 1 :])
 
     def required(self) -> frozenset[str]:
-        """Return the capabilities an implementation must claim to be asked this case."""
+        """Return the capabilities that an implementation must claim to run this case."""
         axes = (axis.needs(self) for axis in AXES)
         return frozenset().union(*axes, *(operation.required() for operation in self.program))
 
@@ -56,7 +56,7 @@ class Case:
 
     @classmethod
     def from_json(cls, document: str | Mapping[str, Any], where: str = "case") -> Case:
-        """Read a case from text, or from what it was parsed to.
+        """Read a case from text, or from parsed JSON.
 
         Raises:
             InvalidRecord: The document is damaged, newer than this version, or describes no legal case.
@@ -74,4 +74,4 @@ def check_case(case: Case, where: str = "case") -> None:
     """
     problems = [problem for axis in AXES for problem in axis.problems(case)]
     if problems:
-        raise InvalidRecord(f"{where}.{'; '.join(problems)}. Mend the document.")
+        raise InvalidRecord(f"{where}.{'; '.join(problems)}. Fix the document.")

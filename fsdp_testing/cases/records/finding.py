@@ -76,11 +76,11 @@ class Overrun:
             return f"full parameters stay gathered on rank {self.rank}: {units}"
         if self.measure is Measure.UNIT_GATHERS:
             unit = self.units[0][0] or "(root)"
-            return f"unit {unit} is gathered {self.measured} times on rank {self.rank}, {self.limit} would do"
+            return f"unit {unit} is gathered {self.measured} times on rank {self.rank}, {self.limit} would be enough"
         if self.measure is Measure.GATHERED_BYTES:
-            most = f"{self.limit} with all padding would do"
+            most = f"{self.limit} with all padding would be enough"
             return f"{self.measured} bytes are gathered on rank {self.rank}, {most}"
-        return f"{self.measured} reductions are issued on rank {self.rank}, {self.limit} would do"
+        return f"{self.measured} reductions are issued on rank {self.rank}, {self.limit} would be enough"
 
     @property
     def more(self) -> str:
@@ -91,9 +91,9 @@ class Overrun:
         )
         return {
             Measure.KEPT_PARAMETERS: stays,
-            Measure.UNIT_GATHERS: f"a unit is gathered {times} times more than would do",
-            Measure.GATHERED_BYTES: f"{times} bytes more are gathered than would do",
-            Measure.REDUCTIONS: f"gradients are reduced {times} times more than would do",
+            Measure.UNIT_GATHERS: f"a unit is gathered {times} times more than would be enough",
+            Measure.GATHERED_BYTES: f"{times} bytes more are gathered than would be enough",
+            Measure.REDUCTIONS: f"gradients are reduced {times} times more than would be enough",
         }[self.measure]
 
 

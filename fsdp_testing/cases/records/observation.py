@@ -178,7 +178,7 @@ class RankObservation:
 Extended = TypeVar("Extended", bound=RankObservation)
 
 
-OUTLIVES = "the model outlives its case: something refers to it for good"
+OUTLIVES = "the model stays in memory after its case: something still refers to it"
 """What is reported as left behind where it is the case's model."""
 
 

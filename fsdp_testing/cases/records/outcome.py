@@ -85,21 +85,21 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """Everything a run found, as one value and one JSON document.
+    """All results of a run, as one value and one JSON document.
 
     Attributes:
         results: In the order they were run.
-        implementations: Names asked for, in that order.
+        implementations: Requested names, in that order.
         environment: Versions and machine facts that a reader needs (`torch`, `python`, `platform`, ...).
-        world_sizes: Sizes asked for; of those on which cases ran, see `CheckResult.world_sizes`.
+        world_sizes: Requested sizes; `CheckResult.world_sizes` has those on which cases ran.
         backend: Backend run.
         seconds: Wall time of the whole run.
-        portraits: How implementations that report their units went through a short run, where that was asked for.
+        portraits: Traces of a short run of implementations that report their units, if requested.
         shard: `(i, n)`: only the i-th of n parts of a run, counted from 1; empty for a whole one.
         tensor_parallel: How many ranks held one model together.
-        own_names: What adapters call themselves, where that is not the name by which they were asked for.
+        own_names: Adapters' own names, if they differ from the requested names.
         request: What was to be judged; None in reports of earlier versions.
-        since: Implementation and check -> the date since when it does not hold, where earlier reports were compared.
+        since: Implementation and check -> the date since when it fails, if earlier reports were compared.
     """
 
     results: tuple[CheckResult, ...]

@@ -24,7 +24,7 @@ class Verdict(enum.Enum):
 
     @property
     def holds(self) -> bool:
-        """Whether nothing here should stop a user: exit code 0 needs this of every verdict."""
+        """Whether this verdict allows exit code 0."""
         return self not in (Verdict.FAIL, Verdict.UNKNOWN)
 
 

@@ -118,7 +118,7 @@ def read_list(document: Mapping[str, Any], where: str) -> tuple[Defect, ...]:
     names = [defect.name for defect in defects]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise InvalidRecord(f"{where}: expected defects with names of their own, got {twice} twice. Rename them.")
+        raise InvalidRecord(f"{where}: expected defects with unique names, got {twice} twice. Rename them.")
     for name in sorted({name for defect in defects for rule in defect.rules for name in rule.on}):
         check_rules(rules_of(defects, name), where)
     return defects

@@ -68,7 +68,7 @@ def _checked(case: Case, path: Path) -> Case:
     if legal != case:
         where = "model.tree" if legal.model != case.model else "wrapping, program or world"
         raise InvalidRecord(
-            f"{path}.{where}: expected a legal case, got parts that have no meaning where they stand. "
+            f"{path}.{where}: expected a legal case, got parts without effect. "
             f"The nearest legal case is {legal.to_json()}"
         )
     return case

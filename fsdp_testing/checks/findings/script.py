@@ -235,7 +235,7 @@ def _introduction(found: Discovery) -> str:
     case, sentence = found.case, re.sub(r'[\\"]', "'", found.sentence())
     return f'''"""{sentence}
 
-Runs on {case.world.size} ranks (gloo, CPU) and in one process; exits with 1 where the two part, with 0 where they agree.
+Runs on {case.world.size} ranks (gloo, CPU) and in one process; exits with 1 if they differ, with 0 if they agree.
 Uses torch and the implementation alone. Written by fsdp-testing from case {case.identity}.
 """
 

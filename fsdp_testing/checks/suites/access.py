@@ -39,10 +39,10 @@ OUTPUTS: tuple[Check, ...] = (
           source="pytorch issue 77812; PR 173415, 174692"),
     check("outputs.opaque_objects", "Units that return objects of a user's class train as in one process.",
           cases("opaque_output", *iterations(2)), source="pytorch PR 173415"),
-    check("outputs.bypassed", "A loss may use what a unit kept instead of what it returned.",
+    check("outputs.bypassed", "A loss may use a tensor that a unit stored instead of its output.",
           *(cases("cached_intermediate", *iterations(2), arguments={"bypass": bypass}) for bypass in (True, False)),
           source="pytorch issue 173709, PR 174829"),
-    check("outputs.views_changed_in_place", "The caller may change a unit's output in place, also where it is a view.",
+    check("outputs.views_changed_in_place", "The caller may change a unit's output in place, even if it is a view.",
           cases("view_output", *iterations(2)), source="pytorch issue 181832, PR 181850"),
 )  # fmt: skip
 """Outputs other than one fresh tensor: containers, objects, views, intermediate results."""
@@ -64,10 +64,10 @@ SUMMON: tuple[Check, ...] = (
                    *iteration(1), EditFullParameters(("*.weight",), 0.5, True), Observe(), optimizer=ADAMW)),
     check("summon.before_first_forward", "Editing before the first forward.",
           cases("mlp", _EDIT, forward(9), *iterations(2)), source="pytorch PR 90862"),
-    summoned("summon.between_backward_and_step", "Editing leaves gradients that wait for a step.",
+    summoned("summon.between_backward_and_step", "Editing keeps gradients that wait for a step.",
              cases("mlp", *iteration(0, _EDIT, Observe()), *iteration(1))),
     check("summon.edits_are_discarded",
-          "Without writeback, edits of gathered parameters are gone once the context is left.",
+          "Without writeback, edits of gathered parameters are gone after the context.",
           cases("mlp uneven", *iteration(0), _DISCARDED, Observe(), forward(9), micro_batch(1), _DISCARDED, Step(),
                 optimizer=ADAMW),
           source="pytorch summon_full_params: writeback, which its documentation limits to sharded strategies",
@@ -83,7 +83,7 @@ SUMMON: tuple[Check, ...] = (
     check("summon.storage_replaced", "New storage of a gathered parameter is its value from then on.",
           cases("mlp", _STORED, forward(8), *iteration(0, _STORED, Observe()), *iteration(1)),
           source="pytorch issue 107081"),
-    summoned("summon.reading", "Gathering to read changes nothing.",
+    summoned("summon.reading", "Gathering parameters only to read them changes nothing.",
              cases("mlp", *iteration(0), EditFullParameters((), 0.5, False), Observe(), *iteration(1))),
 )  # fmt: skip
 """Full parameters gathered, edited and written back between iterations."""
@@ -99,7 +99,7 @@ unsharded = partial(check, source="torch.distributed.fsdp.FSDPModule.unshard", n
 
 UNSHARDING: tuple[Check, ...] = (
     unsharded("unshard.before_forward",
-              "Units gathered by hand before a micro-batch train like those that it gathers, waited for or not.",
+              "Units gathered by hand before a micro-batch train like others, whether or not the gather is waited for.",
               *(cases(model, *program) for model in ("deep_nest", "uneven") for program in (
                   [*_unsharded(model, 0), Observe(), *_unsharded(model, 1), Observe()],
                   [*begun(model, 2), *begun(model, 3), *begun(model, 4, reshard=True), Observe()]))),

@@ -237,7 +237,7 @@ class ParameterHooksProgram(RankProgram):
                 elif not calls or calls[0] is None:
                     yield index, f"{fqn} {'found no gradient' if calls else 'was not called'}"
                 elif index == backwards[-1] and not torch.equal(calls[0], parameter.grad):
-                    yield index, f"{fqn} found another gradient than the end"
+                    yield index, f"{fqn} found a gradient that differs from the final one"
 
     def _not_the_own(self) -> Iterator[tuple[int, str]]:
         case, model = self.case, models.build_model(self.case)

@@ -74,7 +74,7 @@ RECOMPUTATION: tuple[Check, ...] = (
                   wrapping=recomputed("mlp", outside=outside), optimizer=PLAIN_SGD) for outside in (False, True)),
           source="pytorch PR 90546"),
     check("activation_checkpointing.hidden",
-          "A unit whose outputs are in an object of the user's own, or whose kept tensor is used, may run again.",
+          "A unit may recompute even if it returns a custom object or its stored tensor is used.",
           *(cases(model, *iterations(2), wrapping=recomputed(model)) for model in ("cached_intermediate", "opaque_output")),
           source="pytorch issue 173709", needs={"hidden_recomputation"}),
     # A forward without gradients never runs again, and must leave nothing for a later backward.
@@ -93,12 +93,12 @@ RECOMPUTATION: tuple[Check, ...] = (
 _USED, _UNUSED = ((True, True, True),), ((False, False, False),)
 
 PREFETCH: tuple[Check, ...] = (
-    check("prefetch.every_kind", "Gathering units ahead, in forward and in backward, changes no number.",
+    check("prefetch.every_kind", "Prefetching units, in forward and in backward, changes no number.",
           *(cases("mlp", *iterations(2), wrapping=every_unit("mlp", backward_prefetch=backward, forward_prefetch=ahead))
             for backward, ahead in (("pre", True), ("post", False), ("none", False))),
           source="PyTorch FSDP, VLDB 2023, section 3.3.2: prefetching"),
     # What was prefetched by the order of the last iteration may not be wanted in this one.
-    check("prefetch.order_changes", "A unit gathered ahead that the pass then skips is neither stale nor lost later.",
+    check("prefetch.order_changes", "A unit that is prefetched and then skipped is not stale later.",
           cases("conditional", *iteration(0, usage=_USED), *iteration(1, usage=_UNUSED), forward(2, "no_grad", usage=_UNUSED),
                 micro_batch(3, usage=_USED), Observe(), Step(),
                 wrapping=every_unit("conditional", forward_prefetch=True), optimizer=PLAIN_SGD),
@@ -124,16 +124,16 @@ SETTINGS: tuple[Check, ...] = (
             source="what the documentation of the option says", needs={"accumulate_without_no_sync"})
       for name, meaning in (
         ("static_graph",
-         "A graph that is promised to stay the same is reduced like any other, local micro-batches first."),
+         "With a promised static graph gradients are reduced as usual, after local micro-batches too."),
         ("gradient_views", "Gradients that are views of buckets add up like any others."),
         ("small_buckets", "The number of gradients in a message changes no result."),
         ("sum_reduction", "A sum that is divided afterwards is the mean."),
-        ("kept_after_backward", "Parameters that stay whole between micro-batches are new after the step."),
+        ("kept_after_backward", "Parameters that stay whole between micro-batches are updated after the step."),
         ("partial_reshard", "Parameters that stay sharded over fewer ranks after forward are gathered for backward."),
-        ("last_dimension", "Shards of the last dimension are put together along it."),
-        ("default_device", "A model is trained on the device where it is if none is named."),
+        ("last_dimension", "Shards of the last dimension are concatenated along it."),
+        ("default_device", "If no device is named, a model trains on its current device."),
     )),
-    check("options.divide_factor", "Gradients are divided by the number that is given by hand, in every dtype.",
+    check("options.divide_factor", "Gradients are divided by the given number, in every dtype.",
           *(cases("mlp", micro_batch(0), Observe(), ZeroGrad(), *accumulated(1, 2), Observe(),
                   wrapping=_set("divide_factor"), dtype=dtype) for dtype in ("float64", "float32")),
           source="pytorch issue 155903", mode=scaled(0.5), sizes=ODD),
@@ -142,12 +142,12 @@ SETTINGS: tuple[Check, ...] = (
                     wrapping=WrappingPlan(policy=PolicySpec("always"), settings=("default_groups",))),
               source="pytorch issue 154888"),
     check("options.own_state",
-          "Training goes on from a state that the implementation's own methods saved, model and optimizer.",
+          "Training continues from a state of model and optimizer that the implementation's own methods saved.",
           cases("mlp", *iteration(0), Reload(), *iteration(1), wrapping=_set("own_state"), optimizer=ADAMW),
           source="torch.distributed.fsdp.FullyShardedDataParallel.optim_state_dict"),
     # One unit, of which the optimizer has a part; it would clear the gradients of its own parameters only. With flat
     # parameters the first one is not that of the model.
-    check("options.own_state_of_a_part", "An optimizer that has a part of the parameters is saved and loaded, too.",
+    check("options.own_state_of_a_part", "An optimizer over some of the parameters can be saved and loaded.",
           cases("mlp", micro_batch(0), Step(), Reload(), micro_batch(1), Step(), wrapping=WrappingPlan(settings=("own_state",))),
           source="pytorch PR 76671", needs={"own_state", "frozen_mixed_unit"}, mode=PARTLY_OPTIMIZED),
     check("options.offloaded_state", "Parameters that are gathered on the CPU can be edited and saved.",
@@ -157,7 +157,8 @@ SETTINGS: tuple[Check, ...] = (
     in_hybrid("options.late_all_reduce", "Micro-batches that are reduced over the replicas by a later one count once.",
               cases("mlp", *_PROGRAM, wrapping=_set("late_all_reduce"), optimizer=PLAIN_SGD),
               source="torch.distributed.fsdp.FSDPModule.set_requires_all_reduce"),
-    in_hybrid("options.late_all_reduce_cleared", "Gradients that are cleared while they await the replicas leave no trace.",
+    in_hybrid("options.late_all_reduce_cleared", "Gradients that are cleared while they await reduction over "
+        "replicas leave no trace.",
               cases("mlp", no_sync_batch(0), ZeroGrad(), micro_batch(1), Observe(), Step(),
                     wrapping=_set("late_all_reduce"), optimizer=PLAIN_SGD),
               source="torch.optim.Optimizer.zero_grad"),
@@ -175,7 +176,7 @@ COMM_HOOKS: tuple[Check, ...] = (
            cases("uneven deep_nest", micro_batch(0), ZeroGrad(), micro_batch(1), Observe(), optimizer=PLAIN_SGD),
            mode=REVIEWED),
     hooked("comm_hook.not_in_no_sync",
-           "Inside no_sync the hook is not called; the next reduction is given the sum of all micro-batches.",
+           "Inside no_sync the hook is not called; the next reduction receives the sum of all micro-batches.",
            cases("mlp", *accumulated(0, 1, 2), Observe(), ZeroGrad(), micro_batch(3), optimizer=PLAIN_SGD),
            cases("deep_nest", *accumulated(0, 1), Observe(), optimizer=PLAIN_SGD), mode=REVIEWED),
     hooked("comm_hook.averages", "Training with a hook that averages is training without a hook.",

@@ -52,7 +52,8 @@ UNUSED: tuple[Check, ...] = (
             cases("partly_used", no_sync_batch(0, usage=((True, False),)), micro_batch(1, usage=((False, True),)),
                   Step(), ZeroGrad(False), *iteration(2, usage=((False, False),)), optimizer=PLAIN_SGD),
             source="pytorch issue 69031, PR 124193"),
-    differing("unused.units_differ_between_ranks", "Ranks may run different units: each counts with zeros where it did not.",
+    differing("unused.units_differ_between_ranks", "Ranks may run different units: a rank that skips a unit counts "
+        "as zeros.",
               cases("conditional", *_using((_ALL, _FIRST), (_FIRST, _NONE), (_NONE, _ALL)), optimizer=PLAIN_SGD), sizes=ODD),
     differing("unused.parameters_differ_between_ranks",
               "Inside a unit that every rank runs, ranks may use different parameters.",
@@ -80,7 +81,7 @@ FROZEN: tuple[Check, ...] = (
     check("frozen.schedule", "A frozen unit in a schedule of local micro-batches and forward passes.",
           cases("frozen_body", *accumulated(0, 1), Step(), ZeroGrad(), forward(2), *iteration(3)),
           source="pytorch PR 101982"),
-    check("frozen.units_at_the_start", "Frozen first units end the backward pass without harm.",
+    check("frozen.units_at_the_start", "Frozen first units end the backward pass early, without errors.",
           cases("frozen_stem", *iterations(3), optimizer=ADAMW), cases("mlp", *iterations(3), freeze=_HEAD + _BODY),
           source="pytorch issue 117510"),
     check("frozen.inside_a_unit", "A unit may mix frozen and trainable parameters; frozen ones get no gradient.",
@@ -92,10 +93,10 @@ FROZEN: tuple[Check, ...] = (
     check("frozen.thawed_later", "A unit frozen at construction and thawed later trains from then on.",
           *(cases("mlp", *iterations(2), Thaw(unit), *iterations(2, first=2), freeze=unit) for unit in (_BODY, _HEAD)),
           source="pytorch issue 104148, PR 104186"),
-    lenient("frozen.frozen_later", "A unit frozen between iterations stops, and goes on when thawed.",
+    lenient("frozen.frozen_later", "A unit frozen between iterations stops training, and continues when thawed.",
             cases("mlp", *iterations(2), Freeze(_BODY), *iterations(2, first=2), Thaw(_BODY), *iteration(4)),
             source="pytorch issue 104148"),
-    lenient("frozen.toggled", "Freezing and thawing in turns.",
+    lenient("frozen.toggled", "A unit is frozen and thawed alternately.",
             cases("mlp", Freeze(_HEAD), *iteration(0), Thaw(_HEAD), Freeze(_TAIL), *iteration(1), Thaw(("*",)), *iteration(2)),
             source="pytorch issue 186998"),
 )  # fmt: skip
@@ -139,12 +140,12 @@ _UNEVEN = {"uneven_parameters"}
 SIZES: tuple[Check, ...] = (
     *(check(f"sizes.{name}", meaning, _trained(*models, last=Observe()), source=source, needs=needs, sizes=ODD)
       for name, meaning, models, source, needs in (
-        ("uneven", "Sizes that the number of ranks does not divide, padding never seen.", ("uneven", "embedding"),
+        ("uneven", "Sizes that the number of ranks does not divide; padding is never visible.", ("uneven", "embedding"),
          "pytorch PR 88769; issue 176076", _UNEVEN),
         ("fewer_elements_than_ranks", "Parameters of one element: some ranks hold none of it.", ("one_element",),
          "pytorch PR 94109", _UNEVEN),
         ("zero_dim", "0-dimensional parameters train.", ("scalars",), "torch.nn.Parameter of shape ()", ()),
-        ("empty", "Parameters without elements are carried along.", ("empty_parameters",),
+        ("empty", "Parameters without elements are kept.", ("empty_parameters",),
          "torch.nn.Linear with out_features=0", ()),
         ("strided", "Parameters that are not contiguous keep their elements in place.", ("strided",),
          "torch.channels_last", ()),

@@ -53,22 +53,23 @@ MIXED_PRECISION: tuple[Check, ...] = (
         ("reduce_float32", "Computes in bfloat16 and reduces in float32.", _BOTH),
         ("reduce_bfloat16", "Computes in float32 and reduces in bfloat16.", MixedPrecisionSpec(None, "bfloat16")),
     )),
-    lowered("mixed_precision.same_dtype", "Naming the dtype that parameters have already changes nothing.",
+    lowered("mixed_precision.same_dtype", "Asking for the dtype that parameters already have changes nothing.",
             stored_in_float32("mlp", *iterations(2), precision=MixedPrecisionSpec("float32")), source="pytorch PR 90660"),
-    lowered("mixed_precision.accumulated", "Local and reduced micro-batches add up in the dtypes they must.",
+    lowered("mixed_precision.accumulated", "Local and reduced micro-batches add up in the right dtypes.",
             *(stored_in_float32("mlp", *accumulated(0, 1), Observe(), Step(), ZeroGrad(), *micro_batches(2, 3),
                                 optimizer=PLAIN_SGD, precision=precision) for precision in (_BOTH, _LOW)),
             source="pytorch PR 91193", needs={"accumulate_without_no_sync"}),
     # The sum of seventeen numbers of 8 bits fits into 24 bits, and into 8 it does not.
     lowered("mixed_precision.local_sums",
-            "Local micro-batches of a narrower dtype add up in the dtype of the reduction, in which their sum is exact.",
+            "Local micro-batches of a narrower dtype add up in the reduction dtype, in which their sum is exact.",
             stored_in_float32("mlp uneven", LocalMicroBatches(tuple(map(Batch, range(16)))), micro_batch(16), Observe(), Step(),
                               optimizer=PLAIN_SGD, precision=_BOTH),
             source="torch.distributed.fsdp.MixedPrecisionPolicy"),
     # The gradient of the first layer's weight is as small as its inputs are: a few of float16's smallest steps, of which
     # each division loses a part, so that it matters which are before the sum.
     lowered("mixed_precision.smallest_numbers",
-            "Gradients near the smallest numbers of float16 are divided where the implementation says that it divides.",
+            "Gradients near float16's smallest numbers are divided before or after the sum, as the implementation "
+            "states.",
             *(stored_in_float32("mlp", micro_batch(0, scale=2.0**-power), Observe(), Step(), optimizer=PLAIN_SGD,
                                 precision=MixedPrecisionSpec(None, "float16")) for power in (20, 21, 22)),
             source="pytorch issue 90784", sizes=ODD),
@@ -76,7 +77,7 @@ MIXED_PRECISION: tuple[Check, ...] = (
             stored_in_float32("mlp", *iteration(0), forward(5, "eval"), forward(6, "no_grad"), *iteration(1), forward(7, "eval"),
                               precision=_LOW),
             source="pytorch issue 103862"),
-    lowered("mixed_precision.buffers", "Floating buffers are held in buffer_dtype, others as they were.",
+    lowered("mixed_precision.buffers", "Floating-point buffers are held in buffer_dtype, others keep their dtype.",
             *(stored_in_float32("buffers", *iterations(2), precision=precision) for precision in (
                 MixedPrecisionSpec(buffer_dtype="bfloat16"), MixedPrecisionSpec("bfloat16", "float32", "bfloat16"))),
             source="pytorch PR 87935; issue 143900"),
@@ -121,7 +122,7 @@ CLIPPING: tuple[Check, ...] = (
             *(stored_in_float32("mlp", micro_batch(0, alike=True), Clip(0.1, norm_type), Observe(), Step(),
                                 wrapping=_IGNORING, optimizer=PLAIN_SGD) for norm_type in _NORMS),
             source="https://pytorch.org/docs/stable/fsdp.html", needs={"nested_wrapping"}),
-    clipped("clipping.repeated", "Clipping what is clipped already.",
+    clipped("clipping.repeated", "Clipping gradients that are clipped already.",
             stored_in_float32("mlp", *iteration(0), micro_batch(1), Clip(0.5), Clip(0.1), Clip(0.1, 1.0), Step())),
     clipped("clipping.ranks_without_elements", "Ranks that hold no element of a parameter take part.",
             *(stored_in_float32("one_element", micro_batch(0), Clip(0.1, norm_type), Observe(), Step())
@@ -139,7 +140,7 @@ CLIPPING: tuple[Check, ...] = (
               for model, norm_type, freeze in (
                 ("mlp", 2.0, _LAST_BIAS), ("mlp", math.inf, _LAST_BIAS), ("one_element", 2.0, _LAST_OF_ONE))),
             source="pytorch PR 88955; B060", needs={"frozen_mixed_unit", "uneven_parameters"}),
-    clipped("clipping.earlier_norms", "A norm does not depend on earlier norms, on ranks without gradients either.",
+    clipped("clipping.earlier_norms", "A norm does not depend on earlier norms, even on ranks without gradients.",
             *(stored_in_float32("mlp", micro_batch(0), Clip(1e6, math.inf), ZeroGrad(),
                                 micro_batch(1), Clip(0.1, norm_type), Observe(), Step(), freeze=_LAST_BIAS)
               for norm_type in (2.0, math.inf)),
@@ -161,7 +162,7 @@ _UNSTEPPED = cases("mlp uneven", micro_batch(0), Observe(), ZeroGrad(), micro_ba
 
 PARAMETER_HOOKS: tuple[Check, ...] = (
     check("parameter_hooks.own_gradient",
-          "A hook on a parameter is given this rank's own gradient before it is reduced, and what it returns counts.",
+          "A hook on a parameter receives this rank's own gradient before it is reduced, and its result replaces it.",
           _UNSTEPPED, source="torch.Tensor.register_hook", needs={"tensor_hooks"}, mode=OWN_GRADIENT),
     check("parameter_hooks.after_accumulation",
           "A hook that runs after accumulation finds the reduced gradient in `.grad`, once in each backward.",

@@ -62,7 +62,8 @@ TRAINING: tuple[Check, ...] = (
           cases("mlp deep_nest uneven", micro_batch(0), Observe("gradients"), Step(), ZeroGrad(), micro_batch(1)),
           source="pytorch PR 89915", sizes=ODD),
     check("training.each_operation_exactly",
-          "From its own state every operation gives the replayed bits (sums of more than two ranks: any order).",
+          "Replayed from the implementation's state, each operation gives the same bits (sums over ranks in any "
+          "order).",
           *(cases("mlp uneven", *iterations(2), micro_batch(9), optimizer=ADAMW, dtype=dtype)
             for dtype in ("float64", "float32")),
           source="IEEE 754: two summands commute", comparison=LOCKSTEP, sizes=ODD),
@@ -128,7 +129,7 @@ ACCUMULATION: tuple[Check, ...] = (
           cases("deep_nest", *accumulated(0, 1), *accumulated(2, 3), Step(), ZeroGrad(), *iteration(4)),
           source="pytorch PR 91193", needs=_EVERY_REDUCED),
     check("accumulation.ends_on_local",
-          "A local micro-batch that nothing reduces yet changes neither parameters nor what follows.",
+          "A local micro-batch that is not reduced yet changes neither parameters nor later results.",
           cases("mlp", *iteration(0), no_sync_batch(1)),
           cases("mlp", *iteration(0), no_sync_batch(1), forward(2), micro_batch(3), Step(), optimizer=PLAIN_SGD),
           cases("deep_nest", no_sync_batch(0)),
@@ -152,10 +153,11 @@ ACCUMULATION: tuple[Check, ...] = (
                 *accumulated(3, 4), Step(), ZeroGrad(), forward(5)),
           cases("deep_nest", *iteration(0), no_sync_batch(1), forward(2, "train"), *iteration(3), forward(4)),
           source="Zhao et al., PyTorch FSDP, section 3.3: communication and accumulation"),
-    check("accumulation.nested_no_sync", "Leaving a no_sync inside another one ends nothing, and leaving both ends both.",
+    check("accumulation.nested_no_sync", "Leaving a nested no_sync keeps the outer one active, and leaving both ends "
+        "both.",
           cases("mlp deep_nest", _NESTED, micro_batch(3), Observe(), Step(), ZeroGrad(), *iteration(4), optimizer=PLAIN_SGD),
           source="contextlib: what a context changes it puts back as it was"),
-    check("accumulation.gradient_edited", "A reduced gradient that is changed in place counts as it is then, in later sums too.",
+    check("accumulation.gradient_edited", "An in-place change of a reduced gradient counts, in later sums too.",
           _edited(_edit("halved")), source="torch.Tensor.grad", needs=_EVERY_REDUCED),
     check("accumulation.several_forwards",
           "Each of several forwards may have its backward later, in either order, and every gradient is reduced.",
@@ -190,7 +192,7 @@ PENDING: tuple[Check, ...] = (
     pending("accumulation.cleared", "Gradients that are cleared before any reduction leave no trace.",
             _between(ZeroGrad(), ZeroGrad(False))),
     pending("accumulation.saved",
-            "A model that is saved while gradients await reduction is saved as it is, and its successor begins without any.",
+            "A model can be saved while gradients await reduction; the model that loads it starts without gradients.",
             _between(Reload(optimizer=False), models="mlp")),
     pending("accumulation.edited", "Editing full parameters changes no gradient that awaits reduction.",
             _between(EditFullParameters(("*",), 0.5))),
@@ -198,7 +200,7 @@ PENDING: tuple[Check, ...] = (
             _between(AssignData(("*",), 0.5, Batch(7), in_place=True))),
     pending("accumulation.assigned", "New storage of parameters changes no gradient that awaits reduction.",
             _between(AssignData(("*",), 0.5, Batch(7)))),
-    pending("accumulation.moved", "Moving the model to where it is changes no gradient that awaits reduction.",
+    pending("accumulation.moved", "Moving the model to its current device changes no gradient that awaits reduction.",
             _between(Move())),
     pending("accumulation.frozen", "A parameter that is frozen while its gradient awaits reduction is reduced with the others.",
             _between(Freeze(("layers.1.*",)), models="mlp")),
@@ -213,7 +215,8 @@ PENDING: tuple[Check, ...] = (
             *(cases("conditional", micro_batch(0, usage=_USED), Observe(), no_sync_batch(1, usage=_USED), cleared,
                     micro_batch(2, usage=_UNUSED), Observe(), Step(), micro_batch(3, usage=_USED), Observe(),
                     optimizer=PLAIN_SGD) for cleared in (ZeroGrad(False), ZeroGrad()))),
-    pending("accumulation.late_optimizer", "An optimizer that is built while gradients await reduction steps by all of them.",
+    pending("accumulation.late_optimizer", "An optimizer that is built while gradients await reduction uses all of "
+        "them.",
             cases("mlp deep_nest", no_sync_batch(0), BuildOptimizer(), micro_batch(1), Step(), ZeroGrad(),
                   micro_batch(2), Step(), optimizer=PLAIN_SGD)),
 )  # fmt: skip
@@ -225,15 +228,16 @@ BACKWARDS: tuple[Check, ...] = (
                   optimizer=PLAIN_SGD),
             source=source, needs=needs) for form, meaning, source, needs in (
         ("twice", "A second backward through a kept graph is reduced too.", "pytorch issue 106637", _EVERY_REDUCED),
-        ("penalty", "A loss made of gradients has the gradient that one process computes.", "pytorch issue 172543", set()),
+        ("penalty", "A loss computed from gradients has the gradient that one process computes.",
+         "pytorch issue 172543", set()),
         ("after_no_sync", "Whether a backward is reduced depends on where it runs, not its forward.",
          "pytorch issue 47260", set()),
         ("inputs", "A backward that names the parameters gives each the gradient of one process.",
          "torch.autograd.backward", set()),
-        ("one_input", "A backward that names one parameter gives it its gradient, and no other one.",
+        ("one_input", "A backward that names one parameter gives a gradient to that parameter alone.",
          "torch.autograd.backward", {"unused_gradient_is_none"}),
-        ("of_inputs", "Inputs that ask for gradients get those of this rank's own loss.", "torch.autograd.backward", set()),
-        ("inner", "A forward of the module inside the wrapper is no way around the reduction.", "torch.nn.parallel", set()),
+        ("of_inputs", "Inputs that require gradients get those of this rank's own loss.", "torch.autograd.backward", set()),
+        ("inner", "A forward of the module inside the wrapper is still reduced.", "torch.nn.parallel", set()),
     )),
     # From before the first step, and later; nothing follows, which a failed backward need not allow.
     check("backward.outdated",
@@ -258,7 +262,7 @@ ZERO_GRAD: tuple[Check, ...] = (
                 ("mlp", [ZeroGrad(to_none), Observe(), *iteration(0)[:-1], ZeroGrad(to_none), ZeroGrad(not to_none)]),
                 ("uneven", [ZeroGrad(to_none), ZeroGrad(to_none), *iteration(0)[:-1]])))),
     cleared("zero_grad.some_parameters",
-            "Gradients of some parameters that are set to zeros or None leave those of the others, in later sums too.",
+            "Setting some gradients to zeros or None does not change the others, nor later sums.",
             _edited(_edit("zeros"), _edit("none")), needs=_EVERY_REDUCED),
     cleared("zero_grad.discards", "A gradient that is cleared before the step leaves no trace.",
             *(cases("mlp", micro_batch(0), ZeroGrad(to_none), micro_batch(1), Step(), ZeroGrad(to_none), micro_batch(2))
@@ -266,7 +270,7 @@ ZERO_GRAD: tuple[Check, ...] = (
     cleared("zero_grad.between_forwards", "Clearing between forward passes changes nothing else.",
             *(cases("mlp", micro_batch(0), Step(), forward(1), ZeroGrad(to_none), forward(2, "train"), ZeroGrad(to_none),
                     *iteration(3)) for to_none in _FORMS)),
-    cleared("zero_grad.mixed_forms", "The form may change from iteration to iteration.",
+    cleared("zero_grad.mixed_forms", "The form of clearing may change from iteration to iteration.",
             cases("deep_nest", *(op for seed, to_none in enumerate((True, False, False, True, False))
                                  for op in (micro_batch(seed), Step(), ZeroGrad(to_none))), optimizer=ADAMW)),
     # With momentum and weight decay a gradient of zeros moves parameters and None does not.
@@ -305,7 +309,7 @@ FORWARD_ONLY: tuple[Check, ...] = (
           cases("mlp", micro_batch(0), Observe(), forward(1), forward(2, "no_grad"), forward(3, "train"),
                 Observe(), Step(), Observe()),
           source="pytorch PR 110139"),
-    check("forward_only.batch_norm", "Evaluation uses the statistics that training left, and leaves them.",
+    check("forward_only.batch_norm", "Evaluation uses the statistics of training, and does not change them.",
           cases("batch_norm", *iterations(2), forward(10), forward(11, "no_grad"), *iteration(2), forward(12)),
           source="torch.nn.BatchNorm1d"),
 )  # fmt: skip

@@ -49,10 +49,11 @@ def _in_a_pass(*, backward: bool) -> tuple[Case, ...]:
 interrupted = partial(check, source="what a pass changed is put back on every way out of it")
 
 EXCEPTIONS: tuple[Check, ...] = (
-    interrupted("exceptions.in_forward", "After an exception in a forward, training goes on as if it had not begun.",
+    interrupted("exceptions.in_forward", "After an exception in a forward, training continues as if that forward had "
+        "not begun.",
                 _in_a_pass(backward=False)),
     interrupted("exceptions.in_backward",
-                "After an exception in a backward and zero_grad, training goes on as if neither had been.",
+                "After an exception in a backward and zero_grad, training continues as if neither had happened.",
                 _in_a_pass(backward=True)),
     check("exceptions.in_no_sync", "An exception inside no_sync ends it: the next iteration reduces.",
           *(cases("mlp", *iteration(0), _raised(9, 1, backward=backward, where="no_sync"), *iteration(1, Observe()),
@@ -69,7 +70,7 @@ EXCEPTIONS: tuple[Check, ...] = (
 
 CONVERSION: tuple[Check, ...] = (
     check("conversion.same_device",
-          "`module.to` the device where it is already changes nothing, before training and in the middle.",
+          "`module.to` the current device changes nothing, before training and in the middle.",
           cases("uneven", Move(), *iteration(0), Move(), *iteration(1), forward(5), optimizer=ADAMW),
           source="torch.nn.Module.to"),
     check("conversion.dtype", "`module.to(dtype)` before the first forward: training happens in that dtype.",
@@ -84,15 +85,15 @@ CONVERSION: tuple[Check, ...] = (
                 optimizer=PLAIN_SGD, dtype="float32"),
           source="torch.nn.Module.to; B078", needs={"dtype_cast_later"}),
     check("conversion.deepcopy",
-          "A deep copy trains by itself and leaves the original alone, or is refused on every rank.",
+          "A deep copy trains independently of the original, or is refused on every rank.",
           cases("mlp", *iteration(0), Observe(COPY), micro_batch(1), Observe(), Step(), optimizer=PLAIN_SGD),
           cases("mlp", Observe(COPY), micro_batch(1), Observe(), Step(), optimizer=PLAIN_SGD),
           source="copy.deepcopy; B077", mode=MAY_REFUSE),
     check("conversion.deepcopy_in_no_sync",
-          "A deep copy that is made inside no_sync and runs outside of it reduces its gradients, or is refused on every rank.",
+          "A deep copy made inside no_sync reduces its gradients outside of it, or is refused on every rank.",
           cases("mlp", *iteration(0), Observe(COPY_IN_NO_SYNC), micro_batch(1), Observe(), Step(), optimizer=PLAIN_SGD),
           source="copy.deepcopy", mode=MAY_REFUSE, needs={"no_sync"}),
-    check("conversion.copied", "A deep copy is made, trains by itself and leaves the original alone.",
+    check("conversion.copied", "A deep copy can be made, and trains independently of the original.",
           cases("mlp", *iteration(0), Observe(COPY), micro_batch(1), Observe(), Step(), optimizer=PLAIN_SGD),
           source="copy.deepcopy; B077", needs={"deep_copies"}, mode=MUST_COPY),
 )  # fmt: skip
@@ -103,16 +104,16 @@ replaced = partial(check, comparison=Comparison(ignore=(f"{PART}.*",)), mode=PAR
 
 PARTS_OF_MODELS: tuple[Check, ...] = (
     replaced("parts.module_replaced",
-             "A module that takes another one's place before the first forward is trained like the others.",
+             "A module that replaces another before the first forward is trained like the others.",
              cases("mlp", Observe(MODULE), BuildOptimizer(), micro_batch(0), Step(), forward(1),
                    wrapping=WrappingPlan(), optimizer=PLAIN_SGD),
              source="pytorch PR 87837", needs={"modules_replaced"}),
     replaced("parts.parameters_replaced",
-             "A parameter that takes another one's place between forwards is what the next forward computes with.",
+             "If a parameter is replaced between forwards, the next forward uses the new one.",
              cases("mlp", forward(0, "no_grad"), Observe(PARAMETERS), forward(1)),
              source="pytorch issue 132721", needs={"parameters_replaced"}),
     check("parts.called_alone",
-          "A unit that is called by itself, before the model and between iterations, changes nothing.",
+          "Calling a unit directly, before the model and between iterations, changes nothing.",
           cases("mlp", Observe(ALONE), *iteration(0), Observe(ALONE), *iteration(1)),
           source="pytorch PR 90862, 87900", needs={"unit_alone", "nested_wrapping"}, mode=PARTS),
 )  # fmt: skip

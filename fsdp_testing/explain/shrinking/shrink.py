@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_testing.cases.records import ENDS_RANKS, Case, Finding, Operation
+from fsdp_testing.cases.records import ENDS_RANKS, Case, FailureKind, Finding, Operation
 from fsdp_testing.explain.shrinking import reductions
 from fsdp_testing.explain.shrinking.ddmin import BudgetSpent, Kind, Search
 from fsdp_testing.judging.signature import Signature, signature_of
@@ -46,7 +46,7 @@ class Shrunk:
         case: The simplest case found.
         attempts: Number of cases run.
         seconds: Time taken.
-        complete: No reduction is left that keeps the signature; else the time was up.
+        complete: No reduction is left that keeps the signature; else the budget was used up.
     """
 
     case: Case
@@ -71,25 +71,27 @@ def shrink(
         attempt: Runs candidates.
         shape: Gives the legal case nearest to a reduced one.
         fair: Whether an implementation may be asked a case at all.
-        seconds: When to be content with what was found.
+        seconds: When an idle machine is content with what was found.
     """
-    start = time.monotonic()
+    budget = Budget.of_seconds(seconds)
     attempts = 0
 
     def keeping(batch: list[Case]) -> list[Case]:
         nonlocal attempts
-        if batch and time.monotonic() > start + seconds:
+        if batch and budget.exhausted:
             raise BudgetSpent
         failing: list[Case] = []
         for size in sorted({case.world.size for case in batch}):
             results = attempt([case for case in batch if case.world.size == size], signature)
             attempts += len(results)
-            failing += [case for case, result in results if result == signature]
+            same = [case for case, result in results if result == signature]
+            budget.count(len(results) + len(same) * _COSTS.get(signature.kind, 0))
+            failing += same
         return [case for case in batch if case in failing]
 
     search = Search(case, keeping, _AT_ONCE, shape, fair)
     complete = search.run(lambda: _simplify(search, signature))
-    return Shrunk(search.case, attempts, time.monotonic() - start, complete)
+    return Shrunk(search.case, attempts, budget.seconds, complete)
 
 
 def _simplify(search: Search, signature: Signature) -> None:
@@ -122,6 +124,9 @@ RUNS_OF_ONE = 40
 
 RUNS_OF_A_HANG = 100
 """What a rank that hangs is counted as: it costs a world and a deadline."""
+
+_COSTS = {**dict.fromkeys(ENDS_RANKS, 10), FailureKind.HUNG: RUNS_OF_A_HANG}
+"""Runs that a failure is counted as beside its own, where it costs the ranks."""
 
 NOT_EXAMINED = "not examined (time)"
 """What is said of a failure that the budget did not reach."""

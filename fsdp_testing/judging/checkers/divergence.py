@@ -109,11 +109,11 @@ class Compared:
             return
         largest = point.largest(quantity)
         if difference.blank:
-            sentence = "holds NaN, as expected, which looks alike whatever caused it, so this decides nothing"
+            sentence = "holds NaN, as expected; NaN looks the same whatever caused it, so this decides nothing"
         elif difference.error > DECISIVE * largest or not math.isfinite(largest):
             sentence = (
                 f"is off by {difference.error:.3g} where no number is larger than {largest:.3g}; "
-                f"roundings alone may do that here (bound {difference.bound:.3g}), so this decides nothing"
+                f"rounding alone can explain that (bound {difference.bound:.3g}), so this decides nothing"
             )
         else:
             return

@@ -165,7 +165,7 @@ class StateCheck:
         # Ranks without elements of a parameter need no state of it.
         if filled & set(without):
             ranks = tuple(sorted(filled & set(without)))
-            self._report(FailureKind.MISSING, quantity, ranks, "is not there, although other ranks have one")
+            self._report(FailureKind.MISSING, quantity, ranks, "is missing, although other ranks have one")
             return
         by_rank: RankPieces = []
         scalars: list[tuple[int, float]] = []

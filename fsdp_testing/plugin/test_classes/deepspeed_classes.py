@@ -26,7 +26,7 @@ _IN_RANK = "fsdp_testing.plugin.test_classes.in_rank"
 
 
 def take_over(cls: type) -> None:
-    """Have a class of this style, and those that share its base, run on the pool; again and again is once.
+    """Run a class of this style, and those that share its base, on the pool. Repeated calls have no effect.
 
     Raises:
         InvalidArgument: The class starts its processes in another way.

@@ -28,7 +28,7 @@ _NEVER = ("torch._inductor.compile_worker", "torch.utils.tensorboard")
 
 
 class LeftBehindWarning(UserWarning):
-    """A test left something behind in one of its processes."""
+    """A test leaked state in one of its processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Settings:
 
     Attributes:
         timeout: Seconds until a process counts as hung, where that is less than what the class says.
-        strict: Whether a test that leaves something behind fails.
+        strict: Whether a test that leaks state fails.
     """
 
     timeout: float | None = None
@@ -196,5 +196,5 @@ def _report_leaks(name: str, outcome: WorldOutcome) -> None:
         return
     text = f"{name}: {'; '.join(lines)}"
     if settings.strict:
-        raise WorldFailed(f"the test left something behind (--strict-hygiene): {text}", outcome)
+        raise WorldFailed(f"the test leaked state (--strict-hygiene): {text}", outcome)
     warnings.warn(LeftBehindWarning(text), stacklevel=2)

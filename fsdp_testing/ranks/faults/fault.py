@@ -119,7 +119,8 @@ def check_together(faults: Sequence[Fault]) -> None:
             continue
         if first.kind in SILENT:
             raise InvalidArgument(
-                f"fault: expected {second} to come about, got {first} before it, after which the rank does nothing. Give them in "
+                f"fault: expected {second} to happen, got {first} before it, after which the rank does nothing. Give "
+                f"them in "
                 "the other order, or name another place."
             )
         if {first.kind, second.kind} <= NOT_ISSUED:
@@ -151,4 +152,4 @@ def end_all() -> list[Fault]:
 def never_reached(faults: Sequence[Fault]) -> str:
     """Return the sentence on faults that were not reached."""
     names = ", ".join(map(str, faults))
-    return f"fault {names}: expected a place that is reached, got to the end before it. Name an earlier one."
+    return f"fault {names}: expected a place that is reached, but the run ended before it. Name an earlier one."

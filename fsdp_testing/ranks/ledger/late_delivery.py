@@ -27,7 +27,7 @@ _depth = 0
 
 @contextmanager
 def deliver_late() -> Iterator[None]:
-    """Deliver the results of this process's asynchronous collectives when they are waited for, and not before.
+    """Deliver results of this process's asynchronous collectives only at their wait.
 
     Nothing is delivered late outside a rank of a world, where collectives are not intercepted.
     """
@@ -143,8 +143,8 @@ class Delivery:
             return
         if self.output.data_ptr() != self._address:
             raise RuntimeError(
-                "asynchronous collective: expected its output to keep its memory until it was waited for, got an output "
-                "whose memory was given back. The collective writes into memory that may belong to another tensor by "
+                "asynchronous collective: expected its output to keep its memory until it was waited for, got an "
+                "output whose memory was freed. The collective writes into memory that may belong to another tensor by "
                 "now: wait for it before its output is freed."
             )
         ctypes.memmove(self._address, stand_in.data_ptr(), stand_in.nbytes)

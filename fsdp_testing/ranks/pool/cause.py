@@ -185,7 +185,7 @@ class NotJoined(Cause):
     seconds: float
 
     def sentence(self) -> str:
-        return f"{rank_names(self.ranks)} did not come into the world within {self.seconds:g} s"
+        return f"{rank_names(self.ranks)} did not join the world within {self.seconds:g} s"
 
 
 # What gloo and the store say when a peer has gone, or has not come in time. Both raise a bare RuntimeError or DistError, so that

@@ -155,7 +155,7 @@ class Pool:
                     lease.release()
                 if isinstance(error, OSError):
                     raise PoolBroken(
-                        f"pool.world: expected what a world of {size} ranks takes from the system (about {_DESCRIPTORS} "
+                        f"pool.world: expected what a world of {size} ranks needs (about {_DESCRIPTORS} "
                         f"descriptors for each), got {type(error).__name__}: {error}. Close what you do not need, raise the "
                         "limits of this process (`ulimit -n`), or use smaller worlds."
                     ) from error
@@ -292,8 +292,8 @@ def platform_refusal() -> str | None:
     if not missing:
         return _no_temporary_files()
     return (
-        f"expected Linux, where ranks are forked, got {sys.platform} without {', '.join(missing)}. Run what needs ranks on "
-        "Linux (a container or WSL 2 will do); all else works here."
+        f"expected Linux, where ranks are forked, got {sys.platform} without {', '.join(missing)}. Run tests on "
+        f"ranks on Linux (a container or WSL 2 is enough); everything else works here."
     )
 
 
@@ -303,7 +303,7 @@ def _no_temporary_files() -> str | None:
         tempfile.gettempdir()
     except FileNotFoundError as error:
         return (
-            f"expected a directory for temporary files that can be written to, got {error.strerror}. Make room there, or set "
+            f"expected a writable directory for temporary files, got {error.strerror}. Make room there, or set "
             "TMPDIR to a directory of your own."
         )
     return None

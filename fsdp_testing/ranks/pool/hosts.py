@@ -252,7 +252,8 @@ def _connected(place: Place, token: bytes) -> socket.socket:
         sock = socket.create_connection((place.address, place.port), _CONNECT_SECONDS)
     except OSError as error:
         raise PoolBroken(
-            f"{place}: expected it to answer at {place.address}:{place.port}, got {error}. Either it has gone, or a firewall "
+            f"{place}: expected it to answer at {place.address}:{place.port}, got {error}. Either it has ended, or a "
+            f"firewall "
             "is between the hosts, or MASTER_ADDR means another address there."
         ) from error
     keep_alive(sock).sendall(token)

@@ -335,7 +335,7 @@ def _clean(probe: Probe, before: Any, now: Any) -> list[Dirt]:
     try:
         probe.put_back(before, now)
     except Exception as error:
-        return [Dirt(probe.kind, f"{text}; putting it back failed: {error}", restored=False) for text in texts]
+        return [Dirt(probe.kind, f"{text}; restoring it failed: {error}", restored=False) for text in texts]
     # Described again after the repair: what still differs could not be put back.
     left = set(probe.describe(before, probe.read()))
     return [Dirt(probe.kind, text, restored=text not in left) for text in texts]

@@ -197,7 +197,7 @@ def _child(pid: int) -> str:
     command = _command(pid)
     if any(name in command for name in _LASTING_CHILDREN):
         return ""
-    return f"child process {pid} ({command or 'ended, but nobody waited for it'})"
+    return f"child process {pid} ({command or 'ended, but was not waited for'})"
 
 
 def _command(pid: int) -> str:

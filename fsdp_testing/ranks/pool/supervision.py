@@ -337,7 +337,7 @@ def _ending(watch: _RankWatch, *, hung: bool) -> dict[str, Any]:
         how = {"exit_code": left.code, "signal_name": left.signal_name, "finished_at": left.moment}
         return {"fate": Fate.DIED, "failed": True, **how}
     if garbled:
-        text = f"what the rank sent is no message ({garbled}): its code wrote to, or closed, a descriptor"
+        text = f"the rank sent no valid message ({garbled}): its code wrote to, or closed, a descriptor"
         return _raised(ErrorRecord("ChannelGarbled", text, text))
     return {"fate": Fate.HUNG if hung else Fate.STOPPED, "failed": True}
 

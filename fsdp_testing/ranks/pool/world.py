@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class World:
-    """One rank's view: its place, its device, and the group of all ranks (torch's default process group).
+    """A rank's view of its world: rank, size, device, and the group of all ranks (torch's default process group).
 
     `pooled` says that the rank came from a pool, not from torchrun.
     """
@@ -76,13 +76,14 @@ class World:
 
     @contextmanager
     def check_streams(self) -> Iterator[None]:
-        """Fail if this rank uses memory on one stream that nothing orders after its use on another (docs/streams.md).
+        """Fail if two streams of this rank use the same memory in no fixed order (docs/streams.md).
 
-        The module of the world's device, on the CPU `torch.cpu`, has recorded streams and events inside. Make the model inside,
-        too: streams that it made before are not recorded. Collectives: none of its own.
+        Inside the context, streams and events of the device's module (`torch.cpu` on the CPU) are recorded. Make the model
+        inside: streams made earlier are not recorded. Collectives: none of its own.
 
         Raises:
-            AssertionError: Lists every race with both places in the code, when the context ends without an exception.
+            AssertionError: If there are races, when the context ends without an exception. Lists every race with both code
+                lines.
             HarnessError: The device has no streams.
         """
         from fsdp_testing.ranks.streams.observation import observe
@@ -97,12 +98,12 @@ class World:
     def inject(self, *faults: str) -> Injection:
         """Inject faults into this rank, `world.inject("delay=0.5@rank=1,collective=3")`, from now until the test or call ends.
 
-        As a context manager it ends with the context. Call it on every rank: each takes what is its own. Numbers of places
-        count from the call on. Collectives: none of its own.
+        As a context manager it ends with the context. Call it on every rank: each rank takes the faults that name it. Places
+        are counted from this call on. Collectives: none of its own.
 
         Raises:
-            InvalidArgument: A text is no fault, or names a rank that this world has not; the message lists kinds and places.
-            HarnessError: When it ends without an exception, and a fault of this rank was not reached.
+            InvalidArgument: A text is not a fault, or names a rank outside this world; the message lists kinds and places.
+            HarnessError: The test or call ends without an exception, and a fault of this rank was not reached.
         """
         from fsdp_testing.ranks.faults.fault import Fault
         from fsdp_testing.ranks.faults.injection import inject
@@ -115,7 +116,7 @@ class World:
         Bits, not values: -0.0 differs from 0.0 and a NaN equals itself. Collectives: all ranks must join.
 
         Raises:
-            AssertionError: Names the ranks that differ from rank 0, where first and by how much.
+            AssertionError: Names the ranks that differ from rank 0, the first difference and its size.
         """
         import torch
 

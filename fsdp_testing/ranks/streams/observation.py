@@ -50,7 +50,7 @@ def observe(device: torch.device | str = "cpu") -> Iterator[History]:
     module = getattr(torch, kind, None)
     if not all(hasattr(module, name) for name in ("Stream", "Event", "current_stream", "stream")):
         raise HarnessError(
-            f"streams: expected torch.{kind} to have Stream, Event, current_stream and stream, and it has not all of them. "
+            f"streams: expected torch.{kind} to have Stream, Event, current_stream and stream, but some are missing. "
             "The streams of such a device cannot be checked; have its package register a module with them."
         )
     with operators_run_by(partial(run_noted, StreamRecorder(History(), kind))):

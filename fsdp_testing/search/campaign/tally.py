@@ -81,7 +81,7 @@ class CampaignTally:
         """Return why this run does not say that all is right although nothing was refuted, a sentence each."""
         once = [discovery.name for discovery in self.discovered if not discovery.confirmed]
         reasons = [f"{numbered(sum(self.unjudged.values()), 'case')} could not be judged"] if self.unjudged else []
-        reasons += [f"what failed once passes alone: {', '.join(once)}"] if once else []
+        reasons += [f"cases that failed once and pass alone: {', '.join(once)}"] if once else []
         if not reasons and self.verdicts[Verdict.UNKNOWN]:
             reasons = [
                 f"{self.verdicts[Verdict.UNKNOWN]} cases failed among others, as an earlier run found, and pass alone"
@@ -110,7 +110,7 @@ def campaign_sheet(tally: CampaignTally, name: str, state: Path) -> Sheet:
 
 def _ran(tally: CampaignTally, state: Path) -> str:
     mean = tally.operations / tally.run if tally.run else 0.0
-    extra = f", {tally.variants} of them for what a known failure may hide" if tally.variants else ""
+    extra = f", {tally.variants} of them to look behind known failures" if tally.variants else ""
     return (
         f"{tally.run} cases in {tally.seconds:.1f} s ({tally.rate:.1f}/s, {mean:.1f} operations each{extra}); "
         f"{len(tally.discovered)} findings, met again {sum(tally.duplicates.values())} times; "
@@ -129,14 +129,14 @@ def _known(tally: CampaignTally) -> Iterator[Line]:
         yield Line(f"cases that failed by a known failure: {count} ({count / tally.run:.1%})")
     for rule in dict.fromkeys([*(name for name, _ in tally.known.most_common()), *tally.postponed]):
         met, postponed = tally.known[rule], tally.postponed[rule]
-        later = f", {postponed} put off, since it costs the ranks" if postponed else ""
+        later = f", {postponed} postponed, because it kills ranks" if postponed else ""
         yield Line(f"  {met / max(tally.run, 1):.1%} ({met} cases{later}): {rule}", "meaning")
 
 
 def _others(tally: CampaignTally) -> Iterator[Line]:
     yield from _counted("could not be judged", tally.unjudged)
     if tally.not_investigated:
-        how = "cases that fail like others that were investigated, and were not themselves"
+        how = "failing cases that look like investigated ones"
         yield Line(f"{how}: {tally.not_investigated}")
     yield from _counted("cases that failed as an earlier run of this campaign found", tally.found_before)
 

@@ -50,7 +50,7 @@ def _readme(discovery: Discovery, has_script: bool) -> str:
         lines += ["It failed once, after other cases in the same processes, and not when run alone.", ""]
     lines += ["Run it again: `fsdp-verify replay finding.json`."]
     if has_script:
-        lines += [f"Without fsdp-testing: `python {SCRIPT}`; it exits with 1 where the defect shows."]
+        lines += [f"Without fsdp-testing: `python {SCRIPT}`; it exits with 1 if the defect shows."]
     else:
         lines += [
             "There is no script without fsdp-testing: the model, the plan or an operation cannot be written that way."

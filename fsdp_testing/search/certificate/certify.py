@@ -138,7 +138,7 @@ class Certificate:
         if job is None:
             return None
         self._budget.begun += len(job)
-        silent: Judged = [(cell, Verdict.UNKNOWN, Reason("nothing was said of it")) for cell in job]
+        silent: Judged = [(cell, Verdict.UNKNOWN, Reason("it has no report")) for cell in job]
         return lambda: silent + self.runner.run(job)
 
     def take(self, answer: Judged) -> None:

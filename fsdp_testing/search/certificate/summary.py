@@ -110,7 +110,9 @@ class Summary:
                 f"{self.unconfirmed:,} of the cells that fail did so among others and were not run alone; {alone}."
             )
         if self.unexplained:
-            notes.append(f"{self.unexplained:,} cells that fail were not followed to a cause: --explain ended that.")
+            notes.append(
+                f"{self.unexplained:,} failing cells were not explained, because the time of --explain ran out."
+            )
         return notes
 
     def to_json(self) -> str:

@@ -70,7 +70,7 @@ def covering(scope: Scope) -> Covering:
         elif missing := needs.least(pair, scope.capabilities):
             not_claimed[pair] = ", ".join(sorted(missing))
         else:
-            not_met[pair] = "no drawn case has both, and the legal form of each that was made of them drops one"
+            not_met[pair] = "no drawn case has both, and making such a case legal drops one of them"
     return Covering(traits, tuple(pool.chosen(TIMES)), not_claimed, not_expressible, not_met)
 
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref import MixedPrecision
+from fsdp_ref.autograd.graph_ties import PassRecord
 from fsdp_ref.composable import replicate
 from fsdp_ref.naming import clean_tensor_name
 
@@ -163,6 +164,28 @@ def test_a_model_that_stores_its_outputs_is_freed_after_backward(trial, api):
     watched = {"model": weakref.ref(case.model)}
     del case
     assert survivors(watched) == []
+
+
+@pytest.mark.world(2, backend="fake")
+@pytest.mark.parametrize("of", [lambda weight: weight, lambda weight: weight.t()], ids=["itself", "a view"])
+def test_steps_of_a_unit_that_returns_its_weight_leave_nothing_behind(trial, api, of):
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(6, 6))
+
+        def forward(self, x):
+            return x @ self.weight, of(self.weight)
+
+    def live():
+        gc.collect()
+        return sum(type(found) is PassRecord for found in gc.get_objects())
+
+    case = trial(api, "SHARD_GRAD_OP", Returns)
+    before = live()
+    for _ in range(2):
+        sum(output.sum() for output in case.model(case.inputs(0)[0])).backward()
+    assert live() == before
 
 
 class FailsAfterStoring(nn.Module):

@@ -121,6 +121,36 @@ def test_a_recomputed_forward_gathers_nothing_twice(lab, path, kind):
 
 
 @pytest.mark.world(2)
+@pytest.mark.covers("AC-01", "B047", "B132")
+@kinds
+def test_a_unit_whose_output_is_a_view_that_is_changed_in_place_runs_again(lab, kind):
+    """The change gives the output another node, and the hook on the old one never runs."""
+
+    class Views(nn.Module):
+        def __init__(self, on):
+            super().__init__()
+            self.lin, self.on = nn.Linear(4, 4), on
+
+        def forward(self, x):
+            y = checkpoint(self.lin, x, use_reentrant=kind == "reentrant") if self.on else self.lin(x)
+            return torch.cat([y, y])[: len(x)]
+
+    class Changes(nn.Module):
+        def __init__(self, on=True):
+            super().__init__()
+            self.inp, self.views, self.out = nn.Linear(3, 4), Views(on), nn.Linear(4, 1)
+
+        def forward(self, x):
+            y = self.views(self.inp(x))
+            y += 1.0
+            return self.out(y)
+
+    reference = lab.make(lambda: Changes(on=False))
+    model = lab.shard(lab.make(Changes), "composable", policy={Views})
+    compare(lab, model, reference, "composable")
+
+
+@pytest.mark.world(2)
 @pytest.mark.covers("AC-03", "B035", "B036")
 @kinds
 @pytest.mark.parametrize("strategy", [S.FULL_SHARD, S.SHARD_GRAD_OP], ids=lambda s: s.name)

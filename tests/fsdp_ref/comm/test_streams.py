@@ -14,12 +14,11 @@ from torch import nn
 from fsdp_ref import CPUOffload, MixedPrecision
 from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref.annotations import units_under
+from fsdp_ref.api.trees import no_sync
 from fsdp_ref.comm.streams import DeviceStreams, Streams, streams_for
-from fsdp_ref.runtime.reduction_settings import no_sync
 from fsdp_ref.runtime.unit import Ahead
 from fsdp_ref.states import ReshardReason
-from fsdp_ref.storage.flat_buffer import FlatBuffer
-from fsdp_ref.storage.scratch import ScratchPool
+from fsdp_ref.storage.memory import FlatBuffer, ScratchPool
 
 pytestmark = pytest.mark.world(2, backend="fake")
 
@@ -123,8 +122,8 @@ def test_gathers_wait_for_what_changed_the_shard(sharded):
 
 
 def test_reductions_wait_and_kept_gradients_are_recorded(sharded):
-    model, unit, streams = sharded
-    with no_sync(unit):
+    model, _, streams = sharded
+    with no_sync(model):
         model(torch.ones(1, 3)).sum().backward()
     loss = model(torch.ones(1, 3)).sum()
     streams.calls.clear()

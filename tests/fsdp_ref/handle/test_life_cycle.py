@@ -18,7 +18,7 @@ from fsdp_ref.errors import FlattenError, TransitionError
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.flatten import build_layout, check_params, flatten
 from fsdp_ref.states import UnitState
-from fsdp_ref.storage.flat_buffer import FlatBuffer
+from fsdp_ref.storage.memory import FlatBuffer
 from fsdp_ref.torch_names.flat_param import sites_below
 
 CPU = torch.device("cpu")

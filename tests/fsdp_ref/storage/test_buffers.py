@@ -11,9 +11,8 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from fsdp_ref.layout import FlatLayout, ParamSpec
-from fsdp_ref.storage.flat_buffer import FlatBuffer
+from fsdp_ref.storage.memory import FlatBuffer, ScratchPool
 from fsdp_ref.storage.precision import cast_floating, map_tensors
-from fsdp_ref.storage.scratch import ScratchPool
 from fsdp_ref.storage.views import flat_views, gap_views
 
 CPU = torch.device("cpu")

@@ -67,7 +67,7 @@ def one_device(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     [
         (
             (2, 29, 7),
-            "ranks may share a device from NCCL 2.30 on, and 2.29.7 is loaded; gloo-cuda shares devices with any",
+            "ranks can share a device from NCCL 2.30 on, but 2.29.7 is loaded; gloo-cuda works with any version",
         ),
         ((2, 30, 0), None),
         ((3, 0, 0), None),

@@ -30,7 +30,7 @@ def test_colours_stay_where_a_test_itself_prints() -> None:
 
 
 def test_a_message_with_names_of_others_is_one_line_and_ends() -> None:
-    line = one_sentence("a.json: expected one, got\n" + "k" * 1000 + " and " + "more " * 1000 + "Mend it.")
+    line = one_sentence("a.json: expected one, got\n" + "k" * 1000 + " and " + "more " * 1000 + "Fix it.")
     assert line.startswith(r"a.json: expected one, got\n" + "k" * 90)
-    assert line.endswith("more Mend it.")
+    assert line.endswith("more Fix it.")
     assert len(line) < 3100 and "k" * 200 not in line

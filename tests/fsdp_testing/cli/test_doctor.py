@@ -53,7 +53,7 @@ def test_nothing_is_broken_where_ranks_work(
     verify: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, trial: Symptom, code: int, said: str
 ) -> None:
     def loopback() -> Symptom:
-        return examinations.broken("no network", "Mend it.")
+        return examinations.broken("no network", "Fix it.")
 
     def trial_world() -> Symptom:
         return trial
@@ -236,6 +236,9 @@ def test_without_temporary_files_no_rank_is_started_and_no_adapter_blamed(monkey
     monkeypatch.setattr(tempfile, "gettempdir", none_usable)
     pool = Pool()
     pool.start()
-    with pytest.raises(PoolBroken, match="can be written to, got No usable temporary .*Make room there, or set TMPDIR"):
+    with pytest.raises(
+        PoolBroken,
+        match="writable directory for temporary files, got No usable temporary .*Make room there, or set TMPDIR",
+    ):
         pool.world(1)
     assert pool._server is None

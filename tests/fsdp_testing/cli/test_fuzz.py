@@ -117,7 +117,7 @@ def test_what_failed_once_and_passes_alone_ends_with_3(
     answers = iter([judged_as(partial(failing, FailureKind.HUNG)), judged_as(lambda _: RIGHT)])
     monkeypatch.setattr(CaseRunner, "judge_batch", lambda *given, **named: next(answers)(*given, **named))
     assert fuzz("toy:UNBROKEN", *ONE_BATCH) == 3
-    assert "exit code 3: what failed once passes alone: hung" in capsys.readouterr().out
+    assert "exit code 3: cases that failed once and pass alone: hung" in capsys.readouterr().out
 
 
 def test_suspects_that_nobody_looked_at_are_failures():

@@ -49,7 +49,7 @@ def test_what_cannot_be_loaded_is_listed_with_the_reason(
     verify: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(name: str) -> object:
-        raise InvalidImplementation(f"implementation {name!r}: expected [it] to be importable, got nothing. Mend it.")
+        raise InvalidImplementation(f"implementation {name!r}: expected [it] to be importable, got nothing. Fix it.")
 
     monkeypatch.setattr(registry, "load", load)
     ended = verify("list", "implementations")

@@ -24,7 +24,7 @@ def test_the_defaults() -> None:
 def test_an_old_spelling_sets_the_same_value_and_warns(capsys: pytest.CaptureFixture[str]) -> None:
     assert parser().parse_args(["--deadline", "7.5"]).timeout == 7.5
     said = capsys.readouterr().err
-    assert said == "fsdp-verify: --deadline is called --timeout now; the old spelling goes with the next version\n"
+    assert said == "fsdp-verify: --deadline is called --timeout now; the next version will not know the old name\n"
     assert parser().parse_args(["--timeout", "7.5"]).timeout == 7.5
     assert not capsys.readouterr().err
 

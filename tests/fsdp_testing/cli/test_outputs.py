@@ -34,7 +34,7 @@ def test_a_folder_gets_a_page_and_a_page_is_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", ["--html", "--json"])
 def test_a_place_that_cannot_be_written_to_is_refused(option: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InvalidArgument, match=f"^{option}: expected a place that can be written to"):
+    with pytest.raises(InvalidArgument, match=f"^{option}: expected a writable path"):
         checked_outputs(parsed(option, str(tmp_path / "file" / "inner")))
 
 

@@ -39,7 +39,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_anything_runs(
     (tmp_path / "file").touch()
     ended = verify("parity", "torch-fsdp1", "torch-fsdp2", "--html", str(tmp_path / "file" / "p"))
     assert ended.code == 2
-    assert ended.err.startswith("fsdp-verify: --html: expected a place that can be written to")
+    assert ended.err.startswith("fsdp-verify: --html: expected a writable path")
     assert ended.out == ""
 
 

@@ -124,7 +124,7 @@ def test_how_much_goes_on_at_a_time_is_said_and_too_much_refused(
 ) -> None:
     asked = judge(Verdict.PASS)
     first = verify("run", "torch-ddp", "--jobs", "1").out.splitlines()[0]
-    assert first.startswith("checks under way at a time: 1 (")
+    assert first.startswith("checks at a time: 1 (")
     ended = verify("run", "torch-ddp", "--jobs", "1000")
     assert ended.code == 2
     assert "jobs: expected at most" in ended.err
@@ -192,7 +192,7 @@ def test_what_cannot_be_written_is_refused_before_the_run(
     (tmp_path / "file").touch()
     ended = verify("run", "torch-ddp", option, str(tmp_path / "file" / "inner"))
     assert ended.code == 2
-    assert ended.err.startswith(f"fsdp-verify: {option}: expected a place that can be written to")
+    assert ended.err.startswith(f"fsdp-verify: {option}: expected a writable path")
     assert ended.err.count("\n") == 1
     assert asked.asked == {}
 
@@ -371,4 +371,4 @@ def test_a_fault_that_is_none_is_one_sentence(verify: Callable[..., Any], comman
 def test_faults_that_exclude_each_other_are_one_sentence(verify: Callable[..., Any], command: tuple[str, str]) -> None:
     ended = verify(command[0], "--fault", "crash@step=1", "--fault", "hang@step=1", command[1])
     assert ended.code == 2
-    assert "expected hang@step=1 to come about, got crash@step=1 before it" in ended.err
+    assert "expected hang@step=1 to happen, got crash@step=1 before it" in ended.err

@@ -263,7 +263,7 @@ def test_rules_survive_their_document_and_join_by_name():
         ({"format": "else"}, "expected format"),
         ({"rules": [{"name": "a"}]}, "missing \\['reason'\\]"),
         ({"rules": [{"name": "a", "reason": "b", "drops": "c"}]}, "unknown \\['drops'\\]"),
-        ({"rules": [{"name": "a", "reason": "b"}, {"name": "a", "reason": "c"}]}, "names of their own"),
+        ({"rules": [{"name": "a", "reason": "b"}, {"name": "a", "reason": "c"}]}, "rules with unique names"),
         ({"rules": [{"name": "a", "reason": "b"}]}, "expected rules with `signatures`"),
         (
             {"rules": [{"name": "a", "reason": "b", "signatures": [["diverged"]], "instead": {"mesh": [1, 2]}}]},

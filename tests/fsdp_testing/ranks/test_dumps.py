@@ -99,7 +99,7 @@ def test_ranks_that_wait_for_each_other_are_called_so(diagnosed):
     said = diagnosed((0, waits("a", 1)), (1, waits("b", 2)))
     assert said.exit_code == 1
     assert said.sentences[0].startswith(
-        "ranks wait for each other, as where groups are used in opposite order: rank 0 waits in"
+        "ranks wait for each other, for example because groups are used in opposite order: rank 0 waits in"
     )
     assert said.sentences[1].startswith(
         "rank 1 waits in all_reduce #1 float[4] on group 'b' of ranks [0, 1] at train.py:2"

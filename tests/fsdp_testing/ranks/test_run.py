@@ -118,7 +118,7 @@ else:
     [
         ("works", 0, "got [[6.0, 0], [6.0, 1]]"),
         ("fails", 1, "ValueError: planted"),
-        ("faults", 1, "fault crash@step=1: expected a place that is reached, got to the end before it"),
+        ("faults", 1, "fault crash@step=1: expected a place that is reached, but the run ended before it"),
         ("size", 1, "expected size=2, the number of torchrun's processes, got 3"),
     ],
 )

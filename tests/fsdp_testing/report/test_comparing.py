@@ -36,7 +36,7 @@ def test_new_gone_and_still_there_since_the_first_report_that_had_it(make: Simpl
     assert third.since == {"a s.old": "Monday", "a s.known": "Monday", "a s.added": "Friday"}
     section = comparison(third, first, "OLD.json")
     assert section.note == (
-        "compared with OLD.json of Monday, 1 check in this report alone, 1 check in the earlier one alone"
+        "compared with OLD.json of Monday, 1 check only in this report, 1 check only in the earlier report"
     )
     assert "still: a s.old is unknown, since Monday" in html_text(complete_sheet(third, section))
     assert section in short_sheet(third, section).sections

@@ -41,18 +41,16 @@ def test_an_interrupted_write_leaves_the_previous_file(tmp_path: Path, monkeypat
 def test_a_file_in_the_place_of_a_directory_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     place = tmp_path / "file" / "inner"
-    with pytest.raises(
-        InvalidArgument, match=r"^--\w+: expected a place that can be written to, got '.*file"
-    ) as caught:
+    with pytest.raises(InvalidArgument, match=r"^--\w+: expected a writable path, got '.*file") as caught:
         write_atomically(place / "report", "text", "--json")
     assert "\n" not in str(caught.value)
 
 
 def test_a_directory_in_the_place_of_the_file_is_told(tmp_path: Path) -> None:
     (tmp_path / "report.json").mkdir()
-    with pytest.raises(InvalidArgument, match="--json: expected a place that can be written to"):
+    with pytest.raises(InvalidArgument, match="--json: expected a writable path"):
         check_writable(tmp_path / "report.json", "--json")
-    with pytest.raises(InvalidArgument, match="--json: expected a place that can be written to"):
+    with pytest.raises(InvalidArgument, match="--json: expected a writable path"):
         write_atomically(tmp_path / "report.json", "x", "--json")
     assert os.listdir(tmp_path) == ["report.json"]
 

@@ -65,7 +65,7 @@ def test_an_interrupted_write_leaves_the_old_content(tmp_path: Path, monkeypatch
 
 def test_a_state_that_cannot_be_written_is_a_bad_argument(tmp_path: Path):
     (tmp_path / "state").write_text("a file")
-    with pytest.raises(InvalidArgument, match="--state: expected a place that can be written to"):
+    with pytest.raises(InvalidArgument, match="--state: expected a writable path"):
         write_state(tmp_path / "state" / "state.json", STATE)
 
 

@@ -38,7 +38,7 @@ def judge():
 @pytest.mark.parametrize(
     ("arguments", "size", "remark"),
     [
-        ((), 3, "compared: what is taken at with_extras.py:"),
+        ((), 3, "compared: the number read at with_extras.py:"),
         (("--loss", "by rows"), 3, "the loss of one process is the mean over ranks by their rows of theirs"),
         (("--loss", "sum"), 2, "the loss of one process is the sum over ranks of theirs"),
     ],
@@ -47,7 +47,10 @@ def test_a_right_script_passes_and_all_that_it_keeps_is_listed(judge, arguments,
     judgement = judge(*arguments, size=size)
     assert judgement.verdict is Verdict.PASS, judgement
     assert any(line.startswith(remark) for line in judgement.compared), judgement
-    everything = r"other settings \(momentum.*first clip is given.*the optimizer's state \(4 tensors, 29 .*buffers \(1 tensors, 5"
+    everything = (
+        r"other settings \(momentum.*before the first clip.*the optimizer's state \(4 tensors, 29 .*buffers "
+        r"\(1 tensors, 5"
+    )
     assert re.search(everything, judgement.compared[0])
     assert judgement.compared[1] == "compared at the end: weights kept as 'average.weights'"
 

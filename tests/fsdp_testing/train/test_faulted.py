@@ -53,8 +53,8 @@ def test_ranks_that_lose_a_peer_stop_and_go_on_later_from_what_was_saved(with_fa
     holds(
         judgement,
         Verdict.PASS,
-        rf"rank 1 died by SIGKILL; {others} {CLOSED} Started again from what it had saved, it goes on as the run without a "
-        rf"fault {same}\.",
+        rf"rank 1 died by SIGKILL; {others} {CLOSED} Started again from what it had saved, it continues as the run "
+        rf"without a fault {same}\.",
     )
 
 
@@ -73,7 +73,7 @@ def test_a_rank_that_dies_while_it_overwrites_its_only_checkpoint_leaves_nothing
     holds(
         judgement,
         Verdict.FAIL,
-        r"what it had saved by then cannot be read: state.pt. Write another file, and rename .*",
+        r"the files that it had saved by then cannot be read: state.pt. Write a new file, and rename .*",
     )
     resumed = with_fault("crash@rank=0,save=3", resume_arguments=("--load", "state.pt"))
     holds(resumed, Verdict.FAIL, r"with what it had saved by then \(state.pt\) did not end well: .*")
@@ -101,7 +101,7 @@ def test_a_full_disk_stops_the_rank_that_saves_and_its_peer(with_fault):
 @pytest.mark.parametrize("kind", ["crash", "hang"])
 def test_a_fault_that_keeps_every_rank_shows_nothing(with_fault, kind):
     judgement = with_fault(f"{kind}@step=2", timeout=6.0)
-    holds(judgement, Verdict.UNKNOWN, r".*ranks 0, 1.*: faults keep every rank, so that none could show how it stops.*")
+    holds(judgement, Verdict.UNKNOWN, r".*ranks 0, 1.*: the faults hit every rank, so none could show how it stops.*")
 
 
 def test_a_fault_that_cannot_be_made_says_nothing_of_the_script(with_fault):
@@ -120,13 +120,13 @@ def test_what_is_no_archive_is_not_damaged(tmp_path):
 
 def test_what_changes_nothing_passes(with_fault):
     judgement = with_fault("delay=0.1@rank=1,collective=3", "clock=+3600")
-    holds(judgement, Verdict.PASS, "every rank goes on to the end. 6 steps are those of the run without a fault")
+    holds(judgement, Verdict.PASS, "every rank continues to the end. 6 steps are those of the run without a fault")
 
 
 @pytest.mark.parametrize("step", [2, 5])
 def test_ranks_that_silently_come_apart_are_a_failure(with_fault, step):
     judgement = with_fault(f"corrupt@rank=1,step={step}")
-    apart = rf"every rank goes on to the end. ranks do not hold the same: parameter .* at step {step}.*"
+    apart = rf"every rank continues to the end. ranks do not hold the same: parameter .* at step {step}.*"
     holds(judgement, Verdict.FAIL, apart)
 
 
@@ -135,7 +135,7 @@ def test_numbers_that_are_silently_wrong_on_every_rank_are_a_failure(with_fault)
     holds(
         judgement,
         Verdict.FAIL,
-        r"every rank goes on to the end. differs from the run without a fault: gradient .* at step 2 .*",
+        r"every rank continues to the end. differs from the run without a fault: gradient .* at step 2 .*",
     )
     assert judgement.first.step == 2
 
@@ -213,14 +213,17 @@ def two_optimizers(tmp_path_factory):
 def test_a_step_of_two_optimizers_is_one_as_train_counts_them(two_optimizers):
     judgement = two_optimizers("corrupt@step=2")
     holds(
-        judgement, Verdict.FAIL, r"every rank goes on to the end. differs from the run without a fault: .* at step 2 .*"
+        judgement,
+        Verdict.FAIL,
+        r"every rank continues to the end. differs from the run without a fault: .* at step "
+        r"2 .*",
     )
     assert judgement.first.step == 2
 
 
 def test_collectives_in_another_order_that_change_no_number_pass_and_are_told(two_optimizers):
     judgement = two_optimizers("reorder@rank=1,collective=1")
-    holds(judgement, Verdict.PASS, "every rank goes on to the end. 4 steps are those of the run without a fault")
+    holds(judgement, Verdict.PASS, "every rank continues to the end. 4 steps are those of the run without a fault")
     assert judgement.compared[-1].startswith("with the fault, ranks disagree: "), judgement.compared
 
 
@@ -231,7 +234,7 @@ def test_a_last_collective_has_none_to_come_behind(two_optimizers):
 
 def test_faults_that_exclude_each_other_are_refused_before_anything_runs():
     faults = tuple(map(Fault.parse, ("crash@rank=1,step=1", "delay=1@step=1")))
-    with pytest.raises(InvalidArgument, match="expected delay=1@step=1 to come about"):
+    with pytest.raises(InvalidArgument, match="expected delay=1@step=1 to happen"):
         examine(replace(LAUNCH, faults=faults), (2,))
 
 

@@ -241,7 +241,7 @@ def test_a_right_loop_passes(loop):
             r"rank 1 of a world of 2 .*: 0.weight is off .*Cause: gradients are not reduced. At step 0 nothing",
         ),
         (not_seeded, r"two runs on a world of 1 differ: noise .*not a function of its seeds"),
-        (other_names, r"a is returned by one of them only"),
+        (other_names, r"a is returned by only one of them"),
         (fewer_steps, r"loss has 2 steps, expected 3"),
         (other_shape, r"x is torch.float32\[2\], expected torch.float32\[1\]"),
     ],

@@ -295,7 +295,7 @@ def test_a_loop_that_hangs_always_fails():
 @pytest.mark.slow  # tests/acceptance/contract: check_training-hung once, passes alone
 def test_of_a_loop_that_hung_once_nothing_is_known(tmp_path, monkeypatch):
     monkeypatch.setenv("HANGS_ONCE", str(tmp_path / "hung"))
-    with pytest.raises(TrainingUndecided, match="run again, it came to its end"):
+    with pytest.raises(TrainingUndecided, match="run again, it finished"):
         check_training(hangs_once, world_sizes=(1, 2), timeout=6.0)
 
 

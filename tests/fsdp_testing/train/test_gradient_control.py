@@ -309,5 +309,5 @@ def test_what_was_compared_with_autograd_is_listed_with_the_verdict(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     launch = Launch(str(SCRIPTS / "with_ddp.py"), ("--accumulate", "2"), steps=2, isolation="warm")
     (judgement,) = examine(launch, (2,)).judgements
-    words = "the gradient that is stepped is the mean over ranks of the sum of 2 backward passes (at step 0)"
+    words = "the stepped gradient is the mean over ranks of the sum of 2 backward passes (at step 0)"
     assert any(words in line for line in judgement.compared), str(judgement)

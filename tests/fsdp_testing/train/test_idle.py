@@ -23,7 +23,7 @@ SCRIPT = str(Path(__file__).parent / "with_idle_parts.py")
         (
             "none",
             [
-                "compared with what autograd gave in backward: the gradient that is stepped is the mean over ranks of the",
+                "compared with what autograd gave in backward: the stepped gradient is the mean over ranks of the",
                 "dtypes as the optimizer steps: weights float32, gradients float32, the optimizer's state float32",
             ],
         ),

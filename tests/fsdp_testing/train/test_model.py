@@ -158,7 +158,7 @@ class SlowOnce:
 
 
 def test_of_a_model_that_hung_once_nothing_is_known():
-    with pytest.raises(ModelUndecided, match="run again, it came to its end"):
+    with pytest.raises(ModelUndecided, match="run again, it finished"):
         check_model(tied, pool=SlowOnce())
 
 

@@ -56,7 +56,7 @@ def test_what_is_no_multiple_names_none(mistake):
 
 def test_the_table_says_that_the_rows_of_each_rank_in_turn_give_the_same():
     assert any(
-        line.endswith("one process that is given the rows of each rank in turn, at step 0: the same")
+        line.endswith("one process that gets the rows of each rank in turn, at step 0: the same")
         for line in of("own norm").table
     )
 

@@ -163,7 +163,7 @@ def test_a_right_loop_passes(loop):
 
 
 def test_parts_that_ranks_have_of_their_own_are_told_and_the_rest_is_judged():
-    with pytest.warns(TrainingPartlyUndecided, match=r"parts of their own by the same name, 3 parameters, first "):
+    with pytest.warns(TrainingPartlyUndecided, match=r"different parts under the same name, 3 parameters, first "):
         check_training(split_transposed, world_sizes=(1, 2))
     with pytest.raises(TrainingUndecided, match="can be compared, and no parameter either"):
         check_training(split_transposed_and_returns_nothing, world_sizes=(1, 2))

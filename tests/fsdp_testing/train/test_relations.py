@@ -55,7 +55,7 @@ def test_a_right_script_passes_each_relation_and_they_stand_in_one_table():
         ("cleared", K, r"of a micro-batch|lost|cleared|not counted|lacks"),
         ("rate", K, r"learning rate at step 0 .*Cause: the learning rate depends on what is varied"),
         ("checkpoint", CHECKPOINT, r"differs from no further arguments: loss at step 0"),
-        ("rows", CHECKPOINT, r"takes other rows than no further arguments at step 0, though as many"),
+        ("rows", CHECKPOINT, r"takes different rows than no further arguments at step 0, though equally many"),
         ("raise", CHECKPOINT, r"did not end well: .*ValueError: checkpointing lacks its argument"),
         ("packing", ("", "--packing"), r"differs from no further arguments: loss at step 0"),
         ("order", ("order",), r"differs from its rows as they are: loss at step 0"),
@@ -104,7 +104,7 @@ def test_what_asks_something_else_is_unknown(vary, arguments, message):
         (("ordre",), (), r"expected order, padding, NAME=VALUE,VALUE or two texts of arguments .* got 'ordre'"),
         (("k=2",), ("{k}",), r"expected two values or more, got k=2. Write --vary k=1,2,4"),
         (("k=1,2",), ("--x", "{j}"), r"expected \{k\} in the arguments of the script, got --x '\{j\}'"),
-        (("k=1,3",), ("{8/k}",), r"expected whole numbers, got \{8/k\} with k=3: is no whole number"),
+        (("k=1,3",), ("{8/k}",), r"expected whole numbers, got \{8/k\} with k=3: is not a whole number"),
         (("k=a,b",), ("{8/k}",), r"expected whole numbers, got \{8/k\} with k=b"),
     ],
 )

@@ -35,7 +35,10 @@ def test_a_right_script_goes_on_at_the_same_and_at_another_number_of_ranks():
     report = examine(replace(LAUNCH, arguments=("--load", ""), resume_arguments=("--load", "state.pt")), (2,))
     assert [judgement.verdict for judgement in report.judgements] == [Verdict.PASS, Verdict.PASS], str(report)
     same = r"\(weights, optimizer's state and settings, rows, and 2 steps\)"
-    wanted = rf"stopped before step 2, it goes on as the run that was not: on 2 ranks {same}, on 1 ranks {same}"
+    wanted = (
+        rf"stopped before step 2, it continues like the run that was not stopped: on 2 ranks {same}, on 1 ranks "
+        rf"{same}"
+    )
     assert re.fullmatch(wanted, report.judgements[1].sentence), str(report)
 
 
@@ -50,7 +53,7 @@ def test_a_right_script_goes_on_at_the_same_and_at_another_number_of_ranks():
             "schedule not loaded",
             r"step 2 has another setting: learning rate is off by 0.025 .*schedule is not saved, or not",
         ),
-        ("order anew", r"step 2 takes the rows of step 0 again. Cause: the order of the data begins anew"),
+        ("order anew", r"step 2 takes the rows of step 0 again. Cause: the order of the data starts over"),
         ("average not loaded", r"weights kept as 'average.weights'.*Cause: this copy of the weights is not saved"),
     ],
 )

@@ -53,7 +53,7 @@ def test_wrong_twins_fail(arguments, steps, says):
     [
         (
             ("in the loop",),
-            r"\(the items of its DataLoader\), and trained on others .* in the loop\) cannot be replayed. Mark",
+            r"\(the items of its DataLoader\), but trained on different rows .* in the loop\) cannot be replayed. Mark",
         ),
         (("padded",), r"differs from one process only where rows are padded to another length: .* Mask the padding"),
     ],

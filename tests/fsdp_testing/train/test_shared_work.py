@@ -73,9 +73,9 @@ def test_parts_that_are_drawn_by_the_rank_cannot_be_compared(kind):
             r"the model's own parameters, which the optimizer steps as copies, before the next forward \(4 tensors, 50",
         ),
         ("two", r"learning rate, .*the optimizer's state \(6 tensors"),
-        ("players", r"learning rate, .*gradients as the optimizer is given them \(6 tensors, 52 numbers"),
+        ("players", r"learning rate, .*gradients as the optimizer receives them \(6 tensors, 52 numbers"),
         ("state first", r"the optimizer's state \(12 tensors"),
-        ("meta", r"It was given the weights with which the ranks begin, which are not those that it draws"),
+        ("meta", r"It got the weights with which the ranks begin, which differ from those that it draws"),
     ],
 )
 def test_whatever_the_optimizer_steps_is_compared(kind, remark):
@@ -121,7 +121,7 @@ def test_an_optimizer_that_cannot_be_read_is_unknown_where_weights_agree_and_no_
 )
 def test_a_convention_is_named_and_accepted_and_the_rest_is_judged(kind, name):
     text = said(judge("conventions", "--kind", kind), Verdict.FAIL)
-    assert f"If that is meant, `--accept {name}` has one process do the same, and judges the rest." in text
+    assert f"If this is intended, `--accept {name}` makes one process do the same, and judges the rest." in text
     assert "each rank's own statistic, by design or by mistake" in text
     assert (
         "rows of all ranks: differs; one process that runs the rows of each rank apart, and averages: the same" in text

@@ -52,7 +52,7 @@ def test_a_missing_wait_fails_with_both_places(how, first, then):
 def test_a_script_without_streams_is_not_said_to_be_right():
     numbers, streams, said = judge("ddp")
     assert (numbers, streams) == (Verdict.PASS, Verdict.UNKNOWN), said
-    assert "gives work to the default stream alone, so there was nothing to watch" in said
+    assert "uses the default stream alone, so there was nothing to check" in said
 
 
 def test_what_ends_only_unrecorded_is_unknown():

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import _runtime_utils
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp2
 
 from fsdp_ref.comm.streams import DeviceStreams
-from fsdp_ref.storage.flat_buffer import FlatBuffer
+from fsdp_ref.storage.memory import FlatBuffer
 from fsdp_testing.adapters.adapter import Adapter
 
 

@@ -98,7 +98,7 @@ class World(Axis):
         if world.tensor_parallel < 1 or world.size % world.tensor_parallel:
             yield f"world.tensor_parallel: expected a divisor of {world.size} ranks, got {world.tensor_parallel}"
         elif world.tensor_parallel > 1 and world.mesh:
-            yield f"world.mesh: expected none beside tensor_parallel, got {world.mesh}"
+            yield f"world.mesh: expected none with tensor_parallel, got {world.mesh}"
 
     def tags(self, case: Case) -> Iterable[str]:
         parts = case.world.tensor_parallel

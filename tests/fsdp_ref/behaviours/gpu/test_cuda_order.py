@@ -22,7 +22,7 @@ from fsdp_ref.errors import FsdpRuntimeError
 from fsdp_ref.plan.peak import peak_bytes
 from fsdp_ref.plan.unit_layouts import unit_layouts
 from fsdp_ref.sharded_grad_scaler import ShardedGradScaler
-from fsdp_ref.storage.flat_buffer import FlatBuffer
+from fsdp_ref.storage.memory import FlatBuffer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.world(2, backend="gloo-cuda")]
 CYCLES = 2_000_000  # about a millisecond of a CUDA device

@@ -38,7 +38,7 @@ def test_cases_are_read_from_every_file_that_holds_one(tmp_path: Path):
         (FOUND.case.to_json().replace('"version": 1', '"version": 2'), "newer"),
         (FOUND.case.to_json().replace('"step"', '"stop"'), "a known kind of operation"),
         (FOUND.to_json().replace('"signature"', '"sig"'), r"unknown \[.sig.\] and missing \[.signature.\]"),
-        (case(Freeze(("nothing.*",))).to_json(), "parts that have no meaning"),
+        (case(Freeze(("nothing.*",))).to_json(), "parts without effect"),
     ],
 )
 def test_a_bad_file_is_refused(tmp_path: Path, text: str, said: str):

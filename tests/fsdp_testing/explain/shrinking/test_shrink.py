@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from fuzz_cases import case, micro
 from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices, legal_case
 from fsdp_testing.cases.records import Case, Clip, Forward, ModelSpec, Step
 from fsdp_testing.explain.shrinking import reductions
+from fsdp_testing.explain.shrinking import shrink as shrink_module
 from fsdp_testing.explain.shrinking.ddmin import Kind, joined
 from fsdp_testing.explain.shrinking.shrink import KINDS, shrink
 from fsdp_testing.judging.batch import Watch
@@ -215,7 +217,17 @@ def test_what_the_implementation_does_not_claim_is_not_tried():
     assert set(tokens(shrunk.case)) == {"step", "forward[train]"}
 
 
-def test_time_ends_it():
+def test_a_busy_machine_finds_the_same_case_later(monkeypatch: pytest.MonkeyPatch):
+    """A rule knows a failure by what is left of its case: of more than that it would say that it is new."""
+    clock = itertools.count(step=1000.0)
+    monkeypatch.setattr(shrink_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    start = next(one for one in drawn(50) if "step" in tokens(one) and len(one.program) > 3)
+    shrunk = shrink(start, FAILS, attempts_on(Pretended("step"), "single-process"), legal_case, lambda _: True)
+    assert shrunk.complete
+    assert tokens(shrunk.case) == ("step",)
+
+
+def test_its_budget_ends_it():
     lane = Pretended("step")
     start = next(one for one in drawn(50) if "step" in tokens(one))
     shrunk = shrink(start, FAILS, attempts_on(lane, "single-process"), legal_case, lambda _: True, seconds=0.0)

@@ -243,8 +243,7 @@ def test_optimizer_state_that_one_rank_does_not_have_is_missing():
     for other in (snapshot(0), wrong):
         tally = compare(expectation(), ranks(other, silent), Comparison())
         assert (
-            said(tally)[0]
-            == "missing: optimizer state momentum_buffer of w is not there, although other ranks have one"
+            said(tally)[0] == "missing: optimizer state momentum_buffer of w is missing, although other ranks have one"
         )
         assert tally.divergences[0].ranks == (1,)
     nothing = dataclasses.replace(silent, parameters={"w": snapshot(1, pieces=()).parameters["w"]})

@@ -123,12 +123,12 @@ BROKEN = {
     "three gathers": (
         added(unit("a", "gather", 1), unit("a", "free", 1)),
         event_rules.gathers_needed,
-        "unit a is gathered 3 times on rank 0, 2 would do",
+        "unit a is gathered 3 times on rank 0, 2 would be enough",
     ),
     "reduced twice": (
         added(wire("reduce_scatter_single", 1), unit("a", "free", 1)),
         event_rules.reductions_needed,
-        "3 reductions are issued on rank 0, 2 would do",
+        "3 reductions are issued on rank 0, 2 would be enough",
     ),
     "order": (swapped(unit("a", "gather", 1), unit("b", "gather", 1)), event_rules.in_order, "in the order b, a"),
 }

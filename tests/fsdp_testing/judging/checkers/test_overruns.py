@@ -186,7 +186,7 @@ def test_where_nothing_is_cast_a_copy_without_shards_is_one_too_many():
     expected = account(0, backward=True, gathered=("a",))
     found = review((MICRO,), expected, strategy="no_shard", budget=CommunicationBudget(1, 200, 2, casts=False))
     assert found is not None
-    assert "gathered 1 times on rank 1, 0 would do" in found.sentence
+    assert "gathered 1 times on rank 1, 0 would be enough" in found.sentence
 
 
 def test_a_check_may_ask_for_some_of_the_rules():

@@ -89,9 +89,9 @@ def test_a_rank_that_is_not_there_is_refused():
         (
             "crash@rank=1,step=4",
             "delay=1@step=4",
-            "expected delay=1@step=4 to come about, got crash@rank=1,step=4 before it",
+            "expected delay=1@step=4 to happen, got crash@rank=1,step=4 before it",
         ),
-        ("hang@save=1", "hang@rank=0,save=1", "expected hang@rank=0,save=1 to come about, got hang@save=1 before it"),
+        ("hang@save=1", "hang@rank=0,save=1", "expected hang@rank=0,save=1 to happen, got hang@save=1 before it"),
         (
             "drop@collective=2",
             "reorder@rank=0,collective=2",

@@ -305,7 +305,7 @@ def test_a_failing_repair_counts_as_not_restored(tmp_path: Path) -> None:
     finally:
         os.chdir(home)
     assert not dirt.restored
-    assert "putting it back failed" in dirt.what
+    assert "restoring it failed" in dirt.what
 
 
 def test_what_is_accepted_stays_and_the_rest_is_put_back() -> None:

@@ -40,7 +40,7 @@ def test_ranks_are_refused_in_one_sentence(system: str, tmp_path: Path) -> None:
     last = ended.stderr.strip().splitlines()[-1]
     assert last.startswith("fsdp_testing.errors.PoolBroken: pool.world: expected Linux, where ranks are forked")
     assert "os.memfd_create" in last
-    assert "Run what needs ranks on Linux" in last
+    assert "Run tests on ranks on Linux" in last
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

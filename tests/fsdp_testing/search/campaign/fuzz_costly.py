@@ -8,7 +8,7 @@ from planting import instead, planting, with_fault
 
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.runtime.grad_sync import GradSync
-from fsdp_ref.storage.flat_buffer import FlatBuffer
+from fsdp_ref.storage.memory import FlatBuffer
 
 
 def _gather_twice(original: Any, handle: FlatHandle) -> Any:

@@ -233,7 +233,7 @@ def test_a_cell_of_which_nothing_is_said_is_unknown(tmp_path: Path, monkeypatch:
     verdicts = certificate("UNBROKEN", tmp_path, sample=4).run()
     assert (verdicts.letters, {reason.text for reason in verdicts.reasons.values()}) == (
         "uuuu",
-        {"nothing was said of it"},
+        {"it has no report"},
     )
 
 

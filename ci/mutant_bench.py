@@ -1,0 +1,291 @@
+"""A copy of the tree in which ci/sampled_mutants.py tries its mutants, and which checks and cases execute which of them.
+
+Before mutants are tried, the sound copy is asked everything once, with a mark before each statement that a mutant changes. A
+mutant then meets only the checks and cases that come to its statement: the others would give what they gave.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from mutant_subjects import ROOT, SUBJECTS, Mutant
+
+KINDS = ("pairs", "run")
+JUDGE = Path(__file__).with_name("mutant_judge.py")
+MARKS = "marks"
+_WHERE = """
+import importlib, fsdp_testing
+def place():
+    return importlib.import_module({module!r}).__file__
+if __name__ == "__main__":
+    print(fsdp_testing.__file__, place(), *fsdp_testing.run_ranks(place, size=2), sep="\\n")
+"""
+_COPY_OF_TORCH = """
+import importlib.abc, importlib.util, sys
+class OfTheCopy(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == {package!r}:
+            folder = {folder!r}
+            return importlib.util.spec_from_file_location(name, folder + "/__init__.py", submodule_search_locations=[folder])
+sys.meta_path.insert(0, OfTheCopy())
+"""
+"""What every interpreter on the tree runs first (`sitecustomize`): the copied package is found in the copy."""
+_MARKS = """
+import mmap
+with open({file!r}, "r+b") as stream:
+    seen = mmap.mmap(stream.fileno(), 0)
+"""
+
+
+class Judge:
+    """The process that judges what lies in a tree (ci/mutant_judge.py), started when it is asked.
+
+    Args:
+        tree: Where it runs.
+        package: Whose code changes.
+        folder: What it keeps: the cases of `pairs`, the state of a campaign.
+    """
+
+    def __init__(self, tree: Path, package: str, folder: Path) -> None:
+        self._command = [sys.executable, str(JUDGE), str(folder), package]
+        self._tree = tree
+        self._process: subprocess.Popen[str] | None = None
+        self._serves_many = False
+
+    def ask(self, kind: str, name: str, **options: Any) -> dict[str, Any]:
+        """Ask one request (`mutant_judge.Request`) and return its answer (`mutant_judge.Answer`).
+
+        Raises:
+            RuntimeError: The process ended in place of an answer.
+        """
+        if self._process is None:
+            self._process = subprocess.Popen(
+                self._command,
+                cwd=self._tree,
+                env=environment(self._tree),
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=(self._tree.parent / "judge.log").open("w"),
+            )
+            first = self._line(self._process.stdout)
+            self._serves_many = first["serves many"]
+        stdin = self._process.stdin
+        assert stdin is not None
+        stdin.write(json.dumps({"kind": kind, "name": name, **options}) + "\n")
+        stdin.flush()
+        answer = self._line(self._process.stdout)
+        if not self._serves_many:
+            self.close()
+        return answer
+
+    def _line(self, stdout: IO[str] | None) -> dict[str, Any]:
+        text = stdout.readline() if stdout is not None else ""
+        if not text:
+            log = (self._tree.parent / "judge.log").read_text(encoding="utf-8", errors="replace")
+            raise RuntimeError(f"the judging process: expected an answer, it ended with\n{log[-3000:]}")
+        answer: dict[str, Any] = json.loads(text)
+        return answer
+
+    def close(self) -> None:
+        """End it with all that it started."""
+        if self._process is not None:
+            self._process.communicate()  # closes its standard input, which ends it
+            self._process = None
+
+
+@dataclass(slots=True)
+class Executed:
+    """Which parts of the harness execute which mutant of a sample.
+
+    Attributes:
+        mutants: Their identities; places in this list stand for them.
+        everywhere: Those outside of functions: whatever imports the file executes them.
+        parts: Name -> kind -> part -> the mutants that it executes.
+        wrong: Parts that fail without any mutant, as name, kind and part; no mutant is asked them.
+    """
+
+    mutants: list[str]
+    everywhere: list[int] = field(default_factory=list)
+    parts: dict[str, dict[str, dict[str, list[int]]]] = field(default_factory=dict)
+    wrong: list[list[str]] = field(default_factory=list)
+
+    def by(self, mutant: Mutant, name: str, kind: str) -> list[str]:
+        """The parts of a kind that execute a mutant."""
+        number, parts = self.mutants.index(mutant.identity), self.parts[name][kind].items()
+        return [part for part, mutants in parts if number in mutants or number in self.everywhere]
+
+    def somewhere(self, mutant: Mutant) -> bool:
+        """Whether anything executes it."""
+        return any(self.by(mutant, name, kind) for name, kinds in self.parts.items() for kind in kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Where mutants of a subject are tried.
+
+    Attributes:
+        subject: Its name.
+        tree: A copy of the repository; only this is imported, by the controller and by ranks.
+        package: The copy of the package that is changed.
+        state: Stands for all texts in the tree.
+        folder: What is kept from one run to the next.
+        judge: Judges what lies in the tree.
+    """
+
+    subject: str
+    tree: Path
+    package: Path
+    state: str
+    folder: Path
+    judge: Judge
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.judge.close()
+
+    @contextlib.contextmanager
+    def changed(self, sources: Mapping[str, str]) -> Iterator[None]:
+        """Have files of the package changed while the block lasts."""
+        before = {name: (self.package / name).read_text(encoding="utf-8") for name in sources}
+        try:
+            for name, source in sources.items():
+                (self.package / name).write_text(source, encoding="utf-8")
+            yield
+        finally:
+            for name, source in before.items():
+                (self.package / name).write_text(source, encoding="utf-8")
+
+    def executed(self, mutants: Sequence[Mutant]) -> Executed:
+        """Ask the sound copy everything, once for a sample, and keep what executes which mutant."""
+        sample = hashlib.sha256("".join(mutant.identity for mutant in mutants).encode()).hexdigest()[:16]
+        file = self.folder / f"executed-{sample}.json"
+        if file.is_file():
+            return Executed(**json.loads(file.read_text(encoding="utf-8")))
+        result, marked = Executed([mutant.identity for mutant in mutants]), self._marked(mutants)
+        result.everywhere = [number for number, line in enumerate(map(line_of, mutants)) if not line]
+        marks = self.tree / MARKS
+        marks.write_bytes(bytes(len(mutants)))
+        (self.tree / f"{MARKS}_of_mutants.py").write_text(_MARKS.format(file=str(marks)), encoding="utf-8")
+        with self.changed(marked):
+            for name in SUBJECTS[self.subject].names:
+                result.parts[name] = {}
+                for kind in KINDS:
+                    parts = self.judge.ask(f"parts of {kind}", name)["parts"]
+                    answer = self.judge.ask(kind, name, parts=parts, executed=str(marks), limit=7200)
+                    if not answer["executed"]:
+                        told = answer["failure"]
+                        raise RuntimeError(f"{kind} of {name}: expected verdicts without any change, got {told}")
+                    result.wrong += [[name, kind, part] for part in answer["wrong"] if kind == "run"]
+                    right = {p: seen for p, seen in answer["executed"].items() if [name, kind, p] not in result.wrong}
+                    result.parts[name][kind] = right
+                    print(f"{name}, {kind}: {len(right)} of {len(parts)} parts", flush=True)
+        file.write_text(json.dumps(asdict(result)), encoding="utf-8")
+        return result
+
+    def _marked(self, mutants: Sequence[Mutant]) -> dict[str, str]:
+        lines: dict[str, dict[int, list[int]]] = {}
+        for number, mutant in enumerate(mutants):
+            if line := line_of(mutant):
+                lines.setdefault(mutant.file, {}).setdefault(line, []).append(number)
+        sources = {}
+        for name, places in lines.items():
+            text = (self.package / name).read_text(encoding="utf-8").splitlines()
+            for line in sorted(places, reverse=True):
+                indent = text[line - 1][: -len(text[line - 1].lstrip())]
+                marks = "; ".join(f"__import__('{MARKS}_of_mutants').seen[{number}] = 1" for number in places[line])
+                text.insert(line - 1, f"{indent}{marks}")
+            sources[name] = "\n".join(text) + "\n"
+            compile(sources[name], name, "exec")
+        return sources
+
+
+def line_of(mutant: Mutant) -> int:
+    """Before which line the statement begins that a mutant changes; 0 if it is in no function's body."""
+    source = (SUBJECTS[mutant.subject].source() / mutant.file).read_text(encoding="utf-8")
+    return statement_at(ast.parse(source).body, source.splitlines(), mutant.first)
+
+
+def statement_at(
+    body: Sequence[ast.stmt], lines: Sequence[str], line: int, within: int = 0, *, inside: bool = False
+) -> int:
+    """The line of the innermost statement of a function at `line` before which another can stand."""
+    for statement in body:
+        decorators = statement.decorator_list if isinstance(statement, ast.FunctionDef | ast.ClassDef) else ()
+        start = min([statement.lineno, *(decorator.lineno for decorator in decorators)])
+        if not start <= line <= (statement.end_lineno or start):
+            continue
+        before = lines[start - 1][: statement.col_offset]
+        first = lines[start - 1].lstrip()
+        if inside and not before.strip() and not first.startswith(("elif ", "elif(")):
+            within = start
+        deeper = inside or isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef)
+        for block in _blocks(statement):
+            at = statement_at(block, lines, line, within, inside=deeper)
+            if at != within:
+                return at
+        return within
+    return within
+
+
+def _blocks(statement: ast.stmt) -> Iterator[Sequence[ast.stmt]]:
+    for part in ("body", "orelse", "finalbody"):
+        yield getattr(statement, part, None) or ()
+    for part in ("handlers", "cases"):
+        for each in getattr(statement, part, ()):
+            yield each.body
+
+
+def environment(tree: Path) -> dict[str, str]:
+    """That of a process that imports what lies in a tree."""
+    return os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def prepared(home: Path, subject: str, kept: Path) -> Bench:
+    """A copy of the tree and of the package, proved to be what is imported.
+
+    Args:
+        home: Where it is made.
+        subject: Whose code is changed.
+        kept: What stays when this run ends.
+
+    Raises:
+        RuntimeError: Something else than the copy would be imported.
+    """
+    tree, what = home / subject / "tree", SUBJECTS[subject]
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    for name in files:
+        if (ROOT / name).is_file() and name.startswith(("fsdp_ref/", "fsdp_testing/", "docs/findings/")):
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tree / name)
+    package = tree.joinpath(*what.package.split(".")) if what.package == "fsdp_ref" else tree / "copied"
+    if what.package != "fsdp_ref":
+        shutil.copytree(what.source(), package, ignore=shutil.ignore_patterns("__pycache__"))
+        finder = _COPY_OF_TORCH.format(package=what.package, folder=str(package))
+        (tree / "sitecustomize.py").write_text(finder, encoding="utf-8")
+    asking = home / subject / "where.py"
+    asking.write_text(_WHERE.format(module=what.module), encoding="utf-8")
+    command = [sys.executable, str(asking)]
+    done = subprocess.run(command, cwd=tree, env=environment(tree), capture_output=True, text=True, check=False)
+    places = [Path(line) for line in done.stdout.split()]
+    if len(places) != 4 or not all(place.is_relative_to(tree) for place in places):
+        raise RuntimeError(f"imports: expected those of {tree} here and on ranks, got\n{done.stdout}{done.stderr}")
+    texts = sorted(path for path in tree.rglob("*.py") if path.name != "sitecustomize.py")
+    state = hashlib.sha256(b"".join(path.read_bytes() for path in texts)).hexdigest()[:24]
+    folder = kept / f"{subject}-{state}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return Bench(subject, tree, package, state, folder, Judge(tree, what.package, folder))

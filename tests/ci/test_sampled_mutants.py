@@ -1,0 +1,193 @@
+"""`ci/sampled_mutants.py`: where a mutant's mark goes, what is asked, what counts as caught."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "ci"))
+
+import mutant_bench
+import mutant_judge
+import mutant_report
+import sampled_mutants
+from mutant_bench import Bench, Executed, Judge
+from mutant_judge import Answer, Request
+from mutant_subjects import Mutant
+
+SOURCE = """\
+LIMIT = 3
+
+def outer(a=1):
+    if a > LIMIT: return a
+    elif a == 2:
+        total = sum(
+            [a, 1])
+    else:
+        with open(a) as b:
+            b.read()
+    try:
+        pass
+    except ValueError as e:
+        raise e
+    match a:
+        case 1 if a:
+            a = 2
+
+class Unit:
+    size = 3
+
+    @property
+    def length(self, n=2): return n
+
+    def grow(self,
+             n=2):
+        return n + 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("changed", "marked"),
+    [
+        pytest.param("LIMIT = 3", 0, id="a module"),
+        pytest.param("def outer(a=1):", 0, id="defaults of a function"),
+        pytest.param("    if a > LIMIT: return a", 4, id="an if and its line"),
+        pytest.param("    elif a == 2:", 4, id="before an elif nothing can stand"),
+        pytest.param("            [a, 1])", 6, id="the second line of a statement"),
+        pytest.param("        with open(a) as b:", 9, id="a with in an else"),
+        pytest.param("            b.read()", 10, id="its body"),
+        pytest.param("    except ValueError as e:", 11, id="what a try catches"),
+        pytest.param("        raise e", 14, id="a handler"),
+        pytest.param("        case 1 if a:", 15, id="a guard"),
+        pytest.param("            a = 2", 17, id="a case"),
+        pytest.param("    size = 3", 0, id="a class"),
+        pytest.param("    def length(self, n=2): return n", 0, id="a method on one line"),
+        pytest.param("             n=2):", 0, id="defaults of a method"),
+        pytest.param("        return n + 1", 27, id="a method"),
+    ],
+)
+def test_the_mark_stands_before_the_statement_that_is_changed(changed: str, marked: int) -> None:
+    lines = SOURCE.splitlines()
+    line = lines.index(changed) + 1
+    at = mutant_bench.statement_at(ast.parse(SOURCE).body, lines, line)
+    assert at == marked, lines[at - 1] if at else "nothing is marked"
+    if at:
+        indent = lines[at - 1][: -len(lines[at - 1].lstrip())]
+        compile("\n".join([*lines[: at - 1], f"{indent}seen[0] = 1", *lines[at - 1 :]]), "marked", "exec")
+
+
+class Answers(Judge):
+    """A judge whose answers are made up; it notes what it is asked."""
+
+    def __init__(self, *answers: dict[str, Any]) -> None:
+        self.requests: list[tuple[str, str, Sequence[str]]] = []
+        self._answers = list(answers)
+
+    def ask(self, kind: str, name: str, **options: Any) -> dict[str, Any]:
+        self.requests.append((kind, name, options["parts"]))
+        return {"failure": "", "hung": False, "unknown": 0} | (self._answers.pop(0) if self._answers else {})
+
+
+def mutant(file: str) -> Mutant:
+    return Mutant("fsdp_ref", file, "f", "a = 2\n", ("-a = 1", "+a = 2"), 1)
+
+
+def bench(folder: Path, judge: Judge) -> Bench:
+    (folder / "one.py").write_text("a = 1\n", encoding="utf-8")
+    (folder / "two.py").write_text("a = 1\n", encoding="utf-8")
+    return Bench("fsdp_ref", folder, folder, "now", folder, judge)
+
+
+ONE, TWO = mutant("one.py"), mutant("two.py")
+NAMES = ("fsdp_ref-composable", "fsdp_ref-wrapper")
+EXECUTED = Executed(
+    [ONE.identity, TWO.identity],
+    parts={NAMES[0]: {"pairs": {"0": [0], "1": []}, "run": {"a.b": [0]}}, NAMES[1]: {"pairs": {"0": []}, "run": {}}},
+)
+
+
+def test_only_what_executes_a_mutant_is_asked(tmp_path: Path) -> None:
+    judge = Answers()
+    fate = sampled_mutants.looked_at(bench(tmp_path, judge), EXECUTED, ONE, ("pairs", "run", "fuzz"), None)
+    assert judge.requests == [
+        ("pairs", NAMES[0], ["0"]),
+        ("run", NAMES[0], ["a.b"]),
+        ("fuzz", NAMES[0], []),
+        ("fuzz", NAMES[1], []),
+    ]
+    assert (fate.stage, fate.executed, fate.asked) == ("", True, ["pairs", "run", "fuzz"])
+
+
+def test_what_nothing_executes_is_not_caught(tmp_path: Path) -> None:
+    judge = Answers()
+    fate = sampled_mutants.looked_at(bench(tmp_path, judge), EXECUTED, TWO, ("pairs", "run", "fuzz"), None)
+    assert (judge.requests, fate.stage, fate.executed) == ([], "", False)
+
+
+def test_what_changes_a_module_is_asked_everything() -> None:
+    executed = Executed(EXECUTED.mutants, [1], EXECUTED.parts)
+    assert executed.by(TWO, NAMES[0], "pairs") == ["0", "1"]
+
+
+def test_the_first_failure_ends_it_and_the_file_is_as_before(tmp_path: Path) -> None:
+    judge = Answers({"unknown": 2}, {"failure": "a.b: wrong"})
+    fate = sampled_mutants.looked_at(bench(tmp_path, judge), EXECUTED, ONE, ("pairs", "run", "fuzz"), None)
+    assert (fate.stage, fate.account, fate.unknown, len(judge.requests)) == ("run", "a.b: wrong", 2, 2)
+    assert (tmp_path / "one.py").read_text(encoding="utf-8") == "a = 1\n"
+
+
+def test_unknown_is_not_caught(tmp_path: Path) -> None:
+    judge = Answers(*[{"unknown": 1}] * 4)
+    assert not sampled_mutants.looked_at(bench(tmp_path, judge), EXECUTED, ONE, ("pairs", "run"), None).stage
+
+
+def test_a_later_run_goes_on_with_the_stages_that_are_left(tmp_path: Path) -> None:
+    judge, results = Answers(), tmp_path / "results.jsonl"
+    here = bench(tmp_path, judge)
+    sampled_mutants.attempted([ONE, TWO], here, EXECUTED, results, ("pairs",), lambda: False)
+    fates = sampled_mutants.attempted([ONE, TWO], here, EXECUTED, results, ("pairs", "run"), lambda: False)
+    assert [kind for kind, _, _ in judge.requests] == ["pairs", "run"]
+    assert fates[ONE.identity].asked == ["pairs", "run"]
+    assert len(results.read_text(encoding="utf-8").splitlines()) == 3
+
+
+def test_the_share_counts_what_nothing_executes_and_leaves_out_what_is_explained(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here = bench(tmp_path, Answers({"failure": "wrong"}))
+    fates = {m.identity: sampled_mutants.looked_at(here, EXECUTED, m, ("pairs",), None) for m in (ONE, TWO)}
+    assert mutant_report.report([ONE, TWO], fates, ("pairs",)) == 1
+    assert "1 of 2: 50.0%" in capsys.readouterr().out
+    monkeypatch.setattr(mutant_report, "explanations", lambda: {TWO.name: "the same"})
+    assert mutant_report.report([ONE, TWO], fates, ("pairs",)) == 0
+    assert "1 of 1: 100.0%" in capsys.readouterr().out
+
+
+def test_intervals_are_wilsons() -> None:
+    low, high = mutant_report.wilson(90, 100)
+    assert (round(low, 4), round(high, 4)) == (0.8256, 0.9448)  # Newcombe 1998, method 3
+
+
+def raises(_: Request, __: Path) -> Answer:
+    raise KeyError("a")
+
+
+def sleeps(_: Request, __: Path) -> Answer:
+    while True:
+        pass
+
+
+def test_a_judge_that_stops_or_hangs_is_no_pass(tmp_path: Path) -> None:
+    asker, end = os.pipe()
+    assert mutant_judge.in_a_fork(Request("run", "x"), tmp_path, asker, raises).failure == "KeyError: 'a'"
+    answer = mutant_judge.in_a_fork(Request("run", "x", limit=0.2), tmp_path, asker, sleeps)
+    assert (answer.hung, answer.failure) == (True, "not ended after 0 s")
+    os.close(end)
+    assert mutant_judge.in_a_fork(Request("run", "x"), tmp_path, asker, sleeps).failure == "the judging process died"
+    os.close(asker)
