@@ -1,4 +1,4 @@
-"""Fixtures of all tests: pytest in a subprocess, with this project's plugin, whatever the outer run measures.
+"""Fixtures of all tests: pytest in a subprocess, with this project's plugin; Pythons forked from one that has imported torch.
 
 Where GitHub runs them, the slowest tests are written into the summary of the job.
 """
@@ -13,14 +13,29 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fsdp_testing.ranks.pool import default_pool
+from fsdp_testing.ranks.pool.world import inside_rank
+
+sys.path.append(str(Path(__file__).parent / "sessions"))
 pytest_plugins = ["pytester"]
 
 VENDOR = Path(__file__).parents[1] / "examples" / "vendor"
 _BACKENDS = {"cuda": "nccl"}
+_OF_MOST_RANKS = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint")
+"""What nearly every rank of these tests needs: imported once for all workers of pytest-xdist, not in the first ranks of each."""
 _ENTRY_POINTS = "[fsdp_testing.backends]\nsim = simdevice.testing:SIM\n"
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Any:
+    """The `Nursery` of tests/sessions/forked.py, one for all tests of this process."""
+    import forked
+
+    return forked.shared()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,6 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell's background job ignores Ctrl-C, and so would every process that a test interrupts.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not inside_rank():
+        default_pool().add_preload(*_OF_MOST_RANKS)
     if config.option.device == "sim":
         make_simulated_device_known()
     if config.option.markexpr.strip() == "gpu" and config.option.require_backend:

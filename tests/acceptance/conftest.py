@@ -1,4 +1,7 @@
-"""Drives real pytest, in a process of its own, over small projects that use the plugin."""
+"""Drives real pytest, in a process of its own, over small projects that use the plugin.
+
+`run_folder` starts a new process; what else runs sessions forks them from one that has imported torch (tests/sessions).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -69,14 +73,20 @@ def read(text: str, code: int) -> Verdict:
     )
 
 
+def _environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+WORDS = ("-p", "no:cacheprovider")
+
+
 def run_pytest(folder: Path, *args: str) -> Verdict:
     """Run pytest on `folder` in a process of its own."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
-    environment["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *args],
+        [sys.executable, "-m", "pytest", *WORDS, *args],
         cwd=folder,
-        env=environment,
+        env=_environment(),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -92,25 +102,26 @@ def run_folder() -> Runner:
     return run_pytest
 
 
-def run_source(folder: Path, source: str, *args: str, then_next: bool = False) -> Verdict:
+def run_source(nursery: Any, folder: Path, source: str, *args: str, then_next: bool = False) -> Verdict:
     """Write a test module (imports are there already) and run pytest over it, and what else is there."""
     source += NEXT if then_next else ""
-    # What does not need it does without: torch takes more than a second of each session.
-    imports = TORCH if re.search(r"\b(torch|dist)\b", source) else ""
-    (folder / "test_ranks.py").write_text(HEADER + imports + source)
-    return run_pytest(folder, *args)
+    # What does not need it does without: a user's session need not import torch either.
+    torch = re.search(r"\b(torch|dist)\b", source) is not None
+    (folder / "test_ranks.py").write_text(HEADER + TORCH * torch + source)
+    done = nursery.run(folder, ["-m", "pytest", *WORDS, *args], _environment(), torch=torch)
+    return read(done.stdout + done.stderr, done.returncode)
 
 
 @pytest.fixture(scope="session")
-def run_in() -> Runner:
+def run_in(nursery: Any) -> Runner:
     """Write a test module into a folder and run pytest with more arguments; for sessions that several tests read."""
-    return run_source
+    return partial(run_source, nursery)
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Runner:
+def run(nursery: Any, tmp_path: Path) -> Runner:
     """Write a test module into the test's own folder and run pytest with more arguments."""
-    return partial(run_source, tmp_path)
+    return partial(run_source, nursery, tmp_path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +134,16 @@ class Case:
 
 
 @pytest.fixture(scope="session")
-def run_many(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Case]]:
+def run_many(nursery: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Case]]:
     """Run bodies of tests in one session, each followed by a healthy test; results by name, from junit's file."""
 
     def runner(bodies: dict[str, str], *args: str) -> dict[str, Case]:
         folder = tmp_path_factory.mktemp("many")
-        parts = [HEADER, TORCH]
+        parts = []
         for name, body in bodies.items():
             parts.append(f"@pytest.mark.world(2, timeout=3)\ndef test_{slug(name)}(world):{body}\n")
             parts.append(NEXT.replace("test_next", f"test_{slug(name)}_next"))
-        (folder / "test_ranks.py").write_text("\n".join(parts))
-        run_pytest(folder, "--junitxml=junit.xml", "-o", "junit_family=xunit2", *args)
+        run_source(nursery, folder, "\n".join(parts), "--junitxml=junit.xml", "-o", "junit_family=xunit2", *args)
         return _cases(folder / "junit.xml")
 
     return runner

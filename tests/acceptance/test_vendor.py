@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,47 +13,45 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "vendor"
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def installed(nursery: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a user who has installed the package: built offline from a copy, into a folder of its own."""
     folder = tmp_path_factory.mktemp("vendor")
     shutil.copytree(EXAMPLE, folder / "source")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    run([*pip, "--target", str(folder / "site"), str(folder / "source")], folder, dict(os.environ))
+    pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    run(nursery, [*pip, "--target", str(folder / "site"), str(folder / "source")], folder, dict(os.environ))
     return {**os.environ, "PYTHONPATH": str(folder / "site"), "COLUMNS": "160"}
 
 
-def run(command: list[str], folder: Path, environment: dict[str, str], code: int = 0) -> str:
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+def run(nursery: Any, command: list[str], folder: Path, environment: dict[str, str], code: int = 0) -> str:
+    done = nursery.run(folder, command, environment, timeout=300)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def verify(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "fsdp_testing.cli", *arguments]
+    return ["-m", "fsdp_testing.cli", *arguments]
 
 
-def test_a_test_runs_on_it(installed: dict[str, str], tmp_path: Path) -> None:
+def test_a_test_runs_on_it(nursery: Any, installed: dict[str, str], tmp_path: Path) -> None:
     shutil.copy(EXAMPLE / "test_on_toyccl.py", tmp_path)
-    said = run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], tmp_path, installed)
+    said = run(nursery, ["-m", "pytest", "-q", "-p", "no:cacheprovider"], tmp_path, installed)
     assert "2 passed" in said
 
 
-def test_a_check_runs_on_it(installed: dict[str, str], tmp_path: Path) -> None:
+def test_a_check_runs_on_it(nursery: Any, installed: dict[str, str], tmp_path: Path) -> None:
     words = verify("run", "torch-fsdp2", "--backend", "toyccl", "--check", "training.sgd_momentum")
-    said = run(words, tmp_path, installed)
+    said = run(nursery, words, tmp_path, installed)
     assert "1 of 1 claims hold" in said
     assert "toyccl on worlds of 2" in said
 
 
-def test_it_is_listed_and_its_own_reason_is_told(installed: dict[str, str], tmp_path: Path) -> None:
-    assert "toyccl" in run(verify("list", "backends"), tmp_path, installed)
+def test_it_is_listed_and_its_own_reason_is_told(nursery: Any, installed: dict[str, str], tmp_path: Path) -> None:
+    assert "toyccl" in run(nursery, verify("list", "backends"), tmp_path, installed)
     words = verify("run", "torch-fsdp2", "--backend", "toyccl", "--world-size", "5")
-    assert "a world of 5 ranks needs 5 devices, 4 found" in run(words, tmp_path, installed, code=2)
+    assert "a world of 5 ranks needs 5 devices, 4 found" in run(nursery, words, tmp_path, installed, code=2)
 
 
-def test_without_the_package_nobody_knows_it(tmp_path: Path) -> None:
-    said = run(verify("run", "torch-fsdp2", "--backend", "toyccl"), tmp_path, dict(os.environ), code=2)
+def test_without_the_package_nobody_knows_it(nursery: Any, tmp_path: Path) -> None:
+    said = run(nursery, verify("run", "torch-fsdp2", "--backend", "toyccl"), tmp_path, dict(os.environ), code=2)
     assert "expected one of" in said
     assert "got 'toyccl'" in said

@@ -1,4 +1,4 @@
-"""Are the suites sensitive? Each planted fault is caught by the check named for it, which passes without the fault."""
+"""Are the suites sensitive? Each planted fault is caught by the check named for it, in a case that passes without the fault."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import proving
 import pytest
 from every_fault import FAULTS
 from fault import Fault
-from proving import BUGS, UNBROKEN, judged, proofs
+from proving import BUGS, UNBROKEN, judged, passes_without, proofs
 
 from fsdp_testing.adapters import registry
 from fsdp_testing.cases.records import CheckResult, Verdict
@@ -34,6 +34,7 @@ def test_a_planted_fault_is_caught_by_its_check(name, check):
         if finding.kind == "diverged" and finding.max_error is not None:
             assert finding.bound is not None
             assert finding.max_error > finding.bound
+    assert passes_without(fault, check, result.findings[0].case), "it fails without the fault too, and proves nothing"
 
 
 def together(faults):
@@ -45,6 +46,7 @@ def together(faults):
             yield pytest.param(name, sizes, part, id=f"{name}-{'x'.join(map(str, sizes))}-{number}")
 
 
+@pytest.mark.slow  # all cases of the checks; each push asks those that fail with a fault (above)
 @pytest.mark.parametrize(("name", "sizes", "checks"), list(together(FAULTS.values())))
 def test_the_same_checks_pass_without_the_faults(name, sizes, checks):
     results = run_conformance(name, checks=checks, world_sizes=sizes).results

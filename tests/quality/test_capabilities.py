@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import cache
 
-import pytest
 from every_fault import FAULTS
 
 from fsdp_testing.cases.drawing.choices import SeededChoices
@@ -76,9 +75,8 @@ def proofs() -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("capability", [tag for tag in CAPABILITIES if tag not in AXES_OF_RUNS])
-def test_a_planted_fault_proves_a_check_of_every_capability(capability):
-    assert proofs()[capability]
+def test_a_planted_fault_proves_a_check_of_every_capability():
+    assert [tag for tag in CAPABILITIES if tag not in AXES_OF_RUNS and not proofs()[tag]] == []
 
 
 def test_every_capability_is_reached_by_cases_or_excused_by_name():

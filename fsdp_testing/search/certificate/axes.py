@@ -228,6 +228,12 @@ def cube() -> tuple[tuple[Cell, ...], ...]:
     return tuple(tuple(block.cells()) for block in blocks())
 
 
+@cache
+def _shuffled() -> tuple[Cell, ...]:
+    """Return every cell, in the order in which samples take them."""
+    return tuple(sorted((cell for cells in cube() for cell in cells), key=lambda cell: digest(cell.name)))
+
+
 # ----------------------------------------------------------------------------------------------- what is run
 
 
@@ -239,16 +245,17 @@ def jobs(claimed: Callable[[Cell], bool], sample: int | None = None, shard: tupl
         sample: Only about so many cells, of every strategy, mesh and choice of units equally many.
         shard: `(i, n)`: the i-th of n parts, counted from 1; the parts are disjoint and together everything.
     """
-    groups = [[cell for cell in cells if claimed(cell)] for cells in cube()]
-    if sample is not None:
-        groups = [[cell] for cell in sampled([cell for group in groups for cell in group], sample)]
+    if sample is None:
+        groups = [[cell for cell in cells if claimed(cell)] for cells in cube()]
+    else:
+        groups = [[cell] for cell in sampled(claimed, sample)]
     return list(packed(groups[shard[0] - 1 :: shard[1]]))
 
 
-def sampled(cells: Sequence[Cell], count: int) -> list[Cell]:
-    """Return `count` of the cells, taken in turn from each face of strategy, mesh and units."""
+def sampled(claimed: Callable[[Cell], bool], count: int) -> list[Cell]:
+    """Return `count` of the cells that are claimed, taken in turn from each face of strategy, mesh and units."""
     faces: dict[tuple[str, str, str], list[Cell]] = {}
-    for cell in sorted(cells, key=lambda cell: digest(cell.name)):
+    for cell in filter(claimed, _shuffled()):
         faces.setdefault((cell.strategy, cell.mesh, cell.units), []).append(cell)
     turns = zip_longest(*(faces[face] for face in sorted(faces)))
     return list(islice((cell for turn in turns for cell in turn if cell is not None), count))

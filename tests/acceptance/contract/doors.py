@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 from xml.etree import ElementTree as ET
 
 import contract_faults
+import forked
 import pytest
 
 from fsdp_testing import check_training
@@ -316,8 +316,8 @@ _OF_PYTEST = {"failure": "fail", "error": "fail", "skipped": "skipped"}
 def items(folder: Path, chosen: str) -> dict[str, Ended]:
     """pytest with this project's plugin, in a process of its own: what is said of each item, and the run's exit code."""
     (folder / "test_items.py").write_text(ITEMS, encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, "--junit-xml", "items.xml"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, "--junit-xml", "items.xml"]
+    done = forked.shared().run(folder, command, os.environ, timeout=300)
     found = {}
     for one in ET.parse(folder / "items.xml").iter("testcase"):
         kinds = [(part.tag, part.get("type")) for part in one]

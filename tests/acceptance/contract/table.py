@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-if str(HERE) not in sys.path:
-    sys.path.insert(0, str(HERE))  # ranks take it over
+for folder in (HERE, HERE.parents[1] / "sessions"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))  # ranks take it over
 
 import contract_faults as faults  # noqa: E402 - the folder is on the path now
 import doors  # noqa: E402 - as above

@@ -18,8 +18,10 @@ from faults_options import CopiesAdapter, NamingAdapter, OptionsAdapter, PartsAd
 from toy_engine import EngineAdapter
 from toy_more import MoreAdapter
 
-from fsdp_testing.cases.records import CheckResult, Verdict
+from fsdp_testing.adapters import registry
+from fsdp_testing.cases.records import Case, CheckResult, Verdict
 from fsdp_testing.checks.conformance import run_check, shared_runner
+from fsdp_testing.checks.suites import CHECKS
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.judging.worlds import Shared
@@ -46,6 +48,7 @@ BUGS = dict(sorted((fault.bug, name) for name, fault in FAULTS.items() if fault.
 """Names of the planted bugs of the field by their number."""
 
 _KEPT = 1024
+_PASSED: dict[tuple[str, str, str], bool] = {}
 
 
 def unbroken(fault: Fault) -> str:
@@ -61,6 +64,16 @@ def proofs(faults: Iterable[Fault]) -> list[tuple[str, str, tuple[int, ...]]]:
 def judged(name: str, check: str, sizes: tuple[int, ...], **how: Any) -> CheckResult:
     """Return the check's result. The fault is known, so that no time is spent on its cause."""
     return run_check(name, check, world_sizes=sizes, **how)
+
+
+def passes_without(fault: Fault, check: str, case: Case) -> bool:
+    """Return whether one case of a check passes on the implementation without the fault; asked once for each case."""
+    sound = registry.load(unbroken(fault))
+    key = sound.reference, check, case.identity
+    if key not in _PASSED:
+        outcome = CHECKS[check].judged(shared_runner(), sound, case).outcome
+        _PASSED[key] = outcome.verdict is Verdict.PASS and outcome.comparisons > 0
+    return _PASSED[key]
 
 
 @dataclass(frozen=True, slots=True)

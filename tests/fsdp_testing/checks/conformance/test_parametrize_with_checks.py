@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -70,25 +71,36 @@ STOOD_IN = """
 """
 
 
-def test_those_of_one_function_go_on_side_by_side(pytester, monkeypatch):
+@pytest.fixture
+def session(pytester, nursery):
+    """Run pytest in the folder of `pytester`."""
+
+    def run(*words):
+        done = nursery.run(pytester.path, ("-m", "pytest", "-p", "no:cacheprovider", *words), os.environ)
+        return pytest.RunResult(done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), 0.0)
+
+    return run
+
+
+def test_those_of_one_function_go_on_side_by_side(pytester, session, monkeypatch):
     """Each of `test_meets` waits for another one; what was judged with another environment is judged again."""
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # its workers keep the processors busy already
     pytester.makeconftest(STAND_IN)
     pytester.makepyfile(STOOD_IN)
-    result = pytester.runpytest_subprocess("--check-jobs", "2", "-v")
+    result = session("--check-jobs", "2", "-v")
     result.assert_outcomes(passed=5, failed=2, skipped=1)
     result.stdout.fnmatch_lines(["*test_meets[[]torch-ddp-clipping.norm_1[]] FAILED*", "*OSError: of this test alone*"])
-    result = pytester.runpytest_subprocess("--check-jobs", "1000")
+    result = session("--check-jobs", "1000")
     assert result.ret == 4
     result.stderr.fnmatch_lines(["ERROR: --check-jobs: expected at most * here (*), got 1000. Give fewer."])
 
 
 @pytest.mark.parametrize("jobs", [pytest.param("1", marks=pytest.mark.slow), "3"])
-def test_each_check_is_one_test_and_a_failure_of_the_expected_kind_is_a_strict_xfail(pytester, jobs):
+def test_each_check_is_one_test_and_a_failure_of_the_expected_kind_is_a_strict_xfail(pytester, session, jobs):
     broken = Path(__file__).parents[3] / "quality" / "broken"
     pytester.makepyfile(MODULE.format(**EXPECTED))
     pytester.makeini(f"[pytest]\npythonpath = {broken}\n")
-    result = pytester.runpytest_subprocess("-rs", "-v", "--check-jobs", jobs)
+    result = session("-rs", "-v", "--check-jobs", jobs)
     # The unbroken one passes although a failure was expected: stale, and reported as a failure.
     result.assert_outcomes(passed=1, failed=4, skipped=2, xfailed=1)
     fault = "[[]faults_gradients:SumForMean-training.gradients_are_means[]]"

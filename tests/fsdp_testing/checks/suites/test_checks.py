@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -34,35 +35,31 @@ def cases_of(check: Check) -> list[tuple[Place, Case]]:
     return [(place, case) for place in places for case in check.build(place)]
 
 
+@cache
+def units_of(model: str) -> frozenset[str]:
+    return frozenset(name for name, _ in MODELS[model].build(0).named_modules())
+
+
 @pytest.mark.parametrize("check", CHECKS.values(), ids=lambda each: each.name)
-class TestEveryCheck:
-    def test_it_is_described(self, check):
-        suite, _, name = check.name.partition(".")
-        assert suite.isidentifier()
-        assert name.isidentifier()
-        assert check.meaning.endswith(".")
-        assert check.source
-        assert check.needs <= EVERYTHING
-        assert check.profile in ("default", "extended")
-
-    def test_its_cases_are_legal_and_nothing_in_them_is_void(self, check):
-        for _, case in cases_of(check):
-            check_case(case)
-            assert not void_operations(case), case
-            assert Case.from_json(case.to_json()) == case
-            assert set(case.wrapping.units) <= {name for name, _ in MODELS[case.model.name].build(0).named_modules()}
-
-    def test_it_asks_for_what_its_cases_need(self, check):
-        strategies = set(STRATEGIES.values())
-        for _, case in cases_of(check):
-            missing = needs_of(case) - check.needs - strategies
-            assert not missing, f"{case.model.name} needs {sorted(missing)}"
-
-    def test_its_cases_run_where_they_were_asked_to(self, check):
-        for place, case in cases_of(check):
-            assert case.world.size == place.world_size
-            assert case.strategy == place.strategy
-            assert case.world.backend == place.backend
+def test_every_check_is_described_and_its_cases_are_legal_asked_for_and_where_they_belong(check):
+    suite, _, name = check.name.partition(".")
+    assert suite.isidentifier()
+    assert name.isidentifier()
+    assert check.meaning.endswith(".")
+    assert check.source
+    assert check.needs <= EVERYTHING
+    assert check.profile in ("default", "extended")
+    strategies = set(STRATEGIES.values())
+    for place, case in cases_of(check):
+        check_case(case)
+        assert not void_operations(case), case
+        assert Case.from_json(case.to_json()) == case
+        assert set(case.wrapping.units) <= units_of(case.model.name)
+        missing = needs_of(case) - check.needs - strategies
+        assert not missing, f"{case.model.name} needs {sorted(missing)}"
+        assert case.world.size == place.world_size
+        assert case.strategy == place.strategy
+        assert case.world.backend == place.backend
 
 
 def test_needs_are_those_of_the_cases_and_what_is_said_besides():

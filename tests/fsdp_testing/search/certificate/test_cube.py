@@ -149,7 +149,7 @@ def test_a_job_is_of_one_size_and_cells_of_a_block_stay_together():
 
 
 def test_a_sample_is_spread_over_all_faces():
-    found = sampled(every_cell(), 1000)
+    found = sampled(everything, 1000)
     assert len(set(found)) == 1000
     worlds = Counter((cell.strategy, cell.mesh, cell.units) for cell in found)
     assert len(worlds) == 28 * 4
@@ -158,7 +158,7 @@ def test_a_sample_is_spread_over_all_faces():
         assert {getattr(cell, item.name) for cell in found} == {getattr(cell, item.name) for cell in every_cell()}, (
             item.name
         )
-    assert set(sampled(every_cell(), 200)) < set(found)
+    assert set(sampled(everything, 200)) < set(found)
 
 
 def test_a_cell_is_named_in_words() -> None:
