@@ -137,6 +137,8 @@ class DeviceStreams(Streams):
         self._post_backward = self._module.Stream(device, priority=-1)
         # Full buffers that were given up and still have their memory, each with the end of its last reader; oldest first.
         self._unfreed: dict[FlatBuffer, Any] = {}
+        # Those ends that a limited host has not waited for, of freed buffers too: a pass is shorter than it may run ahead.
+        self._unread: list[Any] = []
 
     def unshard(self) -> AbstractContextManager[object]:
         return self._module.stream(self._unshard)
@@ -188,13 +190,13 @@ class DeviceStreams(Streams):
 
     def allocate(self, buffer: FlatBuffer) -> None:
         last_read = self._unfreed.pop(buffer, None)
+        self._unread = [event for event in self._unread if event is not last_read]
+        while len(self._unread) > self.MAX_UNFREED:
+            # Here, and not on the unshard stream alone: gradients, too, are held by kernels that the host issued ahead.
+            self._unread.pop(0).synchronize()
         while len(self._unfreed) > self.MAX_UNFREED:
             # The oldest: its readers are the first to end, and the youngest's are what this gather shall overlap with.
-            oldest = next(iter(self._unfreed))
-            if self._limit:
-                # Here, and not on the unshard stream alone: gradients, too, are held by kernels that the host issued ahead.
-                self._unfreed[oldest].synchronize()
-            self._free(oldest)
+            self._free(next(iter(self._unfreed)))
         with self.unshard():
             if last_read is not None:
                 # Gathered again before it was freed: the memory is there, and the gather writes over what was read last.
@@ -207,6 +209,8 @@ class DeviceStreams(Streams):
         event = self._module.Event()
         event.record(self._module.current_stream(self._device))
         self._unfreed[buffer] = event
+        if self._limit:
+            self._unread.append(event)
 
     def free_rest(self) -> None:
         for buffer in list(self._unfreed):
