@@ -163,8 +163,8 @@ def table(cases: Sequence[Case], found: dict[str, list[Result]]) -> str:
     named = [case for case in wrong if is_named(case, found[case.name][0])]
     count = sum(len(found[case.name]) for case in right)
     summary = (
-        f"Of {len(wrong)} mistakes planted into right scripts {len(named)} are named with the cause that was planted. "
-        f"Of {count} runs of {len(right)} right scripts {sum(passed.values())} pass. All run unmodified on 1 and 2 CPU ranks. "
+        f"{len(named)} of {len(wrong)} mistakes planted into right scripts are named with the planted cause. "
+        f"{sum(passed.values())} of {count} runs of {len(right)} right scripts pass. All run unmodified on 1 and 2 CPU ranks. "
         "Not named:"
     )
     lines = [

@@ -100,7 +100,7 @@ def attempt_batch(
         on_records: Called with the folder of the ranks' reports, before it is removed.
 
     Raises:
-        PoolBroken: The pool, or the process that judges, was lost.
+        PoolBroken: The pool, or the judging process, was lost.
     """
     directory = worlds.pool.shared_directory("fsdp-batch-")
     try:

@@ -261,7 +261,7 @@ class CaseRunner:
             The judgement of each case, in order, up to the first one that failed as `until` says.
 
         Raises:
-            PoolBroken: The pool, or the process that judges, was lost.
+            PoolBroken: The pool, or the judging process, was lost.
         """
         adapter = registry.adapter_of(implementation)
 
