@@ -37,12 +37,12 @@ PARTS: dict[str, Callable[..., Iterator[Comparison]]] = {
 }
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, PICTURES = ROOT / "docs" / "performance.md", ROOT / "docs" / "pictures"
-HEAD = """# How fast it is, beside its peers
+HEAD = """# Performance, compared with torch
 
-Made by `tox -e bench -- --page`: contenders and peers take turns in one run, on a machine that does nothing else. A ratio is
-the median over turns, with the interval that holds the true median in nine runs of ten; below 1 the contender is faster.
-"At most" is what the project promises: reached where the whole interval is below, missed where it is above, open otherwise.
-Figures of one machine say nothing of another; ratios say something.
+Made by `tox -e bench -- --page`: contenders and peers take turns in one run, on a machine that does nothing else. A
+ratio is the median over turns, with the interval that holds the true median in nine runs of ten; below 1 the
+contender is faster. "At most" is the project's promise: reached if the whole interval is below, missed if it is above,
+open otherwise. Times do not carry over to another machine; ratios do to some extent.
 
 """
 

@@ -155,7 +155,7 @@ def index(table: dict[str, Kept]) -> str:
     lines = [
         "# Certificates of small cases",
         "",
-        "Made by `python ci/certificates.py` of what [`fsdp-verify certify`](../certificate.md) found.",
+        "Made by `python ci/certificates.py` from the results of [`fsdp-verify certify`](../certificate.md).",
         "A sample is spread over all faces of the cube. A failing cell refutes the claim, but a sample without failures",
         "certifies nothing.",
         "",
@@ -183,11 +183,13 @@ def page(kept: Kept) -> str:
         "",
         f"**{verdicts[PASS]:,} of {_ran(kept):,} cells hold{others}.** "
         + (
-            f"A sample: the cube has {kept['claimed']:,} cells that {name} claims." if sample else "All that it claims."
+            f"A sample: the cube has {kept['claimed']:,} cells that {name} claims."
+            if sample
+            else "These are all cells that it claims."
         ),
         f"Seen on torch {kept['torch']}, CPU, gloo, {kept['day']}"
-        + ("" if kept.get("models_watched") else "; whether models stay in memory was not watched then")
-        + ". What the axes are: [the cube](../certificate.md#the-cube).",
+        + ("" if kept.get("models_watched") else "; this run did not check whether models stay in memory")
+        + ". [The cube](../certificate.md#the-cube) explains the axes.",
         "",
         f"![Which cells hold and which fail]({name}.svg)",
         "",
@@ -196,7 +198,7 @@ def page(kept: Kept) -> str:
         "a row hold everywhere.",
     ]
     if kept["causes"]:
-        lines += ["", "## Why cells fail"]
+        lines += ["", "## Causes of failures"]
     for cause in kept["causes"]:
         lines += ["", *_told(name, cause)]
     if kept["unexplained"]:
@@ -213,7 +215,7 @@ def page(kept: Kept) -> str:
 
 def _told(name: str, cause: dict[str, Any]) -> list[str]:
     stem = page_of(name, cause)
-    link = f" [What happens, with a script]({_link(stem)})." if stem else ""
+    link = f" [Description and script]({_link(stem)})." if stem else ""
     shortest = "the shortest case" if cause["shortened"] else "not shortened"
     units = ", ".join(unit or "the root" for unit in cause["units"])
     return [

@@ -51,14 +51,14 @@ def document(found: Sequence[Summary]) -> tuple[str, list[Result]]:
         {f"{name} {one.environment[name]}" for one in found for name in VERSIONS if name in one.environment}
     )
     lines = [
-        "# Who loads whose checkpoints",
+        "# Checkpoint compatibility",
         "",
-        "Made by `python ci/checkpoints_table.py` from what [`fsdp-verify checkpoints`](checkpoints.md) wrote, with",
+        "Made by `python ci/checkpoints_table.py` from the results of [`fsdp-verify checkpoints`](checkpoints.md), with",
         f"{', '.join(versions)}, {time.strftime('%d %B %Y')}. Subjects and ways that the table lacks were not run.",
         f"{whole.conclusion()}.",
         "",
         *_table(whole),
-        "## Why not",
+        "## Refused states",
         "",
         *_explained(bad),
     ]
@@ -81,7 +81,7 @@ def _table(whole: Summary) -> list[str]:
         lines.append(f"| {subject} | {way} | {len(results):,} | {held:,} |")
     lines += [
         "",
-        "A row saved, a column with the same number loaded; the worst of what was combined. " + _legend(),
+        "The row saved and the column with the same number loaded; each cell shows the worst result. " + _legend(),
         "",
         "```text",
     ]

@@ -71,11 +71,11 @@ def said(one: Probed) -> str:
 def page(table: Table) -> str:
     """The page."""
     lines = [
-        "# What implementations do with what their adapters do not claim",
+        "# Limits: features without a claim",
         "",
         "Made by `python ci/limits.py`: each capability that an adapter does not claim is probed by every check that it",
-        "alone keeps from the implementation. An error is an honest limit; **silent outside its claims** is a wrong number",
-        f"and no word of it. Seen on torch {torch.__version__.partition('+')[0]}, CPU, gloo.",
+        "alone keeps from the implementation. An error is an honest limit; **silent outside its claims** means a wrong number",
+        f"without an error. Seen on torch {torch.__version__.partition('+')[0]}, CPU, gloo.",
         "",
         f"| capability | {' | '.join(COLUMNS)} |",
         f"|---|{'---|' * len(COLUMNS)}",
@@ -85,7 +85,7 @@ def page(table: Table) -> str:
     for tag in rows:
         cells = ["claimed" if tag in claims[name] else _cell(table.get(tag, {}).get(name)) for name in COLUMNS]
         lines.append(f"| {CAPABILITIES[tag]} (`{tag}`) | {' | '.join(cells)} |")
-    lines += ["", "## Silent, or a hang", "", "What every probe said is in `limits.json`.", ""]
+    lines += ["", "## Silent, or a hang", "", "`limits.json` has the result of every probe.", ""]
     for tag in rows:
         for name in COLUMNS:
             one = table.get(tag, {}).get(name)

@@ -5,6 +5,7 @@ Everything in the package that is not torch's public, stable surface is imported
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
@@ -106,6 +107,18 @@ def waited(tensor: torch.Tensor) -> torch.Tensor:
         "torch.distributed._functional_collectives"
     )  # who made such a tensor imported it; slow to import
     return tensor.wait() if module is not None and isinstance(tensor, module.AsyncCollectiveTensor) else tensor
+
+
+@functools.cache
+def keep_compiler_out() -> None:
+    """Let ``torch.compile`` trace no function of this package, and go on to trace what it calls: the user's modules.
+
+    Traced, the runtime broke into hundreds of graphs, and ended in errors of the compiler. torch has no public name for this.
+    The import is slow, and whoever makes an optimizer imports the same.
+    """
+    from torch._dynamo import trace_rules
+
+    trace_rules.add(__package__)
 
 
 def detailed_debug() -> bool:

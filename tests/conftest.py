@@ -68,15 +68,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def make_simulated_device_known() -> str:
     """Stand in for `pip install examples/vendor`, for this process and those that it starts; return the new PYTHONPATH."""
-    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     if str(VENDOR) not in folders:
         site = Path(tempfile.mkdtemp(prefix="fsdp-testing-sim-"))
         atexit.register(shutil.rmtree, site, ignore_errors=True)
         (site / "simdevice-0.dist-info").mkdir()
         (site / "simdevice-0.dist-info" / "entry_points.txt").write_text(_ENTRY_POINTS)
         (site / "simdevice-0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: simdevice\nVersion: 0\n")
-        sys.path[:0] = [str(site), str(VENDOR)]
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), str(VENDOR), *folders]))
+        folders = [str(site), str(VENDOR), *folders]
+        os.environ["PYTHONPATH"] = os.pathsep.join(folders)
+    # A worker of pytest-xdist has this PYTHONPATH, and the sys.path that its controller began with.
+    sys.path[:0] = [folder for folder in folders[: folders.index(str(VENDOR)) + 1] if folder not in sys.path]
     return os.environ["PYTHONPATH"]
 
 

@@ -144,7 +144,7 @@ def _summoned(unit: Unit, options: SummonOptions) -> Iterator[None]:
     summoned = _Summoned(unit, unit.handle, options)
     summoned.prepare()
     resumes = unit.state
-    unit.move(UnitState.SUMMONED)
+    unit.life.move(UnitState.SUMMONED, unit.name)
     try:
         summoned.show()
         try:
@@ -153,7 +153,7 @@ def _summoned(unit: Unit, options: SummonOptions) -> Iterator[None]:
             summoned.keep_edits(resumes)
     finally:
         # The unit's own buffer was left alone, and so is what was gathered in it before.
-        unit.move(resumes)
+        unit.life.move(resumes, unit.name)
         summoned.close()
 
 

@@ -64,7 +64,7 @@ def fully_shard(
     Args:
         module: the module.
         process_group: the shard group, or (shard group, replicate group) for hybrid strategies. Default: all ranks.
-        policy: which submodules become units of their own; an object with ``_run_policy``. Units made by earlier calls below
+        policy: which submodules become units; an object with ``_run_policy``. Units made by earlier calls below
             ``module`` stay unchanged.
         strategy: what is sharded and when it is freed. Default: ``FULL_SHARD``.
         mixed_precision: dtypes of computation, reduction and buffers.
@@ -85,7 +85,7 @@ def fully_shard(
     Afterwards the module, and each module that ``policy`` chooses, has the methods of ``api.module_methods``.
 
     Raises:
-        ConfigError: ``policy`` is no policy object; two arguments for one setting.
+        ConfigError: ``policy`` is not a policy object, or two arguments set the same option.
         UnsupportedError: ``reshard_after_forward`` as a number of ranks.
         FsdpTypeError: ``module`` is not one module.
         AlreadyAppliedError: applied to this module before, or replicated.

@@ -91,7 +91,7 @@ def replicate(
         FsdpRuntimeError: ``module`` is a unit of ``fully_shard``, or ``device_id`` has a wrong type.
         AlreadyAppliedError: ``replicate`` was applied to it before.
         FsdpTypeError, UnsupportedError: ``module`` is not one module; unknown or refused options.
-        FsdpValueError: ``module`` has no parameter of its own.
+        FsdpValueError: ``module`` has no own parameter.
 
     Collectives:
         None here; broadcasts at the first forward and one or more all-reduces per synchronizing backward, on the group,
@@ -219,7 +219,8 @@ class Replica:
                 buffers.setdefault(buffer, join_fqn(path, name))
         if not params and not buffers:
             raise FsdpValueError(
-                f"replicate: expected a module with parameters of its own, got {type(self.module).__name__} without any that "
+                f"replicate: expected a module with its own parameters, got {type(self.module).__name__} without any "
+                f"that "
                 "is not ignored or sharded. Drop the call."
             )
         return {name: param for param, name in params.items()}, {name: buffer for buffer, name in buffers.items()}

@@ -33,7 +33,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     Raises:
         FsdpValueError: There is no unit.
         RootError: A unit belongs to a larger tree.
-        TrainingStateError: Forward, backward or a summon is under way.
+        TrainingStateError: Forward, backward or a summon is running.
     """
     units: list[Unit] = []
     for unit in outermost_units(module, "no_sync"):
@@ -118,7 +118,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         FsdpValueError: There is no such method.
 
     Collectives:
-        None here; the method's are those of a forward.
+        None here; the method itself communicates as a forward does.
     """
     unit = unit_of(module)
     if unit is None:

@@ -42,7 +42,7 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
         process_group: the shard group; for hybrid strategies the pair (shard group, replicate group). Default: all ranks.
         sharding_strategy: what is sharded and when it is freed. Default: ``FULL_SHARD``.
         cpu_offload: where shards live outside computation.
-        auto_wrap_policy: which submodules become units of their own: an object with ``_run_policy`` or a callable.
+        auto_wrap_policy: which submodules become units: an object with ``_run_policy`` or a callable.
         backward_prefetch: when backward prefetches the next unit; None: never.
         mixed_precision: dtypes of computation, reduction and buffers.
         ignored_modules: modules to leave alone.

@@ -20,6 +20,7 @@ from fsdp_ref.build.materialize import broadcast_states, materialize_units, move
 from fsdp_ref.build.plan import PlannedUnit, check_frozen, make_plan
 from fsdp_ref.build.resolve import ResolvedUnit, resolve_units
 from fsdp_ref.build.targets import choose_targets
+from fsdp_ref.compat import keep_compiler_out
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.runtime.guards import UNIT_MADE, UNIT_WATCHES
 from fsdp_ref.runtime.unit import Unit
@@ -67,6 +68,7 @@ def attach(
     Collectives:
         With ``sync_module_states`` broadcasts; hybrid strategies without groups make groups. All ranks must call.
     """
+    keep_compiler_out()
     # A unit knows what those below it ignore, so the nearest ones suffice.
     nearest = [unit_of(below) for _, below in walk(module, has_its_own)]
     ignored = ignored.union(unit.ignored for unit in nearest if unit is not None)

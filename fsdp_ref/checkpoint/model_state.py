@@ -18,6 +18,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -69,7 +70,6 @@ class OpenState:
         self._unit = unit
         self._parameters = parameters
         self._fresh = fresh
-        self._spread: Spread | None = None
         self.rows = rows
         managed = enumerate(unit.handle.originals.managed)
         self.indices = {(site.module, site.name): index for index, each in managed for site in each.sites}
@@ -77,12 +77,10 @@ class OpenState:
         self._copies: dict[object, Tensor] = {}
         self.running = RunningCall.of_outermost_module_method()
 
-    @property
+    @cached_property
     def spread(self) -> Spread:
         """Over which ranks entries are spread."""
-        if self._spread is None:
-            self._spread = Spread(self._unit.handle)
-        return self._spread
+        return Spread(self._unit.handle)
 
     def entry(self, shown: Tensor, place: tuple[nn.Module, str]) -> Tensor:
         """Return the entry of a summoned parameter, whose memory goes; one for all names of a tied parameter."""

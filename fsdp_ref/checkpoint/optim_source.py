@@ -107,7 +107,8 @@ def compare_names(index: ModelIndex, saved: Any, problem: str) -> None:
     if others:
         raise FsdpRuntimeError(
             "optim_state_dict_to_load: expected tensors laid out alike under the same names in the same order on all "
-            f"ranks, got others than on rank {of_ranks[0][0]} on ranks {listing(others)}. Load the same sharded state "
+            f"ranks, got different ones from rank {of_ranks[0][0]} on ranks {listing(others)}. Load the same sharded "
+            f"state "
             "on every rank."
         )
 

@@ -158,7 +158,7 @@ def take_flat_shard(
         missing.append(key)
     elif (problem := _flat_shard_problem(handle, state[key])) is not None:
         errors.append(
-            f"{clean_tensor_name(key)}: {problem}. A local state is read by the same units over as many ranks."
+            f"{clean_tensor_name(key)}: {problem}. The same units on the same number of ranks can read a local state."
         )
     else:
         unit.reshard(ReshardReason.OUT_OF_DATE)

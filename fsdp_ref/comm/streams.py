@@ -5,7 +5,8 @@ casts and reductions on the *post-backward* stream, compute on whatever stream i
 has streams gets these; elsewhere, and on the CPU, whose streams do nothing, :class:`Streams` has the same methods and does
 nothing, so that the runtime has one path.
 
-Discipline, in one place: (1) memory is allocated on the stream that issues its fill; (2) whoever reads on another stream
+Discipline, in one place: (1) memory is allocated on the stream that issues its fill; (2) whoever reads on another
+stream
 first waits for an event; (3) a full buffer goes back to the stream that it came from, once that stream or the host has
 waited for its last reader; smaller memory (casts of shards, gradients) is recorded on the stream that reads it
 (``record_stream``). No call to a device happens before a unit on it exists.
@@ -136,6 +137,8 @@ class DeviceStreams(Streams):
         self._post_backward = self._module.Stream(device, priority=-1)
         # Full buffers that were given up and still have their memory, each with the end of its last reader; oldest first.
         self._unfreed: dict[FlatBuffer, Any] = {}
+        # Those ends that a limited host has not waited for, of freed buffers too: a pass is shorter than it may run ahead.
+        self._unread: list[Any] = []
 
     def unshard(self) -> AbstractContextManager[object]:
         return self._module.stream(self._unshard)
@@ -187,13 +190,13 @@ class DeviceStreams(Streams):
 
     def allocate(self, buffer: FlatBuffer) -> None:
         last_read = self._unfreed.pop(buffer, None)
+        self._unread = [event for event in self._unread if event is not last_read]
+        while len(self._unread) > self.MAX_UNFREED:
+            # Here, and not on the unshard stream alone: gradients, too, are held by kernels that the host issued ahead.
+            self._unread.pop(0).synchronize()
         while len(self._unfreed) > self.MAX_UNFREED:
             # The oldest: its readers are the first to end, and the youngest's are what this gather shall overlap with.
-            oldest = next(iter(self._unfreed))
-            if self._limit:
-                # Here, and not on the unshard stream alone: gradients, too, are held by kernels that the host issued ahead.
-                self._unfreed[oldest].synchronize()
-            self._free(oldest)
+            self._free(next(iter(self._unfreed)))
         with self.unshard():
             if last_read is not None:
                 # Gathered again before it was freed: the memory is there, and the gather writes over what was read last.
@@ -206,6 +209,8 @@ class DeviceStreams(Streams):
         event = self._module.Event()
         event.record(self._module.current_stream(self._device))
         self._unfreed[buffer] = event
+        if self._limit:
+            self._unread.append(event)
 
     def free_rest(self) -> None:
         for buffer in list(self._unfreed):

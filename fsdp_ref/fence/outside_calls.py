@@ -44,8 +44,8 @@ def _refuse_sharded(module: nn.Module, args: Any) -> None:
                 f"{type(module).__name__}, run again in backward (activation checkpointing): expected full parameters, "
                 f"which {unit!r} has from the first gradient of one of its outputs on, got sharded ones: "
                 f"{listing(fqns)}; its outputs hold no tensor that could be seen. Return tensors from forward, or "
-                "tuples, lists, dicts or dataclasses of them, and no object of another class, or make what is "
-                "checkpointed a unit of its own."
+                f"tuples, lists, dicts or dataclasses of them, not objects of other classes; or make the "
+                f"checkpointed module a unit."
             )
         raise FsdpRuntimeError(
             f"{type(unit.module).__name__}.{method or 'forward of a module inside'}: expected full parameters, which "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -65,7 +66,6 @@ class Accumulated:
         self._device = device
         self._offloads = offloads
         self._home = torch.device("cpu") if offloads else device
-        self._marks: UsageMarks | None = None
         self.reduced_S: Tensor | None = None
         self.rest_S: Tensor | None = None
         self.arriving = False
@@ -83,12 +83,10 @@ class Accumulated:
         """Whether both parts exist."""
         return self.local_F is not None and self.reduced_S is not None
 
-    @property
+    @cached_property
     def marks(self) -> UsageMarks:
         """Where uses are marked; made on first use, for it takes a while."""
-        if self._marks is None:
-            self._marks = UsageMarks(self._shard_map, self._rank, self._device)
-        return self._marks
+        return UsageMarks(self._shard_map, self._rank, self._device)
 
     # ------------------------------------------------------------------ the local part
 

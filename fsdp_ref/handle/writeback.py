@@ -159,7 +159,7 @@ def _adopt_replaced(handle: FlatHandle) -> None:
     if problems:
         raise SharedParameterError(
             f"Changing shared parameters is not supported yet: expected each parameter of {handle.name!r} at its own "
-            f"places, got something else at {listing(problems)}. Change what is tied before sharding."
+            f"places, got something else at {listing(problems)}. Tie or untie parameters before sharding."
         )
     for index, places in shown.items():
         value = places[0][1]

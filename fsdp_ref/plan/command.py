@@ -95,7 +95,7 @@ def drawn(options: argparse.Namespace, names: Sequence[str] = (), build: Build |
     ranks = _ranks(options)
     if options.rates and not options.traffic:
         raise ConfigError(
-            f"--rates: expected --traffic LIBRARY with it (one of {', '.join(LIBRARIES)}), and there is none. "
+            f"--rates: expected --traffic LIBRARY with it (one of {', '.join(LIBRARIES)}), got none. "
             "The time of a step depends on what the library sends."
         )
     if options.rank is not None and not 0 <= options.rank < ranks.world:

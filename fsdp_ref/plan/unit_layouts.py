@@ -80,7 +80,7 @@ def _laid_out(unit: PlannedUnit, world_size: int, *, aligned: bool) -> UnitLayou
     if len(dtypes) > 1:
         raise ConfigError(
             f"plan: expected parameters of one dtype in unit {unit.fqn or 'root'!r}, got {', '.join(dtypes)}. "
-            "Wrap the modules of different dtypes as units of their own (--unit)."
+            "Wrap modules of different dtypes as separate units (--unit)."
         )
     dtype = unit.params[0].param.dtype
     layout = build_layout(unit.params, dtype if aligned else None, world_size)

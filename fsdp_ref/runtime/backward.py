@@ -115,7 +115,7 @@ def _enter(root: Root, unit: Unit, task: int) -> None:
             handle.originals.show_computing(
                 handle.originals.unflattened(views) if record is None else unit.computing(views)
             )
-        unit.move(UnitState.BACKWARD)
+        unit.life.move(UnitState.BACKWARD, unit.name)
         unit.backward_task = task
         prefetch.in_backward(root, unit, BackwardPrefetch.BACKWARD_PRE)
 

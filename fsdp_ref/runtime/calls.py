@@ -68,7 +68,7 @@ class Frame:
         """The module's forward is about to run; full parameters are there."""
         if self.unit.life.state in {UnitState.BACKWARD, UnitState.ACCUMULATING}:
             self.resumes = self.unit.life.state
-        self.unit.move(UnitState.FORWARD)
+        self.unit.life.move(UnitState.FORWARD, self.unit.name)
 
 
 def close(frame: Frame) -> None:
@@ -78,7 +78,7 @@ def close(frame: Frame) -> None:
         if frame.record is not None:
             # Before the state moves: until then the buffer is this call's own.
             _keep_edits(unit, frame.root, frame.record)
-        unit.move(frame.resumes)
+        unit.life.move(frame.resumes, unit.name)
     # A call that was aborted from outside is gone already.
     if frame in frame.root.calls:
         frame.root.calls.remove(frame)

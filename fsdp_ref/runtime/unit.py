@@ -150,14 +150,6 @@ class Unit:
 
     # ------------------------------------------------------------------ life cycle
 
-    def move(self, state: UnitState) -> None:
-        """Go to another state.
-
-        Raises:
-            TransitionError: the present state does not allow it.
-        """
-        self.life.move(state, self.name)
-
     def unshard(self, ahead: Ahead | None = None) -> None:
         """Have full parameters now; with ``ahead``, begin to gather them and have them at a later call without it.
 
@@ -261,7 +253,7 @@ class Unit:
         if frees:
             handle.reshard()
         elif after_backward and self.life.state is not UnitState.ACCUMULATING:
-            self.move(UnitState.ACCUMULATING)
+            self.life.move(UnitState.ACCUMULATING, self.name)
         handle.originals.show_sharded()
         self.note(UnitEventKind.RESHARD, freed=frees and handle.sharded)
         if after_backward or self.life.state not in READABLE or not handle.sharded or self._reshards_after_forward:

@@ -111,7 +111,7 @@ def rekey_optim_state_dict(
     if len(kinds) > 1 or object in kinds:
         raise FsdpValueError(
             f"rekey_optim_state_dict: Invalid parameter keys: expected only names or only positions, got "
-            f"{listing(dict.fromkeys(map(repr, keys)), limit=10)}. Leave entries of your own out."
+            f"{listing(dict.fromkeys(map(repr, keys)), limit=10)}. Leave out your own entries."
         )
     if kinds <= {str if wanted is OptimStateKeyType.PARAM_NAME else int}:
         return optim_state_dict

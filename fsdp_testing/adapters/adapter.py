@@ -34,7 +34,7 @@ LEFT_OUT: Any = None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchStyle:
-    """An adapter as data: three required fields, and a callable for whatever the defaults do not cover.
+    """An adapter as data: three required fields, and optional callables for what the defaults do not cover.
 
     FQNs are those of the module before it was wrapped. Every rank calls the methods in the same order. Methods that observe
     (`local_pieces`, `optimizer_pieces`, `units`, `gathered_bytes`) change nothing (no collective, no unshard, no reshard, no
@@ -56,7 +56,7 @@ class TorchStyle:
         division: How the mean over ranks is formed in a setup, for comparing low precision bit by bit.
         full_state_dict: Whole parameters and persistent buffers, on every rank.
         load_full_state_dict: Load the result of any implementation's `full_state_dict`.
-        sharded_state_dict: This rank's part, in whatever form the implementation loads again.
+        sharded_state_dict: This rank's part, in any form that the implementation can load.
         load_sharded_state_dict: Load the result of `sharded_state_dict` on the same world size.
         local_state_dict: This rank's shards as they are in memory, for a model with the same wrapping; no collective.
         load_local_state_dict: Load the result of `local_state_dict` on the same rank.

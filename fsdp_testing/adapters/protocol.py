@@ -61,7 +61,7 @@ class Precision:
 
     @property
     def on_the_wire(self) -> torch.dtype | None:
-        """Dtype that gradients are reduced in, after inference (pytorch PR 90660); `None`: that of the parameter."""
+        """Dtype in which gradients are reduced (pytorch PR 90660 says how it is inferred); `None`: the parameter's."""
         return self.reduce_dtype if self.reduce_dtype is not None else self.param_dtype
 
 

@@ -239,4 +239,4 @@ def _broken_methods(adapter: Adapter, wrapped: nn.Module, original: nn.Module) -
         yield from _wrong_names("full_parameters", set(expected), set(shapes))
         wrong = sorted(fqn for fqn in expected.keys() & shapes.keys() if shapes[fqn] != expected[fqn])
         if wrong:
-            yield f"full_parameters gives other shapes than the unwrapped module for {wrong}"
+            yield f"full_parameters gives different shapes from the unwrapped module for {wrong}"

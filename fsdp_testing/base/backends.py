@@ -124,7 +124,7 @@ def _no_nccl_shared(size: int) -> str | None:
     if version >= _SHARES_DEVICES:
         return None
     loaded, wanted = (".".join(map(str, numbers)) for numbers in (version, _SHARES_DEVICES))
-    return f"ranks can share a device from NCCL {wanted} on, and {loaded} is loaded; gloo-cuda works with any version"
+    return f"ranks can share a device from NCCL {wanted} on, but {loaded} is loaded; gloo-cuda works with any version"
 
 
 def _no_gloo_cuda(size: int) -> str | None:

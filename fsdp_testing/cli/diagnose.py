@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from fsdp_testing.report.sheet import Sheet
 
 DESCRIPTION = """\
-Read the dumps of torch's flight recorder from a training that hangs, one per rank, and say which rank waits for
-which, in\nwhich collective, on which line, and how late each rank is. Nothing in a dump is executed. A file's name
-ends with its rank,\nas in nccl_trace_rank_0.
+Read the dumps of torch's flight recorder from a training that hangs, one per rank, and say which rank waits for which, in
+which collective, on which line, and how late each rank is. Nothing in a dump is executed. A file's name ends with its rank,
+as in nccl_trace_rank_0.
 
 Exit code: 0 nothing is wrong in them, 1 ranks disagree, wait for others or left no dump, 3 no verdict.
 """

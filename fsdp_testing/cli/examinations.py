@@ -133,7 +133,7 @@ def loopback() -> Symptom:
         server.settimeout(5)
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port), timeout=5), server.accept()[0]:
-            return good("127.0.0.1 accepts connections on ports of the kernel's choice")
+            return good("127.0.0.1 accepts connections on kernel-chosen ports")
 
 
 def host_name() -> Symptom:
@@ -262,7 +262,7 @@ def environment() -> Symptom:
     if values:
         account = ", ".join(f"{name}={value}" for name, value in values.items())
         return odd(account, "Unset what you did not mean to set.")
-    return good("no variable that changes what ranks do")
+    return good("no variable affects ranks")
 
 
 def packages() -> Symptom:

@@ -46,11 +46,11 @@ EXAMPLE = "fsdp-verify fuzz torch-fsdp2 --seconds 300 --world-size 2,3"
 
 def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
-    command = declare(commands, "fuzz", "look for divergences with random cases", DESCRIPTION, example=EXAMPLE)
+    command = declare(commands, "fuzz", "search for divergences with random cases", DESCRIPTION, example=EXAMPLE)
     command.add_argument("name", metavar="NAME", nargs="?", help="implementation")
     limit = command.add_argument_group("how long")
     limit.add_argument("--seconds", type=seconds, metavar="N", help="end after N seconds (default 60)")
-    limit.add_argument("--examples", type=count, metavar="N", help="end after N cases were drawn")
+    limit.add_argument("--examples", type=count, metavar="N", help="end after drawing N cases")
     limit.add_argument("--stop-at-first", action="store_true", help="end with the first confirmed finding")
     what = command.add_argument_group("what is drawn")
     add_seed(what, "determines all random choices")

@@ -20,7 +20,7 @@ def add(commands: Subparsers[Command]) -> Command:
     command = declare(
         commands,
         "list",
-        "implementations, checks, capabilities, models, backends",
+        "list implementations, checks, capabilities, models, backends",
         "List the names that the command line takes: names alone, or details of one KIND.",
         example="fsdp-verify list checks",
     )

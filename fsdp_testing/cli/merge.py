@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from fsdp_testing.report.terminal import Output
 
 DESCRIPTION = """\
-Put the JSON reports of `fsdp-verify run ... --shard 1/N` to `N/N` together: the report, and the exit code, of one run. The same
-for `fsdp-verify certify`: one certificate. Or put the --state directories of `fsdp-verify fuzz ... --shard 1/N` to `N/N` together
-in the directory that --state names: each finding once, and a campaign that can go on. Parts that are missing, given twice, or
+Combine the JSON reports of `fsdp-verify run ... --shard 1/N` to `N/N` into one report with one exit code. Certificates of
+`fsdp-verify certify` combine in the same way. To combine campaigns of `fsdp-verify fuzz`, give their --state directories and
+a new one with --state: it lists each finding once, and the campaign can continue there. Missing parts, duplicates and parts
 of different runs are refused.
 """
 EXAMPLE = "fsdp-verify merge part-1.json part-2.json --html report"
@@ -31,9 +31,11 @@ def add(commands: Subparsers[Command]) -> Command:
         nargs="+",
         type=Path,
         metavar="PART",
-        help="what `run` or `certify --shard --json`, or `fuzz --shard --state`, wrote",
+        help="a file of `run` or `certify --shard --json`, or a directory of `fuzz --shard --state`",
     )
-    command.add_argument("--state", type=Path, metavar="DIR", help="of campaigns: a new directory for the whole one")
+    command.add_argument(
+        "--state", type=Path, metavar="DIR", help="for campaigns: a new directory for the combined one"
+    )
     add_report_outputs(command)
     return command
 

@@ -98,7 +98,7 @@ def add_world_sizes(
 
 def add_tensor_parallel(group: argparse._ActionsContainer) -> argparse.Action:
     """Declare `--tensor-parallel`."""
-    text = "ranks that hold one model together, cut by torch's tensor parallelism (default 1)"
+    text = "ranks that share one model by torch's tensor parallelism (default 1)"
     return group.add_argument("--tensor-parallel", type=count, default=1, metavar="T", help=text)
 
 

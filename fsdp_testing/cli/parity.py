@@ -20,7 +20,7 @@ EXAMPLE = "fsdp-verify parity torch-fsdp1 torch-fsdp2 --html order.html"
 def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
     command = declare(
-        commands, "parity", "unit and event order of two implementations, side by side", DESCRIPTION, example=EXAMPLE
+        commands, "parity", "compare unit and event order of two implementations", DESCRIPTION, example=EXAMPLE
     )
     command.add_argument("left", metavar="NAME", help="an implementation that claims `unit_trace`")
     command.add_argument("right", metavar="NAME", help="another one")

@@ -21,7 +21,7 @@ EXAMPLE = "fsdp-verify plan llama-70b --world-size 64 --memory 80"
 def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
     command = declare(
-        commands, "plan", "shard layout of a model at any world size", reference.DESCRIPTION, example=EXAMPLE
+        commands, "plan", "show the shard layout of a model at any world size", reference.DESCRIPTION, example=EXAMPLE
     )
     reference.declare(command, "a model of `list models`, ")
     return command

@@ -99,7 +99,7 @@ def add(commands: Subparsers[Command]) -> Command:
 
 def add_report_outputs(command: Command) -> None:
     """Declare in which forms a report may be written."""
-    out = command.add_argument_group("what is written")
+    out = command.add_argument_group("output")
     add_html(out)
     add_json(out, "the report")
     out.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML")
@@ -109,7 +109,7 @@ def add_report_outputs(command: Command) -> None:
         metavar="OLD.json",
         help="an earlier report: show which failures are new or gone, and the first date of the others",
     )
-    out.add_argument("--full", action="store_true", help="show every check, and complete accounts of what failed")
+    out.add_argument("--full", action="store_true", help="show every check, and full details of failures")
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -145,7 +145,7 @@ def execute(options: argparse.Namespace) -> int:
     console = open_console()
     part_of = "part {} of {}; ".format(*options.shard) if options.shard else ""
     for name in unknown_tables(options.expected_failures, names):
-        whose = f"--expected-failures: [{name}] is no implementation of this run"
+        whose = f"--expected-failures: [{name}] is not an implementation of this run"
         console.say(f"{whose}, and none is registered under that name", style="bold yellow")
     if options.fault:
         console.say(f"injected into each run of a case: {', '.join(map(str, options.fault))}", style="bold yellow")

@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Run an unmodified training script as torchrun would start it, on each number of ranks, and compare it step by step with one
-process that sees the rows of all ranks: loss, learning rate, gradients as the optimizer receives them, parameters
-after.
-Options stand before SCRIPT; what follows it is the script's. Dropout is switched off; files that the script writes below the
-current folder go to a temporary one.
+process that sees the rows of all ranks: loss, learning rate, gradients as the optimizer receives them, parameters after the
+step. Put options before SCRIPT; arguments after it go to the script. Dropout is switched off; files that the script writes
+below the current folder go to a temporary one.
 """
 EXAMPLE = """\
 fsdp-verify train --world-sizes 1,2 train.py --epochs 1

@@ -97,7 +97,7 @@ class Hypothesis:
     pattern: Pattern | None = None
     ranks: tuple[int, ...] = ()
     happened: str = ""
-    confirmed: str = "is what one process gives with that"
+    confirmed: str = "equals one process's result with that"
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -205,11 +205,11 @@ class WrongNumbers:
         if operation is not None and not operation.runs_backward:
             what = f"{_name(self._case, point.index)}, gives parameters gradients{zeros} that no backward computed"
         elif not any(point.requires_grad.get(name, True) for name in names):
-            what = f"parameters that are frozen are given gradients{zeros}"
+            what = f"frozen parameters get gradients{zeros}"
         elif any(names & set(term.uses) for term in self._sources.terms(self._case, self._index)):
             return None
         else:
-            what = f"parameters that no rank used are given gradients{zeros}"
+            what = f"parameters that no rank used get gradients{zeros}"
         return self._done(what)
 
     def _unit_roundoff(self) -> float:

@@ -112,8 +112,8 @@ def _of_call(case: Case, wrong: _Wrong, more: str) -> str:
     if tensor.what == PARAMETER:
         return f"{name} is the first module that computes with wrong numbers: its {tensor.part} {where} {size}{more}"
     if tensor.what == INPUT:
-        before = "; what is computed before it is right" if tensor.module else ""
-        return f"what comes into {name} is the first that is wrong, {where} {size}{more}{before}"
+        before = "; everything computed before it is right" if tensor.module else ""
+        return f"the input of {name} is the first wrong value, {where} {size}{more}{before}"
     if tensor.what == OUTPUT:
         return f"{name} is the first module whose output is wrong, {where} {size}{more}"
     return f"every output is right; the gradient of the output of {name} is the first that is wrong, {where} {size}"
@@ -141,7 +141,7 @@ def _of_state(case: Case, last: int, now: Sequence[Seen], right: set[Seen], wron
     operation = f"operation {last}, {case.program[last].words()}"
     before = _what_is_right(own, right) if own else f"it is not called in {operation}, "
     if not now:
-        before = f"what it computed before {operation}, is right, "
+        before = f"its results before {operation}, are right, "
     return f"{module_text(module)}: {before}{what} is wrong{where}{more}"
 
 

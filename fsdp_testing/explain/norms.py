@@ -78,7 +78,7 @@ def norm_of_what(
     if math.isnan(norm.got) and lacks_elements:
         return "no number, just where ranks have no element of some parameter"
     if math.isinf(norm.p) and norm.got == 1.0 != norm.due:
-        return "1, as any number to the power of 1/p is for an infinite p"
+        return "1, because any number to the power 1/p is 1 for infinite p"
     if not norm.due or not math.isfinite(norm.due) or not math.isfinite(norm.got) or not gradients:
         return ""
     # Asked first: one element may be in two norms, and look like a gradient that counts twice.

@@ -312,7 +312,7 @@ def render(finding: Finding, like: Hypothesis | None, unsharded: UnshardedUnits,
         return f"{after}: {finding.statement}"
     wrong = f"{after}: {_what_is_wrong(finding)}"
     if cast:
-        return f"{after}: {cast}; {_what_is_wrong(finding)}, and is what one process gives with that cast."
+        return f"{after}: {cast}; {_what_is_wrong(finding)}, and equals one process's result with that cast."
     if like is None:
         return f"{wrong}."
     if like.pattern is not None:

@@ -93,7 +93,9 @@ def expectations(
             for check, expected in table.items():
                 if check not in checks:
                     near = difflib.get_close_matches(str(check), checks, n=1)
-                    problems.append(f"{check!r} is no check ({name})" + (f"; did you mean {near[0]}?" if near else ""))
+                    problems.append(
+                        f"{check!r} is not a check ({name})" + (f"; did you mean {near[0]}?" if near else "")
+                    )
                 found[name][check] = read_expectation(expected, f"{check!r} ({name})", problems)
     if problems:
         raise InvalidArgument(
@@ -197,7 +199,7 @@ def _recognised(finding: Finding, rules: Iterable[Rule], cause_of: CauseOf) -> F
 def _unexpected(result: CheckResult, expectation: Expectation, new: Sequence[Finding], known: Sequence[Finding]) -> str:
     if not expectation.failures:
         return (
-            f"listed as known ({expectation.bare}), without how it fails; a reason alone excuses nothing. "
+            f"listed as known ({expectation.bare}), without saying how it fails; a reason alone excuses nothing. "
             f"To expect this failure, write {entry_line(result.check, new)}"
         )
     beside = f"{len(known)} of its failing cases {'is' if len(known) == 1 else 'are'} known; " if known else ""

@@ -189,7 +189,7 @@ def _leaked(case: Case, leak: str, rank: int, *, sort: str) -> Finding:
 
 
 def _undecided(case: Case, numbers: Numbers) -> Judgement | None:
-    """Why there is no verdict although nothing refutes."""
+    """Reason for no verdict although nothing refutes."""
     # What keeps the oracle from deciding comes first: it may be why nothing was compared.
     reason = numbers.problem
     if not reason and not numbers.tally.comparisons:

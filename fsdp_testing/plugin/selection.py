@@ -106,7 +106,8 @@ def refusal_to_draw(item: pytest.Item) -> str | None:
     if not getattr(function, "is_hypothesis_test", False) or pytest_compat.draws_alike_everywhere(function):
         return None
     return (
-        "expected a test that does the same on every rank, got a Hypothesis test, which would draw other examples on "
-        "each. Draw in the controlling process: remove the marker and call worlds(size=2).run(function, example); or set "
+        "expected a test that does the same on every rank, got a Hypothesis test, which would draw different "
+        "examples on each. Draw in the controlling process: remove the marker and call worlds(size=2).run(function, "
+        "example); or set "
         "@settings(derandomize=True)."
     )

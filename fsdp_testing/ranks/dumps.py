@@ -122,7 +122,7 @@ def _plain(file: Path) -> Mapping[str, Any]:
     except Exception as error:
         raise InvalidRecord(
             f"{file}: expected a dump of torch's flight recorder (a pickle of plain data, or JSON), got {type(error).__name__}: "
-            f"{error}. It is damaged, or something else; nothing of it was executed."
+            f"{error}. It is damaged or another kind of file; nothing in it was executed."
         ) from error
     if not isinstance(content, dict):
         raise InvalidRecord(f"{file}: expected a dump of torch's flight recorder, got a {type(content).__name__}.")

@@ -212,7 +212,7 @@ def _advice(report: RunReport) -> Iterator[Line]:
         yield Line(f"If it is known, {where}")
     if unknown:
         yield Line("Examine this machine:", command="fsdp-verify doctor")
-        yield Line("Run what is unknown again, alone:", command=summary.replay_line(unknown[0], report))
+        yield Line("Run the unknown checks again, alone:", command=summary.replay_line(unknown[0], report))
     if stale:
         names = listed(f"{result.implementation} {result.check}" for result in stale)
         yield Line(f"Take these off the list of expected failures, because they hold: {names}.")

@@ -93,7 +93,7 @@ class Failures:
         blocks.append(self.broken(group.results))
         script = group.page.replace("docs/findings/", "docs/findings/scripts/").removesuffix(".md") + ".py"
         if (text := text_of(script)) is not None:
-            blocks.append(Fold("Plain torch that shows it, to paste", (Listing(text, numbered=True),), page_only=True))
+            blocks.append(Fold("Plain torch code that shows it", (Listing(text, numbered=True),), page_only=True))
         cost = summary.severity(group.findings)
         return Article(group.reason, tuple(blocks), owners, Verdict.EXPECTED_FAILURE.value, anchor, severity=cost)
 
@@ -122,7 +122,7 @@ class Failures:
             title = numbered(len(result.findings), "failing case")
             blocks.append(Fold(title, tuple(cases), unfolded=verdict is not Verdict.EXPECTED_FAILURE))
         for index, account in enumerate(summary.accounts(result)):
-            blocks.append(Fold("Why there is no verdict", (Listing(account),), unfolded=index < ACCOUNTS_AT_LENGTH))
+            blocks.append(Fold("Reason for no verdict", (Listing(account),), unfolded=index < ACCOUNTS_AT_LENGTH))
         blocks.append(self._replay(result))
         owner = self.own(result.implementation)
         return Article(result.check, tuple(blocks), owner, verdict.value, self.anchor(result))

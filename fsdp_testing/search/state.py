@@ -31,7 +31,7 @@ FORMAT = Format("fsdp_testing/search_state", 1)
 SOURCE = "source"
 """Name in a subject of the digest of the implementation's text, and of the harness that judges it."""
 _OF_EARLIER_VERSIONS = ("fsdp_testing/fuzz_state", "fsdp_testing/certificate_state")
-_ADVICE = "Give another --state directory, or remove that one to begin anew."
+_ADVICE = "Give another --state directory, or remove that one to start over."
 
 _LETTERS = {"p": Verdict.PASS, "f": Verdict.FAIL, "u": Verdict.UNKNOWN, "e": Verdict.EXPECTED_FAILURE}
 _LETTER_OF = {verdict: letter for letter, verdict in _LETTERS.items()}
@@ -199,7 +199,7 @@ def changes(subject: Mapping[str, str], state: State, shard: tuple[int, int] = (
         if subject.get(name) != state.subject.get(name)
     }
     if SOURCE in wrong:
-        wrong[SOURCE] += ", for the implementation, or fsdp-testing, has changed since"
+        wrong[SOURCE] += ", because the implementation or fsdp-testing has changed since"
     if state.shard != shard:
         wrong["part"] = "part: expected {} of {}, got {} of {}".format(*shard, *state.shard)
     return wrong

@@ -104,7 +104,7 @@ def of_start(run: WholeRun) -> str:
         if odd is not None:
             return (
                 f"ranks 0 and {odd} start from different weights, first in {name}. Cause: the seed depends on the rank and "
-                "nothing copies the weights of rank 0. Seed every rank alike, or broadcast the parameters."
+                "nothing copies the weights of rank 0. Use one seed on all ranks, or broadcast the parameters."
             )
     return ""
 

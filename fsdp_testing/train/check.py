@@ -97,7 +97,7 @@ def _judge(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
     pair = pair.as_ranks(to_follow(start.accept)) if to_follow(start.accept) else pair
     check_disagreements(pair)
     compared = decide(pair)
-    sentence = f"{run.steps} steps are those of {start.world(alone.size)}"
+    sentence = f"{run.steps} steps match those of {start.world(alone.size)}"
     lines = (*compared.lines, *unread(run))
     return Judgement(size, Verdict.PASS, sentence, lines, compared.unknown, steps=run.steps)
 
@@ -182,12 +182,12 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
     pair, how = _pair(runner, alone, run, taken)
     accept = runner.start.accept
     pair = pair.as_ranks(to_follow(accept)) if to_follow(accept) else pair
-    how += ", which runs the rows of each rank apart and averages" if {LOSS, BATCH_NORM} & {*accept} else ""
+    how += ", which runs the rows of each rank separately and averages" if {LOSS, BATCH_NORM} & {*accept} else ""
     pair, start = _with_same_start(pair)
     check_disagreements(pair)
     compared = _decided(pair)
     lines = compared.lines + unknown_shares(alone, taken) + not_stepped(run) + not_compared(run, accept)
-    sentence = f"{run.steps} steps are those of one process {how}{start}"
+    sentence = f"{run.steps} steps match those of one process {how}{start}"
     return Judgement(size, Verdict.PASS, sentence, lines, compared.unknown, steps=run.steps)
 
 
@@ -223,9 +223,9 @@ def _pair(runner: Runner, alone: WholeRun, run: WholeRun, taken: WholeRun) -> tu
             # All ranks began alike. What they hold of the same parameters by now needs no other world.
             check_disagreements(Pair(runner, run, run), (Kind.PARAMETER,))
             raise
-        return pair, "with other arguments of forward: ranks share the work on each row"
+        return pair, "with different arguments of forward: ranks share the work on each row"
     if feed.source is None and not _same_data(alone, taken):
-        return Pair(runner, alone, run, feed), "with the same rows on each rank, of which forward is given parts"
+        return Pair(runner, alone, run, feed), "with the same rows on each rank, of which forward receives parts"
     if feed.source is not None:
         how = f"given the rows of all ranks ({feed})"
     else:
@@ -239,7 +239,8 @@ def _check_replicas(run: WholeRun) -> None:
     apart = causes.of_start(run)
     if apart and any(seen.sent for seen in first_steps(run)):
         raise Undecided(
-            "each rank has weights of its own by the same names, and they send to one another, as stages of a pipeline do. Draw "
+            "each rank has different weights under the same names, and the ranks send to one another, as pipeline "
+            "stages do. Draw "
             "the whole model from one seed on every rank, and take the layers of the stage from it: then they are "
             "recognised by their values."
         )
@@ -300,7 +301,7 @@ def _reference(runner: Runner, alone: WholeRun, run: WholeRun) -> tuple[WholeRun
         tried.append(f"{feed.source}")
     if not tried:
         raise Undecided(
-            "each rank takes rows of its own, and neither a DataLoader nor the arguments of forward determine the loss. "
+            "each rank takes its own rows, and neither a DataLoader nor the arguments of forward determine the loss. "
             "Mark the line where the script takes its batch: `x, y = fsdp_testing.batch(x, y)`."
         )
     raise Undecided(
@@ -351,7 +352,8 @@ def _check_shapes(alone: WholeRun, run: WholeRun) -> None:
     if {n: v[0].shape for n, v in before.items()} != {n: v[0].shape for n, v in here.items()}:
         odd = sorted({*before} ^ {*here}, key=str) or [n for n in before if before[n][0].shape != here[n][0].shape]
         raise Undecided(
-            f"has other parameters than one process, first {odd[0]}. A script whose model depends on the number of ranks "
+            f"has different parameters from one process, first {odd[0]}. A script whose model depends on the number "
+            f"of ranks "
             "cannot be compared; choose the model by an argument. If each rank has a part of the model, "
             "draw the whole from one seed on every rank, then take the rank's part."
         )

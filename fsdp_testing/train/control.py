@@ -117,7 +117,7 @@ def control(run: WholeRun, *, measures: bool = False) -> Control:
 
 
 _NO_SUM = "not compared with what backward gave: gradients are changed by hand, and are not a simple sum of it"
-_NOT_SEEN = "not compared with what backward gave: no module was seen to use its parameters as attributes of its own"
+_NOT_SEEN = "not compared with what backward gave: no module was seen to use its own parameters as attributes"
 
 
 def _words(factor: float, size: int, passes: int) -> str:
@@ -200,7 +200,8 @@ def _wrong(step: _Step, size: int, previous: Gradients | None) -> tuple[str, flo
             return "", None
         return (
             f"the stepped gradient {at} lacks every backward pass, though {passes} ran on each rank: it is zero. "
-            "Cause: gradients are cleared before the step, or what accumulates them loses them. Clear after the step."
+            "Cause: gradients are cleared before the step, or the code that accumulates them loses them. Clear after "
+            "the step."
         ), None
     factor = _factor(step.got, step)
     if factor is not None:
@@ -221,7 +222,7 @@ def _wrong(step: _Step, size: int, previous: Gradients | None) -> tuple[str, flo
         "Cause: optimizer.zero_grad() is called between the micro-batches. Clear once for each step, after it. If it "
         f"is not a micro-batch, its gradients are read and cleared. {flag(MEASURED)}"
         if any(step.cleared)
-        else "Cause: what accumulates gradients over backward passes loses some, or counts them wrongly."
+        else "Cause: the code that accumulates gradients over backward passes loses some, or counts them wrongly."
     )
     return f"{words}, {at}: it is not the sum of autograd's gradients. {why}", None
 

@@ -166,7 +166,7 @@ def _generators(pair: Pair) -> list[str]:
             {tuple(seen.generators.get(package) for seen in rank.steps) for rank in world.ranks}
             for world in (run, reference)
         )
-        own, other = ", each rank's own", ", the same on all ranks and not that of " + pair.other
+        own, other = ", each rank's own", ", the same on all ranks but not that of " + pair.other
         packages.setdefault(own if len(here) > 1 else other if here != there else "", []).append(package)
     return [
         f"{'not ' if how else ''}compared: the state of the random generator of {', '.join(named)} after each step{how}"
@@ -254,7 +254,7 @@ def _judge_logged(pair: Pair, chosen: Comparable) -> list[str]:
                 f"ranks' numbers "
                 "by the number of ranks, once, or by the sum of their weights.",
             )
-        remarks.append(f"not compared: the number read at {line} is the same on all ranks and not that of one process")
+        remarks.append(f"not compared: the number read at {line} is the same on all ranks but differs from one process")
     remarks += [f"not compared: the number read at {line}, each rank's own" for line in known.own]
     return remarks + [
         f"not compared: the number read at {line}, read a different number of times" for line in known.uneven

@@ -188,7 +188,7 @@ def _seeds(seen: Steps, step: int) -> str:
     effect = "ranks start from different weights" if different_weights else "ranks draw different random numbers"
     return (
         f"Cause: the seed depends on the rank. At step {step} torch.initial_seed() is {seeds[0]} on rank 0 and "
-        f"{seeds[first]} on rank {first}, and the {effect}. Seed every rank alike, or broadcast what is drawn."
+        f"{seeds[first]} on rank {first}, and the {effect}. Use one seed on all ranks, or broadcast what is drawn."
     )
 
 
@@ -213,7 +213,7 @@ def _not_reduced(seen: Steps, step: int) -> str:
             "set_requires_gradient_sync(False)) and none is reduced before the optimizer steps. Synchronise in the last one."
         )
     return (
-        f"Cause: gradients are not reduced. At step {step} nothing of the gradients' size is reduced between the "
+        f"Cause: gradients are not reduced. At step {step} no collective of the gradients' size runs between the "
         f"{passes} and the optimizer step. Wrap the model, or all-reduce its gradients."
     )
 
@@ -225,8 +225,8 @@ def _generators(seen: Steps, step: int) -> str:
     first = next(rank for rank, state in enumerate(states) if state != states[0])
     return (
         f"Cause: dropout is out of step. At step {step} ranks 0 and {first} reach the first dropout layer with different "
-        "states of the random generator, though seeded alike: one of them has drawn more numbers before. Draw the same "
-        "on every rank, or give dropout a generator of its own."
+        "states of the random generator, though they have the same seed: one of them has drawn more numbers before. "
+        "Draw the same numbers on every rank, or give dropout its own generator."
     )
 
 

@@ -91,7 +91,7 @@ def _zero_steps(run: WholeRun) -> str:
 def _loss(run: WholeRun) -> str:
     losses = run.quantities.get(LOSS, [])
     same = len(losses) > 1 and all(torch.equal(loss, losses[0]) for loss in losses)
-    return f"nothing: the loss does not move, it is {float(losses[0].sum()):.6g} at each step" if same else ""
+    return f"nothing: the loss does not change, it is {float(losses[0].sum()):.6g} at each step" if same else ""
 
 
 def _unreached(run: WholeRun) -> str:

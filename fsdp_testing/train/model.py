@@ -65,7 +65,8 @@ class ModelReport:
 
     def __str__(self) -> str:
         return (
-            f"{self.model} under {self.implementation} on {self.ranks} ranks: {self.steps} steps are those of one process "
+            f"{self.model} under {self.implementation} on {self.ranks} ranks: {self.steps} steps match those of one "
+            f"process "
             f"(losses, {self.tensors} gradients and parameters, {self.numbers:,} numbers at each step)"
         )
 

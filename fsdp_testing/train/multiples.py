@@ -27,8 +27,8 @@ _OWN = (
     "norm of its own"
 )
 OWN_IN_FORWARD = (
-    f"{_OWN}, within forward. One process that is given the rows of "
-    f"each rank apart does the same. Compute that term over the rows of all ranks. {flag(LOSS)}"
+    f"{_OWN}, within forward. One process that gets the rows of each rank separately does the same. Compute that "
+    f"term over the rows of all ranks. {flag(LOSS)}"
 )
 _OWN_OUTSIDE = (
     f"{_OWN}, outside of the model's forward. At step 0 the mean of what one process computes from each rank's rows{{}} is the "
@@ -166,8 +166,8 @@ def of_ranks(reference: WholeRun, run: WholeRun, each: Sequence[WholeRun]) -> st
     others = ", ".join(f"{run.size * weight:.3g}" for weight in wanted)
     return (
         f"Cause: ranks scale their losses: {ranks}, expected {others}. At step 0 the gradient is the mean over ranks of that "
-        "many times what one process computes from the rows of each. Scale "
-        "the loss of every rank alike, by a number that does not depend on the number of ranks."
+        "many times what one process computes from the rows of each. Scale every rank's loss by the same number, one "
+        "that does not depend on the number of ranks."
     )
 
 

@@ -21,7 +21,7 @@ NEAR = 1e-3
 """Gradients that are farther apart, as parts of the largest one, need no closer look."""
 View = Callable[[WholeRun], Quantities]
 _UNION = "one process given the rows of all ranks"
-_APART = "one process that runs the rows of each rank apart, and averages"
+_APART = "one process that runs the rows of each rank separately, and averages"
 _EACH = "one process that gets the rows of each rank in turn, at step 0"
 
 
@@ -154,7 +154,7 @@ class Pair:
         return replace(self, reference=self.runner.run(1, RunSettings(feed=feed)), feed=feed, kept={}, tried={})
 
     def agrees_apart(self, view: View) -> bool:
-        """Whether one process that runs the rows of each rank apart, and averages, computes the same; noted in `tried`."""
+        """Whether one process that runs each rank's rows separately, and averages, agrees; noted in `tried`."""
         if self._takes_own_rows and not self.tried and LOSS not in self.runner.start.accept:
             try:
                 other = self.as_ranks((LOSS, BATCH_NORM))

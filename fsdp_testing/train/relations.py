@@ -209,7 +209,7 @@ def judge_varied(
         check_disagreements(pair)
         compared = decide(pair)
         lines = (*compared.lines, *not_stepped(run), *not_compared(run, ()))
-        sentence = f"{run.steps} steps are those of {names[0]}{how}"
+        sentence = f"{run.steps} steps match those of {names[0]}{how}"
         return Judgement(size, Verdict.PASS, sentence, lines, compared.unknown, steps=run.steps)
 
     return replace(guarded(other, size, judge), relation=name)
@@ -226,7 +226,7 @@ def _check_start(pair: Pair) -> str:
     shapes = [{key: value[0].shape for key, value in initial(world).items()} for world in (base, run)]
     odd = [key for key in {**shapes[0], **shapes[1]} if shapes[0].get(key) != shapes[1].get(key)]
     if odd:
-        raise Undecided(f"has other parameters than {pair.other}, first {odd[0]}: it is another model.")
+        raise Undecided(f"has different parameters from {pair.other}, first {odd[0]}: it is another model.")
     begun = other_start(base, run)
     if begun is not None:
         raise Undecided(
@@ -242,13 +242,14 @@ def _check_start(pair: Pair) -> str:
             return ", with other arguments of forward"
         if due.total() != given.total():
             raise Undecided(
-                f"takes {given.total()} rows at step {step} where {pair.other} takes {due.total()}. Keep the batch of a step: "
+                f"takes {given.total()} rows at step {step} where {pair.other} takes {due.total()}. Keep the total "
+                f"batch of a step: "
                 "--vary k=1,2 SCRIPT --accumulate {k} --batch {8/k}, with the names of your script."
             )
         raise Failed(
             f"takes different rows than {pair.other} at step {step}, though equally many. Cause: the order of the "
             f"data, "
-            f"or the random numbers drawn for it, depends on what is varied. Draw it from a generator of its own.",
+            f"or the random numbers drawn for it, depends on what is varied. Draw it from a separate generator.",
             pair.table,
         )
     return ""
@@ -313,14 +314,14 @@ def judge_rows(runner: Runner, alone: WholeRun, relation: str) -> Judgement:
         known = runner.run(1, RunSettings(keep_data=True))
         change = _reversed if relation == ORDER else _padded
         how = "the rows of each batch in reverse" if relation == ORDER else "each batch padded to the widest"
-        varied = Varied(runner, ("its rows as they are", how), _cause)
+        varied = Varied(runner, ("its rows unchanged", how), _cause)
         for feed in change(known, feeds_of([known.ranks[0].taken], known.forwards(), known.forwards())):
             run = runner.run(1, RunSettings(feed=feed))
             check_numbers(runner, run)
             if not _changed(relation, known, run):
                 continue
             compared = decide(Pair(runner, alone, run, own=feed, varied=varied))
-            sentence = f"{run.steps} steps with {how} are those of its rows as they are"
+            sentence = f"{run.steps} steps with {how} match those with its rows unchanged"
             return Judgement(1, Verdict.PASS, sentence, compared.lines, compared.unknown, steps=run.steps)
         raise Undecided(
             "the rows of its batches cannot be put in another order: mark the line where it takes one, `x, y = "

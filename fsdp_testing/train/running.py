@@ -207,7 +207,7 @@ class Runner:
         if hung and not settings.folder and unequal_ends(outcome) is None:
             again = self.execute(size, settings)  # the machine may have been slow
             if again.ok:
-                self.unsteady.append(f"{outcome.cause}; run again, it finished. A single hang is no verdict.")
+                self.unsteady.append(f"{outcome.cause}; run again, it finished. A single hang gives no verdict.")
             outcome = again
         # With faults ranks may issue different collectives, as where no ledger is: what they compute then is compared.
         if not (outcome.all_good if settings.faults else outcome.ok):
@@ -255,7 +255,7 @@ def unequal_ends(outcome: WorldOutcome) -> Failed | None:
     waiting = next(rank.rank for rank in outcome.ranks if rank not in ended)
     return Failed(
         f"make different numbers of optimizer steps: rank {ended[0].rank} has made {len(ended[0].value.steps)}, "
-        f"rank {waiting} fewer. Cause: a rank decides by its own number to skip a step, or takes other batches.",
+        f"rank {waiting} fewer. Cause: a rank decides by its own number to skip a step, or takes different batches.",
         subject="the ranks",
     )
 

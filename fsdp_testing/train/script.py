@@ -161,7 +161,7 @@ def check_script(
     Raises:
         ScriptDiffers: A world trains differently.
         ScriptUndecided: A world, or the script, gives no verdict.
-        InvalidArgument: There is no such script, or no size above 1.
+        InvalidArgument: The script does not exist, or no size is above 1.
     """
     launch = Launch(str(script), tuple(map(str, arguments)), steps=steps, timeout=timeout, accept=tuple(accept))
     report = examine(launch, world_sizes)
@@ -178,7 +178,7 @@ def examine(
     """Judge a script on each world size above 1; a listener is told of each run.
 
     Raises:
-        InvalidArgument: There is no such script, or no size above 1.
+        InvalidArgument: The script does not exist, or no size is above 1.
     """
     sizes = [size for size in world_sizes if size > 1]
     _check_arguments(launch, world_sizes)

@@ -189,7 +189,7 @@ def _without_dropout(active: list[bool]) -> Iterator[None]:
 def _without_own_processes() -> Iterator[None]:
     def refuse(*_args: Any, **_kwargs: Any) -> None:
         raise InvalidArgument(
-            "starts processes of its own with torch.multiprocessing. Expected a script for torchrun, each process of "
+            "starts its own processes with torch.multiprocessing. Expected a script for torchrun, each process of "
             "which is one rank. Call the function that it starts, and read RANK and WORLD_SIZE from the environment."
         )
 

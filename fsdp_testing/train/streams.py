@@ -38,7 +38,7 @@ def judge_streams(runner: Runner, size: int) -> Judgement:
                 "such as those of DDP's reducer, are not seen."
             )
         work = sum(account.work for account in accounts)
-        sentence = f"{work} pieces of work on {', '.join(streams)}: each comes after what it uses"
+        sentence = f"{work} pieces of work on {', '.join(streams)}: each runs after the work that it depends on"
         return Judgement(size, Verdict.PASS, sentence)
 
     return replace(guarded(runner, size, judge), relation="--streams")

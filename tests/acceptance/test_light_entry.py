@@ -111,8 +111,8 @@ def test_drawn_tests_use_worlds_under_default_health_checks(run: Runner) -> None
     left = verdict.text.partition("warnings summary")[2].partition("short test summary")[0]
     assert "test_ranks.py::test_spoils" in left
     assert "test_clean" not in left, left
-    # One that would draw other examples on each rank fails, and keeps no other test from running.
-    assert "would draw other examples on each" in verdict.text
+    # One that would draw different examples on each rank fails, and keeps no other test from running.
+    assert "would draw different examples on each" in verdict.text
     assert "ERROR test_ranks.py::test_drawn - " in verdict.text
 
 

@@ -48,7 +48,7 @@ def test_work_is_late_and_waits_order_it() -> None:
 
 def test_training_is_right_and_a_missing_wait_is_a_wrong_number() -> None:
     code, said = run("-m", "pytest", "-q", "-m", "gpu", "--device", "sim", "-p", "no:cacheprovider",
-                     "tests/acceptance/on_devices.py")  # fmt: skip
+                     "-n", "1", "tests/acceptance/on_devices.py")  # fmt: skip
     assert code == 0, said
 
 

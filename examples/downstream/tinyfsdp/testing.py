@@ -21,7 +21,7 @@ def pieces(model, values, grads=None):
     """What this rank has of each original: views of `values` and `grads`, which are laid out as the flat parameter is."""
     found, (flat, first, originals) = {}, layout(model)
     for name, shape, start in originals:
-        # In elements of the whole; an empty span where this rank has nothing of it. Padding belongs to nobody.
+        # In elements of the whole; an empty span where this rank has nothing of it. Padding belongs to no parameter.
         stop = start + math.prod(shape)
         low = min(max(start, first), stop)
         high = max(min(stop, first + len(flat)), low)

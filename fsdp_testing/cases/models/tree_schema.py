@@ -95,7 +95,7 @@ def _problems_of_root(tree: Mapping[str, Any]) -> Iterator[str]:
         yield f"output: expected one of {', '.join(CONTAINERS)}, got {tree['output']!r}"
     unknown = sorted(set(tree) - {"width", "output", "nodes"})
     if unknown:
-        yield f"expected the fields width, output and nodes, got {unknown} besides"
+        yield f"expected the fields width, output and nodes, got also {unknown}"
 
 
 def _problems(nodes: Any, where: str) -> Iterator[str]:
@@ -112,7 +112,7 @@ def _problems(nodes: Any, where: str) -> Iterator[str]:
         yield from _problems_of_fields(node, here)
         name = node.get("name")
         if not isinstance(name, str) or not name.isidentifier() or name.startswith("_") or name in names:
-            yield f"{here}.name: expected an identifier of its own, got {name!r}"
+            yield f"{here}.name: expected a valid, unique identifier, got {name!r}"
         names.add(str(name))
         if kind == "group":
             yield from _problems(node.get("nodes", []), f"{here}.nodes")

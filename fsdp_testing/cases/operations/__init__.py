@@ -47,8 +47,8 @@ def by_kind(operations: Iterable[type[Operation]]) -> dict[str, type[Operation]]
             problems.append(f"{name} has the kind {operation.kind!r} of {found[operation.kind].__name__}")
     if problems:
         raise InvalidRecord(
-            f"operations: expected every facet of every operation under a kind of its own, got {'; '.join(problems)}. "
-            "Say in the class what Operation documents of it."
+            f"operations: expected every facet of every operation under a unique kind, got {'; '.join(problems)}. "
+            "Define in the class what Operation documents."
         )
     return found
 

@@ -251,7 +251,7 @@ class Judgement:
     Attributes:
         verdict: `PASS`, `FAIL` or `UNKNOWN`.
         finding: What refutes; of `FAIL` only.
-        reason: Why there is no verdict, in a sentence; of `UNKNOWN` only.
+        reason: Reason for no verdict, in a sentence; of `UNKNOWN` only.
         detail: The rest of the reason: a traceback, the account of all ranks.
         tally: What was compared.
         account: What became of all ranks of the batch, where one was lost.

@@ -79,7 +79,7 @@ def check_claims(case: Case, adapter: Adapter) -> None:
     missing = sorted(needs_of_case(case) - adapter.capabilities - {"nested_wrapping"})
     if missing:
         raise InvalidArgument(
-            f"{adapter.name}: expected claims of everything that the case needs, got none of {', '.join(missing)}. "
+            f"{adapter.name}: expected claims for everything that the case needs, got none for {', '.join(missing)}. "
             "A check that is not claimed is not judged; name another implementation."
         )
 

@@ -72,15 +72,15 @@ SUMMON: tuple[Check, ...] = (
                 optimizer=ADAMW),
           source="pytorch summon_full_params: writeback, which its documentation limits to sharded strategies",
           strategies=("full_shard", "shard_grad_op")),
-    check("summon.data_assigned", "A parameter that is given new storage between iterations trains from there.",
+    check("summon.data_assigned", "A parameter with new storage between iterations trains on from its new values.",
           cases("mlp", _assigned(8), Observe(), *iteration(0), _assigned(9), forward(10), *iteration(1), Observe(),
                 optimizer=ADAMW),
           cases("mlp", *iteration(0), micro_batch(1), forward(7, "no_grad"), _assigned(8), Observe(), Step(), forward(9)),
           source="pytorch issue 151223"),
-    summoned("summon.parameters_replaced", "A tensor put in place of a gathered parameter is the parameter's value from then on.",
+    summoned("summon.parameters_replaced", "A tensor that replaces a gathered parameter becomes the parameter's value.",
              cases("mlp uneven", ReplaceParameters(("*.weight",), 0.5), forward(8), *iteration(0),
                    *iteration(1, ReplaceParameters(("layers.2.*",), -1.0), Observe()), *iteration(2), optimizer=ADAMW)),
-    check("summon.storage_replaced", "New storage of a gathered parameter is its value from then on.",
+    check("summon.storage_replaced", "New storage of a gathered parameter becomes its value.",
           cases("mlp", _STORED, forward(8), *iteration(0, _STORED, Observe()), *iteration(1)),
           source="pytorch issue 107081"),
     summoned("summon.reading", "Gathering parameters only to read them changes nothing.",
@@ -136,11 +136,12 @@ _PRECISIONS = (
 paired = partial(check, source="torch.nn.parallel.DistributedDataParallel on the same ranks", mode=BESIDE_DDP)
 
 BESIDE: tuple[Check, ...] = (
-    paired("beside_ddp.no_sync", "Local micro-batches and a reduced one give what DDP gives.",
+    paired("beside_ddp.no_sync", "Local micro-batches and a reduced one give DDP's result.",
            cases("uneven", *accumulated(0, 1, 2), Observe(), Step(), ZeroGrad(), *accumulated(3, 4), Step(),
                  optimizer=ADAMW)),
     # One reduction, from equal values: what two low precisions make of a difference in the last bit is bounded by nothing.
-    paired("beside_ddp.mixed_precision", "A gradient computed and reduced in low precision is DDP's, cast for cast.",
+    paired("beside_ddp.mixed_precision", "A gradient computed and reduced in low precision equals DDP's, cast for "
+        "cast.",
            *(cases("mlp", micro_batch(0), Observe(), dtype="float32", optimizer=PLAIN_SGD, precision=precision)
              for precision in _PRECISIONS), comparison=LOCKSTEP),
     paired("beside_ddp.offload", "Offloaded parameters train as DDP's do.",

@@ -41,7 +41,7 @@ UNUSED: tuple[Check, ...] = (
             cases("conditional", *iterations(2, usage=(_ALL,)), optimizer=PLAIN_SGD),
             cases("unused_output", *iterations(2), optimizer=PLAIN_SGD),
             source="pytorch issue 83107, PR 83195"),
-    lenient("unused.sometimes", "Parameters used in some iterations only get their gradient in those.",
+    lenient("unused.sometimes", "Parameters used only in some iterations get a gradient only in those.",
             cases("conditional", *_using((_ALL,), (_FIRST,), (_NONE,), (_ALL,)), optimizer=PLAIN_SGD),
             cases("partly_used", *_using(((True, False),), ((False, True),), ((False, False),), ((True, True),)),
                   optimizer=PLAIN_SGD),
@@ -128,7 +128,7 @@ SHARED: tuple[Check, ...] = (
 BUFFERS: tuple[Check, ...] = (
     check("buffers.kept", "Saved and unsaved, floating, integer and boolean buffers keep value and dtype and are updated.",
           cases("buffers", Observe(), *iterations(3), forward(9, "eval")), source="pytorch PR 87935"),
-    check("buffers.statistics", "Batch statistics are those of each rank's own inputs.",
+    check("buffers.statistics", "Each rank's batch statistics come from its own inputs.",
           cases("batch_norm", *iterations(3), Observe()), source="torch.nn.BatchNorm1d"),
     check("buffers.in_no_sync", "Buffers are updated inside no_sync too.",
           cases("buffers batch_norm", *accumulated(0, 1), Observe()), source="pytorch PR 87935"),
@@ -158,7 +158,7 @@ SIZES: tuple[Check, ...] = (
           *(cases("two_dtypes", *iterations(2), micro_batch(2), Observe(), Step(), wrapping=plan)
             for plan in (None, WrappingPlan())),
           source="pytorch issue 154082", needs={"mixed_dtype_units"}, sizes=ODD),
-    check("sizes.clipped_and_accumulated", "Padding counts in no norm and no accumulation.",
+    check("sizes.clipped_and_accumulated", "Padding does not count in norms or accumulation.",
           cases("uneven one_element", *accumulated(0, 1), Clip(0.1), Step(), dtype="float32"),
           source="pytorch PR 88769", needs=_UNEVEN, sizes=ODD),
 )  # fmt: skip

@@ -160,7 +160,7 @@ HYBRID_SHARDING: tuple[Check, ...] = (
     hybrid("hybrid.schedule", "With accumulation and clipping.",
            cases("mlp", *accumulated(0, 1), Observe(), Clip(0.1), Step(), ZeroGrad(), *micro_batches(2, 3), dtype="float32"),
            source="pytorch PR 125484, 126166", needs={"hybrid", *_EVERY_REDUCED}),
-    hybrid("hybrid.degenerate_groups", "Groups of one rank: replicas are still averaged, shards still put together.",
+    hybrid("hybrid.degenerate_groups", "Groups of one rank: replicas are still averaged, and shards still gathered.",
            cases("mlp", micro_batch(0), Observe(), Step()),
            source="pytorch issue 154888", meshes={4: ((4, 1), (1, 4)), 2: ((2, 1), (1, 2))},
            sizes=TWO_BY_TWO),

@@ -74,7 +74,8 @@ TRAINING: tuple[Check, ...] = (
           source="torch.nn.Module: parameters are the module's own", needs={"forward_edits"}),
     trained("training.learning_rate_changes", "A learning rate set between iterations takes effect, zero included.",
             cases("mlp", *iterations(2), SetLr(0.2), *iterations(2, first=2), SetLr(0.0), *iteration(4))),
-    trained("training.late_optimizer", "An optimizer built after some iterations, or built anew, trains as in one process.",
+    trained("training.late_optimizer", "An optimizer built after some iterations, or rebuilt, trains as in one "
+        "process.",
             cases("mlp", micro_batch(0), ZeroGrad(), BuildOptimizer(), *iterations(2, first=1), optimizer=ADAMW),
             cases("mlp", micro_batch(0), BuildOptimizer(), Step(), ZeroGrad(), *iteration(1)),
             cases("mlp", BuildOptimizer(), *iterations(2), BuildOptimizer(), *iterations(2, first=2))),
@@ -156,7 +157,7 @@ ACCUMULATION: tuple[Check, ...] = (
     check("accumulation.nested_no_sync", "Leaving a nested no_sync keeps the outer one active, and leaving both ends "
         "both.",
           cases("mlp deep_nest", _NESTED, micro_batch(3), Observe(), Step(), ZeroGrad(), *iteration(4), optimizer=PLAIN_SGD),
-          source="contextlib: what a context changes it puts back as it was"),
+          source="contextlib: a context restores what it changes"),
     check("accumulation.gradient_edited", "An in-place change of a reduced gradient counts, in later sums too.",
           _edited(_edit("halved")), source="torch.Tensor.grad", needs=_EVERY_REDUCED),
     check("accumulation.several_forwards",
@@ -230,7 +231,7 @@ BACKWARDS: tuple[Check, ...] = (
         ("twice", "A second backward through a kept graph is reduced too.", "pytorch issue 106637", _EVERY_REDUCED),
         ("penalty", "A loss computed from gradients has the gradient that one process computes.",
          "pytorch issue 172543", set()),
-        ("after_no_sync", "Whether a backward is reduced depends on where it runs, not its forward.",
+        ("after_no_sync", "Whether a backward is reduced depends on where it runs, not on where its forward ran.",
          "pytorch issue 47260", set()),
         ("inputs", "A backward that names the parameters gives each the gradient of one process.",
          "torch.autograd.backward", set()),
@@ -253,7 +254,8 @@ cleared = partial(check, source="torch.optim")
 _FORMS = (True, False)
 
 ZERO_GRAD: tuple[Check, ...] = (
-    check("zero_grad.both_forms", "Gradients are None, or zeros, after zero_grad, and training goes on as in one process.",
+    check("zero_grad.both_forms", "Gradients are None, or zeros, after zero_grad, and training continues as in one "
+        "process.",
           *(cases("mlp", *(op for seed in range(3) for op in (micro_batch(seed), Step(), ZeroGrad(to_none), Observe())),
                   optimizer=ADAMW) for to_none in _FORMS),
           source="torch.optim.Optimizer.zero_grad"),

@@ -46,7 +46,7 @@ def _in_a_pass(*, backward: bool) -> tuple[Case, ...]:
     return sum(later, early)
 
 
-interrupted = partial(check, source="what a pass changed is put back on every way out of it")
+interrupted = partial(check, source="every way out of a pass restores what it changed")
 
 EXCEPTIONS: tuple[Check, ...] = (
     interrupted("exceptions.in_forward", "After an exception in a forward, training continues as if that forward had "
@@ -80,7 +80,7 @@ CONVERSION: tuple[Check, ...] = (
     check("conversion.dtype_of_buffers",
           "`module.to(dtype)` before the first forward casts floating buffers, and no others.",
           cases("buffers", Move("float32"), BuildOptimizer(), *iterations(2)), source="torch.nn.Module.to"),
-    check("conversion.dtype_later", "`module.to(dtype)` between iterations: training goes on in that dtype.",
+    check("conversion.dtype_later", "`module.to(dtype)` between iterations: training continues in that dtype.",
           cases("mlp", BuildOptimizer(), *iteration(0), Move("float64"), BuildOptimizer(), *iterations(2, first=1),
                 optimizer=PLAIN_SGD, dtype="float32"),
           source="torch.nn.Module.to; B078", needs={"dtype_cast_later"}),

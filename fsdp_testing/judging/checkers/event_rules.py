@@ -306,7 +306,8 @@ def _chain(sizes: Mapping[str, int]) -> int:
 def _unseen(rank: TracedObservation, what: str) -> HarnessError:
     """Nothing can be said: the modules that ran are not known by the names that the units have."""
     return HarnessError(
-        f"trace of rank {rank.rank}: expected to see {what} run, got modules of other names only. Let `units` give the "
+        f"trace of rank {rank.rank}: expected to see {what} run, got only modules with other names. Let `units` give "
+        f"the "
         "names of modules before wrapping, and wrap the modules themselves; or do not claim `unit_trace`."
     )
 

@@ -74,7 +74,7 @@ def join(launch: Launch, backend: str) -> world_place.World:
     if world.backend != backend:
         raise InvalidArgument(
             f"world: expected backend {world.backend!r}, with which torchrun's processes have joined, got {backend!r}. "
-            "Run the tests of each backend under a torchrun of their own."
+            "Run the tests of each backend under a separate torchrun."
         )
     return world
 

@@ -120,7 +120,7 @@ class RankOutcome:
             when = "" if self.began else " before it began this call"
             if self.signal_name:
                 return f"died by {self.signal_name}{when}"
-            silent = " (it left without a report)" if self.exit_code == 0 else ""
+            silent = " (it sent no report)" if self.exit_code == 0 else ""
             return f"died with exit code {self.exit_code}{silent}{when}"
         if self.fate is Fate.RAISED and self.error is not None:
             return f"raised {self.error.headline()}"

@@ -69,7 +69,7 @@ def target_of(function: Callable[..., Any] | str) -> Target:
         kind = "a lambda" if "<lambda>" in qualname else "defined inside another function"
         raise UnsendableFunction(
             f"target: expected a function that another process can import, got {module}.{qualname}, which is {kind}. "
-            "Move it to module level and pass what it closed over as arguments."
+            "Move it to module level and pass its closure variables as arguments."
         )
     return Target(module, qualname, _source_path(module), _depth(function, module, qualname))
 
@@ -121,8 +121,8 @@ def resolve(target: Target) -> Callable[..., Any]:
         function = reduce(getattr, target.qualname.split("."), module)
     except AttributeError:
         raise UnsendableFunction(
-            f"target {target}: expected module {target.module} to hold {target.qualname}, and it does not in this "
-            "rank. It may be defined only when run as a script, or changed since the test was collected."
+            f"target {target}: expected module {target.module} to hold {target.qualname}, but it does not in this "
+            f"rank. It may be defined only when run as a script, or changed since the test was collected."
         ) from None
     for _ in range(target.unwrap):
         function = function.__wrapped__

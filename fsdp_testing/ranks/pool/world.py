@@ -79,7 +79,7 @@ class World:
         """Fail if two streams of this rank use the same memory in no fixed order (docs/streams.md).
 
         Inside the context, streams and events of the device's module (`torch.cpu` on the CPU) are recorded. Make the model
-        inside: streams made earlier are not recorded. Collectives: none of its own.
+        inside: streams made earlier are not recorded. Collectives: none.
 
         Raises:
             AssertionError: If there are races, when the context ends without an exception. Lists every race with both code
@@ -99,7 +99,7 @@ class World:
         """Inject faults into this rank, `world.inject("delay=0.5@rank=1,collective=3")`, from now until the test or call ends.
 
         As a context manager it ends with the context. Call it on every rank: each rank takes the faults that name it. Places
-        are counted from this call on. Collectives: none of its own.
+        are counted from this call on. Collectives: none.
 
         Raises:
             InvalidArgument: A text is not a fault, or names a rank outside this world; the message lists kinds and places.

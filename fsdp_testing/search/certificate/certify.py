@@ -175,7 +175,9 @@ class Certificate:
         for number in failing:
             if str(number) not in state.reasons or not state.reasons[str(number)].looks:
                 name = self.cells[number].name
-                raise InvalidRecord(f"{self._file}.reasons: expected why {name} fails, got nothing. Remove the file.")
+                raise InvalidRecord(
+                    f"{self._file}.reasons: expected the reason why {name} fails, got nothing. Remove the file."
+                )
         # What was unknown is asked again.
         reasons = {str(number): state.reasons[str(number)] for number in failing}
         return replace(state, verdicts=letters.replace("u", OPEN), reasons=reasons)

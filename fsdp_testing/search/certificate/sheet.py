@@ -26,7 +26,7 @@ from fsdp_testing.search.certificate.causes import CellCause
 from fsdp_testing.search.certificate.summary import FACES, VERDICTS, Summary
 
 REASONS_AT_SIGHT = 8
-CAPTION = "One square for each strategy, mesh and face: its cells share what the row says."
+CAPTION = "One square for each strategy, mesh and face: its cells share the values in its row."
 LEGEND = Facts(
     (
         ("holds", "green: every cell of the square is right"),

@@ -142,14 +142,14 @@ _OF_TREES = (
 )
 APART: tuple[tuple[str, str, str], ...] = (
     ("only hybrid sharding has a mesh", "mesh:*", "strategy:full_shard strategy:shard_grad_op strategy:no_shard"),
-    ("what a model of the zoo consists of is not known without building it", ZOO, _OF_TREES),
+    ("the content of a zoo model is unknown until it is built", ZOO, _OF_TREES),
     ("each implementation decides which units a policy makes", "policy:*",
      "units:[123] reload:plan train_elsewhere:plan one_element_unit"),
     ("low precision is compared bit by bit, and a product of a transposed matrix may be rounded otherwise", _LOW,
      "strided_parameters"),
     ("activations in low precision may pass through an ignored module that is not cast", _LOW, "ignored_parameters"),
     ("each implementation decides how it casts a part of another dtype", _LOW, "dtype_of_part:*"),
-    ("what is saved in low precision may be rounded", _LOW, f"{_ELSEWHERE} save"),
+    ("values saved in low precision may be rounded", _LOW, f"{_ELSEWHERE} save"),
     ("second derivatives through casts are rounded where each implementation casts", _LOW, "unusual_backward:penalty"),
     ("gradients of inputs are rounded where each implementation casts inputs", _LOW, "unusual_backward:of_inputs"),
     ("casting the whole model is defined only for one dtype, and before a new model is made", "move:float*",

@@ -242,6 +242,20 @@ def test_a_full_buffer_is_freed_when_its_readers_are_waited_for(monkeypatch, lim
     assert [each.allocated for each in (first, second, third)] == [False, True, False]
 
 
+@pytest.mark.parametrize("limit", [False, True])
+def test_a_limit_of_gathers_holds_over_steps(monkeypatch, limit):
+    """A pass of one unit never had two buffers at once, and its host ran ahead of the device by any number of steps."""
+    log = []
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Logged(log))
+    streams = DeviceStreams(torch.device("cpu"), limit_all_gathers=limit)
+    buffer = FlatBuffer(4, torch.float32, torch.device("cpu"))
+    for _ in range(4):
+        streams.allocate(buffer)
+        streams.free(buffer)
+        streams.free_rest()
+    assert [line for line in log if line.startswith("host")] == ["host waits for 0", "host waits for 1"] * limit
+
+
 def test_a_device_whose_module_nobody_registered_has_no_streams(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", None)
     assert type(streams_for(torch.device("maia"), limit_all_gathers=True)) is Streams

@@ -97,7 +97,7 @@ MISTAKES = {
             "    yield {n: p.data.reshape(-1) for n, p in m.named_parameters()}\n"
             "IT = style(tags=['summon_writeback'], full_parameters=full, local_pieces=first_piece(lambda p: p))"
         ),
-        "full_parameters gives other shapes than the unwrapped module for ['layers.0.weight'",
+        "full_parameters gives different shapes from the unwrapped module for ['layers.0.weight'",
     ),
 }
 

@@ -188,7 +188,7 @@ TREE = {"width": 3, "nodes": [{"kind": "linear", "name": "a"}]}
     [
         ("a text", "expected an object with a list of nodes"),
         ({**TREE, "width": "3"}, "width: expected an integer"),
-        ({**TREE, "nodes": [{"kind": "linear", "name": ["a"]}]}, "expected an identifier of its own"),
+        ({**TREE, "nodes": [{"kind": "linear", "name": ["a"]}]}, "expected a valid, unique identifier"),
     ],
 )
 def test_a_tree_that_is_none(tree: Any, said: str, tmp_path: Path, verify: Verify) -> None:

@@ -81,7 +81,7 @@ def test_of_several_wrong_tensors_the_first_on_any_rank_is_named() -> None:
     assert gradient.startswith(
         "every output is right; the gradient of the output of `a` is the first that is wrong, on rank 1"
     )
-    assert said({seen(INPUT, "b", 0): 1.0}).startswith("what comes into `b` is the first that is wrong, on rank 0 in")
+    assert said({seen(INPUT, "b", 0): 1.0}).startswith("the input of `b` is the first wrong value, on rank 0 in")
     assert "in operation 0," in said({seen(OUTPUT, "b", 1, 0): 1.0, seen(PARAMETER, "a", 0): 1.0})
 
 

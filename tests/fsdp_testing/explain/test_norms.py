@@ -80,5 +80,5 @@ def test_what_is_no_norm_of_some_of_the_gradients_is_told_by_where_it_comes_from
     assert expected(due + 5.0) == "the right norm plus the norm of operation 1"
     assert expected(float(torch.tensor(due).float())) == "the right values, rounded to float32"
     assert expected(math.nan, lacks_elements=True) == "no number, just where ranks have no element of some parameter"
-    assert expected(1.0, math.inf) == "1, as any number to the power of 1/p is for an infinite p"
+    assert expected(1.0, math.inf) == "1, because any number to the power 1/p is 1 for infinite p"
     assert expected(due + 4.0) == expected(own + 1e-9) == expected(math.nan) == expected(due * (1 + 1e-9)) == ""

@@ -306,7 +306,7 @@ def test_the_cast_that_was_made_instead_is_named() -> None:
     sentence = the_explanation(findings).sentence
     assert "reduced in bfloat16, not in float32" in sentence
     assert "expected equal bits" in sentence
-    assert sentence.endswith("and is what one process gives with that cast.")
+    assert sentence.endswith("and equals one process's result with that cast.")
 
 
 # The first two give bits that a reduction in bfloat16 would give, too; none was on the wire.
@@ -320,7 +320,7 @@ faults_around:HookResultIgnored | comm_hook.result_is_kept |
 faults_around:PartialGradientsStay | exceptions.repeatedly |
     the gradient of layers.2.weight (and of 1 more) still contains operation 0, interrupt, which was cleared
 faults_gradients:UnusedGetsZeros | unused.gradient_is_none |
-    parameters that no rank used are given gradients of zeros
+    parameters that no rank used get gradients of zeros
 faults_memory:GatherNotAwaited | training.sgd_momentum |
     the result of a collective is read before it was waited for
 faults_schedules:ZerosAreNone | zero_grad.then_step |

@@ -110,7 +110,7 @@ def test_what_is_of_something_else_is_refused_with_all_that_differs(tmp_path: Pa
         "the implementation, or fsdp-testing, has changed since",
         "cases by: expected 'seed 1', got 'nothing'",
         "part: expected 2 of 2, got 1 of 2",
-        "Give another --state directory, or remove that one to begin anew",
+        "Give another --state directory, or remove that one to start over",
     ):
         assert text in str(refused.value)
     refuse(tmp_path / "state.json", {})

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_testing import check_training
 from fsdp_testing.train.function import TrainingDiffers
 
-HOLDS = "rows of all ranks: differs; one process that runs the rows of each rank apart, and averages: the same"
+HOLDS = "rows of all ranks: differs; one process that runs the rows of each rank separately, and averages: the same"
 
 
 class Contrasted(nn.Module):

@@ -120,7 +120,7 @@ def test_what_is_no_archive_is_not_damaged(tmp_path):
 
 def test_what_changes_nothing_passes(with_fault):
     judgement = with_fault("delay=0.1@rank=1,collective=3", "clock=+3600")
-    holds(judgement, Verdict.PASS, "every rank continues to the end. 6 steps are those of the run without a fault")
+    holds(judgement, Verdict.PASS, "every rank continues to the end. 6 steps match those of the run without a fault")
 
 
 @pytest.mark.parametrize("step", [2, 5])
@@ -223,7 +223,7 @@ def test_a_step_of_two_optimizers_is_one_as_train_counts_them(two_optimizers):
 
 def test_collectives_in_another_order_that_change_no_number_pass_and_are_told(two_optimizers):
     judgement = two_optimizers("reorder@rank=1,collective=1")
-    holds(judgement, Verdict.PASS, "every rank continues to the end. 4 steps are those of the run without a fault")
+    holds(judgement, Verdict.PASS, "every rank continues to the end. 4 steps match those of the run without a fault")
     assert judgement.compared[-1].startswith("with the fault, ranks disagree: "), judgement.compared
 
 

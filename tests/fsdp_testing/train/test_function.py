@@ -415,7 +415,7 @@ def test_gradients_are_compared_without_being_returned_and_both_worlds_are_shown
     text = str(caught.value)
     assert re.search(r"gradient of weight at step 0 is off by .*exactly 1/2", text), text
     *table, references = text.splitlines()[1:]
-    assert references.endswith("one process that runs the rows of each rank apart, and averages: differs, too")
+    assert references.endswith("one process that runs the rows of each rank separately, and averages: differs, too")
     table = [line.split() for line in table]
     assert table[0][:4] == ["step", "loss", "(1", "rank)"]
     assert [row[0] for row in table[1:]] == ["0", "1"]

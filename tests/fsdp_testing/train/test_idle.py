@@ -30,7 +30,7 @@ SCRIPT = str(Path(__file__).parent / "with_idle_parts.py")
         ("rates", ["nothing: groups were made with learning rates 0.1, 0.01, and at each step all have the same"]),
         ("schedule", ["nothing: the learning rate's schedule (StepLR) was made and is not stepped in these 3 steps"]),
         ("clip", ["nothing: clip_grad_norm_ clips at no step, norms are at most"]),
-        ("loss", ["nothing: the loss does not move, it is 0 at each step"]),
+        ("loss", ["nothing: the loss does not change, it is 0 at each step"]),
         ("layer", ["nothing: no gradient other than zero reaches 2 of 6 parameters, first unused.weight"]),
         ("bfloat16", ["warning: weights are stepped in bfloat16, without a copy in float32"]),
     ],

@@ -107,7 +107,7 @@ def says_twice():
 @fsdp_testing.parametrize_with_models(tied, implementations=PLAIN)
 def test_a_right_model_passes_and_says_what_was_compared(check):
     report = str(check())
-    assert f"tied under {check.implementation} on 2 ranks: 2 steps are those of one process" in report
+    assert f"tied under {check.implementation} on 2 ranks: 2 steps match those of one process" in report
     # The tied weight, four tensors of each block and the unused one, each with its gradient.
     assert "20 gradients and parameters" in report
 

@@ -87,7 +87,7 @@ def test_rows_that_are_packed_into_one_are_the_same_rows_of_the_dataset():
         (
             K,
             ("--accumulate", "{k}"),
-            r"takes 8 rows at step 0 where k=1 takes 4. Keep the batch of a step: --vary k=1,2",
+            r"takes 8 rows at step 0 where k=1 takes 4. Keep the total batch of a step: --vary k=1,2",
         ),
         (("", "--nonsense"), (), r"ended with exit code 2"),
     ],

@@ -30,8 +30,8 @@ def said(report, verdict):
         ("tensor", 2, (), "with the same rows at each step, on which 2 ranks work together"),
         ("dtensor", 2, (), "with the same rows at each step, on which 2 ranks work together"),
         ("stages", 2, (), "with the same rows at each step, on which 2 ranks work together"),
-        ("sequence", 2, ("--mark",), "with the same rows on each rank, of which forward is given parts"),
-        ("sequence", 2, (), "with other arguments of forward: ranks share the work on each row"),
+        ("sequence", 2, ("--mark",), "with the same rows on each rank, of which forward receives parts"),
+        ("sequence", 2, (), "with different arguments of forward: ranks share the work on each row"),
     ],
 )
 def test_ranks_that_share_the_work_on_the_same_rows_pass(kind, size, more, how):
@@ -61,7 +61,7 @@ def test_a_mistake_of_ranks_that_share_the_work_fails_at_its_place(kind, mistake
 @pytest.mark.parametrize("kind", ["tensor", "stages"])
 def test_parts_that_are_drawn_by_the_rank_cannot_be_compared(kind):
     text = said(judge("parts", "--kind", kind, "--mistake", "seed of the rank"), Verdict.UNKNOWN)
-    assert "other parameters than one process" in text
+    assert "different parameters from one process" in text
     assert "draw the whole from one seed on every rank, then take the rank's part" in text
 
 
@@ -124,18 +124,19 @@ def test_a_convention_is_named_and_accepted_and_the_rest_is_judged(kind, name):
     assert f"If this is intended, `--accept {name}` makes one process do the same, and judges the rest." in text
     assert "each rank's own statistic, by design or by mistake" in text
     assert (
-        "rows of all ranks: differs; one process that runs the rows of each rank apart, and averages: the same" in text
+        "rows of all ranks: differs; one process that runs the rows of each rank separately, and averages: the same"
+        in text
     )
     text = said(judge("conventions", "--kind", kind, accept=(name,)), Verdict.PASS)
     assert f"accepted: {name}: " in text
-    assert "which runs the rows of each rank apart and averages" in text
+    assert "which runs the rows of each rank separately and averages" in text
     text = said(judge("conventions", "--kind", kind, "--mistake", "summed", accept=(name,)), Verdict.FAIL)
     assert re.search(r"gradient of \S+weight at step 0", text), text
 
 
 def test_what_differs_beside_a_convention_is_no_statistic_of_a_rank():
     text = said(judge("conventions", "--kind", "balance", "--mistake", "summed"), Verdict.FAIL)
-    assert "one process that runs the rows of each rank apart, and averages: differs, too" in text
+    assert "one process that runs the rows of each rank separately, and averages: differs, too" in text
     assert "each rank's own statistic" not in text
 
 

@@ -36,7 +36,7 @@ def unused_stay_gathered(original: Any, self: Any, reason: Any) -> None:
         original(self, reason)
         return
     if self.state is UnitState.UNSHARDED:
-        self.move(UnitState.ACCUMULATING)
+        self.life.move(UnitState.ACCUMULATING, self.name)
     self.handle.originals.show_sharded()
 
 

@@ -167,7 +167,7 @@ def test_a_process_that_never_comes_is_named(store: dist.TCPStore) -> None:
         gathered(launch(store, 0, attempt="1"), Pool(), SOON),
     ):
         pass
-    with pytest.raises(PoolBroken, match="expected process 0 to control within 0 s"):
+    with pytest.raises(PoolBroken, match="expected process 0 to take control within 0 s"):
         serve(launch(store, 1, attempt="2"), Pool(), SOON)
     gone = Launch(1, 2, 1, 2, "127.0.0.1", 1, store_is_there=True)
     with pytest.raises(PoolBroken, match="expected a store at 127.0.0.1:1"):

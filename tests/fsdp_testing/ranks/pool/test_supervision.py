@@ -89,7 +89,7 @@ FATES: dict[Callable[..., Any], tuple[tuple[Fate, Fate], str]] = {
     killed: ((A, D), r"^rank 1 died by SIGKILL$"),
     killed_while_others_return: ((R, D), r"^rank 1 died by SIGKILL$"),
     exits: ((R, D), r"^rank 1 died with exit code 7$"),
-    exits_quietly: ((R, D), r"^rank 1 died with exit code 0 \(it left without a report\)$"),
+    exits_quietly: ((R, D), r"^rank 1 died with exit code 0 \(it sent no report\)$"),
     system_exit: ((R, A), r"^rank 1 raised SystemExit: 0$"),
     interrupted: ((R, A), r"^rank 1 raised KeyboardInterrupt$"),
     segfaults: ((A, D), r"^rank 1 died by SIGSEGV$"),
@@ -110,7 +110,7 @@ FATES: dict[Callable[..., Any], tuple[tuple[Fate, Fate], str]] = {
     gloo_times_out: ((A, S), r"^rank 0 gave up waiting in all_reduce\(sum\) #1 float32\[4\] on group .*rank 1 never joined"
                              r" it: it was stopped before any collective$"),
     # gloo aborts when its poller loses its descriptor first.
-    closes_descriptors: ((R, D), r"^rank 1 died (by SIGABRT|with exit code 0 \(it left without a report\))$"),
+    closes_descriptors: ((R, D), r"^rank 1 died (by SIGABRT|with exit code 0 \(it sent no report\))$"),
     dies_slowly: ((A, D), r"^rank 0 raised ValueError: planted$"),
     writes_into_the_channel: ((R, A), r"^rank 1 raised ChannelGarbled: the rank sent no valid message"),
 }  # fmt: skip

@@ -1,0 +1,39 @@
+"""`torch.compile` around a sharded model compiles the user's modules, and nothing of the reference."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import fsdp_ref
+from fsdp_ref import ShardingStrategy
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(
+    "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP], ids=lambda s: s.name
+)
+@pytest.mark.parametrize("around", ["model", "function"])
+def test_a_compiled_model_trains_as_in_one_process(lab, path, strategy, around):
+    compiled, files = {}, set()
+
+    def backend(graph, inputs):
+        for node in graph.graph.nodes:
+            files.update(re.findall(r'File "([^"]+)"', node.stack_trace or ""))
+        return graph.forward
+
+    def loss(model, x):
+        if not lab.units(model):
+            return lab.loss(model, x)
+        if not compiled:
+            compiled["model"] = torch.compile(model, backend=backend)
+            compiled["function"] = torch.compile(lambda x: lab.loss(model, x), backend=backend)
+        return lab.loss(compiled["model"], x) if around == "model" else compiled["function"](x)
+
+    lab.parity(path=path, policy={lab.Block}, sharding_strategy=strategy, loss=loss)
+    assert inspect.getfile(lab.Block) in files
+    assert not [name for name in files if name.startswith(str(Path(fsdp_ref.__file__).parent))]
