@@ -87,6 +87,13 @@ def test_a_fault_that_is_none_escapes_however_many_are_judged_at_a_time(monkeypa
         assert fates == [(("clipping.norm_2",), (), False), ((), ("clipping.norm_2",), False), ((), (), True)]
 
 
+def test_a_case_that_fails_without_the_fault_too_proves_nothing():
+    name, check = BUGS["B147"], "clipping.norm_2"
+    case = judged(name, check, (2,), stop_at_first=True).findings[0].case
+    assert passes_without(FAULTS[name], check, case)
+    assert not passes_without(replace(FAULTS[name], unbroken=name), check, case)
+
+
 def test_a_fault_is_named_by_its_number_or_its_name():
     assert proving.chosen(["B147", "faults_gradients:SumForMean"]) == [BUGS["B147"], "faults_gradients:SumForMean"]
     assert proving.chosen([]) == list(BUGS.values())
