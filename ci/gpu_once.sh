@@ -20,20 +20,31 @@ if [ "$device" = sim ]; then
     export PYTHONPATH="$logs/site:$PYTHONPATH"
 fi
 
+declare -A unavailable  # why a backend cannot have so many ranks here, asked once: torch takes seconds to import
+
+ask() {  # BACKEND RANKS
+    [ -z "${unavailable[$1 $2]+asked}" ] || return 0
+    local reason
+    reason=$("$python" -c "
+import sys
+from fsdp_testing.base.backends import backend_named
+print(backend_named(sys.argv[1]).unavailable(int(sys.argv[2])) or '')" "$1" "$2" 2>&1) ||
+        reason="the backend cannot be asked: $(tail -n 1 <<< "$reason")"
+    unavailable[$1 $2]=$reason
+}
+
 part() {  # NAME SECONDS BACKEND RANKS COMMAND...: runs if the backend can have so many ranks here; a NAME-on-cuda on CUDA alone
-    local name=$1 limit=$2 backend=$3 ranks=$4 reason code begun=$SECONDS
+    local name=$1 limit=$2 backend=$3 ranks=$4 reason="" code begun=$SECONDS left=$((budget - SECONDS))
     shift 4
     [ "$device" = cuda ] || backend=$device
     echo "== $name"
     if [[ "$name" = *-on-cuda && "$device" != cuda ]]; then
         reason="needs CUDA"
-    elif ! reason=$("$python" -c "
-import sys
-from fsdp_testing.base.backends import backend_named
-print(backend_named(sys.argv[1]).unavailable(int(sys.argv[2])) or '')" "$backend" "$ranks" 2>&1); then
-        reason="the backend cannot be asked: $(tail -n 1 <<< "$reason")"
+    elif ((left > 0)); then
+        ask "$backend" "$ranks"
+        reason=${unavailable[$backend $ranks]}
+        left=$((budget - SECONDS))
     fi
-    local left=$((budget - SECONDS))
     if [ -z "$reason" ] && ((left <= 0)); then
         reason="ten minutes are over"
     fi

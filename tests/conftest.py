@@ -63,7 +63,8 @@ def pytest_configure(config: pytest.Config) -> None:
         device = config.option.device
         reason = backend_named(_BACKENDS.get(device, device)).unavailable(1)
         if reason is not None:
-            raise pytest.UsageError(f"--device {device}: {reason}. Without a GPU, `--device sim` runs these tests.")
+            advice = "" if device == "sim" else " Without a GPU, `--device sim` runs these tests."
+            raise pytest.UsageError(f"--device {device}: {reason}.{advice}")
 
 
 def make_simulated_device_known() -> str:

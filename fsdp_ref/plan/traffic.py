@@ -60,19 +60,19 @@ def _messages(units: Sequence[UnitLayout], strategy: str, replicas: int, library
         strategy = "NO_SHARD"
     # Without shards what is reduced is padded to the ranks of the group all the same.
     multiple = replicas if strategy == "NO_SHARD" else 1
-    sharded = [(unit, gathered_bytes(unit, library=library, multiple=multiple)) for unit in units]
-    if strategy != "NO_SHARD":
-        yield from (Message("all_gather", size, unit.shards.world_size) for unit, size in sharded)
-    for unit, size in reversed(sharded):
-        ranks = unit.shards.world_size
-        if unit.name and strategy not in KEEPS_GATHERED:
-            yield Message("all_gather", size, ranks)
-        if strategy != "NO_SHARD":
-            yield Message("reduce_scatter", size, ranks)
+    sized = [(unit, gathered_bytes(unit, library=library, multiple=multiple)) for unit in units]
+    shards = units[0].shards.world_size if units else 1
+    if shards > 1:
+        yield from (Message("all_gather", size, shards) for _, size in sized)
+    for unit, size in reversed(sized):
+        if shards > 1 and unit.name and strategy not in KEEPS_GATHERED:
+            yield Message("all_gather", size, shards)
+        if shards > 1:
+            yield Message("reduce_scatter", size, shards)
         if replicas > 1 or alone:
-            yield Message("all_reduce", size // ranks, replicas)
-    if library == "fsdp_ref" and not alone:
-        yield Message("all_reduce", _MARKS_BYTES, replicas * (units[0].shards.world_size if units else 1))
+            yield Message("all_reduce", size // shards, replicas)
+    if library == "fsdp_ref":
+        yield from (Message("all_reduce", _MARKS_BYTES, ranks) for ranks in (shards, replicas) if ranks > 1)
 
 
 def gathered_bytes(unit: UnitLayout, *, library: str, multiple: int = 1) -> int:

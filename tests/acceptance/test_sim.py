@@ -58,6 +58,7 @@ def test_what_cannot_run_is_one_sentence(tmp_path: Path) -> None:
     assert code == 4
     assert said.strip().count("\n") == 0
     assert "compiler 'no-such-compiler' does not run" in said
+    assert "runs these tests" not in said
     code, said = run(*gpu, "--device", "sim", "tests/acceptance/test_gpu.py", CXX="false", **cache)
     assert code == 4
     assert "compiler 'false' refuses its source" in said
