@@ -112,7 +112,7 @@ def parts_of_pairs(folder: Path, name: str) -> list[str]:
     return [str(number) for number in range(len(chunks))]
 
 
-def by_campaign(request: Request, folder: Path, cases: Sequence[Case], *, stop: bool = True) -> tuple[str, Verdicts]:
+def by_campaign(request: Request, folder: Path, cases: Sequence[Case]) -> tuple[str, Verdicts]:
     """Run a campaign on these cases, or random ones: what fails first, and all verdicts."""
     adapter, state = registry.load(request.name), folder / "state"
     shutil.rmtree(state, ignore_errors=True)
@@ -125,7 +125,7 @@ def by_campaign(request: Request, folder: Path, cases: Sequence[Case], *, stop: 
         deadline=DEADLINE,
         shrink_seconds=0.0,
         known=shipped_known(adapter.built_on),
-        stop_at_first=stop,
+        stop_at_first=True,
         listed=tuple(cases),
     )
     campaign = Campaign(plan, default_pool(), lambda _: None, lambda *_: None)
@@ -148,13 +148,13 @@ def asked(request: Request, folder: Path) -> Iterator[tuple[str, str, int]]:
         for check in request.parts:
             yield (check, *by_check(request.name, check))
         return
-    file = chunks_of(folder, request.name)
+    file, adapter, runner = chunks_of(folder, request.name), registry.load(request.name), conformance.shared_runner()
     chunks: list[list[str]] = json.loads(file.read_text(encoding="utf-8")) if request.kind == "pairs" else []
     if request.executed:
         for number, texts in enumerate(chunks):
-            failure, verdicts = by_campaign(request, folder, [*map(Case.from_json, texts)], stop=False)
-            chunks[number] = [texts[place] for place in verdicts.numbers(Verdict.PASS)]
-            yield str(number), failure, len(verdicts.numbers(Verdict.UNKNOWN))
+            judged = runner.judge_batch(adapter, [*map(Case.from_json, texts)])
+            chunks[number] = [text for text, case in zip(texts, judged) if case.verdict is Verdict.PASS]
+            yield str(number), "", len(texts) - len(chunks[number])
         file.write_text(json.dumps(chunks), encoding="utf-8")
         return
     cases = [Case.from_json(text) for part in request.parts for text in chunks[int(part)]]
