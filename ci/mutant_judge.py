@@ -44,7 +44,8 @@ CHUNK = 24
 SIZES = {"pairs": (2, 3, 4), "fuzz": (2, 3)}
 """Numbers of ranks, as the commands have them."""
 DEADLINE = 30.0
-_SERVER = f"mutants-{os.getpid()}"
+_SERVER: list[str] = []
+"""Name of the process that fork servers are forked from, once there is one."""
 _READY = b"x"
 
 
@@ -227,7 +228,7 @@ def _be_judge(request: Request, folder: Path, writing: int, judge: Callable[[Req
     os.setsid()
     try:
         pool = default_pool()
-        pool.run = _SERVER
+        pool.run = "".join(_SERVER)
         try:
             told = judge(request, folder)
         except Exception as error:  # noqa: BLE001 - what makes the harness itself stop is never a pass
@@ -241,13 +242,14 @@ def _be_judge(request: Request, folder: Path, writing: int, judge: Callable[[Req
 
 def keep_server() -> None:
     """Keep the process that fork servers are forked from, in a child that has one: it ends with the last that does."""
+    _SERVER.append(f"mutants-{os.getpid()}")
     reading, writing = os.pipe()
     ready, started = os.pipe()
     if os.fork() == 0:
         os.close(writing)
         os.close(ready)
         pool = default_pool()
-        pool.run = _SERVER
+        pool.run = _SERVER[0]
         pool.add_preload("torch._dynamo", *(name for name in sorted(sys.modules) if name.startswith("fsdp_testing.")))
         with pool.lend(1):
             os.write(started, _READY)
