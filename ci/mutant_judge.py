@@ -115,8 +115,7 @@ def parts_of_pairs(folder: Path, name: str) -> list[str]:
 
 def by_campaign(request: Request, folder: Path, cases: Sequence[Case]) -> tuple[str, Verdicts]:
     """Run a campaign on these cases, or random ones: what fails first, and all verdicts."""
-    adapter, state = registry.load(request.name), folder / "state"
-    shutil.rmtree(state, ignore_errors=True)
+    adapter, state = registry.load(request.name), folder / f"state-{os.getpid()}"
     plan = Plan(
         adapter,
         Scope(adapter.claimed(1), SIZES[request.kind]),
@@ -131,6 +130,7 @@ def by_campaign(request: Request, folder: Path, cases: Sequence[Case]) -> tuple[
     )
     campaign = Campaign(plan, default_pool(), lambda _: None, lambda *_: None)
     tally = campaign.run()
+    shutil.rmtree(state, ignore_errors=True)
     code = exit_code_of(tally.verdicts, tally.discovered)
     sentences = [discovery.sentence() for discovery in tally.discovered if discovery.confirmed]
     return (sentences or ["a case fails"])[0] if code == 1 else "", campaign.verdicts
