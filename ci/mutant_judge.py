@@ -54,9 +54,10 @@ class Request:
     """What is to be judged.
 
     Attributes:
-        kind: `parts of run` or `parts of pairs` (what there is to ask), `run`, `pairs` or `fuzz`.
+        kind: `parts` (what there is to ask), `run`, `tensor` (`run` on two by two ranks, over tensor parallelism), `pairs` or
+            `fuzz`.
         name: Implementation.
-        parts: Of `run` names of checks, of `pairs` numbers of chunks of cases.
+        parts: Of `pairs` numbers of chunks of cases, of the other two names of checks; of `parts` the kind.
         seconds: How long to fuzz.
         limit: Seconds until it counts as hung.
         executed: File of bytes that the code under test sets where it comes along. With it all parts are asked, one by one, and
@@ -136,18 +137,22 @@ def by_campaign(request: Request, folder: Path, cases: Sequence[Case]) -> tuple[
     return (sentences or ["a case fails"])[0] if code == 1 else "", campaign.verdicts
 
 
-def by_check(name: str, check: str) -> tuple[str, bool]:
+def by_check(kind: str, name: str, check: str) -> tuple[str, bool]:
     """Judge one check: how it fails as is not known, and whether it is unknown."""
-    expected = expectations(of_file(KNOWN, (name,)), (name,), CHECKS)[name].get(check)
-    result = conformance.run_check(name, check, world_sizes=None, stop_at_first=True, expected=expected)
+    parts = 2 if kind == "tensor" else 1
+    expected = expectations(of_file(KNOWN, (name,), parts), (name,), CHECKS)[name].get(check)
+    sizes = (4,) if kind == "tensor" else None
+    result = conformance.run_check(
+        name, check, world_sizes=sizes, tensor_parallel=parts, stop_at_first=True, expected=expected
+    )
     return f"{check}: {result.explanation}" if result.verdict is Verdict.FAIL else "", result.verdict is Verdict.UNKNOWN
 
 
 def asked(request: Request, folder: Path) -> Iterator[tuple[str, str, int]]:
     """Ask part by part, or all cases at once: the part, what fails, and how many are unknown."""
-    if request.kind == "run":
+    if request.kind in ("run", "tensor"):
         for check in request.parts:
-            yield (check, *by_check(request.name, check))
+            yield (check, *by_check(request.kind, request.name, check))
         return
     file, adapter, runner = chunks_of(folder, request.name), registry.load(request.name), conformance.shared_runner()
     chunks: list[list[str]] = json.loads(file.read_text(encoding="utf-8")) if request.kind == "pairs" else []
@@ -167,11 +172,9 @@ def asked(request: Request, folder: Path) -> Iterator[tuple[str, str, int]]:
 def answer(request: Request, folder: Path) -> Answer:
     """Judge what is asked."""
     told = Answer()
-    if request.kind == "parts of run":
-        told.parts = [check.name for check in conformance.select_checks((), extended=True)]
-        return told
-    if request.kind == "parts of pairs":
-        told.parts = parts_of_pairs(folder, request.name)
+    if request.kind == "parts":
+        checks = [check.name for check in conformance.select_checks((), extended=True)]
+        told.parts = parts_of_pairs(folder, request.name) if request.parts == ("pairs",) else checks
         return told
     seen = None
     if request.executed:
@@ -216,8 +219,9 @@ def in_a_fork(request: Request, folder: Path, asker: int, judge: Callable[[Reque
                 break
             text += read
     os.close(reading)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+    for end_it in (os.killpg, os.kill):  # it may not lead its group yet
+        with contextlib.suppress(ProcessLookupError):
+            end_it(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     if hung:
         return Answer(failure=f"not ended after {request.limit:.0f} s", hung=True)
