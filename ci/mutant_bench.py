@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from mutant_subjects import ROOT, SUBJECTS, Mutant
 
-KINDS = ("pairs", "run")
+KINDS = ("pairs", "run", "tensor")
 JUDGE = Path(__file__).with_name("mutant_judge.py")
 MARKS = "marks"
 _WHERE = """
@@ -172,7 +172,8 @@ class Bench:
 
     def executed(self, mutants: Sequence[Mutant]) -> Executed:
         """Ask the sound copy everything, once for a sample, and keep what executes which mutant."""
-        sample = hashlib.sha256("".join(mutant.identity for mutant in mutants).encode()).hexdigest()[:16]
+        key = "".join([*KINDS, *(mutant.identity for mutant in mutants)])
+        sample = hashlib.sha256(key.encode()).hexdigest()[:16]
         file = self.folder / f"executed-{sample}.json"
         if file.is_file():
             return Executed(**json.loads(file.read_text(encoding="utf-8")))
@@ -185,12 +186,12 @@ class Bench:
             for name in SUBJECTS[self.subject].names:
                 result.parts[name] = {}
                 for kind in KINDS:
-                    parts = self.judge.ask(f"parts of {kind}", name)["parts"]
+                    parts = self.judge.ask("parts", name, parts=[kind])["parts"]
                     answer = self.judge.ask(kind, name, parts=parts, executed=str(marks), limit=7200)
                     if not answer["executed"]:
                         told = answer["failure"]
                         raise RuntimeError(f"{kind} of {name}: expected verdicts without any change, got {told}")
-                    result.wrong += [[name, kind, part] for part in answer["wrong"] if kind == "run"]
+                    result.wrong += [[name, kind, part] for part in answer["wrong"]]
                     right = {p: seen for p, seen in answer["executed"].items() if [name, kind, p] not in result.wrong}
                     result.parts[name][kind] = right
                     print(f"{name}, {kind}: {len(right)} of {len(parts)} parts", flush=True)

@@ -44,7 +44,8 @@ CHUNK = 24
 SIZES = {"pairs": (2, 3, 4), "fuzz": (2, 3)}
 """Numbers of ranks, as the commands have them."""
 DEADLINE = 30.0
-_SERVER = f"mutants-{os.getpid()}"
+_SERVER: list[str] = []
+"""Name of the process that fork servers are forked from, once there is one."""
 _READY = b"x"
 
 
@@ -53,9 +54,10 @@ class Request:
     """What is to be judged.
 
     Attributes:
-        kind: `parts of run` or `parts of pairs` (what there is to ask), `run`, `pairs` or `fuzz`.
+        kind: `parts` (what there is to ask), `run`, `tensor` (`run` on two by two ranks, over tensor parallelism), `pairs` or
+            `fuzz`.
         name: Implementation.
-        parts: Of `run` names of checks, of `pairs` numbers of chunks of cases.
+        parts: Of `pairs` numbers of chunks of cases, of the other two names of checks; of `parts` the kind.
         seconds: How long to fuzz.
         limit: Seconds until it counts as hung.
         executed: File of bytes that the code under test sets where it comes along. With it all parts are asked, one by one, and
@@ -112,10 +114,9 @@ def parts_of_pairs(folder: Path, name: str) -> list[str]:
     return [str(number) for number in range(len(chunks))]
 
 
-def by_campaign(request: Request, folder: Path, cases: Sequence[Case], *, stop: bool = True) -> tuple[str, Verdicts]:
+def by_campaign(request: Request, folder: Path, cases: Sequence[Case]) -> tuple[str, Verdicts]:
     """Run a campaign on these cases, or random ones: what fails first, and all verdicts."""
-    adapter, state = registry.load(request.name), folder / "state"
-    shutil.rmtree(state, ignore_errors=True)
+    adapter, state = registry.load(request.name), folder / f"state-{os.getpid()}"
     plan = Plan(
         adapter,
         Scope(adapter.claimed(1), SIZES[request.kind]),
@@ -125,36 +126,41 @@ def by_campaign(request: Request, folder: Path, cases: Sequence[Case], *, stop: 
         deadline=DEADLINE,
         shrink_seconds=0.0,
         known=shipped_known(adapter.built_on),
-        stop_at_first=stop,
+        stop_at_first=True,
         listed=tuple(cases),
     )
     campaign = Campaign(plan, default_pool(), lambda _: None, lambda *_: None)
     tally = campaign.run()
+    shutil.rmtree(state, ignore_errors=True)
     code = exit_code_of(tally.verdicts, tally.discovered)
     sentences = [discovery.sentence() for discovery in tally.discovered if discovery.confirmed]
     return (sentences or ["a case fails"])[0] if code == 1 else "", campaign.verdicts
 
 
-def by_check(name: str, check: str) -> tuple[str, bool]:
+def by_check(kind: str, name: str, check: str) -> tuple[str, bool]:
     """Judge one check: how it fails as is not known, and whether it is unknown."""
-    expected = expectations(of_file(KNOWN, (name,)), (name,), CHECKS)[name].get(check)
-    result = conformance.run_check(name, check, world_sizes=None, stop_at_first=True, expected=expected)
+    parts = 2 if kind == "tensor" else 1
+    expected = expectations(of_file(KNOWN, (name,), parts), (name,), CHECKS)[name].get(check)
+    sizes = (4,) if kind == "tensor" else None
+    result = conformance.run_check(
+        name, check, world_sizes=sizes, tensor_parallel=parts, stop_at_first=True, expected=expected
+    )
     return f"{check}: {result.explanation}" if result.verdict is Verdict.FAIL else "", result.verdict is Verdict.UNKNOWN
 
 
 def asked(request: Request, folder: Path) -> Iterator[tuple[str, str, int]]:
     """Ask part by part, or all cases at once: the part, what fails, and how many are unknown."""
-    if request.kind == "run":
+    if request.kind in ("run", "tensor"):
         for check in request.parts:
-            yield (check, *by_check(request.name, check))
+            yield (check, *by_check(request.kind, request.name, check))
         return
-    file = chunks_of(folder, request.name)
+    file, adapter, runner = chunks_of(folder, request.name), registry.load(request.name), conformance.shared_runner()
     chunks: list[list[str]] = json.loads(file.read_text(encoding="utf-8")) if request.kind == "pairs" else []
     if request.executed:
         for number, texts in enumerate(chunks):
-            failure, verdicts = by_campaign(request, folder, [*map(Case.from_json, texts)], stop=False)
-            chunks[number] = [texts[place] for place in verdicts.numbers(Verdict.PASS)]
-            yield str(number), failure, len(verdicts.numbers(Verdict.UNKNOWN))
+            judged = runner.judge_batch(adapter, [*map(Case.from_json, texts)])
+            chunks[number] = [text for text, case in zip(texts, judged) if case.verdict is Verdict.PASS]
+            yield str(number), "", len(texts) - len(chunks[number])
         file.write_text(json.dumps(chunks), encoding="utf-8")
         return
     cases = [Case.from_json(text) for part in request.parts for text in chunks[int(part)]]
@@ -166,11 +172,9 @@ def asked(request: Request, folder: Path) -> Iterator[tuple[str, str, int]]:
 def answer(request: Request, folder: Path) -> Answer:
     """Judge what is asked."""
     told = Answer()
-    if request.kind == "parts of run":
-        told.parts = [check.name for check in conformance.select_checks((), extended=True)]
-        return told
-    if request.kind == "parts of pairs":
-        told.parts = parts_of_pairs(folder, request.name)
+    if request.kind == "parts":
+        checks = [check.name for check in conformance.select_checks((), extended=True)]
+        told.parts = parts_of_pairs(folder, request.name) if request.parts == ("pairs",) else checks
         return told
     seen = None
     if request.executed:
@@ -215,8 +219,9 @@ def in_a_fork(request: Request, folder: Path, asker: int, judge: Callable[[Reque
                 break
             text += read
     os.close(reading)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+    for end_it in (os.killpg, os.kill):  # it may not lead its group yet
+        with contextlib.suppress(ProcessLookupError):
+            end_it(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     if hung:
         return Answer(failure=f"not ended after {request.limit:.0f} s", hung=True)
@@ -227,7 +232,7 @@ def _be_judge(request: Request, folder: Path, writing: int, judge: Callable[[Req
     os.setsid()
     try:
         pool = default_pool()
-        pool.run = _SERVER
+        pool.run = "".join(_SERVER)
         try:
             told = judge(request, folder)
         except Exception as error:  # noqa: BLE001 - what makes the harness itself stop is never a pass
@@ -241,13 +246,14 @@ def _be_judge(request: Request, folder: Path, writing: int, judge: Callable[[Req
 
 def keep_server() -> None:
     """Keep the process that fork servers are forked from, in a child that has one: it ends with the last that does."""
+    _SERVER.append(f"mutants-{os.getpid()}")
     reading, writing = os.pipe()
     ready, started = os.pipe()
     if os.fork() == 0:
         os.close(writing)
         os.close(ready)
         pool = default_pool()
-        pool.run = _SERVER
+        pool.run = _SERVER[0]
         pool.add_preload("torch._dynamo", *(name for name in sorted(sys.modules) if name.startswith("fsdp_testing.")))
         with pool.lend(1):
             os.write(started, _READY)

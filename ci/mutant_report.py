@@ -12,7 +12,7 @@ from pathlib import Path
 from mutant_subjects import Mutant
 
 EXPLAINED = Path(__file__).with_name("sampled-mutants-explained.toml")
-STAGES = ("pairs", "run", "fuzz")
+STAGES = ("pairs", "run", "tensor", "fuzz")
 """Who looks at a mutant, the quickest first."""
 
 
@@ -90,8 +90,9 @@ PAGE = """\
 # Mutants that the harness alone judges
 
 A mutant is one small change of a line in the code under test. Here fsdp-testing alone looks at it: every pair of traits
-(`run --pairs`), the checks (`run`), and random cases for five minutes (`fuzz`); no unit test. `tox -e sampled-mutants -- --page`
-makes this page. mutmut proposes the changes, a hash chooses among them, and each is tried in a copy.
+(`run --pairs`), the checks (`run`; `tensor` is `run --tensor-parallel 2` on 4 ranks), and random cases for five minutes
+(`fuzz`); no unit test. `tox -e sampled-mutants -- --page` makes this page. mutmut proposes the changes, a hash chooses among
+them, and each is tried in a copy.
 
 A mutant that nothing executes counts as not caught. Explained ones are left out of the share: they change nothing that a user
 could notice, or they run on devices alone.

@@ -4,7 +4,7 @@
 
 SUBJECT is `fsdp_ref`, or `torch-fsdp2` or `torch-fsdp1`: torch's own Python files, of which a copy is imported. mutmut proposes
 the changes, `--seed` chooses N of each subject, each is written into the copy, and the harness alone looks at it: every pair of
-traits, the checks, random cases for five minutes; no unit test. Changes of texts are left out.
+traits, the checks, also over tensor parallelism, random cases for five minutes; no unit test. Changes of texts are left out.
 
 What executes a mutant is measured once on the sound copy, and only that is asked (ci/mutant_bench.py). A mutant that nothing
 executes is not caught. Results are appended to `ci/sampled-mutants.jsonl`, and a later run goes on where this one stopped. What
