@@ -13,7 +13,7 @@ import yaml
 from tree_rules import PACKAGES, ROOT, python_files
 
 # Test folders that are about the tree or the product as a whole, not about one package.
-WHOLE = {"arch", "docs", "quality", "acceptance"}
+WHOLE = {"arch", "docs", "quality", "acceptance", "sessions"}
 # Tests of one package that go through all of its layers, a file for each behaviour.
 BEHAVIOURS = "behaviours"
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
