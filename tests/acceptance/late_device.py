@@ -41,6 +41,20 @@ assert (value + 0).tolist() == [1.0] * 4
 side.synchronize()
 assert (value + 0).tolist() == [3.0] * 4
 
+# Events tell virtual time: an operator takes 1 ms, streams overlap, and a wait begins with the end of what it waits for.
+for waits, took in ((False, 3.0), (True, 5.0)):
+    value, begin, end = fresh(), sim.Event(enable_timing=True), sim.Event(enable_timing=True)
+    begin.record()
+    with sim.stream(side):
+        for _ in range(2):
+            value.mul_(1)
+    if waits:
+        main.wait_stream(side)
+    for _ in range(3):
+        value = value + 0
+    end.record()
+    assert begin.elapsed_time(end) == took, begin.elapsed_time(end)
+
 # New memory is not written; memory that another stream still reads is given out again, unless it is recorded.
 assert torch.empty(100_000, device="sim").isnan().all()
 for recorded in (False, True):

@@ -44,6 +44,7 @@ constexpr auto TYPE = c10::DeviceType::PrivateUse1;
 constexpr int DEVICES = 8;
 constexpr int NOT_WRITTEN = 0xff;
 constexpr size_t LONGEST = 20000;  // a host that runs further ahead waits, as behind a full queue of a driver
+constexpr double COST = 1.0;       // virtual milliseconds that each operator, copy and collective takes
 
 // ---- Queues ---------------------------------------------------------------------------------------------------------
 
@@ -51,13 +52,16 @@ struct Queue {
   std::deque<std::function<void()>> tasks;
   uint64_t given = 0, done = 0;
   bool of_default_stream = false;
+  double clock = 0;  // virtual time at which what it was given is over
 };
 
+double host_clock = 0;  // the host issues work in no time, and waits until what it waits for is over
 bool default_stream_late = true, other_streams_late = true;
 
 struct Point {  // what a queue was given so far
   Queue* queue;
   uint64_t number;
+  double time = 0;
 };
 
 std::recursive_mutex& lock() {
@@ -90,15 +94,17 @@ bool waits_are_errors = false;
 void host_waits_for(const Point& point, const char* why) {
   TORCH_CHECK(!waits_are_errors, "the host waits for the device: ", why);
   reach(point);
+  host_clock = std::max(host_clock, point.time);
 }
 
 Point end_of(Queue& queue) {
   Locked locked(lock());
-  return {&queue, queue.given};
+  return {&queue, queue.given, queue.clock};
 }
 
-void give(Queue& queue, std::function<void()> task) {
+void give(Queue& queue, std::function<void()> task, double cost = COST) {
   Locked locked(lock());
+  queue.clock = std::max(queue.clock, host_clock) + cost;
   queue.tasks.push_back(std::move(task));
   queue.given++;
   if (!(queue.of_default_stream ? default_stream_late : other_streams_late)) reach({&queue, queue.given});
@@ -106,7 +112,10 @@ void give(Queue& queue, std::function<void()> task) {
 }
 
 void wait_for(Queue& queue, const Point& point) {
-  if (&queue != point.queue) give(queue, [point] { reach(point); });
+  if (&queue == point.queue) return;
+  Locked locked(lock());
+  give(queue, [point] { reach(point); }, 0);
+  queue.clock = std::max(queue.clock, point.time);
 }
 
 Queue& queue_of(const c10::Stream& stream) {
@@ -148,7 +157,11 @@ struct On {  // allocations and streams of a device while it lasts
 
 void reach_everything(DeviceIndex device) {
   Locked locked(lock());
-  for (c10::StreamId id = 0; id <= streams_made; id++) reach(end_of(queue_of(stream_of(device, id))));
+  for (c10::StreamId id = 0; id <= streams_made; id++) {
+    Point end = end_of(queue_of(stream_of(device, id)));
+    reach(end);
+    host_clock = std::max(host_clock, end.time);
+  }
 }
 
 struct Event {
@@ -189,14 +202,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void* event) const override { return synchronizeEvent(event), true; }
   bool queryStream(const c10::Stream& stream) const override { return synchronizeStream(stream), true; }
   void synchronizeEvent(void* event) const override {
-    if (event != nullptr) reach(static_cast<Event*>(event)->point);
+    if (event == nullptr) return;
+    reach(static_cast<Event*>(event)->point);
+    host_clock = std::max(host_clock, static_cast<Event*>(event)->point.time);
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     host_waits_for(end_of(queue_of(stream)), "a stream is synchronized");
   }
   void synchronizeDevice(const DeviceIndex device) const override { reach_everything(device); }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
-  double elapsedTime(void*, void*, const DeviceIndex) const override { return 0.0; }
+  double elapsedTime(void* begin, void* end, const DeviceIndex) const override {
+    return static_cast<Event*>(end)->point.time - static_cast<Event*>(begin)->point.time;
+  }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override;
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);

@@ -23,10 +23,12 @@ class Stream(torch.Stream):
 
 
 class Event(torch.Event):
-    """An event of the device; flags are those of `torch.cuda.Event`."""
+    """An event of the device; flags are those of `torch.cuda.Event`. It is torch's own, which alone takes elapsed times."""
 
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
-        return super().__new__(cls, device=NAME)
+    def __new__(  # type: ignore[misc]
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> torch.Event:
+        return torch.Event(device=NAME, enable_timing=enable_timing)
 
 
 class StreamContext:
