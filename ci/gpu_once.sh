@@ -64,22 +64,21 @@ many=nccl; [ "$device" = cuda ] || many=$device
 shared=gloo-cuda; [ "$device" = cuda ] || shared=$device
 order=tests/fsdp_ref/behaviours/gpu/test_cuda_order.py
 settings=tests/fsdp_ref/behaviours/gpu/test_cuda_settings.py
-checks=(--check training --check offload --check mixed_precision --explain 0
-        --expected-failures fsdp_testing/checks/findings/known_failures.toml)
+known=(--explain 0 --expected-failures fsdp_testing/checks/findings/known_failures.toml)
 
 part one-rank 90 nccl 1 "${pytest[@]}" tests/acceptance/test_gpu.py -k "nccl or 1 or over_devices"
 part nccl-shared 60 nccl-shared 2 "${pytest[@]}" tests/acceptance/test_gpu.py -k ranks_share
 part shared-devices 150 gloo-cuda 2 "${pytest[@]}" tests/fsdp_ref/behaviours/gpu -k "Shared and (is_that_of_one_process or offloaded_parameters or frees)"
 part no-host-wait 60 nccl 1 "${pytest[@]}" tests/fsdp_ref/behaviours/gpu -k "stop_the_host or does_not_wait"
-part streams 100 gloo-cuda 2 $(verify) fsdp_ref-wrapper torch-fsdp2 --backend "$shared" --check streams.training --check streams.summon --explain 0
-part conformance 150 gloo-cuda 2 $(verify) fsdp_ref-composable torch-fsdp2 --backend "$shared" "${checks[@]}"
+part streams 100 gloo-cuda 2 $(verify) fsdp_ref-wrapper torch-fsdp2 --backend "$shared" --check streams.training --check streams.summon "${known[@]}"
+part conformance 150 gloo-cuda 2 $(verify) fsdp_ref-composable torch-fsdp2 --backend "$shared" --check training --check offload --check mixed_precision "${known[@]}"
 part order 60 gloo-cuda 2 "${pytest[@]}" "$order" -k "(sleep or freed) and (orig-FULL_SHARD or shows or too_early)"
 part peak-memory 30 gloo-cuda 2 "${pytest[@]}" "$order" -k "planned and FULL_SHARD"
 part half-precision 40 gloo-cuda 2 "${pytest[@]}" "$order" -k "scale or pinned or captured"
 part late-or-not 60 gloo-cuda 2 "${pytest[@]}" "$settings" -k bits
 part sanitizer-on-cuda 60 gloo-cuda 2 "${pytest[@]}" "$settings" -k sanitizer
 part overlap-on-cuda 30 nccl 2 "${pytest[@]}" "$order" -k overlap
-part two-gpus 90 nccl 2 $(verify) fsdp_ref-composable torch-fsdp2 --backend "$many" --check training --explain 0
+part two-gpus 90 nccl 2 $(verify) fsdp_ref-composable torch-fsdp2 --backend "$many" --check training "${known[@]}"
 
 "$python" - "$logs" "$out" "$device" <<'PY'
 import datetime

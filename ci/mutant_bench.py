@@ -10,12 +10,15 @@ import ast
 import contextlib
 import hashlib
 import json
+import math
 import os
+import select
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -25,6 +28,10 @@ from mutant_subjects import ROOT, SUBJECTS, Mutant
 KINDS = ("pairs", "run", "tensor")
 JUDGE = Path(__file__).with_name("mutant_judge.py")
 MARKS = "marks"
+START_SECONDS = 600.0
+"""Until a judge that does not come up counts as hung."""
+CONTROL_SECONDS = 60.0
+"""How long the sound copy is fuzzed, with the seed that mutants are fuzzed with."""
 _WHERE = """
 import importlib, fsdp_testing
 def place():
@@ -80,20 +87,23 @@ class Judge:
                 stdout=subprocess.PIPE,
                 stderr=(self._tree.parent / "judge.log").open("w"),
             )
-            first = self._line(self._process.stdout)
-            self._serves_many = first["serves many"]
+            self._serves_many = self._line(self._process.stdout, START_SECONDS)["serves many"]
         stdin = self._process.stdin
         assert stdin is not None
         stdin.write(json.dumps({"kind": kind, "name": name, **options}) + "\n")
         stdin.flush()
-        answer = self._line(self._process.stdout)
+        answer = self._line(self._process.stdout, math.inf)
         if not self._serves_many:
             self.close()
         return answer
 
-    def _line(self, stdout: IO[str] | None) -> dict[str, Any]:
-        text = stdout.readline() if stdout is not None else ""
+    def _line(self, stdout: IO[str] | None, seconds: float) -> dict[str, Any]:
+        """The next line; for a request the judge itself sees to the time."""
+        assert stdout is not None
+        in_time = math.isinf(seconds) or select.select([stdout], [], [], seconds)[0]
+        text = stdout.readline() if in_time else ""
         if not text:
+            self._end()
             log = (self._tree.parent / "judge.log").read_text(encoding="utf-8", errors="replace")
             raise RuntimeError(f"the judging process: expected an answer, it ended with\n{log[-3000:]}")
         answer: dict[str, Any] = json.loads(text)
@@ -104,6 +114,11 @@ class Judge:
         if self._process is not None:
             self._process.communicate()  # closes its standard input, which ends it
             self._process = None
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self.close()
 
 
 @dataclass(slots=True)
@@ -195,8 +210,26 @@ class Bench:
                     right = {p: seen for p, seen in answer["executed"].items() if [name, kind, p] not in result.wrong}
                     result.parts[name][kind] = right
                     print(f"{name}, {kind}: {len(right)} of {len(parts)} parts", flush=True)
+        self._control()
         file.write_text(json.dumps(asdict(result)), encoding="utf-8")
         return result
+
+    def _control(self) -> None:
+        """See that the sound copy passes where mutants are asked all cases at once, and random ones.
+
+        Raises:
+            RuntimeError: It does not, so that any mutant would look caught.
+        """
+        for name in SUBJECTS[self.subject].names:
+            file = self.folder / f"pairs-{name}.json"
+            parts = [str(number) for number, _ in enumerate(json.loads(file.read_text(encoding="utf-8")))]
+            for kind in ("pairs", "fuzz"):
+                answer = self.judge.ask(kind, name, parts=parts, seconds=CONTROL_SECONDS * (kind == "fuzz"), limit=7200)
+                if answer["failure"]:
+                    raise RuntimeError(
+                        f"{kind} of {name}: expected success without any change, got {answer['failure']}"
+                    )
+                print(f"{name}, {kind}: the sound copy passes", flush=True)
 
     def _marked(self, mutants: Sequence[Mutant]) -> dict[str, str]:
         lines: dict[str, dict[int, list[int]]] = {}
@@ -285,8 +318,12 @@ def prepared(home: Path, subject: str, kept: Path) -> Bench:
     places = [Path(line) for line in done.stdout.split()]
     if len(places) != 4 or not all(place.is_relative_to(tree) for place in places):
         raise RuntimeError(f"imports: expected those of {tree} here and on ranks, got\n{done.stdout}{done.stderr}")
-    texts = sorted(path for path in tree.rglob("*.py") if path.name != "sitecustomize.py")
-    state = hashlib.sha256(b"".join(path.read_bytes() for path in texts)).hexdigest()[:24]
+    texts = [JUDGE, *sorted(path for path in tree.rglob("*") if path.suffix in (".py", ".toml"))]
+    texts = [
+        path for path in texts if path.name != "sitecustomize.py"
+    ]  # it names the folder, which is another each time
+    versions = metadata.version("torch").encode()
+    state = hashlib.sha256(versions + b"".join(path.read_bytes() for path in texts)).hexdigest()[:24]
     folder = kept / f"{subject}-{state}"
     folder.mkdir(parents=True, exist_ok=True)
     return Bench(subject, tree, package, state, folder, Judge(tree, what.package, folder))

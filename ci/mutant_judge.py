@@ -18,6 +18,7 @@ import select
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -83,6 +84,7 @@ class Answer:
         executed: Part -> numbers of bytes that it sets.
         wrong: Parts with a failure, where all are asked.
         hung: It did not end in time.
+        lost: The failure is no verdict: the harness itself stopped, died or hung.
     """
 
     parts: list[str] = field(default_factory=list)
@@ -91,11 +93,12 @@ class Answer:
     executed: dict[str, list[int]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     hung: bool = False
+    lost: bool = False
 
 
-def chunks_of(folder: Path, name: str) -> Path:
-    """The file with the cases that hold every pair of traits of an implementation, in chunks of one world size each."""
-    return folder / f"pairs-{name}.json"
+def chunks_of(folder: Path, name: str, *, drawn: bool = False) -> Path:
+    """The file with the cases that hold every pair of traits, in chunks of one world size: all, or those that pass."""
+    return folder / f"pairs-{name}{'-drawn' if drawn else ''}.json"
 
 
 def parts_of_pairs(folder: Path, name: str) -> list[str]:
@@ -110,13 +113,13 @@ def parts_of_pairs(folder: Path, name: str) -> list[str]:
             chunks.append(cases)
             waiting[case.world.size] = []
     chunks += [cases for cases in waiting.values() if cases]
-    chunks_of(folder, name).write_text(json.dumps(chunks), encoding="utf-8")
+    chunks_of(folder, name, drawn=True).write_text(json.dumps(chunks), encoding="utf-8")
     return [str(number) for number in range(len(chunks))]
 
 
 def by_campaign(request: Request, folder: Path, cases: Sequence[Case]) -> tuple[str, Verdicts]:
     """Run a campaign on these cases, or random ones: what fails first, and all verdicts."""
-    adapter, state = registry.load(request.name), folder / f"state-{os.getpid()}"
+    adapter, state = registry.load(request.name), Path(tempfile.mkdtemp(prefix="state-", dir=folder))
     plan = Plan(
         adapter,
         Scope(adapter.claimed(1), SIZES[request.kind]),
@@ -154,14 +157,18 @@ def asked(request: Request, folder: Path) -> Iterator[tuple[str, str, int]]:
         for check in request.parts:
             yield (check, *by_check(request.kind, request.name, check))
         return
-    file, adapter, runner = chunks_of(folder, request.name), registry.load(request.name), conformance.shared_runner()
+    adapter, runner = registry.load(request.name), conformance.shared_runner()
+    file = chunks_of(folder, request.name, drawn=bool(request.executed))
     chunks: list[list[str]] = json.loads(file.read_text(encoding="utf-8")) if request.kind == "pairs" else []
     if request.executed:
         for number, texts in enumerate(chunks):
             judged = runner.judge_batch(adapter, [*map(Case.from_json, texts)])
             chunks[number] = [text for text, case in zip(texts, judged) if case.verdict is Verdict.PASS]
             yield str(number), "", len(texts) - len(chunks[number])
-        file.write_text(json.dumps(chunks), encoding="utf-8")
+        # Whole or not at all: another run may read it.
+        part = Path(tempfile.mkdtemp(dir=folder)) / "passing"
+        part.write_text(json.dumps(chunks), encoding="utf-8")
+        part.replace(chunks_of(folder, request.name))
         return
     cases = [Case.from_json(text) for part in request.parts for text in chunks[int(part)]]
     if cases or request.kind == "fuzz":
@@ -224,8 +231,8 @@ def in_a_fork(request: Request, folder: Path, asker: int, judge: Callable[[Reque
             end_it(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     if hung:
-        return Answer(failure=f"not ended after {request.limit:.0f} s", hung=True)
-    return Answer(**json.loads(text)) if text else Answer(failure="the judging process died")
+        return Answer(failure=f"not ended after {request.limit:.0f} s", hung=True, lost=True)
+    return Answer(**json.loads(text)) if text else Answer(failure="the judging process died", lost=True)
 
 
 def _be_judge(request: Request, folder: Path, writing: int, judge: Callable[[Request, Path], Answer]) -> NoReturn:
@@ -236,10 +243,11 @@ def _be_judge(request: Request, folder: Path, writing: int, judge: Callable[[Req
         try:
             told = judge(request, folder)
         except Exception as error:  # noqa: BLE001 - what makes the harness itself stop is never a pass
-            told = Answer(failure=f"{type(error).__name__}: {error}"[:300])
-        pool.close()
+            told = Answer(failure=f"{type(error).__name__}: {error}"[:300], lost=True)
+        # Before the ranks end: their end is no part of the verdict.
         with os.fdopen(writing, "wb") as stream:
             stream.write(json.dumps(asdict(told)).encode())
+        pool.close()
     finally:
         os._exit(0)
 

@@ -14,6 +14,7 @@ from mutant_subjects import Mutant
 EXPLAINED = Path(__file__).with_name("sampled-mutants-explained.toml")
 STAGES = ("pairs", "run", "tensor", "fuzz")
 """Who looks at a mutant, the quickest first."""
+UNEXECUTED = "nothing of pairs, run and tensor executes it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def report(mutants: Sequence[Mutant], fates: Mapping[str, Fate], stages: Sequenc
         why, fate = known.get(mutant.name), fates[mutant.identity]
         print(f"\n{'explained' if why else 'NOT CAUGHT'}: {mutant.place}:{mutant.first} {mutant.function}")
         print("\n".join(f"    {line}" for line in mutant.diff))
-        asked = f"asked: {', '.join(fate.asked)}; unknown {fate.unknown}" if fate.executed else "nothing executes it"
+        asked = f"asked: {', '.join(fate.asked)}; unknown {fate.unknown}" if fate.executed else UNEXECUTED
         print(f"    {why or asked}")
     waiting = len(mutants) - len(tried)
     waiting += sum(fates[m.identity].executed and bool(set(stages) - set(fates[m.identity].asked)) for m in left)
@@ -94,8 +95,8 @@ A mutant is one small change of a line in the code under test. Here fsdp-testing
 (`fuzz`); no unit test. `tox -e sampled-mutants -- --page` makes this page. mutmut proposes the changes, a hash chooses among
 them, and each is tried in a copy.
 
-A mutant that nothing executes counts as not caught. Explained ones are left out of the share: they change nothing that a user
-could notice, or they run on devices alone.
+A mutant that nothing of the first three executes counts as not caught. Explained ones are left out of the share: they change
+nothing that a user could notice, or they run on devices alone.
 
 {date}, {versions}. The interval is Wilson's, at 95 %.
 
@@ -131,7 +132,7 @@ def _lines(samples: Mapping[str, Sequence[Mutant]], fates: Mapping[str, Fate]) -
         for mutant in tried:
             fate = fates[mutant.identity]
             if not fate.stage:
-                what = known.get(mutant.name) or ("Not caught." if fate.executed else "Nothing executes it.")
+                what = known.get(mutant.name) or ("Not caught." if fate.executed else f"{UNEXECUTED.capitalize()}.")
                 yield f"- `{mutant.place}`, `{mutant.function}`: {what}\n\n"
                 yield "  ```diff\n" + "".join(f"  {line}\n" for line in mutant.diff) + "  ```\n"
         yield "\n"

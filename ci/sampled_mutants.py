@@ -25,9 +25,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from mutant_bench import Bench, Executed, prepared
-from mutant_report import STAGES, Fate, page, report
+from mutant_report import STAGES, UNEXECUTED, Fate, page, report
 from mutant_subjects import ROOT, SUBJECTS, Mutant, chosen
 
 from fsdp_testing.cli.options import part
@@ -51,6 +52,22 @@ def known_fates(results: Path) -> dict[str, Fate]:
     return fates
 
 
+def asked_twice(bench: Bench, stage: str, name: str, **options: Any) -> dict[str, Any]:
+    """Ask, and once more where the harness itself was lost: that may be the machine's doing, and counts if it repeats.
+
+    A judge that imports the mutant itself (torch's own files) and does not come up is lost, too.
+    """
+
+    def asked() -> dict[str, Any]:
+        try:
+            return bench.judge.ask(stage, name, **options)
+        except RuntimeError as error:
+            return {"failure": str(error).strip().splitlines()[-1], "hung": False, "unknown": 0, "lost": True}
+
+    answer = asked()
+    return asked() if answer["lost"] else answer
+
+
 def looked_at(bench: Bench, executed: Executed, mutant: Mutant, stages: Sequence[str], before: Fate | None) -> Fate:
     """What becomes of a mutant in the stages that have not looked at it."""
     start, names = time.monotonic(), SUBJECTS[bench.subject].names
@@ -67,7 +84,7 @@ def looked_at(bench: Bench, executed: Executed, mutant: Mutant, stages: Sequence
                 if not parts and stage != "fuzz":
                     continue
                 seconds = FUZZ_SECONDS / len(names) if stage == "fuzz" else 0.0
-                answer = bench.judge.ask(stage, name, parts=parts, seconds=seconds, limit=LIMIT)
+                answer = asked_twice(bench, stage, name, parts=parts, seconds=seconds, limit=LIMIT)
                 failure, hung = answer["failure"], answer["hung"]
                 unknown += answer["unknown"]
                 if failure:
@@ -100,7 +117,7 @@ def attempted(
         with results.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(result) + "\n")
         end = f"caught by {fate.stage}{' (hung)' if fate.hung else ''}: {fate.account}"
-        end = end if fate.stage else "not caught so far" if fate.executed else "nothing executes it"
+        end = end if fate.stage else "not caught so far" if fate.executed else UNEXECUTED
         print(f"{place}/{len(mutants)}, {fate.seconds} s: {mutant.place}:{mutant.first} {mutant.function}")
         print("\n".join(f"    {line}" for line in (*mutant.diff, end)), flush=True)
     return known

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import FrameType
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import FrameType, ModuleType
 from typing import Any, Final, cast
 
 import torch
@@ -110,15 +112,40 @@ def waited(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
+@functools.cache  # once in a process: the compiler keeps a list
 def keep_compiler_out() -> None:
     """Let ``torch.compile`` trace no function of this package, and go on to trace what it calls: the user's modules.
 
     Traced, the runtime broke into hundreds of graphs, and ended in errors of the compiler. torch has no public name for this.
-    The import is slow, and whoever makes an optimizer imports the same.
+    The compiler is not imported for it: where it is not there yet, it is told when it comes.
     """
-    from torch._dynamo import trace_rules
+    if rules := sys.modules.get(_TRACE_RULES):
+        rules.add(__package__)
+    else:
+        sys.meta_path.insert(0, _CompilerComes())
 
-    trace_rules.add(__package__)
+
+_TRACE_RULES: Final = "torch._dynamo.trace_rules"
+
+
+class _CompilerComes(MetaPathFinder):
+    """Tells torch's compiler of this package when it is imported, and is gone then."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return None, but for the rules: their spec, whose loader adds one when it has run them."""
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == _TRACE_RULES else None
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                module.add(__package__)
+                sys.meta_path.remove(self)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this loader alone
+        return spec
 
 
 def detailed_debug() -> bool:

@@ -34,6 +34,7 @@ from fsdp_ref.compat import graph_task_id, queue_backward_callback
 from fsdp_ref.errors import ConfigError, FsdpRuntimeError, FsdpTypeError, FsdpValueError, UnsupportedError, listing
 from fsdp_ref.naming import join_fqn
 from fsdp_ref.storage.precision import tensors_in
+from fsdp_ref.storage.views import alias
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -329,7 +330,8 @@ class Replica:
                 param.grad = mean.clone()
 
     def _broadcast(self, tensors: Iterable[Tensor]) -> None:
-        filled = [tensor.detach() for tensor in tensors if tensor.numel()]
+        # What an earlier forward saved for backward may be such a buffer: its version must not change.
+        filled = [alias(tensor) for tensor in tensors if tensor.numel()]
         broadcast_tensors(filled, self.group, type(self.module).__name__)
 
 

@@ -69,7 +69,7 @@ def register_comm_hook(module: nn.Module, state: Any, hook: Callable[..., Any]) 
 
     Raises:
         FsdpValueError: There is no unit, or ``hook`` is not callable.
-        CommHookError: A unit belongs to a larger tree, has a hook already, or or has a hybrid strategy, whose two-level
+        CommHookError: A unit belongs to a larger tree, has a hook already, or has a hybrid strategy, whose two-level
             reduction takes no hook; or ``hook`` is a hook of DDP, which takes buckets.
     """
     for unit in outermost_units(module, "register_comm_hook"):

@@ -86,7 +86,8 @@ class PassRecord:
 
     def leads_to(self, tensor: Tensor) -> bool:
         """Return whether the views come from the node that this tensor comes from: it is one of them."""
-        return any(tensor.grad_fn is node for node in self._nodes)
+        # A view of an extension (a DTensor) has a node of its own behind that of its alias.
+        return any(tensor.grad_fn is node for node in (*self._nodes, *(view.grad_fn for view in self.views)))
 
     def tracked_anew(self, index: int) -> bool:
         """Return whether autograd tracked a change of this original, which was trained."""

@@ -296,8 +296,8 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, unit:
     """
     for bucket in cut_into_buckets(tensors, 32 * 2**20):
         with torch.no_grad():
-            # A copy of at most one bucket beside the tensors themselves; every rank cuts alike, by sizes and
-            # dtypes alone.
+            # A copy of at most one bucket beside the tensors themselves; every rank cuts alike, by sizes, dtypes and
+            # devices alone.
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             collectives_for(group, flat.device).broadcast(flat, 0, group, unit).wait()
             for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket])):

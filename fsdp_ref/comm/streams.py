@@ -118,7 +118,7 @@ class DeviceStreams(Streams):
 
     Args:
         device: the compute device.
-        limit_all_gathers: the host waits until at most one full buffer that was given up is still read by the device.
+        limit_all_gathers: the host waits until the device reads at most one other released full buffer.
     """
 
     # With the buffer that computes and the one that is gathered, three have their memory at most.

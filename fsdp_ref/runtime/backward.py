@@ -54,7 +54,7 @@ def hook_outputs(unit: Unit, output: Any, inputs: TakenInputs) -> Any:
     on_node = partial(_output_reached, tie, None)
 
     def hook(tensor: Tensor) -> Tensor:
-        for made in with_base(tensor):
+        for made in with_base(tensor) if tensor.requires_grad else ():
             if made.requires_grad and not made.is_leaf and not inputs.gives_back(made):
                 made.register_hook(on_node if record is not None and record.leads_to(made) else waiting)
                 unit.awaits_backward = True

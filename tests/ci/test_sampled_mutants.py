@@ -91,7 +91,9 @@ class Answers(Judge):
 
     def ask(self, kind: str, name: str, **options: Any) -> dict[str, Any]:
         self.requests.append((kind, name, options["parts"]))
-        return {"failure": "", "hung": False, "unknown": 0} | (self._answers.pop(0) if self._answers else {})
+        return {"failure": "", "hung": False, "unknown": 0, "lost": False} | (
+            self._answers.pop(0) if self._answers else {}
+        )
 
 
 def mutant(file: str) -> Mutant:
@@ -140,6 +142,17 @@ def test_the_first_failure_ends_it_and_the_file_is_as_before(tmp_path: Path) -> 
     fate = sampled_mutants.looked_at(bench(tmp_path, judge), EXECUTED, ONE, ("pairs", "run", "fuzz"), None)
     assert (fate.stage, fate.account, fate.unknown, len(judge.requests)) == ("run", "a.b: wrong", 2, 2)
     assert (tmp_path / "one.py").read_text(encoding="utf-8") == "a = 1\n"
+
+
+LOST = {"failure": "the judging process died", "lost": True}
+
+
+@pytest.mark.parametrize(("answers", "stage"), [((LOST,), ""), ((LOST, LOST), "pairs")], ids=["once", "twice"])
+def test_a_lost_harness_counts_if_it_is_lost_again(
+    tmp_path: Path, answers: Sequence[dict[str, Any]], stage: str
+) -> None:
+    judge = Answers(*answers)
+    assert sampled_mutants.looked_at(bench(tmp_path, judge), EXECUTED, ONE, ("pairs",), None).stage == stage
 
 
 def test_unknown_is_not_caught(tmp_path: Path) -> None:

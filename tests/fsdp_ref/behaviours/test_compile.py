@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,23 @@ def test_a_compiled_model_trains_as_in_one_process(lab, path, strategy, around):
     lab.parity(path=path, policy={lab.Block}, sharding_strategy=strategy, loss=loss)
     assert inspect.getfile(lab.Block) in files
     assert not [name for name in files if name.startswith(str(Path(fsdp_ref.__file__).parent))]
+
+
+def test_wrapping_imports_no_compiler_which_is_told_when_it_comes() -> None:
+    script = """
+import sys
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from fsdp_ref import fully_shard
+dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+compiler = "torch._dynamo" in sys.modules
+model = nn.Sequential(nn.Linear(2, 2))
+fully_shard(model[0])
+fully_shard(model)
+print(compiler, "torch._dynamo" in sys.modules)
+import torch._dynamo.trace_rules as rules
+print(sum("fsdp_ref" in folder for folder in rules.SKIP_DIRS))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["False", "False", "1"], done.stdout + done.stderr

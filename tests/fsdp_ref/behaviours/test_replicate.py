@@ -130,12 +130,30 @@ def test_both_on_one_module(lab):
 
 
 @pytest.mark.world(2)
+def test_two_forwards_before_a_backward_that_reads_a_buffer(lab):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((3,), 2.0, dtype=torch.float64))
+            self.register_buffer("scale", torch.arange(3, dtype=torch.float64))
+
+        def forward(self, x):
+            return (x * self.weight) * self.scale
+
+    plain, model = Scaled(), replicate(Scaled())
+    x = torch.ones(3, dtype=torch.float64)
+    for module in (plain, model):
+        (module(x) + module(2 * x)).sum().backward()
+    torch.testing.assert_close(model.weight.grad, plain.weight.grad, rtol=0, atol=0)
+
+
+@pytest.mark.world(2)
 @pytest.mark.covers("REP-02", "B022")
 def test_what_comes_after_the_first_forward_is_refused_while_it_is_trained(lab):
     model = replicate(lab.make(lab.Deep))
     lab.loss(model, lab.batch()).backward()
     before, model.u1.seq = model.u1.seq, copy.deepcopy(model.u1.seq)
-    late = r"Deep: .* came later: u1\.seq\.1\.weight, u1\.seq\.1\.bias\."
+    late = r"Deep: .* added later: u1\.seq\.1\.weight, u1\.seq\.1\.bias\."
     with pytest.raises(FsdpRuntimeError, match=late):
         model(lab.batch())
     with torch.no_grad():
@@ -166,7 +184,7 @@ def test_devices_and_options_of_replicate(lab):
     with pytest.raises(NotImplementedError, match="mixed_precision"):
         replicate(lab.make(lab.Deep), mixed_precision=object())
     empty = replicate(nn.ReLU())
-    with pytest.raises(ValueError, match="parameters of its own"):
+    with pytest.raises(ValueError, match="its own parameters"):
         empty(lab.batch())
 
 

@@ -127,7 +127,7 @@ def test_forms_that_are_not_those_of_the_settings(optim_lab):
         pieces = optim_state_dict(model, optim)
         mine = pieces if optim_lab.rank == 0 else {**pieces, "state": dict(reversed(pieces["state"].items()))}
         with pytest.raises(
-            FsdpRuntimeError, match="the same names in the same order on all ranks, got others .* ranks 1"
+            FsdpRuntimeError, match="the same names in the same order on all ranks, got different ones .* ranks 1"
         ):
             optim_state_dict_to_load(model, optim, mine)
         with pytest.raises(FsdpRuntimeError, match="the same names in the same order on all ranks"):

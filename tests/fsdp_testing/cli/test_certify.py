@@ -29,7 +29,7 @@ def test_a_sound_implementation_ends_with_0_and_says_what_was_not_asked(tmp_path
     assert certify(name, "--sample", "12", "--html", "page", "--json", "all.json") == 0
     said = capsys.readouterr().out
     assert said.splitlines()[-1] == "exit code 0: UNBROKEN: 12 of 12 cells hold"
-    assert re.search(r" s  running cells, 0 of 12 ran before\n", said), "a log says what goes on"
+    assert re.search(r" s  running cells, 0 of 12 are already done\n", said), "a log says what goes on"
     assert "are not claimed" in said
     assert "need shard_grad_op" in said
     found = json.loads((tmp_path / "all.json").read_text())

@@ -54,7 +54,7 @@ def test_a_wrong_number_is_named_with_both(
     assert ended.code == 1
     assert (
         "broadcast, bfloat16: WRONG: 1,023 elements: gloo gives rank 0 [1.0]... (abc) and rank 1 [1.0]... (abc), "
-        "it gives rank 0 [1.0]... (abc) and rank 1 [2.0]... (abd)"
+        "this backend gives rank 0 [1.0]... (abc) and rank 1 [2.0]... (abd)"
     ) in ended.out
     assert "53 of 54 equal to gloo at 3 sizes, 1 wrong or lost" in ended.out
 

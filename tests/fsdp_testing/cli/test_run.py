@@ -239,7 +239,7 @@ def test_a_table_that_is_nobodys_is_reported(
     ended = verify("run", "torch-ddp", "--expected-failures", str(path))
     assert ended.code == 0
     assert "--expected-failures: [torch-dpp] is not an implementation of this run" in ended.out
-    assert ended.out.count("is no implementation") == 1
+    assert ended.out.count("is not an implementation") == 1
     path.write_text('[torch-fsdp2]\n"clipping.norm_one" = "why"\n', encoding="utf-8")
     ended = verify("run", "torch-ddp", "--expected-failures", str(path))
     assert ended.code == 2

@@ -252,7 +252,7 @@ def test_a_file_that_is_no_dump_is_refused_by_its_name(tmp_path, data):
 def test_nothing_in_a_dump_is_executed(tmp_path):
     trap = tmp_path / "opened"
     (tmp_path / "trace_0").write_bytes(pickle.dumps({**dump([entry(1)]), "more": Opens(trap)}))
-    with pytest.raises(InvalidRecord, match="nothing of it was executed"):
+    with pytest.raises(InvalidRecord, match="nothing in it was executed"):
         read_dumps([tmp_path / "trace_0"])
     assert not trap.exists()
 

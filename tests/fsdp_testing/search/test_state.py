@@ -107,7 +107,7 @@ def test_what_is_of_something_else_is_refused_with_all_that_differs(tmp_path: Pa
         refuse(tmp_path / "state.json", wrong)
     for text in (
         "implementation: expected 'other', got 'toy'",
-        "the implementation, or fsdp-testing, has changed since",
+        "the implementation or fsdp-testing has changed since",
         "cases by: expected 'seed 1', got 'nothing'",
         "part: expected 2 of 2, got 1 of 2",
         "Give another --state directory, or remove that one to start over",

@@ -159,7 +159,7 @@ def test_a_quantity_of_which_nothing_is_decided_is_no_pass_whatever_stands_besid
 
 
 def test_where_roundings_decide_everything_there_is_no_verdict():
-    with pytest.raises(TrainingUndecided, match=r"roundings alone move .* chaos, off by .* the loop cannot be judged"):
+    with pytest.raises(TrainingUndecided, match=r"rounding alone moves .* chaos, off by .* the loop cannot be judged"):
         check_training(amplifies, world_sizes=(1, 2))
 
 

@@ -238,7 +238,7 @@ def test_a_right_loop_passes(loop):
         (metric_summed, r"loss at step 0 .*It is exactly 2 times as large: a sum over ranks"),
         (
             gradients_not_reduced,
-            r"rank 1 of a world of 2 .*: 0.weight is off .*Cause: gradients are not reduced. At step 0 nothing",
+            r"rank 1 of a world of 2 .*: 0.weight is off .*Cause: gradients are not reduced. At step 0 no collective",
         ),
         (not_seeded, r"two runs on a world of 1 differ: noise .*not a function of its seeds"),
         (other_names, r"a is returned by only one of them"),

@@ -105,7 +105,7 @@ def test_each_mistake_is_found_and_its_cause_named(script, arguments, message):
     [
         (("--loss", "outside"), r"2 ranks: unknown: .*Mark the line .*`x, y = fsdp_testing.batch\(x, y\)`"),
         (("--mistake", "argument"), r"one process .*usage: with_indices.py --mistake argument CONFIG"),
-        (("--mistake", "spawn"), r"one process starts processes of its own with torch.multiprocessing"),
+        (("--mistake", "spawn"), r"one process starts its own processes with torch.multiprocessing"),
         (("--mistake", "download"), r"one process downloads something: it asked for weights.invalid and got URLError"),
         (("--mistake", "never"), r"one process never steps a torch.optim optimizer"),
         (("--mistake", "unseeded"), r"one process does not repeat itself: two runs differ, first in loss at step 0"),

@@ -77,7 +77,7 @@ def poisoned(*, early: bool = False) -> Iterator[list[int]]:
             streams._unshard.wait_event(streams._unfreed[buffer])
         with streams.unshard():
             buffer.tensor.fill_(torch.nan)
-        sizes.append(buffer.nbytes)
+        sizes.append(buffer.tensor.nbytes)
         free(streams, buffer)
 
     with mock.patch.object(DeviceStreams, "_free", overwritten):

@@ -236,7 +236,7 @@ def test_a_size_at_which_a_check_has_no_case_is_said():
         (("torch-fsdp2",), {"tensor_parallel": 0}, InvalidArgument, r"divides every world size, got 0"),
         (("torch-ddp",), {"backend": "smoke"}, InvalidArgument, "smoke"),
         (("torch-ddp",), {"backend": "fake"}, InvalidArgument, "compute real values"),
-        (("torch-ddp",), {"expected_failures": {"nonsense": "why"}}, InvalidArgument, "'nonsense' is no check"),
+        (("torch-ddp",), {"expected_failures": {"nonsense": "why"}}, InvalidArgument, "'nonsense' is not a check"),
         (("torch-ddp",), {"expected_failures": {"training.float32": " "}}, InvalidArgument, "has no reason"),
         (
             ("torch-ddp",),
