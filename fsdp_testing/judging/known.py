@@ -30,7 +30,7 @@ from fsdp_testing.cases.records import (
 )
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.judging.signature import Signature, has_cause, looks_like
-from fsdp_testing.judging.tags import NEW_MODEL, NEW_OPTIMIZER, UNITS, tags, units_with, words, words_of
+from fsdp_testing.judging.tags import NEW_MODEL, NEW_OPTIMIZER, UNITS, tags, units_with, words_of
 
 FORMAT = Format("fsdp_testing/known_failures", 2)
 
@@ -62,6 +62,10 @@ class CaseFeatures:
     @cached_property
     def tags(self) -> frozenset[str]:
         return tags(self._case)
+
+    def fails_during(self, pattern: str) -> bool:
+        """Return whether the operation in which it fails has a word, as far as it is known."""
+        return not pattern or self._at is None or _is(pattern, self.places[-1])
 
     def fails_in(self, word: str) -> bool:
         """Return whether it fails in units that a word of `UNITS` names alone, as far as is known."""
@@ -95,9 +99,10 @@ class Rule:
             by such a rule, and of every so many later ones.
         operations: Tokens that occur in this order (others may lie between them); empty matches any program. A token
             may end in `*`, and `a|b` is either; `@forward`, `@backward`, `@local`, `@reduced`, `@trained`, `@new_model`,
-            `@new_optimizer` and `@optimizer_saved` are any operation that does this (`tags.words_of`); `begin`, which is new
-            too, stands before the first operation.
+            `@new_optimizer`, `@optimizer_saved` and `@skips` are any operation that does this (`tags.words_of`); `begin`, which
+            is new too, stands before the first operation.
         unless: Tokens that may not lie between them.
+        during: Token of the operation in which it fails, written as those of `operations`; empty for any.
         tags: Tags that the case has, all of them; a tag may end in `*`.
         units: Word of `tags.UNITS` for the units in which it fails, all of them; empty for any.
         parameter: Name of the parameter that fails, as a pattern (fnmatch); empty for any.
@@ -118,6 +123,7 @@ class Rule:
     signatures: tuple[tuple[str, ...], ...] = ()
     operations: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
+    during: str = ""
     tags: tuple[str, ...] = ()
     units: str = ""
     parameter: str = ""
@@ -167,14 +173,15 @@ class Rule:
 
     def fits(self, features: CaseFeatures) -> bool:
         """Return whether a case has what the cases have in which it was seen."""
-        in_order = _in_order(self.operations, features.places, self.unless)
-        return in_order and all(_is(pattern, features.tags) for pattern in self.tags)
+        places = _places(self.operations, features.places, self.unless)
+        return places is not None and all(_is(pattern, features.tags) for pattern in self.tags)
 
     def knows(self, signature: Signature, features: CaseFeatures) -> bool:
         """Return whether a failure with this signature, met in such a case, is this one."""
         looks = any(_looks_like(known, signature) for known in self.signatures)
         named = fnmatchcase(features.parameter, self.parameter or "*")
-        return looks and named and self.fits(features) and features.fails_in(self.units)
+        where = features.fails_during(self.during) and features.fails_in(self.units)
+        return looks and named and where and self.fits(features)
 
     def asks_cause(self, signature: Signature) -> bool:
         """Return whether a failure that looks so is this one only by its cause."""
@@ -186,14 +193,21 @@ class Rule:
         return any(_looks_like(way, signature) and _has_cause(way, cause) for way in self.signatures)
 
     def variant(self, case: Case) -> Case | None:
-        """Return the case without what brings the failure about; None where nothing is left, or nobody knows how."""
+        """Return the case without what brings the failure about; None where nothing is left, or nobody knows how.
+
+        Of the operations that the rule asks for, the first that is to go does: a later one may be what the failure shows in.
+        """
         variant = self._changed(case, f"known failure {self.name}: instead")
-        while self.without and self.fits(CaseFeatures(variant)):
-            places = [place for place, one in enumerate(variant.program) if _is(self.without, words(one))]
+        while self.without and self.fits(features := CaseFeatures(variant)):
+            asked = _places(self.operations, features.places, self.unless) or ()
+            places = [place for place in (*asked, *range(len(features.places))) if self._leaves_out(features, place)]
             if not places:
                 return None
-            variant = variant.without_operation(places[-1])
+            variant = variant.without_operation(places[0] - 1)
         return variant if variant != case and variant.program else None
+
+    def _leaves_out(self, features: CaseFeatures, place: int) -> bool:
+        return place > 0 and _is(self.without, features.places[place])
 
     def check(self, where: str) -> None:
         """Check that `instead` names fields of a case, and `units` some of its units.
@@ -231,24 +245,27 @@ def _is(pattern: str, words: Iterable[str]) -> bool:
     return any(word.startswith(way[:-1]) if way.endswith("*") else word == way for word in words for way in ways)
 
 
-def _in_order(wanted: Sequence[str], found: Sequence[frozenset[str]], unless: Sequence[str]) -> bool:
+def _places(wanted: Sequence[str], found: Sequence[frozenset[str]], unless: Sequence[str]) -> tuple[int, ...] | None:
+    """Where the wanted operations are, in this order; None if they are not all there."""
     if not wanted:
-        return True
-    return any(
-        _is(wanted[0], operation) and _goes_on(wanted[1:], found[place + 1 :], unless)
-        for place, operation in enumerate(found)
-    )
+        return ()
+    starts = (place for place, operation in enumerate(found) if _is(wanted[0], operation))
+    ways = (_places_from(start, wanted[1:], found, unless) for start in starts)
+    return next((way for way in ways if way is not None), None)
 
 
-def _goes_on(wanted: Sequence[str], found: Sequence[frozenset[str]], unless: Sequence[str]) -> bool:
-    for operation in found:
-        if not wanted:
+def _places_from(
+    start: int, wanted: Sequence[str], found: Sequence[frozenset[str]], unless: Sequence[str]
+) -> tuple[int, ...] | None:
+    places = [start]
+    for place in range(start + 1, len(found)):
+        if len(places) > len(wanted):
             break
-        if _is(wanted[0], operation):
-            wanted = wanted[1:]
-        elif any(_is(pattern, operation) for pattern in unless):
-            return False
-    return not wanted
+        if _is(wanted[len(places) - 1], found[place]):
+            places.append(place)
+        elif any(_is(pattern, found[place]) for pattern in unless):
+            return None
+    return tuple(places) if len(places) > len(wanted) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,8 @@ def words(operation: Operation) -> frozenset[str]:
 
     `@forward` runs a forward that no backward follows; `@backward` runs backwards; `@local` leaves gradients that await
     their reduction; `@reduced` runs backwards after which none await it; `@new_model` leaves another model;
-    `@optimizer_saved` saves the optimizer's state and loads it; `@new_optimizer` leaves one that has none of its state.
+    `@optimizer_saved` saves the optimizer's state and loads it; `@new_optimizer` leaves one that has none of its state;
+    `@skips` leaves out a branch of the model in a micro-batch, on some rank at least.
     """
     local, backward = operation.pending_after(False), operation.runs_backward
     reduced = backward and not local
@@ -47,6 +48,7 @@ def words(operation: Operation) -> frozenset[str]:
     token = operation.token()
     done["@forward"] = operation.runs_forward_alone
     done["@optimizer_saved"] = operation.saves_optimizer
+    done["@skips"] = any("unused_parameters" in batch.required() for batch in operation.batches())
     renewed = operation.renews_model and not operation.saves_optimizer
     done[NEW_OPTIMIZER] = renewed or token == "build_optimizer"
     return frozenset({token, *(word for word, does in done.items() if does)})

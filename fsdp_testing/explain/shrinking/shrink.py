@@ -21,6 +21,9 @@ from fsdp_testing.explain.shrinking.ddmin import BudgetSpent, Kind, Search
 from fsdp_testing.judging.signature import Signature, signature_of
 
 SECONDS = 20.0
+PATIENCE = 10
+"""How many times its seconds shrinking takes at most, on a machine however busy."""
+
 _AT_ONCE = 12
 KINDS: tuple[Kind, ...] = (
     reductions.deletions,
@@ -71,22 +74,21 @@ def shrink(
         attempt: Runs candidates.
         shape: Gives the legal case nearest to a reduced one.
         fair: Whether an implementation may be asked a case at all.
-        seconds: When an idle machine is content with what was found.
+        seconds: When an idle machine is content with what was found; a busy one is after `PATIENCE` times as long at the latest.
     """
     budget = Budget.of_seconds(seconds)
     attempts = 0
 
     def keeping(batch: list[Case]) -> list[Case]:
         nonlocal attempts
-        if batch and budget.exhausted:
+        if batch and (budget.exhausted or budget.seconds >= PATIENCE * seconds):
             raise BudgetSpent
         failing: list[Case] = []
         for size in sorted({case.world.size for case in batch}):
             results = attempt([case for case in batch if case.world.size == size], signature)
             attempts += len(results)
-            same = [case for case, result in results if result == signature]
-            budget.count(len(results) + len(same) * _COSTS.get(signature.kind, 0))
-            failing += same
+            budget.count(sum(1 + _COSTS.get(result.kind, 0) if result else 1 for _, result in results))
+            failing += [case for case, result in results if result == signature]
         return [case for case in batch if case in failing]
 
     search = Search(case, keeping, _AT_ONCE, shape, fair)

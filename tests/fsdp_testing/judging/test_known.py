@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from fuzz_cases import LINEAR, case, micro
 
+from fsdp_testing.cases.operations.full_parameters import AssignData
 from fsdp_testing.cases.operations.micro_batches import LocalMicroBatches
 from fsdp_testing.cases.operations.optimizing import BuildOptimizer
 from fsdp_testing.cases.operations.unusual_backwards import UnusualBackward
@@ -35,6 +36,8 @@ EVAL = Forward(Batch(1), "eval")
 LOCAL = ForwardBackward(Batch(1), no_sync=True)
 LOCALS = LocalMicroBatches((Batch(1), Batch(2)))
 TWICE = UnusualBackward(Batch(1), "twice")
+EDIT = AssignData(("*",), 0.5, Batch(1), in_place=True)
+SKIPS = ForwardBackward(Batch(1, usage=((True, False, True),)), no_sync=True)
 
 
 def known(rule: Rule, *program: Operation, signature: Signature = OFF) -> bool:
@@ -63,16 +66,19 @@ def test_begin_stands_before_the_first_operation():
 @pytest.mark.parametrize(
     ("word", "met_by"),
     [
-        ("@backward", (micro(1), LOCAL, LOCALS, TWICE)),
-        ("@local", (LOCAL, LOCALS)),
+        ("@backward", (micro(1), LOCAL, LOCALS, TWICE, SKIPS)),
+        ("@forward", (EVAL, EDIT)),
+        ("@local", (LOCAL, LOCALS, SKIPS)),
         ("@reduced", (micro(1), TWICE)),
         ("@new_model", (Reload(), Reload(optimizer=False, form="sharded"))),
         ("@optimizer_saved", (Reload(),)),
+        ("@skips", (SKIPS,)),
     ],
 )
 def test_operations_that_do_the_same_are_named_by_it(word: str, met_by: tuple[Operation, ...]):
     rule = Rule("same", "why", "", (("diverged",),), ("step", word), without=word)
-    for operation in (micro(1), LOCAL, LOCALS, TWICE, Reload(), Reload(optimizer=False, form="sharded"), EVAL, Step()):
+    reloads = Reload(), Reload(optimizer=False, form="sharded")
+    for operation in (micro(1), LOCAL, LOCALS, TWICE, SKIPS, *reloads, EVAL, EDIT, Step()):
         assert known(rule, Step(), operation) is (operation in met_by), operation
     assert without(rule, Step(), LOCAL, met_by[0]) is not None
 
@@ -223,6 +229,27 @@ def test_the_variant_leaves_out_what_brings_it_about():
     assert without(Rule("plain", "why", signatures=(("diverged",),)), micro(1)) is None
     whole = Rule("whole", "why", signatures=(("diverged",),), operations=("forward[*",), without="forward[*")
     assert without(whole, EVAL) is None
+
+
+def test_the_variant_keeps_what_the_failure_shows_in():
+    """An edit is followed by a forward alone: it brings about what a later edit meets, and meets what an earlier one did."""
+    rule = Rule("lost", "why", signatures=(("diverged",),), operations=("@forward", "assign_data*"), without="@forward")
+    assert without(rule, micro(1), EVAL, EDIT) == ("forward_backward", "assign_data[in_place]")
+    assert without(rule, micro(1), EDIT, EDIT, Step()) == ("forward_backward", "assign_data[in_place]", "step")
+    ended = replace(rule, unless=("@backward",))
+    assert without(ended, EDIT, micro(1), EVAL, EDIT) == tokens(case(EDIT, micro(1), EDIT)), "the first did no harm"
+
+
+def test_a_rule_may_name_the_operation_in_which_a_failure_shows():
+    """An earlier operation that leaves a branch out does not explain what is wrong in one that leaves none out."""
+    stays = Signature(FailureKind.KEPT, "full parameters", "forward_backward")
+    rule = Rule("ahead", "why", signatures=(tuple(stays),), operations=("@skips",), during="@skips")
+    rules, met = KnownFailures((rule,)), case(SKIPS, LOCAL)
+    assert rules.recognize(stays, CaseFeatures(met, 0)) is rule
+    assert rules.recognize(stays, CaseFeatures(met, 1)) is None
+    assert rules.recognize(stays, CaseFeatures(met, -1)) is None
+    assert rules.recognize(stays, met) is rule, "where it failed is not known"
+    assert read_known(rules.to_json(), "here") == rules
 
 
 def test_the_variant_changes_what_is_named_where_no_operation_brings_it_about():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,37 @@ def test_full_parameters_that_stay_are_known_by_who_gathered_them():
 
     assert known_by(before=False) is None
     assert getattr(known_by(before=True), "name", "") == "unused-unit-stays-gathered"
+
+
+def test_full_parameters_that_stay_are_known_where_the_operation_itself_leaves_a_part_out():
+    """What FSDP2 gathers ahead and then needs is freed: an earlier forward that needed less of it explains nothing."""
+    rule = _shipped("torch-fsdp2", "prefetched-then-skipped-stays-gathered")
+    stays = Signature(FailureKind.KEPT, "full parameters", "forward")
+    example = Case.from_json(rule.example)
+    met = replace(example, program=(*example.program, EVAL))
+    assert rule.knows(stays, CaseFeatures(met, 0))
+    assert not rule.knows(stays, CaseFeatures(met, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("torch-fsdp1", "stale-weights-after-local-micro-batch-then-edit"),
+        ("torch-fsdp2", "edit-of-kept-weights"),
+        ("torch-fsdp2", "freeze-of-kept-parameters"),
+    ],
+)
+def test_weights_that_no_sync_kept_explain_nothing_after_a_reduced_backward(name: str, rule: str):
+    known = _shipped(name, rule)
+    *before, last = Case.from_json(known.example).program
+    freed = replace(Case.from_json(known.example), program=(*before, micro(2), last))
+    assert legal_case(freed) == freed
+    assert not known.fits(CaseFeatures(freed))
+    assert known.fits(CaseFeatures(replace(freed, program=(*before, micro(2), *before, last))))
+
+
+def _shipped(name: str, rule: str) -> Rule:
+    return next(known for known in shipped_known(name).rules if known.name == rule)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,7 +17,7 @@ from fsdp_testing.cases.records import Case, Clip, Forward, ModelSpec, Step
 from fsdp_testing.explain.shrinking import reductions
 from fsdp_testing.explain.shrinking import shrink as shrink_module
 from fsdp_testing.explain.shrinking.ddmin import Kind, joined
-from fsdp_testing.explain.shrinking.shrink import KINDS, shrink
+from fsdp_testing.explain.shrinking.shrink import KINDS, Shrunk, shrink
 from fsdp_testing.judging.batch import Watch
 from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.judging.signature import Signature
@@ -219,12 +219,41 @@ def test_what_the_implementation_does_not_claim_is_not_tried():
 
 def test_a_busy_machine_finds_the_same_case_later(monkeypatch: pytest.MonkeyPatch):
     """A rule knows a failure by what is left of its case: of more than that it would say that it is new."""
-    clock = itertools.count(step=1000.0)
+    idle = _shrunk_while_each_look_at_the_clock_takes(0.0, monkeypatch)
+    busy = _shrunk_while_each_look_at_the_clock_takes(5.0, monkeypatch)
+    assert busy.complete
+    assert busy.seconds > shrink_module.SECONDS > idle.seconds
+    assert tokens(busy.case) == ("step",)
+    assert (busy.case, busy.attempts) == (idle.case, idle.attempts)
+
+
+def test_a_machine_that_is_far_too_busy_ends_it(monkeypatch: pytest.MonkeyPatch):
+    """A campaign of a minute may not run for hours."""
+    stuck = _shrunk_while_each_look_at_the_clock_takes(100.0, monkeypatch)
+    assert not stuck.complete
+    assert stuck.seconds < 20 * shrink_module.SECONDS
+
+
+def _shrunk_while_each_look_at_the_clock_takes(seconds: float, monkeypatch: pytest.MonkeyPatch) -> Shrunk:
+    clock = itertools.count(step=seconds)
     monkeypatch.setattr(shrink_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     start = next(one for one in drawn(50) if "step" in tokens(one) and len(one.program) > 3)
-    shrunk = shrink(start, FAILS, attempts_on(Pretended("step"), "single-process"), legal_case, lambda _: True)
-    assert shrunk.complete
-    assert tokens(shrunk.case) == ("step",)
+    return shrink(start, FAILS, attempts_on(Pretended("step"), "single-process"), legal_case, lambda _: True)
+
+
+@pytest.mark.parametrize(("kind", "allowed"), [("hung", 4), ("died", 37), ("diverged", 400)])
+def test_candidates_that_cost_the_ranks_in_another_way_use_up_its_budget(kind: str, allowed: int):
+    """A budget of 400 runs is so many of them; up to 12 are run at once."""
+    tried: list[Case] = []
+
+    def attempt(cases: Sequence[Case], _: Signature) -> list[tuple[Case, Signature | None]]:
+        tried.extend(cases)
+        return [(one, Signature(kind, "", "clip")) for one in cases]
+
+    start = max(drawn(50), key=lambda one: len(one.to_json()))
+    shrunk = shrink(start, FAILS, attempt, legal_case, lambda _: True, seconds=20.0)
+    assert shrunk.attempts == len(tried) < allowed + 12
+    assert shrunk.complete is (kind == "diverged")
 
 
 def test_its_budget_ends_it():
