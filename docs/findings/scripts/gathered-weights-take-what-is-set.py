@@ -46,8 +46,8 @@ def freezing_raises(forward: bool) -> bool:
         return "you can only change requires_grad flags of leaf variables" in str(error)
 
 
-def clearing_is_lost(forward: bool, model: nn.Module | None = None, by_hand: bool = False) -> bool:
-    model, totals = model or fsdp1(ZERO2), []
+def clearing_is_lost(forward: bool, fsdp2: bool = False, by_hand: bool = False) -> bool:
+    model, totals = fully_shard(nn.Linear(2, 2)) if fsdp2 else fsdp1(ZERO2), []
     for _ in range(2):
         model(X).sum().backward()
         totals.append(sum(float(p.grad.norm()) for p in model.parameters() if p.grad is not None))
@@ -65,12 +65,8 @@ def main(rank: int, path: str) -> None:
         "FSDP1 SHARD_GRAD_OP, freezing raises": freezing_raises,
         "FSDP1 SHARD_GRAD_OP, model.zero_grad() clears nothing": clearing_is_lost,
         "FSDP1 SHARD_GRAD_OP, p.grad = None clears nothing": lambda forward: clearing_is_lost(forward, by_hand=True),
-        "FSDP2, model.zero_grad() clears nothing": lambda forward: clearing_is_lost(
-            forward, fully_shard(nn.Linear(2, 2))
-        ),
-        "FSDP2, p.grad = None clears nothing": lambda forward: clearing_is_lost(
-            forward, fully_shard(nn.Linear(2, 2)), by_hand=True
-        ),
+        "FSDP2, model.zero_grad() clears nothing": lambda forward: clearing_is_lost(forward, fsdp2=True),
+        "FSDP2, p.grad = None clears nothing": lambda forward: clearing_is_lost(forward, fsdp2=True, by_hand=True),
     }
     for name, happens in defects.items():
         without, after = happens(False), happens(True)

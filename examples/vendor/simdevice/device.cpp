@@ -251,16 +251,42 @@ void park_what_streams_left() {
   }
 }
 
-void release(void* context) {
-  auto* block = static_cast<Block*>(context);
-  if (block == nullptr) return;
-  Locked locked(lock());
+void take_back(Block* block) {
   memory().live[block->device] -= block->size;
   std::vector<Point> points;
   for (auto* queue : block->users) points.push_back({queue, queue->given});
   block->users.clear();
   if (points.empty()) park(block);
   else memory().in_use.emplace_back(block, std::move(points));
+}
+
+struct Released {  // blocks that nothing holds any more, until somebody who has the lock takes them back
+  std::mutex mutex;
+  std::vector<Block*> blocks;
+};
+Released& released() {
+  static auto* released = new Released;
+  return *released;
+}
+
+void take_back_released() {
+  std::vector<Block*> blocks;
+  {
+    std::lock_guard<std::mutex> guard(released().mutex);
+    blocks.swap(released().blocks);
+  }
+  for (auto* block : blocks) take_back(block);
+}
+
+// Never waits for the lock: a thread that frees may have Python's, and the work for which a thread keeps ours may need that one.
+void release(void* context) {
+  if (context == nullptr) return;
+  {
+    std::lock_guard<std::mutex> guard(released().mutex);
+    released().blocks.push_back(static_cast<Block*>(context));
+  }
+  std::unique_lock<std::recursive_mutex> tried(lock(), std::try_to_lock);
+  if (tried) take_back_released();
 }
 
 void* fresh(size_t size) {
@@ -274,6 +300,7 @@ struct Allocator final : c10::Allocator {
     Device device(TYPE, current_device);
     if (bytes == 0) return {nullptr, nullptr, &release, device};
     Locked locked(lock());
+    take_back_released();
     park_what_streams_left();
     size_t size = (bytes + 511) / 512 * 512;
     auto* queue = &current_queue(current_device);
@@ -875,9 +902,13 @@ void start() {
   register_collectives();
 }
 
-int64_t live_bytes(int64_t device, bool peak) { return (peak ? memory().peak : memory().live)[device]; }
+int64_t live_bytes(int64_t device, bool peak) {
+  Locked locked(lock());
+  take_back_released();
+  return (peak ? memory().peak : memory().live)[device];
+}
 void make_waits_errors(bool errors) { waits_are_errors = errors; }
-void forget_peak(int64_t device) { memory().peak[device] = memory().live[device]; }
+void forget_peak(int64_t device) { memory().peak[device] = live_bytes(device, false); }
 }  // namespace
 
 TORCH_LIBRARY(simdevice, library) {
