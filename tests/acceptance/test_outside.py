@@ -434,10 +434,10 @@ def test_passes(): ...
 
 
 def test_limits_of_pytest_timeout_end_ranks_and_reruns_get_new_ones(tmp_path: Path, run_folder: Runner) -> None:
-    """Stand-ins with the hooks and functions of both plugins: what they ask of a marked test is done."""
+    """Stand-ins with the hooks and functions of both plugins, in the place of pytest-timeout: what they ask of a test is done."""
     (tmp_path / "conftest.py").write_text(STAND_INS)
     (tmp_path / "test_asked.py").write_text(ASKED)
-    found = run_folder(tmp_path, "--reruns", "1", "-v").text
+    found = run_folder(tmp_path, "-p", "no:timeout", "--reruns", "1", "-v").text
     assert "ranks 0, 1 hung after 4 s" in found and "stack of rank 1" in found, found
     for name, words in {"hangs": "F", "fails_once": "RP", "fails": "RF", "passes": "P"}.items():
         told = re.findall(rf"::test_{name} (RERUN|PASSED|FAILED)", found)
