@@ -120,7 +120,9 @@ def test_each_check_is_one_test_and_a_failure_of_the_expected_kind_is_a_strict_x
         ]
     )
     # Neither the reason alone nor another cause makes it the known failure.
-    result.stdout.fnmatch_lines(["*listed as known *, without saying how it fails*", "*the list has *; this failure is *"])
+    result.stdout.fnmatch_lines(
+        ["*listed as known *, without saying how it fails*", "*the list has *; this failure is *"]
+    )
 
 
 def test_a_check_is_asked_where_the_decorator_says(monkeypatch):
