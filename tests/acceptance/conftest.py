@@ -96,7 +96,7 @@ def run_pytest(folder: Path, *args: str) -> Verdict:
     return read(done.stdout + done.stderr, done.returncode)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_folder() -> Runner:
     """Run pytest over a folder that the test has filled."""
     return run_pytest

@@ -43,14 +43,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "import sys\ndef pytest_terminal_summary(terminalreporter):\n"
         "    terminalreporter.line(f'torch in the controller: {\"torch\" in sys.modules}')\n"
     )
+    (made / "test_ranks.py").write_text("import threading\nimport pytest\n" + THREE)
     return made
 
 
 @pytest.fixture(scope="module")
-def first(folder: Path, run_in: Runner) -> Any:
-    """One session with all that writes down what happened."""
+def first(folder: Path, run_folder: Runner) -> Any:
+    """One session with all that writes down what happened; in a new process, as the next one, which reads it."""
     words = ("-p", "cacheprovider", "--durations=0", "-vv", "--durations-min=0")
-    return run_in(folder, THREE, *words, "--junitxml=out.xml", "-o", "junit_family=xunit2")
+    return run_folder(folder, *words, "--junitxml=out.xml", "-o", "junit_family=xunit2")
 
 
 def test_each_test_counts_once(first: Any) -> None:
@@ -77,8 +78,8 @@ def test_sizes_are_words_for_selection(tmp_path: Path, run_folder: Runner) -> No
     assert "2/3 tests collected (1 deselected)" in verdict.text
 
 
-def test_only_what_failed_last_and_how_to_debug_it(first: Any, folder: Path, run_in: Runner) -> None:
-    again = run_in(folder, THREE, "-p", "cacheprovider", "--lf", "--pdb")
+def test_only_what_failed_last_and_how_to_debug_it(first: Any, folder: Path, run_folder: Runner) -> None:
+    again = run_folder(folder, "-p", "cacheprovider", "--lf", "--pdb")
     assert again.counts() == (0, 1, 0), again.text
     assert "test_bad" in again.text
     assert "Run it again with --rank-pdb 1 to debug rank 1." in again.text
@@ -433,10 +434,10 @@ def test_passes(): ...
 
 
 def test_limits_of_pytest_timeout_end_ranks_and_reruns_get_new_ones(tmp_path: Path, run_folder: Runner) -> None:
-    """Stand-ins with the hooks and functions of both plugins: what they ask of a marked test is done."""
+    """Stand-ins with the hooks and functions of both plugins, in the place of pytest-timeout: what they ask of a test is done."""
     (tmp_path / "conftest.py").write_text(STAND_INS)
     (tmp_path / "test_asked.py").write_text(ASKED)
-    found = run_folder(tmp_path, "--reruns", "1", "-v").text
+    found = run_folder(tmp_path, "-p", "no:timeout", "--reruns", "1", "-v").text
     assert "ranks 0, 1 hung after 4 s" in found and "stack of rank 1" in found, found
     for name, words in {"hangs": "F", "fails_once": "RP", "fails": "RF", "passes": "P"}.items():
         told = re.findall(rf"::test_{name} (RERUN|PASSED|FAILED)", found)

@@ -19,6 +19,7 @@ from fsdp_testing.cases.records import CheckResult, Verdict
 from fsdp_testing.checks.conformance import run_check, run_conformance
 from fsdp_testing.checks.findings.known import shipped, tables_of
 from fsdp_testing.checks.suites import CHECKS
+from fsdp_testing.checks.suites.check import Place
 from fsdp_testing.errors import InvalidArgument
 
 
@@ -92,6 +93,19 @@ def test_a_case_that_fails_without_the_fault_too_proves_nothing():
     case = judged(name, check, (2,), stop_at_first=True).findings[0].case
     assert passes_without(FAULTS[name], check, case)
     assert not passes_without(replace(FAULTS[name], unbroken=name), check, case)
+
+
+@pytest.mark.parametrize("capability", ["clip_grad_norm", "full_shard"])
+def test_a_case_that_is_not_claimed_without_the_fault_proves_nothing(monkeypatch, capability):
+    """A capability that the check needs, and one that only the case does; a run would ask nothing of such a sound toy."""
+    fault, check = FAULTS[BUGS["B147"]], CHECKS["clipping.norm_2"]
+    case = check.build(Place(2, "full_shard", "gloo"))[0]
+    assert passes_without(fault, check.name, case)
+    load = registry.load
+    monkeypatch.setattr(
+        registry, "load", lambda name: replace(load(name), capabilities=load(name).capabilities - {capability})
+    )
+    assert not passes_without(fault, check.name, case)
 
 
 def test_a_fault_is_named_by_its_number_or_its_name():

@@ -3,8 +3,14 @@
 A session of pytest in a new process costs three to four seconds of processor time before its first test, nearly all for torch:
 it is imported in pytest, and again in its fork server. Both are forked here, from a process that has imported pytest, or from
 its child that has torch too. Neither has imported anything of this project, nor computed; each fork imports the project as a
-new process does, and ends as one does. How a new process starts is asked of new processes: by `run_folder` of
-tests/acceptance and by the tests of the pool.
+new process does, and ends as one does. It differs from a new process in this:
+
+- All forks share one hash seed, and one import of pytest, torch and numpy. PYTHONHASHSEED, PYTHONWARNINGS, OMP_*, TORCH_* and
+  whatever else Python or a library reads when it starts have no effect in `environment`: they are as this process had them.
+- A fork server writes to the standard output and error of these tests, not to those of its session.
+
+So a test of any of these, and of how a process starts, needs new processes: `run_folder` of tests/acceptance, the tests of
+the pool, and `test_only_what_failed_last_and_how_to_debug_it` of test_outside.py, whose second session reads a file of the first.
 
 Run as a script it is that process: `forked.py NAME LIFELINE` serves as NAME, until nobody holds the other end of LIFELINE.
 """
@@ -25,6 +31,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -103,12 +110,12 @@ class Nursery:
         with _file() as out, _file() as error:
             files = [out.fileno(), (out if merged else error).fileno()]
             with _asked(self._name + WITH_TORCH * torch, request, files) as connection:
-                pid = int(_answer(connection, _START_SECONDS))
+                process = _Forked(connection, words)
                 try:
-                    code = int(_answer(connection, timeout))
-                except TimeoutError:
-                    os.kill(pid, signal.SIGKILL)
-                    raise subprocess.TimeoutExpired(list(words), timeout) from None
+                    code = process.wait(timeout)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    raise
             out.seek(0)
             error.seek(0)
             return Done(code, out.read(), error.read())
@@ -135,12 +142,45 @@ def _asked(name: str, request: Mapping[str, Any], descriptors: Sequence[int]) ->
     return connection
 
 
-def _answer(connection: socket.socket, seconds: float) -> bytes:
-    connection.settimeout(seconds)
-    answer = connection.recv(64)
-    if not answer:
-        raise EOFError("the process that others are forked from has ended")
-    return answer
+class _Forked:
+    """A forked process for the one who asked for it, in the place of a `Popen`."""
+
+    def __init__(self, connection: socket.socket, words: Sequence[str]) -> None:
+        self._connection = connection
+        self._words = list(words)
+        self._lock = threading.Lock()
+        self._code: int | None = None
+        self.pid = self._answer(_START_SECONDS)
+
+    def _answer(self, seconds: float | None) -> int:
+        if not select.select([self._connection], [], [], seconds)[0]:
+            raise subprocess.TimeoutExpired(self._words, seconds or 0.0)
+        answer = self._connection.recv(64)
+        if not answer:
+            raise EOFError("the process that others are forked from has ended, cannot fork or cannot read the request")
+        return int(answer)
+
+    def wait(self, seconds: float | None = None) -> int:
+        """Wait for its end and return its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: It did not end.
+        """
+        with self._lock:
+            if self._code is None:
+                self._code = self._answer(seconds)
+                self._connection.close()
+            return self._code
+
+    def poll(self) -> int | None:
+        """Return its exit code; None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0.0)
+        return None
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
 
 
 class _Requests:
@@ -184,22 +224,29 @@ class _Requests:
                         connection.send(str(os.waitstatus_to_exitcode(status)).encode())
 
     def _fork(self) -> Callable[[], int] | None:
+        """Return what a fork is to do; None in this process, which serves on whatever becomes of one request."""
         connection, _ = self._listening.accept()
-        message, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 2)
-        request = json.loads(message)
-        gc.freeze()
-        pid = os.fork()
-        if pid:
-            for descriptor in descriptors:
-                os.close(descriptor)
+        descriptors: list[int] = []
+        try:
+            message, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 2)
+            request = json.loads(message)
+            gc.freeze()
+            pid = os.fork()
+        except (OSError, ValueError):  # the one who asked has been killed, asks too much, or no process is left
+            connection.close()
+            pid = None
+        if pid == 0:
+            self._close_in_fork()
+            connection.close()
+            work = _python if "words" in request else _server
+            return lambda: work(request, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if pid is not None:
             self._running[pid] = connection
-            if "words" in request:
+            with contextlib.suppress(OSError):
                 connection.send(str(pid).encode())
-            return None
-        self._close_in_fork()
-        connection.close()
-        work = _python if "words" in request else _server
-        return lambda: work(request, descriptors)
+        return None
 
     def _close_in_fork(self) -> None:
         signal.set_wakeup_fd(-1)
@@ -238,10 +285,8 @@ def _popen_of(nursery: str) -> type[subprocess.Popen[bytes]]:
         def __new__(cls, args: Any = (), *more: Any, **given: Any) -> Any:
             if not (isinstance(args, list) and any(str(word).startswith(SERVER) for word in args)):
                 return super().__new__(cls)
-            from fsdp_testing.ranks.pool.zygote import ForkedServer
-
             request = {"pid": os.getpid(), "folder": str(Path.cwd()), "environment": given["env"]}
-            return ForkedServer(_asked(nursery + WITH_TORCH, request, given["pass_fds"]))
+            return _Forked(_asked(nursery + WITH_TORCH, request, given["pass_fds"]), args)
 
     return Popen
 
@@ -264,6 +309,8 @@ def _become(environment: Mapping[str, str], folder: str) -> None:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    if "numpy.random" in sys.modules:  # Python's own generator is seeded anew by `os.fork`
+        sys.modules["numpy.random"].seed()
 
 
 def main(name: str, lifeline: int) -> int:

@@ -22,6 +22,7 @@ from fsdp_testing.adapters import registry
 from fsdp_testing.cases.records import Case, CheckResult, Verdict
 from fsdp_testing.checks.conformance import run_check, shared_runner
 from fsdp_testing.checks.suites import CHECKS
+from fsdp_testing.checks.suites.check import needs_of
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.judging.worlds import Shared
@@ -67,8 +68,10 @@ def judged(name: str, check: str, sizes: tuple[int, ...], **how: Any) -> CheckRe
 
 
 def passes_without(fault: Fault, check: str, case: Case) -> bool:
-    """Return whether one case of a check passes on the implementation without the fault; asked once for each case."""
+    """Return whether the implementation without the fault claims one case of a check and passes it; asked once for each case."""
     sound = registry.load(unbroken(fault))
+    if not CHECKS[check].needs | needs_of(case) <= sound.capabilities:
+        return False
     key = sound.reference, check, case.identity
     if key not in _PASSED:
         outcome = CHECKS[check].judged(shared_runner(), sound, case).outcome
