@@ -221,8 +221,7 @@ class Replica:
         if not params and not buffers:
             raise FsdpValueError(
                 f"replicate: expected a module with its own parameters, got {type(self.module).__name__} without any "
-                f"that "
-                "is not ignored or sharded. Drop the call."
+                "that is not ignored or sharded. Drop the call."
             )
         return {name: param for param, name in params.items()}, {name: buffer for buffer, name in buffers.items()}
 

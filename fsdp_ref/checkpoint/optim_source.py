@@ -108,8 +108,7 @@ def compare_names(index: ModelIndex, saved: Any, problem: str) -> None:
         raise FsdpRuntimeError(
             "optim_state_dict_to_load: expected tensors laid out alike under the same names in the same order on all "
             f"ranks, got different ones from rank {of_ranks[0][0]} on ranks {listing(others)}. Load the same sharded "
-            f"state "
-            "on every rank."
+            "state on every rank."
         )
 
 

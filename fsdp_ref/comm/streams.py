@@ -5,9 +5,8 @@ casts and reductions on the *post-backward* stream, compute on whatever stream i
 has streams gets these; elsewhere, and on the CPU, whose streams do nothing, :class:`Streams` has the same methods and does
 nothing, so that the runtime has one path.
 
-Discipline, in one place: (1) memory is allocated on the stream that issues its fill; (2) whoever reads on another
-stream
-first waits for an event; (3) a full buffer goes back to the stream that it came from, once that stream or the host has
+Discipline, in one place: (1) memory is allocated on the stream that issues its fill; (2) a reader on another
+stream first waits for an event; (3) a full buffer goes back to the stream that it came from, once that stream or the host has
 waited for its last reader; smaller memory (casts of shards, gradients) is recorded on the stream that reads it
 (``record_stream``). No call to a device happens before a unit on it exists.
 """

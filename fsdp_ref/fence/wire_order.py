@@ -243,16 +243,15 @@ def _error(orders: list[str], changed: list[str], lost: list[str]) -> ExecutionO
         return ParametersChangedError(
             f"Parameters were changed without being counted: expected the gathered full parameters of "
             f"{listing(lost)}, or in-place edits of them, got others at the end of forward (an edit through .data, "
-            f"or of a "
-            "sharded parameter's .data while it was gathered). It would be lost on some ranks. Edit the parameter itself, "
+            "or of a sharded parameter's .data while it was gathered). It would be lost on some ranks. Edit the parameter "
+            "itself, "
             "in place, under torch.no_grad(), with the same values on all ranks."
         )
     if changed and not orders:
         return ParametersChangedError(
             "Ranks changed parameters differently in forward: expected the same values on all ranks, got others in "
             f"{listing(changed)}. Each rank kept its own values of its part. Edit a parameter with values that all "
-            f"ranks "
-            "share (reduce statistics of a batch over ranks first), or keep it in a buffer."
+            "ranks share (reduce statistics of a batch over ranks first), or keep it in a buffer."
         )
     return ExecutionOrderError(
         "Ranks ran different units, whose collectives paired by their order alone: expected one order on all "

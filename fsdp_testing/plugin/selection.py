@@ -108,6 +108,5 @@ def refusal_to_draw(item: pytest.Item) -> str | None:
     return (
         "expected a test that does the same on every rank, got a Hypothesis test, which would draw different "
         "examples on each. Draw in the controlling process: remove the marker and call worlds(size=2).run(function, "
-        "example); or set "
-        "@settings(derandomize=True)."
+        "example); or set @settings(derandomize=True)."
     )

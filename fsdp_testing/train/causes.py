@@ -85,8 +85,7 @@ def _order(run: WholeRun) -> str:
     )
     return how and (
         "a pass over a DataLoader takes the rows in the same order as the pass before. Cause: its DistributedSampler "
-        "shuffles by "
-        f"epoch, and set_epoch {how}. Call sampler.set_epoch(epoch) with the number of the epoch before each pass."
+        f"shuffles by epoch, and set_epoch {how}. Call sampler.set_epoch(epoch) with the number of the epoch before each pass."
     )
 
 
@@ -283,8 +282,7 @@ def _moved(reference: WholeRun, run: WholeRun, step: int) -> str:
             return (
                 f"Cause: after step {step - 1} weights agree, and before step {step} they are changed outside of the optimizer's "
                 f"step, first {key.name}, differently from one process: weights that are decayed twice, clamped or "
-                f"averaged by "
-                "numbers that depend on the number of ranks."
+                "averaged by numbers that depend on the number of ranks."
             )
     return ""
 

@@ -240,8 +240,8 @@ def _check_replicas(run: WholeRun) -> None:
     if apart and any(seen.sent for seen in first_steps(run)):
         raise Undecided(
             "each rank has different weights under the same names, and the ranks send to one another, as pipeline "
-            "stages do. Draw "
-            "the whole model from one seed on every rank, and take the layers of the stage from it: then they are "
+            "stages do. Draw the whole model from one seed on every rank, and take the layers of the stage from it: then they "
+            "are "
             "recognised by their values."
         )
     if apart:
@@ -353,8 +353,7 @@ def _check_shapes(alone: WholeRun, run: WholeRun) -> None:
         odd = sorted({*before} ^ {*here}, key=str) or [n for n in before if before[n][0].shape != here[n][0].shape]
         raise Undecided(
             f"has different parameters from one process, first {odd[0]}. A script whose model depends on the number "
-            f"of ranks "
-            "cannot be compared; choose the model by an argument. If each rank has a part of the model, "
+            "of ranks cannot be compared; choose the model by an argument. If each rank has a part of the model, "
             "draw the whole from one seed on every rank, then take the rank's part."
         )
 

@@ -142,8 +142,7 @@ def _not_compared(pair: Pair, decided: Decided) -> list[str]:
     if run.own:
         sentences.append(
             f"Ranks have different parts under the same name, {len(run.own)} parameters, first {run.own[0]}: these "
-            f"are not "
-            "compared. Return what the ranks compute together."
+            "are not compared. Return what the ranks compute together."
         )
     if unreadable:
         sentences.append(f"Parameters could not be read ({unreadable}), and only what the loop returns is compared.")
@@ -218,8 +217,7 @@ def _judge_losses(pair: Pair, decided: Decided) -> list[str]:
         raise Undecided(
             f"trains as one process does, but {difference}, as the mean over ranks. It lies between the losses of the ranks: the "
             "script weights their gradients by numbers that the check cannot see. Weight the loss before backward "
-            "instead, by "
-            "own count x ranks / count of all ranks, or log it reduced in the same way."
+            "instead, by own count x ranks / count of all ranks, or log it reduced in the same way."
         )
     fail(
         pair,
@@ -251,8 +249,7 @@ def _judge_logged(pair: Pair, chosen: Comparable) -> list[str]:
                 pair,
                 difference,
                 f"Cause: the number logged there is reduced wrongly ({by}); training agrees. Divide the sum of the "
-                f"ranks' numbers "
-                "by the number of ranks, once, or by the sum of their weights.",
+                "ranks' numbers by the number of ranks, once, or by the sum of their weights.",
             )
         remarks.append(f"not compared: the number read at {line} is the same on all ranks but differs from one process")
     remarks += [f"not compared: the number read at {line}, each rank's own" for line in known.own]

@@ -297,8 +297,7 @@ def _random(seen: Steps, step: int) -> str:
         return (
             f"Cause: dropout is out of step between world sizes. It is active at step {step}, and every rank draws masks "
             "for its own rows, which differ from the masks that one rank draws for all. Switch it off for this "
-            "check, or draw "
-            "the masks of the global batch."
+            "check, or draw the masks of the global batch."
         )
     if any(one.drew for one in seen):
         return (

@@ -66,8 +66,7 @@ class ModelReport:
     def __str__(self) -> str:
         return (
             f"{self.model} under {self.implementation} on {self.ranks} ranks: {self.steps} steps match those of one "
-            f"process "
-            f"(losses, {self.tensors} gradients and parameters, {self.numbers:,} numbers at each step)"
+            f"process (losses, {self.tensors} gradients and parameters, {self.numbers:,} numbers at each step)"
         )
 
 

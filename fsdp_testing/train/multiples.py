@@ -23,8 +23,7 @@ UNEVEN = 1e-3
 _OWN = (
     "Cause: each rank's own statistic, by design or by mistake: the loss over the rows of a rank is not a mean over "
     "rows, so the mean of the ranks' losses is not the loss of all rows: a router's balance, a contrastive loss, or "
-    "a count or "
-    "norm of its own"
+    "a count or norm of its own"
 )
 OWN_IN_FORWARD = (
     f"{_OWN}, within forward. One process that gets the rows of each rank separately does the same. Compute that "
@@ -33,8 +32,7 @@ OWN_IN_FORWARD = (
 _OWN_OUTSIDE = (
     f"{_OWN}, outside of the model's forward. At step 0 the mean of what one process computes from each rank's rows{{}} is the "
     "gradient that the ranks step. Compute that term over the rows of all ranks. If it is intended, compute it "
-    "within forward "
-    f"and add `--accept {LOSS}`."
+    f"within forward and add `--accept {LOSS}`."
 )
 
 

@@ -231,8 +231,7 @@ def _check_start(pair: Pair) -> str:
     if begun is not None:
         raise Undecided(
             f"begins with different weights than {pair.other}: {begun}. Draw them from one seed before anything is "
-            f"sharded or "
-            "compiled, or load the same checkpoint."
+            "sharded or compiled, or load the same checkpoint."
         )
     for step in range(min(base.steps, run.steps)):
         due, given = base.union(step), run.union(step)
@@ -243,13 +242,11 @@ def _check_start(pair: Pair) -> str:
         if due.total() != given.total():
             raise Undecided(
                 f"takes {given.total()} rows at step {step} where {pair.other} takes {due.total()}. Keep the total "
-                f"batch of a step: "
-                "--vary k=1,2 SCRIPT --accumulate {k} --batch {8/k}, with the names of your script."
+                "batch of a step: --vary k=1,2 SCRIPT --accumulate {k} --batch {8/k}, with the names of your script."
             )
         raise Failed(
             f"takes different rows than {pair.other} at step {step}, though equally many. Cause: the order of the "
-            f"data, "
-            f"or the random numbers drawn for it, depends on what is varied. Draw it from a separate generator.",
+            "data, or the random numbers drawn for it, depends on what is varied. Draw it from a separate generator.",
             pair.table,
         )
     return ""

@@ -211,7 +211,6 @@ def _cause(quantity: Quantity) -> str:
 _SET = (Kind.RATE, Kind.SETTING)
 _ORDER = (
     "Cause: the order of the data starts over. Save how many batches were taken (and epoch or generator's state), "
-    "and skip "
-    "them, or let the sampler begin there."
+    "and skip them, or let the sampler begin there."
 )
 _STATE = "Cause: the optimizer's state is not saved, or not loaded. Save optimizer.state_dict() beside the model's."

@@ -326,8 +326,7 @@ def _ending(outcome: WorldOutcome, *, works: bool = False) -> Exception:
     if outcome.size == 1 and first.fate is Fate.HUNG and outcome.cause is not None:
         return Undecided(
             f"does not reach the steps that are compared: {outcome.cause}.{where} Compare fewer --steps, make the "
-            f"model and "
-            "batches smaller, raise --timeout, or give it the arguments with which it steps an optimizer.",
+            "model and batches smaller, raise --timeout, or give it the arguments with which it steps an optimizer.",
             output,
         )
     sentence = f"did not end well: {outcome.cause}.{where}"

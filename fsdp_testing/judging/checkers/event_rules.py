@@ -307,8 +307,7 @@ def _unseen(rank: TracedObservation, what: str) -> HarnessError:
     """Nothing can be said: the modules that ran are not known by the names that the units have."""
     return HarnessError(
         f"trace of rank {rank.rank}: expected to see {what} run, got only modules with other names. Let `units` give "
-        f"the "
-        "names of modules before wrapping, and wrap the modules themselves; or do not claim `unit_trace`."
+        "the names of modules before wrapping, and wrap the modules themselves; or do not claim `unit_trace`."
     )
 
 

@@ -120,8 +120,7 @@ def check_together(faults: Sequence[Fault]) -> None:
         if first.kind in SILENT:
             raise InvalidArgument(
                 f"fault: expected {second} to happen, got {first} before it, after which the rank does nothing. Give "
-                f"them in "
-                "the other order, or name another place."
+                "them in the other order, or name another place."
             )
         if {first.kind, second.kind} <= NOT_ISSUED:
             raise InvalidArgument(

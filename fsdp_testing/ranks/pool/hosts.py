@@ -253,8 +253,7 @@ def _connected(place: Place, token: bytes) -> socket.socket:
     except OSError as error:
         raise PoolBroken(
             f"{place}: expected it to answer at {place.address}:{place.port}, got {error}. Either it has ended, or a "
-            f"firewall "
-            "is between the hosts, or MASTER_ADDR means another address there."
+            "firewall is between the hosts, or MASTER_ADDR means another address there."
         ) from error
     keep_alive(sock).sendall(token)
     return sock

@@ -121,8 +121,7 @@ def serve(launch: Launch, pool: Pool, patience: timedelta = PATIENCE) -> None:
     if token is None:
         raise PoolBroken(
             f"{launch.launcher}: expected process 0 to take control within {patience.total_seconds():.0f} s, got "
-            f"nothing from it. "
-            "Start the same command in every process, and look at what that one wrote."
+            "nothing from it. Start the same command in every process, and look at what that one wrote."
         )
     place = meeting.here(0)
     with listening_socket(place.address) as listener:
