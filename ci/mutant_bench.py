@@ -28,10 +28,11 @@ from mutant_subjects import ROOT, SUBJECTS, Mutant
 KINDS = ("pairs", "run", "tensor")
 JUDGE = Path(__file__).with_name("mutant_judge.py")
 MARKS = "marks"
+FINDER = "sitecustomize.py"
 START_SECONDS = 600.0
 """Until a judge that does not come up counts as hung."""
-CONTROL_SECONDS = 60.0
-"""How long the sound copy is fuzzed, with the seed that mutants are fuzzed with."""
+FUZZ_SECONDS = 300.0
+"""How long a mutant is fuzzed, and first the sound copy with the same seed: of all implementations of a subject together."""
 _WHERE = """
 import importlib, fsdp_testing
 def place():
@@ -137,14 +138,14 @@ class Executed:
     parts: dict[str, dict[str, dict[str, list[int]]]] = field(default_factory=dict)
     wrong: list[list[str]] = field(default_factory=list)
 
-    def by(self, mutant: Mutant, name: str, kind: str) -> list[str]:
+    def parts_of(self, mutant: Mutant, name: str, kind: str) -> list[str]:
         """The parts of a kind that execute a mutant."""
         number, parts = self.mutants.index(mutant.identity), self.parts[name][kind].items()
         return [part for part, mutants in parts if number in mutants or number in self.everywhere]
 
-    def somewhere(self, mutant: Mutant) -> bool:
-        """Whether anything executes it."""
-        return any(self.by(mutant, name, kind) for name, kinds in self.parts.items() for kind in kinds)
+    def holds(self, mutant: Mutant) -> bool:
+        """Whether any part executes it."""
+        return any(self.parts_of(mutant, name, kind) for name, kinds in self.parts.items() for kind in kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,31 +205,30 @@ class Bench:
                     parts = self.judge.ask("parts", name, parts=[kind])["parts"]
                     answer = self.judge.ask(kind, name, parts=parts, executed=str(marks), limit=7200)
                     if not answer["executed"]:
-                        told = answer["failure"]
-                        raise RuntimeError(f"{kind} of {name}: expected verdicts without any change, got {told}")
+                        failure = answer["failure"]
+                        raise RuntimeError(f"{kind} of {name}: expected verdicts without any change, got {failure}")
                     result.wrong += [[name, kind, part] for part in answer["wrong"]]
                     right = {p: seen for p, seen in answer["executed"].items() if [name, kind, p] not in result.wrong}
                     result.parts[name][kind] = right
                     print(f"{name}, {kind}: {len(right)} of {len(parts)} parts", flush=True)
-        self._control()
+        self.control()
         file.write_text(json.dumps(asdict(result)), encoding="utf-8")
         return result
 
-    def _control(self) -> None:
+    def control(self) -> None:
         """See that the sound copy passes where mutants are asked all cases at once, and random ones.
 
         Raises:
             RuntimeError: It does not, so that any mutant would look caught.
         """
-        for name in SUBJECTS[self.subject].names:
-            file = self.folder / f"pairs-{name}.json"
-            parts = [str(number) for number, _ in enumerate(json.loads(file.read_text(encoding="utf-8")))]
-            for kind in ("pairs", "fuzz"):
-                answer = self.judge.ask(kind, name, parts=parts, seconds=CONTROL_SECONDS * (kind == "fuzz"), limit=7200)
-                if answer["failure"]:
-                    raise RuntimeError(
-                        f"{kind} of {name}: expected success without any change, got {answer['failure']}"
-                    )
+        names = SUBJECTS[self.subject].names
+        for name in names:
+            chunks = json.loads((self.folder / f"pairs-{name}.json").read_text(encoding="utf-8"))
+            parts = [str(number) for number, _ in enumerate(chunks)]
+            for kind, options in (("pairs", {"parts": parts}), ("fuzz", {"seconds": FUZZ_SECONDS / len(names)})):
+                failure = self.judge.ask(kind, name, limit=7200, **options)["failure"]
+                if failure:
+                    raise RuntimeError(f"{kind} of {name}: expected success without any change, got {failure}")
                 print(f"{name}, {kind}: the sound copy passes", flush=True)
 
     def _marked(self, mutants: Sequence[Mutant]) -> dict[str, str]:
@@ -310,7 +310,7 @@ def prepared(home: Path, subject: str, kept: Path) -> Bench:
     if what.package != "fsdp_ref":
         shutil.copytree(what.source(), package, ignore=shutil.ignore_patterns("__pycache__"))
         finder = _COPY_OF_TORCH.format(package=what.package, folder=str(package))
-        (tree / "sitecustomize.py").write_text(finder, encoding="utf-8")
+        (tree / FINDER).write_text(finder, encoding="utf-8")
     asking = home / subject / "where.py"
     asking.write_text(_WHERE.format(module=what.module), encoding="utf-8")
     command = [sys.executable, str(asking)]
@@ -318,12 +318,10 @@ def prepared(home: Path, subject: str, kept: Path) -> Bench:
     places = [Path(line) for line in done.stdout.split()]
     if len(places) != 4 or not all(place.is_relative_to(tree) for place in places):
         raise RuntimeError(f"imports: expected those of {tree} here and on ranks, got\n{done.stdout}{done.stderr}")
-    texts = [JUDGE, *sorted(path for path in tree.rglob("*") if path.suffix in (".py", ".toml"))]
-    texts = [
-        path for path in texts if path.name != "sitecustomize.py"
-    ]  # it names the folder, which is another each time
+    # But for the file that names this folder, which is another each time.
+    texts = sorted(path for path in tree.rglob("*") if path.suffix in (".py", ".toml") and path.name != FINDER)
     versions = metadata.version("torch").encode()
-    state = hashlib.sha256(versions + b"".join(path.read_bytes() for path in texts)).hexdigest()[:24]
+    state = hashlib.sha256(versions + b"".join(path.read_bytes() for path in (JUDGE, *texts))).hexdigest()[:24]
     folder = kept / f"{subject}-{state}"
     folder.mkdir(parents=True, exist_ok=True)
     return Bench(subject, tree, package, state, folder, Judge(tree, what.package, folder))

@@ -151,7 +151,7 @@ def by_check(kind: str, name: str, check: str) -> tuple[str, bool]:
     return f"{check}: {result.explanation}" if result.verdict is Verdict.FAIL else "", result.verdict is Verdict.UNKNOWN
 
 
-def asked(request: Request, folder: Path) -> Iterator[tuple[str, str, int]]:
+def ask(request: Request, folder: Path) -> Iterator[tuple[str, str, int]]:
     """Ask part by part, or all cases at once: the part, what fails, and how many are unknown."""
     if request.kind in ("run", "tensor"):
         for check in request.parts:
@@ -171,32 +171,32 @@ def asked(request: Request, folder: Path) -> Iterator[tuple[str, str, int]]:
         part.replace(chunks_of(folder, request.name))
         return
     cases = [Case.from_json(text) for part in request.parts for text in chunks[int(part)]]
-    if cases or request.kind == "fuzz":
+    if cases or request.kind == "fuzz":  # which has no parts
         failure, verdicts = by_campaign(request, folder, cases)
         yield "", failure, len(verdicts.numbers(Verdict.UNKNOWN))
 
 
 def answer(request: Request, folder: Path) -> Answer:
     """Judge what is asked."""
-    told = Answer()
+    reply = Answer()
     if request.kind == "parts":
         checks = [check.name for check in conformance.select_checks((), extended=True)]
-        told.parts = parts_of_pairs(folder, request.name) if request.parts == ("pairs",) else checks
-        return told
+        reply.parts = parts_of_pairs(folder, request.name) if request.parts == ("pairs",) else checks
+        return reply
     seen = None
     if request.executed:
         with Path(request.executed).open("r+b") as stream:
             seen = mmap.mmap(stream.fileno(), 0)
-    for part, failure, unknown in asked(request, folder):
-        told.unknown += unknown
-        told.failure = told.failure or failure
+    for part, failure, unknown in ask(request, folder):
+        reply.unknown += unknown
+        reply.failure = reply.failure or failure
         if seen is not None:
-            told.executed[part] = [number for number, byte in enumerate(seen[:]) if byte]
+            reply.executed[part] = [number for number, byte in enumerate(seen[:]) if byte]
             seen[:] = bytes(len(seen))
-            told.wrong += [part] if failure else []
+            reply.wrong += [part] if failure else []
         elif failure:
             break
-    return told
+    return reply
 
 
 def in_a_fork(request: Request, folder: Path, asker: int, judge: Callable[[Request, Path], Answer] = answer) -> Answer:
@@ -241,12 +241,12 @@ def _be_judge(request: Request, folder: Path, writing: int, judge: Callable[[Req
         pool = default_pool()
         pool.run = "".join(_SERVER)
         try:
-            told = judge(request, folder)
+            reply = judge(request, folder)
         except Exception as error:  # noqa: BLE001 - what makes the harness itself stop is never a pass
-            told = Answer(failure=f"{type(error).__name__}: {error}"[:300], lost=True)
+            reply = Answer(failure=f"{type(error).__name__}: {error}"[:300], lost=True)
         # Before the ranks end: their end is no part of the verdict.
         with os.fdopen(writing, "wb") as stream:
-            stream.write(json.dumps(asdict(told)).encode())
+            stream.write(json.dumps(asdict(reply)).encode())
         pool.close()
     finally:
         os._exit(0)

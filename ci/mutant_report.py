@@ -25,7 +25,7 @@ class Fate:
         mutant: Its identity.
         stage: What failed first; empty if nothing did.
         account: The failing check or finding; empty if there is none.
-        asked: Stages that looked at it and found nothing, or the last one something.
+        stages: Those that looked at it and found nothing, or the last one something.
         hung: It was caught because all of it did not end.
         harness: State of the tree that looked at it.
         seconds: How long that took.
@@ -36,7 +36,7 @@ class Fate:
     mutant: str
     stage: str
     account: str
-    asked: Sequence[str]
+    stages: Sequence[str]
     hung: bool
     harness: str
     seconds: float
@@ -78,10 +78,10 @@ def report(mutants: Sequence[Mutant], fates: Mapping[str, Fate], stages: Sequenc
         why, fate = known.get(mutant.name), fates[mutant.identity]
         print(f"\n{'explained' if why else 'NOT CAUGHT'}: {mutant.place}:{mutant.first} {mutant.function}")
         print("\n".join(f"    {line}" for line in mutant.diff))
-        asked = f"asked: {', '.join(fate.asked)}; unknown {fate.unknown}" if fate.executed else UNEXECUTED
+        asked = f"asked: {', '.join(fate.stages)}; unknown {fate.unknown}" if fate.executed else UNEXECUTED
         print(f"    {why or asked}")
     waiting = len(mutants) - len(tried)
-    waiting += sum(fates[m.identity].executed and bool(set(stages) - set(fates[m.identity].asked)) for m in left)
+    waiting += sum(fates[m.identity].executed and bool(set(stages) - set(fates[m.identity].stages)) for m in left)
     if waiting:
         print(f"\n{waiting} of {len(mutants)} were not tried, or not by every stage; run again to go on")
     return 0 if len(left) == len(equivalent) and not waiting else 1

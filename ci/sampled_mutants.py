@@ -27,7 +27,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from mutant_bench import Bench, Executed, prepared
+from mutant_bench import FUZZ_SECONDS, Bench, Executed, prepared
 from mutant_report import STAGES, UNEXECUTED, Fate, page, report
 from mutant_subjects import ROOT, SUBJECTS, Mutant, chosen
 
@@ -36,8 +36,6 @@ from fsdp_testing.cli.options import part
 RESULTS = Path(__file__).with_name("sampled-mutants.jsonl")
 KEPT = ROOT / "mutants"
 PAGE = ROOT / "docs" / "mutants.md"
-FUZZ_SECONDS = 300.0
-"""Of all implementations of a subject together."""
 LIMIT = 1800.0
 """Seconds until a stage counts as hung: several times what it takes, for a busy machine."""
 
@@ -52,39 +50,39 @@ def known_fates(results: Path) -> dict[str, Fate]:
     return fates
 
 
-def asked_twice(bench: Bench, stage: str, name: str, **options: Any) -> dict[str, Any]:
+def ask_again_if_lost(bench: Bench, stage: str, name: str, **options: Any) -> dict[str, Any]:
     """Ask, and once more where the harness itself was lost: that may be the machine's doing, and counts if it repeats.
 
     A judge that imports the mutant itself (torch's own files) and does not come up is lost, too.
     """
 
-    def asked() -> dict[str, Any]:
+    def ask() -> dict[str, Any]:
         try:
             return bench.judge.ask(stage, name, **options)
         except RuntimeError as error:
             return {"failure": str(error).strip().splitlines()[-1], "hung": False, "unknown": 0, "lost": True}
 
-    answer = asked()
-    return asked() if answer["lost"] else answer
+    answer = ask()
+    return ask() if answer["lost"] else answer
 
 
-def looked_at(bench: Bench, executed: Executed, mutant: Mutant, stages: Sequence[str], before: Fate | None) -> Fate:
+def judge_mutant(bench: Bench, executed: Executed, mutant: Mutant, stages: Sequence[str], before: Fate | None) -> Fate:
     """What becomes of a mutant in the stages that have not looked at it."""
     start, names = time.monotonic(), SUBJECTS[bench.subject].names
-    asked, unknown = list(before.asked if before else ()), before.unknown if before else 0
-    spent, everywhere = before.seconds if before else 0.0, executed.somewhere(mutant)
+    done, unknown = list(before.stages if before else ()), before.unknown if before else 0
+    spent, is_executed = before.seconds if before else 0.0, executed.holds(mutant)
     stage, failure, hung = "", "", False
     with bench.changed({mutant.file: mutant.source}):
-        for stage in stages if everywhere else ():
-            if stage in asked:
+        for stage in stages if is_executed else ():
+            if stage in done:
                 continue
-            asked.append(stage)
+            done.append(stage)
             for name in names:
-                parts = [] if stage == "fuzz" else executed.by(mutant, name, stage)
+                parts = [] if stage == "fuzz" else executed.parts_of(mutant, name, stage)
                 if not parts and stage != "fuzz":
                     continue
                 seconds = FUZZ_SECONDS / len(names) if stage == "fuzz" else 0.0
-                answer = asked_twice(bench, stage, name, parts=parts, seconds=seconds, limit=LIMIT)
+                answer = ask_again_if_lost(bench, stage, name, parts=parts, seconds=seconds, limit=LIMIT)
                 failure, hung = answer["failure"], answer["hung"]
                 unknown += answer["unknown"]
                 if failure:
@@ -93,10 +91,10 @@ def looked_at(bench: Bench, executed: Executed, mutant: Mutant, stages: Sequence
                 break
     seconds = round(spent + time.monotonic() - start, 1)
     caught = stage if failure else ""
-    return Fate(mutant.identity, caught, failure[:300], asked, hung, bench.state, seconds, everywhere, unknown)
+    return Fate(mutant.identity, caught, failure[:300], done, hung, bench.state, seconds, is_executed, unknown)
 
 
-def attempted(
+def try_all(
     mutants: Sequence[Mutant],
     bench: Bench,
     executed: Executed,
@@ -110,9 +108,9 @@ def attempted(
         before = known.get(mutant.identity)
         if over():
             break
-        if before is not None and (before.stage or not before.executed or set(stages) <= set(before.asked)):
+        if before is not None and (before.stage or not before.executed or set(stages) <= set(before.stages)):
             continue
-        fate = known[mutant.identity] = looked_at(bench, executed, mutant, stages, before)
+        fate = known[mutant.identity] = judge_mutant(bench, executed, mutant, stages, before)
         result = {"fate": asdict(fate), "file": mutant.place, "line": mutant.first, "diff": mutant.diff}
         with results.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(result) + "\n")
@@ -152,7 +150,7 @@ def main() -> int:
             try:
                 with prepared(Path(scratch).resolve(), subject, KEPT) as bench:
                     executed = bench.executed(sample)
-                    fates |= attempted(mine, bench, executed, options.results, stages, lambda: time.monotonic() > until)
+                    fates |= try_all(mine, bench, executed, options.results, stages, lambda: time.monotonic() > until)
             except RuntimeError as failure:
                 print(f"nothing more was tried: {failure}")
                 return 2

@@ -90,7 +90,7 @@ class Answers(Judge):
         self._answers = list(answers)
 
     def ask(self, kind: str, name: str, **options: Any) -> dict[str, Any]:
-        self.requests.append((kind, name, options["parts"]))
+        self.requests.append((kind, name, options.get("parts", [])))
         return {"failure": "", "hung": False, "unknown": 0, "lost": False} | (
             self._answers.pop(0) if self._answers else {}
         )
@@ -116,30 +116,30 @@ EXECUTED = Executed(
 
 def test_only_what_executes_a_mutant_is_asked(tmp_path: Path) -> None:
     judge = Answers()
-    fate = sampled_mutants.looked_at(bench(tmp_path, judge), EXECUTED, ONE, ("pairs", "run", "fuzz"), None)
+    fate = sampled_mutants.judge_mutant(bench(tmp_path, judge), EXECUTED, ONE, ("pairs", "run", "fuzz"), None)
     assert judge.requests == [
         ("pairs", NAMES[0], ["0"]),
         ("run", NAMES[0], ["a.b"]),
         ("fuzz", NAMES[0], []),
         ("fuzz", NAMES[1], []),
     ]
-    assert (fate.stage, fate.executed, fate.asked) == ("", True, ["pairs", "run", "fuzz"])
+    assert (fate.stage, fate.executed, fate.stages) == ("", True, ["pairs", "run", "fuzz"])
 
 
 def test_what_nothing_executes_is_not_caught(tmp_path: Path) -> None:
     judge = Answers()
-    fate = sampled_mutants.looked_at(bench(tmp_path, judge), EXECUTED, TWO, ("pairs", "run", "fuzz"), None)
+    fate = sampled_mutants.judge_mutant(bench(tmp_path, judge), EXECUTED, TWO, ("pairs", "run", "fuzz"), None)
     assert (judge.requests, fate.stage, fate.executed) == ([], "", False)
 
 
 def test_what_changes_a_module_is_asked_everything() -> None:
     executed = Executed(EXECUTED.mutants, [1], EXECUTED.parts)
-    assert executed.by(TWO, NAMES[0], "pairs") == ["0", "1"]
+    assert executed.parts_of(TWO, NAMES[0], "pairs") == ["0", "1"]
 
 
 def test_the_first_failure_ends_it_and_the_file_is_as_before(tmp_path: Path) -> None:
     judge = Answers({"unknown": 2}, {"failure": "a.b: wrong"})
-    fate = sampled_mutants.looked_at(bench(tmp_path, judge), EXECUTED, ONE, ("pairs", "run", "fuzz"), None)
+    fate = sampled_mutants.judge_mutant(bench(tmp_path, judge), EXECUTED, ONE, ("pairs", "run", "fuzz"), None)
     assert (fate.stage, fate.account, fate.unknown, len(judge.requests)) == ("run", "a.b: wrong", 2, 2)
     assert (tmp_path / "one.py").read_text(encoding="utf-8") == "a = 1\n"
 
@@ -152,21 +152,21 @@ def test_a_lost_harness_counts_if_it_is_lost_again(
     tmp_path: Path, answers: Sequence[dict[str, Any]], stage: str
 ) -> None:
     judge = Answers(*answers)
-    assert sampled_mutants.looked_at(bench(tmp_path, judge), EXECUTED, ONE, ("pairs",), None).stage == stage
+    assert sampled_mutants.judge_mutant(bench(tmp_path, judge), EXECUTED, ONE, ("pairs",), None).stage == stage
 
 
 def test_unknown_is_not_caught(tmp_path: Path) -> None:
     judge = Answers(*[{"unknown": 1}] * 4)
-    assert not sampled_mutants.looked_at(bench(tmp_path, judge), EXECUTED, ONE, ("pairs", "run"), None).stage
+    assert not sampled_mutants.judge_mutant(bench(tmp_path, judge), EXECUTED, ONE, ("pairs", "run"), None).stage
 
 
 def test_a_later_run_goes_on_with_the_stages_that_are_left(tmp_path: Path) -> None:
     judge, results = Answers(), tmp_path / "results.jsonl"
     here = bench(tmp_path, judge)
-    sampled_mutants.attempted([ONE, TWO], here, EXECUTED, results, ("pairs",), lambda: False)
-    fates = sampled_mutants.attempted([ONE, TWO], here, EXECUTED, results, ("pairs", "run"), lambda: False)
+    sampled_mutants.try_all([ONE, TWO], here, EXECUTED, results, ("pairs",), lambda: False)
+    fates = sampled_mutants.try_all([ONE, TWO], here, EXECUTED, results, ("pairs", "run"), lambda: False)
     assert [kind for kind, _, _ in judge.requests] == ["pairs", "run"]
-    assert fates[ONE.identity].asked == ["pairs", "run"]
+    assert fates[ONE.identity].stages == ["pairs", "run"]
     assert len(results.read_text(encoding="utf-8").splitlines()) == 3
 
 
@@ -174,12 +174,26 @@ def test_the_share_counts_what_nothing_executes_and_leaves_out_what_is_explained
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     here = bench(tmp_path, Answers({"failure": "wrong"}))
-    fates = {m.identity: sampled_mutants.looked_at(here, EXECUTED, m, ("pairs",), None) for m in (ONE, TWO)}
+    fates = {m.identity: sampled_mutants.judge_mutant(here, EXECUTED, m, ("pairs",), None) for m in (ONE, TWO)}
     assert mutant_report.report([ONE, TWO], fates, ("pairs",)) == 1
     assert "1 of 2: 50.0%" in capsys.readouterr().out
     monkeypatch.setattr(mutant_report, "explanations", lambda: {TWO.name: "the same"})
     assert mutant_report.report([ONE, TWO], fates, ("pairs",)) == 0
     assert "1 of 1: 100.0%" in capsys.readouterr().out
+
+
+def test_the_sound_copy_has_to_pass_all_cases_and_random_ones_first(tmp_path: Path) -> None:
+    for name in NAMES:
+        (tmp_path / f"pairs-{name}.json").write_text('[["a case"], ["another"]]', encoding="utf-8")
+    judge = Answers()
+    bench(tmp_path, judge).control()
+    assert judge.requests == [
+        (kind, name, parts) for name in NAMES for kind, parts in (("pairs", ["0", "1"]), ("fuzz", []))
+    ]
+    with pytest.raises(
+        RuntimeError, match=r"fuzz of fsdp_ref-composable: expected success without any change, got wrong"
+    ):
+        bench(tmp_path, Answers({}, {"failure": "wrong"})).control()
 
 
 def test_intervals_are_wilsons() -> None:
