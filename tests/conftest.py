@@ -31,8 +31,8 @@ _ENTRY_POINTS = "[fsdp_testing.backends]\nsim = simdevice.testing:SIM\n"
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Any:
-    """The `Nursery` of tests/sessions/forked.py, one for all tests of this process."""
+def zygote() -> Any:
+    """The `Zygote` of tests/sessions/forked.py, one for all tests of this process."""
     import forked
 
     return forked.shared()

@@ -199,8 +199,8 @@ class Rule:
         """
         variant = self._changed(case, f"known failure {self.name}: instead")
         while self.without and self.fits(features := CaseFeatures(variant)):
-            asked = _places(self.operations, features.places, self.unless) or ()
-            places = [place for place in (*asked, *range(len(features.places))) if self._leaves_out(features, place)]
+            fitting = _places(self.operations, features.places, self.unless) or ()
+            places = [place for place in (*fitting, *range(len(features.places))) if self._leaves_out(features, place)]
             if not places:
                 return None
             variant = variant.without_operation(places[0] - 1)

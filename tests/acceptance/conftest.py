@@ -102,26 +102,26 @@ def run_folder() -> Runner:
     return run_pytest
 
 
-def run_source(nursery: Any, folder: Path, source: str, *args: str, then_next: bool = False) -> Verdict:
+def run_source(zygote: Any, folder: Path, source: str, *args: str, then_next: bool = False) -> Verdict:
     """Write a test module (imports are there already) and run pytest over it, and what else is there."""
     source += NEXT if then_next else ""
     # What does not need it does without: a user's session need not import torch either.
     torch = re.search(r"\b(torch|dist)\b", source) is not None
     (folder / "test_ranks.py").write_text(HEADER + TORCH * torch + source)
-    done = nursery.run(folder, ["-m", "pytest", *WORDS, *args], _environment(), torch=torch)
+    done = zygote.run(folder, ["-m", "pytest", *WORDS, *args], _environment(), torch=torch)
     return read(done.stdout + done.stderr, done.returncode)
 
 
 @pytest.fixture(scope="session")
-def run_in(nursery: Any) -> Runner:
+def run_in(zygote: Any) -> Runner:
     """Write a test module into a folder and run pytest with more arguments; for sessions that several tests read."""
-    return partial(run_source, nursery)
+    return partial(run_source, zygote)
 
 
 @pytest.fixture
-def run(nursery: Any, tmp_path: Path) -> Runner:
+def run(zygote: Any, tmp_path: Path) -> Runner:
     """Write a test module into the test's own folder and run pytest with more arguments."""
-    return partial(run_source, nursery, tmp_path)
+    return partial(run_source, zygote, tmp_path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class Case:
 
 
 @pytest.fixture(scope="session")
-def run_many(nursery: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Case]]:
+def run_many(zygote: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Case]]:
     """Run bodies of tests in one session, each followed by a healthy test; results by name, from junit's file."""
 
     def runner(bodies: dict[str, str], *args: str) -> dict[str, Case]:
@@ -143,7 +143,7 @@ def run_many(nursery: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable
         for name, body in bodies.items():
             parts.append(f"@pytest.mark.world(2, timeout=3)\ndef test_{slug(name)}(world):{body}\n")
             parts.append(NEXT.replace("test_next", f"test_{slug(name)}_next"))
-        run_source(nursery, folder, "\n".join(parts), "--junitxml=junit.xml", "-o", "junit_family=xunit2", *args)
+        run_source(zygote, folder, "\n".join(parts), "--junitxml=junit.xml", "-o", "junit_family=xunit2", *args)
         return _cases(folder / "junit.xml")
 
     return runner

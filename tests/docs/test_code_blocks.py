@@ -51,7 +51,7 @@ def blocks_of(text: str) -> list[Block]:
     ]
 
 
-def run_block(block: Block, folder: Path, nursery: Any) -> None:
+def run_block(block: Block, folder: Path, zygote: Any) -> None:
     if block.note.startswith("file="):
         target = folder / block.note.removeprefix("file=")
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -62,15 +62,15 @@ def run_block(block: Block, folder: Path, nursery: Any) -> None:
         if block.language == "python":
             compile(block.body, "<block>", "exec")
     elif block.language == "python":
-        done = _run([sys.executable, "-c", block.body], folder, nursery)
+        done = _run([sys.executable, "-c", block.body], folder, zygote)
         assert done.returncode == 0, done.stdout
     elif block.language in {"console", "bash"} and block.note.startswith("run"):
-        _run_commands(block, folder, nursery)
+        _run_commands(block, folder, zygote)
     else:
         assert block.language in INERT, f"line {block.line}: say what to do with this {block.language} block"
 
 
-def _run_commands(block: Block, folder: Path, nursery: Any) -> None:
+def _run_commands(block: Block, folder: Path, zygote: Any) -> None:
     expected = re.search(r"exit=(\d+)", block.note)
     lines = block.body.splitlines()
     if block.language == "bash":
@@ -81,7 +81,7 @@ def _run_commands(block: Block, folder: Path, nursery: Any) -> None:
         shown = []
         while rest and not rest[0].startswith("$ "):
             shown.append(rest.pop(0))
-        done = _run(_words(command[2:]), folder, nursery)
+        done = _run(_words(command[2:]), folder, zygote)
         assert done.returncode == int(expected[1] if expected else 0), done.stdout
         for line in filter(str.strip, shown):
             pattern = ".*".join(re.escape(part.strip()) for part in line.split("..."))
@@ -96,9 +96,9 @@ def _words(command: str) -> list[str]:
     return [*own.get(program, [program]), *arguments]
 
 
-def _run(words: list[str], folder: Path, nursery: Any) -> Any:
+def _run(words: list[str], folder: Path, zygote: Any) -> Any:
     if words[0] == sys.executable and words[1] in ("-m", "-c"):
-        return nursery.run(folder, words[1:], os.environ, merged=True, timeout=300)
+        return zygote.run(folder, words[1:], os.environ, merged=True, timeout=300)
     return subprocess.run(
         words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300, check=False
     )
@@ -117,9 +117,9 @@ def _of_tier(document: Path) -> Any:
 
 
 @pytest.mark.parametrize("document", [_of_tier(document) for document in DOCUMENTS])
-def test_code_blocks(document: Path, tmp_path: Path, nursery: Any) -> None:
+def test_code_blocks(document: Path, tmp_path: Path, zygote: Any) -> None:
     for block in blocks_of(document.read_text(encoding="utf-8")):
-        run_block(block, tmp_path, nursery)
+        run_block(block, tmp_path, zygote)
 
 
 def test_links_between_documents_lead_somewhere() -> None:
@@ -163,10 +163,10 @@ def test_a_dead_link_is_noticed(tmp_path: Path) -> None:
         "```bash\nrm -rf build\n```\n",
     ],
 )
-def test_a_wrong_block_is_noticed(text: str, tmp_path: Path, nursery: Any) -> None:
+def test_a_wrong_block_is_noticed(text: str, tmp_path: Path, zygote: Any) -> None:
     (block,) = blocks_of(text)
     with pytest.raises((AssertionError, SyntaxError)):
-        run_block(block, tmp_path, nursery)
+        run_block(block, tmp_path, zygote)
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,8 @@ def test_a_wrong_block_is_noticed(text: str, tmp_path: Path, nursery: Any) -> No
         "```toml\n[a]\n```\n",
     ],
 )
-def test_a_right_block_passes(text: str, tmp_path: Path, nursery: Any) -> None:
+def test_a_right_block_passes(text: str, tmp_path: Path, zygote: Any) -> None:
     found = blocks_of(text)
     assert found
     for block in found:
-        run_block(block, tmp_path, nursery)
+        run_block(block, tmp_path, zygote)

@@ -14,27 +14,27 @@ HERE = Path(__file__).parent
 PATH = os.pathsep.join([str(HERE), *filter(None, sys.path)])
 
 
-def verify(nursery: Any, tmp_path: Path, *arguments: str) -> dict[str, str]:
+def verify(zygote: Any, tmp_path: Path, *arguments: str) -> dict[str, str]:
     """Run `fsdp-verify run` in a process of its own, whose ranks import `core_alone`; return the verdict of each check."""
     report = tmp_path / "report.json"
     command = ["-m", "fsdp_testing.cli", "run", *arguments, "--explain", "0", "--json", str(report)]
-    done = nursery.run(tmp_path, command, {**os.environ, "PYTHONPATH": PATH})
+    done = zygote.run(tmp_path, command, {**os.environ, "PYTHONPATH": PATH})
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
     results = json.loads(report.read_text(encoding="utf-8"))["results"]
     return {f"{result['implementation']} {result['check']}": result["verdict"] for result in results}
 
 
-def test_the_core_alone_trains(nursery: Any, tmp_path: Path) -> None:
+def test_the_core_alone_trains(zygote: Any, tmp_path: Path) -> None:
     check = ("--check", "accumulation.no_sync_then_reduced", "--world-size", "2,3")
-    verdicts = verify(nursery, tmp_path, "core_alone:WRAPPER", "core_alone:COMPOSABLE", *check)
+    verdicts = verify(zygote, tmp_path, "core_alone:WRAPPER", "core_alone:COMPOSABLE", *check)
     assert list(verdicts.values()) == ["pass"] * 2
 
 
 @pytest.mark.slow  # more of what the test above asks with every push
-def test_the_core_alone_passes_every_check(nursery: Any, tmp_path: Path) -> None:
-    verdicts = verify(nursery, tmp_path, "core_alone:COMPOSABLE")
+def test_the_core_alone_passes_every_check(zygote: Any, tmp_path: Path) -> None:
+    verdicts = verify(zygote, tmp_path, "core_alone:COMPOSABLE")
     assert set(verdicts.values()) <= {"pass", "not_claimed"}
     assert sum(verdict == "pass" for verdict in verdicts.values()) > 200
-    verdicts = verify(nursery, tmp_path, "core_alone:WRAPPER", "--check", "training", "--check", "accumulation")
+    verdicts = verify(zygote, tmp_path, "core_alone:WRAPPER", "--check", "training", "--check", "accumulation")
     assert set(verdicts.values()) <= {"pass", "not_claimed"}
     assert sum(verdict == "pass" for verdict in verdicts.values()) >= 10

@@ -47,9 +47,9 @@ _START_SECONDS = 120.0
 
 
 @cache
-def shared() -> Nursery:
+def shared() -> Zygote:
     """Return the one of this process, which ends with it."""
-    made = Nursery()
+    made = Zygote()
     atexit.register(made.close)
     return made
 
@@ -62,7 +62,7 @@ class Done(NamedTuple):
     stderr: str
 
 
-class Nursery:
+class Zygote:
     """The process that others are forked from; it starts at once and ends with this object or with its process."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Nursery:
         Raises:
             subprocess.TimeoutExpired: It did not end.
         """
-        request = {"folder": str(folder), "words": list(words), "environment": dict(environment), "nursery": self._name}
+        request = {"folder": str(folder), "words": list(words), "environment": dict(environment), "zygote": self._name}
         with _file() as out, _file() as error:
             files = [out.fileno(), (out if merged else error).fileno()]
             with _asked(self._name + WITH_TORCH * torch, request, files) as connection:
@@ -266,7 +266,7 @@ def _python(request: dict[str, Any], descriptors: Sequence[int]) -> int:
         os.close(descriptor)
     pythonpath = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     sys.path[:0] = [request["folder"], *pythonpath]
-    subprocess.Popen = _popen_of(request["nursery"])
+    subprocess.Popen = _popen_of(request["zygote"])
     gc.enable()
     kind, what, *words = request["words"]
     sys.argv = [kind, *words]
@@ -278,7 +278,7 @@ def _python(request: dict[str, Any], descriptors: Sequence[int]) -> int:
     return 0
 
 
-def _popen_of(nursery: str) -> type[subprocess.Popen[bytes]]:
+def _popen_of(zygote: str) -> type[subprocess.Popen[bytes]]:
     class Popen(subprocess.Popen[bytes]):
         """The fork server of a pool is forked as well; any other process starts as ever."""
 
@@ -286,7 +286,7 @@ def _popen_of(nursery: str) -> type[subprocess.Popen[bytes]]:
             if not (isinstance(args, list) and any(str(word).startswith(SERVER) for word in args)):
                 return super().__new__(cls)
             request = {"pid": os.getpid(), "folder": str(Path.cwd()), "environment": given["env"]}
-            return _Forked(_asked(nursery + WITH_TORCH, request, given["pass_fds"]), args)
+            return _Forked(_asked(zygote + WITH_TORCH, request, given["pass_fds"]), args)
 
     return Popen
 

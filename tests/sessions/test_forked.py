@@ -21,31 +21,31 @@ sys.exit(7)
 
 
 @pytest.mark.parametrize(("torch", "imported"), [(True, ["torch", "pytest"]), (False, ["pytest"])])
-def test_it_has_its_folder_words_environment_and_exit_code(nursery, tmp_path, torch, imported):
-    done = nursery.run(tmp_path, ["-c", SAYS, "a", "b"], {"MINE": "x"}, torch=torch)
+def test_it_has_its_folder_words_environment_and_exit_code(zygote, tmp_path, torch, imported):
+    done = zygote.run(tmp_path, ["-c", SAYS, "a", "b"], {"MINE": "x"}, torch=torch)
     assert done == (7, "True ['-c', 'a', 'b'] x __main__ 1\n", f"{imported}\n")
 
 
-def test_each_has_random_numbers_of_its_own(nursery, tmp_path):
+def test_each_has_random_numbers_of_its_own(zygote, tmp_path):
     code = "import random, numpy; print(random.random(), numpy.random.random())"
-    (one, other), (third, fourth) = (nursery.run(tmp_path, ["-c", code], os.environ).stdout.split() for _ in range(2))
+    (one, other), (third, fourth) = (zygote.run(tmp_path, ["-c", code], os.environ).stdout.split() for _ in range(2))
     assert one != third, "Python's"
     assert other != fourth, "numpy's"
 
 
-def test_errors_may_stand_in_its_output_and_a_module_runs_as_main(nursery, tmp_path):
+def test_errors_may_stand_in_its_output_and_a_module_runs_as_main(zygote, tmp_path):
     (tmp_path / "mine.py").write_text("import sys\nprint(__name__)\nprint('no', file=sys.stderr)\nraise KeyError(1)\n")
-    done = nursery.run(tmp_path, ["-m", "mine"], os.environ, merged=True)
+    done = zygote.run(tmp_path, ["-m", "mine"], os.environ, merged=True)
     assert (done.returncode, done.stderr) == (1, "")
     assert {"__main__", "no", "KeyError: 1"} <= {*done.stdout.splitlines()}
 
 
-def test_one_that_does_not_end_is_ended(nursery, tmp_path):
+def test_one_that_does_not_end_is_ended(zygote, tmp_path):
     code = "import os, threading; open('pid', 'w').write(str(os.getpid())); threading.Event().wait()"
     with pytest.raises(subprocess.TimeoutExpired):
-        nursery.run(tmp_path, ["-c", code], os.environ, timeout=3.0)
+        zygote.run(tmp_path, ["-c", code], os.environ, timeout=3.0)
     pid = int((tmp_path / "pid").read_text())
-    nursery.run(tmp_path, ["-c", ""], os.environ)  # it has been waited for by then
+    zygote.run(tmp_path, ["-c", ""], os.environ)  # it has been waited for by then
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
@@ -60,9 +60,9 @@ def test_it(world):
 """
 
 
-def test_the_fork_server_of_its_pool_is_forked_too(nursery, tmp_path):
+def test_the_fork_server_of_its_pool_is_forked_too(zygote, tmp_path):
     (tmp_path / "test_it.py").write_text(RANKS)
-    done = nursery.run(tmp_path, ["-m", "pytest", "-q", "-p", "no:cacheprovider"], os.environ)
+    done = zygote.run(tmp_path, ["-m", "pytest", "-q", "-p", "no:cacheprovider"], os.environ)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -82,13 +82,13 @@ def real(folder, words, environment):
 
 
 @pytest.mark.parametrize("is_forked", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_fork_server_that_crashes_while_importing_is_begun_once(nursery, tmp_path, is_forked):
+def test_a_fork_server_that_crashes_while_importing_is_begun_once(zygote, tmp_path, is_forked):
     (tmp_path / "crashes.py").write_text(CRASHES)
     (tmp_path / "conftest.py").write_text(PRELOADS)
     (tmp_path / "test_it.py").write_text(RANKS)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = (nursery.run if is_forked else real)(tmp_path, words, environment)
+    done = (zygote.run if is_forked else real)(tmp_path, words, environment)
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search(r"it ended while importing \(process (ended with 3|still running)\)", done.stdout), done.stdout
     assert (tmp_path / "begun").read_text() == "x"
@@ -124,7 +124,7 @@ def test_a_request_that_cannot_be_met_is_answered_by_the_end_of_its_connection(m
         os.close(ours)
 
 
-def test_after_a_bad_request_others_are_met(nursery, tmp_path):
+def test_after_a_bad_request_others_are_met(zygote, tmp_path):
     with pytest.raises(EOFError, match="cannot read the request"):
-        nursery.run(tmp_path, ["-c", "x" * forked._MESSAGE_BYTES], {}, torch=False)
-    assert nursery.run(tmp_path, ["-c", "print(1)"], {}, torch=False) == (0, "1\n", "")
+        zygote.run(tmp_path, ["-c", "x" * forked._MESSAGE_BYTES], {}, torch=False)
+    assert zygote.run(tmp_path, ["-c", "print(1)"], {}, torch=False) == (0, "1\n", "")

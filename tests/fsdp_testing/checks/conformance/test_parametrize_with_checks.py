@@ -72,11 +72,11 @@ STOOD_IN = """
 
 
 @pytest.fixture
-def session(pytester, nursery):
+def session(pytester, zygote):
     """Run pytest in the folder of `pytester`."""
 
     def run(*words):
-        done = nursery.run(pytester.path, ("-m", "pytest", "-p", "no:cacheprovider", *words), os.environ)
+        done = zygote.run(pytester.path, ("-m", "pytest", "-p", "no:cacheprovider", *words), os.environ)
         return pytest.RunResult(done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), 0.0)
 
     return run
