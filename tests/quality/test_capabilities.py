@@ -32,6 +32,7 @@ BESIDE_CASES = {
     "reordered_optimizer": "whoever runs a case gives the parameters to later optimizers in another order; no case says so",
     "unit_trace": "whoever runs a case records its units; no case says so",
     "streams": "whoever runs a case records its streams; no case says so",
+    "limited_gathers": "whoever runs a case records its streams; no case says so",
 }
 """Capabilities that no operation, option or model of a case asks for, with the reason."""
 

@@ -75,6 +75,7 @@ _SHARED_CLAIMS = SHARDED | {
     "default_groups",
     "own_state",
     "offloaded_state",
+    "limited_gathers",
 }
 
 #: Only with original parameters: one unit may mix frozen and trainable ones, and flags may change.

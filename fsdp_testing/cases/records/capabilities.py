@@ -103,6 +103,7 @@ CAPABILITIES: dict[str, str] = {
     "explicit_unshard": "units can be gathered and released by hand",
     "unit_trace": "unshard, reshard and free of every unit can be recorded",
     "streams": "work runs on several streams of the device's module, `torch.cpu` under observation",
+    "limited_gathers": "the host runs ahead of the device by two all-gathers at most",
     "prefetch": "units are gathered before they are needed",
     "exception_recovery": "an exception in forward or backward leaves the model usable",
     # options that change no number

@@ -44,7 +44,7 @@ from fsdp_testing.checks.suites.check import (
 )
 from fsdp_testing.checks.suites.options import recomputed
 from fsdp_testing.checks.suites.programs import AFTER_ONE_REPLICA
-from fsdp_testing.checks.suites.watched import STREAMS_OBSERVED, traced
+from fsdp_testing.checks.suites.watched import GATHERS_LIMITED, STREAMS_OBSERVED, traced
 from fsdp_testing.judging.checkers import event_rules
 
 _SHARDED = ("full_shard", "shard_grad_op")
@@ -117,6 +117,11 @@ STREAMS: tuple[Check, ...] = (
              cases("deep_nest", *iterations(2), dtype="float32", precision=MixedPrecisionSpec(None, "bfloat16")),
              comparison=LOCKSTEP, strategies=HYBRID, meshes={4: ((2, 2),), 2: ((1, 2),)}, needs={"streams", "hybrid"},
              sizes=TWO_BY_TWO),
+    observed("streams.limited_gathers",
+             "The host runs ahead of the device by two all-gathers at most, so that released parameters take no memory.",
+             cases("deep_nest", *iterations(3), wrapping=every_unit("deep_nest", forward_prefetch=True)),
+             cases("deep_nest", *(forward(batch, "no_grad") for batch in range(3))),
+             source=f"{_VLDB}.4", mode=GATHERS_LIMITED, strategies=_SHARDED, needs={"streams", "limited_gathers"}),
 )  # fmt: skip
 """On a device, nothing is used on one stream before another one is done with it."""
 

@@ -233,4 +233,30 @@ def no_races(case: Case, ranks: Sequence[RankObservation], _expected: Expectatio
     )
 
 
+IN_FLIGHT = 2
+"""All-gathers that a limited host lets be in flight: FSDP1's number, which the reference keeps, too."""
+
+
+def limited(case: Case, ranks: Sequence[RankObservation], _expected: Expectation) -> Finding | None:
+    """Return that a rank's full parameters may take the memory of more than are held at once and `IN_FLIGHT`."""
+    accounts = [(rank.rank, rank.account.full_buffers) for rank in ranks if isinstance(rank, StreamObservation)]
+    ahead = [(rank, buffers) for rank, buffers in accounts if buffers.occupied > buffers.held + IN_FLIGHT]
+    if not ahead:
+        return None
+    first, buffers = ahead[0]
+    return finding(
+        case,
+        FailureKind.KEPT,
+        "gathers ahead",
+        len(case.program),
+        f"rank {first} holds {buffers.held} full parameters at once at most, and {buffers.occupied} have memory at an "
+        f"all-gather if the device is late, {buffers.held + IN_FLIGHT} are allowed",
+        ranks=tuple(rank for rank, _ in ahead),
+        detail="\n".join(("the all-gather is called at", *(f"  {place}" for place in buffers.site))),
+    )
+
+
 STREAMS_OBSERVED = RunMode(run_observed, review=no_races)
+
+GATHERS_LIMITED = RunMode(run_observed, review=limited)
+"""How many full parameters have memory, if the device is as late as the host lets it be."""

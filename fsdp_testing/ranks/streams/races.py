@@ -1,4 +1,4 @@
-"""Accesses to memory that nothing orders: vector clocks over a recorded history.
+"""Accesses to memory that nothing orders, and how far the host runs ahead: vector clocks over a recorded history.
 
 Each stream counts its work. A clock says, for each stream, up to which piece of work everything is known to be done. A wait
 takes over the clock of what is waited for. An access is ordered after an earlier one if the clock of its stream knows the
@@ -27,6 +27,8 @@ from fsdp_testing.ranks.streams.history import (
 
 Clock = dict[int, int]
 _MOST_RACES = 10
+GATHERS = frozenset({"allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"})
+"""Collectives whose results are full parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,21 @@ class _Block:
     former: list[_Former] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class FullBuffers:
+    """How many full parameters had memory when an all-gather began, if the device is as late as the host lets it be.
+
+    Attributes:
+        held: The most that were not freed.
+        occupied: The most that were not freed, or whose last use the host did not know to be over.
+        site: Where the all-gather was called that made it so many.
+    """
+
+    held: int = 0
+    occupied: int = 0
+    site: Site = ()
+
+
 def races(history: History) -> list[Race]:
     """Return every pair of conflicting uses that nothing orders, each pair of places once, in the order of the history."""
     return _Judge(history).run()
@@ -131,6 +148,9 @@ class _Judge:
         self._blocks: dict[int, _Block] = {}
         self._former: dict[int, list[_Former]] = {}
         self._races: dict[tuple[Use, Use, bool], Race] = {}
+        self._released: list[Clock] = []
+        self._held: set[int] = set()
+        self.full_buffers = FullBuffers()
 
     def run(self) -> list[Race]:
         for entry in self._history.entries:
@@ -169,8 +189,23 @@ class _Judge:
         self._join(work.stream, self._clock(HOST))
         clock = self._clock(work.stream)
         clock[work.stream] = tick = clock.get(work.stream, 0) + 1
+        if work.name in GATHERS:
+            self._gather(work)
         for access in work.accesses:
             self._access(_Done(tick, work.stream, access, work), clock)
+
+    def _gather(self, work: Work) -> None:
+        self._held |= {access.block for access in work.accesses if access.writes}
+        host = self._clock(HOST)
+        self._released = [
+            uses for uses in self._released if any(host.get(stream, 0) < tick for stream, tick in uses.items())
+        ]
+        most, occupied = self.full_buffers, len(self._held) + len(self._released)
+        self.full_buffers = FullBuffers(
+            max(most.held, len(self._held)),
+            max(most.occupied, occupied),
+            work.site if occupied > most.occupied else most.site,
+        )
 
     def _access(self, now: _Done, clock: Clock) -> None:
         block, pending = self._block(now.access.block), []
@@ -203,6 +238,12 @@ class _Judge:
         # Memory of the host that a device still copies to or from is kept by the allocator of pinned memory.
         if block is None or block.owner == HOST:
             return
+        if number in self._held:
+            self._held.remove(number)
+            uses: Clock = {}
+            for before in block.accesses:
+                uses[before.stream] = max(uses.get(before.stream, 0), before.tick)
+            self._released.append(uses)
         # The allocator itself waits for what recorded streams have done by now, and for what that came after.
         clocks = [self._clock(stream) for stream in sorted(block.recorded)]
         self._former.setdefault(block.owner, []).extend(
@@ -241,20 +282,23 @@ class StreamAccount:
         work: How many operators and collectives they were given.
         races: The first.
         race_count: How many there are.
+        full_buffers: How many full parameters had memory at once.
     """
 
     streams: tuple[str, ...]
     work: int
     races: tuple[Race, ...]
     race_count: int
+    full_buffers: FullBuffers = FullBuffers()
 
     @classmethod
     def of(cls, history: History) -> StreamAccount:
         """Judge a history."""
         streams = Counter(entry.stream for entry in history.entries if isinstance(entry, Work) and entry.stream != HOST)
         names = tuple(history.streams[number] for number in sorted(streams))
-        pairs = races(history)
-        return cls(names, streams.total(), tuple(pairs[:_MOST_RACES]), len(pairs))
+        judge = _Judge(history)
+        pairs = judge.run()
+        return cls(names, streams.total(), tuple(pairs[:_MOST_RACES]), len(pairs), judge.full_buffers)
 
     def __str__(self) -> str:
         """Return the races as text, numbered."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from planting import planted
-from torch.distributed.fsdp import _runtime_utils
+from torch.distributed.fsdp import _limiter_utils, _runtime_utils
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp2
 
 from fsdp_ref.comm.streams import DeviceStreams
@@ -35,6 +35,12 @@ def reduces_before_computed(_original: Any, _streams: DeviceStreams) -> None:
 def frees_what_compute_reads(_original: Any, _streams: DeviceStreams, buffer: FlatBuffer) -> None:
     """Full parameters are freed at once: the next gather gets memory that kernels still read."""
     buffer.free()
+
+
+@reference("__init__", "streams.limited_gathers")
+def never_waits_for_released_units(original: Any, streams: DeviceStreams, device: Any, **_limit: Any) -> None:
+    """The host gathers without a limit (the option is read, and not obeyed)."""
+    original(streams, device, limit_all_gathers=False)
 
 
 @reference("used_by_reduce", "streams.accumulation")
@@ -87,6 +93,11 @@ def frees_before_the_second_reduction(original: Any, *arguments: Any) -> Any:
     """The input of the reduction over replicas is not held (pytorch PR 140044, 180900)."""
     *others, all_reduce_input, event, partial = original(*arguments)
     return (*others, None if all_reduce_input is None else all_reduce_input[:0].clone(), event, partial)
+
+
+@planted("torch-fsdp1", _limiter_utils._FreeEventQueue, "dequeue_if_needed", "streams.limited_gathers")
+def never_takes_from_the_queue(_original: Any, _queue: Any) -> None:
+    """The host never waits for the events of released units."""
 
 
 @planted("torch-fsdp1", _runtime_utils, "_wait_for_computation_stream", "streams.state")

@@ -24,7 +24,7 @@ NOT_CLAIMED = {
     "shard_grad_op", "hybrid", "nested_wrapping", "policy_wrapping", "ignored_parameters", "cpu_offload",
     "full_state_dict", "sharded_state_dict", "local_state_dict", "optim_state", "comm_hook",
     "activation_checkpointing", "reentrant_checkpointing", "meta_init", "dtype_cast",
-    "sync_module_states", "unit_trace", "streams", "explicit_unshard", "prefetch", "exception_recovery", "parameter_replacement",
+    "sync_module_states", "unit_trace", "streams", "limited_gathers", "explicit_unshard", "prefetch", "exception_recovery", "parameter_replacement",
     "backward_inputs", "tensor_hooks", "accumulation_hooks", "error_if_nonfinite", "dtype_cast_later", "deep_copies",
     "storage_replacement", "modules_replaced", "parameters_replaced", "unit_alone",
     "strict_state", "reordered_optimizer", "tensor_parallel", "sub_groups",

@@ -1,7 +1,7 @@
 """Which uses of memory does nothing order? Histories in a small language, one entry a word.
 
 `w1:a` is work that writes block a on stream 1, `r` reads, `s1<2` makes stream 1 wait for stream 2, `e7@1` records event 7 on
-stream 1, `1<e7` makes stream 1 wait for it (`h` is the host), `new:a@1` allocates, `free:a` frees, `use:a@2` is record_stream.
+stream 1, `1<e7` makes stream 1 wait for it (`h` is the host), `new:a@1` allocates, `free:a` frees, `use:a@2` is record_stream, `g1:a` is an all-gather on stream 1 that writes block a.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fsdp_testing.ranks.streams.history import (
     UseRecorded,
     Work,
 )
-from fsdp_testing.ranks.streams.races import Race, races, tell
+from fsdp_testing.ranks.streams.races import FullBuffers, Race, StreamAccount, races, tell
 from fsdp_testing.ranks.streams.regions import Region
 
 WHOLE = Region(0, (4,), (8,), 8)
@@ -35,6 +35,8 @@ def entry(word: str) -> Entry:
     if found := re.fullmatch(r"([rw])(\d):(\w)([lr]?)", word):
         kind, number, block, part = found.groups()
         return Work(int(number), word, (Access(ord(block), PARTS[part], kind == "w"),), (f"code.py:{word}",))
+    if found := re.fullmatch(r"g(\d):(\w)", word):
+        return Work(int(found[1]), "_allgather_base_", (Access(ord(found[2]), WHOLE, True),), (f"code.py:{word}",))
     if found := re.fullmatch(r"s(\d|h)<(\d)", word):
         return StreamWaited(HOST if found[1] == "h" else int(found[1]), int(found[2]))
     if found := re.fullmatch(r"e(\d)@(\d)", word):
@@ -50,10 +52,12 @@ def entry(word: str) -> Entry:
     return UseRecorded(ord(found[1]), int(found[2]))
 
 
+def history(words: str) -> History:
+    return History([entry(word) for word in words.split()], {0: "the default stream", 1: "stream 1", 2: "stream 2"})
+
+
 def judged(words: str) -> list[Race]:
-    return races(
-        History([entry(word) for word in words.split()], {0: "the default stream", 1: "stream 1", 2: "stream 2"})
-    )
+    return races(history(words))
 
 
 ORDERED = {
@@ -126,3 +130,22 @@ def test_memory_that_is_reused_names_where_it_was_freed():
 def test_a_pair_of_places_is_told_once():
     assert len(judged("w1:a r2:a w1:a r2:a w1:a r2:a")) == 2  # a read after a write, and a write after a read
     assert len(judged("w1:a r2:a r2:a r2:a")) == 1
+
+
+TWO = "g1:a s0<1 r0:a e7@0 free:a g1:b s0<1 r0:b free:b "
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (TWO + "g1:c", FullBuffers(1, 3, ("code.py:g1:c",))),
+        (TWO + "h<e7 g1:c", FullBuffers(1, 2, ("code.py:g1:b",))),
+        (TWO + "sh<0 g1:c", FullBuffers(1, 2, ("code.py:g1:b",))),
+        ("g1:a s0<1 r0:a e7@0 r0:a free:a h<e7 g1:b", FullBuffers(1, 2, ("code.py:g1:b",))),
+        ("w1:a s0<1 r0:a free:a w1:b s0<1 r0:b free:b g1:c", FullBuffers(1, 1, ("code.py:g1:c",))),
+        ("g1:a s0<1 r0:a g1:b s0<1 r0:b g1:c", FullBuffers(3, 3, ("code.py:g1:c",))),
+    ],
+    ids=["never waited", "an event", "a stream", "an event before the last use", "no gathers", "not freed"],
+)
+def test_full_parameters_whose_last_use_the_host_did_not_wait_for_have_memory(words, expected):
+    assert StreamAccount.of(history(words)).full_buffers == expected
