@@ -43,8 +43,10 @@ class Fault:
 
     def sizes(self, check: str) -> tuple[int, ...]:
         """World sizes on which `check` judges it: two ranks, or four where groups of ranks are the matter."""
-        return self.world_sizes or ((4,) if check.startswith("hybrid.") or check == "streams.hybrid" else (2,))
+        return self.world_sizes or ((4,) if check.startswith("hybrid.") or check in _ON_FOUR_RANKS else (2,))
 
+
+_ON_FOUR_RANKS = ("streams.hybrid", "options.partial_reshard")
 
 FAULTS: dict[str, Fault] = {}
 """Every planted fault by its name."""

@@ -11,7 +11,9 @@ import torch
 from fault import fault
 from faults_access import IgnoringAdapter, IgnoringToy, Replacing, ReplacingAdapter
 from faults_kinds import WrappingAdapter, kind
+from planting import planted
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from toy import Toy, ToyAdapter
 from toy_more import MoreAdapter, MoreToy
 
@@ -110,6 +112,14 @@ class PartIsStale(Kept):
     """What stays sharded over fewer ranks is not new after the step."""
 
     setting = "partial_reshard"
+
+
+@planted("torch-fsdp2", FSDPParam, "to_sharded_post_forward", "options.partial_reshard")
+def keeps_another_part(original: Any, param: FSDPParam) -> None:
+    """After forward a rank keeps half of its part of the parameter twice, and not the other half."""
+    original(param)
+    kept = param._sharded_post_forward_param_data
+    kept.copy_(kept.roll(kept.numel() // 2))
 
 
 @kind(OptionsAdapter, "options.last_dimension")
