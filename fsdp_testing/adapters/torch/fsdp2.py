@@ -8,7 +8,7 @@ run the same units).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -48,6 +48,7 @@ CAPABILITIES = SHARDED | {
     "kept_after_backward",
     "partial_reshard",
     "last_dimension",
+    "grouped_units",
     "tensor_parallel",
 }
 
@@ -81,14 +82,30 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
         raise InvalidImplementation("torch-fsdp2: expected no buffer_dtype, for which it has no option. Ask for none.")
     checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
     ignored = parameters_of(module, setup.ignored)
-    for name, unit in innermost_first(module, setup.units):
-        fully_shard(unit, **_options(setup, name, ignored))
+    for group in _groups(setup, innermost_first(module, setup.units)):
+        modules = [unit for _, unit in group]
+        fully_shard(modules if len(group) > 1 else modules[0], **_options(setup, group[0][0], ignored))
     if setup.wrap_root:
         fully_shard(module, **_options(setup, "", ignored))
     _SHARDED[module] = dict(naming.named_parameters(module))
     _SETTINGS[module] = setup.settings
     _set(module, setup)
     return module
+
+
+def _groups(setup: Setup, units: Sequence[tuple[str, nn.Module]]) -> Iterator[list[tuple[str, nn.Module]]]:
+    """Yield which modules one call shards: each by itself, or siblings two by two if the case asks for it."""
+    group: list[tuple[str, nn.Module]] = []
+    for name, unit in units:
+        parent = name.rpartition(".")[0]
+        if group and not (
+            "grouped_units" in setup.settings and len(group) == 1 and parent == group[0][0].rpartition(".")[0]
+        ):
+            yield group
+            group = []
+        group.append((name, unit))
+    if group:
+        yield group
 
 
 def _set(model: nn.Module, setup: Setup) -> None:

@@ -41,6 +41,7 @@ SETTINGS: dict[str, str] = {
     "kept_after_backward": "in `no_sync` parameters are not freed after backward",
     "partial_reshard": "after forward parameters are resharded over fewer ranks",
     "last_dimension": "parameters are cut along their last dimension, if the ranks divide it",
+    "grouped_units": "modules side by side are sharded two by two, each pair as one unit",
     "default_device": "the implementation chooses the device",
     "default_groups": "the implementation chooses the groups of hybrid sharding",
     "own_state": "state is saved and loaded by the implementation's own methods, with their defaults",

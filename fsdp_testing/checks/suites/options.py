@@ -132,6 +132,14 @@ SETTINGS: tuple[Check, ...] = (
         ("last_dimension", "Shards of the last dimension are concatenated along it."),
         ("default_device", "If no device is named, a model trains on its current device."),
     )),
+    check("options.grouped_units",
+          "Two modules that are one unit train as each by itself does, also where only one of them runs.",
+          cases("mlp", *_PROGRAM, wrapping=_set("grouped_units"), optimizer=PLAIN_SGD),
+          cases("conditional", *(operation for batch, usage in enumerate(((True, False, True), (False, True, False)) * 2)
+                                 for operation in iteration(batch, Observe(), usage=(usage,))),
+                wrapping=every_unit("conditional", settings=("grouped_units",)), optimizer=PLAIN_SGD),
+          source="torch.distributed.fsdp.fully_shard", needs={"accumulate_without_no_sync"},
+          comparison=Comparison(none_is_zero=True)),
     # Over half of the ranks, which are fewer than all and more than one on four ranks alone.
     check("options.partial_reshard",
           "Parameters that stay sharded over fewer ranks after forward are gathered for backward.",

@@ -13,6 +13,7 @@ from faults_access import IgnoringAdapter, IgnoringToy, Replacing, ReplacingAdap
 from faults_kinds import WrappingAdapter, kind
 from planting import planted
 from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_state
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from toy import Toy, ToyAdapter
 from toy_more import MoreAdapter, MoreToy
@@ -120,6 +121,12 @@ def keeps_another_part(original: Any, param: FSDPParam) -> None:
     original(param)
     kept = param._sharded_post_forward_param_data
     kept.copy_(kept.roll(kept.numel() // 2))
+
+
+@planted("torch-fsdp2", _fsdp_state, "_register_group_forward_hooks", "options.grouped_units", silent=False)
+def gathers_for_the_first_module_alone(original: Any, modules: Any, *hooks: Any) -> Any:
+    """Of two modules that are one unit only the first one gathers it, and the unit is released after it."""
+    return original(modules[:1], *hooks[:2], set(), hooks[3])
 
 
 @kind(OptionsAdapter, "options.last_dimension")
