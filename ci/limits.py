@@ -15,14 +15,13 @@ import re
 import sys
 from pathlib import Path
 
-import torch
-
 from fsdp_testing.adapters import registry
 from fsdp_testing.cases.records import CAPABILITIES
 from fsdp_testing.checks.suites.beyond_claims import Limit, Probed, probe
 from fsdp_testing.judging.case_runner import CaseRunner
 
 PAGE = Path(__file__).parent.parent / "docs" / "findings" / "limits.md"
+CONSTRAINTS = Path(__file__).with_name("constraints.txt")
 FOUND = PAGE.with_suffix(".json")
 COLUMNS = ("torch-ddp", "torch-fsdp1", "torch-fsdp1-flat", "torch-fsdp2", "fsdp_ref-wrapper", "fsdp_ref-composable")
 MOST = 150
@@ -69,13 +68,14 @@ def said(one: Probed) -> str:
 
 
 def page(table: Table) -> str:
-    """The page."""
+    """The page: the same on any torch that it is made on, of what was seen on the pinned one."""
+    pinned = re.findall(r"^torch==(\S+)", CONSTRAINTS.read_text(encoding="utf-8"), re.MULTILINE)[0]
     lines = [
         "# Limits: features without a claim",
         "",
         "Made by `python ci/limits.py`: each capability that an adapter does not claim is probed by every check that it",
         "alone keeps from the implementation. An error is an honest limit; **silent outside its claims** means a wrong number",
-        f"without an error. Seen on torch {torch.__version__.partition('+')[0]}, CPU, gloo.",
+        f"without an error. Seen on torch {pinned}, CPU, gloo.",
         "",
         f"| capability | {' | '.join(COLUMNS)} |",
         f"|---|{'---|' * len(COLUMNS)}",

@@ -145,14 +145,16 @@ class Follower:
 @contextmanager
 def _buffers_left_alone(model: nn.Module) -> Iterator[None]:
     """Have DDP broadcast no buffers, of one process: it writes to what backward has saved."""
-    wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel) and m.require_forward_param_sync]
+    # The option by its name since torch 2.13, and before. What else decides is set anew by each forward.
+    name = "forward_sync_buffers" if hasattr(DistributedDataParallel, "broadcast_buffers") else "broadcast_buffers"
+    wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel) and getattr(m, name)]
     for wrapper in wrappers:
-        wrapper.require_forward_param_sync = False
+        setattr(wrapper, name, False)
     try:
         yield
     finally:
         for wrapper in wrappers:
-            wrapper.require_forward_param_sync = True
+            setattr(wrapper, name, True)
 
 
 _Place = tuple[int, int, tuple[str, ...]]

@@ -44,6 +44,10 @@ assert (value + 0).tolist() == [3.0] * 4
 # Events tell virtual time: an operator takes 1 ms, streams overlap, and a wait begins with the end of what it waits for.
 for waits, took in ((False, 3.0), (True, 5.0)):
     value, begin, end = fresh(), sim.Event(enable_timing=True), sim.Event(enable_timing=True)
+    with sim.stream(side):  # the host waits for more than the default stream was given
+        for _ in range(4):
+            value.mul_(1)
+    sim.synchronize()
     begin.record()
     with sim.stream(side):
         for _ in range(2):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import subprocess
 from pathlib import Path
@@ -21,6 +22,11 @@ class CannotBuild(Exception):
     """Why there is no extension, in one sentence."""
 
 
+def _no_word_of_cuda(record: logging.LogRecord) -> bool:
+    """A torch made for CUDA says on import that it finds none, which is no concern of this device."""
+    return "CUDA" not in record.getMessage()
+
+
 def library() -> Path:
     """The compiled extension; compiles it if nobody has. Several processes may ask at once.
 
@@ -28,8 +34,12 @@ def library() -> Path:
         CannotBuild: Without a compiler, or where it refuses.
     """
     import torch
+
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    logger.addFilter(_no_word_of_cuda)
     from torch.utils import cpp_extension
 
+    logger.removeFilter(_no_word_of_cuda)
     compiler = cpp_extension.get_cxx_compiler()
     key = hashlib.sha256("\0".join([torch.__version__, compiler, *FLAGS, SOURCE.read_text()]).encode()).hexdigest()
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()) / "simdevice"

@@ -33,6 +33,8 @@ class Limit(enum.StrEnum):
     """A rank did not come back, or the ranks' collectives did not match."""
     REFUSES = "refuses"
     """An error says so."""
+    TAKES_MORE = "takes more"
+    """Right numbers, and more memory or communication than promised."""
     OPEN = "not decided"
     """The probes decide nothing: the adapter has no method for it, or the numbers do not say."""
     WORKS = "works"
@@ -97,7 +99,7 @@ def probe(runner: CaseRunner, adapter: Adapter, capability: str) -> Probed:
     for check in probes(adapter, capability):
         # An error under one strategy hides no wrong number under another one.
         for strategy in (name for name in check.strategies if STRATEGIES[name] in claiming.capabilities):
-            where = Where((4,)) if check.meshes else Where()
+            where = Where((4,)) if check.meshes else Where(None)
             where = Where((4,), tensor_parallel=2) if capability == "tensor_parallel" else where
             narrowed = replace(check, strategies=(strategy,))
             result = judge_check(runner, claiming, narrowed, where, stop_at_first=True)
@@ -116,6 +118,8 @@ def _probed(capability: str, result: CheckResult) -> Probed:
         # That a refusal did not come is an exception too.
         silent = first.kind in _SILENT or first.quantity.endswith(NotRefused.__name__)
         limit = Limit.SILENT if silent else Limit.REFUSES
+        if first.kind in (FailureKind.KEPT, FailureKind.EXCESS):
+            limit = Limit.TAKES_MORE
         if parted or first.kind in (FailureKind.DIED, FailureKind.HUNG, FailureKind.UNCOORDINATED):
             limit = Limit.HANGS
         return Probed(capability, limit, result.check, first.statement or first.explanation)

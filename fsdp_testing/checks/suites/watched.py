@@ -238,7 +238,7 @@ IN_FLIGHT = 2
 
 
 def limited(case: Case, ranks: Sequence[RankObservation], _expected: Expectation) -> Finding | None:
-    """Return that a rank's full parameters may take the memory of more than are held at once and `IN_FLIGHT`."""
+    """Return that the device may still use more full parameters than are held at once and `IN_FLIGHT`."""
     accounts = [(rank.rank, rank.account.full_buffers) for rank in ranks if isinstance(rank, StreamObservation)]
     ahead = [(rank, buffers) for rank, buffers in accounts if buffers.occupied > buffers.held + IN_FLIGHT]
     if not ahead:
@@ -249,8 +249,8 @@ def limited(case: Case, ranks: Sequence[RankObservation], _expected: Expectation
         FailureKind.KEPT,
         "gathers ahead",
         len(case.program),
-        f"rank {first} holds {buffers.held} full parameters at once at most, and {buffers.occupied} have memory at an "
-        f"all-gather if the device is late, {buffers.held + IN_FLIGHT} are allowed",
+        f"rank {first} holds {buffers.held} full parameters at once at most, and begins an all-gather while the device may "
+        f"still use {buffers.occupied}, with those released; {buffers.held + IN_FLIGHT} are allowed",
         ranks=tuple(rank for rank, _ in ahead),
         detail="\n".join(("the all-gather is called at", *(f"  {place}" for place in buffers.site))),
     )
@@ -259,4 +259,4 @@ def limited(case: Case, ranks: Sequence[RankObservation], _expected: Expectation
 STREAMS_OBSERVED = RunMode(run_observed, review=no_races)
 
 GATHERS_LIMITED = RunMode(run_observed, review=limited)
-"""How many full parameters have memory, if the device is as late as the host lets it be."""
+"""How many full parameters the device may still use when a gather begins."""

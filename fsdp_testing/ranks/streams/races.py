@@ -122,7 +122,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class FullBuffers:
-    """How many full parameters had memory when an all-gather began, if the device is as late as the host lets it be.
+    """How many full parameters a device may still use when an all-gather begins, as late as the host lets it be.
 
     Attributes:
         held: The most that were not freed.
@@ -282,7 +282,7 @@ class StreamAccount:
         work: How many operators and collectives they were given.
         races: The first.
         race_count: How many there are.
-        full_buffers: How many full parameters had memory at once.
+        full_buffers: How many full parameters the device may have used at once.
     """
 
     streams: tuple[str, ...]

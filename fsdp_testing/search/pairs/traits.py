@@ -65,7 +65,14 @@ def _traits(case: Case) -> Iterator[str]:
 
 # ----------------------------------------------------------------------------------------------- what is not drawn
 
-_SETTINGS = ("gradient_views", "small_buckets", "sum_reduction", "kept_after_backward", "last_dimension", "grouped_units")
+_SETTINGS = (
+    "gradient_views",
+    "small_buckets",
+    "sum_reduction",
+    "kept_after_backward",
+    "last_dimension",
+    "grouped_units",
+)
 """Settings that mean the same in every case. The others are a promise of the user's (`static_graph`), change numbers
 (`divide_factor`), communicate in `no_sync` (`late_all_reduce`), make groups of ranks that stay (`partial_reshard`), or say
 where something is or whose methods are called: the checks ask these."""

@@ -148,5 +148,5 @@ TWO = "g1:a s0<1 r0:a e7@0 free:a g1:b s0<1 r0:b free:b "
     ],
     ids=["never waited", "an event", "a stream", "an event before the last use", "no gathers", "not freed"],
 )
-def test_full_parameters_whose_last_use_the_host_did_not_wait_for_have_memory(words, expected):
+def test_full_parameters_are_in_use_until_the_host_waited_for_their_last_use(words, expected):
     assert StreamAccount.of(history(words)).full_buffers == expected
