@@ -67,15 +67,19 @@ def said(one: Probed) -> str:
     return text if len(text) <= MOST else f"{text[:MOST].rsplit(' ', 1)[0]} ..."
 
 
+def pinned_torch() -> str:
+    """The release whose limits are on the page."""
+    return str(re.findall(r"^torch==(\S+)", CONSTRAINTS.read_text(encoding="utf-8"), re.MULTILINE)[0])
+
+
 def page(table: Table) -> str:
-    """The page: the same on any torch that it is made on, of what was seen on the pinned one."""
-    pinned = re.findall(r"^torch==(\S+)", CONSTRAINTS.read_text(encoding="utf-8"), re.MULTILINE)[0]
+    """The page, with the claims of the torch that is installed."""
     lines = [
         "# Limits: features without a claim",
         "",
         "Made by `python ci/limits.py`: each capability that an adapter does not claim is probed by every check that it",
         "alone keeps from the implementation. An error is an honest limit; **silent outside its claims** means a wrong number",
-        f"without an error. Seen on torch {pinned}, CPU, gloo.",
+        f"without an error. Seen on torch {pinned_torch()}, CPU, gloo.",
         "",
         f"| capability | {' | '.join(COLUMNS)} |",
         f"|---|{'---|' * len(COLUMNS)}",
