@@ -6,9 +6,10 @@ Losses and logged numbers come last: they are judged by what they mean where eve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+from fsdp_testing.errors import WorldFailed
 from fsdp_testing.train import causes, multiples, readings
 from fsdp_testing.train.comparable import Comparable, comparable, only, vanishing
 from fsdp_testing.train.comparison import Decided, Difference
@@ -39,9 +40,42 @@ def decide(pair: Pair) -> Compared:
     """Compare all that was seen, and return what was compared, what was not and why.
 
     Raises:
-        Failed: The world differs.
+        Failed: The world differs, under autocast or without.
         Undecided: There is no verdict.
     """
+    try:
+        return replace(compared := _decide(pair), lines=(*compared.lines, *_without_autocast(pair)))
+    except Undecided:
+        _without_autocast(pair)
+        raise
+
+
+def _without_autocast(pair: Pair) -> list[str]:
+    """Compare what a training under autocast computes without it, where roundings hide little; return what came of it.
+
+    Raises:
+        Failed: The world differs.
+    """
+    if not (
+        pair.runner.autocast and any(rank.autocast for world in (pair.reference, pair.run) for rank in world.ranks)
+    ):
+        return []
+    try:
+        exact = pair.without_autocast()
+    except (Failed, Undecided, WorldFailed) as why:
+        return [f"not compared without autocast, where roundings hide less: {why}"]
+    try:
+        _decide(exact)
+    except Failed as why:
+        sentence = f"{why} This shows without autocast; under it, roundings hide it."
+        raise Failed(sentence, why.table, why.output, why.subject, why.first) from why
+    except Undecided as why:
+        return [f"not decided without autocast: {why}"]
+    return ["compared without autocast, too, where roundings hide little"]
+
+
+def _decide(pair: Pair) -> Compared:
+    """Compare what was seen of two worlds; errors as of `decide`."""
     reference, run, start = pair.reference, pair.run, pair.runner.start
     chosen = comparable(
         _seen(reference), _seen(run), start.roundings, pair.compare, losses_are_equal=start.losses_are_equal

@@ -20,6 +20,7 @@ from fsdp_testing.ranks.ledger.late_delivery import deliver_late
 from fsdp_testing.ranks.pool.world import current_world
 from fsdp_testing.ranks.streams.observation import observe
 from fsdp_testing.ranks.streams.races import StreamAccount
+from fsdp_testing.train.autocast import watched
 from fsdp_testing.train.conventions import Follower
 from fsdp_testing.train.disturbance import disturbed
 from fsdp_testing.train.feed import Feed, Feeder, Taken
@@ -43,6 +44,7 @@ class RunSettings:
         feed: What it is given in place of its own data.
         streams: Whether its streams are recorded; then nothing else is.
         faults: What is injected.
+        autocast: Whether it computes under autocast where it asks for it.
     """
 
     steps: int = 0
@@ -54,6 +56,7 @@ class RunSettings:
     feed: Feed = field(default_factory=Feed)
     streams: bool = False
     faults: tuple[Fault, ...] = ()
+    autocast: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ class RankReport:
         dropout: Whether it would have been active.
         conventions: Names of conventions that it was seen to follow.
         account: What its streams were given, where they were recorded.
+        autocast: Whether it asked for autocast.
     """
 
     steps: tuple[StepSeen, ...]
@@ -91,6 +95,7 @@ class RankReport:
     dropout: bool = False
     conventions: tuple[str, ...] = ()
     account: StreamAccount | None = None
+    autocast: bool = False
 
 
 Watch = AbstractContextManager[Callable[[], dict[str, Any]]]
@@ -130,6 +135,7 @@ def run_here(job: Job, run: RunSettings) -> RankReport:
     observer = _observer(job, run, feeder, follower)
     with ExitStack() as stack:
         facts = stack.enter_context(job.watch(run))
+        autocast = stack.enter_context(watched(is_on=run.autocast))
         for context in (
             as_torchrun_starts(world),
             interception.listen(observer.see_collective),
@@ -155,7 +161,13 @@ def run_here(job: Job, run: RunSettings) -> RankReport:
     if "returned" in ending:
         ending["weights"] = observer.reader.in_models(whole=True)
     return RankReport(
-        tuple(observer.steps), taken, conventions=conventions, idle_passes=idle_passes, **facts(), **ending
+        tuple(observer.steps),
+        taken,
+        conventions=conventions,
+        idle_passes=idle_passes,
+        autocast=bool(autocast),
+        **facts(),
+        **ending,
     )
 
 

@@ -145,6 +145,13 @@ class Pair:
         rows = tuple(tuple(seen.rows for seen in rank.steps) for rank in self.run.ranks)
         return self._given(replace(self.feed, ranks=AsRanks(accept, self.run.size, rows)))
 
+    def without_autocast(self) -> Pair:
+        """Return both worlds without autocast; errors as of `Runner.run`."""
+        runner = self.runner.without_autocast()
+        varied = self.varied and replace(self.varied, runner=self.varied.runner.without_autocast())
+        pair = replace(self, runner=runner, varied=varied, kept={}, tried={})
+        return replace(pair, reference=pair._reference_again(0), run=pair._again(0))
+
     def with_weights(self) -> Pair:
         """Return the world beside one process that begins with its weights."""
         weights = {key.name: values[0] for key, values in initial(self.run).items()}

@@ -161,6 +161,7 @@ class Runner:
         kept: Disturbed runs by size and seed, of worlds that take their own data.
         unsteady: Sentences on worlds that hung once and not again.
         seconds: What each run of one process took that came to its end.
+        autocast: Whether it computes under autocast where it asks for it.
     """
 
     start: Start
@@ -169,10 +170,15 @@ class Runner:
     kept: dict[tuple[int, int], WholeRun] = field(default_factory=dict)
     unsteady: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    autocast: bool = True
 
     def beside(self, start: Start) -> Runner:
         """Return what runs the same training, started otherwise."""
         return replace(self, start=start, kept={}, unsteady=[])
+
+    def without_autocast(self) -> Runner:
+        """Return what runs the same training without autocast."""
+        return replace(self, autocast=False, kept={}, unsteady=[])
 
     def timeout(self, size: int) -> float:
         """Return the seconds until a rank counts as hung: many ranks on few processors are no hang."""
@@ -201,7 +207,8 @@ class Runner:
 
     def reports(self, size: int, settings: RunSettings) -> Sequence[RankReport]:
         """Return what each rank reports; arguments and errors as of `run`."""
-        settings = replace(settings, steps=settings.steps or self.start.steps, faults=self.start.faults)
+        steps = settings.steps or self.start.steps
+        settings = replace(settings, steps=steps, faults=self.start.faults, autocast=self.autocast)
         outcome = self.execute(size, settings)
         hung = any(rank.fate is Fate.HUNG for rank in outcome.ranks)
         if hung and not settings.folder and unequal_ends(outcome) is None:
@@ -268,5 +275,6 @@ def _named(size: int, run: RunSettings, variation: str) -> str:
     how += [f"with {fault}" for fault in run.faults]
     how += ["given the rows of all ranks"] if run.feed.source is not None else []
     how += ["streams recorded"] if run.streams else []
+    how += [] if run.autocast else ["without autocast"]
     how += [f"how far roundings move it ({run.seed})"] if run.seed else []
     return ", ".join([who, *how])
