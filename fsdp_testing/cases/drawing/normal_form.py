@@ -324,6 +324,9 @@ def needs_of_case(case: Case) -> frozenset[str]:
         # Which modules a policy takes is the implementation's affair: whatever could be needed is.
         needs |= needs_of(case.model.tree, unit_names(case.model.tree))
     needs |= needs_of(case.model.tree, units)
+    if "grouped_units" in case.wrapping.settings:
+        # Which modules are one unit then is the implementation's affair.
+        needs |= needs_of(case.model.tree, ()) & {"mixed_dtype_units", "frozen_mixed_unit"}
     for later in plans_of(case)[1:]:
         needs |= needs_of(case.model.tree, later)
     if case.wrapping.checkpointed and any(_recomputes_unseen(case, plan) for plan in plans_of(case)):
@@ -356,7 +359,8 @@ def _needs_of_zoo(case: Case) -> set[str]:
     needs = set(model.needs)
     if case.wrapping.checkpointed and needs & {"opaque_outputs", "loss_bypasses_output"}:
         needs.add("hidden_recomputation")
-    if all(set(model.units) <= set(units) for units in plans_of(case)):
+    is_grouped = "grouped_units" in case.wrapping.settings
+    if all(set(model.units) <= set(units) for units in plans_of(case)) and not is_grouped:
         return needs
     # Parts that are units of their own in the plan that the zoo suggests may meet in one unit.
     needs |= {"mixed_dtype_units"} if "mixed_dtypes" in model.traits else set()

@@ -70,8 +70,7 @@ class Injection(AbstractContextManager["Injection"]):
         self._seen: Counter[str] = Counter()
         self._reached: set[int] = set()
         self._held: list[tuple[Fault, Callable[[], Any]]] = []
-        self._full = False
-        self._slow = 0.0
+        self._of_disk: list[Fault] = []  # each counts as reached when a save or a load meets it
         self._stack = ExitStack()
 
     def begin(self) -> None:
@@ -124,6 +123,9 @@ class Injection(AbstractContextManager["Injection"]):
         os.write(2, f"{MARK} {fault.text} is here: {where}\n".encode())
 
     def _come_about(self, fault: Fault, where: str) -> None:
+        if fault.kind in ("slow-disk", "full-disk"):
+            self._of_disk.append(fault)
+            return
         self._note(fault, where)
         match fault.kind:
             case "crash":
@@ -135,10 +137,6 @@ class Injection(AbstractContextManager["Injection"]):
                 threading.Event().wait()
             case "delay":
                 time.sleep(fault.value)
-            case "slow-disk":
-                self._slow = fault.value
-            case "full-disk":
-                self._full = True
             case "memory":
                 self._limit_memory(int(fault.value))
             case "clock":
@@ -229,11 +227,17 @@ class Injection(AbstractContextManager["Injection"]):
 
         def loading(*args: Any, **kwargs: Any) -> Any:
             self.come_to("load", "load")
-            time.sleep(self._slow)
+            self._be_slow("load")
             return load(*args, **kwargs)
 
         self._stack.enter_context(mock.patch.object(torch, "load", loading))
         self._stack.enter_context(mock.patch.object(torch, "save", partial(self._save, save)))
+
+    def _be_slow(self, where: str) -> None:
+        for fault in self._of_disk:
+            if fault.kind == "slow-disk":
+                self._note(fault, where)
+                time.sleep(fault.value)
 
     def _save(self, save: Callable[..., None], obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         """Write half, come to the place, write the rest: what dies in between leaves half a file, as a real one does."""
@@ -244,9 +248,10 @@ class Injection(AbstractContextManager["Injection"]):
             file.write(data[:half])
             file.flush()
             self.come_to("save", "half of save")
-            if self._full:
+            if full := next((fault for fault in self._of_disk if fault.kind == "full-disk"), None):
+                self._note(full, "half of save")
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(getattr(file, "name", "")))
-            time.sleep(self._slow)
+            self._be_slow("half of save")
             if corrupted:
                 data[half] ^= 0xFF
             file.write(data[half:])

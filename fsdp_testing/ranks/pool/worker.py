@@ -226,9 +226,12 @@ class _Rank:
         started = time.perf_counter()
         payload, failed, problem = _call(job)
         if os.getpid() != self._pid:
-            # A child that the call forked has come out of it; its report would be taken for the rank's.
+            # A child that the call forked has come out of it; its report would be taken for the rank's. Who waits for it
+            # learns how it ended.
             _flush()
-            os._exit(0)
+            if problem is not None:
+                os.write(2, problem.traceback.encode())
+            os._exit(1 if failed else 0)
         seconds = time.perf_counter() - started
         # Before cleaning up: which rank ended first decides which one leads the account.
         finished = time.monotonic()

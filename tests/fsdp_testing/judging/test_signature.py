@@ -68,6 +68,14 @@ def test_an_exception_looks_like_its_type_and_message_without_what_varies() -> N
     assert signature_of(raised_finding(CASE, {0: flat, 1: flat})).quantity == "RuntimeError: _ contains _flat_param"
 
 
+def test_a_key_of_saved_state_is_left_out_whatever_the_parameter_is_called() -> None:
+    names = ("a.weight", "first.temperature", "a.b.scale")
+    keys = [f"Missing key in checkpoint state_dict: optimizer.state.{name}.step." for name in names]
+    errors = [RaisedError(-1, "RuntimeError", key, "") for key in keys]
+    quantities = {signature_of(raised_finding(CASE, {0: error})).quantity for error in errors}
+    assert quantities == {"RuntimeError: Missing key in checkpoint state_dict: _."}
+
+
 def test_which_attribute_is_missing_counts() -> None:
     error = RaisedError(-1, "AttributeError", "'Unit' object has no attribute '_full'; see 'layers.0.weight'", "")
     looks = signature_of(raised_finding(CASE, {0: error, 1: error})).quantity

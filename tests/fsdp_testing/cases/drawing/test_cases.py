@@ -20,6 +20,7 @@ from fsdp_testing.cases.records import (
     SeveralForwards,
     Thaw,
     WorldSpec,
+    WrappingPlan,
 )
 from fsdp_testing.errors import InvalidArgument, InvalidImplementation
 
@@ -137,3 +138,11 @@ def test_a_model_that_edits_its_weights_in_forward_runs_no_two_forwards_before_a
     several = SeveralForwards((Batch(1, (2,)), Batch(2, (2,))))
     case = Case(model=ModelSpec(model), world=WorldSpec(2), program=(several,))
     assert [type(operation) for operation in legal_case(case).program] == [kept]
+
+
+def test_modules_that_are_one_unit_together_need_what_their_parameters_together_need():
+    nodes = [{"kind": "linear", "name": "a"}, {"kind": "linear", "name": "b", "dtype": "float32"}]
+    model = ModelSpec("tree", tree={"width": 2, "nodes": nodes})
+    for options, is_mixed in (((), False), (("grouped_units",), True)):
+        case = Case(model, WorldSpec(2), (), wrapping=WrappingPlan(("a", "b"), settings=options))
+        assert ("mixed_dtype_units" in needs_of_case(case)) is is_mixed

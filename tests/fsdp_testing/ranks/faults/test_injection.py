@@ -138,10 +138,17 @@ def test_steps_count_from_zero_and_a_corrupted_gradient_is_off_by_one():
     assert "injected fault crash@rank=1,step=0 is here: before step 0" in error.outcome.ranks[1].stderr
 
 
-@pytest.mark.parametrize("place", ["step=3", "collective=1", "save=1", "load=1"])
-def test_a_fault_that_is_not_reached_fails_the_call(place):
-    error = failure(programs.steps, f"delay=0@rank=1,{place}")
-    assert f"fault delay=0@rank=1,{place}: expected a place that is reached, but the run ended before it" in str(error)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *(f"delay=0@rank=1,{p}" for p in ("step=3", "collective=1", "save=1", "load=1")),
+        "full-disk@rank=1",
+        "slow-disk=0@rank=1",
+    ],
+)
+def test_a_fault_that_is_not_reached_fails_the_call(fault):
+    error = failure(programs.steps, fault)
+    assert f"fault {fault}: expected a place that is reached, but the run ended before it" in str(error)
     assert [rank.fate for rank in error.outcome.ranks] == [Fate.RETURNED, Fate.RAISED]
 
 

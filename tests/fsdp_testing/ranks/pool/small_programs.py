@@ -39,6 +39,16 @@ def fail() -> None:
     raise ValueError("planted")
 
 
+def child_ends(*, fails: bool) -> int:
+    """Fork a child that comes out of the call, by an exception or not; return how it ended."""
+    child = os.fork()
+    if child == 0:
+        if fails:
+            fail()
+        return 0
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def sees(name: str) -> tuple[str | None, str, list[str]]:
     return os.environ.get(name), os.getcwd(), sys.path[:1]
 

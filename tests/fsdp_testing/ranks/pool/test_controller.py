@@ -12,7 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from small_programs import addresses, dies_later, fail, gone, nested, pid, place, run, scheduling, sees, total
+from small_programs import (
+    addresses,
+    child_ends,
+    dies_later,
+    fail,
+    gone,
+    nested,
+    pid,
+    place,
+    run,
+    scheduling,
+    sees,
+    total,
+)
 
 import fsdp_testing
 from fsdp_testing.errors import BackendUnavailable, InvalidArgument, PoolBroken
@@ -285,6 +298,14 @@ def test_a_forked_child_of_the_controller_harms_nothing(pool: Pool) -> None:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert run(world, total) == [8.0, 8.0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_forked_child_of_a_rank_tells_its_parent_whether_it_failed(pool: Pool, fails: bool) -> None:
+    with pool.lend(1) as world:
+        outcome = world.execute(child_ends, kwargs={"fails": fails})
+    assert outcome.values == [int(fails)]
+    assert ("ValueError: planted" in outcome.ranks[0].stderr) is fails
 
 
 def test_the_default_pool_is_one_for_all_threads() -> None:
