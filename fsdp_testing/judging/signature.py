@@ -129,6 +129,7 @@ def _without_particulars(message: str, *, words_stay: bool) -> str:
     text = re.sub(r"\b(ranks?) \d+((, | and )\d+)*", r"\1 #", text)
     quoted = r"('\w+')|'[^']*'|\"[^\"]*\"|\[[^\]]*\]|\([^)]*\)"
     text = re.sub(quoted, lambda found: (words_stay and found[1]) or "_", text)
+    text = re.sub(r"\b(aten\.[\w.]+):", r"\1", text)  # torch 2.11 has a colon behind the operator
     text = re.sub(r"\boptimizer\.state(\.\w+)+", "_", text)  # a key of saved state, whatever the parameter is called
     text = re.sub(r"\b[a-z_]+(\.\w+)*\.(weight|bias|_flat_param)\b", "_", text)
     text = re.sub(r"-?\d+(\.\d+)?(e-?\d+)?", "#", text)

@@ -68,6 +68,12 @@ def test_an_exception_looks_like_its_type_and_message_without_what_varies() -> N
     assert signature_of(raised_finding(CASE, {0: flat, 1: flat})).quantity == "RuntimeError: _ contains _flat_param"
 
 
+def test_an_operator_is_followed_by_a_colon_or_not() -> None:
+    texts = [f"aten._foreach_add_.List{colon} got mixed torch.Tensor and DTensor" for colon in (":", "")]
+    findings = [raised_finding(CASE, {0: RaisedError(-1, "RuntimeError", text, "")}) for text in texts]
+    assert len({signature_of(each).quantity for each in findings}) == 1
+
+
 def test_a_key_of_saved_state_is_left_out_whatever_the_parameter_is_called() -> None:
     names = ("a.weight", "first.temperature", "a.b.scale")
     keys = [f"Missing key in checkpoint state_dict: optimizer.state.{name}.step." for name in names]
