@@ -19,7 +19,7 @@ from fsdp_testing.train.pair import Pair, fail
 from fsdp_testing.train.quantities import LOSS, Kind, Quantities, Quantity
 from fsdp_testing.train.report import compared_lines
 from fsdp_testing.train.running import Failed, Undecided
-from fsdp_testing.train.whole import WholeRun, initial, is_mean_of_weights, with_ends
+from fsdp_testing.train.whole import WholeRun, copies_left_out, initial, is_mean_of_weights, with_ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,7 @@ def decide(pair: Pair) -> Compared:
     left = chosen.left_out(losses=start.losses_are_equal)
     apart = [odd.kind for odd in run.disagreements]
     left += [f"{kind.value.strip()}: each rank has its own, though parameters agree" for kind in apart]
+    left += copies_left_out(reference, run)
     # A variable may hold gradients by the same names, each rank's own.
     names = [key for key in chosen.names if key.kind is not Kind.COPY or is_mean_of_weights(reference, key)]
     returned = [key for world in (reference, run) for key in world.names(Kind.RETURNED)]

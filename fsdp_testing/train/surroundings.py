@@ -241,7 +241,8 @@ def _link(place: Path, target: Path) -> None:
 
 _TORCH = str(Path(torch.__file__).parent)
 _FORMATTING = str(Path(_TORCH, "_tensor.py"))
-_OURS = str(Path(__file__).parents[1])
+NOT_OF_SCRIPTS = (_TORCH, str(Path(__file__).parents[1]))
+"""Folders of which no code is a script's or a framework's that it uses."""
 _MOST = 1000
 
 
@@ -289,7 +290,7 @@ def watch_numbers() -> Iterator[Log]:
 def _note(log: Log, frame: Any, dtype: torch.dtype, value: float) -> None:
     while frame is not None and frame.f_code.co_filename == _FORMATTING:
         frame = frame.f_back
-    if frame is None or frame.f_code.co_filename.startswith((_TORCH, _OURS)):
+    if frame is None or frame.f_code.co_filename.startswith(NOT_OF_SCRIPTS):
         return
     line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
     key, number = line, 1
