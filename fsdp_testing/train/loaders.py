@@ -56,8 +56,8 @@ class Pass:
 
     @property
     def counts(self) -> bool:
-        """Whether it is a pass of the training: a look at the first batch is none."""
-        return self.complete or self.trained > 1
+        """Whether it is a pass of the training: neither a look at the first batch nor an evaluation is."""
+        return self.trained > 1 or (self.complete and self.trained > 0)
 
     def has_order_of(self, other: Pass) -> bool:
         """Whether both took more than one row, and in the same order."""

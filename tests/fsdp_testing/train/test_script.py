@@ -59,6 +59,11 @@ def test_a_right_script_passes_as_it_is(script, arguments, sizes, how):
     )
 
 
+def test_an_evaluation_of_the_training_rows_is_no_pass_of_the_training():
+    report = judge("ddp", "--evaluate", steps=6)
+    assert report.verdict is Verdict.PASS, str(report)
+
+
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [
