@@ -167,6 +167,13 @@ class Adapter(TorchStyle):
             else self.capabilities
         )
 
+    def drawn(self, tensor_parallel: int = 1) -> frozenset[str]:
+        """Return the claims that drawn cases may ask for: those in mixed precision are judged by gradients."""
+        by_gradients = (
+            frozenset() if self.observes_gradients else frozenset({"mixed_precision", "reduce_dtype", "buffer_dtype"})
+        )
+        return self.claimed(tensor_parallel) - by_gradients
+
     @classmethod
     def of(cls, implementation: object) -> Adapter:
         """Complete `implementation`; a complete one is returned unchanged.

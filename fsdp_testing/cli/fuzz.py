@@ -170,7 +170,7 @@ def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
     drawn = (sizes, options.max_operations, frozenset(options.without), parts)
     return Plan(
         implementation=adapter,
-        scope=Scope(adapter.claimed(parts), *drawn),
+        scope=Scope(adapter.drawn(parts), *drawn),
         state=options.state or state_folder(Path(".fsdp-fuzz"), options.name, options.shard, parts),
         seconds=limit,
         examples=options.examples,

@@ -21,7 +21,7 @@ import torch
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.adapters.protocol import Division
 from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case, CaseRecord, Judgement, RankObservation, Verdict, WorldSpec
-from fsdp_testing.errors import PoolBroken
+from fsdp_testing.errors import HarnessError, PoolBroken
 from fsdp_testing.judging import record_stream
 from fsdp_testing.judging.attempts import Attempt
 from fsdp_testing.judging.batch import LASTING, Watch, run_batch
@@ -192,6 +192,11 @@ def ask_here(adapter: Adapter, case: Case, ranks: Sequence[RankObservation], *, 
     take two.
     """
     comparison = comparison_for(case, adapter)
+    if comparison.lockstep and not comparison.gradients:
+        raise HarnessError(
+            f"{adapter.name}: expected gradients, since a case in mixed precision is judged step by step by them, got none (the "
+            "adapter has no local_pieces). Give it local_pieces."
+        )
     if not comparison.lockstep:
         compared = fast_path_agrees(_undisturbed(case, observe_all=observe_all), ranks, comparison)
         # Nothing compared is not cleared either: the full comparison has to say why.

@@ -255,6 +255,8 @@ def _place(name: str) -> Path | None:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
         return None
+    if spec is not None and spec.origin is None and spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations)))  # a package without `__init__.py`
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return None
     file = Path(spec.origin)

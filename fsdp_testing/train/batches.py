@@ -11,7 +11,8 @@ import torch
 
 from fsdp_testing.oracle.models import map_tensors
 
-_MOST_ROWS = 4096
+_MOST_ROWS = 2**17
+"""Rows of a batch that have digests. One process has those of all ranks in one batch, so a smaller number would part the two."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from fsdp_testing.train.pair import Pair, fail
 from fsdp_testing.train.quantities import LOSS, Kind, Quantities, Quantity
 from fsdp_testing.train.report import compared_lines
 from fsdp_testing.train.running import Failed, Undecided
-from fsdp_testing.train.whole import WholeRun, initial, is_mean_of_weights, with_ends
+from fsdp_testing.train.whole import WholeRun, copies_left_out, initial, is_mean_of_weights, with_ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,7 @@ def _decide(pair: Pair) -> Compared:
     left = chosen.left_out(losses=start.losses_are_equal)
     apart = [odd.kind for odd in run.disagreements]
     left += [f"{kind.value.strip()}: each rank has its own, though parameters agree" for kind in apart]
+    left += copies_left_out(reference, run)
     # A variable may hold gradients by the same names, each rank's own.
     names = [key for key in chosen.names if key.kind is not Kind.COPY or is_mean_of_weights(reference, key)]
     returned = [key for world in (reference, run) for key in world.names(Kind.RETURNED)]
@@ -277,7 +278,10 @@ def _judge_logged(pair: Pair, chosen: Comparable) -> list[str]:
             remarks.append(f"compared: the number read at {line}, {len(one)} times, which the script reduced")
             continue
         times, is_loss = readings.factor(one, other), readings.is_loss(pair.reference, 0, one)
-        if is_loss or (times is not None and chosen.factor is None):
+        wrong = times is not None and (
+            not readings.is_constant(other) or readings.is_summed_or_divided(one, other, pair.run.size)
+        )
+        if is_loss or (wrong and chosen.factor is None):
             by = "by no constant factor" if times is None else f"{times:.6g} times as large"
             fail(
                 pair,
@@ -285,7 +289,11 @@ def _judge_logged(pair: Pair, chosen: Comparable) -> list[str]:
                 f"Cause: the number logged there is reduced wrongly ({by}); training agrees. Divide the sum of the "
                 "ranks' numbers by the number of ranks, once, or by the sum of their weights.",
             )
-        remarks.append(f"not compared: the number read at {line} is the same on all ranks but differs from one process")
+        got, expected = (float(numbers[difference.step]) for numbers in (other, one))
+        remarks.append(
+            f"not compared: the number read at {line} is the same on all ranks but differs from one process: got {got:.6g}, "
+            f"expected {expected:.6g}"
+        )
     remarks += [f"not compared: the number read at {line}, each rank's own" for line in known.own]
     return remarks + [
         f"not compared: the number read at {line}, read a different number of times" for line in known.uneven

@@ -2,11 +2,12 @@
 
 Read in place and without communication, whatever holds it: plain tensors, DDP, FSDP1, FSDP2 and other DTensors, `fsdp_ref`;
 of DeepSpeed through its accessors, which communicate. Copies of the weights, as for a moving average, are looked for in the
-variables of the functions that run when the script is ended, and one level below in objects of its own classes.
+variables of the functions that run at the last step, and some levels below in objects of its own classes, lists and dicts.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -200,11 +201,14 @@ def _without(wrappers: list[str], name: str) -> str:
 
 _FOREIGN = frozenset({"torch", "numpy", "fsdp_testing", "builtins", *sys.stdlib_module_names} - {"__main__"})
 
+_LEVELS, _MOST_ITEMS, _MOST_OBJECTS = 4, 1000, 20_000
 Shapes = dict[str, tuple[int, ...]]
 
 
 def copies_in(variables: Sequence[Mapping[str, Any]], models: Sequence[nn.Module], block: int) -> dict[str, Spans]:
     """Return what this rank has of each other copy of the models' weights, by the name of its variable.
+
+    Where there is none, objects that are named like a moving average are returned with nothing.
 
     Args:
         variables: Of each function, or of the script.
@@ -212,6 +216,7 @@ def copies_in(variables: Sequence[Mapping[str, Any]], models: Sequence[nn.Module
         block: Elements to each sum that is kept of their larger tensors.
     """
     copies: dict[str, Spans] = {}
+    averages: dict[str, Spans] = {}
     trained = {id(part) for model in models for part in model.modules()}
     with suppress(Exception):  # whatever a variable is, the training was only watched
         shapes = {name: tuple(held[0].shape) for model in models for name, held in held_by(model).items() if held}
@@ -221,19 +226,56 @@ def copies_in(variables: Sequence[Mapping[str, Any]], models: Sequence[nn.Module
             with suppress(Exception):
                 spans = _spans(value, shapes, block)
                 if spans:
-                    copies[name] = spans
-    return copies
+                    copies[name if name not in copies else f"{name}, number {len(copies)}"] = spans
+                elif _is_average(name, value):
+                    averages[name] = {}
+    return copies or averages
+
+
+def _is_average(name: str, value: Any) -> bool:
+    """Whether an object, other than a number, a text or code, is named like a moving average of weights."""
+    words = name.rpartition(".")[2].lower().split("_")
+    return (
+        not {"ema", "swa"}.isdisjoint(words)
+        and (hasattr(value, "__dict__") or isinstance(value, (list, dict)))
+        and (
+            not isinstance(value, (torch.Tensor, type)) and not inspect.isroutine(value) and not inspect.ismodule(value)
+        )
+    )
 
 
 def _named(variables: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
-    for scope in variables:
-        for name, value in list(scope.items()):
-            if name.startswith("__"):
-                continue
-            yield name, value
-            package = type(value).__module__.partition(".")[0]
-            if package not in _FOREIGN and hasattr(value, "__dict__") and not isinstance(value, nn.Module):
-                yield from ((f"{name}.{attribute}", part) for attribute, part in vars(value).items())
+    """Yield what variables hold, each object once, under the shortest of its names."""
+    level = [item for scope in variables for item in list(scope.items()) if not item[0].startswith("__")]
+    known: set[int] = set()
+    for _ in range(_LEVELS):
+        below: list[tuple[str, Any]] = []
+        for name, value in level:
+            if id(value) not in known and len(known) < _MOST_OBJECTS:
+                known.add(id(value))
+                yield name, value
+                below += _parts(name, value)
+        level = below
+
+
+def _parts(name: str, value: Any) -> Iterable[tuple[str, Any]]:
+    if type(value) in (list, tuple, dict):
+        items = value.items() if type(value) is dict else enumerate(value)
+        return (
+            [(f"{name}[{key!r}]", part) for key, part in items if isinstance(key, (str, int))]
+            if len(value) <= _MOST_ITEMS
+            else ()
+        )
+    if isinstance(value, nn.Module):
+        own = {
+            **dict(value.named_children()),
+            **{key: part for key, part in vars(value).items() if not key.startswith("_")},
+        }
+    elif type(value).__module__.partition(".")[0] in _FOREIGN or isinstance(value, type):
+        return ()
+    else:
+        own = getattr(value, "__dict__", {})
+    return [(f"{name}.{key}", part) for key, part in own.items()]
 
 
 def _spans(value: Any, shapes: Shapes, block: int) -> Spans:

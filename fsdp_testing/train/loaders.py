@@ -56,7 +56,7 @@ class Pass:
 
     @property
     def counts(self) -> bool:
-        """Whether it is a pass of the training: a look at the first batch is none."""
+        """Whether it may be a pass of the training: a look at the first batch is none."""
         return self.complete or self.trained > 1
 
     def has_order_of(self, other: Pass) -> bool:
@@ -96,6 +96,8 @@ class LoaderSeen:
     def repeats_order(self) -> str:
         """How a sampler that shuffles by epoch came to take two passes in own_pass order; empty if it did not."""
         passes = [own_pass for own_pass in self.passes if own_pass.counts and own_pass.epoch is not None]
+        if self.trains:
+            passes = [own_pass for own_pass in passes if own_pass.trained]  # the others evaluate
         for first, second in pairwise(passes):
             if first.epoch == second.epoch and first.has_order_of(second):
                 return (

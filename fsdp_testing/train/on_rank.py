@@ -71,7 +71,7 @@ class RankReport:
         numbers: Numbers that a script took out of tensors, by line.
         outside: Files that it wrote elsewhere than below its current folder.
         hosts: Other machines that it asked for.
-        copies: Other copies of the weights at the end, by the name of their variable.
+        copies: Other copies of the weights at the end, by the name of their variable; empty where only its name says so.
         idle_passes: Backward passes of a training that steps no optimizer and moves no weight.
         ended: Whether the training ended by itself.
         dropout_off: Whether dropout was switched off.

@@ -240,7 +240,9 @@ def check_repeats(runner: Runner, run: WholeRun, again: WholeRun, view: View = l
 def may_be_given_weights(run: WholeRun) -> bool:
     """Whether one process may begin with a world's weights: these are known number by number, and nothing was copied of them."""
     begun = [span for seen in run.seen for spans in seen.before.values() for span in spans]
-    copied = any(rank.copies for rank in run.ranks) or any(seen.strange or seen.of(Kind.COPIED) for seen in run.seen)
+    copied = any(any(rank.copies.values()) for rank in run.ranks) or any(
+        seen.strange or seen.of(Kind.COPIED) for seen in run.seen
+    )
     return all(span.block == 1 for span in begun) and not copied
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 
@@ -18,6 +19,7 @@ from fsdp_testing.train.surroundings import NumbersTaken
 from fsdp_testing.train.whole import WholeRun
 
 MEAN = "the mean over ranks"
+_MOST_ROWS = 512
 READINGS = (MEAN, "the sum over ranks", "the mean over ranks by their rows", "the mean over ranks and backward passes")
 
 
@@ -58,8 +60,8 @@ class LoggedNumbers:
     """What is known of the numbers that a script logs.
 
     Attributes:
-        reduced: By line, of both runs, those that have to be equal: the same on all ranks and changing from step to step, or
-            in one process the loss, and on ranks not their own.
+        reduced: By line, of both runs, those that have to be equal: the same on all ranks, or in one process the loss, and on
+            ranks not their own. A constant is there only if it differs.
         own: Lines where each rank has numbers of its own, or only some ranks take any.
         uneven: Lines that take another number of numbers than in one process.
     """
@@ -79,8 +81,8 @@ def logged(reference: WholeRun, run: WholeRun) -> LoggedNumbers:
         pair = alone.tensor, taken.tensor
         if len(pair[0]) != len(pair[1]):
             uneven.append(line)
-        elif shared and (len(set(taken.values)) == 1 or all(value.is_integer() for value in taken.values)):
-            continue  # a constant or a count, which may be a rank's own and yet the same on all
+        elif shared and (all(value.is_integer() for value in taken.values) or (is_constant(pair[1]) and _near(*pair))):
+            continue  # a count, which may be a rank's own and yet the same on all, or a constant
         elif shared or (is_loss(reference, 0, pair[0]) and not _are_own(run, line, pair[0])):
             reduced[line] = pair
         else:
@@ -125,6 +127,19 @@ def factor(one: torch.Tensor, other: torch.Tensor) -> float | None:
     ratios = other.double() / one.double()
     same = float(ratios.max() - ratios.min()) <= floor(one.dtype, CLEAR_ROUNDINGS) * float(ratios.abs().max())
     return float(ratios.mean()) if same else None
+
+
+def is_constant(numbers: torch.Tensor) -> bool:
+    """Whether it is one number, however often it was read."""
+    return len(numbers.unique()) == 1
+
+
+def is_summed_or_divided(one: torch.Tensor, other: torch.Tensor, size: int) -> bool:
+    """Whether a constant of a world is `size` times that of one process, or its `size`th part; no ratio of two counts is."""
+    for value in (float(one[0]), float(other[0])):
+        if abs(float(Fraction(value).limit_denominator(_MOST_ROWS)) - value) <= torch.finfo(one.dtype).eps * abs(value):
+            return False
+    return any(_near(one.double() * times, other) for times in (size, 1 / size))
 
 
 def _apart(reference: Quantities, run: Quantities) -> float:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.train.holdings import copies_in
 from fsdp_testing.train.observation import Observer
 from fsdp_testing.train.on_rank import EnoughSteps, Job, RunSettings
-from fsdp_testing.train.surroundings import hosts, in_folder, outside, watch_numbers
+from fsdp_testing.train.surroundings import NOT_OF_SCRIPTS, hosts, in_folder, outside, watch_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +67,23 @@ class ScriptJob(Job):
         Raises:
             InvalidArgument: It starts processes of its own, ends with an exit code, or does not get what it downloads.
         """
+        frames: list[FrameType] = []
 
-        def copies(scopes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-            return {"copies": copies_in(scopes, observer.reader.models, observer.reader.block)}
+        def keep(*_: Any) -> None:
+            """Keep the functions that run at the last step, with their variables: when the script ends they have returned."""
+            frames[:] = reversed(_of_script(traceback.walk_stack(sys._getframe(1))))
 
+        hook = register_optimizer_step_post_hook(keep)
+        scopes, ended = [], True
         try:
             with _modules_moved(*self.moved):
-                return copies([run_script(self, run.arguments)])
+                scopes = [run_script(self, run.arguments)]
         except EnoughSteps as end:
-            scopes = [frame.f_locals for frame, _ in traceback.walk_tb(end.__traceback__)]
-            return copies(scopes) | {"ended": False}
+            frames += _of_script(traceback.walk_tb(end.__traceback__))
+            ended = False
         except SystemExit as end:
-            if end.code in (None, 0):
-                return {}
-            raise InvalidArgument(_of_exit(self.script, end)) from end
+            if end.code not in (None, 0):
+                raise InvalidArgument(_of_exit(self.script, end)) from end
         except OSError as error:  # as those of sockets, urllib and huggingface_hub are
             if not hosts:
                 raise
@@ -86,6 +91,14 @@ class ScriptJob(Job):
                 f"downloads something: it asked for {', '.join(sorted(hosts))} and got {type(error).__name__}: {error}. Run it "
                 "once without fsdp-verify. Then give it the path of its files, or its framework's offline switch."
             ) from error
+        finally:
+            hook.remove()
+        scopes += [frame.f_locals for frame in frames]
+        return {"copies": copies_in(scopes, observer.reader.models, observer.reader.block), "ended": ended}
+
+
+def _of_script(stack: Iterable[tuple[FrameType, int]]) -> list[FrameType]:
+    return [frame for frame, _ in stack if not frame.f_code.co_filename.startswith(NOT_OF_SCRIPTS)]
 
 
 def run_script(job: ScriptJob, arguments: Sequence[str] = ()) -> dict[str, Any]:

@@ -111,6 +111,12 @@ def _hook_once() -> None:
     sys.addaudithook(_see)
 
 
+_CHANGES = ("os.truncate", "os.utime", "os.chmod")
+_IN_FOLDERS = {"os.mkdir": 1, "os.remove": 1, "os.rmdir": 1, "os.symlink": 2, "os.link": 2, "os.rename": 2}
+_FOLDERS = ("os.chdir", "shutil.rmtree")
+_DATABASE = ("", "-wal", "-shm", "-journal")
+
+
 def _see(event: str, arguments: tuple[Any, ...]) -> None:
     if not _written_in:
         return
@@ -118,38 +124,93 @@ def _see(event: str, arguments: tuple[Any, ...]) -> None:
         host = arguments[0].decode() if isinstance(arguments[0], bytes) else str(arguments[0] or "")
         if host and not host.startswith(_HERE) and host != socket.gethostname():
             hosts.add(host)
-    if event != "open":
-        return
-    path, mode, flags = arguments
-    writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR)
-    if writes and isinstance(path, (str, os.PathLike)):
-        _own(os.fspath(path), empty=isinstance(mode, str) and "w" in mode)
+    elif event == "open":
+        path, mode, flags = arguments
+        if isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR) and not isinstance(path, int):
+            _own(os.fsdecode(path), empty=isinstance(mode, str) and "w" in mode)
+    elif event == "sqlite3.connect":
+        _own_database(os.fsdecode(arguments[0]))
+    elif event in _CHANGES and not isinstance(arguments[0], int):
+        _put_aside(os.fsdecode(arguments[0]), empty=False)
+    elif event in _FOLDERS and not isinstance(arguments[0], int):
+        _own_folder(Path(os.fsdecode(arguments[0])))
+    else:
+        for path in arguments[: _IN_FOLDERS.get(event, 0)]:
+            _own_folder(Path(os.fsdecode(path)).parent)
 
 
 def _own(path: str, *, empty: bool) -> None:
     """Put aside the file of a link in the run's folder, and take note of files elsewhere."""
-    place = Path(path)
-    full = place.parent.resolve() / place.name
-    if _written_in and not full.is_relative_to(_written_in[-1]) and full.parts[1:2] not in (("dev",), ("proc",)):
+    full = _put_aside(path, empty=empty)
+    if not full.is_relative_to(_written_in[-1]) and full.parts[1:2] not in (("dev",), ("proc",)):
         outside.add(str(full))
-    elif _written_in and full.is_symlink():
+
+
+def _own_database(name: str) -> None:
+    """Put aside a database of SQLite, which opens its files out of Python's sight."""
+    path, _, how = name.removeprefix("file:").partition("?") if name.startswith("file:") else (name, "", "")
+    if path and path != ":memory:" and not {"mode=ro", "mode=memory", "immutable=1"} & {*how.split("&")}:
+        for part in _DATABASE:
+            _put_aside(path + part, empty=False)
+        _own(path, empty=False)
+
+
+def _put_aside(path: str, *, empty: bool) -> Path:
+    """Have a path of the run's folder lead to no file of the user; return where it leads."""
+    full = _own_folder(Path(path).parent) / Path(path).name
+    if full.is_dir():
+        return _own_folder(full)
+    if _is_shown(full):
         _replace(full, empty=empty)
+    return full
+
+
+def _own_folder(path: Path) -> Path:
+    """Make folders of the links to folders on a way below the run's folder; return where it leads."""
+    here = Path.cwd()
+    for part in path.parts:
+        here /= part
+        if _is_shown(here) and here.is_dir():
+            with _alone_in(here.parent):
+                if here.is_symlink():
+                    source = here.resolve()
+                    here.unlink()
+                    here.mkdir()
+                    for shown in source.iterdir():
+                        _link(here / shown.name, shown)
+        here = here.resolve()
+    return here
+
+
+def _is_shown(place: Path) -> bool:
+    """Whether a place in the run's folder is a link to what lies elsewhere."""
+    top = _written_in[-1]
+    return place.is_relative_to(top) and place.is_symlink() and not place.resolve().is_relative_to(top)
 
 
 def _replace(full: Path, *, empty: bool) -> None:
     """Replace a link by a file of its own, empty or a copy; of ranks that write at one moment the first one does."""
+    with _alone_in(full.parent):
+        if full.is_symlink():
+            own = full.with_name(f".{full.name}.own")  # whole before others see it
+            if empty or not full.exists():
+                own.touch()
+            else:
+                shutil.copyfile(full, own)
+            own.replace(full)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keep other ranks from replacing links of a folder."""
     import fcntl  # systems without it have no ranks
 
-    folder = os.open(full.parent, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)  # until it is closed
-        if full.is_symlink():
-            source = full.resolve()
-            full.unlink()
-            if not empty:
-                shutil.copyfile(source, full)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # until it is closed
+        yield
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def show_files(source: Path, folder: Path) -> None:
@@ -164,13 +225,13 @@ def show_files(source: Path, folder: Path) -> None:
         for name in files:
             count += 1
             _link(here / name, Path(place) / name)
-        if count > _MOST_FILES:
-            for name in folders:
-                _link(here / name, Path(place) / name)
-            folders.clear()
         for name in folders:
-            if not (here / name).is_symlink():
+            if count > _MOST_FILES or Path(place, name).is_symlink():
+                _link(here / name, Path(place) / name)
+            elif not (here / name).is_symlink():
                 (here / name).mkdir(exist_ok=True)
+        if count > _MOST_FILES:
+            folders.clear()
 
 
 def _link(place: Path, target: Path) -> None:
@@ -180,7 +241,8 @@ def _link(place: Path, target: Path) -> None:
 
 _TORCH = str(Path(torch.__file__).parent)
 _FORMATTING = str(Path(_TORCH, "_tensor.py"))
-_OURS = str(Path(__file__).parents[1])
+NOT_OF_SCRIPTS = (_TORCH, str(Path(__file__).parents[1]))
+"""Folders of which no code is a script's or a framework's that it uses."""
 _MOST = 1000
 
 
@@ -228,7 +290,7 @@ def watch_numbers() -> Iterator[Log]:
 def _note(log: Log, frame: Any, dtype: torch.dtype, value: float) -> None:
     while frame is not None and frame.f_code.co_filename == _FORMATTING:
         frame = frame.f_back
-    if frame is None or frame.f_code.co_filename.startswith((_TORCH, _OURS)):
+    if frame is None or frame.f_code.co_filename.startswith(NOT_OF_SCRIPTS):
         return
     line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
     key, number = line, 1

@@ -275,6 +275,25 @@ def is_mean_of_weights(run: WholeRun, key: Quantity) -> bool:
     return bool(((copy >= values.amin(0) - room) & (copy <= values.amax(0) + room)).all())
 
 
+def copies_left_out(reference: WholeRun, run: WholeRun) -> list[str]:
+    """Return sentences on the copies of weights, or parts of them, that are not compared."""
+    sentences = []
+    for name, spans in run.ranks[0].copies.items():
+        keys = [Quantity(Kind.COPY, part, name) for part in spans]
+        odd = [key for key in keys if key in reference.quantities and not is_mean_of_weights(reference, key)]
+        lacking = [key for key in keys if key not in run.quantities]
+        if odd:
+            what = "which have the shapes of weights and are no means of them"
+            sentences.append(f"{len(odd)} of {len(keys)} tensors of {name!r}, {what}")
+        if lacking:
+            sentences.append(
+                f"{len(lacking)} of {len(keys)} tensors of {name!r}, of which not all ranks keep their parts"
+            )
+        if not keys:
+            sentences.append(f"{name!r}, in which no copy of the weights was found")
+    return sentences
+
+
 def own_parts(ranks: Sequence[RankReport], alone: WholeRun) -> tuple[str, ...]:
     """Return the parameters that each rank has of its own though others have some by the same name, as experts and stages.
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_testing.adapters.adapter import Adapter
-from fsdp_testing.cases.records import STRATEGIES, Case, CheckResult, Verdict, merge
+from fsdp_testing.cases.records import STRATEGIES, Case, CheckResult, Judgement, Verdict, merge
 from fsdp_testing.checks.suites.check import Check, adapt, needs_of
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.oracle.tensor_axis import over_two_axes
@@ -64,9 +64,9 @@ def judge_check(
         return _result(name, check, Verdict.NOT_CLAIMED, _NO_GRADIENTS, start)
     try:
         cases, skipped = _cases(adapter, check, where)
-        judgements = _judge_all(runner, adapter, cases, check, stop_at_first)
     except Exception:  # noqa: BLE001 - a check's own mistake says nothing about the implementation
-        return _result(name, check, Verdict.UNKNOWN, f"the check itself crashed\n{traceback.format_exc()}", start)
+        return _result(name, check, Verdict.UNKNOWN, _crashed(), start)
+    judgements = _judge_all(runner, adapter, cases, check, stop_at_first)
     if not judgements:
         return _result(name, check, Verdict.NOT_CLAIMED, _nothing_to_run(adapter, check, where, skipped), start)
     return replace(_merged(name, check, judgements, start), not_run=_not_run(cases, judgements, skipped))
@@ -78,11 +78,18 @@ def _judge_all(
     """Judge the cases in order, up to the first that hangs: the claim is refuted then, and each hang costs a deadline."""
     judgements: list[JudgedCase] = []
     for case in cases:
-        judgements.append(check.judged(runner, adapter, case))
+        try:
+            judgements.append(check.judged(runner, adapter, case))
+        except Exception:  # noqa: BLE001 - it says nothing about the implementation, and takes nothing back of the other cases
+            judgements.append(JudgedCase(case, Judgement(Verdict.UNKNOWN, reason=_crashed())))
         finding = judgements[-1].finding
         if finding is not None and (stop_at_first or finding.kind == "hung"):
             break
     return judgements
+
+
+def _crashed() -> str:
+    return f"the check itself crashed\n{traceback.format_exc()}"
 
 
 def _cases(adapter: Adapter, check: Check, where: Where) -> tuple[list[Case], Counter[str]]:

@@ -151,8 +151,10 @@ class StateCheck:
         self.tally.count()
         for rank, pieces in by_rank:
             filled = [piece for piece in pieces if piece.stop > piece.start]
-            size = max((float(piece.value.abs().max()) for piece in filled), default=0.0)
-            if filled and not (self.comparison.none_is_zero and size == 0.0):
+            # NaN is no zero, and `max` of Python numbers would lose it.
+            is_zero = all(bool((piece.value == 0).all()) for piece in filled)
+            if filled and not (self.comparison.none_is_zero and is_zero):
+                size = float(torch.stack([piece.value.abs().max().double() for piece in filled]).max())
                 self._differs(Mismatch.NOT_NONE, quantity, (rank,), f"holds numbers (up to {size:.3g}), expected None")
 
     def _optimizer(self, quantity: Quantity, expected: Expected) -> None:

@@ -248,10 +248,10 @@ class Injection(AbstractContextManager["Injection"]):
             file.write(data[:half])
             file.flush()
             self.come_to("save", "half of save")
+            self._be_slow("half of save")
             if full := next((fault for fault in self._of_disk if fault.kind == "full-disk"), None):
                 self._note(full, "half of save")
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(getattr(file, "name", "")))
-            self._be_slow("half of save")
             if corrupted:
                 data[half] ^= 0xFF
             file.write(data[half:])

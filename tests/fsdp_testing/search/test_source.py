@@ -54,6 +54,16 @@ def test_it_changes_with_the_text_of_what_an_implementation_is_made_of(changed: 
     assert digest() != before
 
 
+@pytest.mark.parametrize("changed", ["adapter.py", "engine.py"])
+def test_it_changes_with_the_text_of_a_package_without_an_init_file(changed: str, package: Path):
+    (package / "__init__.py").unlink()
+    importlib.invalidate_caches()
+    before = digest()
+    with (package / changed).open("a") as file:
+        file.write("\n# another line\n")
+    assert digest() != before
+
+
 def test_it_does_not_depend_on_what_is_imported_by_now(package: Path):
     before = digest()
     importlib.import_module("engine_helper")

@@ -59,6 +59,7 @@ def test_a_right_script_passes_and_all_that_it_keeps_is_listed(judge, arguments,
     ("mistake", "message"),
     [
         ("log", r"number taken at with_extras.py:\d+ .* reduced wrongly"),
+        ("first log", r"number taken at with_extras.py:\d+ .* reduced wrongly \(0.5 times as large"),
         ("scaled back", r"loss at step 0.*neither as mean nor as sum over ranks: it is scaled"),
         ("decay", r"setting weight_decay .*weight_decay depends on the number of ranks"),
         ("momentum", r"optimizer state momentum_buffer of 1.weight at step 0.*outside of its step"),
@@ -83,3 +84,12 @@ def test_losses_that_are_weighted_by_what_is_not_seen_are_unknown(judge):
     judgement = judge("--loss", "weighted", inert=False)
     assert judgement.verdict is Verdict.UNKNOWN, judgement
     assert re.match(r"trains as one process does, but loss at step 0 .*weights their gradients by", judgement.sentence)
+
+
+def test_a_number_that_one_process_does_not_have_is_named_with_that_of_one_process(judge):
+    judgement = judge("--mistake", "metric", inert=False)
+    assert judgement.verdict is Verdict.PASS, judgement
+    remark = (
+        r"not compared: the number read at with_extras.py:\d+ is the same on all ranks but differs from one process: "
+    )
+    assert any(re.match(remark + r"got \d\.\d+, expected \d\.\d+$", line) for line in judgement.compared), judgement

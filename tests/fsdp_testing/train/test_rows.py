@@ -6,7 +6,9 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from fsdp_testing.train.batches import row_digests
 from fsdp_testing.train.loaders import LoaderSeen, Pass
 from fsdp_testing.train.rows import strange_shares, unknown_shares
 
@@ -126,8 +128,16 @@ def test_only_passes_of_the_training_are_compared_in_their_order():
     peeked = passes("0213", "02", "0213")
     peeked.passes[1].complete, peeked.passes[2].epoch = False, 1
     assert peeked.repeats_order == ""  # a look at the first batch, before set_epoch
-    peeked.passes[1].trained = 2
+    for own_pass in peeked.passes:
+        own_pass.trained = 2
     assert peeked.repeats_order == "is not called"
+    evaluated = passes("0213", "0213")
+    evaluated.passes[0].trained = 2
+    assert evaluated.repeats_order == ""
     again = passes("0213", "0213")
     again.passes[0].epoch_calls, again.passes[1].epoch_calls = 1, 2
     assert again.repeats_order == "is called with 0 again"
+
+
+def test_each_row_of_a_large_batch_has_a_digest():
+    assert len(set(row_digests(torch.arange(8193.0)[:, None]))) == 8193

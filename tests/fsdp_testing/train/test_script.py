@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fsdp_testing import check_script
 from fsdp_testing.cases.records import Verdict
@@ -52,6 +57,11 @@ def test_a_right_script_passes_as_it_is(script, arguments, sizes, how):
     assert any(
         line.startswith("compared: the state of the random generator of") for line in report.judgements[0].compared
     )
+
+
+def test_an_evaluation_of_the_training_rows_is_no_pass_of_the_training():
+    report = judge("ddp", "--evaluate", steps=6)
+    assert report.verdict is Verdict.PASS, str(report)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +167,52 @@ def test_of_two_ranks_that_write_at_one_moment_the_first_replaces_the_link(tmp_p
     shown.write_text("of rank 0")
     surroundings._replace(shown, empty=True)
     assert (mine.read_text(), shown.read_text()) == ("mine", "of rank 0")
+
+
+def _write_everywhere(folders):
+    """Write in each way to what is there, to new files, and to folders."""
+    for folder in folders:
+        torch.save("run", f"{folder}/deep/last.pt")
+        Path(folder, "deep", "new.txt").write_text("run")
+        Path(folder, "made").mkdir()
+        os.rename(f"{folder}/deep/gone.txt", f"{folder}/deep/moved.txt")
+        with closing(sqlite3.connect(f"{folder}/deep/runs.db")) as runs, runs:
+            runs.execute("insert into runs values (1)")
+        os.utime(f"{folder}/deep/old.txt", (0, 0))
+        with open(f"{folder}/deep/old.txt", "a") as file:
+            file.write(" and of the run")
+        before = Path.cwd()
+        os.chdir(f"{folder}/entered")
+        Path("here.txt").write_text("run")
+        os.chdir(before)
+        shutil.rmtree(f"{folder}/removed")
+
+
+@pytest.mark.parametrize("most", [5000, 3])
+def test_files_at_relative_paths_stay_as_they_are_however_many_there_are(most, tmp_path, monkeypatch):
+    mine, run = tmp_path / "mine", tmp_path / "run"
+    run.mkdir()
+    for folder in "abc":
+        for name in ("deep", "entered", "removed"):
+            (mine / folder / name).mkdir(parents=True)
+            for file in ("last.pt", "old.txt", "gone.txt", "here.txt"):
+                (mine / folder / name / file).write_text("mine")
+        with closing(sqlite3.connect(mine / folder / "deep" / "runs.db")) as runs, runs:
+            runs.execute("create table runs (number)")
+    (mine / "linked").symlink_to(mine / "a")
+    before = {path: (path.read_bytes(), path.stat().st_mtime) for path in mine.rglob("*") if path.is_file()}
+    monkeypatch.setattr(surroundings, "_MOST_FILES", most)
+    surroundings.show_files(mine, run)
+    with surroundings.in_folder(str(run)):
+        _write_everywhere(["a", "b", "c", "linked"])
+        assert (Path("a/deep/old.txt").read_text(), Path("b/entered/old.txt").read_text()) == (
+            "mine and of the run",
+            "mine",
+        )
+        with closing(sqlite3.connect("linked/deep/runs.db")) as runs:
+            assert runs.execute("select * from runs").fetchall() == [(1,)]
+        assert surroundings.outside == set()
+    assert {path: (path.read_bytes(), path.stat().st_mtime) for path in mine.rglob("*") if path.is_file()} == before
 
 
 def test_a_module_is_started_where_it_lies_and_a_file_that_each_run_replaces_is_named(tmp_path, monkeypatch):

@@ -158,3 +158,24 @@ def test_a_script_that_ends_itself_with_words_is_quoted():
         in text
     )
     assert "arguments it needs" not in text
+
+
+@pytest.mark.parametrize(
+    ("where", "name"), [("function", "average"), ("exit", "average"), ("object", "ema.hooks[0].shadow")]
+)
+def test_a_moving_average_is_compared_wherever_a_script_keeps_it_and_however_it_ends(where, name):
+    told = f"weights kept as {name!r}"
+    assert f"compared at the end: {told}" in said(judge("averages", "--where", where, steps=5), Verdict.PASS)
+    text = said(judge("averages", "--where", where, "--mistake", steps=5), Verdict.FAIL)
+    assert told in text and "this copy of them does not: its decay" in text, text
+
+
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        ("far", "2 of 2 tensors of 'ema.hooks[0].shadow', which have the shapes of weights and are no means of them"),
+        ("nowhere", "'ema', in which no copy of the weights was found"),
+    ],
+)
+def test_a_moving_average_that_cannot_be_compared_is_named(where, told):
+    assert f"not compared: {told}" in said(judge("averages", "--where", where, "--mistake", steps=5), Verdict.PASS)

@@ -17,6 +17,7 @@ arguments.add_argument("--accumulate", type=int, default=1)
 arguments.add_argument("--dropout", type=float, default=0.0)
 arguments.add_argument("--optimizer", default="SGD")
 arguments.add_argument("--closure", action="store_true")
+arguments.add_argument("--evaluate", action="store_true")
 options = arguments.parse_args()
 mistake, dtype = options.mistake, getattr(torch, options.dtype)
 
@@ -80,6 +81,12 @@ for epoch in range(2):
         optimizer.zero_grad()
         if mistake == "early stop" and epoch == 0 and number == 1 and loss.item() > 0.5 + 10 * (rank == 0):
             raise SystemExit(0)
+    if options.evaluate:
+        model.eval()
+        with torch.no_grad():
+            total = sum(nn.functional.mse_loss(model(inputs), targets, reduction="sum") for inputs, targets in loader)
+        dist.all_reduce(total)
+        model.train()
 if rank == 0:
     torch.save(model.module.state_dict(), "model.pt")
 dist.destroy_process_group()

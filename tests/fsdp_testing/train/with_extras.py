@@ -97,6 +97,10 @@ for step in range(begin, 6):
     dist.all_reduce(report)
     if mistake == "log":
         report /= size
+    if step == 0:
+        first = errors.detach().abs().max() if mistake == "metric" else errors.detach().abs().sum() / 12
+        dist.all_reduce(first)
+        print((first / (size if mistake in ("first log", "metric") else 1)).item())
     if rank == 0:
         print(f"step {step}: {report:.6f} (own {loss.item():.6f})")
         state = {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict(), "average": average.weights}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -13,14 +15,22 @@ from fsdp_testing.cases.records import (
     CAPABILITIES,
     STRATEGIES,
     Case,
+    FailureKind,
     ForwardBackward,
+    Judgement,
     Step,
+    Verdict,
     ZeroGrad,
     check_case,
     void_operations,
 )
 from fsdp_testing.checks.suites import CHECKS
 from fsdp_testing.checks.suites.check import FLAT, Check, Place, accumulated, adapt, cases, check, micro_batch, needs_of
+from fsdp_testing.checks.suites.run import Where, judge_check
+from fsdp_testing.errors import HarnessError
+from fsdp_testing.judging.batch_judge import ask_here
+from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
+from fsdp_testing.judging.checkers.explain import finding
 
 EVERYTHING = frozenset(CAPABILITIES)
 
@@ -121,3 +131,27 @@ def test_patterns_name_checks_and_suites():
     assert check.matches(("*.sgd*",))
     assert check.matches(("nothing", "training.sgd_momentum"))
     assert not check.matches(("train", "sgd_momentum"))
+
+
+def test_a_case_that_crashes_its_check_takes_no_finding_of_an_earlier_one_back():
+    first, second = cases_of(CHECKS["training.sgd_momentum"])[0][1], cases_of(CHECKS["training.sgd_momentum"])[1][1]
+    wrong = finding(first, FailureKind.DIVERGED, "value", 0, "is off", ranks=(0,))
+
+    def judge(_runner: Any, _adapter: Any, case: Case, _comparison: Any) -> JudgedCase:
+        if case == second:
+            raise KeyError("planted")
+        return JudgedCase(case, Judgement(Verdict.FAIL, finding=wrong))
+
+    check = replace(CHECKS["training.sgd_momentum"], cases=(first, second), strategies=("full_shard",), judge=judge)
+    with patch.object(Place, "put", lambda _place, case: case):
+        result = judge_check(CaseRunner(), claiming(EVERYTHING), check, Where())
+    assert result.verdict is Verdict.FAIL
+    assert result.findings == (wrong,)
+
+
+def test_mixed_precision_is_not_judged_without_the_gradients_that_it_is_judged_by():
+    blind = replace(claiming(frozenset({"mixed_precision", "full_shard"})), observes_gradients=False)
+    assert blind.drawn() == {"full_shard"}
+    case = next(case for _, case in cases_of(CHECKS["mixed_precision.param_bfloat16"]))
+    with pytest.raises(HarnessError, match="judged step by step"):
+        ask_here(blind, case, (), observe_all=False)

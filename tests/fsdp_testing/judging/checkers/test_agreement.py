@@ -191,6 +191,15 @@ def test_a_gradient_that_must_be_none():
     assert said(compare(expectation(G), ranks(*none), Comparison(none_is_zero=True)))
 
 
+def test_a_gradient_that_is_not_a_number_is_no_zero_wherever_it_lies():
+    nan = torch.full((2,), torch.nan, dtype=torch.float64)
+    for parts in ((G[:2] * 0, nan), (nan, G[:2] * 0)):
+        held = tuple(ObservedPiece(start, start + 2, part) for start, part in zip((0, 2), parts))
+        one = snapshot(0, pieces=(ObservedPiece(0, 4, W.clone()),), grad_pieces=held)
+        two = snapshot(1, pieces=(ObservedPiece(4, 4, W[:0]),), grad_pieces=None, grad_dtype=None)
+        assert said(compare(expectation(None), ranks(one, two), Comparison(none_is_zero=True)))
+
+
 def test_where_zeros_may_stand_for_none_numbers_of_other_ranks_are_compared_all_the_same():
     none = snapshot(1, grad_pieces=None, grad_dtype=None)
     allowed = Comparison(none_is_zero=True)
