@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from fsdp_ref.compat import version_of
@@ -99,14 +100,15 @@ class PassRecord:
 
 
 class GraphSide:
-    """The unit's side of its link to autograd: the current tie, and a weak reference to the record of the latest pass."""
+    """The unit's side of its link to autograd: the current tie, and weak references to the records of the latest passes."""
 
-    __slots__ = ("_record", "_tie", "_unit")
+    __slots__ = ("_record", "_recorded", "_tie", "_unit")
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._tie: GraphTie | None = None
         self._record: weakref.ref[PassRecord] | None = None
+        self._recorded: weakref.ref[PassRecord] | None = None
 
     def tie(self) -> GraphTie:
         """Return what the graph of the present forward pass holds of the unit."""
@@ -126,14 +128,22 @@ class GraphSide:
 
     @property
     def record(self) -> PassRecord | None:
-        """The latest forward pass, while its graph lives: the unit may run again in it, and backward may run it again."""
+        """The latest forward pass, while its graph lives: the unit may run again in it."""
         return None if self._record is None else self._record()
+
+    @property
+    def recorded(self) -> PassRecord | None:
+        """The latest forward pass that ran with gradients on, while its graph lives: backward may run it again."""
+        return None if self._recorded is None else self._recorded()
 
     def remember(self, record: PassRecord) -> None:
         """Know a forward pass for as long as somebody else (an open call, the graph) holds its record."""
         # Weakly: the unit must not lead to a graph (see above).
         self._record = weakref.ref(record)
+        # A pass under no_grad has no backward: it leaves alone what the backward of an earlier pass runs again.
+        if torch.is_grad_enabled():
+            self._recorded = self._record
 
     def forget(self) -> None:
-        """Compute with other views from now on."""
+        """Compute with other views from now on; backward of an earlier pass still runs that pass again."""
         self._record = None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fsdp_ref.autograd.graph_hooks import InputsWatch, TakenInputs, with_base
-from fsdp_ref.compat import labelled, waited
+from fsdp_ref.compat import labelled, storage_key, waited
 from fsdp_ref.config import BackwardPrefetch
 from fsdp_ref.errors import UnshardConflictError
 from fsdp_ref.handle.accumulated import dense
@@ -110,7 +110,10 @@ def _enter(root: Root, unit: Unit, task: int) -> None:
             # Not for autograd, which makes its own views: for a forward that checkpointing runs again in here.
             # The views of the forward pass while its record lives: what runs again must lead to the node that is there, for a
             # second one would reduce a second time.
-            record = unit.graph.record
+            record = unit.graph.recorded
+            # Evaluation in another precision since then fills another buffer.
+            if record is not None and storage_key(record.aliases[0]) != storage_key(handle.full_F()):
+                record = None
             views = [alias(view) for view in handle.compute_views()] if record is None else record.views
             handle.originals.show_computing(
                 handle.originals.unflattened(views) if record is None else unit.computing(views)

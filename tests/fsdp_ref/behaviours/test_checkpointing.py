@@ -235,6 +235,47 @@ def test_a_penalty_on_gradients_of_inputs_runs_it_again(lab, path, where):
 
 
 @pytest.mark.world(2)
+@kinds
+@pytest.mark.parametrize("strategy", [S.FULL_SHARD, S.SHARD_GRAD_OP], ids=lambda s: s.name)
+@pytest.mark.parametrize("when", ["within the forward", "before backward"])
+def test_a_pass_without_gradients_before_backward_changes_nothing(lab, path, kind, strategy, when):
+    class Region(nn.Module):
+        def __init__(self, on):
+            super().__init__()
+            self.a, self.b, self.on = nn.Linear(4, 4), nn.Linear(4, 4), on
+
+        def forward(self, x):
+            x, on = self.a(x), self.on and torch.is_grad_enabled()
+            return checkpoint(self.b, x, use_reentrant=kind == "reentrant") if on else self.b(x)
+
+    class Looks(nn.Module):
+        def __init__(self, on=True):
+            super().__init__()
+            self.inp, self.region, self.out = nn.Linear(3, 4), Region(on), nn.Linear(4, 1)
+
+        def forward(self, x):
+            y = self.region(self.inp(x).tanh()).sin()
+            if when == "within the forward":
+                with torch.no_grad():
+                    target = self.region(y)
+                y = y * target
+            return self.out(y)
+
+    reference = lab.make(lambda: Looks(on=False))
+    model = lab.shard(lab.make(Looks), path, policy={Region}, sharding_strategy=strategy)
+    loss = model(lab.batch()).pow(2).sum()
+    if when == "before backward":
+        with torch.no_grad():
+            model(lab.batch(1))
+    loss.backward()
+    for batch in lab.batches():
+        (reference(batch).pow(2).sum() / lab.world.size).backward()
+    for each in (model, reference):
+        torch.optim.SGD(each.parameters(), lr=0.01).step()
+    lab.assert_params(model, reference)
+
+
+@pytest.mark.world(2)
 def test_a_pass_that_creates_a_graph_is_known_as_one_though_something_in_it_runs_without_gradients(lab, path):
     model = lab.shard(lab.make(lambda: Chain(lab.Block)), path)
     x = lab.batch(0).clone().requires_grad_()
