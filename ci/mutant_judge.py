@@ -103,7 +103,7 @@ def chunks_of(folder: Path, name: str, *, drawn: bool = False) -> Path:
 
 def parts_of_pairs(folder: Path, name: str) -> list[str]:
     """Draw the covering cases, write them, and return the numbers of their chunks."""
-    scope = Scope(registry.load(name).drawn(1), SIZES["pairs"])
+    scope = Scope(registry.load(name).drawable(1), SIZES["pairs"])
     waiting: dict[int, list[str]] = {size: [] for size in SIZES["pairs"]}
     chunks = []
     for case in covering(scope).cases:
@@ -122,7 +122,7 @@ def by_campaign(request: Request, folder: Path, cases: Sequence[Case]) -> tuple[
     adapter, state = registry.load(request.name), Path(tempfile.mkdtemp(prefix="state-", dir=folder))
     plan = Plan(
         adapter,
-        Scope(adapter.drawn(1), SIZES[request.kind]),
+        Scope(adapter.drawable(1), SIZES[request.kind]),
         state,
         seconds=request.seconds or None,
         seed=1,

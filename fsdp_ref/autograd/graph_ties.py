@@ -102,13 +102,13 @@ class PassRecord:
 class GraphSide:
     """The unit's side of its link to autograd: the current tie, and weak references to the records of the latest passes."""
 
-    __slots__ = ("_record", "_recorded", "_tie", "_unit")
+    __slots__ = ("_gradient_record", "_record", "_tie", "_unit")
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._tie: GraphTie | None = None
         self._record: weakref.ref[PassRecord] | None = None
-        self._recorded: weakref.ref[PassRecord] | None = None
+        self._gradient_record: weakref.ref[PassRecord] | None = None
 
     def tie(self) -> GraphTie:
         """Return what the graph of the present forward pass holds of the unit."""
@@ -132,9 +132,9 @@ class GraphSide:
         return None if self._record is None else self._record()
 
     @property
-    def recorded(self) -> PassRecord | None:
+    def gradient_record(self) -> PassRecord | None:
         """The latest forward pass that ran with gradients on, while its graph lives: backward may run it again."""
-        return None if self._recorded is None else self._recorded()
+        return None if self._gradient_record is None else self._gradient_record()
 
     def remember(self, record: PassRecord) -> None:
         """Know a forward pass for as long as somebody else (an open call, the graph) holds its record."""
@@ -142,7 +142,7 @@ class GraphSide:
         self._record = weakref.ref(record)
         # A pass under no_grad has no backward: it leaves alone what the backward of an earlier pass runs again.
         if torch.is_grad_enabled():
-            self._recorded = self._record
+            self._gradient_record = self._record
 
     def forget(self) -> None:
         """Compute with other views from now on; backward of an earlier pass still runs that pass again."""

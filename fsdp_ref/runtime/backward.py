@@ -110,7 +110,7 @@ def _enter(root: Root, unit: Unit, task: int) -> None:
             # Not for autograd, which makes its own views: for a forward that checkpointing runs again in here.
             # The views of the forward pass while its record lives: what runs again must lead to the node that is there, for a
             # second one would reduce a second time.
-            record = unit.graph.recorded
+            record = unit.graph.gradient_record
             # Evaluation in another precision since then fills another buffer.
             if record is not None and storage_key(record.aliases[0]) != storage_key(handle.full_F()):
                 record = None

@@ -141,6 +141,10 @@ class TorchStyle:
             object.__setattr__(self, "built_on", self.name)
 
 
+JUDGED_BY_GRADIENTS = frozenset({"mixed_precision", "reduce_dtype", "buffer_dtype"})
+"""Claims that are judged step by step, by the gradients that ranks show."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter(TorchStyle):
     """The completed form: every method is callable. Made by `Adapter.of`, never by hand.
@@ -167,12 +171,10 @@ class Adapter(TorchStyle):
             else self.capabilities
         )
 
-    def drawn(self, tensor_parallel: int = 1) -> frozenset[str]:
-        """Return the claims that drawn cases may ask for: those in mixed precision are judged by gradients."""
-        by_gradients = (
-            frozenset() if self.observes_gradients else frozenset({"mixed_precision", "reduce_dtype", "buffer_dtype"})
-        )
-        return self.claimed(tensor_parallel) - by_gradients
+    def drawable(self, tensor_parallel: int = 1) -> frozenset[str]:
+        """Return the claims that drawn cases may ask for: all but those that only gradients decide, if it shows none."""
+        claims = self.claimed(tensor_parallel)
+        return claims if self.observes_gradients else claims - JUDGED_BY_GRADIENTS
 
     @classmethod
     def of(cls, implementation: object) -> Adapter:

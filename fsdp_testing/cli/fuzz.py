@@ -105,6 +105,22 @@ def execute(options: argparse.Namespace) -> int:
     return present(campaign_sheet(tally, adapter.name, plan.state), console, {}, {})
 
 
+def not_drawn(plan: Plan) -> list[str]:
+    """Return what no case of a plan asks for, with the reason."""
+    adapter, missing = plan.implementation, plan.scope.not_claimed()
+    undrawable = adapter.claimed(plan.scope.tensor_parallel) - adapter.drawable(plan.scope.tensor_parallel)
+    lines = []
+    if missing:
+        features = f"{len(missing)} features are not drawn, because {adapter.name} does not claim them"
+        lines.append(f"{features}: {', '.join(sorted(missing))}")
+    if undrawable:
+        lines.append(
+            f"some of these {adapter.name} does claim ({', '.join(sorted(undrawable))}): they are judged by gradients, which its "
+            "adapter does not show. Give it local_pieces."
+        )
+    return lines
+
+
 def campaigned(plan: Plan, console: Output, *, scripts: bool = True) -> CampaignTally:
     """Run a campaign, tell each finding when it is made, and run their scripts at the end; return what happened."""
     from fsdp_testing.ranks.pool import default_pool
@@ -113,10 +129,8 @@ def campaigned(plan: Plan, console: Output, *, scripts: bool = True) -> Campaign
     from fsdp_testing.search.campaign.campaign import Campaign
     from fsdp_testing.search.campaign.tally import campaign_sheet
 
-    name, missing = plan.implementation.name, plan.scope.not_claimed()
-    if missing:
-        features = f"{len(missing)} features are not drawn, because {name} does not claim them"
-        console.say(f"{features}: {', '.join(sorted(missing))}", style="dim")
+    for line in not_drawn(plan):
+        console.say(line, style="dim")
     with Display(console, "cases") as display:
         findings = _Findings(display)
         display.stage("starting ranks, then running cases")
@@ -128,7 +142,7 @@ def campaigned(plan: Plan, console: Output, *, scripts: bool = True) -> Campaign
         except (KeyboardInterrupt, PoolBroken) as end:
             how = "interrupted" if isinstance(end, KeyboardInterrupt) else "ended early"
             console.say(f"{how}; all results so far are in {plan.state}")
-            print_sheet(campaign_sheet(campaign.tally, name, plan.state), console)
+            print_sheet(campaign_sheet(campaign.tally, plan.implementation.name, plan.state), console)
             raise
     if scripts:
         _try_scripts(console, findings.folders)
@@ -170,7 +184,7 @@ def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
     drawn = (sizes, options.max_operations, frozenset(options.without), parts)
     return Plan(
         implementation=adapter,
-        scope=Scope(adapter.drawn(parts), *drawn),
+        scope=Scope(adapter.drawable(parts), *drawn),
         state=options.state or state_folder(Path(".fsdp-fuzz"), options.name, options.shard, parts),
         seconds=limit,
         examples=options.examples,

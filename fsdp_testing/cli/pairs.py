@@ -69,7 +69,7 @@ def _planned(options: argparse.Namespace, adapter: Adapter, console: Output) -> 
 
     parts, shard = options.tensor_parallel, options.shard or (1, 1)
     sizes = options.world_size or tuple(size for size in WORLD_SIZES if size % parts == 0)
-    scope = Scope(adapter.drawn(parts), sizes, tensor_parallel=parts)
+    scope = Scope(adapter.drawable(parts), sizes, tensor_parallel=parts)
     chosen = covering(scope)
     console.say(f"{len(chosen.traits)} traits; {len(chosen.cases)} cases hold every pair that legal cases can have")
     plan = Plan(

@@ -44,10 +44,11 @@ def decide(pair: Pair) -> Compared:
         Undecided: There is no verdict.
     """
     try:
-        return replace(compared := _decide(pair), lines=(*compared.lines, *_without_autocast(pair)))
+        compared = _decide(pair)
     except Undecided:
-        _without_autocast(pair)
+        _without_autocast(pair)  # where it may be decided that the world differs
         raise
+    return replace(compared, lines=(*compared.lines, *_without_autocast(pair)))
 
 
 def _without_autocast(pair: Pair) -> list[str]:

@@ -147,9 +147,8 @@ def make() -> types.ModuleType:
         "set_stream": torch.accelerator.set_stream,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "_lazy_init": lambda: (
-            None
-        ),  # without it torch 2.11 takes the device for unused, and `synchronize` does not wait
+        # Without it torch 2.11 takes the device for unused, and `synchronize` does not wait.
+        "_lazy_init": lambda: None,
         "device_count": lambda: DEVICES,
         "_is_in_bad_fork": lambda: False,
         "manual_seed": lambda seed: None,  # torch.manual_seed has set the host's, whose numbers these are

@@ -97,10 +97,8 @@ def _groups(setup: Setup, units: Sequence[tuple[str, nn.Module]]) -> Iterator[li
     """Yield which modules one call shards: each by itself, or siblings two by two if the case asks for it."""
     group: list[tuple[str, nn.Module]] = []
     for name, unit in units:
-        parent = name.rpartition(".")[0]
-        if group and not (
-            "grouped_units" in setup.settings and len(group) == 1 and parent == group[0][0].rpartition(".")[0]
-        ):
+        is_second = len(group) == 1 and name.rpartition(".")[0] == group[0][0].rpartition(".")[0]
+        if group and not (is_second and "grouped_units" in setup.settings):
             yield group
             group = []
         group.append((name, unit))

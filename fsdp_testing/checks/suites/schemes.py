@@ -118,7 +118,7 @@ STREAMS: tuple[Check, ...] = (
              comparison=LOCKSTEP, strategies=HYBRID, meshes={4: ((2, 2),), 2: ((1, 2),)}, needs={"streams", "hybrid"},
              sizes=TWO_BY_TWO),
     observed("streams.limited_gathers",
-             "The host runs ahead of the device by two all-gathers at most, so that released parameters take no memory.",
+             "The host runs ahead of the device by two all-gathers at most.",
              cases("deep_nest", *iterations(3), wrapping=every_unit("deep_nest", forward_prefetch=True)),
              cases("deep_nest", *(forward(batch, "no_grad") for batch in range(3))),
              source=f"{_VLDB}.4", mode=GATHERS_LIMITED, strategies=_SHARDED, needs={"streams", "limited_gathers"}),

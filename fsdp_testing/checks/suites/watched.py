@@ -238,8 +238,18 @@ IN_FLIGHT = 2
 
 
 def limited(case: Case, ranks: Sequence[RankObservation], _expected: Expectation) -> Finding | None:
-    """Return that the device may still use more full parameters than are held at once and `IN_FLIGHT`."""
+    """Return that the device may still use more full parameters than are held at once and `IN_FLIGHT`.
+
+    Raises:
+        HarnessError: A rank made no all-gather that is known as one, so that nothing was counted.
+    """
     accounts = [(rank.rank, rank.account.full_buffers) for rank in ranks if isinstance(rank, StreamObservation)]
+    silent = [rank for rank, buffers in accounts if not buffers.held]
+    if silent and case.world.size > 1:
+        raise HarnessError(
+            f"limited gathers: expected all-gathers on each rank, got none on {silent}, so nothing was counted. Gather by a "
+            "collective of torch.distributed, or do not claim `limited_gathers`."
+        )
     ahead = [(rank, buffers) for rank, buffers in accounts if buffers.occupied > buffers.held + IN_FLIGHT]
     if not ahead:
         return None

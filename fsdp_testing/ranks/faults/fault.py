@@ -151,4 +151,7 @@ def end_all() -> list[Fault]:
 def never_reached(faults: Sequence[Fault]) -> str:
     """Return the sentence on faults that were not reached."""
     names = ", ".join(map(str, faults))
-    return f"fault {names}: expected a place that is reached, but the run ended before it. Name an earlier one."
+    advice = (
+        "Name an earlier one." if any(fault.place for fault in faults) else "Save or load by torch.save or torch.load."
+    )
+    return f"fault {names}: expected a place that is reached, but the run ended before it. {advice}"

@@ -27,7 +27,12 @@ from fsdp_testing.ranks.streams.history import (
 
 Clock = dict[int, int]
 _MOST_RACES = 10
-GATHERS = frozenset({"allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"})
+GATHERS = frozenset(
+    {
+        *("allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"),
+        *("all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced"),  # functional
+    }
+)
 """Collectives whose results are full parameters."""
 
 

@@ -116,8 +116,8 @@ class PartIsStale(Kept):
 
 
 @planted("torch-fsdp2", FSDPParam, "to_sharded_post_forward", "options.partial_reshard")
-def keeps_another_part(original: Any, param: FSDPParam) -> None:
-    """After forward a rank keeps half of its part of the parameter twice, and not the other half."""
+def keeps_halves_in_the_wrong_order(original: Any, param: FSDPParam) -> None:
+    """After forward the halves of a rank's part of the parameter change places."""
     original(param)
     kept = param._sharded_post_forward_param_data
     kept.copy_(kept.roll(kept.numel() // 2))

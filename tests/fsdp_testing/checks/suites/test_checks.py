@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from fsdp_testing.adapters.adapter import Adapter, TorchStyle
+from fsdp_testing.cases.drawing import Scope
 from fsdp_testing.cases.models import MODELS
 from fsdp_testing.cases.records import (
     CAPABILITIES,
@@ -27,10 +29,14 @@ from fsdp_testing.cases.records import (
 from fsdp_testing.checks.suites import CHECKS
 from fsdp_testing.checks.suites.check import FLAT, Check, Place, accumulated, adapt, cases, check, micro_batch, needs_of
 from fsdp_testing.checks.suites.run import Where, judge_check
+from fsdp_testing.checks.suites.watched import StreamObservation, limited
+from fsdp_testing.cli.fuzz import not_drawn
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.judging.batch_judge import ask_here
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.judging.checkers.explain import finding
+from fsdp_testing.ranks.streams.history import History, Work
+from fsdp_testing.ranks.streams.races import StreamAccount
 
 EVERYTHING = frozenset(CAPABILITIES)
 
@@ -151,7 +157,26 @@ def test_a_case_that_crashes_its_check_takes_no_finding_of_an_earlier_one_back()
 
 def test_mixed_precision_is_not_judged_without_the_gradients_that_it_is_judged_by():
     blind = replace(claiming(frozenset({"mixed_precision", "full_shard"})), observes_gradients=False)
-    assert blind.drawn() == {"full_shard"}
+    assert blind.drawable() == {"full_shard"}
     case = next(case for _, case in cases_of(CHECKS["mixed_precision.param_bfloat16"]))
     with pytest.raises(HarnessError, match="judged step by step"):
         ask_here(blind, case, (), observe_all=False)
+
+
+def test_a_limit_of_gathers_is_not_judged_where_no_gather_was_seen():
+    case = cases_of(CHECKS["streams.limited_gathers"])[0][1]
+    history = History([Work(0, "all_to_all", (), ())])
+    ranks = [StreamObservation(rank, account=StreamAccount.of(history)) for rank in range(case.world.size)]
+    with pytest.raises(HarnessError, match="nothing was counted"):
+        limited(case, ranks, None)
+
+
+def test_what_is_claimed_and_not_drawn_is_named_with_the_reason():
+    adapter = claiming(frozenset({"mixed_precision", "full_shard"}))
+    plans = [
+        SimpleNamespace(implementation=each, scope=Scope(each.drawable()))
+        for each in (adapter, replace(adapter, observes_gradients=False))
+    ]
+    told = [[line for line in not_drawn(plan) if "does claim" in line] for plan in plans]
+    assert told[0] == []
+    assert "some of these x does claim (mixed_precision): they are judged by gradients" in told[1][0]
