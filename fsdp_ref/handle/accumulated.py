@@ -21,6 +21,8 @@ from fsdp_ref.storage.memory import send_gradient_home
 from fsdp_ref.storage.precision import Precision
 from fsdp_ref.storage.views import flat_views, gap_views
 
+_INTEGER_OF = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
 
 @dataclass(frozen=True, slots=True)
 class Uses:
@@ -112,10 +114,15 @@ class Accumulated:
         self.local_F, self.local_used = None, self._nobody()
         return taken
 
-    def local_nonzero(self) -> Tensor:
-        """Return per original whether its local part is anything but zero, without waiting for the device."""
+    def local_digests(self) -> Tensor:
+        """Return per original whether its local part is anything but zero, and a sum of its bits, ``(2, originals)``.
+
+        Nobody waits for the device.
+        """
         assert self.local_F is not None  # the caller looked
-        return torch.stack([view.any() for view in flat_views(self.local_F, self._shard_map.layout)])
+        as_bits = self.local_F.view(_INTEGER_OF[self.local_F.element_size()])
+        views, bits = (flat_views(flat, self._shard_map.layout) for flat in (self.local_F, as_bits))
+        return torch.stack([torch.stack([view.any().long(), bit.sum()]) for view, bit in zip(views, bits)], dim=1)
 
     # ------------------------------------------------------------------ the reduced part
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fsdp_ref.errors import WritebackError
+from fsdp_ref.errors import WritebackError, listing
 from fsdp_ref.handle.accumulated import Accumulated, Uses
 from fsdp_ref.handle.originals import Originals
 from fsdp_ref.storage.views import flat_views, set_grad
@@ -45,8 +45,8 @@ class Gradients:
         self._given: list[Tensor | None] = []
         self._given_ptrs: list[int] = []
         self._given_versions: list[int] = []
-        # Per original whether its local part was anything but zero; on the device, so that nobody waits for it.
-        self._was_nonzero: Tensor | None = None
+        # The local part as users were given it while a reduced part existed, too; on the device, so that nobody waits for it.
+        self._shown_beside_reduced: Tensor | None = None
 
     @property
     def reduced_S(self) -> Tensor | None:
@@ -155,7 +155,7 @@ class Gradients:
         """Read what users did to the gradients since they were published.
 
         Raises:
-            WritebackError: a gradient was replaced by one of another shape.
+            WritebackError: a gradient was replaced by one of another shape, or changed while a part of it was not shown.
         """
         changed = []
         params = self._shown_params
@@ -167,8 +167,8 @@ class Gradients:
             if grad is not given[index] or (grad is not None and grad.data_ptr() != pointers[index]):
                 changed.append(index)
         written = (self.sum.both or self.sum.rest_S is not None) and self._versions() != self._given_versions
-        was_nonzero = self._was_nonzero  # before replaced gradients are taken in, which notes what is there then
-        if not (changed or written):
+        shown = self._shown_beside_reduced  # before replaced gradients are taken in, which notes what is there then
+        if not (changed or written or shown is not None):
             return
         # A forward under inference_mode() may be the first to look; what is made here later backwards add to.
         with torch.inference_mode(False), torch.no_grad():
@@ -177,8 +177,8 @@ class Gradients:
             if written:
                 self.sum.rest_S = None
             # After the replaced gradients were taken in: a replaced local part may be zero as well.
-            if self.sum.both:
-                self._forget_zeroed(was_nonzero)
+            if self.sum.both and shown is not None:
+                self._read_partial_edits(shown, written=written or bool(changed))
 
     def _versions(self) -> list[int]:
         """Count the writes to what users see: by its own counter, and by those of gradients that have one of their own.
@@ -193,26 +193,32 @@ class Gradients:
         # Counting costs time in every pass, and nobody else asks.
         if self.sum.both or self.sum.rest_S is not None:
             self._given_versions = self._versions()
-        self._was_nonzero = self.sum.local_nonzero() if self.sum.both else None
+        self._shown_beside_reduced = self.sum.local_digests() if self.sum.both else None
 
-    def _forget_zeroed(self, was_nonzero: Tensor | None) -> None:
+    def _read_partial_edits(self, shown: Tensor, *, written: bool) -> None:
         """While both parts exist users see the local part alone. If they zero it, zero the reduced part as well.
 
-        Of several originals one that was zero before is left alone: whether it was zeroed or not used cannot be known.
+        Of several originals one that was zero before is left alone: whether it was zeroed or not used cannot be known. Any
+        other edit would change one part of two: it is refused. ``p.grad.data.mul_(x)`` raises no counter: digests tell.
         """
         reduced_S = self.sum.reduced_S
         assert reduced_S is not None  # the caller looked
-        now = self.sum.local_nonzero()
-        # Never noted while both parts existed: then only zeros everywhere say that a user wrote them.
-        before = now if was_nonzero is None else was_nonzero
-        is_nonzero, were_nonzero = torch.stack([now, before]).tolist()  # the host waits here
-        if not any(is_nonzero):
+        now = self.sum.local_digests()
+        is_nonzero, was_nonzero, edited = torch.stack([now[0] != 0, shown[0] != 0, now[1] != shown[1]]).tolist()  # waits
+        if not any(is_nonzero) and (written or any(edited)):
             self.sum.become_zeros()
             # At once: a backward that does not reach this unit shows nothing anew, and users have full-sized zeros.
             self.publish()
             return
+        refused = [fqn for fqn, *is_ in zip(self._handle.fqns, is_nonzero, edited, strict=True) if all(is_)]
+        if refused:
+            raise WritebackError(
+                f"gradients in {self._handle.name!r}: expected them untouched or zeroed while a part of each is reduced already "
+                f"and not shown (a backward outside of no_sync(), then one inside), got others for {listing(refused)}. Edit "
+                "gradients after the last backward outside of no_sync(), or zero them."
+            )
         if self._many:
-            for piece, is_, was in zip(self._originals.pieces_of(reduced_S), is_nonzero, were_nonzero, strict=True):
+            for piece, is_, was in zip(self._originals.pieces_of(reduced_S), is_nonzero, was_nonzero, strict=True):
                 if was and not is_:
                     piece.zero_()
         self._remember()
