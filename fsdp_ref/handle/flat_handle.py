@@ -161,6 +161,19 @@ class FlatHandle:
         self._buffers.clear()
         self._views.clear()
 
+    def exchange_buffer(self) -> None:
+        """Go on with a copy of the full buffer: the user holds the present one's memory, and may put it back as it is."""
+        dtype = self.compute_dtype
+        used, fresh = self.buffer(dtype), FlatBuffer(self.shard_map.padded_numel, dtype, self.config.device)
+        self.streams.allocate(fresh)
+        self.streams.compute_after_gather()
+        with torch.no_grad():
+            fresh.tensor.copy_(used.tensor)
+        # It goes when the user drops it, on any stream.
+        self.streams.used_by_compute(used.tensor)
+        self._buffers[dtype] = fresh
+        del self._views[dtype]
+
     def replace_shard(self, shard_S: Tensor) -> None:
         """Take ``shard_S`` (same size) as this rank's shard."""
         self.shard_S = shard_S

@@ -28,6 +28,7 @@ from fsdp_ref.errors import (
 )
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.originals import Shown, guard_param
+from fsdp_ref.storage.memory import another_home
 from fsdp_ref.storage.views import mark_flattened
 
 
@@ -132,12 +133,10 @@ def _absorb_flat(handle: FlatHandle) -> bool:
     if flat.shape != handle.shard_S.shape:
         _refuse_shape(handle, [("the flat parameter", flat, handle.shard_S)])
     new = flat.data
-    if new.dtype != handle.shard_S.dtype:
-        handle.set_precision(new.dtype)
+    _make_new_shard(handle, new.dtype)
     # Copied, not adopted: the user's tensor may be a view of something that lives and changes.
     with torch.no_grad():
         handle.shard_S.copy_(new)
-    handle.replace_shard(handle.shard_S)
     handle.versions.count([0])
     return True
 
@@ -194,10 +193,11 @@ def _absorb_data(handle: FlatHandle) -> bool:
         _refuse_shape(handle, [(handle.fqns[index], values[index], expected[index]) for index in bad])
     dtypes = {value.dtype for value in values.values()}
     # All of them to one other dtype: the model was cast. Some of them: values to be copied into the dtype that is there.
-    if not full and len(changed) == len(originals.params) and len(dtypes) == 1 and dtypes != {dtype}:
-        handle.set_precision(dtypes.pop())
+    cast = not full and len(changed) == len(originals.params) and len(dtypes) == 1
+    _make_new_shard(handle, dtypes.pop() if cast else handle.shard_S.dtype)
     with torch.no_grad():
         if full:
+            handle.exchange_buffer()
             _copy_full(handle, values)
         else:
             for index, value in values.items():
@@ -206,6 +206,17 @@ def _absorb_data(handle: FlatHandle) -> bool:
     handle.versions.count(changed)
     originals.show_sharded(anew=True)
     return True
+
+
+def _make_new_shard(handle: FlatHandle, dtype: torch.dtype) -> None:
+    """Give the handle a shard of its own: the user may hold the memory of the old one, and put it back with its values.
+
+    ``kept = p.data; p.data = average; evaluate(); p.data = kept`` must train on from ``kept``.
+    """
+    if dtype == handle.shard_S.dtype:
+        handle.replace_shard(another_home(handle.shard_S, dtype))
+    else:
+        handle.set_precision(dtype)
 
 
 def _copy_full(handle: FlatHandle, values: dict[int, Tensor]) -> None:

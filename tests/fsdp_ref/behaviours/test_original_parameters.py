@@ -290,3 +290,29 @@ def test_data_assigned_to_a_unit_that_stays_gathered_is_noticed_by_ranks_that_ho
     case.both_backward(1)
     case.step()
     case.compare()
+
+
+@quiet
+@pytest.mark.world([2, 3])
+@pytest.mark.parametrize("evaluated_before", [False, True], ids=["trained before", "evaluated before"])
+def test_data_put_aside_for_an_evaluation_comes_back_as_it_was(trial, api, strategy, evaluated_before):
+    """An average is evaluated in place of the weights: what the user put aside must not become the average."""
+    case = trial(api, strategy)
+    case.both_backward(0)
+    case.step()
+    for _ in range(2):
+        if evaluated_before:  # without gradients some strategies show full parameters afterwards
+            case.zero_grad()
+            with torch.no_grad():
+                case.loss(case.inputs(1))
+        for model in (case.plain, case.model):
+            kept = [param.data for param in model.parameters()]
+            for param in model.parameters():
+                param.data = param.data * 0.5
+            with torch.no_grad():
+                (case.plain_loss if model is case.plain else case.loss)(case.inputs(1))
+            for param, data in zip(model.parameters(), kept, strict=True):
+                param.data = data
+        case.both_backward(2)
+        case.step()
+    case.compare()
