@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,21 @@ def tox_environments() -> set[str]:
     names = re.findall(r"^\[testenv:([^\]]+)\]", (ROOT / "tox.ini").read_text(encoding="utf-8"), re.M)
     parts = [re.fullmatch(r"([\w-]+)(?:\{([\w,]+)\})?", name) for name in names]
     return {part[1] + factor for part in parts if part for factor in (part[2] or "").split(",")}
+
+
+def test_an_environment_that_runs_the_command_has_what_the_command_needs() -> None:
+    """`tox -e verify-sim` ended before its first check: it had no rich, and its example was installed before this package."""
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(ROOT / "tox.ini", encoding="utf-8")
+    lacking = []
+    for name in tox.sections():
+        environment = {**tox["testenv"], **tox[name]}
+        needed = {"test", "verify"} & set(environment.get("extras", "").split())
+        if "fsdp-verify" in environment.get("commands", "") and not needed:
+            lacking.append(f"{name}: no extra that has the command's packages")
+        if "./" in environment.get("deps", ""):
+            lacking.append(f"{name}: what is in this tree may need this package, which tox installs after deps")
+    assert not lacking, lacking
 
 
 def test_every_test_folder_mirrors_a_package() -> None:
