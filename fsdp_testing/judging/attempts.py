@@ -125,7 +125,8 @@ def _is_unexplained(outcome: WorldOutcome, read: Sequence[Judgement]) -> bool:
     """Whether ranks were lost, or parted, although what they reported up to then says nothing of it."""
     if any(rank.fate in (Fate.DIED, Fate.HUNG) for rank in outcome.ranks):
         return not any(judgement.loses_ranks for judgement in read)
-    return not outcome.ok and all(each.verdict is Verdict.PASS or each.only_model_stays for each in read)
+    # The last one alone: a case whose ranks cannot go on ends its batch, so ranks that came further parted later.
+    return not outcome.ok and (not read or read[-1].verdict is Verdict.PASS or read[-1].only_model_stays)
 
 
 def _again(case: Case, first: Judgement, attempt: Attempt) -> Judgement:
@@ -144,9 +145,15 @@ def _each_alone(
 
     Where none does it alone, nobody knows which one did: the last one stands for them.
     """
-    alone = [_read([cases[index]], run(index, index + 1)).judgements[0] for index in range(start, len(cases))]
-    settled = [again if again.loses_ranks else first for first, again in zip(judgements, alone, strict=True)]
-    if not any(judgement.loses_ranks for judgement in settled) and settled[-1].finding is None:
+    settled, well = list(judgements), True
+    for index, first in enumerate(judgements, start):
+        attempt = run(index, index + 1)
+        (again,) = _read([cases[index]], attempt).judgements
+        parted = attempt.outcome is not None and not attempt.outcome.ok
+        well = well and not parted
+        if again.loses_ranks or (parted and first.finding is None):
+            settled[index - start] = again
+    if well and settled[-1].finding is None:
         settled[-1] = _different(lost.cause, settled[-1], lost.describe())
     return settled
 

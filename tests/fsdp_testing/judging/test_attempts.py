@@ -92,6 +92,21 @@ def test_ranks_that_are_lost_after_the_last_report_make_each_case_run_alone(outc
     assert settled(1, lost, *[lost] * bool(kind))[0] == [kind or "unknown"]
 
 
+def test_an_earlier_failure_does_not_explain_ranks_that_parted_in_a_later_case():
+    """A case that fails on all ranks lets its batch go on: what became of the ranks then is said by the last one."""
+    found = settled(2, (UNEVEN, [WRONG, RIGHT]), (WELL, [WRONG]), (UNEVEN, [RIGHT]))[0]
+    assert found == ["diverged", "unknown"]
+    # If its own ranks part, the later one is cleared.
+    assert settled(2, (UNEVEN, [WRONG, RIGHT]), (UNEVEN, [WRONG]), (WELL, [RIGHT]))[0] == ["diverged", "pass"]
+    unfinished = settled(3, (UNEVEN, [WRONG, RIGHT, UNREPORTED]), (WELL, [RIGHT]))
+    assert unfinished == (["diverged", "pass", "unknown"], [(0, 3), (2, 3)])
+
+
+def test_ranks_that_part_in_a_case_that_runs_alone_leave_that_case_unknown():
+    found = settled(2, (UNEVEN, [RIGHT, RIGHT]), (UNEVEN, [RIGHT]), (WELL, [RIGHT]))[0]
+    assert found == ["unknown", "pass"]
+
+
 def test_what_survivors_of_a_death_raise_is_its_echo():
     assert settled(1, (DEAD, [ONE_RAISED]), (DEAD, [ONE_RAISED]))[0] == ["died"]
     assert settled(1, (world(Fate.RAISED, "rank 1 raised"), [ONE_RAISED]))[0] == ["one_raised"]

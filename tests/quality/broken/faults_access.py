@@ -163,6 +163,15 @@ class NormOfOneDtype(Toy):
         return norm
 
 
+@kind(WrappingAdapter, "clipping.unit_dtypes")
+class NearlyTheNormOfTwoDtypes(Toy):
+    """A norm over gradients of two dtypes is a few hundredths too large: a sum in the narrow one."""
+
+    def total_norm(self, norm_type: float) -> torch.Tensor:
+        dtypes = {shard.grad.dtype for shard in self.shards.values() if shard.grad is not None}
+        return super().total_norm(norm_type) * (1.0 if len(dtypes) == 1 else 1.03)
+
+
 @fault("clipping.ranks_without_gradients")
 class EmptyRankLeavesEarly(Toy):
     """A rank that holds no trainable element returns a norm of its own, zero (B060)."""
