@@ -130,8 +130,9 @@ CLIPPING: tuple[Check, ...] = (
             source="torchrec PR 3199", needs={"uneven_parameters"}, sizes=ODD),
     clipped("clipping.double_precision", "Gradients in float64 are clipped by a norm in float64.", _by(2.0, "float64")),
     clipped("clipping.unit_dtypes", "Units of different dtypes share one norm.",
-            # In float64 and float32: beside bfloat16 any bound would admit a few hundredths.
-            *(cases("two_dtypes", micro_batch(0), Clip(0.1, norm_type), Observe(), Step()) for norm_type in _NORMS),
+            # Also with float32 beside float64: beside bfloat16 any bound admits a few hundredths.
+            *(cases("two_dtypes", micro_batch(0), Clip(0.1, norm_type), Observe(), Step(), dtype=dtype)
+              for dtype in ("float32", "float64") for norm_type in _NORMS),
             source="pytorch issue 171517, PR 173641", needs={"nested_wrapping"}),
     # The last bias alone trains: the first ranks hold none of it where a unit is flattened; nor do the last of one element.
     clipped("clipping.ranks_without_gradients",
