@@ -32,6 +32,7 @@ from fsdp_ref.comm.groups import default_group
 from fsdp_ref.comm.tensor_parallel import is_dtensor
 from fsdp_ref.compat import graph_task_id, queue_backward_callback
 from fsdp_ref.errors import ConfigError, FsdpRuntimeError, FsdpTypeError, FsdpValueError, UnsupportedError, listing
+from fsdp_ref.handle.accumulated import dense
 from fsdp_ref.naming import join_fqn
 from fsdp_ref.storage.precision import tensors_in
 from fsdp_ref.storage.views import alias
@@ -312,7 +313,7 @@ class Replica:
     def _reduce(self, bucket: list[nn.Parameter]) -> None:
         """Average one bucket: all gradients in one flat tensor, followed by one flag per parameter that has one."""
         present = [param.grad is not None for param in bucket]
-        pieces = [torch.zeros_like(param) if param.grad is None else param.grad for param in bucket]
+        pieces = [torch.zeros_like(param) if param.grad is None else dense(param.grad) for param in bucket]
         flat = torch.cat([*(piece.reshape(-1) for piece in pieces), pieces[0].new_tensor(present)])
         numel = flat.numel() - len(bucket)
         grads, flags = flat[:numel], flat[numel:]
@@ -323,9 +324,10 @@ class Replica:
         for param, used in zip(bucket, flags.tolist(), strict=True):
             mean = grads[offset : offset + param.numel()].view(param.shape)
             offset += param.numel()
-            if param.grad is not None:
+            if param.grad is not None and param.grad.layout is torch.strided:
                 param.grad.copy_(mean)
             elif used:
+                # Of a sparse gradient, too: other ranks have other rows.
                 param.grad = mean.clone()
 
     def _broadcast(self, tensors: Iterable[Tensor]) -> None:

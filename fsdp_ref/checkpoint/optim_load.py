@@ -143,7 +143,9 @@ class _Loading:
         return any(decided) if decided else name != "step"
 
     def _misshapen(self, original: Original, state: Mapping[str, Any]) -> Iterator[str]:
-        if original.handle is None:
+        handle = original.handle
+        # Where the optimizer steps whole parameters any shape may be right: Adafactor's are those of rows and columns.
+        if handle is None or (not handle.sharded and handle.originals.use_orig_params):
             return
         values = {name: value for name, value in state.items() if isinstance(value, (Tensor, Outline))}
         fits = {name for name, value in values.items() if tuple(value.shape) == original.shape}

@@ -204,7 +204,9 @@ class Gradients:
         reduced_S = self.sum.reduced_S
         assert reduced_S is not None  # the caller looked
         now = self.sum.local_digests()
-        is_nonzero, was_nonzero, edited = torch.stack([now[0] != 0, shown[0] != 0, now[1] != shown[1]]).tolist()  # waits
+        is_nonzero, was_nonzero, edited = torch.stack(
+            [now[0] != 0, shown[0] != 0, now[1] != shown[1]]
+        ).tolist()  # waits
         if not any(is_nonzero) and (written or any(edited)):
             self.sum.become_zeros()
             # At once: a backward that does not reach this unit shows nothing anew, and users have full-sized zeros.

@@ -182,7 +182,6 @@ def _absorb_data(handle: FlatHandle) -> bool:
     ]
     if not changed:
         return False
-    dtype = expected[0].dtype
     devices = {param.device for param in originals.params}
     # All of them: the whole module was moved. A single one on another device is copied like any value.
     if len(devices) == 1:

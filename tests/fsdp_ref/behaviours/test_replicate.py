@@ -325,3 +325,23 @@ def test_an_output_that_no_loss_uses_under_a_static_graph(lab):
         lab.reference_step(reference, lab.batches(step), loss, reference_optim)
         for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(p.detach(), q.detach(), **lab.CLOSE, msg=name)
+
+
+@pytest.mark.world([2, 3])
+def test_sparse_gradients_of_other_rows_on_each_rank(lab):
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2)
+
+        def forward(self, rows):
+            return self.head(self.table(rows))
+
+    reference = lab.make(Rows)
+    model = replicate(copy.deepcopy(reference))
+    for step in range(2):
+        batches = [torch.tensor([rank, step, rank]) for rank in range(lab.world.size)]
+        lab.loss(model, batches[lab.world.rank]).backward()
+        lab.reference_step(reference, batches)
+        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad.to_dense(), **lab.CLOSE, msg=name)

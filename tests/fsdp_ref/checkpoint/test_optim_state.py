@@ -447,3 +447,14 @@ def test_older_functions_are_other_words_for_the_two(optim_lab):
         fsdp.scatter_full_optim_state_dict(whole or None, model, optim_input=3)
     with pytest.warns(FutureWarning), pytest.raises(ValueError, match="should not be empty"):
         fsdp.scatter_full_optim_state_dict(whole or None, model, optim_input=[])
+
+
+@pytest.mark.world(2)
+def test_state_in_the_shapes_of_rows_and_columns_is_loaded_where_parameters_are_whole(optim_lab):
+    model = optim_lab.shard("orig NO_SHARD wrapped", optim_lab.net())
+    optim, other = (torch.optim.Adafactor(model.parameters(), lr=0.1) for _ in range(2))
+    optim_lab.step(model, optim, 0)
+    saved = optim_state_dict(model, optim)
+    assert {"row_var", "col_var"} <= saved["state"]["1.a.weight"].keys()
+    other.load_state_dict(optim_state_dict_to_load(model, other, saved))
+    optim_lab.same(optim_state_dict(model, other), saved)

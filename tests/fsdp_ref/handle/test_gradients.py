@@ -236,7 +236,9 @@ EDITS = {
 
 
 # torch refuses another tensor of the full size for a flat parameter's shard.
-@pytest.mark.parametrize(("kind", "edit"), [(k, e) for e in EDITS for k in KINDS if (k, e) != ("flat", "another tensor")])
+@pytest.mark.parametrize(
+    ("kind", "edit"), [(k, e) for e in EDITS for k in KINDS if (k, e) != ("flat", "another tensor")]
+)
 def test_a_change_of_the_local_part_beside_a_reduced_one_is_refused(groups, kind, edit):
     """One part would change and the other, which nobody sees, would come back whole: neither what DDP gives nor a rule."""
     handle = make(groups, kind)
