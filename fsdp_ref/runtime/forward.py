@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from fsdp_ref import compat
 from fsdp_ref.autograd.graph_hooks import TakenInputs
@@ -29,7 +30,7 @@ from fsdp_ref.runtime.events import UnitEventKind
 from fsdp_ref.runtime.root import Root, lazy_init
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.states import READABLE, ReshardReason, UnitState
-from fsdp_ref.storage.precision import cast_floating, move_to, tensors_in
+from fsdp_ref.storage.precision import cast_floating, map_tensors, move_to, tensors_in
 from fsdp_ref.storage.views import alias
 
 
@@ -164,6 +165,7 @@ def exit_forward(frame: Frame, output: Any) -> Any:
         try:
             if frame.cast_back is not None:
                 output = cast_floating(output, frame.cast_back)
+            output = _own_memory(frame, output)
             # Before parameters go: whether an output awaits backward decides whether they go for good.
             output = backward.hook_outputs(unit, output, frame.inputs)
             if frame.record is not None:
@@ -186,6 +188,20 @@ def exit_forward(frame: Frame, output: Any) -> Any:
                 root.end_forward()
         unit.note(UnitEventKind.POST_FORWARD)
     return output
+
+
+def _own_memory(frame: Frame, output: Any) -> Any:
+    """Copy what the unit returns of its parameters (a tied table, a slice): their buffer is freed when forward ends."""
+    handle = frame.unit.handle
+    if frame.record is None or not handle.needs_buffer:
+        return output
+    key = handle.buffer(handle.compute_dtype).key
+
+    def copied(tensor: Tensor) -> Tensor:
+        plain = tensor.layout is torch.strided and type(tensor) in {Tensor, Parameter}
+        return tensor.clone() if plain and compat.storage_key(tensor) == key else tensor
+
+    return map_tensors(output, copied)
 
 
 def call_unit(unit: Unit, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
