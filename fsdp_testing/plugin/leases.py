@@ -127,8 +127,10 @@ class Leases:
         with contextlib.suppress(HarnessError):
             outcome = world.execute(f"{IN_RANK}:finish", lasting=None, timeout=_END_SECONDS)
             # Ranks that no longer answer were reported by the test that left them so.
-            ended = ((rank.rank, rank.value) for rank in outcome.ranks)
-            self._problems.extend(f"rank {rank}: {text}" for rank, text in ended if isinstance(text, str) and text)
+            said = {rank.rank: rank.value for rank in outcome.ranks if isinstance(rank.value, str)}
+            problems = [f"rank {rank}: {text}" for rank, text in said.items() if text]
+            parted = not outcome.ok and len(said) == len(outcome.ranks)
+            self._problems.extend(problems or ([outcome.describe()] if parted else []))
         self._forget(world)
 
     def close(self) -> None:
@@ -145,7 +147,8 @@ def _problems(outcome: WorldOutcome) -> list[str]:
     for rank in outcome.ranks:
         found.extend([f"rank {rank.rank}: {rank.value.problem}"] if rank.value.problem else [])
         found.extend(f"rank {rank.rank}: {dirt}" for dirt in rank.value.dirt)
-    return found
+    # Ranks that all returned may still have parted: one issued a collective that the others did not.
+    return found if found or outcome.ok else [outcome.describe()]
 
 
 def coverage_settings() -> dict[str, Any] | None:

@@ -286,6 +286,27 @@ def part(world, pytestconfig, request):
         ]
 
 
+@pytest.mark.parametrize("scope", ["module", "session"])
+def test_ranks_that_part_while_a_lasting_fixture_ends_are_reported(run: Runner, scope: str) -> None:
+    """It ends after its last test with ranks, when every rank has returned from everything that a test asked of it."""
+    verdict = run(
+        f"""
+@pytest.fixture(scope="{scope}")
+def reduced(world):
+    yield
+    if world.rank == 0:
+        reduced.pending = dist.all_reduce(torch.ones(2), async_op=True)
+
+@pytest.mark.world(2)
+def test_ranks(reduced): pass
+
+def test_plain(): pass
+"""
+    )
+    assert verdict.counts() == (2, 0, 1), verdict.text
+    assert "different numbers of collectives on the default group (rank 0: 1, rank 1: 0)" in verdict.text
+
+
 def test_a_module_fixture_ends_before_another_world_takes_over(tmp_path: Path, run: Runner) -> None:
     verdict = run(
         """
