@@ -22,7 +22,7 @@ from fsdp_testing.plugin.longrepr import (
     text_element,
     with_header,
 )
-from fsdp_testing.plugin.records import Phase, RankResult
+from fsdp_testing.plugin.records import STRICT_XPASS, Phase, RankResult
 from fsdp_testing.ranks.pool.outcome import Fate, RankOutcome, WorldOutcome, account_lines, rank_names
 
 _PHASES = ("setup", "call", "teardown")
@@ -150,6 +150,8 @@ def _alike(accounts: Sequence[Account]) -> list[Phase]:
         if phase.outcome != "passed" or phase.wasxfail is not None:
             report = by_when[phase.when]
             report.outcome, report.longrepr, report.wasxfail = phase.outcome, phase.longrepr, phase.wasxfail
+            if isinstance(phase.longrepr, str) and phase.longrepr.startswith(STRICT_XPASS):
+                report.outcome, report.wasxfail = "failed", None
     reasons = {account.reason() for account in accounts}
     skipped = [report for report in merged if report.outcome == "skipped" and isinstance(report.longrepr, list | tuple)]
     for report in skipped[:1]:

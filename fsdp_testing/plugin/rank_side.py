@@ -18,7 +18,7 @@ import pytest
 from fsdp_testing.base import compat
 from fsdp_testing.base.backends import backend_named
 from fsdp_testing.errors import CollectiveMismatch, HarnessError
-from fsdp_testing.plugin.records import Phase, WarningRecord
+from fsdp_testing.plugin.records import STRICT_XPASS, Phase, WarningRecord
 from fsdp_testing.plugin.selection import SIZE_FIXTURE, collected_id, parametrize_sizes
 from fsdp_testing.ranks.faults.fault import end_all, never_reached
 from fsdp_testing.ranks.pool.hygiene import ENDS_WITH_PROCESS, Snapshot, take_snapshot
@@ -107,10 +107,11 @@ class RankPlugin:
             longrepr = data["longrepr"]
         if report.when == "teardown":
             self._user_properties = tuple((str(name), _plain(value)) for name, value in report.user_properties)
-        wasxfail = getattr(report, "wasxfail", None)
-        self._phases.append(
-            Phase(report.when, report.outcome, report.duration, longrepr, list(report.sections), wasxfail)
-        )
+        outcome, wasxfail = report.outcome, getattr(report, "wasxfail", None)
+        if isinstance(longrepr, str) and longrepr.startswith(STRICT_XPASS):
+            # Not this rank's to fail: the test fails as its mark says if it fails on any rank.
+            outcome, wasxfail = "passed", longrepr.removeprefix(STRICT_XPASS)
+        self._phases.append(Phase(report.when, outcome, report.duration, longrepr, list(report.sections), wasxfail))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep why something could not be collected."""

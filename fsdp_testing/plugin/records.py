@@ -68,6 +68,10 @@ class ItemTask(NamedTuple):
     location: tuple[str, int | None, str] | None = None
 
 
+STRICT_XPASS = "[XPASS(strict)] "
+"""How pytest begins the account of a test that passes although a strict mark says that it fails."""
+
+
 @dataclass(slots=True)
 class Phase:
     """One report: setup, call, teardown, or a subtest of the call; of one rank, or what ranks' reports are merged into.

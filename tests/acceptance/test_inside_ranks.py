@@ -170,6 +170,21 @@ def test_every_ordinary_feature_works_in_ranks(run: Runner) -> None:
     assert verdict.warnings == 0, verdict.text
 
 
+def test_a_strict_mark_holds_if_the_test_fails_on_any_rank(run: Runner) -> None:
+    verdict = run(
+        """
+pytestmark = [pytest.mark.world(2), pytest.mark.xfail(strict=True, reason="known")]
+def test_fails_on_one(world): assert world.rank == 0
+def test_fails_on_all(world): assert world.rank == 5
+def test_passes(world): pass
+""",
+        "-ra",
+    )
+    assert (verdict.xfailed, verdict.failed, verdict.errors) == (2, 1, 0), verdict.text
+    assert "(failed on rank 1, passed on rank 0)" in verdict.text
+    assert "FAILED test_ranks.py::test_passes - [XPASS(strict)] known" in verdict.text
+
+
 def test_the_same_file_passes_with_new_processes_for_every_test(run: Runner) -> None:
     verdict = run(ORDINARY, "--isolation", "fresh", "-W", "error", "-k", "not fixtures_")
     assert (verdict.passed, verdict.failed, verdict.errors) == (19, 0, 0), verdict.text
