@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from faults_options import StepsUnnoticed
 from faults_schedules import SecondBackwardStaysLocal
+from faults_user_code import StepsUnnoticed
 from toy import Toy, ToyAdapter
 
 CAPABILITY = "several_forwards"

@@ -14,7 +14,8 @@ from fault import Fault
 from faults_access import IgnoringAdapter, MoreWrappingAdapter, PrefetchAdapter, ReplacingAdapter
 from faults_claims import StartingAdapter
 from faults_kinds import HybridAdapter, WrappingAdapter
-from faults_options import CopiesAdapter, NamingAdapter, OptionsAdapter, PartsAdapter
+from faults_options import OptionsAdapter
+from faults_user_code import CopiesAdapter, NamingAdapter, PartsAdapter
 from toy_engine import EngineAdapter
 from toy_more import MoreAdapter
 
@@ -36,9 +37,9 @@ KINDS = {
     StartingAdapter: "faults_claims:STARTING",
     EngineAdapter: "toy_engine:UNBROKEN",
     OptionsAdapter: "faults_options:OPTIONS",
-    CopiesAdapter: "faults_options:COPIES",
-    PartsAdapter: "faults_options:PARTS",
-    NamingAdapter: "faults_options:NAMING",
+    CopiesAdapter: "faults_user_code:COPIES",
+    PartsAdapter: "faults_user_code:PARTS",
+    NamingAdapter: "faults_user_code:NAMING",
     MoreAdapter: "toy_more:UNBROKEN",
     WrappingAdapter: "faults_kinds:WRAPPING",
     HybridAdapter: "faults_kinds:HYBRID",
