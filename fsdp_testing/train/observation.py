@@ -67,7 +67,7 @@ class StepSeen:
         stepped: How many it steps.
         unreadable: Why parameters could not be read; empty if they were.
         left_out: What else could not be read (the optimizer's state, buffers), with the reason.
-        drew: Whether a forward drew random numbers from the default generator.
+        drew: Whether a forward drew random numbers from a default generator: of torch, numpy or Python.
         batch_norm: Whether a model in training has batch norms that look at one rank's rows alone.
         generators: Digest of the state of each random generator of this process after the step, by the package it belongs to.
         terms: What each backward pass added to gradients.
@@ -218,7 +218,7 @@ class Observer:
             args, kwargs = observer._before_forward(args, kwargs)
             rows = row_digests(observer._computed.others_in([*args, *kwargs.values()]))
             observer._step.rows += (rows,)
-            state = torch.get_rng_state()
+            states = generators()
             observer._depth += 1
             observer._running = module
             if not observer._in_closure:
@@ -229,7 +229,7 @@ class Observer:
             finally:
                 observer._depth -= 1
                 observer._running = None
-            observer._step.drew |= not torch.equal(state, torch.get_rng_state())
+            observer._step.drew |= states != generators()
             observer._computed.add(output)
             observer._meet(module)
             if observer.keep_calls:

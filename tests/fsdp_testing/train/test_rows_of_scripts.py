@@ -55,6 +55,7 @@ def test_wrong_twins_fail(arguments, steps, says):
             ("in the loop",),
             r"\(the items of its DataLoader\), but trained on different rows .* in the loop\) cannot be replayed. Mark",
         ),
+        (("masked",), r"forward draws random numbers, .* Draw them outside forward"),
         (("padded",), r"differs from one process only where rows are padded to another length: .* Mask the padding"),
     ],
 )
