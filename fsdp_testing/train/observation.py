@@ -262,6 +262,7 @@ class Observer:
             self._close()
             self._clues.see_backward()
             self._clips.begin_pass()
+            self.reader.watch_outside([*self._made_rates] if not self.steps else ())
             self._collector.begin_pass()
             original(tensors, *args, **kwargs)
             self._passes += 1

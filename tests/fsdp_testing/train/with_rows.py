@@ -26,7 +26,7 @@ class Model(nn.Module):
         self.mix, self.head = nn.Linear(3, 6), nn.Linear(6, 1)
 
     def forward(self, inputs, targets=None):
-        mask = torch.from_numpy(np.random.rand(*inputs.shape)).float() if kind == "masked" else 1
+        mask = torch.from_numpy(np.random.rand(*inputs.shape)).float() if kind == "masked" else 1  # noqa: NPY002 - as many scripts do
         found = self.head(self.mix(inputs * mask).tanh())
         return found if targets is None else nn.functional.mse_loss(found, targets)
 
@@ -61,7 +61,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 rows = torch.randn(16, 3, generator=torch.Generator().manual_seed(5 + rank * (kind == "own")))
 torch.manual_seed(20 + rank)
 random.seed(20 + rank)
-np.random.seed(20 + rank)
+np.random.seed(20 + rank)  # noqa: NPY002
 if kind == "stream":
     loader = DataLoader(Stream(), batch_size=4)
 elif kind in ("own", "split"):
