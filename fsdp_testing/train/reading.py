@@ -85,7 +85,7 @@ class Reader:
         )
 
     def watch_outside(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Have autograd tell which tensors the next backward pass gives gradients of, of those that are stepped and in no model."""
+        """Have autograd tell which tensors it gives gradients of, of those that are stepped and in no model."""
         for tensor in [tensor for optimizer in optimizers for tensor in self._strange(optimizer)]:
             # Gradients of shards and flat copies are made by hand, and each rank may have its own.
             if tensor.is_leaf and tensor.requires_grad and type(tensor) in _PLAIN and tensor not in self._hooked:
