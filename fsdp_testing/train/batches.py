@@ -1,14 +1,15 @@
-"""What a forward was given: a digest of each row, and copies that outlive the step."""
+"""What a forward was given: a digest of each row, copies that outlive the step, and the batches of all ranks as one."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.oracle.models import map_tensors
 
 _MOST_ROWS = 2**17
@@ -90,3 +91,29 @@ def holds_a_loss(output: Any) -> bool:
     """Whether a scalar that can be differentiated is in what a forward returned."""
     values = [getattr(output, "loss", None), *tensors_in(output)]
     return any(isinstance(value, torch.Tensor) and value.ndim == 0 and value.requires_grad for value in values)
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Return the batches of all ranks as one: tensors with rows are concatenated, all else is rank 0's.
+
+    Raises:
+        InvalidArgument: Tensors of the ranks have rows of different shapes.
+    """
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        if not first.ndim:
+            return first
+        try:
+            return torch.cat(list(parts))
+        except RuntimeError as error:
+            shapes = ", ".join(str(list(part.shape)) for part in parts)
+            raise InvalidArgument(
+                f"data: expected rows of one shape on all ranks, got batches {shapes}. Pad rows to one length, "
+                f"because one process gets all of them at once."
+            ) from error
+    if isinstance(first, dict):
+        return {key: joined([part[key] for part in parts]) for key in first}
+    if isinstance(first, (list, tuple)):
+        together = [joined(column) for column in zip(*parts)]
+        return type(first)(*together) if hasattr(first, "_fields") else type(first)(together)
+    return first

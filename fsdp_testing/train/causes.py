@@ -338,7 +338,7 @@ def _own_counts(reference: WholeRun, run: WholeRun, step: int) -> str:
 
 
 def _gradients(run: WholeRun, names: Sequence[str], step: int) -> torch.Tensor | None:
-    """Return the gradients of parameters at a step as one row of numbers, as they were before the first clip."""
+    """Return the gradients of parameters at a step as one row of numbers, as they are without clips."""
     kind = Kind.UNCLIPPED if run.names(Kind.UNCLIPPED) else Kind.GRADIENT
     values = [run.quantities.get(Quantity(kind, name), [])[step : step + 1] for name in names]
     return torch.cat([one[0].double().reshape(-1) for one in values]) if names and all(values) else None

@@ -200,7 +200,12 @@ def _decided(pair: Pair) -> Compared:
     """
     try:
         return decide(pair)
-    except Failed:
+    except Failed as why:
+        if pair.feed.blind and not _same_losses(pair, why.first):
+            raise Undecided(
+                f"{why} Forward is given rows along another dimension than the first, so it is not known whether one process "
+                "got the same. Give it the rows first, and transpose inside it."
+            ) from why
         if not (pair.feed.pads and _same_count(pair.reference, pair.run, 0)):
             raise
     # Judged with batches that are padded together: whatever differs still is no padding.
@@ -210,6 +215,13 @@ def _decided(pair: Pair) -> Compared:
         "differs from one process only where rows are padded to another length: with the ranks' batches padded together it "
         "trains as one process does. Mask the padding in the model and in the loss, or pad to a fixed length."
     )
+
+
+def _same_losses(pair: Pair, difference: Difference | None) -> bool:
+    """Whether both have the same losses until their first difference, as rows that are the same give."""
+    step = difference.step + 1 if difference is not None else 0
+    one, other = (world.quantities.get(Quantity(Kind.LOSS), [])[:step] for world in (pair.reference, pair.run))
+    return bool(one) and len(one) == len(other) and all(map(torch.allclose, one, other))
 
 
 def _pair(runner: Runner, alone: WholeRun, run: WholeRun, taken: WholeRun) -> tuple[Pair, str]:
@@ -295,7 +307,7 @@ def _reference(runner: Runner, alone: WholeRun, run: WholeRun) -> tuple[WholeRun
     tried = []
     for feed in feeds:
         fed = runner.run(1, RunSettings(feed=feed))
-        if _same_data(fed, run) or (feed.pads and same_moments(fed, run)):
+        if _same_data(fed, run) or ((feed.pads or feed.blind) and same_moments(fed, run, counts=not feed.blind)):
             check_numbers(runner, fed)
             return fed, feed
         tried.append(f"{feed.source}")
@@ -312,7 +324,7 @@ def _reference(runner: Runner, alone: WholeRun, run: WholeRun) -> tuple[WholeRun
     )
 
 
-def same_moments(one: WholeRun, run: WholeRun) -> bool:
+def same_moments(one: WholeRun, run: WholeRun, *, counts: bool = True) -> bool:
     """Whether both made as many forwards until each step, after as many items of their loaders.
 
     Rows that are padded to the longest of another batch have other digests. There are as many of them, unless each batch is
@@ -325,7 +337,7 @@ def same_moments(one: WholeRun, run: WholeRun) -> bool:
         if any(mine.taken.items[step] != rank.taken.items[step] for rank in others):
             return False
         forwards = [len(forward) for seen in (mine, *others) for forward in seen.steps[step].rows]
-        if not _same_count(one, run, step) and {*forwards} != {1}:
+        if counts and not _same_count(one, run, step) and {*forwards} != {1}:
             return False
     return True
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.oracle.models import map_tensors
-from fsdp_testing.train.batches import Call, on_cpu, row_digests
+from fsdp_testing.train.batches import Call, joined, on_cpu, row_digests, tensors_in
 from fsdp_testing.train.conventions import AsRanks
 from fsdp_testing.train.loaders import LoaderSeen, LoaderWatch, Pass, copied, of_training
 
@@ -109,6 +109,7 @@ class Feed:
         ranks: The ranks whose conventions it is to follow, if any are accepted.
         weights: Parameters with which its models are to begin, by name; as it made them without.
         pads: Whether batches have other shapes than the ranks' own: rows are padded to another length.
+        blind: Whether forward's rows are not along the first dimension, so that their digests tell nothing.
         rank: Whose rows are taken of items that are made of all ranks' rows; -1 takes all.
     """
 
@@ -116,6 +117,7 @@ class Feed:
     loaders: list[FedLoader] = field(default_factory=list)
     batches: list[Any] = field(default_factory=list)
     pads: bool = False
+    blind: bool = False
     ranks: AsRanks | None = None
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     rank: int = -1
@@ -267,32 +269,6 @@ def _fits(parts: Sequence[Any], *, alike: bool) -> bool:
     return not alike or all(repr(part) == repr(first) for part in parts)
 
 
-def joined(parts: Sequence[Any]) -> Any:
-    """Return the batches of all ranks as one: tensors with rows are concatenated, all else is rank 0's.
-
-    Raises:
-        InvalidArgument: Tensors of the ranks have rows of different shapes.
-    """
-    first = parts[0]
-    if isinstance(first, torch.Tensor):
-        if not first.ndim:
-            return first
-        try:
-            return torch.cat(list(parts))
-        except RuntimeError as error:
-            shapes = ", ".join(str(list(part.shape)) for part in parts)
-            raise InvalidArgument(
-                f"data: expected rows of one shape on all ranks, got batches {shapes}. Pad rows to one length, "
-                f"because one process gets all of them at once."
-            ) from error
-    if isinstance(first, dict):
-        return {key: joined([part[key] for part in parts]) for key in first}
-    if isinstance(first, (list, tuple)):
-        together = [joined(column) for column in zip(*parts)]
-        return type(first)(*together) if hasattr(first, "_fields") else type(first)(together)
-    return first
-
-
 def feeds_of(ranks: Sequence[Taken], forwards_alone: int, forwards_here: int) -> Iterator[Feed]:
     """Yield what one process may be given in place of its own data, in the order of trying; nothing where that is unknown.
 
@@ -308,15 +284,42 @@ def feeds_of(ranks: Sequence[Taken], forwards_alone: int, forwards_here: int) ->
         moments = list(zip(*columns))
         return [part for moment in moments for part in moment] if one_by_one else [joined(moment) for moment in moments]
 
+    blind = not _rows_first(ranks[0])
     if ranks[0].marked:
-        yield Feed(Source.MARK, batches=together([rank.marked for rank in ranks]))
+        if not one_by_one and not _is_long(ranks[0].marked[0], _sizes(ranks[0])):
+            raise InvalidArgument(
+                f"data: the marked line has its rows along another dimension than the first. {_ROWS_FIRST}"
+            )
+        yield Feed(Source.MARK, batches=together([rank.marked for rank in ranks]), blind=blind)
         return
     if any(loader.passes for loader in ranks[0].loaders):
-        yield from _loader_feeds(ranks, together, one_by_one)
-    if ranks[0].calls and all(call.determines_loss for call in ranks[0].calls):
+        yield from (replace(feed, blind=blind) for feed in _loader_feeds(ranks, together, one_by_one))
+    if ranks[0].calls and (one_by_one or not blind) and all(call.determines_loss for call in ranks[0].calls):
         calls = [[(call.args, call.kwargs) for call in rank.calls] for rank in ranks]
         if one_by_one or all(_fits(moment, alike=False) for moment in zip(*calls)):
             yield Feed(Source.FORWARD, batches=together(calls))
+
+
+_ROWS_FIRST = (
+    "Give the batch with the rows first, and mark the line, `x, y = fsdp_testing.batch(x, y)`; transpose after it, because one "
+    "process gets the rows of all ranks at once."
+)
+
+
+def _sizes(rank: Taken) -> set[int]:
+    return {size for loader in rank.loaders for one in loader.passes for size in one.sizes if size}
+
+
+def _is_long(tree: Any, sizes: set[int]) -> bool:
+    """Whether the first tensor may have its rows along its first dimension: another dimension alone is as long as a batch."""
+    shape = next((tensor.shape for tensor in tensors_in(tree) if tensor.ndim), torch.Size())
+    return not shape or shape[0] in sizes or sizes.isdisjoint(shape[1:])
+
+
+def _rows_first(rank: Taken) -> bool:
+    """Whether forward may be given rows along the first dimension."""
+    first = all(loader.rows_first for loader in rank.loaders)
+    return first and all(_is_long([*call.args, *call.kwargs.values()], _sizes(rank)) for call in rank.calls[:1])
 
 
 def _loader_feeds(ranks: Sequence[Taken], together: Any, one_by_one: bool) -> Iterator[Feed]:
@@ -338,6 +341,14 @@ def _loader_feeds(ranks: Sequence[Taken], together: Any, one_by_one: bool) -> It
         len(rank_pass.samples) == len(rank_pass.items) for passes_of_ranks in shared for rank_pass in passes_of_ranks
     )
     repeats = not any(loader.repeats is False for rank in ranks for loader in rank.loaders)
+    first = one_by_one or all(loader.rows_first for rank in ranks for loader in rank.loaders)
+    if not first and not (known and repeats):
+        raise InvalidArgument(
+            f"data: collate_fn makes batches whose rows are not along the first dimension. {_ROWS_FIRST}"
+        )
+    if not first:
+        yield Feed(Source.LOADER, [_loader(ranks, number, None) for number in numbers])
+        return
     if not alike and known and repeats:
         yield Feed(Source.LOADER, [_loader(ranks, number, None) for number in numbers], pads=not fits)
     elif not fits and known:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from fsdp_testing.train.batches import local_part, on_cpu, row_digests
+from fsdp_testing.train.batches import local_part, on_cpu, row_digests, tensors_in
 
 _MOST_INDICES = 2**18
 _PURE = frozenset({"torch", "accelerate", "transformers", "lightning", "builtins"})
@@ -77,6 +77,7 @@ class LoaderSeen:
         replaces: Whether its sampler draws rows that it has drawn already.
         dataset: Length and digests of a few rows of the dataset that is indexed; empty where it has none or is a stream.
         repeats: Whether `collate_fn` makes the same item of the same rows again; None where that was not tried.
+        rows_first: Whether more rows make the tensors of an item longer along their first dimension, as far as that was tried.
     """
 
     length: int | None = None
@@ -86,6 +87,7 @@ class LoaderSeen:
     replaces: bool = False
     dataset: tuple[str, ...] = ()
     repeats: bool | None = None
+    rows_first: bool = True
 
     @property
     def trains(self) -> bool:
@@ -247,6 +249,15 @@ class LoaderWatch:
                 samples, item = kept[0]
                 again = loader.collate_fn(copied(samples))
                 seen.repeats = row_digests(again) == row_digests(item)
+                seen.rows_first = _grows_first(again, loader.collate_fn(copied([*samples, *samples])))
+
+
+def _grows_first(item: Any, twice: Any) -> bool:
+    """Whether an item of twice as many rows is longer along the first dimension only; one packed row may be longer."""
+    pairs = [
+        (one.shape, two.shape) for one, two in zip(tensors_in(item), tensors_in(twice)) if one.ndim == two.ndim > 1
+    ]
+    return all(one[1:] == two[1:] or one[0] != two[0] or one[0] == 1 for one, two in pairs)
 
 
 def of_training(loaders: Sequence[LoaderSeen]) -> list[bool]:

@@ -194,13 +194,13 @@ def _kind_of(run: WholeRun) -> Kind:
 
 
 def _as_one_row(run: WholeRun, names: Sequence[str]) -> torch.Tensor | None:
-    """Return the gradients of the first step as one row, as they were before the first clip; None where one is not there."""
+    """Return the gradients of the first step as one row, without clips; None where one is not there."""
     values = [run.quantities.get(Quantity(_kind_of(run), name), [])[:1] for name in names]
     return torch.cat([one[0].double().reshape(-1) for one in values]) if names and all(values) else None
 
 
 def _pairs_of_gradients(reference: WholeRun, run: WholeRun, step: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return what is due and what is there, by parameter, as it was before the first clip."""
+    """Return what is due and what is there, by parameter, without clips."""
     both = reference.names(Kind.UNCLIPPED) and run.names(Kind.UNCLIPPED)
     kind = Kind.UNCLIPPED if both else Kind.GRADIENT
     pairs = {}

@@ -25,6 +25,7 @@ from fsdp_testing.base import compat
 from fsdp_testing.ranks.ledger.recorder import Call as Collective
 from fsdp_testing.ranks.ledger.recorder import GroupIdentity
 from fsdp_testing.train.batches import Call, Computed, holds_a_loss, on_cpu, row_digests
+from fsdp_testing.train.clips import Clips
 from fsdp_testing.train.deepspeed_engine import is_engine, see_steps
 from fsdp_testing.train.evidence import Clues, StepEvidence
 from fsdp_testing.train.holdings import Spans
@@ -57,7 +58,7 @@ class StepSeen:
         idle_schedules: Schedules of learning rates that were not stepped since they were made.
         before: Parameters as the step found them, of a later step those that were changed since the step before; of the first
             step also what the optimizer kept of parameters before it.
-        after: What this rank has of each quantity: gradients as the step's first clip was given them, and as the optimizer is
+        after: What this rank has of each quantity: gradients as they are without clips, and as the optimizer is given them
             (None counts as zeros); after the step parameters, the optimizer's state and the buffers that a checkpoint holds;
             and what the models hold, when the next forward begins, of parameters that the optimizer steps as copies.
         unreduced: Parameters whose sharded gradient had not been reduced.
@@ -66,7 +67,7 @@ class StepSeen:
         stepped: How many it steps.
         unreadable: Why parameters could not be read; empty if they were.
         left_out: What else could not be read (the optimizer's state, buffers), with the reason.
-        drew: Whether a forward drew random numbers from the default generator.
+        drew: Whether a forward drew random numbers from a default generator: of torch, numpy or Python.
         batch_norm: Whether a model in training has batch norms that look at one rank's rows alone.
         generators: Digest of the state of each random generator of this process after the step, by the package it belongs to.
         terms: What each backward pass added to gradients.
@@ -163,17 +164,16 @@ class Observer:
         self._stepping = 0  # an optimizer may be made of others, whose steps are parts of its own
         self._in_closure = False
         self._computed = Computed()
-        self._collector = TermCollector(self.reader)
+        self._collector, self._clips = TermCollector(self.reader), Clips(self.reader)
         self._made_rates: WeakKeyDictionary[torch.optim.Optimizer, list[float]] = WeakKeyDictionary()
         self._schedules: WeakKeyDictionary[LRScheduler, int] = WeakKeyDictionary()
-        self._ended = 0
+        self._ended, self._ignoring = 0, False
         self._open = self._follows = False  # the last step may be followed by that of another optimizer
-        self._ignoring = False
         self._start_step()
 
     def _start_step(self) -> None:
-        self._computed.end_step()
-        self._collector.end_step()
+        for part in (self._computed, self._collector, self._clips):
+            part.end_step()
         self._step, self._clues, self._passes = StepSeen(), Clues(), 0
 
     @contextmanager
@@ -218,7 +218,7 @@ class Observer:
             args, kwargs = observer._before_forward(args, kwargs)
             rows = row_digests(observer._computed.others_in([*args, *kwargs.values()]))
             observer._step.rows += (rows,)
-            state = torch.get_rng_state()
+            states = generators()
             observer._depth += 1
             observer._running = module
             if not observer._in_closure:
@@ -229,7 +229,7 @@ class Observer:
             finally:
                 observer._depth -= 1
                 observer._running = None
-            observer._step.drew |= not torch.equal(state, torch.get_rng_state())
+            observer._step.drew |= states != generators()
             observer._computed.add(output)
             observer._meet(module)
             if observer.keep_calls:
@@ -261,6 +261,8 @@ class Observer:
             self._meet(self._running)
             self._close()
             self._clues.see_backward()
+            self._clips.begin_pass()
+            self.reader.watch_outside([*self._made_rates] if not self.steps else ())
             self._collector.begin_pass()
             original(tensors, *args, **kwargs)
             self._passes += 1
@@ -274,9 +276,9 @@ class Observer:
 
     def _seeing_clips(self, original: Any) -> Any:
         def clip(*args: Any, **kwargs: Any) -> Any:
-            if not self._step.of(Kind.UNCLIPPED):
-                self._step.after |= _named(Kind.UNCLIPPED, self.reader.gradients())
+            self._clips.before()
             norm = original(*args, **kwargs)
+            self._clips.after()
             # A DTensor's norm is a part of it on each rank; to ask for the whole would communicate.
             if type(norm) is torch.Tensor:
                 self._step.norms += (float(norm),)
@@ -340,6 +342,7 @@ class Observer:
         step.terms = self._collector.at_step(optimizer)
         held = reader.held(optimizer)
         stepped = reader.stepped(optimizer, held)
+        step.after = _named(Kind.UNCLIPPED, self._clips.at_step())
         step.after |= _named(Kind.GRADIENT, reader.kept(stepped, "grad"))
         step.unreduced = reader.unreduced(stepped)
         step.given = sum(any(piece.grad is not None for piece in pieces) for pieces in stepped.values())
@@ -356,18 +359,15 @@ class Observer:
         if self._ignoring:
             self._ignoring = False
             return
-        reader, step = self.reader, self._step
-        step.after |= _named(Kind.PARAMETER, reader.kept(reader.held(optimizer, gradients=False), "value"))
+        reader, step, held = self.reader, self._step, self.reader.held(optimizer, gradients=False)
+        step.after |= _named(Kind.PARAMETER, reader.kept(held, "value"))
         step.after |= reader.moments(optimizer) | _named(Kind.BUFFER, reader.buffers())
         step.strange, step.stepped = reader.counts(optimizer)
         step.left_out = reader.left_out
         step.settings, step.made_rates = settings_of(optimizer), tuple(self._made_rates.get(optimizer, ()))
         step.unreadable, step.batch_norm, step.share = reader.unreadable, reader.batch_norm(), reader.share()
         step.generators, step.idle_schedules = generators(), self._idle_schedules()
-        if self._follows:
-            self.steps[-1] = self.steps[-1].followed_by(step)
-        else:
-            self.steps.append(step)
+        self.steps[len(self.steps) - self._follows :] = [self.steps[-1].followed_by(step) if self._follows else step]
         self._open = True
         self._start_step()
 

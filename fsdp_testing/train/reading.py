@@ -2,6 +2,7 @@
 
 An optimizer may step copies of a model's parameters, in another dtype, which the training copies back (Apex O2). A copy is
 known by what it holds when it is stepped first: the values of one parameter. It then stands in the place of that parameter.
+What autograd gives a gradient of and no model holds (a temperature beside the model) is a parameter of its own.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_testing.adapters.protocol import Piece
 from fsdp_testing.adapters.shared import pieces
@@ -38,6 +40,7 @@ from fsdp_testing.train.quantities import Kind, Quantity
 from fsdp_testing.train.spans import Span
 
 _T = TypeVar("_T")
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class Reader:
@@ -60,6 +63,8 @@ class Reader:
         self.unreadable = ""
         self.left_out: dict[str, str] = {}
         self._copies: dict[str, torch.Tensor] = {}
+        self._hooked = WeakIdKeyDictionary()
+        self._outside: dict[int, torch.Tensor] = {}
 
     def add(self, model: nn.Module) -> bool:
         """Take note of a model; return whether it is new."""
@@ -79,12 +84,25 @@ class Reader:
             lambda: {f"parameter {at} of group {group}": pieces.of_parameter(p) for group, at, p in listed}
         )
 
+    def watch_outside(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Have autograd tell which tensors it gives gradients of, of those that are stepped and in no model."""
+        for tensor in [tensor for optimizer in optimizers for tensor in self._strange(optimizer)]:
+            # Gradients of shards and flat copies are made by hand, and each rank may have its own.
+            if tensor.is_leaf and tensor.requires_grad and type(tensor) in _PLAIN and tensor not in self._hooked:
+                self._hooked[tensor] = len(self._hooked)
+                tensor.register_hook(partial(self._see_outside, tensor))
+
+    def _see_outside(self, tensor: torch.Tensor, _gradient: torch.Tensor) -> None:
+        self._outside[self._hooked[tensor]] = tensor
+
     def _find_copies(self, optimizer: torch.optim.Optimizer, held: Held) -> None:
         # A tensor without a gradient is not stepped: it may be what a wrapper has replaced.
         for tensor in self._strange(optimizer):
             if tensor.grad is not None:
                 free = (name for name in held if name not in self._copies and _same_values(held[name], tensor))
                 name = next(free, None)
+                if name is None and id(tensor) in map(id, self._outside.values()):
+                    name = f"number {self._hooked[tensor]} outside of the model, of shape {list(tensor.shape)}"
                 if name is not None:
                     self._copies[name] = tensor
 

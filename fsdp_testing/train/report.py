@@ -32,7 +32,7 @@ from fsdp_testing.train.whole import WholeRun
 FORMAT = Format("fsdp_testing/script", 1)
 WORDS = {Verdict.PASS: "pass", Verdict.FAIL: "FAIL", Verdict.UNKNOWN: "unknown"}
 KINDS = {
-    Kind.UNCLIPPED: "gradients before the first clip",
+    Kind.UNCLIPPED: "gradients before clipping",
     Kind.GRADIENT: "gradients as the optimizer receives them",
     Kind.PARAMETER: "parameters after the step",
     Kind.COPIED: "the model's own parameters, which the optimizer steps as copies, before the next forward",

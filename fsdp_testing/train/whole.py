@@ -127,7 +127,7 @@ class WholeRun:
     def evidence(self) -> tuple[tuple[StepEvidence, ...], ...]:
         """What explains differences, of each rank, step by step.
 
-        Gradients are as they were before the first clip, which may hide by what factor they differ.
+        Gradients are as they are without clips, which may hide by what factor they differ.
         """
         apart = min((one.step for one in self.disagreements if one.kind is Kind.GRADIENT), default=self.steps)
         read = [all(seen.of(Kind.GRADIENT) for seen in ranks) for ranks in zip(*(rank.steps for rank in self.ranks))]

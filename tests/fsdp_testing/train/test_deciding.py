@@ -48,7 +48,7 @@ def test_a_right_script_passes_and_all_that_it_keeps_is_listed(judge, arguments,
     assert judgement.verdict is Verdict.PASS, judgement
     assert any(line.startswith(remark) for line in judgement.compared), judgement
     everything = (
-        r"other settings \(momentum.*before the first clip.*the optimizer's state \(4 tensors, 29 .*buffers "
+        r"other settings \(momentum.*before clipping.*the optimizer's state \(4 tensors, 29 .*buffers "
         r"\(1 tensors, 5"
     )
     assert re.search(everything, judgement.compared[0])

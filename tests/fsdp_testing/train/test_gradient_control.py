@@ -41,17 +41,65 @@ def weights(plain):
     return {name: p.detach() for name, p in plain.named_parameters()}
 
 
-def accumulates(world, clear=None, before_step=lambda optimizer: None, decay=0.0):
-    """DDP over micro-batches; `clear` says before which of them gradients are cleared."""
+def accumulates(world, clear=None, before_step=lambda optimizer: None, decay=0.0, clip=torch.inf, wrapped=True):
+    """DDP over micro-batches; `clear` says before which of them gradients are cleared; `clip` each is clipped to."""
     plain, model = model_of(world)
+    model = model if wrapped else plain
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, weight_decay=decay)
     for step in range(STEPS):
         for part in range(PARTS):
             if part in ((0,) if clear is None else clear):
                 optimizer.zero_grad()
             loss_of(model, rows_of(world, step, part)).backward()
+            if clip < torch.inf:
+                nn.utils.clip_grad_norm_(plain.parameters(), clip)
         before_step(optimizer)
         optimizer.step()
+    return weights(plain)
+
+
+def clips_each_micro_batch(world):
+    return accumulates(world, clip=0.05)
+
+
+def seldom_clips_each_micro_batch(world):
+    return accumulates(world, clip=100.0)
+
+
+def clips_each_micro_batch_and_clears_it(world):
+    return accumulates(world, clear=range(PARTS), clip=0.05)
+
+
+def clips_each_micro_batch_and_never_clears(world):
+    return accumulates(world, clear=(), clip=0.05)
+
+
+def clips_each_micro_batch_by_the_norm_of_a_rank(world):
+    def reduce(optimizer):
+        for parameter in optimizer.param_groups[0]["params"]:
+            if world.size > 1:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= world.size
+
+    return accumulates(world, clip=0.05, before_step=reduce, wrapped=False)
+
+
+def clips_micro_batches_that_it_adds_up(world):
+    """The clipped gradient of each micro-batch is taken away, and their sum is stepped."""
+    plain, model = model_of(world)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(STEPS):
+        sums = [torch.zeros_like(p) for p in plain.parameters()]
+        for part in range(PARTS):
+            loss_of(model, rows_of(world, step, part)).backward()
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+            for buffer, parameter in zip(sums, plain.parameters()):
+                buffer += parameter.grad
+            optimizer.zero_grad()
+        for buffer, parameter in zip(sums, plain.parameters()):
+            parameter.grad = buffer
+        optimizer.step()
+        optimizer.zero_grad()
     return weights(plain)
 
 
@@ -131,6 +179,8 @@ def forgets_to_unscale(world):
         (clears_before_each_micro_batch, r"lacks backward pass 1 and backward pass 2, at step 0: .*zero_grad"),
         (never_clears, "still contains the gradient of the step before"),
         (never_clears_and_clips, "still contains the gradient of the step before"),
+        (clips_each_micro_batch_and_clears_it, "lacks backward pass 1 and backward pass 2, at step 0: .*zero_grad"),
+        (clips_each_micro_batch_and_never_clears, "still contains the gradient of the step before"),
         (clears_before_the_step, "lacks every backward pass"),
         (drops_the_last_micro_batch, "lacks backward pass 3"),
         (counts_the_first_micro_batch_twice, "counts backward pass 1 twice"),
@@ -256,10 +306,18 @@ def searches_a_line(world):
         unscales,
         takes_an_engine,
         searches_a_line,
+        clips_each_micro_batch,
+        seldom_clips_each_micro_batch,
+        clips_micro_batches_that_it_adds_up,
     ],
 )
 def test_a_right_loop_is_not_accused(loop):
     check_training(loop, world_sizes=(1, 2))
+
+
+def test_micro_batches_that_each_rank_clips_by_its_own_norm_fail():
+    with pytest.raises(TrainingDiffers, match="gradients are clipped on a local norm"):
+        check_training(clips_each_micro_batch_by_the_norm_of_a_rank, world_sizes=(1, 2))
 
 
 def measures(world, clear=(0, 1)):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import ExitStack
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -179,3 +181,23 @@ def test_what_one_forward_gives_another_is_no_data():
         (judge(made.detach()).sum() + judge(torch.zeros(2, 3)).sum()).backward()
         optimizer.step()
     assert [len(rows) for rows in observer.steps[0].rows] == [2, 0, 2]
+
+
+class Noisy(nn.Linear):
+    """Multiplies by a number that it draws."""
+
+    def forward(self, hidden):
+        return super().forward(hidden) * self.draw()
+
+
+@pytest.mark.parametrize(
+    ("draw", "drew"),
+    [(lambda: 1.0, False), (lambda: float(torch.rand(())), True), (random.random, True), (np.random.rand, True)],
+)
+def test_what_a_forward_draws_from_any_default_generator_is_seen(draw, drew):
+    model = Noisy(3, 1)
+    model.draw = draw
+    observer = Observer()
+    with observer.watch():
+        step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert observer.steps[0].drew is drew

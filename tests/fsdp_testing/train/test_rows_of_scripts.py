@@ -24,6 +24,10 @@ def judge(*arguments, steps=2):
         (("split",), 5, "not compared: how the ranks share the rows of a DataLoader"),
         (("own",), 2, "given the rows of all ranks"),
         (("stream",), 5, "not compared: how the ranks share the rows of a DataLoader"),
+        (("time first",), 2, "given the rows of all ranks"),
+        (("time first", "--inside"), 2, "given the rows of all ranks"),
+        (("transposed",), 2, "given the rows of all ranks"),
+        (("transposed", "--inside"), 2, "given the rows of all ranks"),
         (("in the loop", "--inside"), 2, r"given the rows of all ranks \(the arguments of forward\)"),
     ],
 )
@@ -39,6 +43,8 @@ def test_right_rows_pass(arguments, steps, says):
         (("augmented", "--workers", "1", "--mistake", "same order"), 5, "set_epoch is not called"),
         (("augmented", "--mistake", "twice"), 2, "divided by the number of ranks once too often"),
         (("padded", "--mistake", "twice"), 2, "divided by the number of ranks once too often"),
+        (("time first", "--mistake", "summed"), 2, "gradients are summed over ranks"),
+        (("time first", "--mistake", "unsynchronised"), 2, "differs between ranks 0 and 1"),
         (("split", "--mistake", "twice"), 2, "divided by the number of ranks once too often"),
     ],
 )
@@ -55,6 +61,12 @@ def test_wrong_twins_fail(arguments, steps, says):
             ("in the loop",),
             r"\(the items of its DataLoader\), but trained on different rows .* in the loop\) cannot be replayed. Mark",
         ),
+        (("transposed", "--marked"), "the marked line has its rows along another dimension .* transpose after it"),
+        (
+            ("time first", "--mistake", "twice"),
+            "it is not known whether one process got the same. Give it the rows first",
+        ),
+        (("masked",), r"forward draws random numbers, .* Draw them outside forward"),
         (("padded",), r"differs from one process only where rows are padded to another length: .* Mask the padding"),
     ],
 )

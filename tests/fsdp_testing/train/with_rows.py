@@ -3,6 +3,7 @@
 import argparse
 import random
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,9 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+import fsdp_testing
+
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--rows", required=True)
 arguments.add_argument("--inside", action="store_true", help="the loss is computed in forward")
+arguments.add_argument("--marked", action="store_true")
 arguments.add_argument("--mistake", default="none")
 arguments.add_argument("--workers", type=int, default=0)
 options = arguments.parse_args()
@@ -25,7 +29,10 @@ class Model(nn.Module):
         self.mix, self.head = nn.Linear(3, 6), nn.Linear(6, 1)
 
     def forward(self, inputs, targets=None):
-        found = self.head(self.mix(inputs).tanh())
+        if kind in ("time first", "transposed"):
+            inputs = inputs.cumsum(0)
+        mask = torch.from_numpy(np.random.rand(*inputs.shape)).float() if kind == "masked" else 1  # noqa: NPY002 - as many scripts do
+        found = self.head(self.mix(inputs * mask).tanh())
         return found if targets is None else nn.functional.mse_loss(found, targets)
 
 
@@ -42,6 +49,9 @@ class Rows(Dataset):
             row = row * random.uniform(0.5, 2.0) + torch.rand(3)
         if kind == "padded":
             return row[None].repeat(1 + place, 1)
+        if kind in ("time first", "transposed"):
+            times = row * torch.arange(1.0, 5.0 if kind == "time first" else 6.0)[:, None]
+            return times, times[:, :1]
         return row, row[:1]
 
 
@@ -59,6 +69,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 rows = torch.randn(16, 3, generator=torch.Generator().manual_seed(5 + rank * (kind == "own")))
 torch.manual_seed(20 + rank)
 random.seed(20 + rank)
+np.random.seed(20 + rank)  # noqa: NPY002
 if kind == "stream":
     loader = DataLoader(Stream(), batch_size=4)
 elif kind in ("own", "split"):
@@ -66,10 +77,13 @@ elif kind in ("own", "split"):
     sampler = DistributedSampler(Rows(rows)) if mistake == "split twice" else None
     loader = DataLoader(Rows(rows), batch_size=2, sampler=sampler)
 else:
-    collate = (lambda parts: pad_sequence(parts, batch_first=True)) if kind == "padded" else None
+    collates = {
+        "padded": lambda parts: pad_sequence(parts, batch_first=True),
+        "time first": lambda parts: [torch.stack(column, 1) for column in zip(*parts)],  # as many times as rows
+    }
     sampler = DistributedSampler(Rows(rows))
     workers = {"num_workers": options.workers, "persistent_workers": options.workers > 0}
-    loader = DataLoader(Rows(rows), batch_size=4, sampler=sampler, collate_fn=collate, **workers)
+    loader = DataLoader(Rows(rows), batch_size=4, sampler=sampler, collate_fn=collates.get(kind), **workers)
 for epoch in range(3):
     if isinstance(loader.sampler, DistributedSampler) and mistake != "same order":
         loader.sampler.set_epoch(epoch)
@@ -77,7 +91,9 @@ for epoch in range(3):
         if kind == "padded":
             loss = (model(batch).mean(1) - 1).square().mean()  # the mean counts what was padded
         else:
-            inputs, targets = batch
+            inputs, targets = (part.transpose(0, 1) for part in batch) if kind == "transposed" else batch
+            if options.marked:
+                inputs, targets = fsdp_testing.batch(inputs, targets)
             if kind == "in the loop":
                 inputs = inputs + torch.rand_like(inputs)
             if options.inside:
@@ -85,6 +101,11 @@ for epoch in range(3):
             else:
                 loss = nn.functional.mse_loss(model(inputs), targets)
         optimizer.zero_grad()
+        if mistake == "unsynchronised":
+            model.require_backward_grad_sync = False
         (loss / (size if mistake == "twice" else 1)).backward()
+        if mistake == "summed":
+            for parameter in model.parameters():
+                parameter.grad *= size
         optimizer.step()
 dist.destroy_process_group()
