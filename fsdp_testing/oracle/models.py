@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_testing.cases.models import MODELS, Inputs, ZooModel, loss_of, tensors_in
+from fsdp_testing.cases.models import MODELS, Inputs, ZooModel, loss_of, structure_of, tensors_in
 from fsdp_testing.cases.models.tree import tree_model
 from fsdp_testing.cases.models.tree_modules import LEAVES, Tree, TreeGroup
 from fsdp_testing.cases.models.tree_schema import get
@@ -22,15 +22,17 @@ from fsdp_testing.errors import InvalidRecord
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """A finished forward: the loss and every floating-point tensor of the output, in order."""
+    """A finished forward: the loss, every floating-point tensor of the output in order, and the output's structure."""
 
     loss: torch.Tensor
     outputs: tuple[torch.Tensor, ...]
+    structure: str
 
     def values(self) -> dict[str, torch.Tensor]:
         """Return detached copies by name, for reports."""
         shown = {f"output.{index}": tensor.detach().clone() for index, tensor in enumerate(self.outputs)}
-        return {**shown, "loss": self.loss.detach().clone()}
+        structure = torch.tensor(list(self.structure.encode()), dtype=torch.uint8)
+        return {**shown, "loss": self.loss.detach().clone(), "structure": structure}
 
 
 def derive(*parts: int | str) -> int:
@@ -174,7 +176,7 @@ def forward(
     # Just before the call: numbers that were drawn earlier must not change what dropout drops.
     _seed(derive(case.seed, "forward", batch.seed, _with_inputs_of(case, batch, rank)))
     output = model(*inputs.args, **inputs.kwargs)
-    return Forwarded(loss_of(output), tuple(tensors_in(output)))
+    return Forwarded(loss_of(output), tuple(tensors_in(output)), structure_of(output))
 
 
 def penalised(model: Callable[..., Any], case: Case, batch: Batch, rank: int, inputs: Inputs) -> Forwarded:
@@ -185,7 +187,7 @@ def penalised(model: Callable[..., Any], case: Case, batch: Batch, rank: int, in
         return forwarded
     slopes = torch.autograd.grad(forwarded.loss, leaves, create_graph=True, allow_unused=True)
     squares = [slope.square().sum() for slope in slopes if slope is not None]
-    return Forwarded(sum(squares, forwarded.loss), forwarded.outputs)
+    return replace(forwarded, loss=sum(squares, forwarded.loss))
 
 
 def _asking_for_gradients(inputs: Inputs, leaves: list[torch.Tensor]) -> Inputs:

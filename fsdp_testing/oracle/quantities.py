@@ -7,13 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fsdp_testing.oracle.tensors import largest as largest_of
+
 
 class Quantity(NamedTuple):
     """One thing that can diverge.
 
     Attributes:
         kind: `result`, `gradient`, `value`, `optimizer` or `buffer`.
-        name: FQN, or the name of a result (`loss`, `output.0`, `total_norm`).
+        name: FQN, or the name of a result (`loss`, `output.0`, `structure`, `total_norm`).
         part: Name of an optimizer state (`exp_avg`), else empty.
         rank: The rank that holds it alone (results, buffers); -1 if it is one value over all ranks.
     """
@@ -83,12 +85,12 @@ class ExpectedPoint:
 
     def largest(self, like: Quantity) -> float:
         """Return the largest absolute number that is expected of any quantity of the same kind and part."""
-        values = [
-            expected.value
+        sizes = (
+            largest_of(expected.value)
             for quantity, expected in self.quantities.items()
             if (quantity.kind, quantity.part) == (like.kind, like.part)
-        ]
-        return max((float(value.abs().max()) for value in values if value is not None and value.numel()), default=0.0)
+        )
+        return max(sizes, default=0.0)
 
 
 @dataclass(frozen=True, slots=True)

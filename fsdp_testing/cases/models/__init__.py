@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from fsdp_testing.cases.models import plain, transformers, unusual
-from fsdp_testing.cases.models.model import Inputs, ZooModel, loss_of, tensors_in
+from fsdp_testing.cases.models.model import Inputs, ZooModel, loss_of, structure_of, tensors_in
 
-__all__ = ["MODELS", "Inputs", "ZooModel", "loss_of", "tensors_in"]
+__all__ = ["MODELS", "Inputs", "ZooModel", "loss_of", "structure_of", "tensors_in"]
 
 #: Every model by name.
 MODELS: Mapping[str, ZooModel] = MappingProxyType(

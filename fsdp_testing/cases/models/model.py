@@ -228,3 +228,16 @@ def tensors_in(output: Any) -> list[torch.Tensor]:
     if hasattr(output, "__dict__"):
         return tensors_in(vars(output))
     return []
+
+
+def structure_of(output: Any) -> str:
+    """Types and keys of any nesting of containers and objects with attributes, as text."""
+    if isinstance(output, torch.Tensor):
+        return "tensor"
+    name = type(output).__qualname__
+    if isinstance(output, (list, tuple)):
+        return f"{name}({', '.join(map(structure_of, output))})"
+    parts = output if isinstance(output, Mapping) else getattr(output, "__dict__", None)
+    if parts is None:
+        return name
+    return f"{name}({', '.join(f'{key}={structure_of(value)}' for key, value in parts.items())})"

@@ -107,3 +107,4 @@ class Mismatch(enum.StrEnum):
     DTYPE = "has another dtype"
     SHAPE = "has another shape"
     REQUIRES_GRAD = "has another requires_grad"
+    STRUCTURE = "has another structure"

@@ -44,6 +44,12 @@ def compare_tensor(
         return
     tally.count()
     ranks, index = (quantity.rank,), point.index
+    if quantity.name.startswith("structure") and quantity.kind == "result":
+        if not torch.equal(actual, wanted):
+            got, plain = (bytes(text.tolist()).decode() for text in (actual, wanted))
+            sentence = f"is {got}, expected {plain}"
+            tally.add(Divergence(FailureKind.DIVERGED, quantity, index, ranks, sentence, Mismatch.STRUCTURE))
+        return
     if actual.shape != wanted.shape:
         sentence = f"has shape {tuple(actual.shape)}, expected {tuple(wanted.shape)}"
         tally.add(Divergence(FailureKind.DIVERGED, quantity, index, ranks, sentence, Mismatch.SHAPE))

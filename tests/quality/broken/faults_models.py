@@ -11,6 +11,7 @@ from torch import nn
 from toy import Toy
 
 from fsdp_testing.adapters.protocol import Setup
+from fsdp_testing.cases.models import tensors_in
 
 
 @fault("outputs.containers")
@@ -20,6 +21,14 @@ class OnlyTensorsWatched(Toy):
     def watch(self, output: Any) -> None:
         if isinstance(output, torch.Tensor):
             super().watch(output)
+
+
+@fault("outputs.containers")
+class ListOfOutputs(Toy):
+    """Whatever the model returns comes back as a list of its tensors."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return tensors_in(super().forward(*args, **kwargs))
 
 
 @fault("outputs.opaque_objects")
