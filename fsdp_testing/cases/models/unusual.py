@@ -30,7 +30,7 @@ ZOO = Family()
 
 
 class Shifted(nn.Module):
-    """A layer with a saved and an unsaved floating-point buffer, and a counter of its training forwards."""
+    """A layer with an unsaved floating-point buffer, a saved one that is halved in training, and a counter of that."""
 
     offset: torch.Tensor
     count: torch.Tensor
@@ -47,12 +47,13 @@ class Shifted(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.count += 1
+            self.offset.mul_(0.5)  # exact in every dtype
         own = self.get_buffer(self._own)
         return self.linear(x + self.offset.to(x.dtype)) * torch.cos(own.to(x.dtype))
 
 
 class TableOnly(nn.Module):
-    """Buffers and no parameter; one of them is boolean."""
+    """Buffers and no parameter; one of them is boolean, and both change in training."""
 
     table: torch.Tensor
     mask: torch.Tensor
@@ -63,7 +64,11 @@ class TableOnly(nn.Module):
         self.register_buffer("mask", torch.tensor([True, False, True, True, False]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.where(self.mask, x, x * self.table.to(x.dtype))
+        if self.training:
+            self.mask.copy_(self.mask.roll(1))
+            self.table.mul_(0.5)
+        # Not the buffers themselves: a later forward changes them in place, and autograd must not see that.
+        return torch.where(self.mask.clone(), x, x * self.table.clone().to(x.dtype))
 
 
 @ZOO.model("buffers", float_input(5), ("first", "second", "plain"), "buffers uneven", "buffers")

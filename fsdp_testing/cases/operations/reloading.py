@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,6 +10,8 @@ from fsdp_testing.cases.operations.operation import Batch, Operation
 from fsdp_testing.errors import InvalidRecord
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fsdp_testing.cases.drawing.normal_form import ProgramContext
     from fsdp_testing.cases.drawing.operation_drawer import OperationDrawer
     from fsdp_testing.oracle.execute import RankProgram, Values
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 FORMS = ("full", "sharded", "local")
 ELSEWHERE = ("full_shard", "shard_grad_op", "no_shard")
+_NAMES = "structure of the saved state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +52,34 @@ class Save(Operation):
 
 
 def _saved(program: RankProgram, form: str) -> tuple[Any, Values]:
-    """Return the state, and the tensors of its full form by name: a rank that loads its own sees no other's."""
+    """Return the state, and what its full form holds: a rank that loads its own sees no other's."""
     import torch
 
     state: Any = getattr(program.adapter, f"{form}_state_dict")(program.model)
-    whole = state if form == "full" else {}
-    return state, {
-        f"state.{fqn}": tensor.detach().clone() for fqn, tensor in whole.items() if isinstance(tensor, torch.Tensor)
+    if form != "full":
+        return state, {}
+    unknown = sorted(set(state) - set(program.plain_part("").state_dict()))
+    values = {
+        f"state.{fqn}": tensor.detach().clone() for fqn, tensor in state.items() if isinstance(tensor, torch.Tensor)
     }
+    return state, values | {_NAMES: _as_numbers(unknown)}
+
+
+def _as_numbers(unknown: Iterable[str]) -> Tensor:
+    """Return a sentence's text: which names a state has, those of the plain module and others."""
+    import torch
+
+    return torch.tensor(list(" and ".join(("the module's names", *unknown)).encode()), dtype=torch.uint8)
 
 
 def _state_of_each_rank(replay: Replay, form: str) -> Results:
     values: Results = {}
+    # Without the buffers that are not saved.
+    saved = replay.master.state_dict()
     for rank in range(replay.size if form == "full" else 0):
-        for fqn, parameter in replay.parameters.items():
-            values |= replay.result(rank, f"state.{fqn}", parameter)
+        values |= replay.result(rank, _NAMES, _as_numbers(()))
+        for fqn, tensor in (*replay.parameters.items(), *replay.replicas[rank].named_buffers()):
+            values |= replay.result(rank, f"state.{fqn}", tensor) if fqn in saved else {}
     return values
 
 

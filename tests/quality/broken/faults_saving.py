@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from fault import fault
 from toy_more import MoreToy
 
@@ -54,6 +55,30 @@ class BuffersNotLoaded(MoreToy):
         return {fqn: tensor for fqn, tensor in super().saved().items() if fqn in self.full}
 
 
+@fault("full_state_dict.buffers")
+class OnlyCountersSaved(MoreToy):
+    """Of buffers only those of integers are saved and loaded."""
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        return {fqn: held for fqn, held in super().saved().items() if fqn in self.full or held.dtype == torch.int64}
+
+
+@fault("full_state_dict.buffers")
+class BuffersSavedInFloat32(MoreToy):
+    """Buffers are saved in float32, and loaded from that."""
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        return {fqn: held if fqn in self.full else held.float() for fqn, held in super().saved().items()}
+
+
+@fault("full_state_dict.saved_again")
+class SavesALeftover(MoreToy):
+    """What is saved has an entry that the plain module's state does not have."""
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        return super().saved() | {"_flat_param_leftover": torch.full((3,), torch.nan)}
+
+
 @fault("full_state_dict.other_world_size")
 class CutForSavedWorld(MoreToy):
     """What another number of ranks saved is cut as it was cut there."""
@@ -98,6 +123,15 @@ class ShardsWithoutBuffers(MoreToy):
 
     def load_shards(self, state: Mapping[str, torch.Tensor]) -> None:
         super().load_shards(dict(state) | {fqn: buffer.clone() for fqn, buffer in self.buffers_by_name().items()})
+
+
+@fault("sharded_state_dict.buffers")
+class OnlyCountersAmongShards(MoreToy):
+    """Of buffers only those of integers are loaded with the shards."""
+
+    def load_shards(self, state: Mapping[str, torch.Tensor]) -> None:
+        own = {fqn: buffer.clone() for fqn, buffer in self.buffers_by_name().items() if buffer.dtype != torch.int64}
+        super().load_shards({**state, **own})
 
 
 @fault("local_state_dict.fresh_instance")
@@ -195,21 +229,18 @@ class StateNotMoved(MoreToy):
 
 
 class RanksOfSaving(MoreToy):
-    """Says how many ranks saved."""
-
-    def saved(self) -> dict[str, torch.Tensor]:
-        return super().saved() | {"ranks": torch.tensor(self.size)}
+    """Says with the optimizer how many ranks saved."""
 
     def saved_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return super().saved_optimizer(optimizer) | {"ranks": self.size}
 
 
 @fault("optim_state.some_ranks")
-class LastShardLost(RanksOfSaving):
+class LastShardLost(MoreToy):
     """Fewer ranks load nothing of the last shard where it is uneven."""
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        built, ranks = super().saved(), int(state["ranks"])
+        built, ranks = super().saved(), dist.get_world_size()
         cut = dict(state)
         for fqn in self.full if self.size < ranks else ():
             chunk = -(-self.full[fqn].numel() // ranks)
@@ -301,9 +332,6 @@ class SharedStateHalved(MoreToy):
         for fqn, shard in self.shards.items():
             if sum(p is self.full[fqn] for p in sites) > 1:
                 optimizer.state[shard]["exp_avg"] /= 2
-
-
-# ----------------------------------------------------------------------------------------------- saved again
 
 
 @fault("full_state_dict.saved_again")

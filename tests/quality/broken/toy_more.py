@@ -148,7 +148,8 @@ class MoreToy(Toy):
 
     def saved(self) -> dict[str, torch.Tensor]:
         full = {fqn: self.gather(fqn).reshape(self.shapes[fqn]) for fqn in self.full}
-        return full | {fqn: buffer.clone() for fqn, buffer in self.buffers_by_name().items()}
+        kept = {fqn.replace("_checkpoint_wrapped_module.", "") for fqn in self.inner.state_dict()}
+        return full | {fqn: buffer.clone() for fqn, buffer in self.buffers_by_name().items() if fqn in kept}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         self.write_back({fqn: state[fqn] for fqn in self.full})
