@@ -27,7 +27,9 @@ class Quantity(NamedTuple):
 
     @property
     def sort(self) -> str:
-        """Sort of quantity: `gradient`, `value`, `optimizer exp_avg`, `buffer`, `total_norm`, `output`."""
+        """Sort of quantity: `gradient`, `value`, `optimizer exp_avg`, `buffer`, `total_norm`, `full parameter`, `output`."""
+        if self.kind == "result" and self.name.startswith("full."):
+            return "full parameter"
         if self.kind == "result":
             return "total_norm" if self.name == "total_norm" else "output"
         return f"optimizer {self.part}" if self.kind == "optimizer" else self.kind
@@ -39,7 +41,7 @@ class Quantity(NamedTuple):
 
     def __str__(self) -> str:
         text = {
-            "result": self.name.replace("_", " ").replace("output.", "output "),
+            "result": self.name.replace("_", " ").replace("output.", "output ").replace("full.", "full parameter ", 1),
             "gradient": f"gradient of {self.name}",
             "value": f"parameter {self.name}",
             "optimizer": f"optimizer state {self.part} of {self.name}",

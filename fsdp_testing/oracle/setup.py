@@ -10,6 +10,7 @@ of the engine and of the oracle alike, with gradients cleared after each step an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -31,7 +32,7 @@ from fsdp_testing.cases.records import (
     WrappingPlan,
     ZeroGrad,
 )
-from fsdp_testing.errors import InvalidRecord
+from fsdp_testing.errors import InvalidImplementation, InvalidRecord
 from fsdp_testing.oracle.models import build_model, dtype_of
 from fsdp_testing.oracle.quantities import Comparison
 from fsdp_testing.ranks.pool.world import current_world
@@ -100,9 +101,19 @@ def division_of(case: Case, adapter: Adapter) -> Division | None:
     """Return how an implementation divides in this case, asked without wrapping anything.
 
     Which modules are units has no part in it.
+
+    Raises:
+        InvalidImplementation: It does not divide to the mean: a sum would be judged by what it says of itself.
     """
     unwrapped = replace(case, wrapping=WrappingPlan())
-    return adapter.division(setup_of(unwrapped, nn.Module(), 0, torch.device("cpu"), None, None))
+    division = adapter.division(setup_of(unwrapped, nn.Module(), 0, torch.device("cpu"), None, None))
+    replicas = case.world.replicas
+    if division is not None and not math.isclose(division.before * division.after, replicas):
+        raise InvalidImplementation(
+            f"{adapter.name}: division: expected factors before and after the sum whose product is the number of ranks that "
+            f"have inputs of their own ({replicas}), got {division.before:g} and {division.after:g}. Gradients are means."
+        )
+    return division
 
 
 def precision_of(spec: MixedPrecisionSpec | None) -> Precision:

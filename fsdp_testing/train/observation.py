@@ -34,6 +34,7 @@ from fsdp_testing.train.reading import (
     Reader,
     closure_in,
     generators,
+    has_batch_norm,
     once_gradients_are_there,
     settings_of,
 )
@@ -365,9 +366,9 @@ class Observer:
         step.strange, step.stepped = reader.counts(optimizer)
         step.left_out = reader.left_out
         step.settings, step.made_rates = settings_of(optimizer), tuple(self._made_rates.get(optimizer, ()))
-        step.unreadable, step.batch_norm, step.share = reader.unreadable, reader.batch_norm(), reader.share()
+        step.unreadable, step.batch_norm, step.share = reader.unreadable, has_batch_norm(reader.models), reader.share()
         step.generators, step.idle_schedules = generators(), self._idle_schedules()
-        self.steps[len(self.steps) - self._follows :] = [self.steps[-1].followed_by(step) if self._follows else step]
+        self.steps.append(self.steps.pop().followed_by(step) if self._follows else step)
         self._open = True
         self._start_step()
 

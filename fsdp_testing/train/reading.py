@@ -43,6 +43,11 @@ _T = TypeVar("_T")
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
+def has_batch_norm(models: Iterable[nn.Module]) -> bool:
+    """Whether a model in training has batch norms that look at one rank's rows alone."""
+    return any(is_batch_norm(module) for model in models for module in model.modules())
+
+
 class Reader:
     """Reads the models of one rank, in place.
 
@@ -183,10 +188,6 @@ class Reader:
     def buffers(self) -> Spans:
         """Return the buffers of the models that a checkpoint holds."""
         return self._of_models(lambda model: buffers_of(model, self.block), "buffers")
-
-    def batch_norm(self) -> bool:
-        """Whether a model in training has batch norms that look at one rank's rows alone."""
-        return any(is_batch_norm(module) for model in self.models for module in model.modules())
 
     def _held_copies(self) -> dict[str, tuple[Piece, ...]]:
         return {name: pieces.of_parameter(copy) for name, copy in self._copies.items()}

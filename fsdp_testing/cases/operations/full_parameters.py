@@ -12,6 +12,8 @@ from fsdp_testing.cases.operations.micro_batches import Forward, ForwardBackward
 from fsdp_testing.cases.operations.operation import Batch, OfPatterns, Operation, matching
 
 if TYPE_CHECKING:
+    import torch
+
     from fsdp_testing.cases.drawing.normal_form import ProgramContext
     from fsdp_testing.cases.drawing.operation_drawer import OperationDrawer
     from fsdp_testing.oracle.execute import RankProgram, Values
@@ -19,6 +21,19 @@ if TYPE_CHECKING:
 
 
 _FACTORS = (0.5, -1.0, 1.25)
+
+
+def _shown(full: Mapping[str, torch.Tensor]) -> Values:
+    """Return what a rank was shown of every parameter, before it is edited: a write-back takes its own span of it alone."""
+    return {f"full.{fqn}": parameter.detach().clone() for fqn, parameter in full.items()}
+
+
+def _shown_to_each_rank(replay: Replay) -> Results:
+    values: Results = {}
+    for rank in range(replay.size):
+        for fqn, parameter in replay.parameters.items():
+            values |= replay.result(rank, f"full.{fqn}", parameter)
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +62,17 @@ class EditFullParameters(OfPatterns):
     def script_lines(self, name: str) -> list[str] | None:
         return [f"one.edit({self.patterns!r}, {self.factor!r}, {self.writeback})"]
 
-    def run(self, program: RankProgram) -> None:
+    def run(self, program: RankProgram) -> Values:
         with program.adapter.full_parameters(program.model, writeback=self.writeback) as full:
+            shown = _shown(full)
             user_code.scale([parameter for _, parameter in matching(full.items(), self.patterns)], self.factor)
+        return shown
 
-    def replay(self, replay: Replay) -> None:
+    def replay(self, replay: Replay) -> Results:
+        shown = _shown_to_each_rank(replay)
         if self.writeback:
             replay.scale(self.patterns, self.factor)
+        return shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +115,17 @@ class ReplaceParameters(OfPatterns):
         for name in self.patterns if len(self.patterns) > 1 else ():
             yield replace(self, patterns=(name,))
 
-    def run(self, program: RankProgram) -> None:
+    def run(self, program: RankProgram) -> Values:
         with program.adapter.full_parameters(program.model, writeback=True) as full:
+            shown = _shown(full)
             chosen = dict(matching(full.items(), self.patterns))
             user_code.replace_parameters(program.model, chosen, self.factor, storage=self.storage)
+        return shown
 
-    def replay(self, replay: Replay) -> None:
+    def replay(self, replay: Replay) -> Results:
+        shown = _shown_to_each_rank(replay)
         replay.scale(self.patterns, self.factor)
+        return shown
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from fsdp_testing.cases.operations import user_code
 from fsdp_testing.cases.operations.micro_batches import ForwardBackward, TrainingPass
 from fsdp_testing.cases.operations.operation import Batch, Operation
 from fsdp_testing.cases.operations.optimizing import Step
@@ -82,34 +83,44 @@ class Interrupt(Operation):
         return f"{self.kind}[{'backward' if self.backward else 'forward'}{where}]"
 
     def run(self, program: RankProgram) -> None:
-        with suppress(Interruption):
-            if self.where == "summon":
-                with program.adapter.full_parameters(program.model, writeback=True):
-                    raise Interruption("the user's own code raises")
-            with program.adapter.no_sync(program.model) if self.where == "no_sync" else nullcontext():
-                handle = self._raise_in(program.model)
-                try:
-                    program.backward(program.call(self.batch).loss)
-                finally:
-                    handle.remove()
+        raised: list[Interruption] = []
+        try:
+            self._interrupted(program, raised)
+        except Interruption:
+            raised.clear()
+        user_code.expect_nothing_held_back(raised)
         program.zero_grad(set_to_none=True)
+
+    def _interrupted(self, program: RankProgram, raised: list[Interruption]) -> None:
+        if self.where == "summon":
+            with program.adapter.full_parameters(program.model, writeback=True):
+                raised.append(Interruption("the user's own code raises"))
+                raise raised[0]
+            return
+        with program.adapter.no_sync(program.model) if self.where == "no_sync" else nullcontext():
+            handle = self._raise_in(program.model, raised)
+            try:
+                program.backward(program.call(self.batch).loss)
+            finally:
+                handle.remove()
 
     def replay(self, replay: Replay) -> None:
         replay.refresh()
         for rank, replica in enumerate(replay.replicas if self.where != "summon" else ()):
             # A forward that is interrupted has computed up to there: buffers may have changed. The backward changes none.
-            handle = None if self.backward else self._raise_in(replica)
+            handle = None if self.backward else self._raise_in(replica, [])
             with suppress(Interruption):
                 (replay.interrupted if self.backward else replay.forward)(rank, self.batch)
             if handle is not None:
                 handle.remove()
         replay.clear_gradients()
 
-    def _raise_in(self, model: nn.Module) -> Any:
+    def _raise_in(self, model: nn.Module, raised: list[Interruption]) -> Any:
         """Make one module of `model` raise, and return the handle that ends it. Wrappers have children: they never count."""
 
         def fail(*_: object) -> None:
-            raise Interruption("the user's own code raises")
+            raised.append(Interruption("the user's own code raises"))
+            raise raised[-1]
 
         def fail_in_backward(_module: nn.Module, _inputs: Any, output: Any) -> None:
             if getattr(output, "requires_grad", False):

@@ -98,6 +98,20 @@ def substitute(model: nn.Module, name: str, other: nn.Module | None, factor: flo
             setattr(module, own, nn.Parameter(parameter.detach() * factor))
 
 
+class NotRaised(Exception):
+    """What the user's own code raised did not reach who called it."""
+
+
+def expect_nothing_held_back(raised: Sequence[Exception]) -> None:
+    """Look at what the user's own code raised and nobody got to see.
+
+    Raises:
+        NotRaised: There is such an exception.
+    """
+    if raised:
+        raise NotRaised(f"expected {raised[0]!r} to reach who called the model, got no exception. Let it through.")
+
+
 class NotRefused(Exception):
     """A backward ran on values that its forward did not compute with, and nothing was said."""
 
@@ -110,6 +124,8 @@ def expect_refusal(backward: Callable[[], None]) -> None:
     """
     try:
         backward()
+    except NotImplementedError:
+        raise  # a RuntimeError, and no refusal
     except RuntimeError:
         return
     raise NotRefused(

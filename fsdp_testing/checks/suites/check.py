@@ -90,6 +90,7 @@ class Check:
         meshes: For hybrid strategies, the mesh shapes by world size.
         sizes: World sizes on which it is asked where the user names none.
         fit: What a place changes in a case besides its world and strategy.
+        of_pieces: It looks at what each rank holds, which an adapter that gathers to show parameters cannot say.
     """
 
     name: str
@@ -105,6 +106,7 @@ class Check:
     meshes: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     sizes: tuple[int, ...] = (2,)
     fit: Callable[[Case], Case] | None = None
+    of_pieces: bool = False
 
     def places(self, claimed: frozenset[str], world_sizes: Iterable[int], backend: str) -> list[Place]:
         """Return where the check runs for an implementation that claims `claimed`."""

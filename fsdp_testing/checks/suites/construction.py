@@ -8,6 +8,7 @@ from typing import Any
 from fsdp_testing.cases.records import Case, Observe, OptimizerSpec, PolicySpec, WrappingPlan
 from fsdp_testing.checks.suites.check import (
     ADAMW,
+    ODD,
     Check,
     cases,
     check,
@@ -17,6 +18,8 @@ from fsdp_testing.checks.suites.check import (
     iterations,
     micro_batch,
 )
+from fsdp_testing.judging.case_runner import RunMode
+from fsdp_testing.judging.checkers import shares
 from fsdp_testing.oracle.quantities import Comparison
 
 _NESTED = {"nested_wrapping"}
@@ -45,6 +48,9 @@ def _started_frozen(**starts: bool) -> tuple[Case, ...]:
 CHECKS: tuple[Check, ...] = (
     documented("construction.keeps_numbers", "Wrapping keeps every value, dtype and requires_grad flag.",
                cases("mlp deep_nest uneven embedding")),
+    documented("construction.shares", "Each rank holds its share of the parameters, and no more.",
+               cases("mlp wide uneven"), mode=RunMode(review=shares.review), strategies=("full_shard", "shard_grad_op"),
+               sizes=ODD, of_pieces=True),
     documented("construction.keeps_buffers", "Wrapping keeps every buffer.", cases("buffers")),
     documented("construction.first_forward", "The first forward gives the unwrapped module's output.",
                cases("mlp deep_nest keywords bare_root", forward(0, "train"), forward(1, "no_grad"))),

@@ -252,7 +252,7 @@ class ParameterHooksProgram(RankProgram):
                 for fqn, grad in grads.items():
                     calls = self.given.get((index, fqn), [])
                     own = [call for call in calls if call is not None and call.shape == grad.shape]
-                    if len(calls) != 1 or not own or float((own[0].cpu() - grad).abs().max()) > bound:
+                    if len(calls) != 1 or not own or not float((own[0].cpu() - grad).abs().max()) <= bound:
                         yield index, f"{fqn} was not called once with this rank's own gradient ({len(calls)} calls)"
 
 

@@ -16,6 +16,10 @@ from fsdp_testing.oracle.tensor_axis import over_two_axes
 
 _NO_GRADIENTS = "shows no gradients (its adapter has no local_pieces), and this check judges each step by its gradients"
 
+_NO_PIECES = (
+    "gathers parameters to show them (its adapter has no local_pieces), and this check looks at what each rank holds"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Where:
@@ -62,6 +66,8 @@ def judge_check(
         return _result(name, check, Verdict.NOT_CLAIMED, f"does not claim {', '.join(missing)}{beside}", start)
     if check.comparison.lockstep and not adapter.observes_gradients:
         return _result(name, check, Verdict.NOT_CLAIMED, _NO_GRADIENTS, start)
+    if check.of_pieces and not adapter.observes_locally:
+        return _result(name, check, Verdict.NOT_CLAIMED, _NO_PIECES, start)
     try:
         cases, skipped = _cases(adapter, check, where)
     except Exception:  # noqa: BLE001 - a check's own mistake says nothing about the implementation

@@ -45,7 +45,8 @@ from fsdp_testing.checks.suites.check import (
 from fsdp_testing.checks.suites.options import recomputed
 from fsdp_testing.checks.suites.programs import AFTER_ONE_REPLICA
 from fsdp_testing.checks.suites.watched import GATHERS_LIMITED, STREAMS_OBSERVED, traced
-from fsdp_testing.judging.checkers import event_rules
+from fsdp_testing.judging.case_runner import RunMode
+from fsdp_testing.judging.checkers import event_rules, shares
 
 _SHARDED = ("full_shard", "shard_grad_op")
 _VLDB = "PyTorch FSDP, VLDB 2023, section 3"
@@ -162,6 +163,8 @@ def _combined(wrapping: WrappingPlan, *, alike: bool) -> Iterator[tuple[Case, ..
 HYBRID_SHARDING: tuple[Check, ...] = (
     hybrid("hybrid.trained", "Gradients are averaged over shards and replicas.",
            cases("mlp uneven", *iterations(3), optimizer=ADAMW), source="pytorch PR 89915"),
+    hybrid("hybrid.shares", "The ranks of a replica hold it together, each its share.", cases("mlp wide"),
+           mode=RunMode(review=shares.review), of_pieces=True, source="torch.distributed.fsdp.ShardingStrategy"),
     hybrid("hybrid.schedule", "With accumulation and clipping.",
            cases("mlp", *accumulated(0, 1), Observe(), Clip(0.1), Step(), ZeroGrad(), *micro_batches(2, 3), dtype="float32"),
            source="pytorch PR 125484, 126166", needs={"hybrid", *_EVERY_REDUCED}),

@@ -29,6 +29,7 @@ from fsdp_testing.cases.records import (
     SetLr,
     Step,
     Tally,
+    Verdict,
 )
 from fsdp_testing.checks.suites.check import (
     ADAMW,
@@ -84,7 +85,8 @@ def judge_moved(
         judgements.append(runner.judge(adapter, cases[-1], comparison, mode=mode))
         observed = judgements[-1].ranks
         saved = next((rank.saved for rank in observed if isinstance(rank, SavingObservation) and rank.saved), None)
-        if judgements[-1].finding is not None or saved is None:
+        # A world that decides nothing decides for all: what comes after it may hold.
+        if judgements[-1].verdict is not Verdict.PASS or saved is None:
             break
     return _merged(judgements)
 

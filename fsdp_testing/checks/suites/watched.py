@@ -70,7 +70,7 @@ def review_pair(case: Case, ranks: Sequence[RankObservation], expectation: Expec
         # Each bound is that of one operation, from the implementation's own state: DDP's is the same before the first.
         points = tuple(point for point in points if point.snapshot)[:1]
     shown = all(rank.gradients for rank in ranks if isinstance(rank, PairedObservation))
-    due, comparison = replace(expectation, points=points), Comparison(outputs=False, gradients=shown)
+    due, comparison = replace(expectation, points=points), Comparison(outputs=False, gradients=shown, optimizer=False)
     finding, tally = agreement.review(case, due, ranks, comparison, "compared with DDP on the same ranks")
     if not tally.comparisons:
         raise HarnessError(

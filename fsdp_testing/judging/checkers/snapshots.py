@@ -108,6 +108,8 @@ class StateCheck:
             ignored = any(fnmatchcase(quantity.name, pattern) for pattern in self.comparison.ignore)
             if quantity.kind in checks and not ignored:
                 checks[quantity.kind](quantity, expected)
+        if self.comparison.optimizer:
+            self._states_of_nothing()
 
     def _observed(self, fqn: str) -> list[tuple[int, ParameterObservation]]:
         parameters = [(rank, snapshot.parameters.get(fqn)) for rank, snapshot in enumerate(self.snapshots)]
@@ -189,6 +191,30 @@ class StateCheck:
         for rank, number in scalars:
             actual = torch.tensor(number, dtype=expected.value.dtype).reshape(expected.value.shape)
             compare_tensor(self.tally, self.point, quantity._replace(rank=rank), actual, expected)
+
+    def _states_of_nothing(self) -> None:
+        """Report optimizer state that one process has none of: a parameter that is trained later would begin with it.
+
+        State of zeros is what every optimizer begins with.
+        """
+        expected = {
+            (quantity.name, quantity.part) for quantity in self.point.quantities if quantity.kind == "optimizer"
+        }
+        for fqn in self.shapes:
+            if any(fnmatchcase(fqn, pattern) for pattern in self.comparison.ignore):
+                continue
+            held: dict[str, RankPieces] = {}
+            for rank, snapshot in enumerate(self.snapshots):
+                state = (snapshot.optimizer or {}).get(fqn)
+                for part, pieces in ({} if state is None else state.tensors).items():
+                    held.setdefault(part, []).append((rank, pieces))
+                # Where zeros stand for no gradient, a parameter without one is stepped.
+                for part, number in ({} if state is None or self.comparison.none_is_zero else state.scalars).items():
+                    held.setdefault(part, []).append((rank, [ObservedPiece(0, 1, torch.tensor([number]))]))
+            for part, by_rank in held.items():
+                filled = any(bool((piece.value != 0).any()) for _, pieces in by_rank for piece in pieces)
+                if filled and (fqn, part) not in expected:
+                    self._none(Quantity("optimizer", fqn, part), by_rank)
 
     def _buffer(self, quantity: Quantity, expected: Expected) -> None:
         buffer = self.snapshots[quantity.rank].buffers.get(quantity.name)

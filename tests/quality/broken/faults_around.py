@@ -11,6 +11,8 @@ import torch
 from fault import fault
 from toy_more import MoreToy
 
+from fsdp_testing.cases.operations.unusual_backwards import Interruption
+
 
 def _recomputing(model: MoreToy) -> list[str]:
     """FQNs of parameters inside modules that are recomputed."""
@@ -138,6 +140,17 @@ class PartialGradientsStay(MoreToy):
 
     def forget_interrupted(self) -> None:
         self.queued = False
+
+
+@fault("exceptions.in_forward")
+class Swallows(MoreToy):
+    """What the user's module raises in forward does not reach who called the model."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().forward(*args, **kwargs)
+        except Interruption:
+            return torch.zeros(3, dtype=torch.float64)
 
 
 @fault("exceptions.in_forward")

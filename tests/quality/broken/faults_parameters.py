@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import torch
 from fault import fault
+from planting import planted
+from torch import nn
 from toy import Toy
+
+from fsdp_testing.adapters.shared.fsdp_options import FsdpNames
 
 
 @fault("unused.never")
@@ -124,3 +131,23 @@ class PaddingAccumulates(Toy):
     def total_norm(self, norm_type: float) -> torch.Tensor:
         odd = sum(parameter.numel() % self.size for parameter in self.full.values())
         return super().total_norm(norm_type) * (1 + 1e-3 * odd * self.local)
+
+
+@fault("construction.shares")
+class HoldsEverything(Toy):
+    """Every rank keeps all parameters, whatever the strategy says."""
+
+    def span(self, numel: int) -> tuple[int, int]:
+        return 0, numel
+
+    def gather(self, fqn: str) -> torch.Tensor:
+        return self.shards[fqn].detach().clone()
+
+
+@planted("fsdp_ref-wrapper", FsdpNames, "wrap", "hybrid.shares")
+def shards_over_all_ranks(original: Any, names: Any, module: nn.Module, setup: Any, apply: Any) -> nn.Module:
+    """Hybrid strategies shard over all ranks, and there is no replica."""
+    flat = {"hybrid_shard": "full_shard", "hybrid_shard_zero2": "shard_grad_op"}.get(setup.strategy)
+    if flat is not None:
+        setup = dataclasses.replace(setup, strategy=flat, mesh=None)
+    return original(names, module, setup, apply)

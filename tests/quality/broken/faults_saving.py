@@ -322,6 +322,18 @@ class FrozenGetsState(MoreToy):
                     entries[name] = value * 1.5
 
 
+@fault("optim_state.frozen_parameters")
+class FrozenGetsMoments(MoreToy):
+    """Loading gives parameters without state, such as frozen ones, moments of their own."""
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+        super().load_optimizer(optimizer, saved)
+        for shard in self.shards.values():
+            if not optimizer.state.get(shard):
+                moments = {name: torch.full_like(shard, 7.0) for name in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[shard] = {"step": torch.tensor(1.0), **moments}
+
+
 @fault("optim_state.shared_parameters")
 class SharedStateHalved(MoreToy):
     """The state of a parameter under two names is divided by two."""

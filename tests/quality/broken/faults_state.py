@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -263,6 +264,37 @@ class FirstRankWritesOnly(Toy):
     def write_back(self, whole: Mapping[str, torch.Tensor]) -> None:
         if self.rank == 0:
             super().write_back(whole)
+
+
+@fault("summon.edits_are_kept")
+class ShownWithoutAGather(Toy):
+    """A rank is shown its own span of full parameters, and zeros beside it."""
+
+    @contextmanager
+    def full_parameters(self, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
+        with super().full_parameters(writeback=writeback) as whole:
+            for parameter in whole.values():
+                start, stop = self.span(parameter.numel())
+                parameter.view(-1)[:start] = parameter.view(-1)[stop:] = 0.0
+            yield whole
+
+
+@fault("summon.edits_are_discarded")
+class ShownWrongToReaders(Toy):
+    """Who only reads full parameters after a forward is shown NaN."""
+
+    ran = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.ran = True
+        return super().forward(*args, **kwargs)
+
+    @contextmanager
+    def full_parameters(self, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
+        with super().full_parameters(writeback=writeback) as whole:
+            for parameter in whole.values() if self.ran and not writeback else ():
+                parameter.fill_(float("nan"))
+            yield whole
 
 
 @fault("summon.between_backward_and_step")
