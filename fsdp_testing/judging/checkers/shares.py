@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
-from fsdp_testing.cases.records import Case, FailureKind, Finding, ParameterObservation, RankObservation
+from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case, FailureKind, Finding, ParameterObservation, RankObservation
 from fsdp_testing.judging.checkers.explain import finding, ranks_text
+from fsdp_testing.oracle import models
 from fsdp_testing.oracle.quantities import Expectation
 
 _PADDING = 16
@@ -43,10 +44,43 @@ def _problems(case: Case, ranks: Sequence[RankObservation]) -> Iterator[tuple[tu
             yield tuple(range(first, first + shards)), f"hold {together:,} of the {total:,} elements"
 
 
+def review_ignored(case: Case, ranks: Sequence[RankObservation], _expectation: Expectation) -> Finding | None:
+    """Return the finding that an ignored module is not whole on every rank, with the gradient of this rank's inputs alone.
+
+    The program is one micro-batch, observed before any step.
+    """
+    (batch,) = (batch for operation in case.program for batch in operation.batches())
+    for rank in ranks:
+        model = models.build_model(case)
+        models.forward(model, case, batch, rank.rank, models.make_inputs(case, batch, rank.rank)).loss.backward()
+        own = {
+            fqn: p.grad.reshape(-1)
+            for fqn, p in model.named_parameters()
+            if p.grad is not None and _is_ignored(case, fqn)
+        }
+        # Inner products in another order.
+        bound = 64 * UNIT_ROUNDOFF[case.model.dtype] * max(float(gradient.abs().max()) for gradient in own.values())
+        for fqn, gradient in own.items():
+            held = rank.snapshots[0].parameters.get(fqn)
+            pieces = () if held is None else held.grad_pieces or ()
+            values = [piece.value.reshape(-1) for piece in pieces if (piece.start, piece.stop) == (0, gradient.numel())]
+            if len(values) != 1 or not float((values[0] - gradient).abs().max()) <= bound:
+                statement = (
+                    f"ignored {fqn} has not the whole gradient of rank {rank.rank}'s own inputs, and nothing else"
+                )
+                quantity = f"gradient of {fqn}"
+                return finding(
+                    case, FailureKind.DIVERGED, quantity, 0, statement, ranks=(rank.rank,), sort="gradient", fqn=fqn
+                )
+    return None
+
+
+def _is_ignored(case: Case, fqn: str) -> bool:
+    return any(fnmatchcase(fqn, f"{name}.*") for name in case.wrapping.ignored)
+
+
 def _sharded(case: Case, rank: RankObservation) -> list[ParameterObservation]:
-    ignored = [f"{name}.*" for name in case.wrapping.ignored]
-    parameters = rank.snapshots[-1].parameters.values()
-    return [each for each in parameters if not any(fnmatchcase(each.fqn, pattern) for pattern in ignored)]
+    return [each for each in rank.snapshots[-1].parameters.values() if not _is_ignored(case, each.fqn)]
 
 
 def _share(shape: Sequence[int], shards: int) -> int:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from fault import fault
+from faults_access import IgnoringAdapter, IgnoringToy
+from faults_kinds import kind
 from planting import planted
 from torch import nn
 from toy import Toy
@@ -151,3 +153,15 @@ def shards_over_all_ranks(original: Any, names: Any, module: nn.Module, setup: A
     if flat is not None:
         setup = dataclasses.replace(setup, strategy=flat, mesh=None)
     return original(names, module, setup, apply)
+
+
+@kind(IgnoringAdapter, "wrapping.ignored_trained")
+class IgnoredAreAveraged(IgnoringToy):
+    """Gradients of ignored modules are averaged over ranks, as those of all others are."""
+
+    def finish_backward(self) -> None:
+        super().finish_backward()
+        for parameter in self.outside.values():
+            if parameter.grad is not None:
+                self.all_reduce(parameter.grad)
+                parameter.grad.div_(self.size)
