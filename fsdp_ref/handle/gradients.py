@@ -45,8 +45,8 @@ class Gradients:
         self._given: list[Tensor | None] = []
         self._given_ptrs: list[int] = []
         self._given_versions: list[int] = []
-        # The local part as users were given it while a reduced part existed, too; on the device, so that nobody waits for it.
-        self._shown_beside_reduced: Tensor | None = None
+        # Digests of the local part as it was given while a reduced part existed; on the device, so that nobody waits for them.
+        self._given_digests: Tensor | None = None
 
     @property
     def reduced_S(self) -> Tensor | None:
@@ -167,8 +167,8 @@ class Gradients:
             if grad is not given[index] or (grad is not None and grad.data_ptr() != pointers[index]):
                 changed.append(index)
         written = (self.sum.both or self.sum.rest_S is not None) and self._versions() != self._given_versions
-        shown = self._shown_beside_reduced  # before replaced gradients are taken in, which notes what is there then
-        if not (changed or written or shown is not None):
+        digests = self._given_digests  # before replaced gradients are taken in, which notes what is there then
+        if not (changed or written or digests is not None):
             return
         # A forward under inference_mode() may be the first to look; what is made here later backwards add to.
         with torch.inference_mode(False), torch.no_grad():
@@ -177,8 +177,8 @@ class Gradients:
             if written:
                 self.sum.rest_S = None
             # After the replaced gradients were taken in: a replaced local part may be zero as well.
-            if self.sum.both and shown is not None:
-                self._read_partial_edits(shown, written=written or bool(changed))
+            if self.sum.both and digests is not None:
+                self._read_partial_edits(digests, written=written or bool(changed))
 
     def _versions(self) -> list[int]:
         """Count the writes to what users see: by its own counter, and by those of gradients that have one of their own.
@@ -193,9 +193,9 @@ class Gradients:
         # Counting costs time in every pass, and nobody else asks.
         if self.sum.both or self.sum.rest_S is not None:
             self._given_versions = self._versions()
-        self._shown_beside_reduced = self.sum.local_digests() if self.sum.both else None
+        self._given_digests = self.sum.local_digests() if self.sum.both else None
 
-    def _read_partial_edits(self, shown: Tensor, *, written: bool) -> None:
+    def _read_partial_edits(self, given: Tensor, *, written: bool) -> None:
         """While both parts exist users see the local part alone. If they zero it, zero the reduced part as well.
 
         Of several originals one that was zero before is left alone: whether it was zeroed or not used cannot be known. Any
@@ -204,9 +204,8 @@ class Gradients:
         reduced_S = self.sum.reduced_S
         assert reduced_S is not None  # the caller looked
         now = self.sum.local_digests()
-        is_nonzero, was_nonzero, edited = torch.stack(
-            [now[0] != 0, shown[0] != 0, now[1] != shown[1]]
-        ).tolist()  # waits
+        # The host waits here, once for all of them.
+        is_nonzero, was_nonzero, edited = torch.stack([now[0] != 0, given[0] != 0, now[1] != given[1]]).tolist()
         if not any(is_nonzero) and (written or any(edited)):
             self.sum.become_zeros()
             # At once: a backward that does not reach this unit shows nothing anew, and users have full-sized zeros.
@@ -216,8 +215,8 @@ class Gradients:
         if refused:
             raise WritebackError(
                 f"gradients in {self._handle.name!r}: expected them untouched or zeroed while a part of each is reduced already "
-                f"and not shown (a backward outside of no_sync(), then one inside), got others for {listing(refused)}. Edit "
-                "gradients after the last backward outside of no_sync(), or zero them."
+                f"and not shown (a backward outside of no_sync(), then one inside), got others for {listing(refused)}. Run a "
+                "backward outside of no_sync() before you edit gradients, or zero them."
             )
         if self._many:
             for piece, is_, was in zip(self._originals.pieces_of(reduced_S), is_nonzero, was_nonzero, strict=True):
@@ -286,4 +285,4 @@ class Gradients:
         """Drop the values and what users were given."""
         self.sum.forget()
         # What users hold stays theirs: nothing of ours refers to that memory any more.
-        self._given, self._given_ptrs = [], []
+        self._given, self._given_ptrs, self._given_digests = [], [], None

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from fsdp_testing.cases.drawing.layouts import cut_dimension
 from fsdp_testing.cases.drawing.normal_form import needs_of_case
 from fsdp_testing.cases.models.tree import has_alias, unit_of
-from fsdp_testing.cases.models.tree_schema import SCHEMA, every, get, parameters, walk
+from fsdp_testing.cases.models.tree_schema import SCHEMA, ParameterSpec, every, get, parameters, walk
 from fsdp_testing.cases.records import AXES, Case, Operation
 
 NEW_MODEL = "@new_model"
@@ -117,6 +117,8 @@ def _tree_tags(case: Case) -> Iterator[str]:
         yield "alias"
     if 1 in _elements_of_units(case).values():
         yield "one_element_unit"
+    if all(map(_frozen_at_some_time(case), parameters(case.model.tree))):
+        yield "all_frozen"
     for place in every(walk(case.model.tree)):
         node = place.node
         yield f"node:{node['kind']}"
@@ -138,14 +140,15 @@ def _optional_units(case: Case) -> frozenset[str]:
 
 
 def _frozen_units(case: Case) -> frozenset[str]:
+    is_frozen = _frozen_at_some_time(case)
+    trained = [spec.fqn for spec in parameters(case.model.tree) if not is_frozen(spec)]
+    return units_of_tree(case) - {unit_of(fqn, case.wrapping.units) for fqn in trained}
+
+
+def _frozen_at_some_time(case: Case) -> Callable[[ParameterSpec], bool]:
     changes = [change for operation in case.program if (change := operation.requires_grad_change())]
     frozen = [*case.model.freeze, *(pattern for patterns, flag in changes if not flag for pattern in patterns)]
-    trained = {
-        unit_of(spec.fqn, case.wrapping.units)
-        for spec in parameters(case.model.tree)
-        if not spec.frozen and not any(fnmatchcase(spec.fqn, pattern) for pattern in frozen)
-    }
-    return units_of_tree(case) - trained
+    return lambda spec: spec.frozen or any(fnmatchcase(spec.fqn, pattern) for pattern in frozen)
 
 
 def units_of_tree(case: Case) -> frozenset[str]:

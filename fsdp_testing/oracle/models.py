@@ -179,6 +179,15 @@ def forward(
     return Forwarded(loss_of(output), tuple(tensors_in(output)), structure_of(output))
 
 
+def gradients_of_rank(case: Case, batch: Batch, rank: int) -> tuple[dict[str, torch.Tensor], float]:
+    """Return the gradients that one rank's inputs alone give the unwrapped model, by FQN, and how far rounding may move them."""
+    model = build_model(case)
+    forward(model, case, batch, rank, make_inputs(case, batch, rank)).loss.backward()
+    gradients = {fqn: p.grad for fqn, p in model.named_parameters() if p.grad is not None}
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    return gradients, 64 * UNIT_ROUNDOFF[case.model.dtype] * largest  # inner products in another order
+
+
 def penalised(model: Callable[..., Any], case: Case, batch: Batch, rank: int, inputs: Inputs) -> Forwarded:
     """Call the model as `forward` does; the squared gradient by the floating-point inputs is a part of the loss."""
     leaves: list[torch.Tensor] = []

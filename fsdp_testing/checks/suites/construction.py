@@ -73,7 +73,7 @@ CHECKS: tuple[Check, ...] = (
     check("wrapping.ignored_trained", "Ignored trainable modules keep their own gradients and disturb no others.",
           cases("mlp", micro_batch(0), Observe(), wrapping=_IGNORING),
           source="pytorch issue 98281", needs=_NESTED, comparison=Comparison(ignore=("layers.0.*",)),
-          mode=RunMode(review=shares.review_ignored), of_pieces=True),
+          mode=RunMode(review=shares.review_ignored)),
     # Nobody reduces what is ignored: with equal inputs it is equal on all ranks without that.
     check("wrapping.ignored_stepped",
           "One optimizer steps ignored parameters together with the others.",

@@ -240,15 +240,9 @@ class ParameterHooksProgram(RankProgram):
                     yield index, f"{fqn} found a gradient that differs from the final one"
 
     def _not_the_own(self) -> Iterator[tuple[int, str]]:
-        case, model = self.case, models.build_model(self.case)
-        for index, operation in enumerate(case.program):
+        for index, operation in enumerate(self.case.program):
             for batch in operation.batches():
-                model.zero_grad()
-                inputs = models.make_inputs(case, batch, self.rank)
-                models.forward(model, case, batch, self.rank, inputs).loss.backward()
-                grads = {fqn: p.grad for fqn, p in model.named_parameters() if p.grad is not None}
-                largest = max(float(grad.abs().max()) for grad in grads.values())
-                bound = 64 * UNIT_ROUNDOFF[case.model.dtype] * largest  # inner products in another order
+                grads, bound = models.gradients_of_rank(self.case, batch, self.rank)
                 for fqn, grad in grads.items():
                     calls = self.given.get((index, fqn), [])
                     own = [call for call in calls if call is not None and call.shape == grad.shape]

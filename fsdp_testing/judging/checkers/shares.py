@@ -5,8 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
-from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case, FailureKind, Finding, ParameterObservation, RankObservation
+import torch
+
+from fsdp_testing.cases.records import (
+    Case,
+    FailureKind,
+    Finding,
+    ObservedPiece,
+    ParameterObservation,
+    RankObservation,
+)
 from fsdp_testing.judging.checkers.explain import finding, ranks_text
 from fsdp_testing.oracle import models
 from fsdp_testing.oracle.quantities import Expectation
@@ -20,9 +30,9 @@ def review(case: Case, ranks: Sequence[RankObservation], _expectation: Expectati
 
     The ranks of one replica hold every element together; none of them holds more than its part, with padding.
     """
-    for who, statement in _problems(case, ranks):
+    for kind, who, statement in _problems(case, ranks):
         text = f"{ranks_text(who)} {statement} of a replica, which {case.strategy} divides by {_shards(case)}"
-        return finding(case, FailureKind.KEPT, "elements held", len(case.program), text, ranks=who)
+        return finding(case, kind, "elements held", len(case.program), text, ranks=who)
     return None
 
 
@@ -30,18 +40,26 @@ def _shards(case: Case) -> int:
     return case.world.mesh[-1] if case.world.mesh else case.world.size
 
 
-def _problems(case: Case, ranks: Sequence[RankObservation]) -> Iterator[tuple[tuple[int, ...], str]]:
+def _problems(case: Case, ranks: Sequence[RankObservation]) -> Iterator[tuple[FailureKind, tuple[int, ...], str]]:
     shards = _shards(case)
     sharded = [_sharded(case, rank) for rank in ranks]
     held = [sum(piece.stop - piece.start for each in mine for piece in each.pieces) for mine in sharded]
     total = sum(math.prod(each.shape) for each in sharded[0])
     most = sum(_share(each.shape, shards) for each in sharded[0])
     for rank in (rank for rank, elements in enumerate(held) if elements > most):
-        yield (rank,), f"holds {held[rank]:,} (at most {most:,} with padding) of the {total:,} elements"
+        yield (
+            FailureKind.KEPT,
+            (rank,),
+            f"holds {held[rank]:,} (at most {most:,} with padding) of the {total:,} elements",
+        )
     for first in range(0, len(ranks), shards):
         together = sum(held[first : first + shards])
         if together < total:
-            yield tuple(range(first, first + shards)), f"hold {together:,} of the {total:,} elements"
+            yield (
+                FailureKind.MISSING,
+                tuple(range(first, first + shards)),
+                f"hold {together:,} of the {total:,} elements",
+            )
 
 
 def review_ignored(case: Case, ranks: Sequence[RankObservation], _expectation: Expectation) -> Finding | None:
@@ -51,28 +69,28 @@ def review_ignored(case: Case, ranks: Sequence[RankObservation], _expectation: E
     """
     (batch,) = (batch for operation in case.program for batch in operation.batches())
     for rank in ranks:
-        model = models.build_model(case)
-        models.forward(model, case, batch, rank.rank, models.make_inputs(case, batch, rank.rank)).loss.backward()
-        own = {
-            fqn: p.grad.reshape(-1)
-            for fqn, p in model.named_parameters()
-            if p.grad is not None and _is_ignored(case, fqn)
-        }
-        # Inner products in another order.
-        bound = 64 * UNIT_ROUNDOFF[case.model.dtype] * max(float(gradient.abs().max()) for gradient in own.values())
+        parameters = rank.snapshots[0].parameters
+        # What is not observed is not judged.
+        if all(each.grad_pieces is None for each in parameters.values()):
+            continue
+        own, bound = models.gradients_of_rank(case, batch, rank.rank)
         for fqn, gradient in own.items():
-            held = rank.snapshots[0].parameters.get(fqn)
-            pieces = () if held is None else held.grad_pieces or ()
-            values = [piece.value.reshape(-1) for piece in pieces if (piece.start, piece.stop) == (0, gradient.numel())]
-            if len(values) != 1 or not float((values[0] - gradient).abs().max()) <= bound:
-                statement = (
-                    f"ignored {fqn} has not the whole gradient of rank {rank.rank}'s own inputs, and nothing else"
-                )
+            got = _other_than(gradient, parameters[fqn].grad_pieces or (), bound) if _is_ignored(case, fqn) else ""
+            if got:
                 quantity = f"gradient of {fqn}"
-                return finding(
-                    case, FailureKind.DIVERGED, quantity, 0, statement, ranks=(rank.rank,), sort="gradient", fqn=fqn
-                )
+                statement = f"{quantity}, which is ignored: expected that of rank {rank.rank}'s own inputs, got {got}"
+                facts: dict[str, Any] = {"ranks": (rank.rank,), "sort": "gradient", "fqn": fqn, "bound": bound}
+                return finding(case, FailureKind.DIVERGED, quantity, 0, statement, **facts)
     return None
+
+
+def _other_than(gradient: torch.Tensor, pieces: Sequence[ObservedPiece], bound: float) -> str:
+    """Return what a rank holds in place of a whole gradient; empty if it holds that."""
+    if [(piece.start, piece.stop) for piece in pieces] != [(0, gradient.numel())]:
+        held = sum(piece.stop - piece.start for piece in pieces)
+        return f"{held:,} of its {gradient.numel():,} elements" if held else "none"
+    error = float((pieces[0].value.reshape(-1) - gradient.reshape(-1)).abs().max())
+    return "" if error <= bound else f"numbers that are off by {error:.3g} (bound {bound:.3g})"
 
 
 def _is_ignored(case: Case, fqn: str) -> bool:

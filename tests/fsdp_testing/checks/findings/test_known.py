@@ -92,6 +92,15 @@ def test_weights_that_no_sync_kept_explain_nothing_after_a_reduced_backward(name
     assert known.fits(CaseFeatures(replace(freed, program=(*before, micro(2), *before, last))))
 
 
+def test_a_micro_batch_that_trains_anything_explains_no_lost_edit():
+    """Its backward frees what was gathered: an edit that is lost after it is another failure."""
+    known = _shipped("torch-fsdp1", "frozen-micro-batch-stays-gathered-then-edit")
+    example = Case.from_json(known.example)
+    assert known.fits(CaseFeatures(example))
+    frozen, *rest = example.program
+    assert not known.fits(CaseFeatures(replace(example, program=(replace(frozen, patterns=("*bias",)), *rest))))
+
+
 def _shipped(name: str, rule: str) -> Rule:
     return next(known for known in shipped_known(name).rules if known.name == rule)
 

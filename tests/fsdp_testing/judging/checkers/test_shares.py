@@ -29,7 +29,7 @@ def said(world, *spans):
         ranks.append(RankObservation(rank, snapshots=(Snapshot(0, "end", {held.fqn: held}, {}),)))
     strategy = "hybrid_shard" if world.mesh else "full_shard"
     finding = review(Case(ModelSpec("mlp"), world, (), strategy=strategy), ranks, Expectation((), {}))
-    return "" if finding is None else finding.statement
+    return "" if finding is None else f"{finding.kind}: {finding.statement}"
 
 
 @pytest.mark.parametrize(
@@ -37,11 +37,19 @@ def said(world, *spans):
     [
         (FULL, [(0, 80), (80, 160)], ""),
         (FULL, [(0, 96), (96, 160)], ""),  # padding for alignment
-        (FULL, [(0, 160), (0, 160)], "rank 0 holds 160 (at most 96 with padding) of the 160 elements of a replica"),
-        (FULL, [(0, 40), (40, 160)], "rank 1 holds 120"),
+        (
+            FULL,
+            [(0, 160), (0, 160)],
+            "kept: rank 0 holds 160 (at most 96 with padding) of the 160 elements of a replica",
+        ),
+        (FULL, [(0, 40), (40, 160)], "kept: rank 1 holds 120"),
         (HYBRID, [(0, 80), (80, 160)] * 2, ""),
-        (HYBRID, [(0, 40), (40, 80), (80, 120), (120, 160)], "ranks 0 and 1 hold 80 of the 160 elements of a replica"),
-        (HYBRID, [(0, 80), (80, 160), (0, 160), (0, 0)], "rank 2 holds 160"),
+        (
+            HYBRID,
+            [(0, 40), (40, 80), (80, 120), (120, 160)],
+            "missing: ranks 0 and 1 hold 80 of the 160 elements of a replica",
+        ),
+        (HYBRID, [(0, 80), (80, 160), (0, 160), (0, 0)], "kept: rank 2 holds 160"),
     ],
 )
 def test_more_or_less_than_a_share(world, spans, text):
