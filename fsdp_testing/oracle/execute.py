@@ -71,6 +71,7 @@ class RankProgram:
         self.files = Path(tempfile.gettempdir())
         self.model: nn.Module = nn.Module()
         self.optimizer: torch.optim.Optimizer | None = None
+        self.save_point: tuple[str, Any, Any] | None = None  # form, state of the model, of the optimizer
         self.results: list[OperationResult] = []
         self.snapshots: list[Snapshot] = []
         self.index = -1

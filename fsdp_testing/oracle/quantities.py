@@ -30,6 +30,8 @@ class Quantity(NamedTuple):
         """Sort of quantity: `gradient`, `value`, `optimizer exp_avg`, `buffer`, `total_norm`, `full parameter`, `output`."""
         if self.kind == "result" and self.name.startswith("full."):
             return "full parameter"
+        if self.kind == "result" and self.name.startswith("optimizer."):
+            return f"optimizer {self.name.split('.')[1]}"
         if self.kind == "result":
             return "total_norm" if self.name == "total_norm" else "output"
         return f"optimizer {self.part}" if self.kind == "optimizer" else self.kind
@@ -40,6 +42,9 @@ class Quantity(NamedTuple):
         return "" if self.kind == "result" else self.name
 
     def __str__(self) -> str:
+        if self.sort.startswith("optimizer") and self.kind == "result":
+            _, part, fqn = self.name.split(".", 2)
+            return f"saved optimizer state {part} of {fqn} on rank {self.rank}"
         text = {
             "result": self.name.replace("_", " ").replace("output.", "output ").replace("full.", "full parameter ", 1),
             "gradient": f"gradient of {self.name}",

@@ -88,6 +88,7 @@ class Replay:
         self._nothing_pending()
         self.unreduced = False
         self.optimizer: torch.optim.Optimizer | None = None
+        self.save_point: tuple[list[dict[str, torch.Tensor]], Any] | None = None
         self.slack: dict[Quantity, Slack] = {}
         self.points: list[ReplayPoint] = []
         self.index = -1

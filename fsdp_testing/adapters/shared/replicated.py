@@ -41,6 +41,9 @@ def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer
     for fqn, parameter in named.items():
         if fqn in state["state"]:
             optimizer.state[parameter] = copy.deepcopy(state["state"][fqn])
+        else:
+            # Saved before its first step: what it has gathered since goes, as in torch's own `load_state_dict`.
+            optimizer.state.pop(parameter, None)
     kept = {fqn: group for group in state["param_groups"] for fqn in group["params"]}
     for group in optimizer.param_groups:
         for parameter in group["params"][:1]:

@@ -67,6 +67,7 @@ class ProgramContext:
         tree: The module tree, None for a model of the zoo.
         begins: No operation was kept so far.
         units: Units at this point of the program, the root included. What a policy wraps is the implementation's affair.
+        saved: In which form the model's state was last saved, as far as the model at this point can load it; None if it was not.
     """
 
     def __init__(self, case: Case) -> None:
@@ -74,6 +75,7 @@ class ProgramContext:
         self.tree = case.model.tree
         self.begins = True
         self.units = {"", *case.wrapping.units}
+        self.saved: str | None = None
 
     def normalised(self) -> Iterator[Operation]:
         """Yield the operations of the program that have a meaning in the case, as they are legal."""
@@ -84,6 +86,8 @@ class ProgramContext:
             units = legal.new_units()
             if units is not None:
                 self.units = {"", *units}
+            if legal.renews_model and self.saved != "full":
+                self.saved = None  # shards are those of one model
             yield legal
             self.begins = False
 

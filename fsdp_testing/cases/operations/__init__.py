@@ -19,14 +19,15 @@ from fsdp_testing.cases.operations.gradients import EditGradients
 from fsdp_testing.cases.operations.micro_batches import Forward, ForwardBackward, LocalMicroBatches, SeveralForwards
 from fsdp_testing.cases.operations.operation import Batch, Operation, missing_facets
 from fsdp_testing.cases.operations.optimizing import BuildOptimizer, Clip, Observe, SetLr, Step, ZeroGrad
-from fsdp_testing.cases.operations.reloading import Reload, Save, TrainElsewhere
+from fsdp_testing.cases.operations.reloading import Reload, TrainElsewhere
+from fsdp_testing.cases.operations.saving import Restore, Save
 from fsdp_testing.cases.operations.unusual_backwards import Interrupt, UnusualBackward
 from fsdp_testing.errors import InvalidRecord
 
 ALL: tuple[type[Operation], ...] = (
     ForwardBackward, Step, ZeroGrad, Forward, SetLr, Freeze, Thaw, Clip, EditFullParameters, Observe, BuildOptimizer,
     Move, SeveralForwards, Reload, Interrupt, UnshardFirst, AssignData, ReplaceParameters,
-    LocalMicroBatches, Save, UnusualBackward, TrainElsewhere, EditGradients,
+    LocalMicroBatches, Save, UnusualBackward, TrainElsewhere, EditGradients, Restore,
 )  # fmt: skip
 """Every operation, the simplest first: a drawn program that shrinks moves towards the front."""
 
@@ -59,6 +60,6 @@ OPERATIONS = by_kind(ALL)
 __all__ = [
     "ALL", "OPERATIONS", "AssignData", "Batch", "BuildOptimizer", "Clip", "EditFullParameters", "EditGradients", "Forward",
     "ForwardBackward", "Freeze", "Interrupt", "LocalMicroBatches", "Move", "Observe", "Operation", "Reload",
-    "ReplaceParameters", "Save", "SetLr", "SeveralForwards", "Step",  "Thaw", "TrainElsewhere", "UnshardFirst",
+    "ReplaceParameters", "Restore", "Save", "SetLr", "SeveralForwards", "Step",  "Thaw", "TrainElsewhere", "UnshardFirst",
     "UnusualBackward", "ZeroGrad", "by_kind",
 ]  # fmt: skip

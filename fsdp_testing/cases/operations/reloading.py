@@ -2,85 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fsdp_testing.cases.operations.operation import Batch, Operation
+from fsdp_testing.cases.operations.saving import FORMS, saved, state_of_each_rank
 from fsdp_testing.errors import InvalidRecord
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from fsdp_testing.cases.drawing.normal_form import ProgramContext
     from fsdp_testing.cases.drawing.operation_drawer import OperationDrawer
     from fsdp_testing.oracle.execute import RankProgram, Values
     from fsdp_testing.oracle.replay import Replay, Results
 
-FORMS = ("full", "sharded", "local")
 ELSEWHERE = ("full_shard", "shard_grad_op", "no_shard")
-_NAMES = "structure of the saved state"
-
-
-@dataclass(frozen=True, slots=True)
-class Save(Operation):
-    """Saves the model's state and goes on with the same model; what the full form holds is compared."""
-
-    kind: ClassVar[str] = "save"
-    passes: ClassVar[int | None] = None
-    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.save": ("full_state_dict",)}
-    form: str = "full"
-
-    def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise InvalidRecord(f"Save.form: expected one of {FORMS}, got {self.form!r}. Choose one of them.")
-
-    def required(self) -> frozenset[str]:
-        return frozenset({f"{self.form}_state_dict"})
-
-    def normalise(self, context: ProgramContext) -> Operation | None:
-        return None if context.low_precision or context.has_buffers_of_ranks else self
-
-    def simpler(self) -> Iterator[Operation]:
-        yield Save()
-
-    def run(self, program: RankProgram) -> Values:
-        return _saved(program, self.form)[1]
-
-    def replay(self, replay: Replay) -> Results:
-        return _state_of_each_rank(replay, self.form)
-
-
-def _saved(program: RankProgram, form: str) -> tuple[Any, Values]:
-    """Return the state, and what its full form holds: a rank that loads its own sees no other's."""
-    import torch
-
-    state: Any = getattr(program.adapter, f"{form}_state_dict")(program.model)
-    if form != "full":
-        return state, {}
-    unknown = sorted(set(state) - set(program.plain_part("").state_dict()))
-    values = {
-        f"state.{fqn}": tensor.detach().clone() for fqn, tensor in state.items() if isinstance(tensor, torch.Tensor)
-    }
-    return state, values | {_NAMES: _as_numbers(unknown)}
-
-
-def _as_numbers(unknown: Iterable[str]) -> Tensor:
-    """Return a sentence's text: which names a state has, those of the plain module and others."""
-    import torch
-
-    return torch.tensor(list(" and ".join(("the module's names", *unknown)).encode()), dtype=torch.uint8)
-
-
-def _state_of_each_rank(replay: Replay, form: str) -> Results:
-    values: Results = {}
-    # Without the buffers that are not saved.
-    saved = replay.master.state_dict()
-    for rank in range(replay.size if form == "full" else 0):
-        values |= replay.result(rank, _NAMES, _as_numbers(()))
-        for fqn, tensor in (*replay.parameters.items(), *replay.replicas[rank].named_buffers()):
-            values |= replay.result(rank, f"state.{fqn}", tensor) if fqn in saved else {}
-    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,11 +119,10 @@ class Reload(Operation):
     def run(self, program: RankProgram) -> Values:
         adapter, model, optimizer = program.adapter, program.model, program.optimizer
         load: Any = getattr(adapter, f"load_{self.form}_state_dict")
-        state, values = _saved(program, self.form)
-        saved = adapter.full_optimizer_state(model, optimizer) if self.optimizer and optimizer is not None else None
+        state, moments, values = saved(program, self)
         flags = {name: parameter.requires_grad for name, parameter in adapter.named_parameters(model)}
         if self.through is not None:
-            state, saved = program.train_in_one_process(self.through, state, saved, flags)
+            state, moments = program.train_in_one_process(self.through, state, moments, flags)
         adapter.finish(model)
         if self.units is not None:
             # It stays the plan: a later reload that names none keeps this one.
@@ -196,13 +131,13 @@ class Reload(Operation):
         load(program.model, state)
         if optimizer is not None:
             program.build_optimizer()
-        if saved is not None and program.optimizer is not None:
-            adapter.load_full_optimizer_state(program.model, program.optimizer, saved)
+        if moments is not None and program.optimizer is not None:
+            adapter.load_full_optimizer_state(program.model, program.optimizer, moments)
         return values
 
     def replay(self, replay: Replay) -> Results:
         replay.clear_gradients()
-        values = _state_of_each_rank(replay, self.form)
+        values = state_of_each_rank(replay, self)
         renews = replay.optimizer is not None and not self.optimizer
         if renews:
             replay.build_optimizer()

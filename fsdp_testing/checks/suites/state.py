@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from fsdp_testing.adapters.adapter import Adapter
-from fsdp_testing.cases.operations import Save, TrainElsewhere
+from fsdp_testing.cases.operations import Operation, Restore, Save, TrainElsewhere
 from fsdp_testing.cases.operations.reloading import ELSEWHERE
 from fsdp_testing.cases.records import (
     Batch,
@@ -189,6 +189,22 @@ def _before_training(form: str) -> tuple[Case, ...]:
     return cases("mlp", Reload(form, optimizer=False), Observe(), *iteration(0), optimizer=PLAIN_SGD)
 
 
+def _rolled_back(
+    form: str, models: str, *between: Operation, optimizer: OptimizerSpec | None = None
+) -> tuple[Case, ...]:
+    """Trained, saved, trained on, loaded into the same model, and trained on from there."""
+    program = (
+        *iteration(0),
+        Save(form, optimizer is not None),
+        *iteration(1),
+        *between,
+        Restore(),
+        Observe(),
+        *iteration(2),
+    )
+    return cases(models, *program, optimizer=optimizer or PLAIN_SGD)
+
+
 def _with_optimizer(form: str, *optimizers: OptimizerSpec) -> tuple[Case, ...]:
     program = (*iterations(2), Reload(form), Observe(), *iterations(2, first=2))
     return tuple(case for optimizer in optimizers for case in cases("uneven", *program, optimizer=optimizer))
@@ -221,6 +237,10 @@ CHECKS: tuple[Check, ...] = (
                   optimizer=PLAIN_SGD, freeze=freeze) for freeze in ((), ("layers.0.*",)))),
     saved("full_state_dict.before_training", "A model can be saved and loaded before its first forward.",
           _before_training("full"), source="pytorch PR 90862"),
+    saved("full_state_dict.rolled_back", "A saved model, loaded into the model that was trained on since, is as it was saved.",
+          _rolled_back("full", "uneven buffers"), source="torch.nn.Module.load_state_dict", sizes=ODD),
+    saved("full_state_dict.rolled_back_after_evaluation", "State loads into a model that only ran a forward since.",
+          _rolled_back("full", "mlp uneven", forward(5)), source="torch.nn.Module.load_state_dict"),
     saved("full_state_dict.buffers", "Buffers are saved and loaded with the parameters, in their dtypes.",
           _model("full", "buffers"), source="pytorch issue 93391"),
     saved("full_state_dict.strict", "A state with a missing parameter, an extra one or one of another shape is "
@@ -248,9 +268,23 @@ CHECKS: tuple[Check, ...] = (
           _model("sharded", "mlp uneven"), sizes=ODD),
     saved("sharded_state_dict.before_training", "A model can be saved and loaded in shards before its first forward.",
           _before_training("sharded"), source="pytorch PR 90862"),
+    saved("sharded_state_dict.rolled_back",
+          "A model saved in shards, loaded into the model that was trained on since, is as it was saved.",
+          _rolled_back("sharded", "mlp uneven"), _rolled_back("sharded", "mlp", forward(5)),
+          source="torch.nn.Module.load_state_dict", sizes=ODD),
     saved("sharded_state_dict.buffers", "Buffers are saved and loaded with the shards.", _model("sharded", "buffers")),
     saved("local_state_dict.fresh_instance", "Raw shards, loaded on the rank that saved them, restore the model.",
           _model("local", "mlp uneven"), source="torch.distributed.fsdp.LocalStateDictConfig; pytorch PR 94109", sizes=ODD),
+    saved("local_state_dict.rolled_back", "Raw shards, loaded into the model that was trained on since, restore it.",
+          _rolled_back("local", "mlp uneven"), source="torch.distributed.fsdp.LocalStateDictConfig", sizes=ODD),
+    saved("optim_state.rolled_back",
+          "Model and optimizer, loaded into those that were trained on since, are as they were saved.",
+          _rolled_back("full", "uneven", optimizer=ADAMW), _rolled_back("full", "mlp", SetLr(0.2), optimizer=_DECAYED),
+          source="torch.optim.Optimizer.load_state_dict", sizes=ODD),
+    saved("optim_state.rolled_back_to_the_start", "Loaded into an optimizer that stepped since, the state of one that never "
+        "stepped leaves it none.",
+          cases("mlp", Save(optimizer=True), *iterations(2), Restore(), Observe(), *iterations(2, first=2), optimizer=ADAMW),
+          source="torch.optim.Optimizer.load_state_dict"),
     saved("optim_state.fresh_instance",
           "Model and optimizer, loaded into fresh instances, continue as if they had never been saved.",
           _with_optimizer("full", ADAMW, _DECAYED), sizes=ODD),

@@ -20,6 +20,7 @@ import faults_missed  # noqa: F401 - registers its faults
 import faults_models  # noqa: F401 - registers its faults
 import faults_options  # noqa: F401 - registers its faults
 import faults_parameters  # noqa: F401 - registers its faults
+import faults_rolling_back  # noqa: F401 - registers its faults
 import faults_saving  # noqa: F401 - registers its faults
 import faults_schedules  # noqa: F401 - registers its faults
 import faults_state  # noqa: F401 - registers its faults

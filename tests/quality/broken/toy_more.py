@@ -197,6 +197,7 @@ class MoreToy(Toy):
         for fqn, shard in self.shards.items():
             start, stop = self.span(self.full[fqn].numel())
             entries = {name: self.own_state(fqn, value, start, stop) for name, value in saved["state"][fqn].items()}
+            optimizer.state.pop(shard, None)
             if entries:
                 optimizer.state[shard] = entries
         self.load_groups(optimizer, saved["param_groups"])

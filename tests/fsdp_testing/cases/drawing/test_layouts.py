@@ -33,7 +33,7 @@ def drawn(count: int) -> list[Case]:
 
 def test_drawn_cases_are_legal_survive_their_document_and_have_every_layout():
     kinds: Counter[str] = Counter()
-    for case in drawn(400):
+    for case in drawn(440):
         assert legal_case(case, CLAIMED) == case
         assert Case.from_json(case.to_json()) == case
         assert case.world.replicas == case.world.tensor_parallel == 2

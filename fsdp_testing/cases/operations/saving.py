@@ -1,0 +1,192 @@
+"""Saving, and loading what was saved into the same model and optimizer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fsdp_testing.cases.operations.operation import Operation
+from fsdp_testing.errors import InvalidRecord
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fsdp_testing.cases.drawing.normal_form import ProgramContext
+    from fsdp_testing.cases.drawing.operation_drawer import OperationDrawer
+    from fsdp_testing.cases.operations.reloading import Reload
+    from fsdp_testing.oracle.execute import RankProgram, Values
+    from fsdp_testing.oracle.replay import Replay, Results
+
+FORMS = ("full", "sharded", "local")
+_NAMES = "structure of the saved state"
+_HAS_SAVED = "the normal form leaves no restore without a save before it"
+
+
+@dataclass(frozen=True, slots=True)
+class Save(Operation):
+    """Saves the model's state and goes on with the same model; what the full form holds is compared.
+
+    Attributes:
+        form: `full`, `sharded` or `local`.
+        optimizer: Optimizer state is saved too, if there is an optimizer.
+    """
+
+    kind: ClassVar[str] = "save"
+    passes: ClassVar[int | None] = None
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.save": ("full_state_dict",)}
+    form: str = "full"
+    optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise InvalidRecord(f"Save.form: expected one of {FORMS}, got {self.form!r}. Choose one of them.")
+
+    @property
+    def saves_optimizer(self) -> bool:
+        return self.optimizer
+
+    def required(self) -> frozenset[str]:
+        return frozenset({f"{self.form}_state_dict"} | ({"optim_state"} if self.optimizer else set()))
+
+    @classmethod
+    def draw(cls, drawer: OperationDrawer) -> Save:
+        restores, choices = "op.restore" in drawer.swarm, drawer.choices
+        sharded = restores and "op.restore_sharded" in drawer.swarm and choices.chance(2)
+        optimizer = restores and "op.restore_optimizer" in drawer.swarm and choices.chance(2)
+        return cls("sharded" if sharded else "full", optimizer)
+
+    def normalise(self, context: ProgramContext) -> Operation | None:
+        if context.low_precision or context.has_buffers_of_ranks:
+            return None
+        context.saved = self.form
+        return self
+
+    def simpler(self) -> Iterator[Operation]:
+        yield Save()
+        yield replace(self, optimizer=False)
+        yield replace(self, form="full")
+
+    def token(self) -> str:
+        return f"{self.kind}[optimizer]" if self.optimizer else self.kind
+
+    def run(self, program: RankProgram) -> Values:
+        state, optimizer, values = saved(program, self)
+        program.save_point = self.form, _copied(state), _copied(optimizer)
+        return values
+
+    def replay(self, replay: Replay) -> Results:
+        states = [module.state_dict() for module in dict.fromkeys((replay.master, *replay.replicas))]
+        optimizer = replay.optimizer.state_dict() if self.optimizer and replay.optimizer is not None else None
+        replay.save_point = copy.deepcopy((states, optimizer))
+        return state_of_each_rank(replay, self)
+
+
+@dataclass(frozen=True, slots=True)
+class Restore(Operation):
+    """Loads what the last `Save` saved into the same model, and into its optimizer if that was saved; gradients are gone.
+
+    So training is rolled back: whatever ran since has left its numbers and its memory in the model.
+    """
+
+    kind: ClassVar[str] = "restore"
+    passes: ClassVar[int | None] = None
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "op.restore": ("full_state_dict",),
+        "op.restore_optimizer": ("full_state_dict", "optim_state"),
+        "op.restore_sharded": ("sharded_state_dict",),
+    }
+    drawn_with: ClassVar[tuple[str, ...]] = ("op.restore",)
+    writes_parameters: ClassVar[bool] = True
+
+    def pending_after(self, pending: bool) -> bool:
+        return False
+
+    def normalise(self, context: ProgramContext) -> Operation | None:
+        return None if context.saved is None else self
+
+    def simpler(self) -> Iterator[Operation]:
+        return iter(())
+
+    def run(self, program: RankProgram) -> None:
+        adapter, model = program.adapter, program.model
+        assert program.save_point is not None, _HAS_SAVED
+        form, state, optimizer = program.save_point
+        program.zero_grad(set_to_none=True)
+        # Copied: an implementation may keep what it loads as its own memory, and the state may be loaded once more.
+        getattr(adapter, f"load_{form}_state_dict")(model, _copied(state))
+        if optimizer is not None and program.optimizer is not None:
+            adapter.load_full_optimizer_state(model, program.optimizer, _copied(optimizer))
+
+    def replay(self, replay: Replay) -> None:
+        assert replay.save_point is not None, _HAS_SAVED
+        states, optimizer = replay.save_point
+        replay.clear_gradients()
+        for module, state in zip(dict.fromkeys((replay.master, *replay.replicas)), states):
+            module.load_state_dict(state)
+        if optimizer is not None and replay.optimizer is not None:
+            replay.optimizer.load_state_dict(copy.deepcopy(optimizer))
+
+
+def _copied(state: Any) -> Any:
+    """Return a saved state in memory of its own; sharded tensors keep their process groups."""
+    import torch
+
+    if isinstance(state, torch.Tensor):
+        return state.detach().clone()
+    if isinstance(state, Mapping):
+        return {key: _copied(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(map(_copied, state))
+    return copy.deepcopy(state)
+
+
+def saved(program: RankProgram, operation: Save | Reload) -> tuple[Any, Any, Values]:
+    """Return the states of model and optimizer (None: not asked), and what their full forms hold.
+
+    A rank that loads what it saved itself sees no other's: only these values show what the others have.
+    """
+    import torch
+
+    adapter, model, optimizer = program.adapter, program.model, program.optimizer
+    state: Any = getattr(adapter, f"{operation.form}_state_dict")(model)
+    full = state if operation.form == "full" else {}
+    held = {f"state.{fqn}": value for fqn, value in full.items()}
+    moments = adapter.full_optimizer_state(model, optimizer) if operation.optimizer and optimizer is not None else None
+    shapes = {fqn: parameter.shape for fqn, parameter in program.plain_part("").named_parameters()}
+    for fqn, entries in (moments or {"state": {}})["state"].items():
+        for name, entry in entries.items() if fqn in shapes else ():
+            if entry is not None:
+                tensor = torch.as_tensor(entry)
+                # Complete is enough: an implementation may save what it holds flat as it is.
+                flat = tensor.shape == (shapes[fqn].numel(),)
+                held[f"optimizer.{name}.{fqn}"] = tensor.reshape(shapes[fqn]) if flat else tensor
+    values = {name: value.detach().clone() for name, value in held.items() if isinstance(value, torch.Tensor)}
+    if operation.form == "full":
+        values[_NAMES] = _as_numbers(sorted(set(state) - set(program.plain_part("").state_dict())))
+    return state, moments, values
+
+
+def _as_numbers(unknown: Iterable[str]) -> Tensor:
+    """Return a sentence's text: which names a state has, those of the plain module and others."""
+    import torch
+
+    return torch.tensor(list(" and ".join(("the module's names", *unknown)).encode()), dtype=torch.uint8)
+
+
+def state_of_each_rank(replay: Replay, operation: Save | Reload) -> Results:
+    """Return what every rank must have saved."""
+    import torch
+
+    values: Results = {}
+    # Without the buffers that are not saved.
+    names = replay.master.state_dict() if operation.form == "full" else {}
+    for rank in range(replay.size):
+        values |= replay.result(rank, _NAMES, _as_numbers(())) if names else {}
+        for fqn, tensor in (*replay.parameters.items(), *replay.replicas[rank].named_buffers()):
+            values |= replay.result(rank, f"state.{fqn}", tensor) if fqn in names else {}
+        for fqn, parameter in replay.parameters.items() if operation.optimizer else ():
+            for name, entry in replay.optimizer_state(parameter).items():
+                values |= replay.result(rank, f"optimizer.{name}.{fqn}", torch.as_tensor(entry))
+    return values
