@@ -106,16 +106,6 @@ def _check(units: list[Unit], options: SummonOptions) -> None:
             f"with_grads=True: expected plain parameters, got parts of larger ones (tensor parallelism) in {listing(extended)}. "
             "Read .grad outside of the context: this rank's piece of its part."
         )
-    replicated = [
-        unit.name or type(unit.module).__name__
-        for unit in units
-        if unit.config.strategy is ShardingStrategy.NO_SHARD and not unit.handle.empty
-    ]
-    if options.offload_to_cpu and replicated:
-        raise UnsupportedError(
-            "offload_to_cpu=True and NO_SHARD is not supported: expected sharded units, got "
-            f"{listing(replicated)}. Their parameters are whole already; copy what you need."
-        )
     for unit in units:
         refuse_running(unit)
         if unit.state is UnitState.SUMMONED:
@@ -217,10 +207,11 @@ class _Summoned:
         device = torch.device("cpu") if self._options.offload_to_cpu else handle.config.device
         if not handle.sharded:
             # The shard is the whole parameter. With NO_SHARD users edit it itself, whatever ``writeback`` says, as in
-            # torch; a hybrid unit whose shard group has one rank keeps the promise that ``writeback=False`` discards.
+            # torch; a hybrid unit whose shard group has one rank keeps the promise that ``writeback=False`` discards, and
+            # so does what is shown on the CPU, where a copy is what every other device gives (torch refuses that).
             whole = handle.shard_S.to(device)
-            discards = not self._options.writeback and handle.config.strategy is not ShardingStrategy.NO_SHARD
-            return whole.clone() if discards else whole
+            itself = handle.config.strategy is ShardingStrategy.NO_SHARD and not self._options.offload_to_cpu
+            return whole if self._options.writeback or itself else whole.clone()
         if self._options.gather:
             return handle.gathered_copy(handle.shard_S.dtype).to(device)
         return torch.empty(1, dtype=handle.shard_S.dtype, device=device)

@@ -90,12 +90,21 @@ def flat_units(model: nn.Module) -> Iterator[FlatUnit]:
         )
 
 
+_SETTINGS_OF_BOTH = frozenset({"default_device", "default_groups", "own_state", "offloaded_state"})
+
+_SETTINGS_OF_METHODS = frozenset({"divide_factor", "kept_after_backward"})
+
+#: What the methods offer that `fully_shard` alone gives to modules.
+_BY_METHODS = _SETTINGS_OF_METHODS | {"explicit_unshard"}
+
+_SETTINGS: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
+"""What the case of each model asks for that `no_sync` and access to its state have to know."""
+
 _NOT_CLAIMED = frozenset(
     {
         # One gather and one reduction per unit, as behind every FSDP of this kind.
         "unused_parameters_differ",
-        # FSDP's API has no word for these.
-        "explicit_unshard",
+        # FSDP's API has no word for this.
         "error_if_nonfinite",
         "mixed_dtype_units",
         # A module that has run once is no longer the root of what is around it.
@@ -105,7 +114,7 @@ _NOT_CLAIMED = frozenset(
         "modules_replaced",
         # That a backward begins is seen by the gradients of a unit's outputs.
         "hidden_recomputation",
-        *SETTINGS,
+        *set(SETTINGS) - _SETTINGS_OF_BOTH - _SETTINGS_OF_METHODS,
     }
 )
 
@@ -145,36 +154,109 @@ def _shared_across_units(module: nn.Module, setup: Setup) -> bool:
 
 
 def _wrap(apply: Apply, module: nn.Module, setup: Setup) -> nn.Module:
-    setup.refuse_settings("fsdp_ref")
+    setup.refuse_settings("fsdp_ref", *_SETTINGS_OF_BOTH, *_SETTINGS_OF_METHODS)
     if setup.units and setup.policy is None and _shared_across_units(module, setup):
         setup = replace(setup, units=(), policy=WrapPolicy(names=setup.units))
-    return _FSDP.wrap(module, setup, apply)
+    model = _FSDP.wrap(module, setup, apply)
+    _SETTINGS[model] = setup.settings
+    if apply is _as_composable:
+        _set_prefetch(model, setup)
+    return model
+
+
+def _set_prefetch(model: nn.Module, setup: Setup) -> None:
+    """Name the units that others prefetch, where the case asks for prefetching, as a user of `fully_shard` does."""
+    units: list[Any] = [module for _, module, _ in units_under(model)]
+    for place, unit in enumerate(units):
+        if setup.forward_prefetch:
+            unit.set_modules_to_forward_prefetch(units[place + 1 : place + 3])
+        if setup.backward_prefetch == "none":
+            unit.set_modules_to_backward_prefetch([])
+        if setup.backward_prefetch == "post":
+            unit.set_modules_to_backward_prefetch(units[max(place - 2, 0) : place][::-1])
+
+
+def _left_out(setup: Setup, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options without those that the case leaves to their defaults."""
+    defaults = {"default_device": "device_id", "default_groups": "device_mesh"}
+    left_out = {option for setting, option in defaults.items() if setting in setup.settings}
+    return {name: value for name, value in options.items() if name not in left_out}
 
 
 def _as_wrapper(
     use_orig_params: bool, module: nn.Module, setup: Setup, name: str, options: dict[str, Any]
 ) -> nn.Module:
-    options |= _FSDP.strategy(setup, name, "sharding_strategy")
+    options = _left_out(setup, options) | _FSDP.strategy(setup, name, "sharding_strategy")
     return fsdp_ref.FullyShardedDataParallel(module, use_orig_params=use_orig_params, **options)
 
 
-def _as_composable(module: nn.Module, setup: Setup, name: str, options: dict[str, Any]) -> nn.Module:
+def _as_composable(module: nn.Module, setup: Setup, name: str, options: dict[str, Any]) -> Any:
+    for by_method in ("forward_prefetch", "backward_prefetch"):
+        options.pop(by_method, None)
     policy = options.pop("auto_wrap_policy", None)
     if policy is not None and not hasattr(policy, "_run_policy"):
         policy = _ByFunction(policy)
-    options |= _FSDP.strategy(setup, name, "strategy") | ({} if policy is None else {"policy": policy})
-    return fsdp_ref.fully_shard(module, **options)
+    options = _left_out(setup, options) | _FSDP.strategy(setup, name, "strategy")
+    unit: Any = fsdp_ref.fully_shard(module, **options, **({} if policy is None else {"policy": policy}))
+    if "divide_factor" in setup.settings:
+        unit.set_gradient_divide_factor(2.0 * setup.world_size)
+    return unit
+
+
+@contextmanager
+def _no_sync_by_methods(model: Any) -> Iterator[None]:
+    """`no_sync`; where the case asks for parameters that stay whole after backward, through the methods of the root."""
+    if "kept_after_backward" not in _SETTINGS.get(model, ()):
+        with fsdp_ref.no_sync(model):
+            yield
+        return
+
+    def switch(flag: bool) -> None:
+        model.set_requires_gradient_sync(flag)
+        model.set_reshard_after_backward(flag)
+        model.set_is_last_backward(flag)
+
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)
+
+
+def _unit(model: nn.Module, name: str) -> Any:
+    return next(module for fqn, module, _ in units_under(model) if naming.original(fqn) == name)
+
+
+def unshard(model: nn.Module, unit: str) -> None:
+    """Gather one unit now. Collectives: an all-gather over its shard group; every rank calls."""
+    _unit(model, unit).unshard()
+
+
+def unshard_async(model: nn.Module, unit: str) -> Callable[[], None] | None:
+    """Begin to gather one unit. Collectives: as `unshard`."""
+    handle = _unit(model, unit).unshard(async_op=True)
+    return None if handle is None else handle.wait
+
+
+def reshard(model: nn.Module, unit: str) -> None:
+    """Free one unit's full parameters."""
+    _unit(model, unit).reshard()
 
 
 @contextmanager
 def full_parameters(model: nn.Module, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
     """`summon_full_params` (the same for both paths). Collectives: an all-gather per unit; every rank enters."""
-    with fsdp_ref.unshard_params(model, writeback=writeback):
+    asked = {"offload_to_cpu": True} if "offloaded_state" in _SETTINGS.get(model, ()) else {}
+    with fsdp_ref.unshard_params(model, writeback=writeback, **asked):
         yield {naming.original(fqn): parameter.data for fqn, parameter in model.named_parameters()}
 
 
 def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """Return the model's own `state_dict`. Collectives: an all-gather per unit; every rank calls."""
+    if "offloaded_state" in _SETTINGS.get(model, ()):
+        config = fsdp_ref.FullStateDictConfig(offload_to_cpu=True)
+        with fsdp_ref.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+            return dict(model.state_dict())
     return dict(model.state_dict())
 
 
@@ -261,14 +343,15 @@ _HANDLES: weakref.WeakKeyDictionary[nn.Module, list[tuple[str, weakref.ref[FlatH
 _TRANSITIONS = {UnitEventKind.UNSHARD: "unshard", UnitEventKind.GATHER: "gather", UnitEventKind.RESHARD: "reshard"}
 
 
-def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset()) -> TorchStyle:
+def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset(), **methods: Any) -> TorchStyle:
     return TorchStyle(
         name=name,
         wrap=partial(_wrap, apply),
         capabilities=frozenset(CAPABILITIES) - _NOT_CLAIMED - without,
         not_beside_tensor_parallel=_NOT_BESIDE_TENSOR_PARALLEL,
         source="https://arxiv.org/abs/2304.11277",
-        no_sync=fsdp_ref.no_sync,
+        no_sync=methods.pop("no_sync", fsdp_ref.no_sync),
+        **methods,
         clip_grad_norm=fsdp_ref.clip_grad_norm_,
         full_parameters=full_parameters,
         **flat_pieces.methods(flat_units),
@@ -289,7 +372,7 @@ def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset
     )
 
 
-WRAPPER = _implementation("fsdp_ref-wrapper", partial(_as_wrapper, True))
+WRAPPER = _implementation("fsdp_ref-wrapper", partial(_as_wrapper, True), _BY_METHODS)
 FLAT = _implementation(
     "fsdp_ref-flat",
     partial(_as_wrapper, False),
@@ -298,6 +381,14 @@ FLAT = _implementation(
         {"frozen_mixed_unit", "thawed_parameters", "unused_gradient_is_none", "data_assignment"}
         | {"gradient_edits", "in_place_edits"}
     )
-    | {"tensor_hooks", "accumulation_hooks"},
+    | {"tensor_hooks", "accumulation_hooks"}
+    | _BY_METHODS,
 )
-COMPOSABLE = _implementation("fsdp_ref-composable", _as_composable)
+COMPOSABLE = _implementation(
+    "fsdp_ref-composable",
+    _as_composable,
+    no_sync=_no_sync_by_methods,
+    unshard=unshard,
+    unshard_async=unshard_async,
+    reshard=reshard,
+)

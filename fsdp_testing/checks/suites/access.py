@@ -31,6 +31,8 @@ from fsdp_testing.checks.suites.check import (
     micro_batches,
 )
 from fsdp_testing.checks.suites.watched import BESIDE_DDP
+from fsdp_testing.judging.case_runner import RunMode
+from fsdp_testing.judging.checkers import overruns
 
 OUTPUTS: tuple[Check, ...] = (
     check("outputs.containers", "Units that return tuples, lists, dicts, named tuples or dataclasses train as in one process.",
@@ -105,6 +107,12 @@ UNSHARDING: tuple[Check, ...] = (
                   [*begun(model, 2), *begun(model, 3), *begun(model, 4, reshard=True), Observe()]))),
     unsharded("unshard.and_reshard", "Units that were gathered and released are gathered again.",
               *(cases(model, *released(model, 0), *released(model, 1), Observe()) for model in ("deep_nest", "uneven"))),
+    unsharded("unshard.gathers", "Gathering and releasing a unit by hand does so: its forward has to gather it again.",
+              *(cases(model, *iteration(0), *released(model, 1))
+                for model in ("deep_nest", "uneven")),
+              cases("deep_nest", *iteration(0), *begun("deep_nest", 1, reshard=True)),
+              needs={"nested_wrapping", "unit_trace"}, mode=RunMode(review=overruns.review_by_hand),
+              strategies=("full_shard",)),
     unsharded("unshard.sees_the_step", "A gather by hand gives the weights of the latest step.",
               cases("mlp", *iteration(0), forward(1), *_unsharded("mlp", 2), forward(3), *_unsharded("mlp", 4))),
 )  # fmt: skip

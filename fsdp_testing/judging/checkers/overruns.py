@@ -17,8 +17,20 @@ from dataclasses import dataclass
 
 from fsdp_testing.cases.drawing.normal_form import plans_of
 from fsdp_testing.cases.models.tree_schema import ParameterSpec, every, parameters, walk
-from fsdp_testing.cases.records import Case, Measure, Operation, OperationAccount, Overrun
+from fsdp_testing.cases.operations import ForwardBackward, UnshardFirst
+from fsdp_testing.cases.records import (
+    Case,
+    FailureKind,
+    Finding,
+    Measure,
+    Operation,
+    OperationAccount,
+    Overrun,
+    RankObservation,
+)
+from fsdp_testing.judging.checkers.explain import finding
 from fsdp_testing.oracle.models import most_uses
+from fsdp_testing.oracle.quantities import Expectation
 
 FLAG_BYTES = 16
 """A collective of no more than this is a flag or a norm, and moves no parameter or gradient."""
@@ -105,6 +117,28 @@ def _excess(
     issued = sum(size > FLAG_BYTES for size in account.reduction_bytes)
     if issued > reductions:
         yield Overrun(Measure.REDUCTIONS, account.index, rank, issued, reductions)
+
+
+def review_by_hand(case: Case, ranks: Sequence[RankObservation], _expectation: Expectation) -> Finding | None:
+    """Return the finding that units gathered and released by hand before a micro-batch were not.
+
+    The program has a plain micro-batch, too: after a release, the forward has to gather each unit once more than there.
+    """
+    (plain,) = (index for index, operation in enumerate(case.program) if isinstance(operation, ForwardBackward))
+    (by_hand,) = (index for index, operation in enumerate(case.program) if isinstance(operation, UnshardFirst))
+    for rank in ranks:
+        accounts = {account.index: Counter(account.gathered) for account in getattr(rank, "accounts", ())}
+        usual, times = accounts.get(plain, Counter()), accounts.get(by_hand, Counter())
+        names = ", ".join(sorted(unit or "the root" for unit in usual if times[unit] <= usual[unit]))
+        if names or not usual:
+            text = (
+                f"rank {rank.rank} gathers no unit"
+                if not usual
+                else f"rank {rank.rank} does not gather {names} by hand"
+            )
+            text += ", or does not release it: its forward gathers nothing again" if usual else ""
+            return finding(case, FailureKind.MISSING, "gathers", by_hand, text, ranks=(rank.rank,))
+    return None
 
 
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}

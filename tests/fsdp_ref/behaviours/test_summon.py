@@ -150,16 +150,26 @@ def test_offload_on_the_cpu_is_harmless(lab, path, rank0_only, writeback):
 
 @quiet
 @pytest.mark.world(2)
-@pytest.mark.covers("SUM-07", "SUM-08")
+@pytest.mark.covers("SUM-07")
+@pytest.mark.filterwarnings("ignore:.*redundantly copied:UserWarning")
+@pytest.mark.parametrize("writeback", [True, False])
+def test_whole_parameters_are_offloaded_as_copies(lab, path, writeback):
+    """Torch refuses this; a copy is edited, and kept if the user asks for that."""
+    model = lab.shard(lab.make(), path, sharding_strategy=S.NO_SHARD)
+    with lab.full(model, offload_to_cpu=True, writeback=writeback), torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3)
+    with lab.full(model):
+        for p, q in zip(model.parameters(), lab.make().parameters(), strict=True):
+            assert torch.equal(p, q * 3 if writeback else q)
+
+
+@quiet
+@pytest.mark.world(2)
+@pytest.mark.covers("SUM-08")
 def test_options_that_do_not_go_together(lab):
     model = lab.shard(lab.make(), policy={lab.Block})
     with pytest.warns(UserWarning, match="redundantly copied to CPU"), lab.full(model, offload_to_cpu=True):
-        pass
-    replicated = lab.shard(lab.make(), sharding_strategy=S.NO_SHARD)
-    with (
-        pytest.raises(NotImplementedError, match="offload_to_cpu=True and NO_SHARD"),
-        lab.full(replicated, offload_to_cpu=True, rank0_only=True),
-    ):
         pass
     flat = lab.shard(lab.make(), "flat")
     with pytest.raises(NotImplementedError, match="with_grads"), lab.full(flat, with_grads=True):
@@ -169,7 +179,7 @@ def test_options_that_do_not_go_together(lab):
         lab.full(model, with_grads=True, offload_to_cpu=True, rank0_only=True),
     ):
         pass
-    for each in (model, flat, replicated):
+    for each in (model, flat):
         assert all(unit.training_state is TrainingState.IDLE for unit in lab.units(each))
         lab.loss(each, lab.batch()).backward()
 

@@ -210,17 +210,35 @@ def loads_what_fits(original: Any, self: Any, state: Any, *args: Any, **kwargs: 
     return original(self, state, strict=False)
 
 
-def _with_methods(checks: str, **methods: Callable[[Adapter], Any]) -> Callable[[type], Adapter]:
+def _with_methods(checks: str, base: str = SOUND, **methods: Callable[[Adapter], Any]) -> Callable[[type], Adapter]:
     """Register the reference with other methods as a fault; the docstring of the decorated class is its story."""
 
     def register(what: type) -> Adapter:
-        target, sound = f"{what.__module__}:{what.__name__}", registry.adapter_of(SOUND)
+        target, sound = f"{what.__module__}:{what.__name__}", registry.adapter_of(base)
         made = {name: make(sound) for name, make in methods.items()}
         adapter = dataclasses.replace(sound, name=what.__name__, reference=target, **made)
-        FAULTS[target] = Fault(adapter, (checks,), (what.__doc__ or "").strip(), SOUND, fuzzed=False)
+        FAULTS[target] = Fault(adapter, (checks,), (what.__doc__ or "").strip(), base, fuzzed=False)
         return adapter
 
     return register
+
+
+BY_HAND = "fsdp_ref-composable"
+
+
+@_with_methods("unshard.gathers", BY_HAND, unshard=lambda _: lambda _model, _unit: None)
+class GathersNothingByHand:
+    """Gathering by hand does nothing."""
+
+
+@_with_methods("unshard.gathers", BY_HAND, reshard=lambda _: lambda _model, _unit: None)
+class ReleasesNothingByHand:
+    """Releasing by hand does nothing."""
+
+
+@_with_methods("unshard.gathers", BY_HAND, unshard_async=lambda _: lambda _model, _unit: None)
+class BeginsNothingByHand:
+    """A gather by hand that is only begun is not."""
 
 
 @_with_methods(
