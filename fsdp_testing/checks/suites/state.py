@@ -44,7 +44,7 @@ from fsdp_testing.checks.suites.check import (
     iterations,
     micro_batch,
 )
-from fsdp_testing.checks.suites.state_programs import REFUSED, REORDERED, STORED_DTYPES, WRONG_STATES
+from fsdp_testing.checks.suites.state_programs import GROUPED, REFUSED, REORDERED, STORED_DTYPES, WRONG_STATES
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase, RunMode
 from fsdp_testing.oracle import oracle, rank_jobs
 from fsdp_testing.oracle.disturbance import Disturbance
@@ -293,6 +293,12 @@ CHECKS: tuple[Check, ...] = (
     saved("optim_state.dtypes", "Saved optimizer state has the storage dtype of parameters.",
           *(cases("mlp", *iteration(0), dtype="float32", optimizer=ADAMW, precision=precision) for precision in _LOW),
           source="torch.distributed.fsdp.MixedPrecision", comparison=LOCKSTEP, needs={"optim_state"}, mode=STORED_DTYPES),
+    saved("optim_state.groups", "Each group of parameters gets its own settings back, whatever the new optimizer was built with.",
+          *(cases("mlp", *iterations(2), Reload(), Observe(), *iterations(2, first=2), optimizer=optimizer)
+            for optimizer in (_DECAYED, OptimizerSpec("adamw", {"lr": 0.02, "weight_decay": 0.1}))),
+          cases("mlp", *iteration(0), Save(optimizer=True), SetLr(0.3), *iteration(1), Restore(), *iteration(2),
+                optimizer=_DECAYED),
+          source="torch.optim.Optimizer.load_state_dict", needs={"frozen_mixed_unit"}, mode=GROUPED),
     saved("optim_state.reordered", "State is loaded by parameter name, whatever the order in the new optimizer.",
           cases("mlp uneven", *iterations(2), Reload(), Observe(), *iterations(2, first=2), optimizer=ADAMW),
           needs={"reordered_optimizer"}, mode=REORDERED),

@@ -1,19 +1,21 @@
-"""Runs that look at saved state itself: what must be refused, the dtypes of what is saved, an optimizer in another order."""
+"""Runs that look at saved state itself: what must be refused, dtypes, an optimizer in another order or with groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
-from fsdp_testing.cases.records import RankObservation
+from fsdp_testing.cases.records import Case, RankObservation
 from fsdp_testing.checks.suites.programs import Remark, RemarkedObservation, review_remarks
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.oracle import models, rank_jobs
 from fsdp_testing.oracle.execute import RankProgram
+from fsdp_testing.oracle.replay import Replay
 
 State = dict[str, torch.Tensor]
 
@@ -40,7 +42,7 @@ WRONG_STATES: Mapping[str, Callable[[State], State]] = {
 
 
 class RemarkingProgram(RankProgram):
-    """A program after which a rank remarks what is wrong with what it can save and load."""
+    """A program after which a rank remarks what is wrong with what it can do then, such as saving and loading."""
 
     @property
     def quantity(self) -> str:
@@ -126,6 +128,41 @@ def _over(case: Any, order: int, parameters: Any) -> torch.optim.Optimizer:
     return models.build_optimizer(case, list(parameters)[::order])
 
 
+class GroupedProgram(RankProgram):
+    """Its first optimizer decays weights alone; each later one is built with other settings, which loading must replace."""
+
+    builds = 0
+
+    def build_optimizer(self) -> None:
+        fresh = {"lr": 0.7, "weight_decay": 0.3} if self.builds else {}
+        self.builds += 1
+        with self._inside():
+            names = {id(parameter): fqn for fqn, parameter in self.adapter.named_parameters(self.model)}
+            make = partial(_grouped, self.case, names, fresh)
+            self.optimizer = self.adapter.build_optimizer(self.model, make)
+
+
+class GroupedReplay(Replay):
+    """The oracle's run of it."""
+
+    def build_optimizer(self) -> None:
+        names = {id(parameter): fqn for fqn, parameter in self.parameters.items()}
+        self.optimizer = _grouped(self.case, names, {}, self.parameters.values())
+
+
+def _grouped(
+    case: Case, names: Mapping[int, str], fresh: Mapping[str, float], parameters: Iterable[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Build the case's optimizer with biases in a group of their own, which is not decayed and has half the rate."""
+    groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+    for parameter in parameters:
+        groups[names[id(parameter)].endswith("bias")].append(parameter)
+    own = {"lr": 0.5 * float(case.optimizer.arguments["lr"]), "weight_decay": 0.0}  # type: ignore[arg-type]
+    made: Any = [{"params": groups[False], **fresh}, {"params": groups[True], **own, **fresh}]
+    return models.build_optimizer(case, made)
+
+
 REFUSED = RunMode(rank_jobs.run_as, (RefusingProgram, {}), review=review_remarks)
 STORED_DTYPES = RunMode(rank_jobs.run_as, (StoredDtypes, {}), review=review_remarks)
 REORDERED = RunMode(rank_jobs.run_as, (ReorderedProgram, {}))
+GROUPED = RunMode(rank_jobs.run_as, (GroupedProgram, {}), rank_jobs.expect_as, (GroupedReplay, {}))

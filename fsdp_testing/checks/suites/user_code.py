@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
-from fsdp_testing.cases.records import Batch, BuildOptimizer, Case, Interrupt, Move, Observe, Step, WrappingPlan
+import torch
+
+from fsdp_testing.cases.models import tensors_in
+from fsdp_testing.cases.records import (
+    Batch,
+    BuildOptimizer,
+    Case,
+    Interrupt,
+    MixedPrecisionSpec,
+    Move,
+    Observe,
+    Step,
+    WrappingPlan,
+)
 from fsdp_testing.checks.suites.check import (
     ADAMW,
+    LOCKSTEP,
     PLAIN_SGD,
     Check,
     accumulated,
@@ -28,7 +43,11 @@ from fsdp_testing.checks.suites.programs import (
     PART,
     PARTS,
     PARTS_REPLACED,
+    review_remarks,
 )
+from fsdp_testing.checks.suites.state_programs import RemarkingProgram
+from fsdp_testing.judging.case_runner import RunMode
+from fsdp_testing.oracle import models, rank_jobs
 from fsdp_testing.oracle.quantities import Comparison
 
 
@@ -119,4 +138,33 @@ PARTS_OF_MODELS: tuple[Check, ...] = (
 )  # fmt: skip
 """Parts of a wrapped model in users' hands: replaced by others, called by themselves."""
 
-CHECKS = (*EXCEPTIONS, *CONVERSION, *PARTS_OF_MODELS)
+
+class LendsInputs(RemarkingProgram):
+    """A program after which a micro-batch runs on inputs of which the user has copies."""
+
+    quantity = "inputs"
+
+    def statements(self) -> Iterator[str]:
+        """Yield that the user's own tensors were written to, by forward or backward."""
+        batch = Batch(11)
+        lent, kept = (models.make_inputs(self.case, batch, self.rank) for _ in range(2))
+        with self._inside():
+            self.backward(models.forward(self.model, self.case, batch, self.rank, lent).loss)
+        before, after = (tensors_in((inputs.args, dict(inputs.kwargs))) for inputs in (kept, lent))
+        if any(one.dtype != other.dtype or not torch.equal(one, other) for one, other in zip(before, after)):
+            yield "inputs that the user passed are not what they were before forward and backward"
+
+
+_LENT = RunMode(rank_jobs.run_as, (LendsInputs, {}), review=review_remarks)
+lent = partial(check, source="torch.nn.Module.forward", mode=_LENT)
+
+INPUTS: tuple[Check, ...] = (
+    lent("inputs.kept", "Forward and backward leave the tensors that a user passes as they are.",
+         cases("mlp keywords", *iteration(0))),
+    lent("inputs.kept_in_low_precision", "Inputs that are cast are copies.",
+         cases("mlp keywords", *iteration(0), dtype="float32", precision=MixedPrecisionSpec("bfloat16")),
+         comparison=LOCKSTEP),
+)  # fmt: skip
+"""What users pass to a model stays theirs."""
+
+CHECKS = (*INPUTS, *EXCEPTIONS, *CONVERSION, *PARTS_OF_MODELS)

@@ -93,3 +93,19 @@ class SavesOwnMoments(MoreToy):
                     entries[name] = torch.full_like(value, float("nan"))
                     entries[name].reshape(-1)[start:stop] = value.reshape(-1)[start:stop]
         return saved
+
+
+@fault("optim_state.groups")
+class OnlyRatesOfGroups(MoreToy):
+    """Of the settings of groups only the rate is restored."""
+
+    def load_groups(self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+        super().load_groups(optimizer, [{"lr": group["lr"]} for group in groups])
+
+
+@fault("optim_state.groups")
+class FirstGroupForAll(MoreToy):
+    """Every group is given the settings of the first."""
+
+    def load_groups(self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+        super().load_groups(optimizer, [groups[0]] * len(groups))

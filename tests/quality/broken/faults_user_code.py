@@ -15,6 +15,8 @@ from torch import nn
 from toy import Toy, ToyAdapter
 from toy_more import MoreAdapter, MoreToy
 
+from fsdp_testing.cases.models import tensors_in
+
 
 class Counting(Toy):
     """Knows how many backwards came since the last forward."""
@@ -354,3 +356,31 @@ class IgnoredCountsTwice(IgnoringToy):
         for parameter in self.outside.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(2)
+
+
+@fault("inputs.kept")
+class WritesInputs(Toy):
+    """The memory of inputs is used for something else once a backward is over."""
+
+    lent: tuple[torch.Tensor, ...] = ()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.lent = tuple(tensors_in((args, kwargs)))
+        return super().forward(*args, **kwargs)
+
+    def finish_backward(self) -> None:
+        super().finish_backward()
+        for tensor in self.lent:
+            tensor.data.zero_()
+
+
+@fault("inputs.kept_in_low_precision")
+class RoundsInputsInPlace(MoreToy):
+    """Inputs are rounded to the lower precision where they are."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            for tensor in tensors_in((args, kwargs)):
+                if tensor.is_floating_point():
+                    tensor.copy_(tensor.to(torch.bfloat16))
+        return super().forward(*args, **kwargs)
