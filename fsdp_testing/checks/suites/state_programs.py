@@ -157,7 +157,8 @@ def _grouped(
     groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
     for parameter in parameters:
         groups[names[id(parameter)].endswith("bias")].append(parameter)
-    own = {"lr": 0.5 * float(case.optimizer.arguments["lr"]), "weight_decay": 0.0}  # type: ignore[arg-type]
+    rate: Any = case.optimizer.arguments["lr"]
+    own = {"lr": 0.5 * rate, "weight_decay": 0.0}
     made: Any = [{"params": groups[False], **fresh}, {"params": groups[True], **own, **fresh}]
     return models.build_optimizer(case, made)
 
