@@ -4,7 +4,6 @@ Run with torch alone: python fsdp1-loaded-moments-of-transposed.py
 """
 
 import tempfile
-import warnings
 
 import torch
 import torch.distributed as dist
@@ -38,7 +37,6 @@ def saved_twice(*, transposed: bool) -> list[torch.Tensor]:
 
 def main(rank: int, path: str) -> None:
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     for transposed in (False, True):
         saved, again = saved_twice(transposed=transposed)
