@@ -116,7 +116,7 @@ class SwappedReplay(Replay):
         frozen = {fqn for fqn in names if not self.parameters[fqn].requires_grad}
         return self.computed and (bool(names & self._used or frozen) or not self._latest)
 
-    def forward(self, rank: int, batch: Any, *, penalised: bool = False) -> models.Forwarded:
+    def forward(self, rank: int, batch: Any, *, penalised: bool = False, leaves: Any = None) -> models.Forwarded:
         """Run forward on the inputs, or with the parameters, that the swap makes of them."""
         swap = self.swap
         if swap.kind == "inputs" and rank == swap.one:
@@ -125,24 +125,24 @@ class SwappedReplay(Replay):
             kept = self.replicas[swap.other]
             self.replicas[swap.other] = self.replicas[rank]
             try:
-                return super().forward(swap.other, batch, penalised=penalised)
+                return super().forward(swap.other, batch, penalised=penalised, leaves=leaves)
             finally:
                 self.replicas[swap.other] = kept
         if swap.kind not in ("parameters", "parameter shards") or self._inside:
-            return super().forward(rank, batch, penalised=penalised)
+            return super().forward(rank, batch, penalised=penalised, leaves=leaves)
         with _Exchanged(self, swap):
-            return super().forward(rank, batch, penalised=penalised)
+            return super().forward(rank, batch, penalised=penalised, leaves=leaves)
 
     def local_gradients(
-        self, rank: int, batch: Any, *, penalised: bool = False
+        self, rank: int, batch: Any, *, penalised: bool = False, leaves: Any = None
     ) -> tuple[models.Forwarded, LocalGradients]:
         """Run forward and backward with the parameters that the swap makes of them."""
         if self.swap.kind not in ("parameters", "parameter shards"):
-            return super().local_gradients(rank, batch, penalised=penalised)
+            return super().local_gradients(rank, batch, penalised=penalised, leaves=leaves)
         with _Exchanged(self, self.swap):
             self._inside = True
             try:
-                return super().local_gradients(rank, batch, penalised=penalised)
+                return super().local_gradients(rank, batch, penalised=penalised, leaves=leaves)
             finally:
                 self._inside = False
 
