@@ -37,8 +37,9 @@ def execute(options: argparse.Namespace) -> int:
     covering, plan = _planned(options, adapter, console)
     tally = campaigned(plan, console)
     state = read_state(plan.state / STATE_FILE)
-    unconfirmed = [discovery for discovery in tally.discovered if not discovery.confirmed]
-    summary = summary_of(adapter.name, environment(), covering, state, discovered=unconfirmed)
+    if tally.found_before:
+        console.say(f"as an earlier run found: {', '.join(sorted(tally.found_before))}")
+    summary = summary_of(adapter.name, environment(), covering, state, tally)
     return present(pairs_sheet(summary), console, paths, {"--json": lambda: summary.to_json() + "\n"})
 
 

@@ -256,7 +256,7 @@ class Campaign:
                 return True
             tally.known[rule.name] += 1
             tally.found_before.update(self._earlier & {rule.name})
-            self._settle(queued, Verdict.EXPECTED_FAILURE, why=Reason(rule.name))
+            self._settle(queued, self._known_by(rule), why=Reason(rule.name))
             self._watch_models &= not judgement.only_model_stays
             return False
         self._settle(queued, judged.verdict, why=_reason(judged))
@@ -267,6 +267,11 @@ class Campaign:
             first, self._watch_models = self._watch_models, False
             return first
         return signature is not None and self._is_worth_investigating(signature)
+
+    def _known_by(self, rule: Rule) -> Verdict:
+        """What is said of a case that a rule knows: by what the campaign found itself, a case of a list fails."""
+        found = self._earlier.union(discovery.name for discovery in self.tally.discovered)
+        return Verdict.FAIL if self._plan.listed and rule.name in found else Verdict.EXPECTED_FAILURE
 
     def _take_unknown(self, judged: JudgedCase) -> None:
         reason = judged.judgement.reason
@@ -304,7 +309,7 @@ class Campaign:
             counts = self.tally.known if answer.discovery is None else self.tally.duplicates
             counts[answer.known.name] += 1
             self.tally.found_before.update(self._earlier & {answer.known.name})
-            verdict = Verdict.EXPECTED_FAILURE
+            verdict = self._known_by(answer.known)
         elif answer.discovery is not None:
             self._take_discovery(answer.discovery, answer.signature)
             verdict = Verdict.FAIL if answer.discovery.confirmed else Verdict.UNKNOWN
