@@ -111,6 +111,8 @@ def joined(states: Sequence[State]) -> State:
         variants=total(state.variants for state in states),
         known=total(state.known for state in states),
         not_investigated=total(state.not_investigated for state in states),
+        suspects=tuple(sorted(n * of + part for part, state in enumerate(states) for n in state.suspects)),
+        suspect_variants=total(state.suspect_variants for state in states),
         turns={name: turn for state in states for name, turn in state.turns.items()},
         runs=max(state.runs for state in states),
         seconds=total(state.seconds for state in states),

@@ -13,7 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -74,6 +74,8 @@ class State:
         variants: Verdicts on cases that have no number: others without what brought a known failure about.
         known: How many cases failed by each known failure.
         not_investigated: Cases that failed like others, and were not looked at themselves.
+        suspects: Numbers of cases that failed, or of which a variant did, and that nobody had investigated when the run ended.
+        suspect_variants: How many variants failed and were not investigated likewise.
         turns: In which run the example of each known failure ran last, the first run being 0.
         runs: Runs so far.
         seconds: Time spent.
@@ -86,6 +88,8 @@ class State:
     variants: Mapping[str, int] = field(default_factory=dict)
     known: Mapping[str, int] = field(default_factory=dict)
     not_investigated: int = 0
+    suspects: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+    suspect_variants: int = field(default=0, metadata=ADDED_LATER)
     turns: Mapping[str, int] = field(default_factory=dict)
     runs: int = 0
     seconds: float = 0.0
@@ -94,6 +98,21 @@ class State:
     def unfinished(self) -> tuple[int, ...]:
         """Return the numbers of the cases without a verdict."""
         return tuple(number for number, letter in enumerate(self.verdicts) if letter == OPEN)
+
+    def reopened(self) -> State:
+        """Return what the next run goes on with: suspects run again, for they fail and nobody has found out how."""
+        letters = list(self.verdicts)
+        for number in self.suspects:
+            letters[number] = OPEN
+        failing = Counter({Verdict.FAIL.value: self.suspect_variants})
+        return replace(
+            self,
+            verdicts="".join(letters),
+            reasons={number: why for number, why in self.reasons.items() if int(number) not in self.suspects},
+            variants=Counter(self.variants) - failing,
+            suspects=(),
+            suspect_variants=0,
+        )
 
     def counts(self) -> Counter[Verdict]:
         """Return how many cases have each verdict, variants included."""
@@ -180,6 +199,9 @@ def read_state(file: Path) -> State:
             raise InvalidRecord(
                 f"{where}.reasons.{number}.looks: expected what a failure looks like, got {reason.looks} ({error}). {_ADVICE}"
             ) from error
+    strangers = [number for number in state.suspects if not 0 <= number < len(state.verdicts)]
+    if strangers:
+        raise InvalidRecord(f"{where}.suspects: expected numbers of its cases, got {strangers}. {_ADVICE}")
     words = sorted(set(state.variants) - {verdict.value for verdict in _LETTER_OF})
     if words:
         raise InvalidRecord(f"{where}.variants: expected verdicts, got {words}. {_ADVICE}")

@@ -95,6 +95,7 @@ class Campaign:
         self._looked_like: Counter[str] = Counter()
         self._keys: dict[object, str] = {}
         self._suspects: list[tuple[QueuedCase | None, JudgedCase]] = []
+        self._not_looked_at: Counter[tuple[int | None, int | None]] = Counter()
         self._watch_models = True
         self.damaged: list[str] = []
         self.tally = CampaignTally(resumed=len(self._before.unfinished))
@@ -120,7 +121,7 @@ class Campaign:
         whole = plan.shard == (1, 1) == state.shard
         refuse(self._file, {name: wrong[name] for name in wrong if name == "implementation" or not whole})
         if not wrong:
-            return state
+            return state.reopened()
         if plan.listed:
             return fresh  # each of its numbers is another case now
         former = "".join(letter if letter == OPEN else FORMER for letter in state.verdicts)
@@ -172,7 +173,9 @@ class Campaign:
     def take(self, answer: Batch | _Answer) -> None:
         """Take in what a job gave, and keep the suspects that are worth investigating."""
         if isinstance(answer, list):
-            self._suspects += [pair for pair in answer if self._take_result(*pair)]
+            suspects = [pair for pair in answer if self._take_result(*pair)]
+            self._suspects += suspects
+            self._not_looked_at.update((queued.number, queued.origin) for queued, _ in suspects)
         else:
             self._take_investigated(answer.queued, answer.investigated)
         self.tally.seconds = self._budget.spent
@@ -186,6 +189,8 @@ class Campaign:
         tally.drawn = len(self.verdicts) - len(before.verdicts)
         tally.postponed = Counter(self._queue.postponed)
         tally.left = len(self.verdicts.numbers(None))
+        pending = self._not_looked_at
+        suspects = {number for either in pending for number in either if number is not None}
         variants = Counter(before.variants) + Counter({v.value: count for v, count in self._variants.items()})
         write_state(
             self._file,
@@ -197,6 +202,8 @@ class Campaign:
                 variants,
                 known=dict(Counter(before.known) + tally.known),
                 not_investigated=before.not_investigated + tally.not_investigated,
+                suspects=tuple(sorted(suspects)),
+                suspect_variants=sum(count for (number, _), count in pending.items() if number is None),
                 turns=self._turns,
                 runs=before.runs + 1,
                 seconds=before.seconds + tally.seconds,
@@ -315,6 +322,7 @@ class Campaign:
             verdict = Verdict.FAIL if answer.discovery.confirmed else Verdict.UNKNOWN
         if queued is not None:
             self._settle(queued, verdict, former=Verdict.FAIL)
+            self._not_looked_at -= Counter([(queued.number, queued.origin)])
 
     def _take_discovery(self, discovery: Discovery, met_as: Signature) -> None:
         key = discovery.key if discovery.confirmed else ("unconfirmed", discovery.signature)

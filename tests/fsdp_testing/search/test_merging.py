@@ -182,6 +182,11 @@ def test_a_part_that_has_drawn_nothing_is_left_whole() -> None:
     assert joined([State({}, (1, 2), "ppp"), State({}, (2, 2), "p")]).verdicts == "ppp.p"
 
 
+def test_suspects_of_parts_are_suspects_of_the_whole() -> None:
+    merged = joined([State({}, (1, 2), "pf", suspects=(1,)), State({}, (2, 2), "ff", suspects=(0,))])
+    assert (merged.verdicts, merged.suspects, merged.reopened().verdicts) == ("pfff", (1, 2), "p..f")
+
+
 def test_counts_are_added_entry_by_entry() -> None:
     one = {"a": {"pass": 1}, "b": {"fail": 2}}
     assert total([one, {"a": {"pass": 3, "unknown": 1}}, {}]) == {"a": {"pass": 4, "unknown": 1}, "b": {"fail": 2}}
