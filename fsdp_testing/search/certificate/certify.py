@@ -219,15 +219,17 @@ class CellRunner:
         if signature is None or judged.judgement.loses_ranks:
             return judged.judgement, True
         with self._lock:
-            self._confirmed[signature] += 1
-            enough = self._confirmed[signature] > CONFIRMED_ALONE
+            enough = self._confirmed[signature] >= CONFIRMED_ALONE
         if enough:
             return judged.judgement, False
         try:
             (alone,) = self.cases.judge_batch(self._implementation, [judged.case], _WATCH)
         except PoolBroken as broken:
             return Judgement(Verdict.UNKNOWN, reason=str(broken)), False
-        return confirmed(judged.judgement, alone.judgement), True
+        settled = confirmed(judged.judgement, alone.judgement)
+        with self._lock:
+            self._confirmed[signature] += settled.finding is not None
+        return settled, True
 
 
 def _verdict(judgement: Judgement, twice: bool) -> tuple[Verdict, Reason | None]:

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from fsdp_testing.adapters import registry
-from fsdp_testing.cases.records import CAPABILITIES, Verdict
+from fsdp_testing.cases.records import CAPABILITIES, Case, FailureKind, Judgement, Verdict
 from fsdp_testing.errors import InvalidRecord, PoolBroken
-from fsdp_testing.judging.case_runner import CaseRunner
+from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
+from fsdp_testing.judging.checkers.explain import finding
 from fsdp_testing.judging.known import KnownFailures
 from fsdp_testing.oracle.models import uses_of
 from fsdp_testing.ranks.pool import default_pool
@@ -133,6 +134,20 @@ def test_of_cells_that_look_alike_the_first_are_run_again_alone_and_the_others_s
     rows = judged("small_faults:ZEROS", cells)
     assert [verdict for _, verdict, _ in rows] == [Verdict.FAIL] * len(cells)
     assert [reason is not None and reason.confirmed for _, _, reason in rows] == [True] * 3 + [False] * (len(cells) - 3)
+
+
+def test_cells_that_fail_among_others_and_hold_alone_confirm_nothing(monkeypatch: pytest.MonkeyPatch):
+    """After three of them the others failed, for cells "that look like them failed again alone"."""
+
+    def judge_batch(_runner: CaseRunner, _name, cases: list[Case], *_: object) -> list[JudgedCase]:
+        off = [finding(case, FailureKind.DIVERGED, "gradient", 0, "off", ranks=(0,)) for case in cases]
+        fails = [JudgedCase(case, Judgement(Verdict.FAIL, why)) for case, why in zip(cases, off)]
+        return fails if len(cases) > 1 else [JudgedCase(cases[0], Judgement(Verdict.PASS))]
+
+    monkeypatch.setattr(CaseRunner, "judge_batch", judge_batch)
+    rows = judged("small_faults:UNBROKEN", [c for c in face(first=("S", "NS", "SS")) if c.size == 2])
+    assert len(rows) > 4
+    assert {verdict for _, verdict, _ in rows} == {Verdict.UNKNOWN}
 
 
 def test_a_lost_judge_leaves_the_cells_unknown_that_lose_it(monkeypatch: pytest.MonkeyPatch):
