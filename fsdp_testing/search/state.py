@@ -240,7 +240,8 @@ def refuse(file: Path, wrong: Mapping[str, str]) -> None:
 
 _ALWAYS = ("fsdp_testing", "fsdp_ref")
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
-_IMPORT = re.compile(rb"^[ \t]*(?:from|import)[ \t]+([\w., \t]+)", re.MULTILINE)
+_IMPORT = re.compile(rb"(?:^|[;:])[ \t]*(?:from|import)[ \t]+([\w., \t]+)", re.MULTILINE)
+_IMPORT_BY_NAME = re.compile(rb"(?:import_module|__import__)\(\s*[\"']([\w.]+)[\"']")
 
 
 def source_digest(adapter: Adapter) -> str:
@@ -250,16 +251,16 @@ def source_digest(adapter: Adapter) -> str:
     not installed and that these import, also inside functions. What is installed besides counts by its version.
     """
     total = hashlib.sha256(f"torch {torch.__version__}".encode())
-    own = registry.module_of(adapter.reference).partition(".")[0]
+    own = [module.partition(".")[0] for module in registry.modules_of(adapter.reference) if module]
     seen: set[str] = set()
-    todo = [own, *_ALWAYS]
+    todo = [*own, *_ALWAYS]
     while todo:
         name = todo.pop(0)
         if name in seen or name == "torch" or name in sys.stdlib_module_names:
             continue
         seen.add(name)
         place = _place(name)
-        if place is None or (name not in (own, *_ALWAYS) and _INSTALLED & set(place.parts)):
+        if place is None or (name not in (*own, *_ALWAYS) and _INSTALLED & set(place.parts)):
             total.update(f"\n{name} {_version(name)}\n".encode())
             continue
         imported: set[str] = set()
@@ -286,7 +287,8 @@ def _place(name: str) -> Path | None:
 
 
 def _imported(text: bytes) -> Iterator[str]:
-    for found in _IMPORT.finditer(text):
+    lines = re.sub(rb"\\\r?\n", b" ", text)
+    for found in (*_IMPORT.finditer(lines), *_IMPORT_BY_NAME.finditer(lines)):
         for name in found[1].decode().split(" import ")[0].split(","):
             top = name.strip().partition(" ")[0].partition(".")[0]
             if top.isidentifier():
