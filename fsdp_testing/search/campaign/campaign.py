@@ -347,11 +347,13 @@ class Campaign:
             return few and not self._budget.time_is_up(SHARE)
 
         judge = partial(self._runner.impatient(EXAMPLE_SECONDS).judge_batch, plan.implementation)
-        checked = check_examples(judge, causes.rules, self._turns, self._fair, allowed)
+        checked = check_examples(judge, causes.rules, self._turns, self._fair, allowed, self._earlier)
         causes.rules = causes.rules.without_rules(checked.gone)
         self._keys = {key: name for key, name in self._keys.items() if name not in checked.gone}
         self._turns.update(dict.fromkeys(checked.ran, self._before.runs))
         self.tally.found_before.update(self._earlier & set(checked.still))
+        for name in self._earlier.intersection(checked.undecided):
+            self.tally.unjudged[f"the example of {name}, which an earlier run found"] += 1
         self.tally.gone += checked.gone
         self.tally.examples = (len(checked.ran), len(checked.ran) + checked.left)
         self._suspects += [(None, judged) for judged in checked.changed]

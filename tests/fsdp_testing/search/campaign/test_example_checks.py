@@ -1,0 +1,66 @@
+"""What an earlier run found is asked again in each run, and is no success until its example passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fuzz_cases import case, micro
+
+from fsdp_testing.adapters import registry
+from fsdp_testing.cases.drawing import Scope
+from fsdp_testing.cases.records import Case, FailureKind, Judgement, Verdict
+from fsdp_testing.checks.findings.discovery import Discovery
+from fsdp_testing.checks.findings.known import shipped_known
+from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
+from fsdp_testing.judging.checkers.explain import finding
+from fsdp_testing.judging.signature import signature_of
+from fsdp_testing.ranks.pool import default_pool
+from fsdp_testing.search.campaign.campaign import Campaign, Plan
+from fsdp_testing.search.campaign.writing import write_discovery
+
+MET = replace(case(micro(1)), strategy="full_shard")
+
+
+def fails(kind: FailureKind) -> Judgement:
+    return Judgement(Verdict.FAIL, finding(MET, kind, "gradient", 0, "off", ranks=(0,)))
+
+
+DIVERGES = fails(FailureKind.DIVERGED)
+
+
+@pytest.mark.parametrize(
+    ("now", "code"),
+    [
+        (DIVERGES, 1),
+        (Judgement(Verdict.UNKNOWN, reason="why"), 3),
+        (fails(FailureKind.DIED), 3),
+        (Judgement(Verdict.PASS), 0),
+    ],
+)
+@pytest.mark.parametrize("turns", [{}, {"ran": 1}])
+def test_a_short_run_after_a_finding_says_what_became_of_it(
+    now: Judgement, code: int, turns: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its example stood in a chunk with those of shipped rules, which was more than a short run may take: none ran."""
+    assert DIVERGES.finding is not None
+    earlier = Discovery("torch-fsdp2", signature_of(DIVERGES.finding), MET, MET, "off")
+    write_discovery(earlier, tmp_path)
+    asked: list[Case] = []
+
+    def judge_batch(_runner: CaseRunner, _name: object, cases: Sequence[Case], *_: object) -> list[JudgedCase]:
+        asked.extend(cases)
+        return [JudgedCase(each, now if each == MET else Judgement(Verdict.PASS)) for each in cases]
+
+    monkeypatch.setattr(CaseRunner, "judge_batch", judge_batch)
+    adapter = registry.load("torch-fsdp2")
+    plan = Plan(adapter, Scope(adapter.capabilities), tmp_path, None, 6, known=shipped_known(adapter.built_on))
+    run = Campaign(plan, default_pool(), lambda _: None, lambda *_: None)
+    run._turns = {earlier.name: 1} if turns else {}
+    tally = run.run()
+    assert asked[0] == MET
+    assert tally.exit_code == code
+    assert tally.gone == ([earlier.name] if not code else tally.gone)
+    assert tally.examples[0] <= 2
