@@ -140,7 +140,7 @@ class Campaign:
             if earlier.confirmed:
                 rules.append(earlier.rule())
                 self._earlier.add(earlier.name)
-            self._keys[earlier.key] = earlier.name
+            self._keys[_key(earlier)] = earlier.name
         return KnownFailures(tuple(rules))
 
     # ------------------------------------------------------------------------------------------- the source
@@ -264,7 +264,8 @@ class Campaign:
             tally.known[rule.name] += 1
             tally.found_before.update(self._earlier & {rule.name})
             self._settle(queued, self._known_by(rule), why=Reason(rule.name))
-            self._watch_models &= not judgement.only_model_stays
+            # What is known of some cases only says nothing of the models of others.
+            self._watch_models &= not judgement.only_model_stays or bool(rule.operations or rule.tags)
             return False
         self._settle(queued, judged.verdict, why=_reason(judged))
         if judged.verdict is Verdict.UNKNOWN:
@@ -325,7 +326,7 @@ class Campaign:
             self._not_looked_at -= Counter([(queued.number, queued.origin)])
 
     def _take_discovery(self, discovery: Discovery, met_as: Signature) -> None:
-        key = discovery.key if discovery.confirmed else ("unconfirmed", discovery.signature)
+        key = _key(discovery)
         name = self._keys.get(key)
         if name is not None:
             self.tally.duplicates[name] += 1
@@ -357,6 +358,11 @@ class Campaign:
         self.tally.gone += checked.gone
         self.tally.examples = (len(checked.ran), len(checked.ran) + checked.left)
         self._suspects += [(None, judged) for judged in checked.changed]
+
+
+def _key(discovery: Discovery) -> object:
+    """Return what is equal for discoveries of one defect."""
+    return discovery.key if discovery.confirmed else ("unconfirmed", discovery.signature)
 
 
 def _reason(judged: JudgedCase) -> Reason | None:

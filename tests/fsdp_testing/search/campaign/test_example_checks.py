@@ -1,4 +1,4 @@
-"""What an earlier run found is asked again in each run, and is no success until its example passes."""
+"""What an earlier run found is asked again, and no success until its example passes; what is known of it hides nothing else."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.checks.findings.known import shipped_known
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.judging.checkers.explain import finding
+from fsdp_testing.judging.known import KnownFailures, Rule
 from fsdp_testing.judging.signature import signature_of
 from fsdp_testing.ranks.pool import default_pool
 from fsdp_testing.search.campaign.campaign import Campaign, Plan
+from fsdp_testing.search.campaign.case_queue import QueuedCase
 from fsdp_testing.search.campaign.writing import write_discovery
 
 MET = replace(case(micro(1)), strategy="full_shard")
@@ -64,3 +66,35 @@ def test_a_short_run_after_a_finding_says_what_became_of_it(
     assert tally.exit_code == code
     assert tally.gone == ([earlier.name] if not code else tally.gone)
     assert tally.examples[0] <= 2
+
+
+def begun(state: Path, known: KnownFailures = KnownFailures()) -> Campaign:
+    adapter = registry.load("torch-fsdp2")
+    plan = Plan(adapter, Scope(adapter.capabilities), state, known=known)
+    return Campaign(plan, default_pool(), lambda _: None, lambda *_: None)
+
+
+@pytest.mark.parametrize(("tags", "watched"), [((), False), (("strategy:full_shard",), True)])
+def test_a_known_leak_of_some_cases_does_not_end_the_watch_on_others(
+    tags: tuple[str, ...], watched: bool, tmp_path: Path
+):
+    leaked = finding(MET, FailureKind.LEAKED, "model", 1, "left behind", ranks=(0,), sort="model")
+    run = begun(tmp_path, KnownFailures((Rule("stays", "why", signatures=(("leaked", "model"),), tags=tags),)))
+    met = QueuedCase(MET, run.verdicts.add_case())
+    assert not run._take_result(met, JudgedCase(MET, Judgement(Verdict.FAIL, leaked)))
+    assert run.tally.known == {"stays": 1}
+    assert run._watch_models is watched
+
+
+def test_what_failed_once_in_an_earlier_run_is_told_when_it_is_confirmed(tmp_path: Path):
+    """It had the name of the earlier one, and so it failed without a finding."""
+    assert DIVERGES.finding is not None
+    once = Discovery("torch-fsdp2", signature_of(DIVERGES.finding), MET, MET, "off", confirmed=False)
+    write_discovery(once, tmp_path)
+    told: list[Discovery] = []
+    run = begun(tmp_path)
+    run._on_finding = lambda discovery, _: told.append(discovery)
+    run._take_discovery(once, once.signature)
+    assert not told, "that was said by the earlier run"
+    run._take_discovery(replace(once, confirmed=True), once.signature)
+    assert [discovery.confirmed for discovery in told] == [True]
