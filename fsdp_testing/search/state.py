@@ -23,7 +23,7 @@ from fsdp_testing.adapters import registry
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.base.document import ADDED_LATER, Format, decode, load_json, read_text
 from fsdp_testing.cases.records import FailureKind, Verdict
-from fsdp_testing.errors import InvalidRecord
+from fsdp_testing.errors import InvalidArgument, InvalidRecord
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.report.files import write_atomically
 
@@ -236,6 +236,19 @@ def refuse(file: Path, wrong: Mapping[str, str]) -> None:
     if wrong:
         what = "; ".join(wrong.values())
         raise InvalidRecord(f"{file}: {what}. Its earlier results belong to another run. {_ADVICE}")
+
+
+def refuse_changed(subject: Mapping[str, str], source: str) -> None:
+    """Refuse to write down verdicts whose ranks may have run another text than the subject says: new ranks read it anew.
+
+    Raises:
+        InvalidArgument: The source is another one by now.
+    """
+    if subject.get(SOURCE) != source:
+        raise InvalidArgument(
+            "source: expected text that stays while it is judged, got a change of the implementation or of fsdp-testing. "
+            "Verdicts since the last one that was saved are left out. Run it again."
+        )
 
 
 _ALWAYS = ("fsdp_testing", "fsdp_ref")

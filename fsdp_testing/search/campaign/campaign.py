@@ -30,12 +30,14 @@ from fsdp_testing.search.loop import Budget, search
 from fsdp_testing.search.state import (
     FORMER,
     OPEN,
+    SOURCE,
     Reason,
     State,
     Verdicts,
     changes,
     read_state,
     refuse,
+    refuse_changed,
     write_state,
 )
 
@@ -191,6 +193,7 @@ class Campaign:
         tally.left = len(self.verdicts.numbers(None))
         pending = self._not_looked_at
         suspects = {number for either in pending for number in either if number is not None}
+        refuse_changed(before.subject, self._plan.subject[SOURCE])
         variants = Counter(before.variants) + Counter({v.value: count for v, count in self._variants.items()})
         write_state(
             self._file,

@@ -30,6 +30,7 @@ from fsdp_testing.search.state import (
     changes,
     read_state,
     refuse,
+    refuse_changed,
     source_digest,
     write_state,
 )
@@ -148,6 +149,7 @@ class Certificate:
         self._on_progress(self)
 
     def save(self) -> None:
+        refuse_changed(self._subject, source_digest(self.plan.implementation))
         reasons = {str(number): reason for number, reason in self.verdicts.reasons.items()}
         letters, before = self.verdicts.letters, self._before
         state = State(self._subject, self.plan.shard, letters, reasons, runs=before.runs + 1, seconds=self.seconds)

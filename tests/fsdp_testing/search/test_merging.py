@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_testing.adapters import registry
 from fsdp_testing.cases.drawing import Scope
-from fsdp_testing.cases.records import Case, FailureKind, ModelSpec, Step, WorldSpec
+from fsdp_testing.cases.records import Case, FailureKind, ModelSpec, Step, Verdict, WorldSpec
 from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.cli.main import main
 from fsdp_testing.errors import InvalidArgument, InvalidRecord
@@ -172,6 +172,18 @@ def test_a_whole_campaign_goes_on_after_a_change_with_the_next_number_and_says_n
         assert (state.verdicts, state.counts().total(), state.subject) == ("--.--", 0, change.subject)
     with pytest.raises(InvalidRecord, match="implementation: expected 'torch-fsdp2', got 'torch-ddp'"):
         begun(replace(plan, implementation=registry.adapter_of("torch-fsdp2")))
+
+
+def test_verdicts_are_not_written_down_if_the_text_changed_while_cases_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = begun(Plan(registry.adapter_of("torch-ddp"), Scope(), tmp_path))
+    run.save()
+    run.verdicts.take(run.verdicts.add_case(), Verdict.PASS)
+    monkeypatch.setattr(campaign_plan, "source_digest", lambda _: "another")
+    with pytest.raises(InvalidArgument, match="a change of the implementation or of fsdp-testing"):
+        run.save()
+    assert read_state(tmp_path / "state.json").verdicts == ""
 
 
 def test_a_part_that_has_drawn_nothing_is_left_whole() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from fsdp_testing.adapters import registry
 from fsdp_testing.cases.records import CAPABILITIES, Case, FailureKind, Judgement, Verdict
-from fsdp_testing.errors import InvalidRecord, PoolBroken
+from fsdp_testing.errors import InvalidArgument, InvalidRecord, PoolBroken
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.judging.checkers.explain import finding
 from fsdp_testing.judging.known import KnownFailures
@@ -250,6 +250,21 @@ def test_a_cell_of_which_nothing_is_said_is_unknown(tmp_path: Path, monkeypatch:
         "uuuu",
         {"it has no report"},
     )
+
+
+@pytest.mark.usefixtures("cells_once")
+def test_cells_are_not_kept_if_the_text_changed_while_they_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """New ranks read the new text; the certificate named the old one."""
+
+    def run(_runner: CellRunner, job: Job) -> Judged:
+        monkeypatch.setattr(certify, "source_digest", lambda _: "another")
+        return [(cell, Verdict.PASS, None) for cell in job]
+
+    monkeypatch.setattr(CellRunner, "run", run)
+    asked = certificate("UNBROKEN", tmp_path, sample=4)
+    with pytest.raises(InvalidArgument, match="a change of the implementation or of fsdp-testing"):
+        asked.run()
+    assert not (tmp_path / "certificate.json").exists()
 
 
 @pytest.mark.usefixtures("cells_once")
