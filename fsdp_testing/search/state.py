@@ -76,6 +76,7 @@ class State:
         not_investigated: Cases that failed like others, and were not looked at themselves.
         suspects: Numbers of cases that failed, or of which a variant did, and that nobody had investigated when the run ended.
         suspect_variants: How many variants failed and were not investigated likewise.
+        listed: How many cases the whole search has, all parts together; 0 where that is left open.
         turns: In which run the example of each known failure ran last, the first run being 0.
         runs: Runs so far.
         seconds: Time spent.
@@ -90,6 +91,7 @@ class State:
     not_investigated: int = 0
     suspects: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
     suspect_variants: int = field(default=0, metadata=ADDED_LATER)
+    listed: int = field(default=0, metadata=ADDED_LATER)
     turns: Mapping[str, int] = field(default_factory=dict)
     runs: int = 0
     seconds: float = 0.0

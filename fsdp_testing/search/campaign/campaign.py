@@ -207,6 +207,7 @@ class Campaign:
                 not_investigated=before.not_investigated + tally.not_investigated,
                 suspects=tuple(sorted(suspects)),
                 suspect_variants=sum(count for (number, _), count in pending.items() if number is None),
+                listed=len(self._plan.listed),
                 turns=self._turns,
                 runs=before.runs + 1,
                 seconds=before.seconds + tally.seconds,

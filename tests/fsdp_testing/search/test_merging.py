@@ -194,6 +194,14 @@ def test_a_part_that_has_drawn_nothing_is_left_whole() -> None:
     assert joined([State({}, (1, 2), "ppp"), State({}, (2, 2), "p")]).verdicts == "ppp.p"
 
 
+def test_what_no_part_ran_of_a_list_is_left_and_no_success() -> None:
+    """Two parts of a list of pairs that had been interrupted were all right, with "0 cases left"."""
+    merged = joined([State({}, (1, 2), "pp", listed=7), State({}, (2, 2), "p", listed=7)])
+    assert (merged.verdicts, merged.listed, merged.unfinished) == ("ppp....", 7, (3, 4, 5, 6))
+    assert MergedCampaign(merged, (), 0).exit_code == 3
+    assert MergedCampaign(replace(merged, verdicts="ppppppp"), (), 0).exit_code == 0
+
+
 def test_suspects_of_parts_are_suspects_of_the_whole() -> None:
     merged = joined([State({}, (1, 2), "pf", suspects=(1,)), State({}, (2, 2), "ff", suspects=(0,))])
     assert (merged.verdicts, merged.suspects, merged.reopened().verdicts) == ("pfff", (1, 2), "p..f")
