@@ -126,6 +126,32 @@ def test_a_finding_as_plain_as_one_micro_batch_discards_no_case(tmp_path: Path):
     assert mended.verdicts == {Verdict.PASS: 8}
 
 
+@pytest.mark.parametrize(("again", "confirmed"), [(Verdict.FAIL, True), (Verdict.PASS, False)])
+def test_what_fails_alone_each_time_is_confirmed_although_the_shortest_case_holds(
+    again: Verdict, confirmed: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """It was told as what failed once and not alone: unknown."""
+    met, short = case(micro(1), Step()), case(micro(1))
+    off = finding(met, FailureKind.RAISED, "RuntimeError", 0, "off", ranks=(0,))
+    fails, holds = Judgement(Verdict.FAIL, off), Judgement(Verdict.PASS)
+    given = [(met, fails), (short, holds), (met, fails if again is Verdict.FAIL else holds)]
+
+    def judge_batch(_name: str, cases: list[Case], _watch: object) -> list[JudgedCase]:
+        expected, judgement = given.pop(0)
+        assert cases == [expected]
+        return [JudgedCase(expected, judgement)]
+
+    runner = SimpleNamespace(impatient=lambda: SimpleNamespace(judge_batch=judge_batch))
+    monkeypatch.setattr(investigation, "attempts_on", lambda *_: None)
+    monkeypatch.setattr(investigation, "shrink", lambda *_: SimpleNamespace(case=short, attempts=1, seconds=0.0))
+    asker = investigation.Investigator("it", shape=lambda other: other, fair=lambda _: True, seconds=1.0)
+    suspect = investigation.Suspect(met, signature_of(off), "off")
+    found = asker.investigate(runner, suspect, KnownFailures())  # type: ignore[arg-type]  # runs nothing
+    assert found is not None
+    assert found.discovery is not None
+    assert (found.discovery.confirmed, found.discovery.case) == (confirmed, met)
+
+
 @pytest.mark.parametrize(
     ("cause", "is_known"),
     [
