@@ -322,6 +322,9 @@ class Campaign:
             counts[answer.known.name] += 1
             self.tally.found_before.update(self._earlier & {answer.known.name})
             verdict = self._known_by(answer.known)
+            if queued is not None and answer.discovery is not None:
+                # Nothing but its shortest case is known: the whole one may have failed by something else before.
+                self._queue.add_variant(queued, answer.known, self._drawer.shape, self._fair)
         elif answer.discovery is not None:
             self._take_discovery(answer.discovery, answer.signature)
             verdict = Verdict.FAIL if answer.discovery.confirmed else Verdict.UNKNOWN

@@ -11,7 +11,7 @@ from fuzz_cases import case, micro
 
 from fsdp_testing.adapters import registry
 from fsdp_testing.cases.drawing import Scope
-from fsdp_testing.cases.records import Case, FailureKind, Judgement, Verdict
+from fsdp_testing.cases.records import Case, FailureKind, Judgement, Verdict, ZeroGrad
 from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.checks.findings.known import shipped_known
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
@@ -22,6 +22,7 @@ from fsdp_testing.ranks.pool import default_pool
 from fsdp_testing.search.campaign.campaign import Campaign, Plan
 from fsdp_testing.search.campaign.case_queue import QueuedCase
 from fsdp_testing.search.campaign.writing import write_discovery
+from fsdp_testing.search.investigation import Investigated
 
 MET = replace(case(micro(1)), strategy="full_shard")
 
@@ -84,6 +85,23 @@ def test_a_known_leak_of_some_cases_does_not_end_the_watch_on_others(
     assert not run._take_result(met, JudgedCase(MET, Judgement(Verdict.FAIL, leaked)))
     assert run.tally.known == {"stays": 1}
     assert run._watch_models is watched
+
+
+def test_what_is_known_once_it_is_short_runs_without_what_brings_that_about(tmp_path: Path):
+    """A new failure in operation 0 became the known one of operation 2 when it was shortened, and was not seen again."""
+    assert DIVERGES.finding is not None
+    looks = signature_of(DIVERGES.finding)
+    rule = Rule("known", "why", signatures=(looks,), operations=("zero_grad",), without="zero_grad")
+    whole = replace(MET, program=(*MET.program, ZeroGrad(), *MET.program))
+    run = begun(tmp_path, KnownFailures((rule,)))
+    met = QueuedCase(whole, run.verdicts.add_case())
+    run._settle(met, Verdict.FAIL)
+    short = Discovery("torch-fsdp2", looks, whole, replace(MET, program=whole.program[1:]), "off")
+    run._take_investigated(met, Investigated(looks, short, rule))
+    assert run.verdicts.letters == "e"
+    ((variant,),) = run._queue._waiting.values()
+    assert [operation.kind for operation in variant.case.program] == ["forward_backward"] * 2
+    assert variant.origin == met.number
 
 
 def test_what_failed_once_in_an_earlier_run_is_told_when_it_is_confirmed(tmp_path: Path):
