@@ -322,8 +322,9 @@ class Campaign:
             counts[answer.known.name] += 1
             self.tally.found_before.update(self._earlier & {answer.known.name})
             verdict = self._known_by(answer.known)
-            if queued is not None and answer.discovery is not None:
-                # Nothing but its shortest case is known: the whole one may have failed by something else before.
+            met_as = queued and self._causes.rules.recognizing(answer.signature, queued.case)
+            if queued is not None and (answer.discovery is not None or not met_as):
+                # Known only once it is alone or short: the whole case may have failed by something else before.
                 self._queue.add_variant(queued, answer.known, self._drawer.shape, self._fair)
         elif answer.discovery is not None:
             self._take_discovery(answer.discovery, answer.signature)

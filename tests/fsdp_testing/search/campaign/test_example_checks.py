@@ -17,7 +17,7 @@ from fsdp_testing.checks.findings.known import shipped_known
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.judging.checkers.explain import finding
 from fsdp_testing.judging.known import KnownFailures, Rule
-from fsdp_testing.judging.signature import signature_of
+from fsdp_testing.judging.signature import Signature, signature_of
 from fsdp_testing.ranks.pool import default_pool
 from fsdp_testing.search.campaign.campaign import Campaign, Plan
 from fsdp_testing.search.campaign.case_queue import QueuedCase
@@ -87,7 +87,8 @@ def test_a_known_leak_of_some_cases_does_not_end_the_watch_on_others(
     assert run._watch_models is watched
 
 
-def test_what_is_known_once_it_is_short_runs_without_what_brings_that_about(tmp_path: Path):
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_is_known_once_it_is_short_runs_without_what_brings_that_about(alone: bool, tmp_path: Path):
     """A new failure in operation 0 became the known one of operation 2 when it was shortened, and was not seen again."""
     assert DIVERGES.finding is not None
     looks = signature_of(DIVERGES.finding)
@@ -97,7 +98,8 @@ def test_what_is_known_once_it_is_short_runs_without_what_brings_that_about(tmp_
     met = QueuedCase(whole, run.verdicts.add_case())
     run._settle(met, Verdict.FAIL)
     short = Discovery("torch-fsdp2", looks, whole, replace(MET, program=whole.program[1:]), "off")
-    run._take_investigated(met, Investigated(looks, short, rule))
+    among_others = Signature(FailureKind.DIVERGED, "value", "step")
+    run._take_investigated(met, Investigated(among_others if alone else looks, None if alone else short, rule))
     assert run.verdicts.letters == "e"
     ((variant,),) = run._queue._waiting.values()
     assert [operation.kind for operation in variant.case.program] == ["forward_backward"] * 2
