@@ -22,7 +22,16 @@ from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.adapters.registrations import BUILT_IN, ENTRY_POINT_GROUP, Registration, names, registrations
 from fsdp_testing.errors import InvalidArgument, InvalidImplementation, UnknownImplementation
 
-__all__ = ["BUILT_IN", "ENTRY_POINT_GROUP", "Registration", "adapter_of", "load", "module_of", "names", "registrations"]
+__all__ = [
+    "BUILT_IN",
+    "ENTRY_POINT_GROUP",
+    "Registration",
+    "adapter_of",
+    "load",
+    "modules_of",
+    "names",
+    "registrations",
+]
 
 
 def load(name: object) -> Adapter:
@@ -71,10 +80,19 @@ def adapter_of(implementation: str | Adapter) -> Adapter:
     return implementation if isinstance(implementation, Adapter) else _loaded(implementation)
 
 
-def module_of(reference: str) -> str:
-    """Return the module in which an implementation of that name or import string is; it was loaded before."""
+def modules_of(reference: str) -> list[str]:
+    """Return the modules through which an implementation of that name or import string is found; it was loaded before.
+
+    An import string may lead to another one, and the last one to an object whose class is from elsewhere.
+    """
     known = registrations().get(reference)
-    return (known[0].target if known else reference).partition(":")[0]
+    found: Any = known[0].target if known else reference
+    modules = []
+    while isinstance(found, str):
+        module, _, path = found.partition(":")
+        modules.append(module)
+        found = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+    return [*modules, str(getattr(found, "__module__", ""))]
 
 
 def _by_reference(adapter: Adapter) -> tuple[Callable[..., Adapter], tuple[str]]:

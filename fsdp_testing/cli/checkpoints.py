@@ -68,13 +68,20 @@ def _plan(options: argparse.Namespace) -> Plan:
                 f"{option}: expected one of {', '.join(map(repr, known))}, got {', '.join(map(repr, wrong))}."
             )
     names = tuple(dict.fromkeys(options.names))
-    return Plan(
+    plan = Plan(
         tuple(registry.load(name) for name in names),
         options.world_size,
         tuple(dict.fromkeys(options.subject or SUBJECTS)),
         tuple(dict.fromkeys(options.way or WAYS)),
         options.timeout,
     )
+    asked = {subject for place in plan.places() for subject in plan.subjects if plan.asks(place, subject)}
+    if idle := [subject for subject in options.subject or () if subject not in asked]:
+        raise InvalidArgument(
+            f"--subject: expected subjects that an implementation claims, got {', '.join(map(repr, idle))}: "
+            f"{'. '.join(plan.not_asked())}. Leave them out."
+        )
+    return plan
 
 
 def _exchanged(plan: Plan, console: Output) -> Summary:
@@ -98,4 +105,4 @@ def _exchanged(plan: Plan, console: Output) -> Summary:
         display.stage(f"saving and loading, {exchange.total:,} states in all", exchange.total)
         results = exchange.run()
     places = [place.name for place in exchange.places]
-    return Summary(environment(), tuple(places), tuple(results), time.monotonic() - began)
+    return Summary(environment(), tuple(places), tuple(results), time.monotonic() - began, tuple(plan.not_asked()))

@@ -28,7 +28,7 @@ def execute(options: argparse.Namespace) -> int:
     from fsdp_testing.search.campaign.campaign import STATE_FILE
     from fsdp_testing.search.pairs.matrix import summary_of
     from fsdp_testing.search.pairs.sheet import pairs_sheet
-    from fsdp_testing.search.state import read_state
+    from fsdp_testing.search.state import changes, read_state, refuse
 
     _refuse_other_options(options)
     paths = checked_outputs(options)
@@ -37,8 +37,10 @@ def execute(options: argparse.Namespace) -> int:
     covering, plan = _planned(options, adapter, console)
     tally = campaigned(plan, console)
     state = read_state(plan.state / STATE_FILE)
-    unconfirmed = [discovery for discovery in tally.discovered if not discovery.confirmed]
-    summary = summary_of(adapter.name, environment(), covering, state, discovered=unconfirmed)
+    refuse(plan.state / STATE_FILE, changes(plan.subject, state, plan.shard))  # of another process, on other cases
+    if tally.found_before:
+        console.say(f"as an earlier run found: {', '.join(sorted(tally.found_before))}")
+    summary = summary_of(adapter.name, environment(), covering, state, tally)
     return present(pairs_sheet(summary), console, paths, {"--json": lambda: summary.to_json() + "\n"})
 
 

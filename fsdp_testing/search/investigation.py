@@ -147,6 +147,9 @@ class Investigator:
         attempts = attempts_on(runner, self.name)
         shrunk = shrink(suspect.case, signature, attempts, self.shape, self.fair, self.seconds)
         (last,) = runner.impatient().judge_batch(self.name, [shrunk.case], watch)
+        if last.signature != signature and shrunk.case != suspect.case:
+            # A shorter case that holds takes nothing back of the whole one.
+            (last,) = runner.impatient().judge_batch(self.name, [suspect.case], watch)
         confirmed = last.signature == signature
         kept = last if confirmed else alone
         discovery = Discovery(

@@ -50,8 +50,9 @@ class MergedCampaign:
 
     @property
     def exit_code(self) -> int:
-        """Return what `fuzz` would return for all cases of all parts."""
-        return exit_code_of(self.state.counts(), list(self.discoveries))
+        """Return what one campaign would return for all cases of all parts: 3 if it has a list, and not all of that ran."""
+        code = exit_code_of(self.state.counts(), list(self.discoveries))
+        return code or (3 if self.state.listed and self.state.unfinished else 0)
 
 
 def merge_campaigns(parts: Iterable[Path], into: Path) -> MergedCampaign:
@@ -99,6 +100,7 @@ def joined(states: Sequence[State]) -> State:
     drawn = max(
         (of * (len(state.verdicts) - 1) + part + 1 for part, state in enumerate(states) if state.verdicts), default=0
     )
+    drawn = max(drawn, states[0].listed)
     columns = [state.verdicts.ljust(-(-drawn // of), OPEN) for state in states]
     return State(
         subject=states[0].subject,
@@ -111,6 +113,9 @@ def joined(states: Sequence[State]) -> State:
         variants=total(state.variants for state in states),
         known=total(state.known for state in states),
         not_investigated=total(state.not_investigated for state in states),
+        suspects=tuple(sorted(n * of + part for part, state in enumerate(states) for n in state.suspects)),
+        suspect_variants=total(state.suspect_variants for state in states),
+        listed=states[0].listed,
         turns={name: turn for state in states for name, turn in state.turns.items()},
         runs=max(state.runs for state in states),
         seconds=total(state.seconds for state in states),

@@ -13,7 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from fsdp_testing.adapters import registry
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.base.document import ADDED_LATER, Format, decode, load_json, read_text
 from fsdp_testing.cases.records import FailureKind, Verdict
-from fsdp_testing.errors import InvalidRecord
+from fsdp_testing.errors import InvalidArgument, InvalidRecord
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.report.files import write_atomically
 
@@ -74,6 +74,9 @@ class State:
         variants: Verdicts on cases that have no number: others without what brought a known failure about.
         known: How many cases failed by each known failure.
         not_investigated: Cases that failed like others, and were not looked at themselves.
+        suspects: Numbers of cases that failed, or of which a variant did, and that nobody had investigated when the run ended.
+        suspect_variants: How many variants failed and were not investigated likewise.
+        listed: How many cases the whole search has, all parts together; 0 where that is left open.
         turns: In which run the example of each known failure ran last, the first run being 0.
         runs: Runs so far.
         seconds: Time spent.
@@ -86,6 +89,9 @@ class State:
     variants: Mapping[str, int] = field(default_factory=dict)
     known: Mapping[str, int] = field(default_factory=dict)
     not_investigated: int = 0
+    suspects: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+    suspect_variants: int = field(default=0, metadata=ADDED_LATER)
+    listed: int = field(default=0, metadata=ADDED_LATER)
     turns: Mapping[str, int] = field(default_factory=dict)
     runs: int = 0
     seconds: float = 0.0
@@ -94,6 +100,21 @@ class State:
     def unfinished(self) -> tuple[int, ...]:
         """Return the numbers of the cases without a verdict."""
         return tuple(number for number, letter in enumerate(self.verdicts) if letter == OPEN)
+
+    def reopened(self) -> State:
+        """Return what the next run goes on with: suspects run again, for they fail and nobody has found out how."""
+        letters = list(self.verdicts)
+        for number in self.suspects:
+            letters[number] = OPEN
+        failing = Counter({Verdict.FAIL.value: self.suspect_variants})
+        return replace(
+            self,
+            verdicts="".join(letters),
+            reasons={number: why for number, why in self.reasons.items() if int(number) not in self.suspects},
+            variants=Counter(self.variants) - failing,
+            suspects=(),
+            suspect_variants=0,
+        )
 
     def counts(self) -> Counter[Verdict]:
         """Return how many cases have each verdict, variants included."""
@@ -180,6 +201,9 @@ def read_state(file: Path) -> State:
             raise InvalidRecord(
                 f"{where}.reasons.{number}.looks: expected what a failure looks like, got {reason.looks} ({error}). {_ADVICE}"
             ) from error
+    strangers = [number for number in state.suspects if not 0 <= number < len(state.verdicts)]
+    if strangers:
+        raise InvalidRecord(f"{where}.suspects: expected numbers of its cases, got {strangers}. {_ADVICE}")
     words = sorted(set(state.variants) - {verdict.value for verdict in _LETTER_OF})
     if words:
         raise InvalidRecord(f"{where}.variants: expected verdicts, got {words}. {_ADVICE}")
@@ -216,9 +240,23 @@ def refuse(file: Path, wrong: Mapping[str, str]) -> None:
         raise InvalidRecord(f"{file}: {what}. Its earlier results belong to another run. {_ADVICE}")
 
 
+def refuse_changed(subject: Mapping[str, str], source: str) -> None:
+    """Refuse to write down verdicts whose ranks may have run another text than the subject says: new ranks read it anew.
+
+    Raises:
+        InvalidArgument: The source is another one by now.
+    """
+    if subject.get(SOURCE) != source:
+        raise InvalidArgument(
+            "source: expected text that stays while it is judged, got a change of the implementation or of fsdp-testing. "
+            "Verdicts since the last one that was saved are left out. Run it again."
+        )
+
+
 _ALWAYS = ("fsdp_testing", "fsdp_ref")
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
-_IMPORT = re.compile(rb"^[ \t]*(?:from|import)[ \t]+([\w., \t]+)", re.MULTILINE)
+_IMPORT = re.compile(rb"(?:^|[;:])[ \t]*(?:from|import)[ \t]+([\w., \t]+)", re.MULTILINE)
+_IMPORT_BY_NAME = re.compile(rb"(?:import_module|__import__)\(\s*[\"']([\w.]+)[\"']")
 
 
 def source_digest(adapter: Adapter) -> str:
@@ -228,16 +266,16 @@ def source_digest(adapter: Adapter) -> str:
     not installed and that these import, also inside functions. What is installed besides counts by its version.
     """
     total = hashlib.sha256(f"torch {torch.__version__}".encode())
-    own = registry.module_of(adapter.reference).partition(".")[0]
+    own = [module.partition(".")[0] for module in registry.modules_of(adapter.reference) if module]
     seen: set[str] = set()
-    todo = [own, *_ALWAYS]
+    todo = [*own, *_ALWAYS]
     while todo:
         name = todo.pop(0)
         if name in seen or name == "torch" or name in sys.stdlib_module_names:
             continue
         seen.add(name)
         place = _place(name)
-        if place is None or (name not in (own, *_ALWAYS) and _INSTALLED & set(place.parts)):
+        if place is None or (name not in (*own, *_ALWAYS) and _INSTALLED & set(place.parts)):
             total.update(f"\n{name} {_version(name)}\n".encode())
             continue
         imported: set[str] = set()
@@ -264,7 +302,8 @@ def _place(name: str) -> Path | None:
 
 
 def _imported(text: bytes) -> Iterator[str]:
-    for found in _IMPORT.finditer(text):
+    lines = re.sub(rb"\\\r?\n", b" ", text)
+    for found in (*_IMPORT.finditer(lines), *_IMPORT_BY_NAME.finditer(lines)):
         for name in found[1].decode().split(" import ")[0].split(","):
             top = name.strip().partition(" ")[0].partition(".")[0]
             if top.isidentifier():

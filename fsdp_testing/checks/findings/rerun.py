@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.base.document import load_json
 from fsdp_testing.cases.drawing import legal_case, needs_of_case
 from fsdp_testing.cases.models.tree_schema import check_case_with_tree
-from fsdp_testing.cases.records import Case, RunReport, outcome
+from fsdp_testing.cases.records import Case, RankObservation, RunReport, outcome
 from fsdp_testing.checks.findings import discovery
 from fsdp_testing.errors import InvalidArgument, InvalidRecord
 from fsdp_testing.judging import record_stream
@@ -22,13 +22,16 @@ from fsdp_testing.judging.batch import Watch
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.ranks.pool import Pool
 
+Judge = Callable[[CaseRunner, Adapter, Case], JudgedCase]
+
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A case from a file, and the implementation on which it was met, if the file says so."""
+    """A case from a file; and the implementation on which it was met, and the check that met it, if the file says so."""
 
     case: Case
     implementation: str = ""
+    check: str = ""
 
 
 def read_recorded(path: Path) -> list[Recorded]:
@@ -49,7 +52,9 @@ def read_recorded(path: Path) -> list[Recorded]:
     if data.get("format") == outcome.FORMAT.name:
         report = RunReport.from_json(text, str(path))
         cases = [
-            Recorded(finding.case, result.implementation) for result in report.results for finding in result.findings
+            Recorded(finding.case, result.implementation, result.check)
+            for result in report.results
+            for finding in result.findings
         ]
         for met in cases:
             check_case_with_tree(met.case, str(path))
@@ -84,12 +89,24 @@ def check_claims(case: Case, adapter: Adapter) -> None:
         )
 
 
-def replay(pool: Pool, adapter: Adapter, case: Case, deadline: float = 30.0) -> tuple[JudgedCase, str]:
+def replay(
+    pool: Pool, adapter: Adapter, case: Case, deadline: float = 30.0, check: Judge | None = None
+) -> tuple[JudgedCase, str]:
     """Run one case on a pool of its own and judge it.
+
+    Args:
+        pool: Where.
+        adapter: The implementation.
+        case: What to run.
+        deadline: Seconds until a rank counts as hung.
+        check: How a check judges it, where that asks more than the numbers of the case as it is.
 
     Returns:
         What it gave, and a digest of every bit that every rank reported; empty if a rank was lost.
     """
+    if check is not None:
+        judged = check(CaseRunner(pool, timeout=deadline), adapter, case)
+        return judged, _digest_of(judged.ranks if len(judged.ranks) == case.world.size else ())
     digests: list[str] = []
     (judged,) = CaseRunner(pool, timeout=deadline).judge_batch(
         adapter,
@@ -101,12 +118,16 @@ def replay(pool: Pool, adapter: Adapter, case: Case, deadline: float = 30.0) -> 
 
 
 def _digest(directory: str, size: int) -> str:
+    records = [record_stream.read(directory, rank)[:1] for rank in range(size)]
+    return _digest_of([of_rank[0].observation for of_rank in records] if all(records) else [])
+
+
+def _digest_of(ranks: Sequence[RankObservation]) -> str:
+    if not ranks:
+        return ""
     total = hashlib.sha256()
-    for rank in range(size):
-        records = record_stream.read(directory, rank)
-        if not records:
-            return ""
-        seen, error = records[0].observation, records[0].observation.error
+    for seen in ranks:
+        error = seen.error
         # Of an exception its text is left out, which may name an address.
         for part in _parts((seen.results, seen.snapshots, (error.index, error.type_name) if error else None)):
             total.update(part)

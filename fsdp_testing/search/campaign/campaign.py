@@ -30,12 +30,14 @@ from fsdp_testing.search.loop import Budget, search
 from fsdp_testing.search.state import (
     FORMER,
     OPEN,
+    SOURCE,
     Reason,
     State,
     Verdicts,
     changes,
     read_state,
     refuse,
+    refuse_changed,
     write_state,
 )
 
@@ -95,6 +97,7 @@ class Campaign:
         self._looked_like: Counter[str] = Counter()
         self._keys: dict[object, str] = {}
         self._suspects: list[tuple[QueuedCase | None, JudgedCase]] = []
+        self._not_looked_at: Counter[tuple[int | None, int | None]] = Counter()
         self._watch_models = True
         self.damaged: list[str] = []
         self.tally = CampaignTally(resumed=len(self._before.unfinished))
@@ -120,7 +123,7 @@ class Campaign:
         whole = plan.shard == (1, 1) == state.shard
         refuse(self._file, {name: wrong[name] for name in wrong if name == "implementation" or not whole})
         if not wrong:
-            return state
+            return state.reopened()
         if plan.listed:
             return fresh  # each of its numbers is another case now
         former = "".join(letter if letter == OPEN else FORMER for letter in state.verdicts)
@@ -139,7 +142,7 @@ class Campaign:
             if earlier.confirmed:
                 rules.append(earlier.rule())
                 self._earlier.add(earlier.name)
-            self._keys[earlier.key] = earlier.name
+            self._keys[_key(earlier)] = earlier.name
         return KnownFailures(tuple(rules))
 
     # ------------------------------------------------------------------------------------------- the source
@@ -172,7 +175,9 @@ class Campaign:
     def take(self, answer: Batch | _Answer) -> None:
         """Take in what a job gave, and keep the suspects that are worth investigating."""
         if isinstance(answer, list):
-            self._suspects += [pair for pair in answer if self._take_result(*pair)]
+            suspects = [pair for pair in answer if self._take_result(*pair)]
+            self._suspects += suspects
+            self._not_looked_at.update((queued.number, queued.origin) for queued, _ in suspects)
         else:
             self._take_investigated(answer.queued, answer.investigated)
         self.tally.seconds = self._budget.spent
@@ -186,6 +191,9 @@ class Campaign:
         tally.drawn = len(self.verdicts) - len(before.verdicts)
         tally.postponed = Counter(self._queue.postponed)
         tally.left = len(self.verdicts.numbers(None))
+        pending = self._not_looked_at
+        suspects = {number for either in pending for number in either if number is not None}
+        refuse_changed(before.subject, self._plan.subject[SOURCE])
         variants = Counter(before.variants) + Counter({v.value: count for v, count in self._variants.items()})
         write_state(
             self._file,
@@ -197,6 +205,9 @@ class Campaign:
                 variants,
                 known=dict(Counter(before.known) + tally.known),
                 not_investigated=before.not_investigated + tally.not_investigated,
+                suspects=tuple(sorted(suspects)),
+                suspect_variants=sum(count for (number, _), count in pending.items() if number is None),
+                listed=len(self._plan.listed),
                 turns=self._turns,
                 runs=before.runs + 1,
                 seconds=before.seconds + tally.seconds,
@@ -256,8 +267,9 @@ class Campaign:
                 return True
             tally.known[rule.name] += 1
             tally.found_before.update(self._earlier & {rule.name})
-            self._settle(queued, Verdict.EXPECTED_FAILURE, why=Reason(rule.name))
-            self._watch_models &= not judgement.only_model_stays
+            self._settle(queued, self._known_by(rule), why=Reason(rule.name))
+            # What is known of some cases only says nothing of the models of others.
+            self._watch_models &= not judgement.only_model_stays or bool(rule.operations or rule.tags)
             return False
         self._settle(queued, judged.verdict, why=_reason(judged))
         if judged.verdict is Verdict.UNKNOWN:
@@ -267,6 +279,11 @@ class Campaign:
             first, self._watch_models = self._watch_models, False
             return first
         return signature is not None and self._is_worth_investigating(signature)
+
+    def _known_by(self, rule: Rule) -> Verdict:
+        """What is said of a case that a rule knows: by what the campaign found itself, a case of a list fails."""
+        found = self._earlier.union(discovery.name for discovery in self.tally.discovered)
+        return Verdict.FAIL if self._plan.listed and rule.name in found else Verdict.EXPECTED_FAILURE
 
     def _take_unknown(self, judged: JudgedCase) -> None:
         reason = judged.judgement.reason
@@ -304,15 +321,20 @@ class Campaign:
             counts = self.tally.known if answer.discovery is None else self.tally.duplicates
             counts[answer.known.name] += 1
             self.tally.found_before.update(self._earlier & {answer.known.name})
-            verdict = Verdict.EXPECTED_FAILURE
+            verdict = self._known_by(answer.known)
+            met_as = queued and self._causes.rules.recognizing(answer.signature, queued.case)
+            if queued is not None and (answer.discovery is not None or not met_as):
+                # Known only once it is alone or short: the whole case may have failed by something else before.
+                self._queue.add_variant(queued, answer.known, self._drawer.shape, self._fair)
         elif answer.discovery is not None:
             self._take_discovery(answer.discovery, answer.signature)
             verdict = Verdict.FAIL if answer.discovery.confirmed else Verdict.UNKNOWN
         if queued is not None:
             self._settle(queued, verdict, former=Verdict.FAIL)
+            self._not_looked_at -= Counter([(queued.number, queued.origin)])
 
     def _take_discovery(self, discovery: Discovery, met_as: Signature) -> None:
-        key = discovery.key if discovery.confirmed else ("unconfirmed", discovery.signature)
+        key = _key(discovery)
         name = self._keys.get(key)
         if name is not None:
             self.tally.duplicates[name] += 1
@@ -334,14 +356,21 @@ class Campaign:
             return few and not self._budget.time_is_up(SHARE)
 
         judge = partial(self._runner.impatient(EXAMPLE_SECONDS).judge_batch, plan.implementation)
-        checked = check_examples(judge, causes.rules, self._turns, self._fair, allowed)
+        checked = check_examples(judge, causes.rules, self._turns, self._fair, allowed, self._earlier)
         causes.rules = causes.rules.without_rules(checked.gone)
         self._keys = {key: name for key, name in self._keys.items() if name not in checked.gone}
         self._turns.update(dict.fromkeys(checked.ran, self._before.runs))
         self.tally.found_before.update(self._earlier & set(checked.still))
+        for name in self._earlier.intersection(checked.undecided):
+            self.tally.unjudged[f"the example of {name}, which an earlier run found"] += 1
         self.tally.gone += checked.gone
         self.tally.examples = (len(checked.ran), len(checked.ran) + checked.left)
         self._suspects += [(None, judged) for judged in checked.changed]
+
+
+def _key(discovery: Discovery) -> object:
+    """Return what is equal for discoveries of one defect."""
+    return discovery.key if discovery.confirmed else ("unconfirmed", discovery.signature)
 
 
 def _reason(judged: JudgedCase) -> Reason | None:

@@ -25,11 +25,13 @@ class QueuedCase(NamedTuple):
         case: It.
         number: From which it was drawn; None for a variant.
         depth: 0 as drawn; 1 for a variant of a case in which a known failure was met, 2 for a variant of that.
+        origin: Number of the case of which it is a variant.
     """
 
     case: Case
     number: int | None = None
     depth: int = 0
+    origin: int | None = None
 
 
 class CaseQueue:
@@ -61,7 +63,9 @@ class CaseQueue:
         shaped = shape(variant) if variant is not None else None
         if shaped is None or not shaped.program or not fair(shaped):
             return False
-        self._waiting.setdefault(shaped.world.size, []).append(QueuedCase(shaped, None, of.depth + 1))
+        self._waiting.setdefault(shaped.world.size, []).append(
+            QueuedCase(shaped, None, of.depth + 1, of.origin if of.number is None else of.number)
+        )
         return True
 
     def next_batch(self, known: KnownFailures) -> list[QueuedCase]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from fsdp_testing.cases.records import ENDS_RANKS, Case, FailureKind, Verdict
@@ -28,6 +28,7 @@ class Checked:
         still: Rules whose example fails as they say.
         gone: Rules whose example passes.
         changed: Examples that fail in a way that their rule does not know.
+        undecided: Rules whose example gives no verdict, or loses ranks where the rule says nothing of that.
         left: How many examples did not run.
     """
 
@@ -35,6 +36,7 @@ class Checked:
     still: list[str] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
     changed: list[JudgedCase] = field(default_factory=list)
+    undecided: list[str] = field(default_factory=list)
     left: int = 0
 
 
@@ -44,6 +46,7 @@ def check_examples(
     turns: Mapping[str, int],
     fair: Callable[[Case], bool],
     allowed: Callable[[int], bool],
+    always: Collection[str] = (),
 ) -> Checked:
     """Run examples, those first that have waited for the most campaigns.
 
@@ -53,12 +56,17 @@ def check_examples(
         turns: Number of the campaign in which the example of each rule ran last.
         fair: Whether the implementation may be asked a case.
         allowed: Whether there is time for more, after so many examples.
+        always: Rules whose example runs before all others, and each time.
     """
     due = [(rule, case) for rule, case in known.examples() if fair(case)]
     due.sort(key=lambda pair: turns.get(pair[0].name, -1))
+    own, others = [pair for pair in due if pair[0].name in always], [pair for pair in due if pair[0].name not in always]
     checked = Checked()
-    for chunk in _alike(due):
-        if not allowed(len(checked.ran) + len(chunk)):
+    for chunk in (*_alike(own), *_alike(others)):
+        if chunk[0][0].name not in always:
+            few = (count for count in range(len(chunk), 0, -1) if allowed(len(checked.ran) + count))
+            chunk = chunk[: next(few, 0)]
+        if not chunk:
             break
         watch = Watch(operations=True, models=_leaks(chunk[0][0]))
         results = judge([case for _, case in chunk], watch)
@@ -78,6 +86,8 @@ def _sort_in(checked: Checked, rule: Rule, judged: JudgedCase) -> None:
     elif signature is not None and signature.kind not in ENDS_RANKS:
         # Ranks that are late on a crowded machine say nothing about a rule; another wrong number does.
         checked.changed.append(judged)
+    else:
+        checked.undecided.append(rule.name)
 
 
 def _alike(due: list[tuple[Rule, Case]]) -> list[list[tuple[Rule, Case]]]:

@@ -74,7 +74,11 @@ class CampaignTally:
     @property
     def exit_code(self) -> int:
         """Return 1 if a case failed that no known failure explains, 3 if one is unknown or none passed, else 0."""
-        code = 1 if self.found_before else exit_code_of(self.verdicts, self.discovered)
+        return self.exit_code_for(self.verdicts)
+
+    def exit_code_for(self, verdicts: Mapping[Verdict, int]) -> int:
+        """Return that for verdicts of all runs, to which this one may have added nothing but what else it met."""
+        code = 1 if self.found_before else exit_code_of(verdicts, self.discovered)
         return code or (3 if self.unjudged else 0)
 
     def unknown(self) -> list[str]:

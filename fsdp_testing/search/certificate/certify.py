@@ -30,6 +30,7 @@ from fsdp_testing.search.state import (
     changes,
     read_state,
     refuse,
+    refuse_changed,
     source_digest,
     write_state,
 )
@@ -148,6 +149,7 @@ class Certificate:
         self._on_progress(self)
 
     def save(self) -> None:
+        refuse_changed(self._subject, source_digest(self.plan.implementation))
         reasons = {str(number): reason for number, reason in self.verdicts.reasons.items()}
         letters, before = self.verdicts.letters, self._before
         state = State(self._subject, self.plan.shard, letters, reasons, runs=before.runs + 1, seconds=self.seconds)
@@ -219,15 +221,17 @@ class CellRunner:
         if signature is None or judged.judgement.loses_ranks:
             return judged.judgement, True
         with self._lock:
-            self._confirmed[signature] += 1
-            enough = self._confirmed[signature] > CONFIRMED_ALONE
+            enough = self._confirmed[signature] >= CONFIRMED_ALONE
         if enough:
             return judged.judgement, False
         try:
             (alone,) = self.cases.judge_batch(self._implementation, [judged.case], _WATCH)
         except PoolBroken as broken:
             return Judgement(Verdict.UNKNOWN, reason=str(broken)), False
-        return confirmed(judged.judgement, alone.judgement), True
+        settled = confirmed(judged.judgement, alone.judgement)
+        with self._lock:
+            self._confirmed[signature] += settled.finding is not None
+        return settled, True
 
 
 def _verdict(judgement: Judgement, twice: bool) -> tuple[Verdict, Reason | None]:

@@ -98,7 +98,7 @@ class Plan:
         """Return every layout that an implementation can be asked anything at.
 
         Raises:
-            InvalidArgument: An implementation has none; all such are named.
+            InvalidArgument: An implementation has none, or a number of ranks has; all such are named.
         """
         every = [Place(a, layout) for a in self.adapters for layout in LAYOUTS if layout.size in self.sizes]
         places = [place for place in every if any(self.asks(place, subject) for subject in self.subjects)]
@@ -108,7 +108,24 @@ class Plan:
                 f"checkpoints: expected implementations that claim `full_state_dict` and a strategy on {self.sizes} "
                 f"ranks, got {', '.join(idle)}. Leave them out, or give other world sizes."
             )
+        if strange := [size for size in self.sizes if all(layout.size != size for layout in LAYOUTS)]:
+            there = sorted({layout.size for layout in LAYOUTS})
+            raise InvalidArgument(f"checkpoints: expected world sizes of {there}, got {strange}. Leave them out.")
         return places
+
+    def not_asked(self) -> list[str]:
+        """Return what an implementation is asked at no layout because it does not claim what that needs, a sentence each."""
+        places, lines = self.places(), []
+        for adapter in self.adapters:
+            own = [place for place in places if place.adapter is adapter]
+            for subject in self.subjects:
+                if not any(self.asks(place, subject) for place in own):
+                    needs = min((missing(SUBJECTS[subject], place.layout, adapter) for place in own), key=len)
+                    lines.append(f"{adapter.name}: {subject}; it needs {', '.join(sorted(needs))}")
+            if not _has_optimizer(adapter):
+                lacking = sorted({"optim_state", "optimizer_pieces"} - adapter.capabilities)
+                lines.append(f"{adapter.name}: the state of the optimizer; it needs {', '.join(lacking)}")
+        return lines
 
     def asks(self, place: Place, subject: str) -> bool:
         """Return whether what a subject needs is claimed."""

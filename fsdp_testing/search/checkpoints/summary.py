@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from fsdp_testing.base.document import Format, decode
+from fsdp_testing.base.document import ADDED_LATER, Format, decode
 from fsdp_testing.cases.records import Verdict, exit_code
 from fsdp_testing.report.drawings.cube import cube_picture
 from fsdp_testing.report.sheet import (
@@ -56,12 +56,14 @@ class Summary:
         places: Implementations and layouts, in the order of rows and columns.
         results: Everything that was saved, and everything that was loaded.
         seconds: How long it took.
+        not_asked: What an implementation was not asked, and why, a sentence each.
     """
 
     environment: Mapping[str, str]
     places: tuple[str, ...]
     results: tuple[Result, ...]
     seconds: float
+    not_asked: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
 
     @property
     def loaded(self) -> list[Result]:
@@ -150,6 +152,7 @@ def checkpoints_sheet(summary: Summary) -> Sheet:
     for cause in summary.causes():
         reasons.setdefault((cause.mark, cause.reason), []).append(cause)
     why = tuple(_article(reason, causes) for (_, reason), causes in reasons.items())
+    skipped = tuple(map(Line, summary.not_asked))
     note = "each reason once, with the first state of each pair"
     return Sheet(
         title="Checkpoints",
@@ -158,6 +161,11 @@ def checkpoints_sheet(summary: Summary) -> Sheet:
         lead=(totals,) if len(summary.places) > len(names) else (),
         sections=(
             Section("Who loads what", (_picture(summary),), anchor="who"),
+            *(
+                [Section("Not claimed, and not asked", skipped, anchor="not-asked", kind="not_claimed")]
+                if skipped
+                else []
+            ),
             *([Section("Why not", why, note, "why", kind="fail", at_sight=CAUSES_AT_SIGHT)] if why else []),
         ),
         subject="Saved by one, loaded by another",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
 from fsdp_testing.base.document import Format
 from fsdp_testing.cases.records import Verdict
-from fsdp_testing.checks.findings.discovery import Discovery
-from fsdp_testing.search.campaign.tally import exit_code_of
+from fsdp_testing.search.campaign.tally import CampaignTally
 from fsdp_testing.search.pairs.covering import Covering, Pair
 from fsdp_testing.search.pairs.traits import traits_of
 from fsdp_testing.search.state import State, Verdicts
@@ -71,9 +70,17 @@ class Summary:
 
 
 def summary_of(
-    name: str, environment: Mapping[str, str], covering: Covering, state: State, *, discovered: Sequence[Discovery] = ()
+    name: str, environment: Mapping[str, str], covering: Covering, state: State, tally: CampaignTally | None = None
 ) -> Summary:
-    """Return what a campaign on the cases of a covering says; `state` may be that of one part of it."""
+    """Return what a campaign on the cases of a covering says.
+
+    Args:
+        name: The implementation.
+        environment: Versions.
+        covering: What was asked.
+        state: Of all runs; it may be that of one part of the covering.
+        tally: Of the last run, which may have met more than verdicts on cases say.
+    """
     first, of = state.shard
     part = covering.cases[first - 1 :: of]
     verdicts = Verdicts(state.verdicts, {int(number): reason for number, reason in state.reasons.items()})
@@ -94,7 +101,7 @@ def summary_of(
     return Summary(
         implementation=name,
         environment=environment,
-        exit_code=exit_code_of(state.counts(), list(discovered)),
+        exit_code=(tally or CampaignTally()).exit_code_for(state.counts()),
         cases={verdict.value: count for verdict, count in state.counts().items()},
         traits=traits,
         counts=dict(Counter(words.values())),

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fsdp_testing.adapters import registry
 from fsdp_testing.cli.main import main
+from fsdp_testing.report.terminal import Output, print_sheet
 from fsdp_testing.search.checkpoints import exchange
+from fsdp_testing.search.checkpoints.summary import Summary, checkpoints_sheet
 
 ONE = ("--world-size", "2", "--subject", "adamw, two groups", "--way", "memory")
 
@@ -46,6 +51,26 @@ def test_what_nobody_can_be_asked_is_bad_usage(capsys: pytest.CaptureFixture[str
     assert "--subject: expected one of 'adamw, two groups', " in capsys.readouterr().err
     assert main(["checkpoints", "torch-ddp", "torch-fsdp2", "--world-size", "5"]) == 2
     assert "got torch-ddp, torch-fsdp2. Leave them out" in capsys.readouterr().err
+    assert main(["checkpoints", "torch-ddp", "--world-size", "2,16"]) == 2
+    assert "expected world sizes of [2, 3, 4], got [16]" in capsys.readouterr().err
+
+
+def test_what_is_not_claimed_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Of two subjects one was dropped without a word, and of the other the optimizer; all that was asked held."""
+    whole = registry.load("single-process")
+    lesser = replace(whole, capabilities=whole.capabilities - {"frozen_mixed_unit", "optim_state"})
+    monkeypatch.setattr(registry, "load", lambda _: lesser)
+    plan = exchange.Plan((lesser,), (2,), ("no state", "adamw, two groups"))
+    told = [
+        "single-process: adamw, two groups; it needs frozen_mixed_unit",
+        "single-process: the state of the optimizer; it needs optim_state",
+    ]
+    assert plan.not_asked() == told
+    assert exchange.Plan((whole,), (2,)).not_asked() == []
+    print_sheet(checkpoints_sheet(Summary({}, (), (), 1.0, tuple(told))), Output(file=sys.stdout, width=120))
+    assert all(line in capsys.readouterr().out for line in told[:1])
+    assert main(["checkpoints", "single-process", *ONE, "--subject", "no state"]) == 2
+    assert "got 'adamw, two groups': single-process: adamw, two groups; it needs" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

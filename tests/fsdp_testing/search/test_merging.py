@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_testing.adapters import registry
 from fsdp_testing.cases.drawing import Scope
-from fsdp_testing.cases.records import Case, FailureKind, ModelSpec, Step, WorldSpec
+from fsdp_testing.cases.records import Case, FailureKind, ModelSpec, Step, Verdict, WorldSpec
 from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.cli.main import main
 from fsdp_testing.errors import InvalidArgument, InvalidRecord
@@ -174,12 +174,37 @@ def test_a_whole_campaign_goes_on_after_a_change_with_the_next_number_and_says_n
         begun(replace(plan, implementation=registry.adapter_of("torch-fsdp2")))
 
 
+def test_verdicts_are_not_written_down_if_the_text_changed_while_cases_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = begun(Plan(registry.adapter_of("torch-ddp"), Scope(), tmp_path))
+    run.save()
+    run.verdicts.take(run.verdicts.add_case(), Verdict.PASS)
+    monkeypatch.setattr(campaign_plan, "source_digest", lambda _: "another")
+    with pytest.raises(InvalidArgument, match="a change of the implementation or of fsdp-testing"):
+        run.save()
+    assert read_state(tmp_path / "state.json").verdicts == ""
+
+
 def test_a_part_that_has_drawn_nothing_is_left_whole() -> None:
     merged = joined([State({}, (1, 2)), State({}, (2, 2), "pp")])
     assert merged.verdicts == ".p.p"
     assert joined([State({}, (1, 2)), State({}, (2, 2))]).verdicts == ""
     # What the slower part has not drawn is left; what no part has drawn is drawn by the whole.
     assert joined([State({}, (1, 2), "ppp"), State({}, (2, 2), "p")]).verdicts == "ppp.p"
+
+
+def test_what_no_part_ran_of_a_list_is_left_and_no_success() -> None:
+    """Two parts of a list of pairs that had been interrupted were all right, with "0 cases left"."""
+    merged = joined([State({}, (1, 2), "pp", listed=7), State({}, (2, 2), "p", listed=7)])
+    assert (merged.verdicts, merged.listed, merged.unfinished) == ("ppp....", 7, (3, 4, 5, 6))
+    assert MergedCampaign(merged, (), 0).exit_code == 3
+    assert MergedCampaign(replace(merged, verdicts="ppppppp"), (), 0).exit_code == 0
+
+
+def test_suspects_of_parts_are_suspects_of_the_whole() -> None:
+    merged = joined([State({}, (1, 2), "pf", suspects=(1,)), State({}, (2, 2), "ff", suspects=(0,))])
+    assert (merged.verdicts, merged.suspects, merged.reopened().verdicts) == ("pfff", (1, 2), "p..f")
 
 
 def test_counts_are_added_entry_by_entry() -> None:

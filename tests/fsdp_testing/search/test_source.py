@@ -12,6 +12,7 @@ import pytest
 from fsdp_testing.adapters import registry
 from fsdp_testing.search.state import source_digest
 
+OURS = ("digested_package", "digested_engine", "engine_helper")
 ADAPTER = """
 from fsdp_testing.adapters import single_process
 from .engine import unused
@@ -21,6 +22,14 @@ ENGINE = """
 def unused():
     import engine_helper
     return engine_helper
+"""
+
+INSIDE = """
+from fsdp_testing.adapters.single_process import IMPLEMENTATION
+class Own:
+    def __getattr__(self, name):
+        return getattr(IMPLEMENTATION, name)
+OF_A_CLASS = Own()
 """
 
 
@@ -34,7 +43,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (folder / name).write_text(text)
     importlib.invalidate_caches()
     yield folder
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("digested_package", "engine_helper")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
         del sys.modules[name]
 
 
@@ -61,6 +70,30 @@ def test_it_changes_with_the_text_of_a_package_without_an_init_file(changed: str
     before = digest()
     with (package / changed).open("a") as file:
         file.write("\n# another line\n")
+    assert digest() != before
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        "IMPLEMENTATION = 'digested_engine.inside:IMPLEMENTATION'",
+        "from importlib import import_module\nIMPLEMENTATION = import_module('digested_engine.inside').IMPLEMENTATION",
+        "import sys, \\\n    digested_engine.inside\nIMPLEMENTATION = digested_engine.inside.IMPLEMENTATION",
+        "if True: import digested_engine.inside\nIMPLEMENTATION = digested_engine.inside.IMPLEMENTATION",
+        "import sys; from digested_engine import inside\nIMPLEMENTATION = inside.IMPLEMENTATION",
+        "import sys\nsys.path.sort\nIMPLEMENTATION = __import__('digested_' + 'engine.inside').inside.OF_A_CLASS",
+    ],
+)
+def test_it_changes_with_what_is_reached_in_other_ways_than_by_a_line_of_imports(
+    adapter: str, package: Path, monkeypatch: pytest.MonkeyPatch
+):
+    engine = package.parent / "digested_engine"
+    engine.mkdir()
+    (engine / "__init__.py").write_text("")
+    (engine / "inside.py").write_text(INSIDE)
+    (package / "adapter.py").write_text(adapter)
+    before = digest()
+    (engine / "inside.py").write_text(INSIDE + "# another line\n")
     assert digest() != before
 
 

@@ -26,7 +26,8 @@ from fsdp_testing.search import investigation
 from fsdp_testing.search.campaign.campaign import Campaign, Plan
 from fsdp_testing.search.campaign.case_queue import QueuedCase
 from fsdp_testing.search.campaign.tally import CampaignTally
-from fsdp_testing.search.campaign.writing import write_discovery
+from fsdp_testing.search.campaign.writing import STATE_FILE, write_discovery
+from fsdp_testing.search.state import read_state
 
 SOME = {
     "faults_gradients:SumForMean": "as if the sum over ranks were divided by 1 instead of 2",
@@ -125,6 +126,32 @@ def test_a_finding_as_plain_as_one_micro_batch_discards_no_case(tmp_path: Path):
     assert mended.verdicts == {Verdict.PASS: 8}
 
 
+@pytest.mark.parametrize(("again", "confirmed"), [(Verdict.FAIL, True), (Verdict.PASS, False)])
+def test_what_fails_alone_each_time_is_confirmed_although_the_shortest_case_holds(
+    again: Verdict, confirmed: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """It was told as what failed once and not alone: unknown."""
+    met, short = case(micro(1), Step()), case(micro(1))
+    off = finding(met, FailureKind.RAISED, "RuntimeError", 0, "off", ranks=(0,))
+    fails, holds = Judgement(Verdict.FAIL, off), Judgement(Verdict.PASS)
+    given = [(met, fails), (short, holds), (met, fails if again is Verdict.FAIL else holds)]
+
+    def judge_batch(_name: str, cases: list[Case], _watch: object) -> list[JudgedCase]:
+        expected, judgement = given.pop(0)
+        assert cases == [expected]
+        return [JudgedCase(expected, judgement)]
+
+    runner = SimpleNamespace(impatient=lambda: SimpleNamespace(judge_batch=judge_batch))
+    monkeypatch.setattr(investigation, "attempts_on", lambda *_: None)
+    monkeypatch.setattr(investigation, "shrink", lambda *_: SimpleNamespace(case=short, attempts=1, seconds=0.0))
+    asker = investigation.Investigator("it", shape=lambda other: other, fair=lambda _: True, seconds=1.0)
+    suspect = investigation.Suspect(met, signature_of(off), "off")
+    found = asker.investigate(runner, suspect, KnownFailures())  # type: ignore[arg-type]  # runs nothing
+    assert found is not None
+    assert found.discovery is not None
+    assert (found.discovery.confirmed, found.discovery.case) == (confirmed, met)
+
+
 @pytest.mark.parametrize(
     ("cause", "is_known"),
     [
@@ -161,6 +188,32 @@ def test_what_an_earlier_run_found_is_a_failure_each_time_it_is_met(tmp_path: Pa
     assert not run._take_result(QueuedCase(met, number), JudgedCase(met, Judgement(Verdict.FAIL, off)))
     assert (run.tally.known[earlier.name], run.tally.found_before[earlier.name]) == (1, 1)
     assert run.tally.exit_code == 1
+
+
+def test_a_suspect_that_nobody_looked_at_before_the_end_runs_again_in_the_next_run(tmp_path: Path):
+    """It has a failure and no finding; the next run passed, and never said a word of it."""
+    adapter = registry.load("toy:UNBROKEN")
+    plan = Plan(adapter, Scope(adapter.capabilities), tmp_path)
+
+    def begun() -> Campaign:
+        return Campaign(plan, default_pool(), lambda _: None, lambda *_: None)
+
+    met = case(micro(1))
+    off = finding(met, FailureKind.DIVERGED, "gradient", 0, "off", ranks=(0,))
+    failed, passed = (JudgedCase(met, Judgement(*given)) for given in ((Verdict.FAIL, off), (Verdict.PASS,)))
+    first = begun()
+    queued = [QueuedCase(met, first.verdicts.add_case()) for _ in range(3)]
+    variant = QueuedCase(met, None, 1, origin=2)
+    first.take([(queued[0], passed), (queued[1], failed), (queued[2], passed), (variant, failed)])
+    first.save()
+    state = read_state(tmp_path / STATE_FILE)
+    assert (state.verdicts, state.counts()[Verdict.FAIL]) == ("pfp", 2), "`merge` counts failures"
+    assert (state.suspects, state.suspect_variants) == ((1, 2), 1)
+    again = begun()
+    assert again.verdicts.letters == "p.."
+    assert [again._queue._next_number() for _ in range(2)] == [1, 2]
+    again.save()
+    assert read_state(tmp_path / STATE_FILE).counts() == {Verdict.PASS: 1}
 
 
 @pytest.mark.parametrize(("without", "known"), [(Verdict.PASS, True), (Verdict.FAIL, False), (Verdict.UNKNOWN, False)])

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from fsdp_testing.adapters import registry
-from fsdp_testing.cases.records import CAPABILITIES, Verdict
-from fsdp_testing.errors import InvalidRecord, PoolBroken
-from fsdp_testing.judging.case_runner import CaseRunner
+from fsdp_testing.cases.records import CAPABILITIES, Case, FailureKind, Judgement, Verdict
+from fsdp_testing.errors import InvalidArgument, InvalidRecord, PoolBroken
+from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
+from fsdp_testing.judging.checkers.explain import finding
 from fsdp_testing.judging.known import KnownFailures
 from fsdp_testing.oracle.models import uses_of
 from fsdp_testing.ranks.pool import default_pool
@@ -135,6 +136,20 @@ def test_of_cells_that_look_alike_the_first_are_run_again_alone_and_the_others_s
     assert [reason is not None and reason.confirmed for _, _, reason in rows] == [True] * 3 + [False] * (len(cells) - 3)
 
 
+def test_cells_that_fail_among_others_and_hold_alone_confirm_nothing(monkeypatch: pytest.MonkeyPatch):
+    """After three of them the others failed, for cells "that look like them failed again alone"."""
+
+    def judge_batch(_runner: CaseRunner, _name, cases: list[Case], *_: object) -> list[JudgedCase]:
+        off = [finding(case, FailureKind.DIVERGED, "gradient", 0, "off", ranks=(0,)) for case in cases]
+        fails = [JudgedCase(case, Judgement(Verdict.FAIL, why)) for case, why in zip(cases, off)]
+        return fails if len(cases) > 1 else [JudgedCase(cases[0], Judgement(Verdict.PASS))]
+
+    monkeypatch.setattr(CaseRunner, "judge_batch", judge_batch)
+    rows = judged("small_faults:UNBROKEN", [c for c in face(first=("S", "NS", "SS")) if c.size == 2])
+    assert len(rows) > 4
+    assert {verdict for _, verdict, _ in rows} == {Verdict.UNKNOWN}
+
+
 def test_a_lost_judge_leaves_the_cells_unknown_that_lose_it(monkeypatch: pytest.MonkeyPatch):
     cells = [c for c in face(first=("S", "NS")) if c.size == 2]
     bad = cells[3]
@@ -235,6 +250,21 @@ def test_a_cell_of_which_nothing_is_said_is_unknown(tmp_path: Path, monkeypatch:
         "uuuu",
         {"it has no report"},
     )
+
+
+@pytest.mark.usefixtures("cells_once")
+def test_cells_are_not_kept_if_the_text_changed_while_they_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """New ranks read the new text; the certificate named the old one."""
+
+    def run(_runner: CellRunner, job: Job) -> Judged:
+        monkeypatch.setattr(certify, "source_digest", lambda _: "another")
+        return [(cell, Verdict.PASS, None) for cell in job]
+
+    monkeypatch.setattr(CellRunner, "run", run)
+    asked = certificate("UNBROKEN", tmp_path, sample=4)
+    with pytest.raises(InvalidArgument, match="a change of the implementation or of fsdp-testing"):
+        asked.run()
+    assert not (tmp_path / "certificate.json").exists()
 
 
 @pytest.mark.usefixtures("cells_once")

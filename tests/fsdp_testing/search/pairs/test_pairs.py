@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -13,10 +14,13 @@ from fsdp_testing.adapters import registry
 from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices, legal_case, needs_of_case
 from fsdp_testing.cases.operations import Batch, Clip, ForwardBackward, Step
 from fsdp_testing.cases.records import Case, MixedPrecisionSpec, ModelSpec, Verdict, WorldSpec, WrappingPlan
+from fsdp_testing.judging.known import KnownFailures, Rule
 from fsdp_testing.ranks.pool import default_pool
 from fsdp_testing.report.html import html_text
 from fsdp_testing.report.terminal import Output, print_sheet
 from fsdp_testing.search.campaign.campaign import STATE_FILE, Campaign, Plan
+from fsdp_testing.search.campaign.tally import CampaignTally
+from fsdp_testing.search.campaign.writing import write_discovery
 from fsdp_testing.search.pairs import covering as covering_module
 from fsdp_testing.search.pairs.covering import Covering, covering
 from fsdp_testing.search.pairs.matrix import FAILS, HOLDS, KNOWN, NOT_EXPRESSIBLE, OPEN, REFUSED, UNKNOWN, summary_of
@@ -200,7 +204,7 @@ def asked(name: str, cases: tuple[Case, ...], state: Path, **plan: object) -> Ca
     every = Plan(
         adapter, Scope(adapter.capabilities), state, seconds=None, lanes=1, listed=cases, shrink_seconds=1.0, **plan
     )  # type: ignore[arg-type]
-    campaign = Campaign(every, default_pool(), lambda _: None, lambda _found, _state: None)
+    campaign = Campaign(every, default_pool(), lambda _: None, write_discovery)
     campaign.run()
     return campaign
 
@@ -218,6 +222,23 @@ def test_pairs_with_what_is_wrong_fail_and_a_second_run_asks_nothing_again(tmp_p
     assert again.tally.drawn == 0
     assert again.verdicts.letters == first.verdicts.letters
     assert summary_of("toy", {}, listed(*cases), read_state(tmp_path / STATE_FILE)) == summary
+
+
+def test_what_an_earlier_run_found_is_no_known_failure_after_a_change(tmp_path: Path):
+    """Its folder stays, and with it a rule; the cases are asked again, and the same fault was a pass."""
+    cases = (CASES[0], replace(CASES[2], strategy="no_shard"))
+    assert asked("fuzz_faults:WRONG_IN_CLIP", cases, tmp_path).verdicts.letters == "pf"
+    other = KnownFailures((Rule("other", "why", signatures=(("hung",),)),))
+    again = asked("fuzz_faults:WRONG_IN_CLIP", cases, tmp_path, known=other)
+    assert (again.tally.drawn, again.verdicts.letters) == (2, "pf")
+    assert summary_of("toy", {}, listed(*cases), read_state(tmp_path / STATE_FILE)).exit_code == 1
+
+
+def test_what_a_run_met_beside_its_cases_counts():
+    state = State({}, verdicts="ppp")
+    for met, code in (({"found_before": {"x": 1}}, 1), ({"unjudged": {"x": 1}}, 3)):
+        tally = CampaignTally(**{name: Counter(counts) for name, counts in met.items()})
+        assert summary_of("x", {}, listed(*CASES), state, tally).exit_code == code
 
 
 def test_a_part_asks_its_share_of_the_cases(tmp_path: Path):
