@@ -182,9 +182,11 @@ class Protocol:
         }
         if part.wasxfail is not None:
             facts["wasxfail"] = _shown(part.wasxfail)
-        if not isinstance(part.longrepr, dict):
-            return pytest.TestReport(**facts)
         data = {"$report_type": "TestReport", **facts}
+        if part.subtest is not None:
+            data = {"_report_type": "SubTestReport", "_subtest.context": _shown(part.subtest), **facts}
+        elif not isinstance(part.longrepr, dict):
+            return pytest.TestReport(**facts)
         made: pytest.TestReport = self.config.hook.pytest_report_from_serializable(config=self.config, data=data)
         return made
 
