@@ -1,0 +1,52 @@
+"""Subtests on ranks count beside their test, and a mark that comes late runs nothing without ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Runner = Callable[..., Any]
+
+
+@pytest.mark.skipif(pytest.version_tuple < (9,), reason="the fixture subtests is part of pytest since 9.0")
+def test_a_subtest_that_is_skipped_is_reported_beside_its_test(run: Runner) -> None:
+    done = run(
+        """
+@pytest.mark.world(2)
+def test_alike(world, subtests):
+    with subtests.test("a", rank=world.rank):
+        pytest.skip("not here")
+
+@pytest.mark.world(2)
+def test_alone(world, subtests):
+    if world.rank == 1:
+        pytest.skip("alone")
+    with subtests.test("a"):
+        pytest.skip("not here")
+""",
+        "-qrA",  # without -q or -v pytest shows no skipped subtest
+    )
+    assert "PASSED test_ranks.py::test_alike" in done.text
+    assert "SUBSKIPPED[a] (rank=0) [1] test_ranks.py" in done.text
+    assert "ranks disagree: rank 0 passed, its subtest a skipped; rank 1 skipped (alone)" in done.text
+    assert (done.counts(), done.skipped, done.code) == ((1, 1, 0), 1, 1)
+
+
+@pytest.mark.parametrize("when", ["trylast=True", "wrapper=True"])
+def test_a_mark_that_comes_after_collection_fails_the_test(run: Runner, tmp_path: Path, when: str) -> None:
+    body = "    yield\n" if "wrapper" in when else ""
+    (tmp_path / "conftest.py").write_text(
+        f"""
+import pytest
+
+@pytest.hookimpl({when})
+def pytest_collection_modifyitems(items):
+{body}    items[0].add_marker(pytest.mark.world(2))
+"""
+    )
+    done = run("def test_anything():\n    pass\n")
+    assert "marker world: expected it when pytest_collection_modifyitems of this plugin runs, got it later" in done.text
+    assert done.counts() == (0, 0, 1)
