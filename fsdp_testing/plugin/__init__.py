@@ -178,9 +178,9 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, Any, Any]:
     try:
         return (yield)
     finally:
-        protocol: Any = session.config.pluginmanager.get_plugin("fsdp_testing.protocol")
-        if protocol is not None:
-            protocol.leases.close()
+        sweep: Any = session.config.pluginmanager.get_plugin("fsdp_testing.sweep")
+        if sweep is not None:
+            sweep.end()
         if session.config.option.dist_pool:
             from fsdp_testing.plugin import dist_pool
 

@@ -1,4 +1,4 @@
-"""Subtests on ranks count beside their test, and a mark that comes late runs nothing without ranks."""
+"""What is no phase of a test on ranks: its subtests, marks that come late, the end of the session in a rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_alone(world, subtests):
         "-qrA",  # without -q or -v pytest shows no skipped subtest
     )
     assert "PASSED test_ranks.py::test_alike" in done.text
-    assert "SUBSKIPPED[a] (rank=0) [1] test_ranks.py" in done.text
+    assert "SUBSKIPPED[a]" in done.text
     assert "ranks disagree: rank 0 passed, its subtest a skipped; rank 1 skipped (alone)" in done.text
     assert (done.counts(), done.skipped, done.code) == ((1, 1, 0), 1, 1)
 
@@ -50,3 +50,22 @@ def pytest_collection_modifyitems(items):
     done = run("def test_anything():\n    pass\n")
     assert "marker world: expected it when pytest_collection_modifyitems of this plugin runs, got it later" in done.text
     assert done.counts() == (0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["@pytest.mark.world(2)\ndef test_anything():\n    pass\n", "def test_w(worlds):\n    worlds().run('os:getpid')\n"],
+)
+def test_the_end_of_a_session_that_fails_in_a_rank_fails_the_session(run: Runner, tmp_path: Path, body: str) -> None:
+    (tmp_path / "conftest.py").write_text(
+        """
+import torch.distributed as dist
+
+def pytest_sessionfinish():
+    if dist.is_initialized() and dist.get_rank() == 1:
+        raise RuntimeError("left half done")
+"""
+    )
+    done = run(body)
+    assert "the end of the session in rank 1: pytest_sessionfinish: RuntimeError: left half done" in done.text
+    assert (done.counts(), done.code) == ((1, 0, 1), 1)
