@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from fsdp_testing.plugin import pytest_compat
 from fsdp_testing.plugin.marker import WorldRequest
 from fsdp_testing.plugin.rank_template import encode
 from fsdp_testing.plugin.records import RankResult
-from fsdp_testing.plugin.selection import shared_length
+from fsdp_testing.plugin.selection import defaults_of, shared_length
 from fsdp_testing.plugin.session_spec import session_spec
 from fsdp_testing.ranks.pool import Pool, PooledWorld, WorldOutcome, default_pool
 
@@ -95,7 +94,7 @@ class Leases:
     def _tear_down(self, world: PooledWorld, chain: list[Any], keep: int) -> None:
         world.lend()
         try:
-            outcome = world.execute(f"{IN_RANK}:tear_down", (keep,), lasting=None, timeout=_END_SECONDS)
+            outcome = world.execute(f"{IN_RANK}:tear_down", (keep,), lasting=None, timeout=self._seconds_to_end())
         except HarnessError as error:
             self._problems.append(str(error))
             world.distrust()
@@ -124,14 +123,24 @@ class Leases:
 
     def _end_session(self, world: PooledWorld) -> None:
         # A world that is not to be lent again may still be whole (its test failed on every rank): its fixtures end too.
-        with contextlib.suppress(HarnessError):
-            outcome = world.execute(f"{IN_RANK}:finish", lasting=None, timeout=_END_SECONDS)
-            # Ranks that no longer answer were reported by the test that left them so.
-            said = {rank.rank: rank.value for rank in outcome.ranks if isinstance(rank.value, str)}
-            problems = [f"rank {rank}: {text}" for rank, text in said.items() if text]
-            parted = not outcome.ok and len(said) == len(outcome.ranks)
-            self._problems.extend(problems or ([outcome.describe()] if parted else []))
+        # Ranks of which a test lost one are gone, and were reported: what goes wrong here is news.
+        try:
+            outcome = world.execute(f"{IN_RANK}:finish", lasting=None, timeout=self._seconds_to_end())
+        except HarnessError as error:
+            self._problems.append(str(error))
+        else:
+            said = [
+                f"rank {rank.rank}: {rank.value}"
+                for rank in outcome.ranks
+                if isinstance(rank.value, str) and rank.value
+            ]
+            self._problems.extend(said or ([] if outcome.ok else [outcome.describe()]))
         self._forget(world)
+
+    def _seconds_to_end(self) -> float | None:
+        """The deadline of fixtures that end after the test that used them last."""
+        seconds = defaults_of(self._config).timeout
+        return None if seconds is None else max(seconds, _END_SECONDS)
 
     def close(self) -> None:
         """End every rank; coverage of ranks is on disk afterwards."""

@@ -52,6 +52,33 @@ def pytest_collection_modifyitems(items):
     assert done.counts() == (0, 0, 1)
 
 
+@pytest.mark.parametrize("place", ["pytest_sessionfinish", "fixture"])
+def test_a_death_at_the_end_of_a_session_fails_the_session(run: Runner, tmp_path: Path, place: str) -> None:
+    (tmp_path / "conftest.py").write_text(
+        f"""
+import os
+import pytest
+import torch.distributed as dist
+
+def die():
+    if dist.is_initialized() and dist.get_rank() == 1:
+        os._exit(3)
+
+def pytest_sessionfinish():
+    if {place!r} == "pytest_sessionfinish":
+        die()
+
+@pytest.fixture(scope="session", autouse={place == "fixture"})
+def lasting():
+    yield
+    die()
+"""
+    )
+    done = run("@pytest.mark.world(2)\ndef test_anything():\n    pass\n\ndef test_here():\n    pass\n")
+    assert "rank 1 died with exit code 3" in done.text
+    assert (done.errors, done.code) == (1, 1)
+
+
 @pytest.mark.parametrize(
     "body",
     ["@pytest.mark.world(2)\ndef test_anything():\n    pass\n", "def test_w(worlds):\n    worlds().run('os:getpid')\n"],
