@@ -17,6 +17,7 @@ from fsdp_testing.plugin.records import RankResult
 from fsdp_testing.plugin.selection import defaults_of, shared_length
 from fsdp_testing.plugin.session_spec import session_spec
 from fsdp_testing.ranks.pool import Pool, PooledWorld, WorldOutcome, default_pool
+from fsdp_testing.ranks.pool.outcome import left_behind
 
 IN_RANK = "fsdp_testing.plugin.in_rank"
 _TEMPLATE = "fsdp_testing.plugin.rank_template"
@@ -34,6 +35,7 @@ class Leases:
         self._informed: WeakKeyDictionary[PooledWorld, str] = WeakKeyDictionary()
         self._kept: dict[PooledWorld, list[Any]] = {}
         self._problems: list[str] = []
+        self._left: list[str] = []
 
     def start(self) -> Pool:
         """Begin to start the fork server, without waiting: collection goes on meanwhile."""
@@ -100,8 +102,10 @@ class Leases:
             world.distrust()
         else:
             self._problems.extend(_problems(outcome))
-            if any(rank.value.dirt for rank in outcome.ranks if isinstance(rank.value, RankResult)):
+            left = [(r.rank, (*r.dirt, *r.value.dirt)) for r in outcome.ranks if isinstance(r.value, RankResult)]
+            if any(dirt for _, dirt in left):
                 world.distrust()
+            self._left.extend(left_behind(left))
             self.note(world, chain, outcome)
         finally:
             world.release()
@@ -109,6 +113,11 @@ class Leases:
     def take_problems(self) -> list[str]:
         """Return what went wrong, since the last call, while fixtures or sessions ended in ranks."""
         taken, self._problems = self._problems, []
+        return taken
+
+    def take_left(self) -> list[str]:
+        """Return what fixtures that ended in ranks left behind, since the last call."""
+        taken, self._left = self._left, []
         return taken
 
     def give_back(self, world: PooledWorld) -> None:
@@ -152,10 +161,7 @@ class Leases:
 def _problems(outcome: WorldOutcome) -> list[str]:
     if not outcome.ok and any(not isinstance(value, RankResult) for value in outcome.values):
         return [outcome.describe()]
-    found: list[str] = []
-    for rank in outcome.ranks:
-        found.extend([f"rank {rank.rank}: {rank.value.problem}"] if rank.value.problem else [])
-        found.extend(f"rank {rank.rank}: {dirt}" for dirt in rank.value.dirt)
+    found = [f"rank {rank.rank}: {rank.value.problem}" for rank in outcome.ranks if rank.value.problem]
     # Ranks that all returned may still have parted: one issued a collective that the others did not.
     return found if found or outcome.ok else [outcome.describe()]
 

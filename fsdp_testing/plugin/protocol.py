@@ -12,7 +12,7 @@ import pytest
 from fsdp_testing.base.printable import printable
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.plugin import pytest_compat
-from fsdp_testing.plugin.hygiene_report import HygieneReport, report_teardown_failure
+from fsdp_testing.plugin.hygiene_report import HygieneReport, report_left_behind, report_teardown_failure
 from fsdp_testing.plugin.leases import IN_RANK, Leases
 from fsdp_testing.plugin.longrepr import build, text_element
 from fsdp_testing.plugin.marker import WorldRequest
@@ -220,6 +220,9 @@ class Sweep:
         problems = self._leases.take_problems()
         if problems:
             report_teardown_failure(item, "teardown of fixtures in ranks failed: " + "; ".join(problems))
+        left = self._leases.take_left()
+        if left:
+            report_left_behind(item, left)
         return result
 
     def end(self) -> None:

@@ -96,3 +96,27 @@ def pytest_sessionfinish():
     done = run(body)
     assert "the end of the session in rank 1: pytest_sessionfinish: RuntimeError: left half done" in done.text
     assert (done.counts(), done.code) == ((1, 0, 1), 1)
+
+
+@pytest.mark.parametrize(("words", "errors"), [((), 0), (("--strict-hygiene",), 1), (("-W", "error"), 1)])
+def test_what_a_late_fixture_leaves_is_a_warning_like_any_other(
+    run: Runner, words: tuple[str, ...], errors: int
+) -> None:
+    done = run(
+        """
+@pytest.fixture(scope="module")
+def lasting(world):
+    os.environ["LEFT"] = "1"
+
+@pytest.mark.world(2)
+def test_leaves(lasting):
+    pass
+
+def test_here():
+    pass
+""",
+        *words,
+    )
+    assert "environment: LEFT='1' was added (by a fixture of test_ranks.py)" in done.text
+    assert done.counts() == (2, 0, errors)
+    assert done.warnings == (0 if errors else 1)
