@@ -15,6 +15,7 @@ from fsdp_testing.plugin import pytest_compat
 from fsdp_testing.plugin.hygiene_report import HygieneReport, report_left_behind, report_teardown_failure
 from fsdp_testing.plugin.leases import IN_RANK, Leases
 from fsdp_testing.plugin.longrepr import build, text_element
+from fsdp_testing.plugin.losses import failed_if_lost
 from fsdp_testing.plugin.marker import WorldRequest
 from fsdp_testing.plugin.merge import merge
 from fsdp_testing.plugin.other_plugins import attempts, deadline_of, wait_before_next
@@ -188,6 +189,12 @@ class Protocol:
             return pytest.TestReport(**facts)
         made: pytest.TestReport = self.config.hook.pytest_report_from_serializable(config=self.config, data=data)
         return made
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
+        """Let a test fail of which `worlds` lost a rank, also one that is marked `xfail`."""
+        report = yield
+        return failed_if_lost(report, call.excinfo.value) if call.excinfo is not None else report
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:

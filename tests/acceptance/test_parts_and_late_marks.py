@@ -120,3 +120,24 @@ def test_here():
     assert "environment: LEFT='1' was added (by a fixture of test_ranks.py)" in done.text
     assert done.counts() == (2, 0, errors)
     assert done.warnings == (0 if errors else 1)
+
+
+def test_a_rank_that_worlds_loses_is_no_expected_failure(run: Runner) -> None:
+    done = run(
+        """
+@pytest.mark.xfail(reason="known")
+def test_lost(worlds):
+    worlds().run("os:abort")
+
+@pytest.mark.xfail(reason="known")
+def test_raised(worlds):
+    worlds().run("os:listdir", "/nowhere")
+
+def test_asked_for(worlds):
+    with pytest.raises(AssertionError, match="^ranks 0, 1 died by SIGABRT") as caught:
+        worlds().run("os:abort")
+    assert [rank.signal_name for rank in caught.value.outcome.ranks] == ["SIGABRT"] * 2
+"""
+    )
+    assert "ranks 0, 1 died by SIGABRT" in done.text
+    assert (done.counts(), done.xfailed) == ((1, 1, 0), 1)
