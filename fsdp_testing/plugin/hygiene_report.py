@@ -120,6 +120,8 @@ class HygieneReport:
         for rank in outcome.ranks:
             if isinstance(rank.value, RankResult) and rank.value.stop:
                 item.session.shouldstop = f"rank {rank.rank}: {rank.value.stop}"
+            if isinstance(rank.value, RankResult) and rank.value.fail:
+                item.session.shouldfail = f"rank {rank.rank}: {rank.value.fail}"
             if rank.error is not None and rank.error.type_name == "Exit":
                 item.session.shouldstop = f"rank {rank.rank} called pytest.exit: {rank.error.message}"
 

@@ -171,7 +171,7 @@ def run_item(spec: bytes | None, directory: str, task: ItemTask) -> RankResult |
         return Failed(RankResult(problem=problem, groups=group_count()))
     with rank_debugger.attached(session.config, task.debugging):
         session.run(item, task)
-    stop = session.session.shouldstop
+    stop, fail = session.session.shouldstop, session.session.shouldfail
     finish = session.finish() if task.last else ""
     phases, warnings, dirt = session.plugin.take_reports()
     result = RankResult(
@@ -183,6 +183,7 @@ def run_item(spec: bytes | None, directory: str, task: ItemTask) -> RankResult |
         group_count(),
         str(stop or ""),
         f"the session's end failed in this rank:\n{finish}" if finish else "",
+        str(fail or ""),
     )
     if task.debugging is not None:
         # Under `--rank-pdb`, a rank that is done waits for the one that a person debugs.

@@ -121,6 +121,7 @@ class RankResult(NamedTuple):
         groups: How many process groups this rank has ever made; ranks must agree about it.
         stop: Why the test asked to stop the session; empty when it did not.
         problem: Why the item could not be run at all (collection failed in the rank); empty normally.
+        fail: Why the test asked to end the session as failed; empty when it did not.
     """
 
     phases: tuple[Phase, ...] = ()
@@ -131,6 +132,7 @@ class RankResult(NamedTuple):
     groups: int = 0
     stop: str = ""
     problem: str = ""
+    fail: str = ""
 
     @property
     def failed(self) -> bool:

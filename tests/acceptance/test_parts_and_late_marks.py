@@ -141,3 +141,20 @@ def test_asked_for(worlds):
     )
     assert "ranks 0, 1 died by SIGABRT" in done.text
     assert (done.counts(), done.xfailed) == ((1, 1, 0), 1)
+
+
+def test_a_rank_that_ends_the_session_as_failed_does_so(run: Runner) -> None:
+    done = run(
+        """
+@pytest.mark.world(2)
+def test_ends(world, request):
+    if world.rank == 1:
+        request.session.shouldfail = "all is lost"
+
+@pytest.mark.world(2)
+def test_after():
+    pass
+"""
+    )
+    assert "rank 1: all is lost" in done.text
+    assert (done.counts(), done.code) == ((1, 0, 0), 1)
