@@ -158,3 +158,36 @@ def test_after():
     )
     assert "rank 1: all is lost" in done.text
     assert (done.counts(), done.code) == ((1, 0, 0), 1)
+
+
+def test_a_fixture_that_ends_late_since_another_test_came_than_was_announced_may_fail(
+    run: Runner, tmp_path: Path
+) -> None:
+    (tmp_path / "conftest.py").write_text(
+        """
+def pytest_runtestloop(session):
+    first, announced, other = session.items
+    for item, nextitem in ((first, announced), (other, None)):
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+    return True
+"""
+    )
+    (tmp_path / "test_zoo.py").write_text("import pytest\n\n@pytest.mark.world(2)\ndef test_other():\n    pass\n")
+    done = run(
+        """
+@pytest.fixture(scope="module")
+def lasting(world):
+    yield
+    assert world.rank == 0, "left half done"
+
+@pytest.mark.world(2)
+def test_first(lasting):
+    pass
+
+@pytest.mark.world(2)
+def test_announced(lasting):
+    pass
+"""
+    )
+    assert "left half done" in done.text
+    assert (done.passed, done.code) == (1, 1)
