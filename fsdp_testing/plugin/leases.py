@@ -136,7 +136,8 @@ class Leases:
         try:
             outcome = world.execute(f"{IN_RANK}:finish", lasting=None, timeout=self._seconds_to_end())
         except HarnessError as error:
-            self._problems.append(str(error))
+            # That a host has vanished is told once, by the test that ran then.
+            self._problems.extend([] if self._pool is None or self._pool.given_up else [str(error)])
         else:
             said = [
                 f"rank {rank.rank}: {rank.value}"
