@@ -52,6 +52,11 @@ class Expectation:
         reasons = [entry.text for rule in self.failures for entry in rule.entries()]
         return "; ".join(dict.fromkeys([*reasons, *filter(None, [self.bare])]))
 
+    @property
+    def lists_hangs(self) -> bool:
+        """Whether a hang is expected: then the cases after it have to run, or it would excuse whatever they do."""
+        return any(entry.kind == FailureKind.HUNG for rule in self.failures for entry in rule.entries())
+
 
 def read_expectation(given: Any, where: str, problems: list[str]) -> Expectation:
     """Read what a user wrote for one check: one entry, a list of entries, or a reason alone.

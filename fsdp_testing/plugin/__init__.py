@@ -18,6 +18,7 @@ from fsdp_testing.base import env
 
 _HINTS = (b"mark.world", b"worlds")
 _REFUSAL = pytest.StashKey[str]()
+_SEEN = pytest.StashKey[bool]()
 _RUNNING = pytest.StashKey[pytest.Item]()
 
 # Option, placeholder of its value, help.
@@ -122,6 +123,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Find out which items run on ranks, and which of them cannot."""
     marked = [item for item in items if item.get_closest_marker("world") is not None]
+    for item in marked:
+        item.stash[_SEEN] = True
     if marked:
         from fsdp_testing.plugin.controller import select
 
@@ -158,9 +161,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fail a marked test that cannot run on ranks, with the one sentence that says why."""
+    """Fail a marked test that cannot run on ranks, with the one sentence that says why; here it could pass without any rank."""
     if _REFUSAL in item.stash:
         pytest.fail(item.stash[_REFUSAL], pytrace=False)
+    if item.get_closest_marker("world") is not None and _SEEN not in item.stash:
+        pytest.fail(
+            f"{item.nodeid}: marker world: expected it when pytest_collection_modifyitems of this plugin runs, got it later. "
+            "Mark the test in its file, or in a hook without `trylast` and without a wrapper.",
+            pytrace=False,
+        )
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
@@ -169,9 +178,9 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, Any, Any]:
     try:
         return (yield)
     finally:
-        protocol: Any = session.config.pluginmanager.get_plugin("fsdp_testing.protocol")
-        if protocol is not None:
-            protocol.leases.close()
+        sweep: Any = session.config.pluginmanager.get_plugin("fsdp_testing.sweep")
+        if sweep is not None:
+            sweep.end()
         if session.config.option.dist_pool:
             from fsdp_testing.plugin import dist_pool
 

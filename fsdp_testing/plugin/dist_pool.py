@@ -69,11 +69,7 @@ class _NoMissedDeath:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
         """Let a test fail of which a process died or hung, also one that is marked `xfail`."""
-        from fsdp_testing.plugin.test_classes.processes import was_lost
+        from fsdp_testing.plugin.losses import failed_if_lost
 
         report = yield
-        if call.excinfo is not None and was_lost(call.excinfo.value) and report.outcome != "failed":
-            report.outcome = "failed"
-            report.longrepr = report.longrepr or str(call.excinfo.value)
-            vars(report).pop("wasxfail", None)
-        return report
+        return failed_if_lost(report, call.excinfo.value) if call.excinfo is not None else report

@@ -33,6 +33,24 @@ def report_teardown_failure(item: pytest.Item, text: str) -> None:
     item.ihook.pytest_runtest_logreport(report=report)
 
 
+def report_left_behind(item: pytest.Item, lines: list[str]) -> None:
+    """Report what fixtures left behind that ended in ranks after the item, as what the item itself leaves is reported."""
+    strict = _warned(item, lines)
+    if strict:
+        report_teardown_failure(item, f"fixtures in ranks leaked state ({strict}): {'; '.join(lines)}")
+
+
+def _warned(item: pytest.Item, lines: list[str]) -> str:
+    """Warn of leaked state, or return what makes that a failure."""
+    if item.config.option.strict_hygiene:
+        return "--strict-hygiene"
+    try:
+        item.warn(WorldHygieneWarning("; ".join(lines)))
+    except WorldHygieneWarning:
+        return "the filter `error`"
+    return ""
+
+
 class HygieneReport:
     """Adds to the merged reports what is no verdict of pytest's own."""
 
@@ -56,12 +74,7 @@ class HygieneReport:
         )
         if not lines:
             return
-        strict = "--strict-hygiene" if self._config.option.strict_hygiene else ""
-        if not strict:
-            try:
-                item.warn(WorldHygieneWarning("; ".join(lines)))
-            except WorldHygieneWarning:
-                strict = "the filter `error`"
+        strict = _warned(item, lines)
         if strict:
             _fail(item, merged, [f"the test leaked state ({strict})", *lines])
 
@@ -107,6 +120,8 @@ class HygieneReport:
         for rank in outcome.ranks:
             if isinstance(rank.value, RankResult) and rank.value.stop:
                 item.session.shouldstop = f"rank {rank.rank}: {rank.value.stop}"
+            if isinstance(rank.value, RankResult) and rank.value.fail:
+                item.session.shouldfail = f"rank {rank.rank}: {rank.value.fail}"
             if rank.error is not None and rank.error.type_name == "Exit":
                 item.session.shouldstop = f"rank {rank.rank} called pytest.exit: {rank.error.message}"
 

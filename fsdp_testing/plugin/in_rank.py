@@ -89,18 +89,18 @@ class RankSession:
             return f"{type(error).__name__}: {error}\n{self.plugin.take_collection_problem()}".strip()
         return self.plugin.take_collection_problem()
 
-    def run(self, item: pytest.Item, task: ItemTask) -> None:
-        """Run the item's setup, call and teardown."""
+    def run(self, item: pytest.Item, task: ItemTask) -> str:
+        """Run the item's setup, call and teardown; returns what went wrong with fixtures of an earlier test."""
         chain = item.listchain()
         shared = shared_length(chain, self._chain)
-        if shared < len(self._chain):
-            # An earlier test kept fixtures for a next one that then was another (a rerun, another order).
-            self.tear_down(shared)
+        # An earlier test may have kept fixtures for a next one that then was another (a rerun, another order).
+        problem = self.tear_down(shared) if shared < len(self._chain) else ""
         self.plugin.begin(item)
         nextitem = self._stand_in(chain[: min(task.keep, len(chain) - 1)])
         self._last, self._chain = item, chain[:-1]
         with pytest_compat.own_notes(item, task.location):
             self.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+        return f"fixtures of an earlier test failed as they ended:\n{problem}" if problem else ""
 
     def _stand_in(self, nodes: Sequence[Any]) -> _Kept | None:
         if not nodes:
@@ -170,8 +170,8 @@ def run_item(spec: bytes | None, directory: str, task: ItemTask) -> RankResult |
         session.plugin.take_reports()
         return Failed(RankResult(problem=problem, groups=group_count()))
     with rank_debugger.attached(session.config, task.debugging):
-        session.run(item, task)
-    stop = session.session.shouldstop
+        problem = session.run(item, task)
+    stop, fail = session.session.shouldstop, session.session.shouldfail
     finish = session.finish() if task.last else ""
     phases, warnings, dirt = session.plugin.take_reports()
     result = RankResult(
@@ -182,7 +182,8 @@ def run_item(spec: bytes | None, directory: str, task: ItemTask) -> RankResult |
         session.kept(),
         group_count(),
         str(stop or ""),
-        f"the session's end failed in this rank:\n{finish}" if finish else "",
+        "\n".join(filter(None, [problem, f"the session's end failed in this rank:\n{finish}" if finish else ""])),
+        str(fail or ""),
     )
     if task.debugging is not None:
         # Under `--rank-pdb`, a rank that is done waits for the one that a person debugs.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,10 @@ from fsdp_testing.plugin import pytest_compat
 from fsdp_testing.plugin.marker import WorldRequest
 from fsdp_testing.plugin.rank_template import encode
 from fsdp_testing.plugin.records import RankResult
-from fsdp_testing.plugin.selection import shared_length
+from fsdp_testing.plugin.selection import defaults_of, shared_length
 from fsdp_testing.plugin.session_spec import session_spec
 from fsdp_testing.ranks.pool import Pool, PooledWorld, WorldOutcome, default_pool
+from fsdp_testing.ranks.pool.outcome import left_behind
 
 IN_RANK = "fsdp_testing.plugin.in_rank"
 _TEMPLATE = "fsdp_testing.plugin.rank_template"
@@ -35,6 +35,7 @@ class Leases:
         self._informed: WeakKeyDictionary[PooledWorld, str] = WeakKeyDictionary()
         self._kept: dict[PooledWorld, list[Any]] = {}
         self._problems: list[str] = []
+        self._left: list[str] = []
 
     def start(self) -> Pool:
         """Begin to start the fork server, without waiting: collection goes on meanwhile."""
@@ -95,14 +96,16 @@ class Leases:
     def _tear_down(self, world: PooledWorld, chain: list[Any], keep: int) -> None:
         world.lend()
         try:
-            outcome = world.execute(f"{IN_RANK}:tear_down", (keep,), lasting=None, timeout=_END_SECONDS)
+            outcome = world.execute(f"{IN_RANK}:tear_down", (keep,), lasting=None, timeout=self._seconds_to_end())
         except HarnessError as error:
             self._problems.append(str(error))
             world.distrust()
         else:
             self._problems.extend(_problems(outcome))
-            if any(rank.value.dirt for rank in outcome.ranks if isinstance(rank.value, RankResult)):
+            left = [(r.rank, (*r.dirt, *r.value.dirt)) for r in outcome.ranks if isinstance(r.value, RankResult)]
+            if any(dirt for _, dirt in left):
                 world.distrust()
+            self._left.extend(left_behind(left))
             self.note(world, chain, outcome)
         finally:
             world.release()
@@ -110,6 +113,11 @@ class Leases:
     def take_problems(self) -> list[str]:
         """Return what went wrong, since the last call, while fixtures or sessions ended in ranks."""
         taken, self._problems = self._problems, []
+        return taken
+
+    def take_left(self) -> list[str]:
+        """Return what fixtures that ended in ranks left behind, since the last call."""
+        taken, self._left = self._left, []
         return taken
 
     def give_back(self, world: PooledWorld) -> None:
@@ -124,14 +132,25 @@ class Leases:
 
     def _end_session(self, world: PooledWorld) -> None:
         # A world that is not to be lent again may still be whole (its test failed on every rank): its fixtures end too.
-        with contextlib.suppress(HarnessError):
-            outcome = world.execute(f"{IN_RANK}:finish", lasting=None, timeout=_END_SECONDS)
-            # Ranks that no longer answer were reported by the test that left them so.
-            said = {rank.rank: rank.value for rank in outcome.ranks if isinstance(rank.value, str)}
-            problems = [f"rank {rank}: {text}" for rank, text in said.items() if text]
-            parted = not outcome.ok and len(said) == len(outcome.ranks)
-            self._problems.extend(problems or ([outcome.describe()] if parted else []))
+        # Ranks of which a test lost one are gone, and were reported: what goes wrong here is news.
+        try:
+            outcome = world.execute(f"{IN_RANK}:finish", lasting=None, timeout=self._seconds_to_end())
+        except HarnessError as error:
+            # That a host has vanished is told once, by the test that ran then.
+            self._problems.extend([] if self._pool is None or self._pool.given_up else [str(error)])
+        else:
+            said = [
+                f"rank {rank.rank}: {rank.value}"
+                for rank in outcome.ranks
+                if isinstance(rank.value, str) and rank.value
+            ]
+            self._problems.extend(said or ([] if outcome.ok else [outcome.describe()]))
         self._forget(world)
+
+    def _seconds_to_end(self) -> float | None:
+        """The deadline of fixtures that end after the test that used them last."""
+        seconds = defaults_of(self._config).timeout
+        return None if seconds is None else max(seconds, _END_SECONDS)
 
     def close(self) -> None:
         """End every rank; coverage of ranks is on disk afterwards."""
@@ -143,10 +162,7 @@ class Leases:
 def _problems(outcome: WorldOutcome) -> list[str]:
     if not outcome.ok and any(not isinstance(value, RankResult) for value in outcome.values):
         return [outcome.describe()]
-    found: list[str] = []
-    for rank in outcome.ranks:
-        found.extend([f"rank {rank.rank}: {rank.value.problem}"] if rank.value.problem else [])
-        found.extend(f"rank {rank.rank}: {dirt}" for dirt in rank.value.dirt)
+    found = [f"rank {rank.rank}: {rank.value.problem}" for rank in outcome.ranks if rank.value.problem]
     # Ranks that all returned may still have parted: one issued a collective that the others did not.
     return found if found or outcome.ok else [outcome.describe()]
 

@@ -26,6 +26,7 @@ from fsdp_testing.plugin.records import STRICT_XPASS, Phase, RankResult
 from fsdp_testing.ranks.pool.outcome import Fate, RankOutcome, WorldOutcome, account_lines, rank_names
 
 _PHASES = ("setup", "call", "teardown")
+_WITHOUT_FAILURE = frozenset({"skipped", "xfailed", "xpassed", "skipped in teardown", "xfailed in teardown"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +44,30 @@ class Account:
 
     @property
     def verdict(self) -> str:
-        """One of passed, failed, skipped, xfailed, xpassed, incomplete; or the fate of a rank without a report."""
+        """One of passed, failed, skipped, xfailed, xpassed, incomplete; or the fate of a rank without a report.
+
+        A rank that ran the test and skipped only the rest of its teardown did not skip the test.
+        """
         if self.result is None:
             return str(self.outcome.fate)
         if self.result.failed:
             return "failed"
-        for phase in self.phases:
+        own = [phase for phase in self.phases if phase.subtest is None]
+        for phase in own:
             if phase.outcome == "skipped":
-                return "skipped" if phase.wasxfail is None else "xfailed"
-        if {phase.when for phase in self.phases} != set(_PHASES):
+                word = "skipped" if phase.wasxfail is None else "xfailed"
+                return word if phase.when != "teardown" else f"{word} in teardown"
+        if {phase.when for phase in own} != set(_PHASES):
             return "incomplete"
-        return "xpassed" if any(phase.wasxfail is not None for phase in self.phases) else "passed"
+        return "xpassed" if any(phase.wasxfail is not None for phase in own) else "passed"
 
     def failing(self) -> tuple[Phase, ...]:
         """Return the reports that are failures."""
         return tuple(phase for phase in self.phases if phase.outcome == "failed")
+
+    def idle_subtests(self) -> tuple[Phase, ...]:
+        """Return the reports of subtests that were skipped or failed as expected."""
+        return tuple(phase for phase in self.phases if phase.subtest is not None and phase.outcome == "skipped")
 
     def clause(self) -> str:
         """Say how this rank ended, in one clause of a disagreement."""
@@ -69,15 +79,18 @@ class Account:
             return f"rank {self.rank} reported {reported} and no more"
         if verdict == "failed":
             return f"rank {self.rank} failed: {self.first_message()}"
-        return f"rank {self.rank} {verdict}" if reason is None else f"rank {self.rank} {verdict} ({reason})"
+        idle = "".join(f", its subtest {_described(phase)}" for phase in self.idle_subtests())
+        return f"rank {self.rank} {verdict}" + (f" ({reason})" if reason is not None else "") + idle
 
     def reason(self) -> str | None:
         """Return why the test was skipped or expected to fail; None for another verdict."""
         verdict = self.verdict
         for phase in self.phases:
-            if verdict == "skipped" and phase.outcome == "skipped":
+            if phase.subtest is not None:
+                continue
+            if verdict.startswith("skipped") and phase.outcome == "skipped":
                 return message_of(phase.longrepr).removeprefix("Skipped: ")  # pytest's own prefix
-            if verdict in ("xfailed", "xpassed") and phase.wasxfail is not None:
+            if verdict.startswith(("xfailed", "xpassed")) and phase.wasxfail is not None:
                 return phase.wasxfail or "no reason given"
         return None
 
@@ -108,11 +121,12 @@ def merge(outcome: WorldOutcome, location: tuple[str, int]) -> list[Phase]:
     """
     accounts = accounts_of(outcome)
     verdicts = {account.verdict for account in accounts}
-    if verdicts == {"passed"} and outcome.ok and _same_groups(accounts):
+    ok = outcome.ok and _same_subtests(accounts)
+    if verdicts == {"passed"} and ok and _same_groups(accounts):
         return _plain(accounts)
-    if verdicts in ({"skipped"}, {"xfailed"}, {"xpassed"}) and outcome.ok:
+    if len(verdicts) == 1 and verdicts <= _WITHOUT_FAILURE and ok:
         return _alike(accounts)
-    if verdicts == {"xfailed", "xpassed"} and outcome.ok:
+    if verdicts == {"xfailed", "xpassed"} and ok:
         # The mark promised a failure of the test, and it did fail: on some of its ranks.
         return _partly_expected(accounts)
     return _failure(outcome, accounts, location)
@@ -120,6 +134,26 @@ def merge(outcome: WorldOutcome, location: tuple[str, int]) -> list[Phase]:
 
 def _same_groups(accounts: Sequence[Account]) -> bool:
     return len({account.result.groups for account in accounts if account.result is not None}) == 1
+
+
+def _same_subtests(accounts: Sequence[Account]) -> bool:
+    """Whether every rank skipped the same subtests; the one argument that may differ is the rank itself.
+
+    Under a mark that says that the test fails, a subtest may fail on some ranks only, as the test may.
+    """
+    seen = set()
+    for account in accounts:
+        marked = account.verdict in ("xfailed", "xpassed")
+        idle = [phase for phase in account.idle_subtests() if not (marked and phase.wasxfail is not None)]
+        seen.add(tuple(sorted(map(_described, idle))))
+    return len(seen) == 1
+
+
+def _described(phase: Phase) -> str:
+    context = phase.subtest or {}
+    arguments = [f"{name}={value}" for name, value in (context.get("kwargs") or {}).items() if name != "rank"]
+    name = ", ".join(filter(None, [str(context.get("msg") or ""), *arguments])) or "without a name"
+    return f"{name} {'skipped' if phase.wasxfail is None else 'xfailed'}"
 
 
 def _durations(accounts: Sequence[Account]) -> dict[str, float]:
@@ -139,21 +173,26 @@ def _whens(accounts: Sequence[Account]) -> list[str]:
 def _plain(accounts: Sequence[Account]) -> list[Phase]:
     durations = _durations(accounts)
     merged = [Phase(when, "passed", durations[when]) for when in _whens(accounts)]
+    most = max((account.idle_subtests() for account in accounts), key=len)  # under a mark some ranks may have none
+    merged[1:1] = [replace(phase, sections=[]) for phase in most]
     return _with_sections(merged, accounts)
 
 
 def _alike(accounts: Sequence[Account]) -> list[Phase]:
     """Every rank skipped, or every rank xfailed or xpassed: the first rank's reports, with every reason."""
     merged = _plain(accounts)
-    by_when = {report.when: report for report in merged}
+    by_when = {report.when: report for report in merged if report.subtest is None}
     for phase in accounts[0].phases:
-        if phase.outcome != "passed" or phase.wasxfail is not None:
+        if phase.subtest is None and (phase.outcome != "passed" or phase.wasxfail is not None):
             report = by_when[phase.when]
             report.outcome, report.longrepr, report.wasxfail = phase.outcome, phase.longrepr, phase.wasxfail
             if isinstance(phase.longrepr, str) and phase.longrepr.startswith(STRICT_XPASS):
                 report.outcome, report.wasxfail = "failed", None
+    if by_when["setup"].outcome == "skipped":  # other ranks did so in the call, which is then no passed one
+        merged = [report for report in merged if report.when != "call"]
     reasons = {account.reason() for account in accounts}
-    skipped = [report for report in merged if report.outcome == "skipped" and isinstance(report.longrepr, list | tuple)]
+    skipped = [report for report in by_when.values() if report.outcome == "skipped"]
+    skipped = [report for report in skipped if isinstance(report.longrepr, list | tuple)]
     for report in skipped[:1]:
         path, line, reason = report.longrepr
         every = "Skipped: " + "; ".join(account.clause() for account in accounts)
@@ -166,7 +205,7 @@ def _partly_expected(accounts: Sequence[Account]) -> list[Phase]:
     passed = rank_names(account.rank for account in accounts if account.verdict == "xpassed")
     merged = _alike(failed)
     for report in merged:
-        if report.wasxfail is not None:
+        if report.wasxfail is not None and report.subtest is None:
             where = f"failed on {rank_names(account.rank for account in failed)}, passed on {passed}"
             report.wasxfail = f"{report.wasxfail} ({where})" if report.wasxfail else where
     return merged
@@ -285,7 +324,7 @@ def _fate_lines(rank: RankOutcome) -> list[str]:
 def _with_sections(merged: list[Phase], accounts: Sequence[Account]) -> list[Phase]:
     """Attach what ranks wrote and logged, named by rank, to the report that readers see."""
     shown = next((r for r in merged if r.outcome == "failed"), None)
-    shown = shown or next((r for r in merged if r.when == "call"), merged[0])
+    shown = shown or next((r for r in merged if r.when == "call" and r.subtest is None), merged[0])
     texts: list[tuple[str, str, int]] = []
     for account in accounts:
         for phase in account.phases:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import traceback
-import warnings
 from collections.abc import Generator
 from typing import Any
 
@@ -13,9 +12,10 @@ import pytest
 from fsdp_testing.base.printable import printable
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.plugin import pytest_compat
-from fsdp_testing.plugin.hygiene_report import HygieneReport, WorldHygieneWarning, report_teardown_failure
+from fsdp_testing.plugin.hygiene_report import HygieneReport, report_left_behind, report_teardown_failure
 from fsdp_testing.plugin.leases import IN_RANK, Leases
 from fsdp_testing.plugin.longrepr import build, text_element
+from fsdp_testing.plugin.losses import failed_if_lost
 from fsdp_testing.plugin.marker import WorldRequest
 from fsdp_testing.plugin.merge import merge
 from fsdp_testing.plugin.other_plugins import attempts, deadline_of, wait_before_next
@@ -182,11 +182,19 @@ class Protocol:
         }
         if part.wasxfail is not None:
             facts["wasxfail"] = _shown(part.wasxfail)
-        if not isinstance(part.longrepr, dict):
-            return pytest.TestReport(**facts)
         data = {"$report_type": "TestReport", **facts}
+        if part.subtest is not None:
+            data = {"_report_type": "SubTestReport", "_subtest.context": _shown(part.subtest), **facts}
+        elif not isinstance(part.longrepr, dict):
+            return pytest.TestReport(**facts)
         made: pytest.TestReport = self.config.hook.pytest_report_from_serializable(config=self.config, data=data)
         return made
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
+        """Let a test fail of which `worlds` lost a rank, also one that is marked `xfail`."""
+        report = yield
+        return failed_if_lost(report, call.excinfo.value) if call.excinfo is not None else report
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
@@ -196,11 +204,6 @@ class Protocol:
             terminal.ensure_newline()
             terminal.write_line(printable(note))
         excinfo.value.__notes__ = []
-
-    def pytest_sessionfinish(self) -> None:
-        """Report what went wrong after the last test: it belongs to no test any more."""
-        for problem in self.leases.take_problems():
-            warnings.warn(WorldHygieneWarning(f"the end of a session in {problem}"), stacklevel=1)
 
     def pytest_unconfigure(self) -> None:
         """Leave no rank behind, however the session ended."""
@@ -212,17 +215,30 @@ class Sweep:
 
     def __init__(self, leases: Leases) -> None:
         self._leases = leases
+        self._last: pytest.Item | None = None
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, Any, Any]:
         """End them after an item of either kind."""
+        self._last = item
         result = yield
         stopping = item.session.shouldstop or item.session.shouldfail
         self._leases.leave_what_is_not_shared(None if stopping else nextitem)
         problems = self._leases.take_problems()
         if problems:
             report_teardown_failure(item, "teardown of fixtures in ranks failed: " + "; ".join(problems))
+        left = self._leases.take_left()
+        if left:
+            report_left_behind(item, left)
         return result
+
+    def end(self) -> None:
+        """End the ranks; what goes wrong then is an error of the last test that ran, for it belongs to no other one."""
+        self._leases.close()
+        problems = self._leases.take_problems()
+        if problems and self._last is not None:
+            text = "\n".join(f"the end of the session in {problem}" for problem in problems)
+            report_teardown_failure(self._last, text)
 
 
 def _shown(value: Any) -> Any:

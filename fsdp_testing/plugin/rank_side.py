@@ -100,18 +100,19 @@ class RankPlugin:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         plain = report.outcome == "passed" and not report.sections
-        longrepr = None
+        longrepr = subtest = None
         report.sections = [(title, text) for title, text in map(_without_torchs_log, report.sections) if text]
         if not plain:
             data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
-            longrepr = data["longrepr"]
+            longrepr, subtest = data["longrepr"], data.get("_subtest.context")
         if report.when == "teardown":
             self._user_properties = tuple((str(name), _plain(value)) for name, value in report.user_properties)
         outcome, wasxfail = report.outcome, getattr(report, "wasxfail", None)
         if isinstance(longrepr, str) and longrepr.startswith(STRICT_XPASS):
             # Not this rank's to fail: the test fails as its mark says if it fails on any rank.
             outcome, wasxfail = "passed", longrepr.removeprefix(STRICT_XPASS)
-        self._phases.append(Phase(report.when, outcome, report.duration, longrepr, list(report.sections), wasxfail))
+        sections = list(report.sections)
+        self._phases.append(Phase(report.when, outcome, report.duration, longrepr, sections, wasxfail, subtest))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep why something could not be collected."""

@@ -76,7 +76,8 @@ STRICT_XPASS = "[XPASS(strict)] "
 class Phase:
     """One report: setup, call, teardown, or a subtest of the call; of one rank, or what ranks' reports are merged into.
 
-    `longrepr` is the serialised form that `pytest_report_to_serializable` makes.
+    `longrepr` is the serialised form that `pytest_report_to_serializable` makes; `subtest` what pytest calls the context of a
+    subtest: its message and arguments.
     """
 
     when: str
@@ -85,11 +86,12 @@ class Phase:
     longrepr: Any = None
     sections: list[tuple[str, str]] = field(default_factory=list)
     wasxfail: str | None = None
+    subtest: dict[str, Any] | None = None
 
     def __reduce__(self) -> tuple[type[Phase], tuple[Any, ...]]:
         """Be sent without what is nearly always left out."""
-        facts = self.when, self.outcome, self.duration, self.longrepr, self.sections, self.wasxfail
-        return Phase, facts[:3] if facts[3:] == (None, [], None) else facts
+        facts = self.when, self.outcome, self.duration, self.longrepr, self.sections, self.wasxfail, self.subtest
+        return Phase, facts[:3] if facts[3:] == (None, [], None, None) else facts
 
     def fail(self, longrepr: dict[str, Any]) -> None:
         self.outcome, self.longrepr = "failed", longrepr
@@ -119,6 +121,7 @@ class RankResult(NamedTuple):
         groups: How many process groups this rank has ever made; ranks must agree about it.
         stop: Why the test asked to stop the session; empty when it did not.
         problem: Why the item could not be run at all (collection failed in the rank); empty normally.
+        fail: Why the test asked to end the session as failed; empty when it did not.
     """
 
     phases: tuple[Phase, ...] = ()
@@ -129,6 +132,7 @@ class RankResult(NamedTuple):
     groups: int = 0
     stop: str = ""
     problem: str = ""
+    fail: str = ""
 
     @property
     def failed(self) -> bool:

@@ -19,7 +19,7 @@ from fsdp_testing.ranks.pool.outcome import left_behind
 from fsdp_testing.ranks.pool.targets import target_of
 
 
-class RanksFailed(AssertionError, WorldFailed):
+class RanksFailed(WorldFailed, AssertionError):
     """A function run through `worlds` did not return on every rank; the message is the account of every rank."""
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fsdp_testing.cases.records import CheckResult, Finding, RunReport, Verdict
 from fsdp_testing.judging.signature import as_pattern, has_cause, signature_of
 from fsdp_testing.report import summary
-from fsdp_testing.report.sheet import Section, bulleted, numbered
+from fsdp_testing.report.sheet import Section, bulleted, listed, numbered
 
 TROUBLE = (Verdict.FAIL, Verdict.UNKNOWN)
 BROKEN = (*TROUBLE, Verdict.EXPECTED_FAILURE)
@@ -32,7 +32,7 @@ def comparison(report: RunReport, earlier: RunReport, name: str) -> Section:
     new = {_key(result): result for result in report.results}
     lines = tuple(_lines(old, new, report, _other_causes(report, earlier)))
     counts = [f"{numbered(len(keys), 'check')} {where}" for keys, where in _alone(old, new) if keys]
-    note = ", ".join([f"compared with {name} of {_date(earlier)}", *counts])
+    note = ", ".join([f"compared with {name} of {_date(earlier)}", *_elsewhere(report, earlier), *counts])
     return Section("Since the earlier report", (bulleted(lines or ("No verdict changed.",)),), note, "since")
 
 
@@ -41,7 +41,7 @@ def _lines(
 ) -> Iterator[str]:
     there = {key: (old.get(key), result) for key, result in new.items() if result.verdict in TROUBLE}
     for key, (before, result) in there.items():
-        if before is None or before.verdict not in TROUBLE or key in others:
+        if before is None or _is_worse(before.verdict, result.verdict) or key in others:
             was = f"was {summary.WORDS[before.verdict]}" if before else "was not run"
             sentence = summary.sentence(result)
             if key in others:
@@ -50,15 +50,48 @@ def _lines(
             yield f"new: {key} is {summary.WORDS[result.verdict]}, {was}: {sentence}"
     for key, before in old.items():
         if before.verdict in BROKEN and key in new and new[key].verdict not in BROKEN:
-            yield f"gone: {key} was {summary.WORDS[before.verdict]}, is {summary.WORDS[new[key].verdict]}"
+            was, now = summary.WORDS[before.verdict], summary.WORDS[new[key].verdict]
+            left = _sizes_left_out(before, new[key])
+            yield (
+                f"not run: {key} was {was} on {left} ranks, is {now} on others"
+                if left
+                else f"gone: {key} was {was}, is {now}"
+            )
     for key, (before, result) in there.items():
-        if before is not None and before.verdict in TROUBLE and not _all_other(others, before):
+        known = before is not None and not _is_worse(before.verdict, result.verdict)
+        if before is not None and known and not _all_other(others, before):
             yield f"still: {key} is {summary.WORDS[result.verdict]}, since {report.since[key]}"
     for key, before in old.items():
         if key not in new and before.verdict in BROKEN:
             yield f"not run: {key} was {summary.WORDS[before.verdict]}"
         elif key in new and _is_excused(before.verdict, new[key].verdict):
             yield f"changed: {key} was {summary.WORDS[before.verdict]}, is {summary.WORDS[new[key].verdict]}"
+        elif key in others and new[key].verdict is before.verdict is Verdict.EXPECTED_FAILURE:
+            sentence = others[key].findings[0].explanation.strip() or summary.sentence(new[key])
+            yield f"changed: {key} is expected, and fails otherwise than before: {sentence}"
+
+
+def _is_worse(before: Verdict, after: Verdict) -> bool:
+    """Whether a check that has no verdict or fails now did not do so before; what was unknown may be refuted now."""
+    return before not in TROUBLE or (before is Verdict.UNKNOWN and after is Verdict.FAIL)
+
+
+def _sizes_left_out(before: CheckResult, after: CheckResult) -> str:
+    """Numbers of ranks on which a check did not hold, and on which it was not asked again, though it was on others."""
+    broken = {case.world_size for case in before.cases if case.verdict in BROKEN}
+    broken |= {finding.case.world.size for finding in before.findings}
+    return listed(map(str, sorted(broken - {*after.world_sizes}))) if after.world_sizes else ""
+
+
+def _elsewhere(report: RunReport, earlier: RunReport) -> Iterator[str]:
+    """In what the earlier run was another one: then a failure that is gone may only not have been asked for."""
+    then, now = (listed(map(str, sorted(run.world_sizes))) for run in (earlier, report))
+    if then != now:
+        yield f"which ran on worlds of {then or 'no size'}, this one on {now or 'no size'}"
+    if earlier.backend != report.backend:
+        yield f"which ran on {earlier.backend}, this one on {report.backend}"
+    if earlier.tensor_parallel != report.tensor_parallel:
+        yield f"which had tensor parallelism {earlier.tensor_parallel}, this one {report.tensor_parallel}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +153,8 @@ def _is_excused(before: Verdict, after: Verdict) -> bool:
     """Whether a list that has grown, or a claim that was dropped, is all that changed: either would hide a failure."""
     if after is Verdict.EXPECTED_FAILURE:
         return before is not after
-    return before is Verdict.PASS and after not in (Verdict.PASS, *TROUBLE)
+    held = before in (Verdict.PASS, Verdict.STALE)
+    return held and before is not after and after in (Verdict.NOT_CLAIMED, Verdict.STALE)
 
 
 def _alone(old: dict[str, CheckResult], new: dict[str, CheckResult]) -> tuple[tuple[set[str], str], ...]:

@@ -1,7 +1,8 @@
 """A report for continuous-integration servers: JUnit XML, one suite per implementation.
 
 `pass` is a passed test; `fail` a failure; `unknown` an error; `not claimed` and an expected failure are skipped, with
-the reason; a stale expectation passes and says so in its output.
+the reason; a stale expectation passes and says so in its output. An implementation of which no claim was checked has an
+error beside its skipped tests, for the run has no verdict on it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from xml.etree import ElementTree as ET
 from fsdp_testing.cases.records import CheckResult, RunReport, Verdict
 from fsdp_testing.report.summary import (
     accounts,
+    idle,
     implementations,
     place_text,
     replay_line,
@@ -37,22 +39,26 @@ def junit_text(report: RunReport) -> str:
     root = ET.Element("testsuites", name="fsdp-verify", time=f"{report.seconds:.3f}")
     for name in implementations(report):
         results = [result for result in report.results if result.implementation == name]
-        suite = ET.SubElement(root, "testsuite", {"name": _clean(name), **_counts(results)})
+        unasked = name in idle(report)
+        suite = ET.SubElement(root, "testsuite", {"name": _clean(name), **_counts(results, unasked)})
         properties = ET.SubElement(suite, "properties")
         for key, value in [*report.environment.items(), ("backend", report.backend)]:
             ET.SubElement(properties, "property", name=_clean(key), value=_clean(value))
         for result in results:
             suite.append(_test_case(result, report))
+        if unasked:
+            case = ET.SubElement(suite, "testcase", classname=_clean(name), name="any claim", time="0.000")
+            ET.SubElement(case, "error", message="no claim was checked: no verdict", type="unknown")
     ET.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
 
 
-def _counts(results: list[CheckResult]) -> dict[str, str]:
+def _counts(results: list[CheckResult], unasked: bool) -> dict[str, str]:
     verdicts = [result.verdict for result in results]
     return {
-        "tests": str(len(results)),
+        "tests": str(len(results) + unasked),
         "failures": str(verdicts.count(Verdict.FAIL)),
-        "errors": str(verdicts.count(Verdict.UNKNOWN)),
+        "errors": str(verdicts.count(Verdict.UNKNOWN) + unasked),
         "skipped": str(verdicts.count(Verdict.NOT_CLAIMED) + verdicts.count(Verdict.EXPECTED_FAILURE)),
         "time": f"{sum(result.seconds for result in results):.3f}",
     }

@@ -50,7 +50,8 @@ def merged(reports: Mapping[str, RunReport]) -> RunReport:
     )
     portraits = next((part.portraits for part in parts.values() if part.portraits), ())
     seconds = sum(part.seconds for part in parts.values())
-    return replace(first, results=results, shard=(), portraits=portraits, seconds=seconds)
+    since = {key: date for part in parts.values() for key, date in part.since.items()}
+    return replace(first, results=results, shard=(), portraits=portraits, seconds=seconds, since=since)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,7 @@ def _alike(report: RunReport) -> dict[str, object]:
         "checks": _Checks(request.checks) if report.request is not None else "not recorded",
         "extended": request.extended,
         "expected failures": request.expectations or "none",
+        "injected faults": report.environment.get("faults", "none"),
         **versions_of(report.environment),
     }
 

@@ -225,20 +225,24 @@ def attention(report: RunReport, verdict: Verdict) -> tuple[CheckResult, ...]:
 
 def report_exit_code(report: RunReport) -> int:
     """Return the documented exit code, and 3 where an implementation was asked for but no claim of it was checked at all."""
-    return report.exit_code or (3 if _idle(report) or not report.results else 0)
+    return report.exit_code or (3 if idle(report) or not report.results else 0)
 
 
-def _idle(report: RunReport) -> list[str]:
-    """Implementations of which no claim was checked; of a part of a run none: another part may have checked them."""
-    return [] if report.shard else [tally.implementation for tally in tallies(report) if tally.asked == 0]
+def idle(report: RunReport) -> list[str]:
+    """Return implementations of which no claim was checked; of a part of a run none: another part may have checked them."""
+    return (
+        []
+        if report.shard not in ((), (1, 1))
+        else [tally.implementation for tally in tallies(report) if tally.asked == 0]
+    )
 
 
 def conclusion(report: RunReport) -> str:
     """Return what the exit code means, and for whom."""
     code = report_exit_code(report)
-    idle = _idle(report)
-    if code == 3 and (idle or not report.results) and not report.count(Verdict.UNKNOWN):
-        whose = f" of {', '.join(idle)}" if idle else ""
+    unasked = idle(report)
+    if code == 3 and (unasked or not report.results) and not report.count(Verdict.UNKNOWN):
+        whose = f" of {', '.join(unasked)}" if unasked else ""
         return f"no claim{whose} was checked: no verdict"
     foreseen = report.count(Verdict.EXPECTED_FAILURE)
     if code == 0 and foreseen:
@@ -259,9 +263,9 @@ def headline(report: RunReport) -> str:
         parts.append(f"{foreseen} known failure{'s' if foreseen > 1 else ''}" + ("" if failed else ", none new"))
     if stale:
         parts.append(f"{stale} listed as known that do{'es' if stale == 1 else ''} not fail")
-    idle = _idle(report)
-    if idle or not report.results:
-        parts.append(f"nothing was checked{' of ' + ', '.join(idle) if idle else ''}")
+    unasked = idle(report)
+    if unasked or not report.results:
+        parts.append(f"nothing was checked{' of ' + ', '.join(unasked) if unasked else ''}")
     if not parts:
         return f"All {held} claims that were checked hold" if held > 1 else "The one claim that was checked holds"
     return f"{', '.join(parts)}; {held} claim{'s' if held != 1 else ''} hold{'s' if held == 1 else ''}"
@@ -282,8 +286,8 @@ def trust(report: RunReport) -> Iterator[str]:
         yield f"Closest pass: {result.check} ({result.implementation}) used {100 * ratio:.3g} % of its bound."
     if unknown := report.count(Verdict.UNKNOWN):
         yield f"{numbered(unknown, 'check')} gave no verdict; that is never counted as a pass."
-    if idle := report.count(Verdict.NOT_CLAIMED):
-        yield f"{numbered(idle, 'check')} skipped: the capabilities that they need are not claimed."
+    if skipped := report.count(Verdict.NOT_CLAIMED):
+        yield f"{numbered(skipped, 'check')} skipped: the capabilities that they need are not claimed."
 
 
 def facts(report: RunReport) -> dict[str, str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_testing.adapters.adapter import Adapter
-from fsdp_testing.cases.records import STRATEGIES, Case, CheckResult, Judgement, Verdict, merge
+from fsdp_testing.cases.records import STRATEGIES, Case, CheckResult, FailureKind, Judgement, Verdict, merge
 from fsdp_testing.checks.suites.check import Check, adapt, needs_of
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.oracle.tensor_axis import over_two_axes
@@ -44,7 +44,13 @@ class Where:
 
 
 def judge_check(
-    runner: CaseRunner, adapter: Adapter, check: Check, where: Where, *, stop_at_first: bool = False
+    runner: CaseRunner,
+    adapter: Adapter,
+    check: Check,
+    where: Where,
+    *,
+    stop_at_first: bool = False,
+    past_hangs: bool = False,
 ) -> CheckResult:
     """Judge one check on one implementation.
 
@@ -54,6 +60,7 @@ def judge_check(
         check: The check.
         where: World sizes and backend.
         stop_at_first: Run no further case once one has refuted the claim.
+        past_hangs: Run the cases after one that hangs, too: where a hang is expected, it must not hide how they fail.
 
     Returns:
         The result; a check that crashes is `UNKNOWN` with its traceback, never an exception.
@@ -72,16 +79,20 @@ def judge_check(
         cases, skipped = _cases(adapter, check, where)
     except Exception:  # noqa: BLE001 - a check's own mistake says nothing about the implementation
         return _result(name, check, Verdict.UNKNOWN, _crashed(), start)
-    judgements = _judge_all(runner, adapter, cases, check, stop_at_first)
+    ends = frozenset(FailureKind) if stop_at_first else frozenset() if past_hangs else frozenset({FailureKind.HUNG})
+    judgements = _judge_all(runner, adapter, cases, check, ends)
     if not judgements:
         return _result(name, check, Verdict.NOT_CLAIMED, _nothing_to_run(adapter, check, where, skipped), start)
     return replace(_merged(name, check, judgements, start), not_run=_not_run(cases, judgements, skipped))
 
 
 def _judge_all(
-    runner: CaseRunner, adapter: Adapter, cases: Sequence[Case], check: Check, stop_at_first: bool
+    runner: CaseRunner, adapter: Adapter, cases: Sequence[Case], check: Check, ends: Collection[str]
 ) -> list[JudgedCase]:
-    """Judge the cases in order, up to the first that hangs: the claim is refuted then, and each hang costs a deadline."""
+    """Judge the cases in order, up to the first that fails in a way that `ends` the check.
+
+    A hang does: the claim is refuted then, and each hang costs a deadline.
+    """
     judgements: list[JudgedCase] = []
     for case in cases:
         try:
@@ -89,7 +100,7 @@ def _judge_all(
         except Exception:  # noqa: BLE001 - it says nothing about the implementation, and takes nothing back of the other cases
             judgements.append(JudgedCase(case, Judgement(Verdict.UNKNOWN, reason=_crashed())))
         finding = judgements[-1].finding
-        if finding is not None and (stop_at_first or finding.kind == "hung"):
+        if finding is not None and finding.kind in ends:
             break
     return judgements
 

@@ -150,12 +150,6 @@ class Processes:
         self.close()
 
 
-def was_lost(error: BaseException) -> bool:
-    """Return whether an error says that a process died or hung: no test may expect that as its failure."""
-    outcome = error.outcome if isinstance(error, WorldFailed) else None
-    return isinstance(outcome, WorldOutcome) and any(rank.fate in (Fate.DIED, Fate.HUNG) for rank in outcome.ranks)
-
-
 def _ended(rank: RankOutcome, accepted: Callable[[int], bool] | None) -> Ended | None:
     """Return how a process ended, None for one that ended badly."""
     if isinstance(rank.value, Ended):

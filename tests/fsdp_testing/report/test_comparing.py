@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
-from fsdp_testing.cases.records import Finding, RunReport, Verdict
+from fsdp_testing.cases.records import CaseOutcome, Finding, RunReport, Verdict
 from fsdp_testing.report.comparing import comparison, dated
 from fsdp_testing.report.conformance import complete_sheet, short_sheet
 from fsdp_testing.report.html import html_text
@@ -92,3 +93,49 @@ def test_a_check_that_fails_by_another_cause_is_new_and_not_as_old_as_the_one_be
 
 def test_the_same_again_is_no_news(good: RunReport) -> None:
     assert lines(dated(good, good), good) == ["No verdict changed."]
+
+
+def test_what_was_unknown_and_is_refuted_now_is_new(make: SimpleNamespace) -> None:
+    def report(date: str, verdict: Verdict) -> RunReport:
+        return RunReport((make.result("a", "s.one", verdict, explanation="it is off"),), environment={"date": date})
+
+    unknown = report("Monday", Verdict.UNKNOWN)
+    assert lines(dated(report("Friday", Verdict.FAIL), unknown), unknown) == [
+        "new: a s.one is FAIL, was unknown: it is off"
+    ]
+
+
+def test_a_list_that_has_grown_by_another_failure_of_a_listed_check_is_told(make: SimpleNamespace) -> None:
+    def report(*findings: Finding) -> RunReport:
+        return RunReport((make.result("a", "s.one", Verdict.EXPECTED_FAILURE, findings=findings),))
+
+    gradient = make.diverged()
+    norm = make.diverged(quantity="total_norm", sort="total_norm", explanation="the norm is off")
+    later = dated(report(gradient, norm), report(gradient))
+    assert lines(later, report(gradient)) == [
+        "changed: a s.one is expected, and fails otherwise than before: the norm is off"
+    ]
+
+
+def test_a_claim_that_was_dropped_while_its_entry_was_stale_is_told(make: SimpleNamespace) -> None:
+    stale, dropped = (
+        RunReport((make.result("a", "s.one", verdict),)) for verdict in (Verdict.STALE, Verdict.NOT_CLAIMED)
+    )
+    assert lines(dated(dropped, stale), stale) == ["changed: a s.one was stale, is not claimed"]
+
+
+def test_a_failure_on_ranks_that_were_not_asked_again_is_not_gone(make: SimpleNamespace) -> None:
+    def report(verdict: Verdict, *sizes: int) -> RunReport:
+        cases = tuple(CaseOutcome("c", verdict if size == sizes[-1] else Verdict.PASS, size, "fsdp") for size in sizes)
+        return RunReport((make.result("a", "s.one", verdict, cases=cases),), world_sizes=sizes)
+
+    three, two = report(Verdict.FAIL, 2, 3), report(Verdict.PASS, 2)
+    assert lines(dated(two, three), three) == ["not run: a s.one was FAIL on 3 ranks, is pass on others"]
+    assert "which ran on worlds of 2, 3, this one on 2" in str(comparison(two, three, "OLD.json").note)
+    assert lines(dated(report(Verdict.PASS, 2, 3), three), three) == ["gone: a s.one was FAIL, is pass"]
+
+
+def test_another_backend_and_tensor_parallelism_are_told(good: RunReport) -> None:
+    other = replace(good, backend="nccl", tensor_parallel=2)
+    note = str(comparison(other, good, "OLD.json").note)
+    assert "which ran on gloo, this one on nccl, which had tensor parallelism 1, this one 2" in note

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree as ET
 
-from fsdp_testing.cases.records import RunReport
+from fsdp_testing.cases.records import RunReport, Verdict
 from fsdp_testing.report.files import write_atomically
 from fsdp_testing.report.junit import junit_text
 
@@ -56,3 +57,13 @@ def test_a_failure_is_told_completely(mixed: RunReport) -> None:
 def test_the_file_is_utf8_xml(mixed: RunReport, tmp_path: Path) -> None:
     write_atomically(tmp_path / "junit.xml", junit_text(mixed))
     assert ET.parse(tmp_path / "junit.xml").getroot().tag == "testsuites"
+
+
+def test_an_implementation_of_which_nothing_was_checked_is_an_error(make: SimpleNamespace) -> None:
+    report = RunReport((make.result("a", "s.one", Verdict.NOT_CLAIMED),), ("a", "never ran"))
+    first, second = ET.fromstring(junit_text(report).encode()).findall("testsuite")
+    assert (first.get("tests"), first.get("skipped"), first.get("errors")) == ("2", "1", "1")
+    assert (second.get("tests"), second.get("errors")) == ("1", "1")
+    assert first.findall("testcase")[1][0].get("message") == "no claim was checked: no verdict"
+    part = RunReport(report.results, report.implementations, shard=(1, 2))
+    assert "no claim" not in junit_text(part)

@@ -102,3 +102,21 @@ def test_a_check_of_which_a_part_has_no_result_is_unknown():
     assert (unknown.implementation, unknown.check, unknown.explanation) == ("two", "s.d", "3.json has no result of it")
     assert len(whole_again.results) == len(NAMES) * len(CHECKS)
     assert report_exit_code(whole_again) == 3
+
+
+def test_parts_with_other_faults_are_of_another_run():
+    given = parts(2, whole())
+    given["2.json"] = replace(given["2.json"], environment={**whole().environment, "faults": "delay=1@rank=1,step=1"})
+    with pytest.raises(InvalidArgument, match=r"2\.json has injected faults delay=1@rank=1,step=1, 1\.json has none?"):
+        merged(given)
+
+
+def test_dates_of_every_part_are_kept():
+    given = parts(2, whole())
+    given = {path: replace(part, since={f"of {path}": "Monday"}) for path, part in given.items()}
+    assert merged(given).since == {"of 1.json": "Monday", "of 2.json": "Monday"}
+
+
+def test_the_only_part_is_the_whole_run():
+    nothing = (CheckResult("one", "s.a", "", (), Verdict.NOT_CLAIMED),)
+    assert report_exit_code(RunReport(nothing, ("one",), shard=(1, 1))) == 3

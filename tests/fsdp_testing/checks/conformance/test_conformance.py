@@ -296,6 +296,24 @@ def test_after_a_hang_the_other_cases_of_the_check_are_not_run():
     assert result.not_run == {"an earlier case of the check hung": 3}
 
 
+def test_a_hang_that_is_expected_does_not_hide_how_the_other_cases_fail():
+    class Hanging(Scripted):
+        def judge(self, name, case, comparison=None, **how):
+            judged = super().judge(name, case, comparison, **how)
+            hung = Finding("hung", "the run", -1, "", (1,), "rank 1 hung", case)
+            return JudgedCase(case, Judgement(Verdict.FAIL, hung)) if len(self.judged) == 1 else judged
+
+    def result(verdicts):
+        entry = {"training.sgd_momentum": {"reason": "it waits", "kind": "hung"}}
+        options = {"checks": ("training.sgd_momentum",), "runner": Hanging(verdicts), "explain": 0.0}
+        return run_conformance("torch-ddp", expected_failures=entry, **options).results[0]
+
+    good, bad = result({}), result(dict.fromkeys(("mlp", "deep_mlp", "tied"), Verdict.FAIL))
+    assert good.verdict is Verdict.EXPECTED_FAILURE
+    assert len(good.cases) == 4
+    assert (bad.verdict, good.not_run, bad.not_run) == (Verdict.FAIL, {}, {})
+
+
 def test_a_check_stops_at_its_first_finding_where_that_is_asked_for():
     runner = Scripted({"mlp": Verdict.FAIL})
     result = run_check("torch-ddp", "training.sgd_momentum", runner=runner, stop_at_first=True)
