@@ -113,9 +113,9 @@ def test_a_defect_is_reported_once_then_counted_and_dropped_once_its_example_pas
 
 def test_a_finding_as_plain_as_one_micro_batch_discards_no_case(tmp_path: Path):
     """Nearly every case has it; each is run and judged all the same, also in a later campaign and after it is mended."""
-    plain = campaign("fuzz_faults:WRONG_MEAN", tmp_path, 20)
+    plain = campaign("fuzz_faults:WRONG_MEAN", tmp_path, 24)
     assert ("forward_backward",) in [tokens(found.case) for found in plain.discovered]
-    assert (plain.drawn, plain.run - plain.variants, plain.discarded) == (20, 20, 0)
+    assert (plain.drawn, plain.run - plain.variants, plain.discarded) == (24, 24, 0)
     assert plain.verdicts[Verdict.EXPECTED_FAILURE] > 6
     later = campaign("fuzz_faults:WRONG_MEAN", tmp_path, 8)
     assert (later.run - later.variants, later.discarded) == (8, 0)
