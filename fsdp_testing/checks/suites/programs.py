@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_testing.cases.operations import user_code
@@ -134,13 +135,19 @@ class CopyingProgram(RankProgram):
         super().observe(label)
 
     def _copy(self, label: str, batch: Batch) -> Copied:
+        twin, refused = nn.Module(), ""
         try:
             with self.adapter.no_sync(self.model) if label == COPY_IN_NO_SYNC else nullcontext():
-                twin: nn.Module = copy.deepcopy(self.model)
+                twin = copy.deepcopy(self.model)
         except Exception as refusal:  # whatever it raises, it refuses
             if not self.may_refuse:
                 raise
-            return Copied(f"{type(refusal).__name__}: {refusal}")
+            refused = f"{type(refusal).__name__}: {refusal}"
+        # Told to all: where some refuse, the others would wait for them in the copy's first collective.
+        told: list[str] = [""] * self.case.world.size
+        dist.all_gather_object(told, refused)
+        if any(told):
+            return Copied(refused)
         inputs = models.make_inputs(self.case, batch, self.rank)
         forwarded = models.forward(twin, self.case, batch, self.rank, inputs)
         forwarded.loss.backward()

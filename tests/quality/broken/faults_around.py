@@ -307,6 +307,16 @@ class CopyShares(MoreToy):
 
 
 @fault("conversion.deepcopy")
+class OneRankCopies(MoreToy):
+    """All ranks but the first refuse to be copied: it would wait for them in its copy's first collective."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self.rank:
+            raise RuntimeError("cannot be copied")
+        return super().__deepcopy__(memo)
+
+
+@fault("conversion.deepcopy")
 class CopyDoesNotReduce(MoreToy):
     """A deep copy trains on each rank by itself."""
 
