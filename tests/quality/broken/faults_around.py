@@ -313,7 +313,7 @@ class OneRankCopies(MoreToy):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self.rank:
             raise RuntimeError("cannot be copied")
-        return super().__deepcopy__(memo)
+        return copy.copy(self)
 
 
 @fault("conversion.deepcopy")
