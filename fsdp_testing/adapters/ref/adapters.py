@@ -100,6 +100,9 @@ _BY_METHODS = _SETTINGS_OF_METHODS | {"explicit_unshard"}
 _SETTINGS: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
 """What the case of each model asks for that `no_sync` and access to its state have to know."""
 
+_LOCAL: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models inside `no_sync` by methods."""
+
 _NOT_CLAIMED = frozenset(
     {
         # One gather and one reduction per unit, as behind every FSDP of this kind.
@@ -210,6 +213,9 @@ def _no_sync_by_methods(model: Any) -> Iterator[None]:
         with fsdp_ref.no_sync(model):
             yield
         return
+    if model in _LOCAL:  # inside another one, which ends it
+        yield
+        return
 
     def switch(flag: bool) -> None:
         model.set_requires_gradient_sync(flag)
@@ -217,9 +223,11 @@ def _no_sync_by_methods(model: Any) -> Iterator[None]:
         model.set_is_last_backward(flag)
 
     switch(False)
+    _LOCAL.add(model)
     try:
         yield
     finally:
+        _LOCAL.discard(model)
         switch(True)
 
 
