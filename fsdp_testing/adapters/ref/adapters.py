@@ -27,6 +27,8 @@ from fsdp_ref.handle.originals import Shown
 from fsdp_ref.runtime.events import UnitEvent, UnitEventKind, observe
 from fsdp_testing.adapters.adapter import TorchStyle
 from fsdp_testing.adapters.protocol import Division, Setup, WrapPolicy
+from fsdp_testing.adapters.ref import by_methods
+from fsdp_testing.adapters.ref.by_methods import SETTINGS_OF
 from fsdp_testing.adapters.shared import flat_pieces, naming, pieces
 from fsdp_testing.adapters.shared.flat_pieces import FlatOriginal, FlatUnit
 from fsdp_testing.adapters.shared.fsdp_options import Apply, FsdpNames
@@ -97,12 +99,6 @@ _SETTINGS_OF_METHODS = frozenset({"divide_factor", "kept_after_backward"})
 #: What the methods offer that `fully_shard` alone gives to modules.
 _BY_METHODS = _SETTINGS_OF_METHODS | {"explicit_unshard"}
 
-_SETTINGS: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
-"""What the case of each model asks for that `no_sync` and access to its state have to know."""
-
-_LOCAL: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models inside `no_sync` by methods."""
-
 _NOT_CLAIMED = frozenset(
     {
         # One gather and one reduction per unit, as behind every FSDP of this kind.
@@ -161,22 +157,10 @@ def _wrap(apply: Apply, module: nn.Module, setup: Setup) -> nn.Module:
     if setup.units and setup.policy is None and _shared_across_units(module, setup):
         setup = replace(setup, units=(), policy=WrapPolicy(names=setup.units))
     model = _FSDP.wrap(module, setup, apply)
-    _SETTINGS[model] = setup.settings
+    SETTINGS_OF[model] = setup.settings
     if apply is _as_composable:
-        _set_prefetch(model, setup)
+        by_methods.set_prefetch(model, setup)
     return model
-
-
-def _set_prefetch(model: nn.Module, setup: Setup) -> None:
-    """Name the units that others prefetch, where the case asks for prefetching, as a user of `fully_shard` does."""
-    units: list[Any] = [module for _, module, _ in units_under(model)]
-    for place, unit in enumerate(units):
-        if setup.forward_prefetch:
-            unit.set_modules_to_forward_prefetch(units[place + 1 : place + 3])
-        if setup.backward_prefetch == "none":
-            unit.set_modules_to_backward_prefetch([])
-        if setup.backward_prefetch == "post":
-            unit.set_modules_to_backward_prefetch(units[max(place - 2, 0) : place][::-1])
 
 
 def _left_out(setup: Setup, options: dict[str, Any]) -> dict[str, Any]:
@@ -207,61 +191,16 @@ def _as_composable(module: nn.Module, setup: Setup, name: str, options: dict[str
 
 
 @contextmanager
-def _no_sync_by_methods(model: Any) -> Iterator[None]:
-    """`no_sync`; where the case asks for parameters that stay whole after backward, through the methods of the root."""
-    if "kept_after_backward" not in _SETTINGS.get(model, ()):
-        with fsdp_ref.no_sync(model):
-            yield
-        return
-    if model in _LOCAL:  # inside another one, which ends it
-        yield
-        return
-
-    def switch(flag: bool) -> None:
-        model.set_requires_gradient_sync(flag)
-        model.set_reshard_after_backward(flag)
-        model.set_is_last_backward(flag)
-
-    switch(False)
-    _LOCAL.add(model)
-    try:
-        yield
-    finally:
-        _LOCAL.discard(model)
-        switch(True)
-
-
-def _unit(model: nn.Module, name: str) -> Any:
-    return next(module for fqn, module, _ in units_under(model) if naming.original(fqn) == name)
-
-
-def unshard(model: nn.Module, unit: str) -> None:
-    """Gather one unit now. Collectives: an all-gather over its shard group; every rank calls."""
-    _unit(model, unit).unshard()
-
-
-def unshard_async(model: nn.Module, unit: str) -> Callable[[], None] | None:
-    """Begin to gather one unit. Collectives: as `unshard`."""
-    handle = _unit(model, unit).unshard(async_op=True)
-    return None if handle is None else handle.wait
-
-
-def reshard(model: nn.Module, unit: str) -> None:
-    """Free one unit's full parameters."""
-    _unit(model, unit).reshard()
-
-
-@contextmanager
 def full_parameters(model: nn.Module, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
     """`summon_full_params` (the same for both paths). Collectives: an all-gather per unit; every rank enters."""
-    asked = {"offload_to_cpu": True} if "offloaded_state" in _SETTINGS.get(model, ()) else {}
+    asked = {"offload_to_cpu": True} if "offloaded_state" in SETTINGS_OF.get(model, ()) else {}
     with fsdp_ref.unshard_params(model, writeback=writeback, **asked):
         yield {naming.original(fqn): parameter.data for fqn, parameter in model.named_parameters()}
 
 
 def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """Return the model's own `state_dict`. Collectives: an all-gather per unit; every rank calls."""
-    if "offloaded_state" in _SETTINGS.get(model, ()):
+    if "offloaded_state" in SETTINGS_OF.get(model, ()):
         config = fsdp_ref.FullStateDictConfig(offload_to_cpu=True)
         with fsdp_ref.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
             return dict(model.state_dict())
@@ -395,8 +334,8 @@ FLAT = _implementation(
 COMPOSABLE = _implementation(
     "fsdp_ref-composable",
     _as_composable,
-    no_sync=_no_sync_by_methods,
-    unshard=unshard,
-    unshard_async=unshard_async,
-    reshard=reshard,
+    no_sync=by_methods.no_sync,
+    unshard=by_methods.unshard,
+    unshard_async=by_methods.unshard_async,
+    reshard=by_methods.reshard,
 )
