@@ -64,15 +64,18 @@ def execute(options: argparse.Namespace) -> int:
     from fsdp_testing.report.terminal import open_console
     from fsdp_testing.search.certificate.certify import Certificate
     from fsdp_testing.search.certificate.sheet import certificate_sheet
+    from fsdp_testing.search.state import held
 
     paths = checked_outputs(options)
     console = open_console()
-    certificate = Certificate(_plan(options), default_pool())
-    try:
-        summary = _made(certificate, console, options.explain)
-    except KeyboardInterrupt:
-        console.say(f"interrupted; all results so far are in {certificate.plan.state}")
-        raise
+    plan = _plan(options)
+    with held(plan.state):
+        certificate = Certificate(plan, default_pool())
+        try:
+            summary = _made(certificate, console, options.explain)
+        except KeyboardInterrupt:
+            console.say(f"interrupted; all results so far are in {plan.state}")
+            raise
     return present(certificate_sheet(summary), console, paths, {"--json": lambda: summary.to_json() + "\n"})
 
 

@@ -128,10 +128,11 @@ def campaigned(plan: Plan, console: Output, *, scripts: bool = True) -> Campaign
     from fsdp_testing.report.terminal import print_sheet
     from fsdp_testing.search.campaign.campaign import Campaign
     from fsdp_testing.search.campaign.tally import campaign_sheet
+    from fsdp_testing.search.state import held
 
     for line in not_drawn(plan):
         console.say(line, style="dim")
-    with Display(console, "cases") as display:
+    with held(plan.state), Display(console, "cases") as display:
         findings = _Findings(display)
         display.stage("starting ranks, then running cases")
         campaign = Campaign(plan, default_pool(), findings.progress, findings.found)

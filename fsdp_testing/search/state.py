@@ -7,12 +7,14 @@ at all, so that an interruption at any moment leaves the old or the new content.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -31,6 +33,7 @@ FORMAT = Format("fsdp_testing/search_state", 1)
 SOURCE = "source"
 """Name in a subject of the digest of the implementation's text, and of the harness that judges it."""
 _OF_EARLIER_VERSIONS = ("fsdp_testing/fuzz_state", "fsdp_testing/certificate_state")
+LOCK_FILE = "lock"
 _ADVICE = "Give another --state directory, or remove that one to start over."
 
 _LETTERS = {"p": Verdict.PASS, "f": Verdict.FAIL, "u": Verdict.UNKNOWN, "e": Verdict.EXPECTED_FAILURE}
@@ -172,6 +175,27 @@ class Verdicts:
 
 
 # ----------------------------------------------------------------------------------------------- on disk
+
+
+@contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Keep other processes from a state directory meanwhile: the last to write would win, and verdicts of the other be gone.
+
+    Raises:
+        InvalidArgument: Another process is at it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / LOCK_FILE).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidArgument(
+                f"--state {directory}: expected a directory that no other process searches with, got one in use. Give another, "
+                "or wait for it. To divide the work, give each process a --shard and a directory of its own."
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
 
 
 def read_state(file: Path) -> State:

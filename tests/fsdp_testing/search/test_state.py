@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.errors import InvalidArgument, InvalidRecord
-from fsdp_testing.search.state import Reason, State, Verdicts, changes, read_state, refuse, write_state
+from fsdp_testing.search.state import Reason, State, Verdicts, changes, held, read_state, refuse, write_state
 
 STATE = State(
     {"implementation": "toy", "source": "digest"},
@@ -117,3 +119,22 @@ def test_what_is_of_something_else_is_refused_with_all_that_differs(tmp_path: Pa
     ):
         assert text in str(refused.value)
     refuse(tmp_path / "state.json", {})
+
+
+def test_a_directory_is_one_processes_at_a_time(tmp_path: Path) -> None:
+    """The last of two to write won, and the verdicts of the other were gone."""
+    script = (
+        "import sys; from pathlib import Path; from fsdp_testing.search.state import held\n"
+        "try:\n    with held(Path(sys.argv[1])): print('held')\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+
+    def other() -> str:
+        ended = subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True
+        )
+        return ended.stdout.strip()
+
+    with held(tmp_path / "."):
+        assert other().startswith("InvalidArgument --state")
+    assert other() == "held"
