@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,21 @@ __all__ = [
 ]
 
 
-def build_wheel(*arguments: Any, **options: Any) -> str:
+def build_wheel(wheel_directory: str, *arguments: Any, **options: Any) -> str:
     """See PEP 517."""
     with _elsewhere():
-        return build_meta.build_wheel(*arguments, **options)
+        name = build_meta.build_wheel(wheel_directory, *arguments, **options)
+    _pack_tightly(Path(wheel_directory, name))
+    return name
+
+
+def _pack_tightly(wheel: Path) -> None:
+    """Pack a wheel's files again, as small as their format allows."""
+    packed = wheel.with_suffix(".packed")
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new:
+        for entry in old.infolist():
+            new.writestr(entry, old.read(entry), zipfile.ZIP_DEFLATED, 9)
+    packed.replace(wheel)
 
 
 def build_sdist(*arguments: Any, **options: Any) -> str:
