@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_ref.annotations import set_unit, unit_of, units_under, walk
+from fsdp_ref.annotations import set_unit, unit_of, walk
 from fsdp_ref.build.ignored import Ignored, has_its_own
 from fsdp_ref.build.materialize import broadcast_states, materialize_units, move_states
 from fsdp_ref.build.plan import PlannedUnit, check_frozen, make_plan
@@ -22,7 +22,6 @@ from fsdp_ref.build.resolve import ResolvedUnit, resolve_units
 from fsdp_ref.build.targets import choose_targets
 from fsdp_ref.compat import keep_compiler_out
 from fsdp_ref.handle.flat_handle import FlatHandle
-from fsdp_ref.naming import clean_tensor_name
 from fsdp_ref.runtime.guards import UNIT_MADE, UNIT_WATCHES
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.storage.views import ManagedParam
@@ -79,12 +78,7 @@ def attach(
         check_frozen(plan, use_orig_params=bool(options["use_orig_params"]))
     resolved = resolve_units(plan, automatic=policy is not None, composable=composable)
     params = materialize_units(resolved, ignored)
-    made = [_make(each, params[each.planned.module], connect, ignored) for each in resolved[::-1]]
-    for name, _, unit in reversed(units_under(module)):
-        # As the root will name them at its first use: users gather by hand, and are refused, before that.
-        if unit.root is None:
-            unit.name = unit.handle.name = clean_tensor_name(name)
-    return made
+    return [_make(each, params[each.planned.module], connect, ignored) for each in resolved[::-1]]
 
 
 def _make(unit: ResolvedUnit, params: Sequence[ManagedParam], connect: Connect, ignored: Ignored) -> Unit:

@@ -253,6 +253,10 @@ def units(model: nn.Module) -> list[tuple[str, tuple[str, ...]]]:
 
 def trace_units(model: nn.Module, emit: Callable[[str, str, tuple[str, ...]], None]) -> AbstractContextManager[None]:
     """Subscribe to the reference's own unit events."""
+    # A root names its units at its first use; what is gathered by hand before that would be told without a name.
+    for name, _, unit in units_under(model):
+        if unit.root is None:
+            unit.name = unit.handle.name = naming.original(name)
     gathering = {name: handle.needs_buffer for name, handle in handles(model)}
 
     def report(event: UnitEvent) -> None:

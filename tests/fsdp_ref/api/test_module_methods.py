@@ -327,14 +327,3 @@ def test_leaving_out_the_reduction_over_replicas_alone_is_refused(world, mesh_of
         model.set_requires_all_reduce(True)
         with pytest.raises(UnsupportedError, match="hybrid ones.*set_requires_gradient_sync"):
             model.set_requires_all_reduce(False)
-
-
-@pytest.mark.world(2)
-def test_a_unit_gathered_before_the_first_forward_has_its_name(world):
-    subject = Subject(fsdp_ref, world.rank)
-    names = []
-    with observe(lambda event: names.append(event.unit) if event.kind is UnitEventKind.GATHER else None):
-        for unit in subject.units:
-            unit.unshard()
-        subject.backward(0)
-    assert names == ["", "1", "2", "3", "3", "2", "1"], "the forward gathers none again, and backward not the root"

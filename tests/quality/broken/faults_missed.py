@@ -223,6 +223,32 @@ def _with_methods(checks: str, base: str = SOUND, **methods: Callable[[Adapter],
     return register
 
 
+def _row_major(value: Any) -> Any:
+    """A moment of a convolution, whose weight lies channels last, in that order but with the strides of a contiguous one."""
+    turned = isinstance(value, torch.Tensor) and value.dim() == 4
+    return value.permute(0, 2, 3, 1).reshape(value.shape) if turned else value
+
+
+@_with_methods(
+    "optim_state.strided_parameters",
+    load_full_optimizer_state=lambda sound: (
+        lambda model, optimizer, saved: sound.load_full_optimizer_state(
+            model,
+            optimizer,
+            {
+                **saved,
+                "state": {
+                    fqn: {name: _row_major(value) for name, value in entries.items()}
+                    for fqn, entries in saved["state"].items()
+                },
+            },
+        )
+    ),
+)
+class LoadsMomentsInStorageOrder:
+    """Loaded moments of weights that are not contiguous belong to other elements (physicsnemo PR 1597)."""
+
+
 BY_HAND = "fsdp_ref-composable"
 
 

@@ -358,9 +358,8 @@ class IgnoredCountsTwice(IgnoringToy):
                 parameter.grad.mul_(2)
 
 
-@fault("inputs.kept")
-class WritesInputs(Toy):
-    """The memory of inputs is used for something else once a backward is over."""
+class _Lent(Toy):
+    """Keeps the inputs of its last forward, and writes to them once a backward is over."""
 
     lent: tuple[torch.Tensor, ...] = ()
 
@@ -374,6 +373,11 @@ class WritesInputs(Toy):
             tensor.data.zero_()
 
 
+@fault("inputs.kept")
+class WritesInputs(_Lent):
+    """The memory of inputs is used for something else once a backward is over."""
+
+
 @fault("inputs.kept_in_low_precision")
 class RoundsInputsInPlace(MoreToy):
     """Inputs are rounded to the lower precision where they are."""
@@ -384,3 +388,13 @@ class RoundsInputsInPlace(MoreToy):
                 if tensor.is_floating_point():
                     tensor.copy_(tensor.to(torch.bfloat16))
         return super().forward(*args, **kwargs)
+
+
+@fault("inputs.kept")
+class WritesNamedInputs(_Lent):
+    """Only the memory of inputs that are passed by name is used for something else."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        self.lent = tuple(tensors_in(kwargs))
+        return output
