@@ -171,7 +171,8 @@ def test_another_environment_runs_the_script_with_its_own_packages(tmp_path, mon
     (packages,) = (tmp_path / "other").glob("lib/python*/site-packages")
     ours = str(Path(fsdp_testing.__file__).parents[1])  # a checkout, or where the wheel is installed
     (packages / "beside.pth").write_text("\n".join([ours, *(path for path in sys.path if "site-packages" in path)]))
-    (packages / "sitecustomize.py").write_text("import fractions\nfractions.RATE = 0.3\n")
+    # Not sitecustomize.py: Debian's Python has one of its own, which comes before.
+    (packages / "rate.pth").write_text("import fractions; fractions.RATE = 0.3\n")
     script = tmp_path / "script.py"
     here = "import fractions\nRATE = getattr(fractions, 'RATE', 0.1)\n"
     script.write_text(
