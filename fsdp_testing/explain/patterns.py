@@ -198,15 +198,15 @@ def _of_another(wrong: Sequence[ComparedPiece], expected: Mapping[Quantity, Expe
     first = wrong[0].quantity
     for quantity, due in expected.items():
         alike = quantity.kind == first.kind and quantity.rank in (-1, first.rank) and quantity != first
-        state = quantity.name == first.name
+        state = quantity.subject == first.subject
         if not alike or due.value is None or not (state or quantity.part == first.part):
             continue
-        if not state and len({piece.quantity.name for piece in wrong}) > 1:
+        if not state and len({piece.quantity.subject for piece in wrong}) > 1:
             continue  # which belongs to which is anybody's guess
         words = f"the right values of {quantity.part if state else quantity}"
 
         def like(piece: ComparedPiece, quantity: Quantity = quantity, *, state: bool = state) -> torch.Tensor | None:
-            same_part = piece.quantity._replace(part=quantity.part)
+            same_part = piece.quantity.with_part(quantity.part)
             source = expected.get(same_part if state else same_part._replace(name=quantity.name))
             if source is None or source.value is None or source.value.numel() < piece.span[1]:
                 return None

@@ -16,7 +16,7 @@ class Quantity(NamedTuple):
     Attributes:
         kind: `result`, `gradient`, `value`, `optimizer` or `buffer`.
         name: FQN, or the name of a result (`loss`, `output.0`, `structure`, `total_norm`).
-        part: Name of an optimizer state (`exp_avg`), else empty.
+        part: Name of an optimizer state (`exp_avg`), held or saved, else empty.
         rank: The rank that holds it alone (results, buffers); -1 if it is one value over all ranks.
     """
 
@@ -30,11 +30,27 @@ class Quantity(NamedTuple):
         """Sort of quantity: `gradient`, `value`, `optimizer exp_avg`, `buffer`, `total_norm`, `full parameter`, `output`."""
         if self.kind == "result" and self.name.startswith("full."):
             return "full parameter"
-        if self.kind == "result" and self.name.startswith("optimizer."):
-            return f"optimizer {self.name.split('.')[1]}"
+        if self.part:
+            return f"optimizer {self.part}"
         if self.kind == "result":
             return "total_norm" if self.name == "total_norm" else "output"
-        return f"optimizer {self.part}" if self.kind == "optimizer" else self.kind
+        return self.kind
+
+    @classmethod
+    def saved(cls, fqn: str, part: str, rank: int) -> Quantity:
+        """Return one state of a parameter's optimizer, as a rank has saved it: a result with a name of its own."""
+        return cls("result", f"optimizer.{part}.{fqn}", part, rank)
+
+    @property
+    def subject(self) -> str:
+        """The name without the state: what several states are states of."""
+        return self.name.removeprefix(f"optimizer.{self.part}.") if self.kind == "result" else self.name
+
+    def with_part(self, part: str) -> Quantity:
+        """Return another state of the same parameter, held or saved."""
+        if self.kind == "result" and self.part:
+            return Quantity.saved(self.subject, part, self.rank)
+        return self._replace(part=part)
 
     @property
     def fqn(self) -> str:
@@ -42,9 +58,8 @@ class Quantity(NamedTuple):
         return "" if self.kind == "result" else self.name
 
     def __str__(self) -> str:
-        if self.sort.startswith("optimizer") and self.kind == "result":
-            _, part, fqn = self.name.split(".", 2)
-            return f"saved optimizer state {part} of {fqn} on rank {self.rank}"
+        if self.kind == "result" and self.part:
+            return f"saved optimizer state {self.part} of {self.subject} on rank {self.rank}"
         text = {
             "result": self.name.replace("_", " ").replace("output.", "output ").replace("full.", "full parameter ", 1),
             "gradient": f"gradient of {self.name}",

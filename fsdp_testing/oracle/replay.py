@@ -278,6 +278,10 @@ class Replay:
         """Return a copy of one result of `rank`."""
         return {Quantity("result", name, "", rank): value.detach().clone()}
 
+    def saved_state(self, rank: int, fqn: str, part: str, value: torch.Tensor) -> Results:
+        """Return a copy of one state of a parameter's optimizer that `rank` has saved."""
+        return {Quantity.saved(fqn, part, rank): value.detach().clone()}
+
     def allow(
         self, kind: str, fqn: str, slack: torch.Tensor | float, why: str, name: str = "", *, rank: int = -1
     ) -> None:

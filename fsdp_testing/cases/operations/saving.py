@@ -188,5 +188,5 @@ def state_of_each_rank(replay: Replay, operation: Save | Reload) -> Results:
             values |= replay.result(rank, f"state.{fqn}", tensor) if fqn in names else {}
         for fqn, parameter in replay.parameters.items() if operation.optimizer else ():
             for name, entry in replay.optimizer_state(parameter).items():
-                values |= replay.result(rank, f"optimizer.{name}.{fqn}", torch.as_tensor(entry))
+                values |= replay.saved_state(rank, fqn, name, torch.as_tensor(entry))
     return values
