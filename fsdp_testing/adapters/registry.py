@@ -1,7 +1,7 @@
 """Which implementation does a name mean?
 
 A name is built in, registered by an installed distribution under the entry-point group
-`fsdp_testing.adapters`, or an import string `package.module:attribute`. Nothing is imported until a name is
+`fsdp_testing.implementations`, or an import string `package.module:attribute`. Nothing is imported until a name is
 loaded, so that one broken adapter breaks only those who ask for it.
 
 A name is loaded once, where it enters (`load`), and the adapter is passed on. To another process an adapter travels as

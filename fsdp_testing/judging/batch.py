@@ -11,34 +11,23 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import DeviceMesh
 
 from fsdp_testing.adapters.adapter import Adapter
-from fsdp_testing.adapters.protocol import Setup
 from fsdp_testing.base.compat import process_groups
-from fsdp_testing.cases.records import OUTLIVES, Case, CaseRecord, RaisedError, RankObservation, WorldSpec
+from fsdp_testing.cases.records import OUTLIVES, Case, CaseRecord, RaisedError, RankObservation
 from fsdp_testing.judging import record_stream
+from fsdp_testing.oracle import kept_groups
 from fsdp_testing.oracle.accounts import AccountedProgram, program_for
 from fsdp_testing.oracle.rank_jobs import survivors
-from fsdp_testing.oracle.setup import fitted, mesh_of_two_axes, setup_of
+from fsdp_testing.oracle.setup import fitted
 from fsdp_testing.ranks.ledger.interception import listen
 from fsdp_testing.ranks.ledger.recorder import Call, GroupIdentity
 from fsdp_testing.ranks.pool import Failed
 from fsdp_testing.ranks.pool.world import World, current_world
-
-_MESHES: dict[WorldSpec, DeviceMesh | None] = {}
-"""Meshes of two axes of this world: making one creates process groups, which costs more than a case."""
-_GROUPS: dict[tuple[int, ...], Any] = {}
-"""Groups of some of its ranks."""
-LASTING = frozenset({"process group", "open file", "thread"})
-"""Kinds of state that a batch leaves changed: the groups of `_MESHES` and `_GROUPS`, with their connections and threads."""
 
 _PATIENCE_SECONDS = 0.1
 
@@ -151,13 +140,10 @@ def everyone_raised(directory: str, world: World, index: int, mine: RaisedError)
 def _run(
     adapter: Adapter, case: Case, world: World, index: int, watch: Watch, directory: str
 ) -> tuple[CaseRecord, weakref.ref[nn.Module]]:
-    _mesh(world, case.world)  # before what is there is noted: its groups stay for the cases that follow
-    for ranks in (ranks for operation in case.program for ranks in operation.groups(world.size)):
-        _group(ranks)
-    # After groups and meshes were made, which stay.
+    kept_groups.keep(kept_groups.groups_of(case))  # before what is there is noted: they stay for the cases that follow
     before = _fingerprint()
-    program = program_for(case, adapter, world.rank, partial(setup_on, world))
-    program.make_group, program.files = _group, Path(directory)
+    program = program_for(case, adapter, world.rank)
+    program.files = Path(directory)
     accounted = program if isinstance(program, AccountedProgram) else None
     issued = _Issued(accounted)
     with listen(issued):
@@ -198,26 +184,6 @@ def _digest(calls: Sequence[Call]) -> int:
     texts = {call: repr(call.what) for call in dict.fromkeys(calls)}
     joined = "|".join(map(texts.__getitem__, calls))
     return int.from_bytes(hashlib.blake2b(joined.encode(), digest_size=8).digest(), "little")
-
-
-def setup_on(world: World, case: Case, module: nn.Module) -> Setup:
-    """Translate `case` for this rank; a mesh of two axes is made once for each world and shape.
-
-    Collectives: those of making a mesh; every rank calls.
-    """
-    return setup_of(case, module, world.rank, world.device, world.group, _mesh(world, case.world))
-
-
-def _mesh(world: World, spec: WorldSpec) -> DeviceMesh:
-    if spec not in _MESHES:
-        _MESHES[spec] = mesh_of_two_axes(spec, world.device)
-    return _MESHES[spec] or world.mesh
-
-
-def _group(ranks: tuple[int, ...]) -> Any:
-    if ranks not in _GROUPS:
-        _GROUPS[ranks] = dist.new_group(ranks)
-    return _GROUPS[ranks]
 
 
 def _fingerprint() -> dict[str, object]:

@@ -24,7 +24,7 @@ from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case, CaseRecord, Judgemen
 from fsdp_testing.errors import HarnessError, PoolBroken
 from fsdp_testing.judging import record_stream
 from fsdp_testing.judging.attempts import Attempt
-from fsdp_testing.judging.batch import LASTING, Watch, run_batch
+from fsdp_testing.judging.batch import Watch, run_batch
 from fsdp_testing.judging.checkers import agreement
 from fsdp_testing.judging.checkers.divergence import Compared
 from fsdp_testing.judging.judge import judge
@@ -32,6 +32,7 @@ from fsdp_testing.judging.numbers import Numbers, compare_numbers
 from fsdp_testing.judging.worlds import Worlds
 from fsdp_testing.oracle import assemble, oracle
 from fsdp_testing.oracle.assemble import GatheredState
+from fsdp_testing.oracle.kept_groups import LASTING
 from fsdp_testing.oracle.models import dtype_name
 from fsdp_testing.oracle.oracle import point_of
 from fsdp_testing.oracle.quantities import Comparison, Expectation, Expected

@@ -36,6 +36,7 @@ from fsdp_testing.judging.numbers import Numbers, compare_numbers
 from fsdp_testing.judging.signature import Signature, signature_of
 from fsdp_testing.judging.worlds import Shared, Worlds
 from fsdp_testing.oracle import assemble, rank_jobs
+from fsdp_testing.oracle.kept_groups import KeptGroups, groups_of
 from fsdp_testing.oracle.quantities import Comparison, Expectation
 from fsdp_testing.oracle.setup import as_observed, fitted, oracle_view
 from fsdp_testing.ranks.faults.fault import Fault, check_together
@@ -206,6 +207,13 @@ class CaseRunner:
     def pool(self) -> Pool:
         return self.worlds.pool
 
+    def _adapter_of(self, implementation: Adapter | str) -> Adapter:
+        adapter = registry.adapter_of(implementation)
+        # Not those of users: importing their code may start threads or a device, with which no rank can be forked.
+        if adapter.reference in registry.BUILT_IN:
+            self.pool.expect(*registry.modules_of(adapter.reference))
+        return adapter
+
     def judge(
         self,
         implementation: Adapter | str,
@@ -225,7 +233,7 @@ class CaseRunner:
         # In lockstep the oracle begins each operation with the state after the one before.
         closely = closely or comparison.lockstep
         # Fitted before the identity is taken: the runs of one case as it is asked share what is kept.
-        adapter = registry.adapter_of(implementation)
+        adapter = self._adapter_of(implementation)
         case = fitted(case, adapter)
         question = _Question(adapter, case, case.identity, as_observed(comparison, adapter), mode)
         try:
@@ -263,7 +271,7 @@ class CaseRunner:
         Raises:
             PoolBroken: The pool, or the judging process, was lost.
         """
-        adapter = registry.adapter_of(implementation)
+        adapter = self._adapter_of(implementation)
 
         def run(start: int, stop: int) -> Attempt:
             return attempt_batch(self.worlds, adapter, cases[start:stop], watch, self._timeout, on_records)
@@ -291,7 +299,7 @@ class CaseRunner:
         """
         adapter = registry.adapter_of(implementation)
         name = f"{adapter.reference} {case.identity}"
-        outcome = self._execute(case.world, rank_jobs.run_case, (adapter, case, observe_all), name)
+        outcome = self._execute(groups_of(case), rank_jobs.run_case, (adapter, case, observe_all), name)
         ranks = _observations(outcome)
         if len(ranks) != case.world.size:
             raise PoolBroken(outcome.describe())
@@ -358,14 +366,16 @@ class CaseRunner:
             raise _Unjudged(f"the oracle gave a {type(expectation).__name__}")
         return expectation
 
-    def _execute(self, spec: WorldSpec, job: Callable[..., Any], arguments: tuple[Any, ...], name: str) -> WorldOutcome:
-        return self.worlds.execute(spec, job, arguments, name, timeout=self._timeout)
+    def _execute(
+        self, world: WorldSpec | KeptGroups, job: Callable[..., Any], arguments: tuple[Any, ...], name: str
+    ) -> WorldOutcome:
+        return self.worlds.execute(world, job, arguments, name, timeout=self._timeout)
 
     def _execute_case(self, case: Case, job: Callable[..., Any], arguments: tuple[Any, ...], name: str) -> WorldOutcome:
         """Run a case that is to be judged, with what is injected."""
         if not self._faults:
-            return self._execute(case.world, job, arguments, name)
-        outcome = self._execute(case.world, run_with_faults, (self._faults, job, *arguments), name)
+            return self._execute(groups_of(case), job, arguments, name)
+        outcome = self._execute(groups_of(case), run_with_faults, (self._faults, job, *arguments), name)
         for fault in self._faults if outcome.ok else ():
             ranks = outcome.ranks if fault.rank is None else outcome.ranks[fault.rank : fault.rank + 1]
             if not any(fault.reached_in(rank.stderr) for rank in ranks):

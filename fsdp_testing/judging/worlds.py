@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 from fsdp_testing.cases.records import WorldSpec
 from fsdp_testing.errors import InvalidArgument, PoolBroken
+from fsdp_testing.oracle.kept_groups import LASTING, KeptGroups, keep
 from fsdp_testing.ranks.pool import Pool, WorldOutcome
 from fsdp_testing.ranks.pool.controller import MOST_PROCESSES
 from fsdp_testing.ranks.pool.preload import TRAINING
@@ -203,12 +204,13 @@ class Worlds:
         self._lock = threading.Lock()
         self._busy: set[PooledWorld] = set()
         self._batches: WeakKeyDictionary[PooledWorld, int] = WeakKeyDictionary()
+        self._groups: WeakKeyDictionary[PooledWorld, set[KeptGroups]] = WeakKeyDictionary()
         self._interrupted = False
         pool.expect(*TRAINING)
 
     def execute(
         self,
-        spec: WorldSpec,
+        needed: WorldSpec | KeptGroups,
         job: Callable[..., Any],
         arguments: tuple[Any, ...],
         name: str,
@@ -216,13 +218,14 @@ class Worlds:
         timeout: float,
         lasting: frozenset[str] = frozenset(),
     ) -> WorldOutcome:
-        """Call `job(*arguments)` on every rank of a world, as `PooledWorld.execute` does.
+        """Call `job(*arguments)` on every rank of such a world, as `PooledWorld.execute` does.
 
         Raises:
             PoolBroken: The pool has no world, or what runs here was interrupted.
         """
         if self._interrupted:
             raise PoolBroken("the run was interrupted")
+        spec = needed.world if isinstance(needed, KeptGroups) else needed
         with self.pool.lend(spec.size, backend=spec.backend) as world:
             try:
                 # Under the lock that `interrupt` takes: a world is either killed there, or never begun.
@@ -230,7 +233,9 @@ class Worlds:
                     if self._interrupted:
                         raise PoolBroken("the run was interrupted")
                     self._busy.add(world)
-                outcome = world.execute(job, arguments, timeout=timeout, name=name, lasting=lasting)
+                outcome = self._keep(needed, world, timeout, name) if isinstance(needed, KeptGroups) else None
+                if outcome is None:
+                    outcome = world.execute(job, arguments, timeout=timeout, name=name, lasting=lasting)
                 with self._lock:
                     self.lost += not outcome.ok
                 # While it is on loan: nobody else is lent a world that is about to leave.
@@ -241,6 +246,15 @@ class Worlds:
                 # Before the world is given back: `interrupt` must not end ranks that are lent to somebody else by then.
                 with self._lock:
                     self._busy.discard(world)
+
+    def _keep(self, needed: KeptGroups, world: PooledWorld, timeout: float, name: str) -> WorldOutcome | None:
+        """Have the ranks make groups that stay; return what happened only if that went wrong."""
+        there = self._groups.setdefault(world, set())
+        if not needed.any or needed in there:
+            return None
+        outcome = world.execute(keep, (needed,), timeout=timeout, name=f"groups of {name}", lasting=LASTING)
+        there.add(needed)
+        return None if outcome.ok else outcome
 
     def _limit_batches(self, world: PooledWorld) -> None:
         """End a world after many batches: what implementations keep in memory for good must not add up."""

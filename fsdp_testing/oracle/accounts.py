@@ -17,8 +17,7 @@ from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.adapters.protocol import Setup
 from fsdp_testing.cases.records import Case, OperationAccount, RankObservation
 from fsdp_testing.cases.records.observation import GATHERS, REDUCTIONS, wire_bytes
-from fsdp_testing.oracle.execute import RankProgram, SetupMaker
-from fsdp_testing.oracle.setup import setup_in_world
+from fsdp_testing.oracle.execute import RankProgram
 from fsdp_testing.ranks.ledger.recorder import Call, GroupIdentity
 
 
@@ -32,7 +31,7 @@ class AccountedObservation(RankObservation):
 class AccountedProgram(RankProgram):
     """A program that takes the account of each operation when it is over."""
 
-    def __init__(self, case: Case, adapter: Adapter, rank: int, make_setup: SetupMaker = setup_in_world) -> None:
+    def __init__(self, case: Case, adapter: Adapter, rank: int) -> None:
         self._index: int | None = None
         self._reports_bytes = "gathered_bytes" not in adapter.missing
         self._model_watched: nn.Module | None = None
@@ -47,7 +46,7 @@ class AccountedProgram(RankProgram):
         parts = case.world.tensor_parallel
         first = rank // parts * parts
         self._one_model = tuple(range(first, first + parts)) if parts > 1 else ()
-        super().__init__(case, replace(adapter, wrap=self._watched(adapter)), rank, make_setup)
+        super().__init__(case, replace(adapter, wrap=self._watched(adapter)), rank)
 
     def _watched(self, adapter: Adapter) -> Callable[[nn.Module, Setup], nn.Module]:
         """Return a `wrap` that subscribes to the units of the model that it makes."""
@@ -133,7 +132,7 @@ class AccountedProgram(RankProgram):
         super().backward(loss)
 
 
-def program_for(case: Case, adapter: Adapter, rank: int, make_setup: SetupMaker = setup_in_world) -> RankProgram:
+def program_for(case: Case, adapter: Adapter, rank: int) -> RankProgram:
     """Return a program that takes accounts, if the implementation traces its units and is observed without collectives."""
     traced = "unit_trace" in adapter.capabilities and adapter.observes_locally
-    return (AccountedProgram if traced else RankProgram)(case, adapter, rank, make_setup)
+    return (AccountedProgram if traced else RankProgram)(case, adapter, rank)

@@ -11,7 +11,7 @@ import ctypes
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import fsdp_testing
@@ -43,6 +42,7 @@ from fsdp_testing.cases.records import (
 from fsdp_testing.cases.records.schedule import builds_late
 from fsdp_testing.errors import CollectiveMismatch, HarnessError
 from fsdp_testing.oracle import models, one_process
+from fsdp_testing.oracle.kept_groups import group_of
 from fsdp_testing.oracle.models import dtype_name
 from fsdp_testing.oracle.setup import module_to_wrap, move_what_is_ignored, setup_among, setup_in_world
 from fsdp_testing.oracle.ways import Carrier, DirectoryRefused, carried_in_directory
@@ -53,7 +53,6 @@ _HANDS_ON = {_HOME / "ranks" / "ledger" / name for name in ("interception.py", "
 """Files through which calls of torch's C++ and results of collectives only pass."""
 
 Values = dict[str, torch.Tensor]
-SetupMaker = Callable[[Case, nn.Module], Setup]
 
 
 class RankProgram:
@@ -62,12 +61,10 @@ class RankProgram:
     late, garbage = True, True
     """Whether results of collectives arrive as late as they may, and fresh memory holds garbage."""
 
-    def __init__(self, case: Case, adapter: Adapter, rank: int, make_setup: SetupMaker = setup_in_world) -> None:
+    def __init__(self, case: Case, adapter: Adapter, rank: int) -> None:
         self.case = case
         self.adapter = adapter
         self.rank = rank
-        self.make_setup = make_setup
-        self.make_group: Callable[[tuple[int, ...]], Any] = dist.new_group
         self.files = Path(tempfile.gettempdir())
         self.model: nn.Module = nn.Module()
         self.optimizer: torch.optim.Optimizer | None = None
@@ -187,9 +184,13 @@ class RankProgram:
         """
         self.model = self._model_of(replace(self.case, seed=self.case.seed + 1), flags)
 
+    def _setup(self, case: Case, module: nn.Module) -> Setup:
+        """Return what the module is wrapped with. Collectives: those of `setup_in_world`."""
+        return setup_in_world(case, module)
+
     def _model_of(self, case: Case, flags: Mapping[str, bool]) -> nn.Module:
         module, init_module = module_to_wrap(case, self.rank, flags)
-        setup = replace(self.make_setup(case, module), init_module=init_module)
+        setup = replace(self._setup(case, module), init_module=init_module)
         move_what_is_ignored(module, setup)
         with self._inside():
             return self.adapter.wrap(module, setup)
@@ -212,7 +213,7 @@ class RankProgram:
         Collectives: a group is made, and the new state is sent by the first of `ranks`; every rank of the world calls.
         """
         # Outside the branch: every rank of the world takes part in making a group.
-        group = self.make_group(ranks)
+        group = group_of(ranks)
         if self.rank in ranks:
             new_rank, adapter = ranks.index(self.rank), self.adapter
             # Other values than the saved ones: what is not loaded shows.

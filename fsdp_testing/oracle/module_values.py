@@ -29,7 +29,6 @@ from fsdp_testing.oracle.disturbance import NO_DISTURBANCE, Disturbance
 from fsdp_testing.oracle.execute import RankProgram
 from fsdp_testing.oracle.quantities import Expected
 from fsdp_testing.oracle.replay import Replay
-from fsdp_testing.oracle.setup import setup_in_world
 from fsdp_testing.oracle.tensors import largest as largest_of
 
 INPUT, PARAMETER, OUTPUT, GRADIENT = "input", "parameter", "output", "gradient"
@@ -145,14 +144,14 @@ class WatchedProgram(RankProgram):
     """A program on one rank whose modules are watched."""
 
     def __init__(self, case: Case, adapter: Adapter, rank: int) -> None:
-        super().__init__(case, adapter, rank, self._watched_setup)
+        super().__init__(case, adapter, rank)
         self.watch = ModuleWatch()
         self._unwatched: Modules = ()
 
-    def _watched_setup(self, case: Case, module: nn.Module) -> Setup:
+    def _setup(self, case: Case, module: nn.Module) -> Setup:
         # Names of parameters as they are before wrapping, which may take them away.
         self._unwatched = modules_of(module)
-        return setup_in_world(case, module)
+        return super()._setup(case, module)
 
     def call(self, batch: Any, **how: Any) -> models.Forwarded:
         """Run the wrapped model forward, recording what its modules compute."""

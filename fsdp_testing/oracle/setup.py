@@ -17,7 +17,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 from torch.distributed import DeviceMesh, ProcessGroup
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.adapters.protocol import Division, Precision, Setup, WrapPolicy
@@ -33,6 +32,7 @@ from fsdp_testing.cases.records import (
     ZeroGrad,
 )
 from fsdp_testing.errors import InvalidImplementation, InvalidRecord
+from fsdp_testing.oracle.kept_groups import mesh_in
 from fsdp_testing.oracle.models import build_model, dtype_of
 from fsdp_testing.oracle.quantities import Comparison
 from fsdp_testing.ranks.pool.world import current_world
@@ -49,14 +49,11 @@ def setup_of(
         rank: In `group`.
         device: Its device.
         group: The ranks; None for an implementation that runs without one.
-        mesh: Of the group, or `mesh_of_two_axes` of the case, which is made if it is needed and not given.
+        mesh: Of the case's world, as `kept_groups.mesh_in` returns it.
 
-    Collectives: making a mesh of two axes creates subgroups; every rank must call.
+    Collectives: none.
     """
     parts, tensor_mesh = case.world.tensor_parallel, None
-    # Made by all ranks at one place: a mesh of two axes makes groups, which is a collective.
-    if group is not None and (mesh is None or mesh.ndim == 1):
-        mesh = mesh_of_two_axes(case.world, device) or mesh
     if parts > 1 and group is not None and mesh is not None:
         mesh, tensor_mesh = mesh["data"], mesh["tensor"]
         group = mesh.get_group()
@@ -74,15 +71,6 @@ def setup_of(
     )
 
 
-def mesh_of_two_axes(world: WorldSpec, device: torch.device) -> DeviceMesh | None:
-    """Return the mesh of a hybrid or tensor-parallel world, None for others. Collectives: it makes groups; every rank calls."""
-    if world.tensor_parallel > 1:
-        return init_device_mesh(device.type, (world.replicas, world.tensor_parallel), mesh_dim_names=("data", "tensor"))
-    if len(world.mesh_shape) == 2:
-        return init_device_mesh(device.type, world.mesh_shape, mesh_dim_names=("replicate", "shard"))
-    return None
-
-
 def setup_among(case: Case, module: nn.Module, ranks: Sequence[int], group: ProcessGroup) -> Setup:
     """Translate `case` for this rank in a group of some ranks of the current world. Collectives: none."""
     world = current_world()
@@ -92,9 +80,9 @@ def setup_among(case: Case, module: nn.Module, ranks: Sequence[int], group: Proc
 
 
 def setup_in_world(case: Case, module: nn.Module) -> Setup:
-    """Translate `case` for this rank of the current world; collectives as `setup_of`."""
+    """Translate `case` for this rank of the current world. Collectives: those of `kept_groups.mesh_in`; every rank calls."""
     world = current_world()
-    return setup_of(case, module, world.rank, world.device, world.group, world.mesh)
+    return setup_of(case, module, world.rank, world.device, world.group, mesh_in(world, case.world))
 
 
 def division_of(case: Case, adapter: Adapter) -> Division | None:

@@ -19,8 +19,7 @@ from fsdp_testing.cases.records.event import Event, History
 from fsdp_testing.errors import WorldFailed
 from fsdp_testing.explain.trace.recorder import TraceRecorder, watch_modules, watch_waits
 from fsdp_testing.judging.case_runner import CaseRunner
-from fsdp_testing.oracle.execute import RankProgram, SetupMaker
-from fsdp_testing.oracle.setup import setup_in_world
+from fsdp_testing.oracle.execute import RankProgram
 from fsdp_testing.ranks.ledger import interception
 from fsdp_testing.ranks.pool import Failed, WorldOutcome
 from fsdp_testing.ranks.pool.world import current_world
@@ -88,7 +87,7 @@ def trace_case(adapter: Adapter, case: Case, observe_all: bool = False) -> RankT
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
-    program = _TimedProgram(case, adapter, current_world().rank, setup_in_world)
+    program = _TimedProgram(case, adapter, current_world().rank)
     recorder = program.recorder
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as for programs that are judged: they decide nothing
@@ -105,10 +104,10 @@ def trace_case(adapter: Adapter, case: Case, observe_all: bool = False) -> RankT
 class _TimedProgram(RankProgram):
     """A program that informs its recorder when each operation begins."""
 
-    def __init__(self, case: Case, adapter: Adapter, rank: int, make_setup: SetupMaker) -> None:
+    def __init__(self, case: Case, adapter: Adapter, rank: int) -> None:
         self._index = -1
         self.recorder = TraceRecorder(lambda: self._index)
-        super().__init__(case, adapter, rank, make_setup)
+        super().__init__(case, adapter, rank)
 
     @property
     def index(self) -> int:

@@ -19,9 +19,9 @@ from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.cases.records import FailureKind, Finding, Judgement, Verdict, WorldSpec
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.judging.attempts import Attempt, settle
-from fsdp_testing.judging.batch import LASTING
 from fsdp_testing.judging.batch_judge import ask_judge
 from fsdp_testing.judging.case_runner import CaseRunner
+from fsdp_testing.oracle.kept_groups import LASTING
 from fsdp_testing.ranks.pool import Pool
 from fsdp_testing.search.checkpoints.axes import LAYOUTS, SUBJECTS, WAYS, Layout, case_of, missing
 from fsdp_testing.search.checkpoints.on_ranks import Item, Stage, run_items

@@ -17,7 +17,7 @@ from torch import nn
 
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.cases.records import Case, CaseRecord, OptimizerSpec, RankObservation
-from fsdp_testing.judging.batch import run_each, setup_on
+from fsdp_testing.judging.batch import run_each
 from fsdp_testing.oracle import models
 from fsdp_testing.oracle.execute import RankProgram
 from fsdp_testing.oracle.ways import Source, Trained, save
@@ -118,7 +118,7 @@ class CheckpointProgram(RankProgram):
         self.stage = Stage.LOADING if item.loads else Stage.TRAINING
         self.beside: list[Beside] = []
         self.schedule: Any = None
-        super().__init__(case_of(self.subject, layout, adapter), adapter, world.rank, partial(setup_on, world))
+        super().__init__(case_of(self.subject, layout, adapter), adapter, world.rank)
 
     def run(self, *, observe_all: bool = False) -> StateObservation:
         """Run the item; report stage and what is beside the state too. Collectives: as for `RankProgram.run`."""

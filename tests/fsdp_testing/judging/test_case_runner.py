@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fsdp_testing.adapters import registry
+from fsdp_testing.cases.operations import TrainElsewhere
 from fsdp_testing.cases.records import (
     Batch,
     Case,
@@ -39,10 +43,27 @@ def test_what_every_judged_rank_runs_is_imported_ahead_of_it(monkeypatch):
     pool, imported = Pool(), set()
     monkeypatch.setattr(pool, "note", lambda _key, _outcome, modules: imported.update(modules))
     runner = CaseRunner(pool)
-    assert runner.judge("single-process", case(size=1)).verdict is Verdict.PASS
-    assert imported, "its adapter, at least"
-    assert not [name for name in imported if name.startswith(("fsdp_testing.oracle", "fsdp_testing.cases"))]
+    assert runner.judge("fsdp_ref-composable", case(strategy="full_shard")).verdict is Verdict.PASS
+    assert not [name for name in imported if name.startswith(("fsdp_testing.", "fsdp_ref.runtime"))]
     pool.close()
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "no_shard"])
+def test_groups_that_a_case_needs_are_made_once_and_its_ranks_stay(strategy):
+    elsewhere = (TrainElsewhere(Batch(1), ranks=1),)
+    program, world = ((), WorldSpec(4, mesh=(2, 2))) if strategy == "hybrid_shard" else (elsewhere, WorldSpec(2))
+    pool = Pool()
+    runner = CaseRunner(pool)
+    asked = Case(ModelSpec("mlp"), world, (*PROGRAM, *program), strategy=strategy)
+    try:
+        pids = [runner.on_ranks(os.getpid, size=world.size)]
+        for seed in (1, 2):
+            judged = runner.judge("fsdp_ref-wrapper", replace(asked, seed=seed))
+            assert judged.verdict is Verdict.PASS, judged.judgement
+            pids.append(runner.on_ranks(os.getpid, size=world.size))
+    finally:
+        pool.close()
+    assert pids[0] == pids[1] == pids[2]
 
 
 def numbers(ranks):
@@ -168,7 +189,7 @@ def test_an_exception_of_the_harness_itself_is_unknown(monkeypatch):
     def broken(program, operation):
         raise ZeroDivisionError("in the harness")
 
-    program = RankProgram(case(), object(), 0, lambda case, module: None)
+    program = RankProgram(case(), object(), 0)
     monkeypatch.setattr(RankProgram, "_run", lambda self, observe_all: broken(self, None))
     observation = program.run()
     assert observation.error is not None

@@ -1,0 +1,76 @@
+"""Meshes of two axes and groups of some ranks: made once in a rank, since making one costs more than a case.
+
+A world is replaced if a job leaves groups behind. So whoever runs a case lets `keep` run as a job of its own before it,
+whose groups are meant to stay; only what an implementation makes beside them counts as left behind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_testing.cases.records import Case, WorldSpec
+from fsdp_testing.ranks.pool.world import World, current_world
+
+LASTING = frozenset({"process group", "open file", "thread"})
+"""Kinds of state that change when groups are made: themselves, their connections and their threads."""
+
+_MESHES: dict[WorldSpec, DeviceMesh] = {}
+_GROUPS: dict[tuple[int, ...], Any] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class KeptGroups:
+    """What a case needs besides the group of all ranks.
+
+    Attributes:
+        world: Whose mesh of two axes, if it has one.
+        groups: Ranks of each group of some of them.
+    """
+
+    world: WorldSpec
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def any(self) -> bool:
+        """Whether there is something to make."""
+        return bool(self.groups) or _has_two_axes(self.world)
+
+
+def _has_two_axes(spec: WorldSpec) -> bool:
+    return spec.tensor_parallel > 1 or len(spec.mesh_shape) == 2
+
+
+def groups_of(case: Case) -> KeptGroups:
+    """Return what a case needs besides the group of all ranks."""
+    groups = (ranks for operation in case.program for ranks in operation.groups(case.world.size))
+    return KeptGroups(case.world, tuple(dict.fromkeys(groups)))
+
+
+def keep(needed: KeptGroups) -> None:
+    """Make what is not there yet. Collectives: those of making meshes and groups; every rank of the world calls."""
+    mesh_in(current_world(), needed.world)
+    for ranks in needed.groups:
+        group_of(ranks)
+
+
+def mesh_in(world: World, spec: WorldSpec) -> DeviceMesh:
+    """Return the mesh of a case's world. Collectives: those of making it, the first time; every rank of the world calls."""
+    if not _has_two_axes(spec):
+        return world.mesh
+    if spec not in _MESHES:
+        parts = spec.tensor_parallel
+        shape = (spec.replicas, parts) if parts > 1 else spec.mesh_shape
+        names = ("data", "tensor") if parts > 1 else ("replicate", "shard")
+        _MESHES[spec] = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    return _MESHES[spec]
+
+
+def group_of(ranks: tuple[int, ...]) -> Any:
+    """Return a group of some ranks. Collectives: that of making it, the first time; every rank of the world calls."""
+    if ranks not in _GROUPS:
+        _GROUPS[ranks] = dist.new_group(ranks)
+    return _GROUPS[ranks]
