@@ -43,7 +43,8 @@ from fsdp_testing.ranks.faults.fault import Fault, check_together
 from fsdp_testing.ranks.pool import Pool, WorldOutcome, default_pool
 from fsdp_testing.ranks.run import raise_unless_ok, run_with_faults
 
-_ORACLE_CACHE = 512
+_ORACLE_CACHE = 4096
+"""All of one implementation's checks, so that the next one finds them; some 30 KB each."""
 _KEPT = 16
 _IN_RANKS = (rank_jobs.__name__, registry.__name__)
 """What each rank runs that is judged: this process has it already, so that it changes no more, and it is imported once ahead
