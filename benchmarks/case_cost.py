@@ -1,4 +1,4 @@
-"""What does one case cost, part by part? CPU time of the same cases run bare, and with one part of the fuzzer more each time.
+"""The cost of one case, part by part: CPU time of the same cases run bare, and with one part of the fuzzer more each time.
 
 Bare is the program alone on the same ranks: the model is built and wrapped, the operations run, and nothing is recorded,
 compared, hidden, kept or sent. CPU time is that of whole processes (all their threads), so that other work on the machine

@@ -1,4 +1,4 @@
-"""How many random cases, and how much CPU time, until the fuzzer meets a bug of the museum? Beside plain Hypothesis.
+"""Random cases and CPU time until the fuzzer meets a bug of the museum, beside plain Hypothesis.
 
     python benchmarks/cases_to_find.py [--exhibits B036,B147] [--seeds 10] [--limit 500] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""How long do saving and loading a model and its optimizer take, and how much memory, next to torch's FSDP1 and FSDP2?
+"""Time and memory of saving and loading a model and its optimizer, beside torch's FSDP1 and FSDP2.
 
 All have the same model in the same processes and take turns, so that whatever else the machine does hits all of them alike.
 Reported are medians over repeats of the slowest rank with ratios to the faster of torch's two, processor seconds of all

@@ -1,4 +1,4 @@
-"""How fast does the fuzzer draw, run and shrink? Medians over several campaigns, against the numbers promised.
+"""How fast the fuzzer draws, runs and shrinks: medians over several campaigns, against the numbers promised.
 
     python benchmarks/fuzz.py [--seconds 20] [--repeats 3] [--json FILE] [NAME ...]
     python benchmarks/fuzz.py --bare [--cases 300] [--repeats 3] [--json FILE] [NAME ...]

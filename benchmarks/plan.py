@@ -1,4 +1,4 @@
-"""How much processor time does a plan take? Layout, messages, peak and time of a step of a model with many parameters; no ranks.
+"""The processor time of a plan: layout, messages, peak and time of a step of a model with many parameters; no ranks.
 
     python benchmarks/plan.py                       # 100,000 parameters in 1,000 units over 1,024 ranks; the goal is 1 s
     python benchmarks/plan.py --parameters 1000000

@@ -1,4 +1,4 @@
-"""What does one multi-rank test cost, here and with the launchers that others use?
+"""The cost of one multi-rank test, here and with the launchers that others use.
 
 Each setup is a generated test file, run by real pytest in a process of its own; the time of a test is what passes between
 pytest's start and end of the item, its first test is kept apart. Setups take turns, so that a busy machine is busy for

@@ -1,4 +1,4 @@
-"""Which ways of running one multi-rank test are compared? Generated test files, one for each."""
+"""The ways of running one multi-rank test that are compared: generated test files, one for each."""
 
 from __future__ import annotations
 

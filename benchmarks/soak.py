@@ -1,4 +1,4 @@
-"""Can a verdict be trusted for a whole night? Faults, hostile files, warm tests, bursts of pytest, slow ranks.
+"""A night of faults, hostile files, warm tests, bursts of pytest and slow ranks, each with its verdict.
 
     python benchmarks/soak.py [--minutes M | --faults N --warm N --hostile N --bursts N --slowed N] [--seed S] [--only PART,...]
                               [--state FILE] [--json FILE]

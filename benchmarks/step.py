@@ -1,4 +1,4 @@
-"""How long is a training step, and what does it cost in memory, beside torch's own data parallelism?
+"""Time and memory of a training step, beside torch's own data parallelism.
 
 Every implementation trains the same model in the same processes, interleaved step by step, so that whatever else the
 machine does hits all of them alike. A sample is a step of the slowest rank. `bench.py` runs it.

@@ -1,4 +1,4 @@
-"""What does recording a trace, or streams, cost? Training steps with the recorder on and off, in turns, in the same ranks.
+"""The cost of recording a trace, or streams: training steps with the recorder on and off, in turns, in the same ranks.
 
 Reported are medians over steps of the slowest rank, and their ratio; the goal is below 1.10. Streams are recorded of a model
 that is made under observation, so that turns are rounds of several steps there, and a step has its part of the search for

@@ -1,4 +1,4 @@
-"""What does `fsdp-verify train` cost beside the script that it judges?
+"""The cost of `fsdp-verify train`, beside the script that it judges.
 
 Two ratios, each of things that take turns, so that a busy machine is busy for both:
 

@@ -1,4 +1,4 @@
-"""How is a wheel built without leaving anything in the checkout, and without what an earlier build left there?
+"""Builds a wheel without leaving anything in the checkout, and without what an earlier build left there.
 
 setuptools' own backend, with its folders for what it makes on the way in a temporary one (its `build/` would otherwise be
 packed again by the next build, with modules that are long gone).

@@ -1,4 +1,4 @@
-"""Does what we publish work for somebody else's project? Builds, installs and tests as a user does, without this checkout.
+"""Builds, installs and tests what we publish as a user's project does, without this checkout.
 
     python ci/downstream.py            # a new environment with everything from the package index (`tox -e downstream`)
     python ci/downstream.py --borrow   # the same, but other packages come from the environment that runs this: no network

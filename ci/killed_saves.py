@@ -1,4 +1,4 @@
-"""Does a save that is killed cost the checkpoint before it, or leave one that loads with wrong numbers?
+"""Kills saves, and checks that the checkpoint before stays and that none loads with wrong numbers.
 
     python ci/killed_saves.py --moments 200
 

@@ -1,4 +1,4 @@
-"""How much would the known failures of the fuzzer excuse? `python ci/known_shares.py [NAME...]` prints a table.
+"""How much the known failures of the fuzzer would excuse. `python ci/known_shares.py [NAME...]` prints a table.
 
 Cases are drawn as a campaign draws them. In each, a failure is supposed at every operation at which it can show, in every unit,
 and the rules are asked whether they know it. Nothing runs.

@@ -1,4 +1,4 @@
-"""Do the tests notice when a line of the layout is wrong? Runs mutmut, then compares the survivors with those explained.
+"""Runs mutmut over the layout, then compares the survivors with those explained.
 
     python ci/mutants.py [--jobs N] [--no-run]
 

@@ -1,4 +1,4 @@
-"""Where does the source tree use names that their owner calls private? Torch's, pytest's, Python's.
+"""Lists names in the source tree that their owner calls private: torch's, pytest's, Python's.
 
 Applied by `tests/arch`, like the rules of `tree_rules`; files that may do so stand in ci/architecture.toml with a reason.
 """

@@ -1,4 +1,4 @@
-"""Do the pages that users read say it plainly? proselint, with the words that this project avoids (ci/words.toml).
+"""Checks the pages that users read: proselint, with the words that this project avoids (ci/words.toml).
 
     python ci/prose.py           # words to avoid, long sentences and too many words are errors (`tox -e lint`)
     python ci/prose.py --words   # and the words of each page are printed, code included

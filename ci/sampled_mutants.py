@@ -1,4 +1,4 @@
-"""Would fsdp-testing notice a wrong line in the code that it judges? A random sample of mutants, tried one by one.
+"""Tries a random sample of mutants, one by one: would fsdp-testing notice a wrong line in the code that it judges?
 
     python ci/sampled_mutants.py [SUBJECT ...] [--number N] [--first K] [--seed S] [--shard I/N] [--minutes M] [--only TEXT]
 

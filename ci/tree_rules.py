@@ -1,4 +1,4 @@
-"""Which rules of the house style does the source tree break?
+"""The rules of the house style that can be checked, and where the source tree breaks them.
 
 Pure functions from source text to offences; `tests/arch` applies them to the tree and proves on planted faults that
 each rule can fail. Nothing here imports the packages that it reads.
@@ -106,7 +106,10 @@ def banned_offences(path: str, source: str) -> Iterator[Offence]:
     in_tests = path.startswith("tests/")
     in_cli = path.startswith(("fsdp_testing/cli/", "fsdp_ref/plan/__main__.py"))
     in_env = path in {"fsdp_testing/base/env.py", "fsdp_ref/env.py"}
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    if re.search(r"\?(\s|$)", (ast.get_docstring(tree) or "").partition("\n")[0]):
+        yield Offence("question", path, 1, "", "say what the module is or does")
+    for node in ast.walk(tree):
         text = ast.unparse(node) if isinstance(node, ast.Attribute | ast.Call | ast.Raise) else ""
         line = getattr(node, "lineno", 1)
         if _is_reference(node, "no_type_check"):

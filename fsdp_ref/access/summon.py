@@ -253,7 +253,7 @@ class _Summoned:
             raise problem
 
     def _collect(self) -> list[int]:
-        """Copy into the buffer what the user replaced instead of editing in place; return which originals he changed."""
+        """Copy into the buffer what the user replaced instead of editing in place; return the originals that changed."""
         handle = self._handle
         replaced: dict[int, tuple[str, Tensor]] = {}
         bad: list[str] = []

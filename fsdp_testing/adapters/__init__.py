@@ -1,1 +1,1 @@
-"""Which sharding implementations can be judged, and what must an adapter provide? (`docs/adapters.md` is the guide.)"""
+"""The sharding implementations that can be judged, and what an adapter provides. (`docs/adapters.md` is the guide.)"""

@@ -1,4 +1,4 @@
-"""What does the harness do where an adapter leaves a method out?
+"""What the harness does where an adapter leaves a method out.
 
 Torch-style models name their methods alike (`no_sync`, `clip_grad_norm_`), have parameters that are complete or are
 DTensors, and can be gathered. These defaults use that and nothing of any one implementation.

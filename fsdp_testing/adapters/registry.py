@@ -1,4 +1,4 @@
-"""Which implementation does a name mean?
+"""Finds the implementation that a name means.
 
 A name is built in, registered by an installed distribution under the entry-point group
 `fsdp_testing.implementations`, or an import string `package.module:attribute`. Nothing is imported until a name is

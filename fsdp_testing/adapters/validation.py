@@ -1,4 +1,4 @@
-"""Is this adapter fit to be judged? Its own mistakes are separated from those of the implementation behind it.
+"""Examines an adapter, so that its own mistakes are not taken for those of the implementation behind it.
 
 What can only be the adapter's fault ends the run here: names, spans, methods that are promised and missing. What the
 implementation may do as well, such as changing values, buffers or flags while wrapping, is a check's business

@@ -1,4 +1,4 @@
-"""How does a record become a JSON document and come back, with every damage named?
+"""Records as JSON documents and back, with every damage named.
 
 One codec for all records: frozen dataclasses whose fields are scalars, enums, tuples, string-keyed mappings, other
 records, or tagged unions (records that share a base with a `kind` class attribute). Decoding checks every field against

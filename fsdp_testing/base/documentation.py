@@ -1,4 +1,4 @@
-"""Where on this machine can a user open a page of the documentation? In a checkout, or where the wheel has put it."""
+"""Finds a page of the documentation on this machine: in a checkout, or where the wheel has put it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does the harness read from, and write to, the process environment? This file does it, and no other.
+"""Reads and writes the process environment, for the harness; no other file does.
 
 Of torchrun's variables it learns whether somebody else made the processes; the pool sets variables of its ranks and
 puts them back; nothing else of the harness depends on the environment.

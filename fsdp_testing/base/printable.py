@@ -1,4 +1,4 @@
-"""What of a text that comes from elsewhere may reach a terminal? All but what steers it, which is written out.
+"""Makes foreign text safe for a terminal: what would steer it is written out.
 
 A report, a file name or what a rank wrote may hold escape sequences that move the cursor, hide a line or set the title of
 the window; and characters that turn the direction of writing round, so that a line reads as what it is not.

@@ -1,4 +1,4 @@
-"""How does one call judge implementations, without pytest and without a command line?"""
+"""Judges implementations in one call, without pytest and without a command line."""
 
 from __future__ import annotations
 

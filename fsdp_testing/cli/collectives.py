@@ -1,4 +1,4 @@
-"""Does a backend compute what gloo computes? Every collective, by dtype and size, on two ranks of each.
+"""Compares a backend with gloo: every collective, by dtype and size, on two ranks of each.
 
 Inputs are small whole numbers, so that sums are exact in every dtype and in any order: equal bits are due.
 """

@@ -1,4 +1,4 @@
-"""Is this the failure that was expected? By how it fails, never by the name of its check alone.
+"""Recognises expected failures by how they fail, never by the name of the check alone.
 
 An entry that only names a check would excuse whatever goes wrong there: a new error in place of a known rounding, all
 numbers in place of one. So an entry says kind, quantity and operation, as `Signature` does, and may say the parameter and

@@ -1,4 +1,4 @@
-"""Which failures are known, so that a campaign counts them, and a run expects them?
+"""The known failures: a campaign counts them, and a run expects them.
 
 Rules are data: what a failure looks like, and what the cases have in which it was seen. A rule is asked after a case
 was judged: it changes no case and leaves none out. It has a reason and a page, and an example, which campaigns run

@@ -1,4 +1,4 @@
-"""When are two failures the same, and how does a list of expected failures say so? Reports read this without torch.
+"""What a failure looks like, so that two can be called the same and a list can expect one. Reports read this without torch.
 
 The signature is what shortening a case must keep: kind, sort of quantity, operation. Numbers, names of parameters and ranks are
 left out of it: they change while a case becomes smaller although the defect stays. It is built from the fields of a finding,

@@ -1,4 +1,4 @@
-"""What is in a case, in words? Tokens of its operations and tags of everything else, for rules and reports."""
+"""The words for a case: tokens of its operations and tags of everything else, for rules and reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does pytest load when this package is installed? This module: options, a marker, three fixtures, nothing heavy.
+"""What pytest loads when this package is installed: options, a marker, three fixtures, nothing heavy.
 
 A session without tests on ranks imports this and little more. What runs tests on ranks stands in
 `fsdp_testing.plugin` and is imported at the first need: an option, a launcher's variables, a file that mentions

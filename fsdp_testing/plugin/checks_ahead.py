@@ -1,4 +1,4 @@
-"""How do the checks of one test function go on side by side, while pytest asks for one after another?
+"""Runs the checks of one test function side by side, while pytest asks for one after another.
 
 The first call has the checks of all its tests judged, up to `--check-jobs` at a time; each call waits for its own. Ranks get the
 environment, directory and `sys.path` of this process, so what was judged ahead counts only where these are still the same.

@@ -1,4 +1,4 @@
-"""How does conformance run under pytest? `@parametrize_with_checks("name")` makes one test of every check."""
+"""Conformance under pytest: `@parametrize_with_checks("name")` makes one test of every check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does the pytest process that users start do with tests on ranks? Choose them, start the ranks, run the protocol.
+"""The pytest process that users start: it chooses tests on ranks, starts the ranks, and runs the protocol.
 
 Called by the plugin's entry at the first need. The parts that are registered here live as long as the session.
 """

@@ -1,4 +1,4 @@
-"""What does `--dist-pool` do to a session? Existing test classes start their processes on the pool, and no death is missed."""
+"""`--dist-pool`: existing test classes start their processes on the pool, and no death is missed."""
 
 from __future__ import annotations
 

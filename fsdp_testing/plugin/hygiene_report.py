@@ -1,4 +1,4 @@
-"""What is reported of a test on ranks beside its verdict? What it left behind, warned about and wrote, how to debug it."""
+"""The report of a test on ranks beside its verdict: what it leaked, warned about and wrote, and how to debug it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a rank run a pytest item? It keeps a real pytest session, collects the item's file once, runs the protocol.
+"""Runs a pytest item in a rank: it keeps a real pytest session, collects the item's file once, and runs the protocol.
 
 Called by name through the pool, which knows no pytest. The session starts with the first item (some milliseconds) and
 lives as long as the rank, so that fixtures of modules and of the session live in the rank between tests.

@@ -1,4 +1,4 @@
-"""How does a session under a launcher run its marked tests? The first process reports, the others serve ranks to it.
+"""A session under a launcher: the first process reports, the others serve ranks to it.
 
 Every process collects, so that each knows whether there is anything to serve; a session without tests on ranks is left as it is.
 """

@@ -1,4 +1,4 @@
-"""Which world runs a test, what does it know already, which fixtures live in it? The controller's book of worlds."""
+"""The controller's book of worlds: which one runs a test, what it knows already, which fixtures live in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do N ranks' failures become one failure text? Pure functions over pytest's serialised representations.
+"""Joins the failures of N ranks into one text. Pure functions over pytest's serialised representations.
 
 The form is the one that `pytest_report_to_serializable` writes and `pytest_report_from_serializable` reads, so that
 every rank's rewritten assertion keeps its colours and its place in the terminal, in junit and through pytest-xdist.

@@ -1,4 +1,4 @@
-"""May a test expect that it loses a rank? No: what died or hung proves nothing of what the test was marked for."""
+"""No test may expect to lose a rank: a death or a hang proves nothing of what the test was marked for."""
 
 from __future__ import annotations
 

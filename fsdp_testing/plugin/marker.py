@@ -1,4 +1,4 @@
-"""What does a `world` marker ask for? Validation of its arguments, with every offence listed at once."""
+"""Validates the arguments of a `world` marker, and lists every offence at once."""
 
 from __future__ import annotations
 

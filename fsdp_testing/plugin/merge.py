@@ -1,4 +1,4 @@
-"""What is the one result of a test that ran on N ranks? Pure: every rank's reports and fate in, one triple out.
+"""Merges the reports and fates of N ranks into the one result of their test. Pure.
 
 A test passed when every rank passed every phase, and is skipped or an expected failure when every rank says so. Any
 rank that failed, died, hung or disagrees makes it failed; the text says which rank did what.

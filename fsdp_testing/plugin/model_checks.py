@@ -1,4 +1,4 @@
-"""How are models tried under pytest? `@parametrize_with_models()` makes one test of each model under each implementation."""
+"""Models under pytest: `@parametrize_with_models()` makes one test of each model under each implementation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What do pytest-timeout and pytest-rerunfailures ask of a test on ranks? A deadline, and further attempts.
+"""What pytest-timeout and pytest-rerunfailures need of a test on ranks: a deadline, and further attempts.
 
 Neither sees such a test: it has no setup, call or teardown in the controlling process. So what they were asked for is read here.
 """

@@ -1,4 +1,4 @@
-"""How does one marked item run? On its world, with one setup-call-teardown triple reported for all ranks."""
+"""Runs one marked item on its world, with one setup-call-teardown triple reported for all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which private names of pytest does the plugin need? These, used in this file alone.
+"""The private names of pytest that the plugin needs, used in this file alone.
 
 Ranks run pytest's own sessions without `pytest.main`, item by item and file by file, for which pytest has no public way.
 Each function says what it does that pytest does not offer. `tox -e oldest-pytest` runs the plugin's tests on the oldest

@@ -1,4 +1,4 @@
-"""How does a person debug one of N ranks? The chosen rank gets the terminal; the others say how to be chosen.
+"""Debugs one of N ranks: the chosen rank gets the terminal; the others say how to choose them.
 
 Ranks have no terminal: their descriptors lead to the controller. Under `--rank-pdb R`, rank R opens the controller's
 terminal by name, for `breakpoint()` and to inspect the frames of a failure.

@@ -1,4 +1,4 @@
-"""What is different about pytest inside a rank? This plugin: fixtures of the rank, reports kept, state guarded.
+"""The pytest plugin inside a rank: fixtures of the rank, reports kept, state guarded.
 
 Reports and warnings are kept for the controller instead of shown. State is compared and put back around exactly what a
 test owns: a snapshot is taken before the first fixture of a node is set up and compared after the last one of that

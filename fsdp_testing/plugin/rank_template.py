@@ -1,4 +1,4 @@
-"""How does a new rank have a pytest session at once? The fork server makes one that every rank inherits.
+"""A pytest session that the fork server makes once, and that every new rank inherits.
 
 Starting pytest is about a third of what a test in new processes costs; a fork has it for nothing (eight tests on two new
 ranks each: 6.5 s of processor time with it, 7.3 s without; one test alone costs the same either way). What is made

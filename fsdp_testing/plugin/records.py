@@ -1,4 +1,4 @@
-"""What do the controlling pytest and the pytest inside a rank send each other? Plain data, no pytest objects.
+"""What the controlling pytest and the pytest inside a rank send each other: plain data, no pytest objects.
 
 What is sent for every test is a named tuple or says itself what to send: see `ranks/pool/jobs.py`.
 """

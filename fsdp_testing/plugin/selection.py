@@ -1,4 +1,4 @@
-"""Which tests run on ranks, on which world? Read from markers, options and nodes, alike in controller and ranks."""
+"""Chooses the tests that run on ranks, and their worlds, from markers, options and nodes, alike in controller and ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must a rank know to start the controller's pytest session again? Made once from the controller's config."""
+"""What a rank needs to start the controller's pytest session again; made once from the controller's config."""
 
 from __future__ import annotations
 

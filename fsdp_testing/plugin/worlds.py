@@ -1,4 +1,4 @@
-"""How does a test of the controlling process use ranks? Through the fixture `worlds`, as Hypothesis tests do."""
+"""The fixture `worlds`, with which a test of the controlling process uses ranks, as Hypothesis tests do."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def _as_one_row(run: WholeRun, names: Sequence[str]) -> torch.Tensor | None:
 
 
 def _pairs_of_gradients(reference: WholeRun, run: WholeRun, step: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return what is due and what is there, by parameter, without clips."""
+    """Return expected and actual multiples by parameter, without clips."""
     both = reference.names(Kind.UNCLIPPED) and run.names(Kind.UNCLIPPED)
     kind = Kind.UNCLIPPED if both else Kind.GRADIENT
     pairs = {}

@@ -45,6 +45,7 @@ def test_no_module_is_named_after_nothing() -> None:
         ("print", "fsdp_testing/report/x.py", "print('hello')"),
         ("exit", "fsdp_testing/ranks/pool/x.py", "import sys\nsys.exit(1)"),
         ("exit", "fsdp_testing/ranks/pool/x.py", "raise SystemExit(1)"),
+        ("question", "fsdp_ref/x.py", '"""How is a unit wrapped? By its holder."""'),
         ("hasattr", "fsdp_ref/x.py", "def f(self):\n    return hasattr(self, 'ready')"),
     ],
 )

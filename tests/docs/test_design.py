@@ -1,4 +1,4 @@
-"""Do docs/design.md and its walks name files that exist?"""
+"""docs/design.md and its walks name files that exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the adapters in examples/ hold together where the packages that they adapt are not installed, and where they are?
+"""The adapters in examples/, where the packages that they adapt are not installed, and where they are.
 
 `test_it_loads...` needs the package of the adapter beside fsdp-testing (accelerate 1.15, deepspeed 0.19) and says so where
 it is missing; every other test needs nothing.

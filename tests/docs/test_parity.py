@@ -1,4 +1,4 @@
-"""Is what docs/parity.md says of two pairs of implementations what `fsdp-verify parity` finds today?"""
+"""docs/parity.md says of two pairs of implementations what `fsdp-verify parity` finds today."""
 
 from __future__ import annotations
 

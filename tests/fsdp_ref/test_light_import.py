@@ -1,4 +1,4 @@
-"""What does importing the reference load? By name, since times differ by machine."""
+"""What importing the reference loads, by name, since times differ by machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is every known behaviour, and every known bug, tested by a test that names it?
+"""Every known behaviour, and every known bug, is tested by a test that names it.
 
 ``behaviour_tags.json`` lists them with one line of meaning each; a test cites those it is evidence for with
 ``@pytest.mark.covers("ORIG-09", "B025")``. ``tags_left_out.json`` gives a reason for each that has no test. Known bugs

@@ -1,4 +1,4 @@
-"""Are the suites sensitive? Each planted fault is caught by the check named for it, in a case that passes without the fault."""
+"""The suites are sensitive: each planted fault is caught by the check named for it, in a case that passes without the fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is every capability judged? By a check that a planted fault proves, and by cases that operations or options make."""
+"""Every capability is judged, by a check that a planted fault proves, and by cases that operations or options make."""
 
 from __future__ import annotations
 

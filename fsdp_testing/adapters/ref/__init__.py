@@ -1,1 +1,1 @@
-"""How is the reference judged? As one implementation among others: the wrapper and the composable way to it."""
+"""The reference as one implementation among others: the wrapper and the composable way to it."""

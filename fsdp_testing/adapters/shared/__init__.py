@@ -1,1 +1,1 @@
-"""What do adapters of several implementations share? Names, pieces, sites of modules, recomputation, replicated state."""
+"""What adapters of several implementations share: names, pieces, sites of modules, recomputation, replicated state."""

@@ -1,4 +1,4 @@
-"""Where does a module hang in a tree, how is it replaced there, and how is it made to recompute its activations?"""
+"""Finds and replaces a module in a tree, and makes it recompute its activations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What do implementations of one kind claim alike? The documented minimum of each kind; an adapter adds its own to it."""
+"""The documented minimum that implementations of one kind claim; an adapter adds its own to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a rank have of each original parameter inside flat parameters, in any implementation that has such?
+"""The part of each original parameter that a rank holds, in any implementation with flat parameters.
 
 A flat parameter keeps each original in its storage order; reports are in row-major order. An adapter describes its
 flat parameters (`FlatUnit`), read in place: no collective, no unshard, no lazy initialisation. Value spans are those of

@@ -1,4 +1,4 @@
-"""How is a model wrapped by an implementation that has the arguments of torch's FSDP class?
+"""Wraps a model with an implementation that has the arguments of torch's FSDP class.
 
 torch's own and the reference take the same arguments, each as objects of its own classes; `FsdpNames` finds them under
 the names that both have.

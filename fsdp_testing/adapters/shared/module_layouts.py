@@ -1,4 +1,4 @@
-"""How is a module of a user's own cut over the tensor-parallel axis? Its parameters become DTensors, and hooks its border.
+"""Cuts a module of a user's own over the tensor-parallel axis: its parameters become DTensors, and hooks its border.
 
 torch's styles know a few classes of layers; these layouts are for any module whose weight is (outputs, inputs), or that
 is whole on all ranks. It needs torch alone: its text goes into the scripts of findings.

@@ -1,4 +1,4 @@
-"""What was a parameter or buffer of a wrapped model called before wrapping?
+"""The names that parameters and buffers of a wrapped model had before wrapping.
 
 Wrappers insert a component into FQNs. Those of torch (FSDP1, activation checkpointing, compile, DDP at the root) are
 known here; an adapter for a wrapper with another prefix gives its own `named_parameters`.

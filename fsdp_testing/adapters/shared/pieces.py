@@ -1,4 +1,4 @@
-"""Which span of which parameter is this tensor, and how are spans put together to whole parameters?
+"""Finds the span of a parameter that a tensor is, and joins spans to whole parameters.
 
 Reads plain tensors and DTensors in place. Nothing here communicates but `gather`, and nothing changes state but
 `scatter_back`.

@@ -1,4 +1,4 @@
-"""How is state saved and loaded where every rank has everything? As without data parallelism."""
+"""Saves and loads state where every rank has everything, as without data parallelism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a module cut over the tensor-parallel axis before it is wrapped? By torch's own `parallelize_module`, as users do.
+"""Cuts a module over the tensor-parallel axis before it is wrapped, with torch's own `parallelize_module`, as users do.
 
 Where torch knows no such layer `module_layouts` cuts it. What comes of it are DTensors over that axis; an implementation
 that claims `tensor_parallel` shards them over the other.

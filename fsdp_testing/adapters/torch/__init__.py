@@ -1,1 +1,1 @@
-"""How are torch's own implementations judged? DDP, FSDP1 (with original and with flat parameters) and FSDP2."""
+"""Torch's own implementations: DDP, FSDP1 (with original and with flat parameters) and FSDP2."""

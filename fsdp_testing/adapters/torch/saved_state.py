@@ -1,4 +1,4 @@
-"""How is state saved and loaded, and a gradient divided, in the way all of torch's implementations share?"""
+"""Saves and loads state, and divides gradients, as all of torch's implementations do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When do torch's FSDP1 and FSDP2 gather and free their units? Seen from outside, since neither reports it.
+"""When torch's FSDP1 and FSDP2 gather and free their units, seen from outside, since neither reports it.
 
 Transitions: `unshard` (asked for), `gather` (memory filled), `reshard` (given up), `free` (memory released). The
 functions watched are private; one that a torch release no longer has is reported, not skipped.

@@ -102,7 +102,7 @@ class CaseDrawer:
 
 
 def drawn_tree(tree: Mapping[str, Any], dtype: str) -> DrawnModel:
-    """Return what the rest of a case must know of a tree."""
+    """Return the facts about a tree that the rest of a case depends on."""
     names = unit_names(tree)
     specs = parameters(tree)
     frozen = {s.module for s in specs if s.frozen and not s.tie} - {s.module for s in specs if not s.frozen or s.tie}

@@ -1,4 +1,4 @@
-"""How is a drawn module tree written as the Python source of ordinary modules? For scripts that use torch alone.
+"""Writes a drawn module tree as the Python source of ordinary modules, for scripts that use torch alone.
 
 The layers are those of `zoo.tree_layers`; groups are spelled out one by one, so that a reader sees a model and not an
 interpreter of one.

@@ -1,4 +1,4 @@
-"""How does a finding become a script that anyone can run, with torch and the implementation and nothing of ours?
+"""Turns a finding into a script that anyone can run, with torch and the implementation and nothing of ours.
 
 The script builds the model, runs the program on the ranks with the implementation and in one process without it, and
 says where the two part. What scripts have in common is the text of the modules of `script_parts`, which are linted and

@@ -1,4 +1,4 @@
-"""How do test classes that start processes of their own run on ranks of the pool, as they are?
+"""Runs test classes that start processes of their own on ranks of the pool, unchanged.
 
 - `processes`: N processes for one class, what they did, and the verdict on all of them.
 - `in_rank`: what each of these processes calls.

@@ -1,4 +1,4 @@
-"""How do classes in the style of DeepSpeed's `DistributedTest` start their processes on the pool?
+"""Starts the processes of classes in the style of DeepSpeed's `DistributedTest` on the pool.
 
 DeepSpeed's base class and its copies work out fixtures and the size of the world in the controlling process, and give
 `_launch_daemonic_procs` or `_launch_non_daemonic_procs` the number of processes that are to call `_dist_run`. These two

@@ -1,4 +1,4 @@
-"""What does a process of the pool call to be one of the processes that a test class would have started?"""
+"""What a process of the pool runs in place of a process that a test class would have started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What do N processes of a test class do on the pool, and did all of them end well?
+"""N processes of a test class on the pool, and whether all of them ended well.
 
 A test class of MultiProcess style expects new processes for each test. They are forked from a fork server that has imported
 what the controlling process has of torch, its test classes included. It is not the one of tests marked `world`: those

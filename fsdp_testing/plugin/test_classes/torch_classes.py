@@ -1,4 +1,4 @@
-"""How do torch's multi-process test classes start their processes on the pool? The one file that knows their private names.
+"""Starts the processes of torch's multi-process test classes on the pool. No other file knows their private names.
 
 torch's classes are replaced in few places, in the controlling process alone:
 

@@ -40,7 +40,7 @@ class Deadlocks:
         self._members.clear()
 
     def possible(self, lines: Mapping[int, Any], key: int, epoch: int) -> bool:
-        """Ask cheaply: does any rank wait in another group than `key`, for something this rank has not issued?"""
+        """Return, cheaply, whether any rank waits in another group than `key` for something this rank has not issued."""
         # Read once, after the fence of the caller: this only saves the search where nobody waits elsewhere; `find` proves.
         words = self._words
         for at, area in self._others:

@@ -60,7 +60,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class PathQuestion:
-    """Asked of a host: does it see this file?"""
+    """Asks a host whether it sees this file."""
 
     path: str
 

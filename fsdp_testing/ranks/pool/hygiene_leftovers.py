@@ -63,7 +63,7 @@ def attribute(owner: Any, name: str, label: str = "") -> Setting:
 
 
 def list_attribute(owner: Any, name: str, label: str = "") -> Setting:
-    """Return the setting that the contents of a list are; putting them back keeps the list itself."""
+    """Return a setting that holds the contents of a list; restoring it keeps the list itself."""
     label = label or f"{owner.__name__}.{name}"
     return Setting(
         label, lambda: list(getattr(owner, name)), lambda value: getattr(owner, name).__setitem__(slice(None), value)

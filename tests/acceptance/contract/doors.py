@@ -1,4 +1,4 @@
-"""Every door of the project, opened by its public entry: what does it say of a situation, and with which exit code?"""
+"""Every door of the project, opened by its public entry: its words and exit code in a situation."""
 
 from __future__ import annotations
 

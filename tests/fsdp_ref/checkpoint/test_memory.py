@@ -1,4 +1,4 @@
-"""How much memory do saving and loading need beside the model and the state that is asked for? At most one unit.
+"""Saving and loading need at most one unit of memory beside the model and the state that is asked for.
 
 Counted is what torch's allocator gives and takes while a state is saved or loaded, as the profiler records it. Nothing travels: a
 backend's threads give its memory back when they come to it, and among more than two ranks gloo's gathers need a second buffer.

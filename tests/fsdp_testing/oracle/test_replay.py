@@ -1,4 +1,4 @@
-"""Is the oracle itself right? It is compared with training loops that are written out here, without any of its code."""
+"""The oracle itself, compared with training loops that are written out here, without any of its code."""
 
 from __future__ import annotations
 

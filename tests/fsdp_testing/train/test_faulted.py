@@ -1,4 +1,4 @@
-"""fsdp-verify train --fault: does the script stop and say why, is what it saved usable, or does it compute the same?"""
+"""fsdp-verify train --fault: the script stops and says why, what it saved is usable, or it computes the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is a planted fault? An implementation that is wrong in one way, and the checks each of which must catch it.
+"""A planted fault: an implementation that is wrong in one way, and the checks each of which must catch it.
 
 The toy with a method replaced, or a real implementation with functions replaced while a model is in use: `planting`.
 """

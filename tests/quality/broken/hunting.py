@@ -1,4 +1,4 @@
-"""How many random cases does the fuzzer need until it meets a planted fault, and is what it met that fault?"""
+"""Counts random cases until the fuzzer meets a planted fault, and confirms that what it met is that fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a bug planted in a running reference? By replacing functions while a context lasts.
+"""Plants a bug in a running reference, by replacing functions while a context lasts.
 
 A replacement that does not find what it replaces is an error: a fault that plants nothing would be caught by nothing
 and look like a hole in the harness, or worse, its check would pass for another reason.

@@ -1,4 +1,4 @@
-"""Is every planted fault caught? The checks that must catch it judge it, and the implementation without it too."""
+"""Proves a planted fault caught: the checks that must catch it judge it, and the implementation without it too."""
 
 from __future__ import annotations
 

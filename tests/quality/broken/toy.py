@@ -1,4 +1,4 @@
-"""What does the smallest correct implementation look like? One that the suites pass: each fault in it stands alone.
+"""The smallest correct implementation, which the suites pass: each fault in it stands alone.
 
 Parameters live as flat shards; forward gathers them into the module, the end of backward averages gradients and keeps
 the rank's span. No units, no overlap, no memory saved: only the contract. Under `no_shard` every span is the whole.

@@ -1,4 +1,4 @@
-"""What does the smallest engine look like that owns backward, step and optimizer, and shows whole parameters alone?
+"""The smallest engine that owns backward, step and optimizer, and shows whole parameters alone.
 
 The toy behind the methods of an engine: made with its optimizer, its step clears gradients, and it trains in float32.
 """

@@ -1,4 +1,4 @@
-"""What does the smallest implementation look like that can also save, load, copy, recompute, trace and be hooked?
+"""The smallest implementation that can also save, load, copy, recompute, trace and be hooked.
 
 Everything that `Toy` leaves out and the later suites ask for. Again each step is a method that a fault can replace.
 """

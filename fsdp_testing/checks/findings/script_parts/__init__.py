@@ -1,1 +1,1 @@
-"""Which parts are scripts of findings made of? Modules that need torch alone: their text is copied into each script."""
+"""The parts of scripts of findings: modules that need torch alone, whose text is copied into each script."""

@@ -1,4 +1,4 @@
-"""How does a script synchronise, clip and gather with torch's DDP?"""
+"""The parts of a script that synchronise, clip and gather with torch's DDP."""
 
 from __future__ import annotations
 

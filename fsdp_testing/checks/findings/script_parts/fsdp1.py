@@ -1,4 +1,4 @@
-"""How does a script synchronise, clip and gather with torch's FSDP1?"""
+"""The parts of a script that synchronise, clip and gather with torch's FSDP1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a script synchronise, clip and gather with torch's FSDP2?"""
+"""The parts of a script that synchronise, clip and gather with torch's FSDP2."""
 
 from __future__ import annotations
 

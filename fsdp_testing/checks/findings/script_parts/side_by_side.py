@@ -1,4 +1,4 @@
-"""What does every script of a finding do? Run one program on ranks and in one process, and say where the two part."""
+"""The frame of every script of a finding: it runs one program on ranks and in one process, and says where the two part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a script see what goes on the wire? It counts what process groups are asked to gather and to reduce."""
+"""Counts, for a script, what process groups are asked to gather and to reduce."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which options of torch's implementations can a case set? Read from the signatures of the torch that is installed."""
+"""The options of torch's implementations that a case can set, read from the signatures of the torch that is installed."""
 
 from __future__ import annotations
 

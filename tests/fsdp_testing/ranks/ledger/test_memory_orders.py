@@ -1,4 +1,4 @@
-"""Do ranks see each other in every order that a processor may choose? All orders are gone through, on two models.
+"""Ranks see each other in every order that a processor may choose: all orders are gone through, on two models.
 
 What the ledger does is written here in its smallest form. The recorder itself is then watched: it crosses the fence where
 these programs do.

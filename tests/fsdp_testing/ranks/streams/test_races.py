@@ -1,4 +1,4 @@
-"""Which uses of memory does nothing order? Histories in a small language, one entry a word.
+"""Uses of memory that nothing orders: histories in a small language, one entry a word.
 
 `w1:a` is work that writes block a on stream 1, `r` reads, `s1<2` makes stream 1 wait for stream 2, `e7@1` records event 7 on
 stream 1, `1<e7` makes stream 1 wait for it (`h` is the host), `new:a@1` allocates, `free:a` frees, `use:a@2` is record_stream,

@@ -1,4 +1,4 @@
-"""Do two tensors share bytes? Compared with the bytes themselves."""
+"""Whether two tensors share bytes, compared with the bytes themselves."""
 
 from __future__ import annotations
 
