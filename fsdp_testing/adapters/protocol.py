@@ -113,6 +113,8 @@ class Setup:
             modules that are not ignored are on the meta device. None if they have values.
         forward_prefetch: Prefetch in forward, if the implementation has the option.
         backward_prefetch: One of "pre", "post", "none".
+        forward_methods: `(FQN, method)` of what the model calls beside `forward`: registered as one that computes, where the
+            implementation needs that.
         leaves_unused: A micro-batch may leave a parameter without a gradient on some rank.
         settings: Options that change no number (`fsdp_testing.cases.records.specs.SETTINGS`), by name.
         extra: Options known to this adapter alone, for its own tests.
@@ -142,6 +144,7 @@ class Setup:
     init_module: Callable[[nn.Module], None] | None = None
     forward_prefetch: bool = False
     backward_prefetch: str = "pre"
+    forward_methods: tuple[tuple[str, str], ...] = ()
     leaves_unused: bool = False
     settings: frozenset[str] = frozenset()
     extra: Mapping[str, Any] = field(default_factory=dict)

@@ -27,6 +27,7 @@ CAPABILITIES = REPLICATED | {
     "several_forwards",
     "thawed_parameters",
     "opaque_outputs",
+    "forward_methods",
     "reentrant_checkpointing",
     "dtype_cast",
     "exception_recovery",

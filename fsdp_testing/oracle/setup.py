@@ -21,6 +21,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.adapters.protocol import Division, Precision, Setup, WrapPolicy
 from fsdp_testing.cases.drawing.normal_form import leaves_unused
+from fsdp_testing.cases.models.model import forward_methods
 from fsdp_testing.cases.records import (
     AXES,
     Case,
@@ -66,6 +67,7 @@ def setup_of(
         tensor_mesh=tensor_mesh,
         policy=policy_of(case.wrapping.policy, module),
         precision=precision_of(case.mixed_precision),
+        forward_methods=forward_methods(module),
         leaves_unused=leaves_unused(case),
         **{name: value for axis in AXES for name, value in axis.setup(case).items()},
     )

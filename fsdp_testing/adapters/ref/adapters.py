@@ -157,6 +157,8 @@ def _wrap(apply: Apply, module: nn.Module, setup: Setup) -> nn.Module:
     if setup.units and setup.policy is None and _shared_across_units(module, setup):
         setup = replace(setup, units=(), policy=WrapPolicy(names=setup.units))
     model = _FSDP.wrap(module, setup, apply)
+    for name, method in setup.forward_methods:
+        fsdp_ref.register_fsdp_forward_method(module.get_submodule(name), method)
     SETTINGS_OF[model] = setup.settings
     if apply is _as_composable:
         by_methods.set_prefetch(model, setup)

@@ -35,7 +35,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 CAPABILITIES = (
     REPLICATED
-    | {"ignored_parameters", "second_order", "deep_copies", "unit_alone", *_SETTINGS}
+    | {"ignored_parameters", "second_order", "deep_copies", "unit_alone", "forward_methods", *_SETTINGS}
     | ({"sync_module_states"} if _RENAMED else set())
 )
 

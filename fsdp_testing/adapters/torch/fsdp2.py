@@ -16,7 +16,13 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import Shard
 
 from fsdp_testing.adapters.adapter import TorchStyle
@@ -49,6 +55,7 @@ CAPABILITIES = SHARDED | {
     "partial_reshard",
     "last_dimension",
     "grouped_units",
+    "forward_methods",
     "tensor_parallel",
 }
 
@@ -120,6 +127,8 @@ def _set(model: nn.Module, setup: Setup) -> None:
             unit.set_gradient_divide_factor(2.0 * setup.world_size)
         if "sum_reduction" in setup.settings:
             unit.set_force_sum_reduction_for_comms(True)
+    for name, method in setup.forward_methods:
+        register_fsdp_forward_method(model.get_submodule(name), method)
 
 
 def _options(setup: Setup, name: str, ignored: set[nn.Parameter]) -> dict[str, Any]:

@@ -123,6 +123,12 @@ class Family(list[ZooModel]):
         return register
 
 
+def forward_methods(module: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Return `(FQN, method)` of the methods beside forward that compute, as the classes of the modules list them."""
+    modules = module.named_modules()
+    return tuple((name, method) for name, inner in modules for method in getattr(type(inner), "forward_methods", ()))
+
+
 class Wired(nn.Module):
     """Parts, and one expression that calls them.
 

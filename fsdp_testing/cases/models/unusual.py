@@ -286,6 +286,34 @@ def cached_intermediate(*, bypass: bool = True) -> nn.Module:
     return Wired(flow, stem=square(6), unit=Remembering(), last=square(6))
 
 
+class Coder(nn.Module):
+    """Computes in two methods, neither of which is forward."""
+
+    forward_methods = ("encode", "decode")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 7)
+        self.outer = square(7)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.outer(self.inner(x)))
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.inner.weight.t())
+
+
+@ZOO.model("methods", float_input(6), ("stem", "coder", "last"), "methods", "forward_methods")
+def methods() -> nn.Module:
+    """A unit whose methods are called in place of its forward, twice in one forward of the model."""
+    return Wired(
+        lambda m, x: m.last(m.coder.decode(m.coder.encode(torch.tanh(m.stem(x))))),
+        stem=square(6),
+        coder=Coder(),
+        last=square(6),
+    )
+
+
 @ZOO.model("view_output", float_input(6), ("stem", "unit", "last"), "view_output", "inplace_on_output")
 def view_output() -> nn.Module:
     """A unit returns a view that its caller changes in place."""

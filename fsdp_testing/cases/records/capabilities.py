@@ -56,6 +56,7 @@ CAPABILITIES: dict[str, str] = {
     "mixed_dtype_units": "parameters of several dtypes inside one unit",
     "frozen_mixed_unit": "trainable and frozen parameters inside one unit",
     "container_outputs": "units and models that return tuples, lists, dicts, named tuples, dataclasses",
+    "forward_methods": "a unit's methods beside forward may compute, once they are registered",
     "opaque_outputs": "units that return objects of the user's own classes",
     "inplace_on_output": "the caller may change a unit's output in place, even if it is a view",
     "loss_bypasses_output": "a loss may use a tensor that a unit stored instead of its output",

@@ -14,6 +14,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from toy import Toy
 from toy_more import MoreAdapter, MoreToy
 
+from fsdp_ref.api import trees
+from fsdp_testing.adapters.torch import fsdp2
 from fsdp_testing.cases.records.specs import SETTINGS
 
 
@@ -123,6 +125,18 @@ def keeps_halves_in_the_wrong_order(original: Any, param: FSDPParam) -> None:
 def gathers_for_the_first_module_alone(original: Any, modules: Any, *hooks: Any) -> Any:
     """Of two modules that are one unit only the first one gathers it, and the unit is released after it."""
     return original(modules[:1], *hooks[:2], set(), hooks[3])
+
+
+@planted("fsdp_ref-composable", trees, "_run_as_forward", "options.forward_methods")
+def a_method_is_no_part_of_backward(original: Any, name: str, module: Any, *inputs: Any) -> Any:
+    """What the second registered method computes is cut off from backward."""
+    output = original(name, module, *inputs)
+    return output.detach() if name == "decode" else output
+
+
+@planted("torch-fsdp2", fsdp2, "register_fsdp_forward_method", "options.forward_methods", silent=False)
+def registers_nothing(original: Any, module: Any, name: str) -> None:
+    """A registered method computes with sharded parameters."""
 
 
 @kind(OptionsAdapter, "options.last_dimension")
