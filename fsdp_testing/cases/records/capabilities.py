@@ -57,6 +57,7 @@ CAPABILITIES: dict[str, str] = {
     "frozen_mixed_unit": "trainable and frozen parameters inside one unit",
     "container_outputs": "units and models that return tuples, lists, dicts, named tuples, dataclasses",
     "opaque_outputs": "units that return objects of the user's own classes",
+    "parameter_outputs": "units that return a parameter of theirs, or a part of it",
     "inplace_on_output": "the caller may change a unit's output in place, even if it is a view",
     "loss_bypasses_output": "a loss may use a tensor that a unit stored instead of its output",
     "forward_edits": "in-place edits of parameters in forward are kept, if all ranks make the same edits",

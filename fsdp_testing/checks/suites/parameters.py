@@ -118,6 +118,8 @@ SHARED: tuple[Check, ...] = (
          "tied_across", "pytorch issue 83052; torchtitan 2817"),
         ("module_called_twice", "A unit called twice in a forward gets the gradient of both calls.",
          "called_twice", "fairscale PR 784, 513"),
+        ("called_without_gradient_too", "A unit that also runs under no_grad gets the gradient of its other call.",
+         "self_conditioned", "torch.no_grad"),
         ("module_registered_twice", "A unit under two names is one unit.", "registered_twice", "pytorch PR 98912"),
     )),
     check("shared.accumulated", "Shared parameters and repeated units accumulate over micro-batches.",
