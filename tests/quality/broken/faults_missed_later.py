@@ -14,12 +14,14 @@ from toy import Toy
 
 from fsdp_ref.autograd.graph_ties import GraphSide
 from fsdp_ref.build import materialize
-from fsdp_ref.handle import param_hooks
+from fsdp_ref.handle import param_hooks, writeback
 from fsdp_ref.handle.gradients import Gradients
-from fsdp_ref.runtime import forward
+from fsdp_ref.runtime import calls, forward, unit
 from fsdp_ref.storage.precision import BufferCaster
 
 SOUND, COMPOSABLE = "fsdp_ref-wrapper", "fsdp_ref-composable"
+
+_nothing = lambda _: lambda _handle: None
 
 # --------------------------------------------------------------------------------------------------- dtypes
 
@@ -52,7 +54,22 @@ def casts_into_dictionaries(original: Any, value: Any, dtype: torch.dtype) -> An
     return {k: dict(v) if isinstance(v, OrderedDict) else v for k, v in cast.items()} if plain else cast
 
 
+@planted(SOUND, calls, "write_back", "mixed_precision.changed_in_forward")
+def rounds_what_was_not_changed(original: Any, handle: Any, indices: Any) -> None:
+    """An edit in forward rounds every element of the parameter to the dtype of computation."""
+    low = handle.compute_dtype
+    for index in indices if low != handle.precision.original else ():
+        shard = handle.originals.shard_views()[index]
+        shard.copy_(shard.to(low))
+    original(handle, indices)
+
+
 # ------------------------------------------------------------------------------------ forwards and backwards
+
+
+@planted(SOUND, writeback, "keep_full_edits", "summon.changed_in_place", also=((unit, "keep_full_edits", _nothing),))
+def loses_edits_of_full_parameters(original: Any, handle: Any) -> None:
+    """What changes while full parameters are shown goes with them."""
 
 
 @planted(SOUND, forward, "_own_memory", "outputs.parameters")
