@@ -70,6 +70,11 @@ UNUSED: tuple[Check, ...] = (
           cases("conditional", *_using((_ALL,), (_FIRST,), (_NONE,), (_ALL,)), optimizer=ADAMW),
           cases("partly_used", *_using(((True, False),), ((False, False),), ((True, True),)), optimizer=ADAMW),
           source="torch.nn.parallel.DistributedDataParallel, find_unused_parameters", needs={"unused_gradient_is_none"}),
+    check("unused.none_in_accumulation", "A parameter that no micro-batch of an accumulation used keeps gradient None.",
+          *(cases(model, *iteration(0, usage=(all_used,)), no_sync_batch(1, usage=(some,)),
+                  *iteration(2, Observe(), usage=(some,)), *iteration(3, usage=(all_used,)), optimizer=ADAMW)
+            for model, all_used, some in (("conditional", _ALL, _FIRST), ("partly_used", (True, True), (True, False)))),
+          source="torch.nn.parallel.DistributedDataParallel, find_unused_parameters", needs={"unused_gradient_is_none"}),
 )  # fmt: skip
 """Parameters that an iteration does not use: on no rank, on some ranks, in some iterations."""
 

@@ -15,6 +15,7 @@ from toy import Toy
 from fsdp_ref.autograd.graph_ties import GraphSide
 from fsdp_ref.build import materialize
 from fsdp_ref.handle import param_hooks, writeback
+from fsdp_ref.handle.accumulated import Accumulated
 from fsdp_ref.handle.gradients import Gradients
 from fsdp_ref.runtime import calls, forward, unit
 from fsdp_ref.storage.precision import BufferCaster
@@ -133,6 +134,13 @@ class ZerosAreNoGradient(StartingToy):
     def store(self, fqn: str, mean: torch.Tensor) -> None:
         if mean.any():
             super().store(fqn, mean)
+
+
+@planted(SOUND, Accumulated, "take_local", "unused.none_in_accumulation")
+def local_sums_of_all(original: Any, self: Any) -> Any:
+    """After local micro-batches every parameter of a unit has a gradient, of zeros where none used it."""
+    local, used = original(self)
+    return local, used if local is None else [True] * len(used)
 
 
 @planted(SOUND, Gradients, "_absorb", "zero_grad.some_parameters")
