@@ -14,6 +14,8 @@ from toy import Toy
 
 from fsdp_ref.autograd.graph_ties import GraphSide
 from fsdp_ref.build import materialize
+from fsdp_ref.checkpoint.rows import Rows
+from fsdp_ref.checkpoint.shards import Spread
 from fsdp_ref.handle import param_hooks, writeback
 from fsdp_ref.handle.accumulated import Accumulated
 from fsdp_ref.handle.gradients import Gradients
@@ -151,6 +153,21 @@ def none_comes_back(original: Any, self: Any, params: Any, changed: Any) -> None
     original(self, params, changed)
     if kept is not None and self.sum.reduced_S is not None and any(params[index].grad is None for index in changed):
         self.sum.reduced_S.copy_(kept)
+
+
+# ---------------------------------------------------------------------------------------------------- state
+
+
+@planted(SOUND, Rows, "by_interval", "sharded_state_dict.whole_strided")
+def rows_in_storage_order(original: Any, self: Any, index: int) -> bool:
+    """Rows of a weight that is not contiguous are taken to lie one after the other."""
+    return bool(self._layout.params[index].shape)
+
+
+@planted(SOUND, Spread, "entry", "sharded_state_dict.whole")
+def rows_in_another_order(original: Any, self: Any, rows: Any, shape: Any, *rest: Any) -> Any:
+    """Rows of a rank are saved the last first."""
+    return original(self, rows.flip(0) if rows.dim() else rows, shape, *rest)
 
 
 # ------------------------------------------------------------------------------------------------- replicas
