@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -218,11 +219,12 @@ def _seed(seed: int) -> None:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply `function` to every tensor in tuples, lists and mappings, which become dictionaries."""
+    """Apply `function` to every tensor in tuples, lists and mappings; but for ordered ones these become dictionaries."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        return {key: map_tensors(function, item) for key, item in value.items()}
+        items = {key: map_tensors(function, item) for key, item in value.items()}
+        return OrderedDict(items) if isinstance(value, OrderedDict) else items
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(function, item) for item in value))
     if isinstance(value, (tuple, list)):

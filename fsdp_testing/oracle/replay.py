@@ -132,7 +132,8 @@ class Replay:
     def _replica(self) -> nn.Module:
         replica = replica_of(self.master, {id(p): self.compute[fqn] for fqn, p in self.parameters.items()})
         if self.precision.buffer_dtype is not None:
-            for module in replica.modules():
+            ignored = {inner for name in self.case.wrapping.ignored for inner in replica.get_submodule(name).modules()}
+            for module in (module for module in replica.modules() if module not in ignored):
                 for name, buffer in module.named_buffers(recurse=False):
                     if buffer.is_floating_point():
                         module.register_buffer(

@@ -185,6 +185,10 @@ def _as_composable(module: nn.Module, setup: Setup, name: str, options: dict[str
     policy = options.pop("auto_wrap_policy", None)
     if policy is not None and not hasattr(policy, "_run_policy"):
         policy = _ByFunction(policy)
+    precision = options.get("mixed_precision")
+    if precision is not None and name and setup.wrap_root:
+        # Each module that it is applied to counts as a root; to the harness only the outermost one does.
+        options["mixed_precision"] = replace(precision, cast_root_forward_inputs=False)
     options = _left_out(setup, options) | _FSDP.strategy(setup, name, "strategy")
     unit: Any = fsdp_ref.fully_shard(module, **options, **({} if policy is None else {"policy": policy}))
     if "divide_factor" in setup.settings:

@@ -47,6 +47,7 @@ REPLICATED = EVERYWHERE | {
     "strided_parameters",
     "mixed_dtype_units",
     "loss_bypasses_output",
+    "parameter_outputs",
     "hidden_recomputation",
     "inplace_on_output",
     "forward_edits",

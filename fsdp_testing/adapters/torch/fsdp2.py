@@ -137,7 +137,9 @@ def _options(setup: Setup, name: str, ignored: set[nn.Parameter]) -> dict[str, A
     options: dict[str, Any] = {"mesh": setup.mesh}
     precision = setup.unit_precisions.get(name, setup.precision)
     if precision != Precision():
-        options["mp_policy"] = _precision_policy(precision)
+        # Each module that it is applied to casts by default; to the harness the outermost one does.
+        casts = precision.cast_unit_inputs if name and setup.wrap_root else precision.cast_inputs
+        options["mp_policy"] = _precision_policy(precision, casts=casts)
     if setup.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if setup.unit_strategies.get(name, setup.strategy) in _NO_RESHARD:
@@ -156,11 +158,11 @@ def _last_dimension(ranks: int, parameter: nn.Parameter) -> Shard | None:
     return Shard(last) if last > 0 and parameter.shape[last] % ranks == 0 else None
 
 
-def _precision_policy(precision: Precision) -> MixedPrecisionPolicy:
+def _precision_policy(precision: Precision, *, casts: bool) -> MixedPrecisionPolicy:
     """Return the policy with the dtypes that the case names, so that the meaning of those it leaves open is judged."""
     asked = {"param_dtype": precision.param_dtype, "reduce_dtype": precision.reduce_dtype}
     chosen: dict[str, Any] = {option: dtype for option, dtype in asked.items() if dtype is not None}
-    chosen |= {} if precision.cast_inputs else {"cast_forward_inputs": False}
+    chosen |= {} if casts else {"cast_forward_inputs": False}
     return MixedPrecisionPolicy(**chosen)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_testing.cases.models.model import LARGE, Family, Inputs, Wired, chain, features, float_input, layers, tokens
-from fsdp_testing.cases.models.tree_layers import TreeLinear, TreeOffset
+from fsdp_testing.cases.models.tree_layers import Named, TreeLinear, TreeOffset
 
 ZOO = Family()
 _THREE = ("layers.0", "layers.1", "layers.2")
@@ -24,6 +24,11 @@ def _token_input(seed: int, rank: int, step: int, batch: int, dtype: torch.dtype
 def _keyword_input(seed: int, rank: int, step: int, batch: int, dtype: torch.dtype, **_options: Any) -> Inputs:
     left, right = features(seed, rank, step, (2, batch, 6), dtype).unbind(0)
     return Inputs((), {"batch": {"left": left, "pair": (right,), "gain": 0.5}})
+
+
+def _container_input(seed: int, rank: int, step: int, batch: int, dtype: torch.dtype, **_options: Any) -> Inputs:
+    one, two, three = features(seed, rank, step, (3, batch, 6), dtype).unbind(0)
+    return Inputs((Named(one, two),), {"more": OrderedDict(third=three)})
 
 
 def _narrow(module: nn.Module, dtype: torch.dtype) -> None:
@@ -162,6 +167,29 @@ def keywords() -> nn.Module:
     return Wired(flow, linear=Wired(lambda m, *, x, gain: m.inner(x) * gain, inner=square(6)), offset=TreeOffset(6))
 
 
+@ZOO.model("container_inputs", _container_input, ("first", "second"), "keyword_input")
+def container_inputs() -> nn.Module:
+    """Inputs in a named tuple and in an ordered dictionary, which are used as such."""
+
+    def flow(m: Any, pair: Named, *, more: OrderedDict[str, torch.Tensor]) -> torch.Tensor:
+        hidden = torch.tanh(m.first(pair.mean) + pair.spread)
+        return m.second(hidden + more["third"]) * (1.0 if isinstance(more, OrderedDict) else 0.0)
+
+    return Wired(flow, first=square(6), second=square(6))
+
+
+@ZOO.model("precise_input", float_input(6), ("first", "time", "last"))
+def precise_input() -> nn.Module:
+    """A unit that is given single precision, from which it computes before it casts."""
+
+    def flow(m: Any, x: torch.Tensor) -> torch.Tensor:
+        moments = torch.linspace(0.1, 1.0, 6, dtype=torch.float32)
+        return m.last(torch.tanh(m.first(x)) + m.time(moments))
+
+    time = Wired(lambda m, moments: m.inner(torch.sin(777.0 * moments).to(m.inner.weight.dtype)), inner=square(6))
+    return Wired(flow, first=square(6), time=time, last=square(6))
+
+
 @ZOO.model("bare_root", float_input(7), ("first", "activation", "second"), "bare_root uneven")
 def bare_root() -> nn.Module:
     """A root without own parameters, and a unit without any."""
@@ -194,6 +222,21 @@ def tied_across() -> nn.Module:
 def called_twice() -> nn.Module:
     """A unit that runs twice in one forward."""
     return chain("again between again", again=square(7), between=square(7))
+
+
+@ZOO.model("self_conditioned", float_input(7), ("again", "last"), "reused_module uneven", "reused_modules")
+def self_conditioned() -> nn.Module:
+    """A unit that runs without gradients, then with them, then without them again, in one forward."""
+
+    def flow(m: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            hint = torch.tanh(m.again(x))
+        output = torch.tanh(m.again(x + hint))
+        with torch.no_grad():
+            target = torch.tanh(m.again(output))
+        return m.last(output - 0.5 * target)
+
+    return Wired(flow, again=square(7), last=square(7))
 
 
 @ZOO.model(

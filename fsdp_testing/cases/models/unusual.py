@@ -244,6 +244,19 @@ def opaque_output() -> nn.Module:
     return containers("opaque")
 
 
+@ZOO.model("returned_parameters", float_input(5), ("stem", "table", "last"), "uneven", "parameter_outputs")
+def returned_parameters() -> nn.Module:
+    """A unit that returns its parameter and a part of it, which are used outside of it."""
+
+    def flow(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(m.stem(x))
+        weight, row = m.table()
+        return m.last(torch.tanh(x @ weight.T + row))
+
+    table = Wired(lambda m: (m.weight, m.weight[1:2]), weight=nn.Parameter(torch.empty(5, 5)))
+    return Wired(flow, stem=square(5), table=table, last=square(5))
+
+
 class Remembering(nn.Module):
     """Keeps an intermediate result on itself."""
 

@@ -185,7 +185,8 @@ def state_of_each_rank(replay: Replay, operation: Save | Reload) -> Results:
     for rank in range(replay.size):
         values |= replay.result(rank, _NAMES, _as_numbers(())) if names else {}
         for fqn, tensor in (*replay.parameters.items(), *replay.replicas[rank].named_buffers()):
-            values |= replay.result(rank, f"state.{fqn}", tensor) if fqn in names else {}
+            # Buffers are held in a dtype of their own in mixed precision, and saved in that of the module.
+            values |= replay.result(rank, f"state.{fqn}", tensor.to(names[fqn].dtype)) if fqn in names else {}
         for fqn, parameter in replay.parameters.items() if operation.optimizer else ():
             for name, entry in replay.optimizer_state(parameter).items():
                 values |= replay.saved_state(rank, fqn, name, torch.as_tensor(entry))

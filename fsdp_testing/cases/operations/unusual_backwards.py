@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fsdp_testing.cases.operations import user_code
-from fsdp_testing.cases.operations.micro_batches import ForwardBackward, TrainingPass
+from fsdp_testing.cases.operations.micro_batches import Forward, ForwardBackward, TrainingPass
 from fsdp_testing.cases.operations.operation import Batch, Operation
 from fsdp_testing.cases.operations.optimizing import Step
 from fsdp_testing.cases.operations.user_code import expect_refusal
@@ -148,6 +148,7 @@ FORMS: Mapping[str, str] = {
     "inputs": "backward_inputs",
     "one_input": "backward_inputs",
     "of_inputs": "input_gradients",
+    "evaluated": "forward_only",
 }
 """Form of a backward -> the capability that it needs. Those with a feature are drawn."""
 
@@ -165,7 +166,8 @@ class UnusualBackward(TrainingPass):
             forward of the module inside the wrapper, where the wrapper is a module around it. `outdated`: between forward and
             backward the optimizer steps by gradients from before, so that backward must be refused; then they are cleared.
             `inputs`: `backward(inputs=...)` names all trained parameters. `one_input`: it names the first in the alphabet.
-            `of_inputs`: the inputs ask for gradients, which are this rank's own.
+            `of_inputs`: the inputs ask for gradients, which are this rank's own. `evaluated`: between forward and backward
+            runs a forward under no_grad.
     """
 
     kind: ClassVar[str] = "unusual_backward"
@@ -228,6 +230,8 @@ class UnusualBackward(TrainingPass):
         if self.form == "outdated":
             self._refused(program, forwarded.loss)
             return values
+        if self.form == "evaluated":
+            Forward(replace(self.batch, seed=self.batch.seed + 1), "no_grad").run(program)
         if self.form in _CHOOSING:
             self._chosen(program, forwarded.loss)
             return values

@@ -58,6 +58,7 @@ CAPABILITIES: dict[str, str] = {
     "container_outputs": "units and models that return tuples, lists, dicts, named tuples, dataclasses",
     "forward_methods": "a unit's methods beside forward may compute, once they are registered",
     "opaque_outputs": "units that return objects of the user's own classes",
+    "parameter_outputs": "units that return a parameter of theirs, or a part of it",
     "inplace_on_output": "the caller may change a unit's output in place, even if it is a view",
     "loss_bypasses_output": "a loss may use a tensor that a unit stored instead of its output",
     "forward_edits": "in-place edits of parameters in forward are kept, if all ranks make the same edits",

@@ -39,6 +39,8 @@ OUTPUTS: tuple[Check, ...] = (
           *(cases("containers", *iterations(2), arguments={"container": container})
             for container in MODELS["containers"].arguments["container"]),
           source="pytorch issue 77812; PR 173415, 174692"),
+    check("outputs.parameters", "A parameter that a unit returns can be used outside of it, and gets the gradient of that.",
+          cases("returned_parameters", *iterations(2)), source="torch.nn.Module.forward"),
     check("outputs.opaque_objects", "Units that return objects of a user's class train as in one process.",
           cases("opaque_output", *iterations(2)), source="pytorch PR 173415"),
     check("outputs.bypassed", "A loss may use a tensor that a unit stored instead of its output.",
@@ -79,6 +81,11 @@ SUMMON: tuple[Check, ...] = (
                 optimizer=ADAMW),
           cases("mlp", *iteration(0), micro_batch(1), forward(7, "no_grad"), _assigned(8), Observe(), Step(), forward(9)),
           source="pytorch issue 151223"),
+    # Between forward and backward a strategy may show full parameters, which are freed later.
+    check("summon.changed_in_place", "Parameters that change in place after a forward without a backward keep the change.",
+          cases("mlp deep_nest", *iteration(0), forward(7, "train"), AssignData(("*",), 0.5, Batch(8), in_place=True), Observe(),
+                *iteration(1)),
+          source="torch.nn.Parameter"),
     summoned("summon.parameters_replaced", "A tensor that replaces a gathered parameter becomes the parameter's value.",
              cases("mlp uneven", ReplaceParameters(("*.weight",), 0.5), forward(8), *iteration(0),
                    *iteration(1, ReplaceParameters(("layers.2.*",), -1.0), Observe()), *iteration(2), optimizer=ADAMW)),

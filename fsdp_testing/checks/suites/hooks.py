@@ -183,7 +183,7 @@ QUARTERING = scaled(
 # -------------------------------------------------------------------------------------------- hooks on parameters
 
 FACTOR = 2.0
-"""What the tensor hook multiplies the gradient by."""
+"""What each of two hooks on a parameter multiplies the gradient by."""
 
 
 class ParameterHooksProgram(RankProgram):
@@ -215,6 +215,7 @@ class ParameterHooksProgram(RankProgram):
                 parameter.register_post_accumulate_grad_hook(partial(self._after, fqn))
             else:
                 parameter.register_hook(partial(self._multiplied, fqn))
+                parameter.register_hook(lambda gradient: gradient * FACTOR)
         return model
 
     def _after(self, fqn: str, parameter: torch.Tensor) -> None:
@@ -251,10 +252,23 @@ class ParameterHooksProgram(RankProgram):
 
 
 OWN_GRADIENT = scaled(
-    FACTOR,
+    FACTOR**2,
     job=rank_jobs.run_as,
     arguments=(ParameterHooksProgram, {}),
     review=review_remarks,
     besides="what the hooks on parameters return",
 )
+
+
+class ZeroingProgram(RankProgram):
+    """A program whose hooks make every gradient zero; of either sign, as multiplying by a mask of zeros does."""
+
+    def _model_of(self, case: Case, flags: Mapping[str, bool]) -> nn.Module:
+        model = super()._model_of(case, flags)
+        for _, parameter in self.adapter.named_parameters(model):
+            parameter.register_hook(lambda gradient: gradient.abs() * -0.0)
+        return model
+
+
+ZEROED = scaled(0.0, job=rank_jobs.run_as, arguments=(ZeroingProgram, {}), besides="the hooks on parameters")
 AFTER_ACCUMULATION = RunMode(rank_jobs.run_as, (ParameterHooksProgram, {"accumulated": True}), review=review_remarks)

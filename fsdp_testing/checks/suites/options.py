@@ -7,8 +7,17 @@ from __future__ import annotations
 
 from functools import partial
 
-from fsdp_testing.cases.operations import EditFullParameters, Reload
-from fsdp_testing.cases.records import Case, MixedPrecisionSpec, Observe, PolicySpec, Step, WrappingPlan, ZeroGrad
+from fsdp_testing.cases.operations import EditFullParameters, Reload, UnusualBackward
+from fsdp_testing.cases.records import (
+    Batch,
+    Case,
+    MixedPrecisionSpec,
+    Observe,
+    PolicySpec,
+    Step,
+    WrappingPlan,
+    ZeroGrad,
+)
 from fsdp_testing.checks.suites.check import (
     ADAMW,
     HYBRID,
@@ -82,6 +91,10 @@ RECOMPUTATION: tuple[Check, ...] = (
           "A forward without gradients between recomputed iterations changes nothing.",
           cases("mlp", *iteration(0), forward(5, "no_grad"), micro_batch(1), Step(), wrapping=recomputed("mlp")),
           source="pytorch PR 110139"),
+    check("activation_checkpointing.evaluated",
+          "A forward under no_grad between forward and backward changes nothing of what runs again.",
+          cases("mlp", UnusualBackward(Batch(0), "evaluated"), Observe(), Step(), ZeroGrad(), *iteration(1),
+                wrapping=recomputed("mlp")), source=_SAME),
     check("activation_checkpointing.mixed_precision", "The second forward casts as the first did.",
           *(cases("mlp", *iterations(2), micro_batch(2), dtype="float32", optimizer=ADAMW,
                   precision=MixedPrecisionSpec("bfloat16", "float32"), wrapping=recomputed("mlp", outside=outside))

@@ -70,6 +70,11 @@ UNUSED: tuple[Check, ...] = (
           cases("conditional", *_using((_ALL,), (_FIRST,), (_NONE,), (_ALL,)), optimizer=ADAMW),
           cases("partly_used", *_using(((True, False),), ((False, False),), ((True, True),)), optimizer=ADAMW),
           source="torch.nn.parallel.DistributedDataParallel, find_unused_parameters", needs={"unused_gradient_is_none"}),
+    check("unused.none_in_accumulation", "A parameter that no micro-batch of an accumulation used keeps gradient None.",
+          *(cases(model, *iteration(0, usage=(all_used,)), no_sync_batch(1, usage=(some,)),
+                  *iteration(2, Observe(), usage=(some,)), *iteration(3, usage=(all_used,)), optimizer=ADAMW)
+            for model, all_used, some in (("conditional", _ALL, _FIRST), ("partly_used", (True, True), (True, False)))),
+          source="torch.nn.parallel.DistributedDataParallel, find_unused_parameters", needs={"unused_gradient_is_none"}),
 )  # fmt: skip
 """Parameters that an iteration does not use: on no rank, on some ranks, in some iterations."""
 
@@ -118,6 +123,8 @@ SHARED: tuple[Check, ...] = (
          "tied_across", "pytorch issue 83052; torchtitan 2817"),
         ("module_called_twice", "A unit called twice in a forward gets the gradient of both calls.",
          "called_twice", "fairscale PR 784, 513"),
+        ("called_without_gradient_too", "A unit that also runs under no_grad gets the gradient of its other call.",
+         "self_conditioned", "torch.no_grad"),
         ("module_registered_twice", "A unit under two names is one unit.", "registered_twice", "pytorch PR 98912"),
     )),
     check("shared.accumulated", "Shared parameters and repeated units accumulate over micro-batches.",

@@ -36,7 +36,7 @@ from fsdp_testing.checks.suites.check import (
     micro_batch,
     micro_batches,
 )
-from fsdp_testing.checks.suites.hooks import AFTER_ACCUMULATION, OWN_GRADIENT
+from fsdp_testing.checks.suites.hooks import AFTER_ACCUMULATION, OWN_GRADIENT, ZEROED
 from fsdp_testing.checks.suites.programs import poisoned
 
 _LOW, _BOTH = MixedPrecisionSpec("bfloat16"), MixedPrecisionSpec("bfloat16", "float32")
@@ -81,6 +81,16 @@ MIXED_PRECISION: tuple[Check, ...] = (
             *(stored_in_float32("buffers", *iterations(2), precision=precision) for precision in (
                 MixedPrecisionSpec(buffer_dtype="bfloat16"), MixedPrecisionSpec("bfloat16", "float32", "bfloat16"))),
             source="pytorch PR 87935; issue 143900"),
+    lowered("mixed_precision.ignored_buffers", "Buffers of ignored modules keep their dtype.",
+            stored_in_float32("buffers", *iterations(2), precision=MixedPrecisionSpec(buffer_dtype="bfloat16"),
+                              wrapping=WrappingPlan(units=("second",), ignored=("first",)), freeze=("first.*",)),
+            source="torch.distributed.fsdp.MixedPrecision", needs={"nested_wrapping"}),
+    lowered("mixed_precision.unit_inputs", "The root alone casts inputs: inner units are given what the model passes them.",
+            stored_in_float32("precise_input", *iterations(2), precision=_LOW),
+            source="torch.distributed.fsdp.MixedPrecision, cast_forward_inputs", needs={"nested_wrapping"}),
+    lowered("mixed_precision.changed_in_forward", "What a forward leaves of its weights keeps the digits that compute lacks.",
+            stored_in_float32("self_clipping", *iterations(3), optimizer=PLAIN_SGD, precision=_LOW),
+            source="torch.nn.Module: parameters are the module's own", needs={"forward_edits"}),
     lowered("mixed_precision.thawed",
             "A unit that was frozen in the first forward is reduced and stepped in the right dtypes once it is thawed.",
             *(stored_in_float32("mlp", *iteration(0), Thaw(("layers.1.*",)), Observe(), *iterations(2, first=1), micro_batch(3),
@@ -163,8 +173,11 @@ _UNSTEPPED = cases("mlp uneven", micro_batch(0), Observe(), ZeroGrad(), micro_ba
 
 PARAMETER_HOOKS: tuple[Check, ...] = (
     check("parameter_hooks.own_gradient",
-          "A hook on a parameter receives this rank's own gradient before it is reduced, and its result replaces it.",
+          "A hook on a parameter receives this rank's own gradient before it is reduced, and the next is given its "
+          "result.",
           _UNSTEPPED, source="torch.Tensor.register_hook", needs={"tensor_hooks"}, mode=OWN_GRADIENT),
+    check("parameter_hooks.zeros", "A gradient that a hook makes zero is zero, not None.",
+          _UNSTEPPED, source="torch.Tensor.register_hook", needs={"tensor_hooks"}, mode=ZEROED),
     check("parameter_hooks.after_accumulation",
           "A hook that runs after accumulation finds the reduced gradient in `.grad`, once in each backward.",
           _UNSTEPPED, source="torch.Tensor.register_post_accumulate_grad_hook; torchrec PR 4268",

@@ -44,7 +44,14 @@ from fsdp_testing.checks.suites.check import (
     iterations,
     micro_batch,
 )
-from fsdp_testing.checks.suites.state_programs import GROUPED, REFUSED, REORDERED, STORED_DTYPES, WRONG_STATES
+from fsdp_testing.checks.suites.state_programs import (
+    GROUPED,
+    REFUSED,
+    REORDERED,
+    SHARDS_PLACED,
+    STORED_DTYPES,
+    WRONG_STATES,
+)
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase, RunMode
 from fsdp_testing.oracle import oracle, rank_jobs
 from fsdp_testing.oracle.disturbance import Disturbance
@@ -252,6 +259,10 @@ CHECKS: tuple[Check, ...] = (
           *(cases("mlp uneven", *iteration(0), Save(), micro_batch(1), Save(), dtype="float32", optimizer=PLAIN_SGD,
                   precision=precision) for precision in _LOW),
           source="torch.distributed.fsdp.MixedPrecision", comparison=LOCKSTEP),
+    saved("full_state_dict.buffer_dtypes", "Saved buffers have the dtype that they had when the model was built.",
+          cases("buffers", *iteration(0), Save(), *iteration(1), dtype="float32", optimizer=PLAIN_SGD,
+                precision=MixedPrecisionSpec(buffer_dtype="bfloat16")),
+          source="torch.distributed.fsdp.MixedPrecision", comparison=LOCKSTEP),
     saved("full_state_dict.shared_parameters",
           "Parameters under two names, and units under two names, are saved and loaded as one.",
           _model("full", "tied_within registered_twice"), source="pytorch PR 98912, 99448"),
@@ -272,6 +283,9 @@ CHECKS: tuple[Check, ...] = (
           "A model saved in shards, loaded into the model that was trained on since, is as it was saved.",
           _rolled_back("sharded", "mlp uneven"), _rolled_back("sharded", "mlp", forward(5)),
           source="torch.nn.Module.load_state_dict", sizes=ODD),
+    *(saved(f"sharded_state_dict.whole{of}", f"Shards of {what} hold the elements that they say they do.",
+            cases(model, forward(0, "no_grad")), needs={"full_state_dict", "sharded_state_dict"}, mode=SHARDS_PLACED, sizes=ODD)
+      for of, what, model in (("", "parameters", "uneven"), ("_strided", "weights that are not contiguous", "strided"))),
     saved("sharded_state_dict.buffers", "Buffers are saved and loaded with the shards.", _model("sharded", "buffers")),
     saved("local_state_dict.fresh_instance", "Raw shards, loaded on the rank that saved them, restore the model.",
           _model("local", "mlp uneven"), source="torch.distributed.fsdp.LocalStateDictConfig; pytorch PR 94109", sizes=ODD),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_testing.cases.records import Case, RankObservation
 from fsdp_testing.checks.suites.programs import Remark, RemarkedObservation, review_remarks
@@ -163,6 +164,34 @@ def _grouped(
     return models.build_optimizer(case, made)
 
 
+class ShardsPlaced(RemarkingProgram):
+    """Compares the shards that it saved with the full state, each at the place that it names."""
+
+    def statements(self) -> Iterator[str]:
+        """Yield whose shards hold other elements."""
+        with self._inside():
+            whole, parts = self.adapter.full_state_dict(self.model), self.adapter.sharded_state_dict(self.model)
+        for fqn, value in whole.items():
+            if fqn not in parts:
+                yield f"there are no shards of {fqn}"
+            elif not all(torch.equal(piece, value[place]) for place, piece in _pieces(parts[fqn])):
+                yield f"shards of {fqn} differ from the full state"
+
+
+def _pieces(part: Any) -> list[tuple[Any, torch.Tensor]]:
+    """Return what a rank saved of a tensor, each with its place in the whole."""
+    if isinstance(part, DTensor):
+        return [(..., part.full_tensor())]
+    # torch's older ShardedTensor says where each shard lies; what is not sharded is whole.
+    shards = getattr(part, "local_shards", None)
+    return [(..., part)] if shards is None else [(_place(shard.metadata), shard.tensor) for shard in shards()]
+
+
+def _place(metadata: Any) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(metadata.shard_offsets, metadata.shard_sizes))
+
+
+SHARDS_PLACED = RunMode(rank_jobs.run_as, (ShardsPlaced, {}), review=review_remarks)
 REFUSED = RunMode(rank_jobs.run_as, (RefusingProgram, {}), review=review_remarks)
 STORED_DTYPES = RunMode(rank_jobs.run_as, (StoredDtypes, {}), review=review_remarks)
 REORDERED = RunMode(rank_jobs.run_as, (ReorderedProgram, {}))

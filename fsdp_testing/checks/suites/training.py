@@ -237,6 +237,7 @@ BACKWARDS: tuple[Check, ...] = (
          "torch.autograd.backward", set()),
         ("one_input", "A backward that names one parameter gives a gradient to that parameter alone.",
          "torch.autograd.backward", {"unused_gradient_is_none"}),
+        ("evaluated", "A forward under no_grad between forward and backward changes no gradient.", "pytorch PR 110139", set()),
         ("of_inputs", "Inputs that require gradients get those of this rank's own loss.", "torch.autograd.backward", set()),
         ("inner", "A forward of the module inside the wrapper is still reduced.", "torch.nn.parallel", set()),
     )),
@@ -265,7 +266,7 @@ ZERO_GRAD: tuple[Check, ...] = (
                 ("uneven", [ZeroGrad(to_none), ZeroGrad(to_none), *iteration(0)[:-1]])))),
     cleared("zero_grad.some_parameters",
             "Setting some gradients to zeros or None does not change the others, nor later sums.",
-            _edited(_edit("zeros"), _edit("none")), needs=_EVERY_REDUCED),
+            _edited(_edit("zeros"), _edit("none"), EditGradients(("layers.1.weight",), "none")), needs=_EVERY_REDUCED),
     cleared("zero_grad.discards", "A gradient that is cleared before the step leaves no trace.",
             *(cases("mlp", micro_batch(0), ZeroGrad(to_none), micro_batch(1), Step(), ZeroGrad(to_none), micro_batch(2))
               for to_none in _FORMS)),

@@ -164,6 +164,9 @@ INPUTS: tuple[Check, ...] = (
     lent("inputs.kept_in_low_precision", "Inputs that are cast are copies.",
          cases("mlp keywords", *iteration(0), dtype="float32", precision=MixedPrecisionSpec("bfloat16")),
          comparison=LOCKSTEP),
+    check("inputs.containers", "A container of inputs stays of its type where the inputs are cast.",
+          cases("container_inputs", *iterations(2), dtype="float32", precision=MixedPrecisionSpec("bfloat16")),
+          source="pytorch PR 91078", comparison=LOCKSTEP),
 )  # fmt: skip
 """What users pass to a model stays theirs."""
 

@@ -12,6 +12,7 @@ from toy import Toy
 
 from fsdp_testing.adapters.protocol import Setup
 from fsdp_testing.cases.models import tensors_in
+from fsdp_testing.oracle import models
 
 
 @fault("outputs.containers")
@@ -275,10 +276,8 @@ class KeywordsDropped(Toy):
     """Numbers among keyword inputs are rounded to float32 on the way (B020)."""
 
     def cast_inputs(self, value: Any) -> Any:
-        cast = super().cast_inputs(value)
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return cast.float().to(cast.dtype)
-        return cast
+        rounded = lambda tensor: tensor.float().to(tensor.dtype) if tensor.is_floating_point() else tensor
+        return models.map_tensors(rounded, super().cast_inputs(value))
 
 
 @fault("construction.first_forward")

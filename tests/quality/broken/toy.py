@@ -19,6 +19,7 @@ from fsdp_testing.adapters.protocol import Division, Piece, Setup
 from fsdp_testing.cases.models import tensors_in
 from fsdp_testing.cases.records import CAPABILITIES
 from fsdp_testing.cases.records.specs import SETTINGS
+from fsdp_testing.oracle import models
 
 NOT_CLAIMED = {
     "shard_grad_op", "hybrid", "nested_wrapping", "policy_wrapping", "ignored_parameters", "cpu_offload",
@@ -123,13 +124,7 @@ class Toy(nn.Module):
 
     def cast_inputs(self, value: Any) -> Any:
         dtype = self.setup.precision.param_dtype
-        if isinstance(value, torch.Tensor):
-            return value.to(dtype) if dtype is not None and value.is_floating_point() else value
-        if isinstance(value, dict):
-            return {key: self.cast_inputs(item) for key, item in value.items()}
-        if isinstance(value, (tuple, list)):
-            return type(value)(self.cast_inputs(item) for item in value)
-        return value
+        return value if dtype is None else models.cast_floats(value, dtype)
 
     # ---------------------------------------------------------------------------------------- backward
 
