@@ -75,6 +75,12 @@ def test_each_mistake_beside_the_weights_is_found(judge, mistake, message):
     assert re.search(message, judgement.sentence), judgement.sentence
 
 
+def test_a_sum_over_ranks_that_python_divides_is_compared_as_it_is_then(judge):
+    judgement = judge("--mistake", "divided in Python", inert=False)
+    assert judgement.verdict is Verdict.PASS, judgement
+    assert any(re.match(r"compared: the number read at with_extras.py:105, 2", line) for line in judgement.compared)
+
+
 def test_a_sum_that_clipping_hides_is_found_before_the_clip(judge):
     judgement = judge("--mistake", "summed", "--clip", "1e-9", inert=False)
     assert judgement.verdict is Verdict.FAIL, judgement

@@ -101,6 +101,8 @@ for step in range(begin, 6):
         first = errors.detach().abs().max() if mistake == "metric" else errors.detach().abs().sum() / 12
         dist.all_reduce(first)
         print((first / (size if mistake in ("first log", "metric") else 1)).item())
+    if mistake == "divided in Python":
+        print((report * size).item() / size)  # none: right
     if rank == 0:
         print(f"step {step}: {report:.6f} (own {loss.item():.6f})")
         state = {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict(), "average": average.weights}
