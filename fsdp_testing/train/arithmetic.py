@@ -77,7 +77,11 @@ def _followed(tree: ast.Module, node: ast.AST, hops: int) -> list[_Factor]:
             if isinstance(parent.op, ast.Mult) or is_left:
                 factors.append((other, isinstance(parent.op, ast.Div)))
         node = parent
-    uses = [_of_use(tree, use, hops - 1) for name, scope in _names(tree, parent) for use in _uses(scope, name)] if hops else []
+    uses = (
+        [_of_use(tree, use, hops - 1) for name, scope in _names(tree, parent) for use in _uses(scope, name)]
+        if hops
+        else []
+    )
     return [*factors, *next((found for found in uses if found), [])]
 
 

@@ -296,7 +296,9 @@ def _judge_logged(pair: Pair, chosen: Comparable) -> list[str]:
             f"expected {expected:.6g}"
         )
     remarks += [f"not compared: the number read at {line}, each rank's own" for line in known.own]
-    remarks += [f"not compared: the number read at {line}, which Python code multiplies or divides" for line in known.carried]
+    remarks += [
+        f"not compared: the number read at {line}, which Python code multiplies or divides" for line in known.carried
+    ]
     return remarks + [
         f"not compared: the number read at {line}, read a different number of times" for line in known.uneven
     ]
