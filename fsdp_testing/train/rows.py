@@ -14,6 +14,7 @@ from itertools import zip_longest
 from fsdp_testing.train.loaders import LoaderSeen, Pass, of_training
 from fsdp_testing.train.whole import WholeRun
 
+_CHANCE = 2**-10
 _UNKNOWN = (
     "not compared: how the ranks share the rows of a DataLoader. Its rows have no index that means the same row on all ranks "
     "(they are drawn again each time, made for each rank, or not all taken)"
@@ -34,6 +35,29 @@ def unknown_shares(alone: WholeRun, run: WholeRun) -> tuple[str, ...]:
             if not {row for share in shares for row in share.rows} <= {*expected.rows}:
                 return (_UNKNOWN,)
     return ()
+
+
+def taken_elsewhere(alone: WholeRun, run: WholeRun) -> str:
+    """Return how many rows several ranks take where none takes one twice, so that they are not drawn with replacement.
+
+    What is drawn so is taken twice as often by one rank as by two of them. That no share of many is a rank's own is no chance.
+    """
+    ranks = [_by_step(run.rows, rank) for rank in range(run.size)]
+    if any(count > 1 for rows in (_by_step(alone.rows, 0), *ranks) for count in rows.values()):
+        return ""
+    shared = sum(count > 1 for count in sum((Counter(rows.keys()) for rows in ranks), Counter[str]()).values())
+    if (1 - 1 / run.size) ** shared > _CHANCE:
+        return ""
+    return (
+        f"{shared} of the rows that the ranks take are taken by several of them, though no rank takes a row twice: shares that "
+        "overlap, as of an order that each rank shuffles by its own seed. Take rows[rank::size] of one order. If this is "
+        "intended, give it more rows than it trains on in the steps that are compared."
+    )
+
+
+def _by_step(rows: Sequence[Sequence[Sequence[str]]], rank: int) -> Counter[str]:
+    """Return in how many steps a rank takes each row."""
+    return Counter(row for step in rows for row in {*step[rank]})
 
 
 def _of_steps(alone: WholeRun, run: WholeRun) -> str:
