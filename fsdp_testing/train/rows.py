@@ -15,6 +15,10 @@ from fsdp_testing.train.loaders import LoaderSeen, Pass, of_training
 from fsdp_testing.train.whole import WholeRun
 
 _CHANCE = 2**-10
+_OWN_ROWS = (
+    "not compared: how the ranks share the rows. No DataLoader gives them, and {} of the {} that the ranks take are none of one "
+    "process in these steps: each rank draws its own, or takes them otherwise (inputs with the labels of other rows)"
+)
 _UNKNOWN = (
     "not compared: how the ranks share the rows of a DataLoader. Its rows have no index that means the same row on all ranks "
     "(they are drawn again each time, made for each rank, or not all taken)"
@@ -27,7 +31,11 @@ def strange_shares(alone: WholeRun, run: WholeRun) -> str:
 
 
 def unknown_shares(alone: WholeRun, run: WholeRun) -> tuple[str, ...]:
-    """Return a sentence where nobody knows how the ranks share the rows of a loader; empty if that is known of all."""
+    """Return a sentence where nobody knows how the ranks share the rows; empty if that is known of all."""
+    if not any(rank.taken.loaders for rank in run.ranks):
+        rows, known = (sum((one.union(step) for step in range(one.steps)), Counter[str]()) for one in (run, alone))
+        others = (rows - known).total()
+        return (_OWN_ROWS.format(others, rows.total()),) * bool(others)
     for own, ranks in _loaders(alone, run):
         if own.replaces or _is_one_dataset(own, ranks):
             continue

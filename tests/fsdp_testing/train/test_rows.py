@@ -72,6 +72,15 @@ def test_rows_that_several_ranks_take_though_none_takes_one_twice_are_no_chance(
     assert taken_elsewhere(stepwise("abcdefghijka"), stepwise("abcdefghijkl", "lbcdefghijka")) == ""  # a short pass
 
 
+def test_rows_that_no_loader_gives_are_told_where_they_are_not_those_of_one_process():
+    alone = run("", steps=("abcd", "efgh"))
+    assert unknown_shares(alone, run("", "", steps=("abcd", "efgh"))) == ()
+    assert (
+        "4 of the 8 that the ranks take are none of one process"
+        in unknown_shares(alone, run("", "", steps=("abxy", "efzw")))[0]
+    )
+
+
 def test_rows_of_a_step_are_lost_or_drawn():
     alone, slices = run("", steps=("abcd", "efgh")), run("", "", steps=("abbc", "effg"))
     assert strange_shares(alone, slices).startswith(
