@@ -96,6 +96,7 @@ def test_an_evaluation_of_the_training_rows_is_no_pass_of_the_training():
             ("--shard", "fsdp2", "--mistake", "optimizer first"),
             r"none of which belongs .* made before the model was wrapped",
         ),
+        ("shards", ("--shard", "fsdp2", "--mistake", "average"), r"kept as 'average', 0.* this copy of them does not"),
         ("indices", ("--mistake", "seeds"), r"start from different weights.*seed depends on the rank"),
         ("indices", ("--mistake", "not divided"), r"not divided by the number of accumulation steps"),
         ("indices", ("--mistake", "unreduced"), r"differs between ranks 0 and 1 .* gradients are not reduced"),
