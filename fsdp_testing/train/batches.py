@@ -67,7 +67,7 @@ class Computed:
     def row_digests(self, tree: Any) -> tuple[str, ...]:
         """Return a digest of each row of what is no output of a forward."""
         known = {_memory(tensor) for tensor, _ in (*self._before, *self._now)}
-        tensors = [tensor for tensor in tensors_in(tree) if not known or _memory(tensor) not in known]
+        tensors = [t for t in tensors_in(tree) if not known or not (_memory(t) in known or _depends_on_parameters(t))]
         plain = row_digests(tensors)
         columns = [self._traced(tensor) for tensor in tensors if tensor.ndim and len(tensor) == len(plain)]
         return tuple(
@@ -83,6 +83,19 @@ class Computed:
             if alike and len(rows) == len(other):
                 origins |= zip(row_digests([other]), rows)
         return tuple(_OF + origins[row] if row in origins else row for row in row_digests([tensor]))
+
+
+def _depends_on_parameters(tensor: torch.Tensor) -> bool:
+    """Whether a tensor would send a gradient to a parameter, as what is made of the output of a forward."""
+    waiting, known = [tensor.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(getattr(node, "variable", None), torch.nn.Parameter):
+            return True
+        if node is not None and node not in known:
+            known.add(node)
+            waiting += [function for function, _ in node.next_functions]
+    return False
 
 
 def _memory(tensor: torch.Tensor) -> int:

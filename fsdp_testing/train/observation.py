@@ -215,9 +215,7 @@ class Observer:
             if observer._depth or next(module.parameters(), None) is None or compat.in_backward():
                 return original(module, *args, **kwargs)
             if not outermost:
-                return observer._computed.silently(
-                    partial(original, module, *args, **kwargs), [*args, *kwargs.values()]
-                )
+                return observer._computed.silently(partial(original, module, *args, **kwargs), [args, kwargs])
             args, kwargs = observer._before_forward(args, kwargs)
             rows = observer._computed.row_digests([*args, *kwargs.values()])
             observer._step.rows += (rows,)

@@ -53,3 +53,13 @@ def test_a_forward_inside_another_one_is_none_of_its_own():
         outer = computed.silently(lambda: computed.silently(lambda: NOISE + 1, [NOISE]) * 2, [NOISE])
     assert computed.row_digests([outer.clone()]) != row_digests([outer])
     assert computed.row_digests([NOISE + 1]) == row_digests([NOISE + 1])
+
+
+def test_what_is_made_of_the_output_of_a_forward_is_no_data_and_what_is_made_of_data_is():
+    computed = Computed()
+    shift = torch.zeros(3, requires_grad=True)
+    assert computed.row_digests([nn.Linear(2, 3)(NOISE)])  # nothing was run yet: where else would its rows be?
+    features = given(computed, NOISE)
+    assert computed.row_digests([features.tanh() * 2]) == ()
+    assert computed.row_digests([features.tanh(), ROWS]) == row_digests([ROWS])
+    assert computed.row_digests([ROWS + shift]) == row_digests([ROWS])
