@@ -78,7 +78,13 @@ def test_each_mistake_beside_the_weights_is_found(judge, mistake, message):
 def test_a_sum_over_ranks_that_python_divides_is_compared_as_it_is_then(judge):
     judgement = judge("--mistake", "divided in Python", inert=False)
     assert judgement.verdict is Verdict.PASS, judgement
-    assert any(re.match(r"compared: the number read at with_extras.py:105, 2", line) for line in judgement.compared)
+    assert any(re.match(r"compared: the number read at with_extras.py:106, 2", line) for line in judgement.compared)
+
+
+def test_a_time_that_is_logged_is_not_compared(judge):
+    judgement = judge("--mistake", "time", inert=False)
+    assert judgement.verdict is Verdict.PASS, judgement
+    assert any(re.match(r"not compared: the number read at with_extras.py:110", line) for line in judgement.compared)
 
 
 def test_a_sum_that_clipping_hides_is_found_before_the_clip(judge):

@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import time
 from pathlib import Path
 
 import torch
@@ -103,6 +104,10 @@ for step in range(begin, 6):
         print((first / (size if mistake in ("first log", "metric") else 1)).item())
     if mistake == "divided in Python":
         print((report * size).item() / size)  # none: right
+    if mistake == "time":
+        report *= time.perf_counter()
+        dist.broadcast(report, 0)
+        print(report.item())  # none: right
     if rank == 0:
         print(f"step {step}: {report:.6f} (own {loss.item():.6f})")
         state = {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict(), "average": average.weights}
