@@ -321,8 +321,8 @@ def _reference(runner: Runner, alone: WholeRun, run: WholeRun) -> tuple[WholeRun
     raise Undecided(
         f"one process was given the rows of all ranks ({', then '.join(tried)}), but trained on different rows or in "
         f"different steps: random numbers that are drawn between that point and forward (an augmentation in the "
-        f"loop) cannot be replayed. Mark the line where "
-        "the script has its batch ready: `x, y = fsdp_testing.batch(x, y)`."
+        f"loop) cannot be replayed. Mark the line where the script has its batch ready: `x, y = fsdp_testing.batch(x, y)`. A "
+        "model that gets another one's output, changed and detached, has to get it as it is: put the change into a forward."
     )
 
 
