@@ -87,7 +87,7 @@ def logged(reference: WholeRun, run: WholeRun) -> LoggedNumbers:
             carried.append(line)
         elif shared and (all(value.is_integer() for value in taken.values) or (is_constant(pair[1]) and _near(*pair))):
             continue  # a count, which may be a rank's own and yet the same on all, or a constant
-        elif shared or (is_loss(reference, 0, pair[0]) and not _are_own(run, line, pair[0])):
+        elif shared or (is_loss(reference, 0, alone.plain) and not _are_own(run, line, pair[0])):
             reduced[line] = pair
         else:
             own.append(line)
@@ -97,7 +97,7 @@ def logged(reference: WholeRun, run: WholeRun) -> LoggedNumbers:
 def _are_own(run: WholeRun, line: str, alone: torch.Tensor) -> bool:
     """Whether ranks log their own losses at a line, or parts of which the mean is what one process logs."""
     tensors = {place: rank.numbers[line].tensor for place, rank in enumerate(run.ranks) if line in rank.numbers}
-    if all(is_loss(run, place, numbers) for place, numbers in tensors.items()):
+    if all(is_loss(run, place, run.ranks[place].numbers[line].plain) for place in tensors):
         return True
     if len(tensors) < run.size or any(numbers.shape != alone.shape for numbers in tensors.values()):
         return False

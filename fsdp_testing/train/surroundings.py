@@ -253,6 +253,7 @@ class NumbersTaken:
 
     Attributes:
         values: With the factors that Python code gives them.
+        read: As they were read.
         place: Of the expression in the code of its function; a line may have several.
         is_known: Whether these factors are.
     """
@@ -260,11 +261,16 @@ class NumbersTaken:
     place: int = 0
     dtype: torch.dtype = torch.float64
     values: list[float] = field(default_factory=list)
+    read: list[float] = field(default_factory=list)
     is_known: bool = True
 
     @property
     def tensor(self) -> torch.Tensor:
         return torch.tensor(self.values, dtype=torch.float64).to(self.dtype)
+
+    @property
+    def plain(self) -> torch.Tensor:
+        return torch.tensor(self.read, dtype=torch.float64).to(self.dtype)
 
 
 Log = dict[str, NumbersTaken]
@@ -307,3 +313,4 @@ def _note(log: Log, frame: Any, dtype: torch.dtype, value: float) -> None:
         made = carried(frame, value)
         taken.is_known &= made is not None
         taken.values.append(value if made is None else made)
+        taken.read.append(value)
