@@ -141,7 +141,8 @@ def test_one_process_that_never_ends_is_told_what_to_try():
     report = judge("indices", "--mistake", "endless", timeout=1.0)
     assert report.verdict is Verdict.UNKNOWN, str(report)
     assert re.search(
-        r"does not reach the steps that are compared: rank 0 hung after 1 s.*Compare fewer --steps.*raise --timeout.*bare `except:`",
+        r"does not reach the steps that are compared: rank 0 hung after 1 s.*Compare fewer --steps.*raise --timeout.*"
+        r"bare `except:`",
         str(report),
     ), str(report)
 
