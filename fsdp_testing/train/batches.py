@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,24 +26,76 @@ class Call:
     determines_loss: bool
 
 
+_OF = "of "
+_MOST_SILENT = 8
+"""Tensors that are kept of forwards without gradients: a validation makes many."""
+
+
 class Computed:
-    """What forwards of this step and the one before gave: given to another forward, as by a player to another, it is no data."""
+    """What forwards of this step and the one before gave: given to another forward, as by a player to another, it is no data.
+
+    Where its rows come in other memory, as joined to rows of data, they are known by the rows that they were computed of: their
+    own bits depend on how many were computed together.
+    """
 
     def __init__(self) -> None:
-        self._now: list[torch.Tensor] = []
-        self._before: list[torch.Tensor] = []
+        self._now: list[tuple[torch.Tensor, tuple[str, ...]]] = []
+        self._before: list[tuple[torch.Tensor, tuple[str, ...]]] = []
+        self._silent: deque[tuple[torch.Tensor, tuple[str, ...]]] = deque(maxlen=_MOST_SILENT)
+        self._is_silent = False
 
-    def add(self, output: Any) -> None:
-        """Take note of what a forward gave; its memory is kept, so that nothing else comes to lie there."""
-        self._now += [tensor.detach() for tensor in tensors_in(output) if _memory(tensor)]
+    def add(self, output: Any, rows: tuple[str, ...]) -> None:
+        """Take note of what a forward gave of rows; its memory is kept, so that nothing else comes to lie there."""
+        self._now += [(tensor.detach(), rows) for tensor in tensors_in(output) if _memory(tensor)]
+
+    def silently(self, call: Callable[[], Any], given: Any) -> Any:
+        """Call what is no forward to be compared; take note of what one without gradients gives, if no other runs it."""
+        if self._is_silent or torch.is_grad_enabled():
+            return call()
+        rows, self._is_silent = self.row_digests(given), True
+        try:
+            output = call()
+        finally:
+            self._is_silent = False
+        self._silent.extend((tensor.detach(), rows) for tensor in tensors_in(output) if _memory(tensor))
+        return output
 
     def end_step(self) -> None:
         """Forget what was given in the step before."""
         self._before, self._now = self._now, []
 
-    def others_in(self, tree: Any) -> list[torch.Tensor]:
-        known = {_memory(tensor) for tensor in (*self._before, *self._now)}
-        return [tensor for tensor in tensors_in(tree) if not known or _memory(tensor) not in known]
+    def row_digests(self, tree: Any) -> tuple[str, ...]:
+        """Return a digest of each row of what is no output of a forward."""
+        known = {_memory(tensor) for tensor, _ in (*self._before, *self._now)}
+        tensors = [t for t in tensors_in(tree) if not known or not (_memory(t) in known or _depends_on_parameters(t))]
+        plain = row_digests(tensors)
+        columns = [self._traced(tensor) for tensor in tensors if tensor.ndim and len(tensor) == len(plain)]
+        return tuple(
+            "+".join(row) if any(part.startswith(_OF) for part in row) else digest
+            for digest, *row in zip(plain, *columns)
+        )
+
+    def _traced(self, tensor: torch.Tensor) -> tuple[str, ...]:
+        """Return a digest of each row, or of the row that a forward computed it of."""
+        origins: dict[str, str] = {}
+        for other, rows in (*self._before, *self._now, *self._silent):
+            alike = other.ndim > 1 and other.shape[1:] == tensor.shape[1:] and other.dtype == tensor.dtype
+            if alike and len(rows) == len(other):
+                origins |= zip(row_digests([other]), rows)
+        return tuple(_OF + origins[row] if row in origins else row for row in row_digests([tensor]))
+
+
+def _depends_on_parameters(tensor: torch.Tensor) -> bool:
+    """Whether a tensor would send a gradient to a parameter, as what is made of the output of a forward."""
+    waiting, known = [tensor.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(getattr(node, "variable", None), torch.nn.Parameter):
+            return True
+        if node is not None and node not in known:
+            known.add(node)
+            waiting += [function for function, _ in node.next_functions]
+    return False
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -5,7 +5,9 @@ The one table of causes: `of_difference`, `of_disagreement` and `wrong_in_itself
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 
@@ -146,6 +148,7 @@ def of_disagreement(run: WholeRun, odd: Disagreement) -> str:
     reduced = all(all(rank.steps[odd.step].evidence.reduced[-1:]) for rank in run.ranks)
     return (
         _skipped(run, odd)
+        or _own_settings(run, odd.step)
         or (_local_norm(run, odd.step) if reduced else "")
         or _some_unreduced(run, odd)
         or by_evidence
@@ -197,6 +200,20 @@ def _some_unreduced(run: WholeRun, odd: Disagreement) -> str:
     )
 
 
+def _own_settings(run: WholeRun, step: int) -> str:
+    """Return the cause where ranks set their optimizers to other numbers."""
+    first, *others = [rank.steps[step].settings for rank in run.ranks]
+    for rank, settings in enumerate(others, start=1):
+        for name in (name for name in first if len(settings.get(name, ())) == len(first[name])):
+            for here, there in zip(first[name], settings[name]):
+                if here != there:
+                    return (
+                        f"Cause: at step {step} the optimizer's {name} is {here:.6g} on rank 0 and {there:.6g} on rank {rank}. "
+                        "Set it on every rank, by a number that is the same on all (all-reduce a loss that a schedule follows)."
+                    )
+    return ""
+
+
 def _local_norm(run: WholeRun, step: int) -> str:
     norms = [rank.steps[step].norms for rank in run.ranks]
     if len(set(norms)) == 1:
@@ -205,9 +222,10 @@ def _local_norm(run: WholeRun, step: int) -> str:
         clips = [rank for rank, given in enumerate(norms) if given]
         return f"Cause: at step {step} only rank(s) {_listed(clips)} clip the gradient. Clip on every rank, or on none."
     first = next(rank for rank, norm in enumerate(norms) if norm != norms[0])
+    here, there = next(pair for pair in zip_longest(norms[0], norms[first], fillvalue=math.nan) if pair[0] != pair[1])
     return (
-        f"Cause: gradients are clipped on a local norm. At step {step} clip_grad_norm_ gives {norms[0][-1]:.6g} on rank 0 and "
-        f"{norms[first][-1]:.6g} on rank {first}. Clip after the reduction, by the norm of the whole gradient."
+        f"Cause: gradients are clipped on a local norm. At step {step} clip_grad_norm_ gives {here:.6g} on rank 0 and "
+        f"{there:.6g} on rank {first}. Clip after the reduction, by the norm of the whole gradient."
     )
 
 
@@ -232,6 +250,7 @@ def of_difference(reference: WholeRun, run: WholeRun, difference: Difference) ->
 def _of_step(reference: WholeRun, run: WholeRun, step: int) -> str:
     return (
         _moved(reference, run, step)
+        or ("" if run.shares_work else _own_settings(run, step))
         or _local_norm(run, step)
         or _counts(run, step)
         or _batch_norm(run, step)

@@ -25,7 +25,7 @@ from fsdp_testing.train.pair import Pair, check_repeats, check_until, computes_t
 from fsdp_testing.train.parts import doubled, shares_rows, takers, with_parts_in_place
 from fsdp_testing.train.quantities import Kind, Quantities, Quantity
 from fsdp_testing.train.report import Judgement
-from fsdp_testing.train.rows import strange_shares, unknown_shares
+from fsdp_testing.train.rows import strange_shares, taken_elsewhere, unknown_shares
 from fsdp_testing.train.running import Failed, Runner, Undecided
 from fsdp_testing.train.spans import SUMMED_ROUNDINGS
 from fsdp_testing.train.whole import WholeRun, first_steps, initial, own_parts, whole
@@ -186,6 +186,8 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
     pair, start = _with_same_start(pair)
     check_disagreements(pair)
     compared = _decided(pair)
+    if odd := taken_elsewhere(alone, taken):
+        raise Undecided(f"trains as {pair.other} does, but {odd}")
     lines = compared.lines + unknown_shares(alone, taken) + not_stepped(run) + not_compared(run, accept)
     sentence = f"{run.steps} steps match those of one process {how}{start}"
     return Judgement(size, Verdict.PASS, sentence, lines, compared.unknown, steps=run.steps)
@@ -319,8 +321,8 @@ def _reference(runner: Runner, alone: WholeRun, run: WholeRun) -> tuple[WholeRun
     raise Undecided(
         f"one process was given the rows of all ranks ({', then '.join(tried)}), but trained on different rows or in "
         f"different steps: random numbers that are drawn between that point and forward (an augmentation in the "
-        f"loop) cannot be replayed. Mark the line where "
-        "the script has its batch ready: `x, y = fsdp_testing.batch(x, y)`."
+        f"loop) cannot be replayed. Mark the line where the script has its batch ready: `x, y = fsdp_testing.batch(x, y)`. A "
+        "model that gets another one's output, changed and detached, has to get it as it is: put the change into a forward."
     )
 
 

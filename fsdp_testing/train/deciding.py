@@ -274,7 +274,11 @@ def _judge_logged(pair: Pair, chosen: Comparable) -> list[str]:
     known = readings.logged(pair.reference, pair.run)
     remarks = []
     for line, (one, other) in known.reduced.items():
-        difference = pair.difference(partial(readings.at_line, line), Decided())
+        try:
+            difference = pair.difference(partial(readings.at_line, line), Decided())
+        except Undecided as why:  # a time, that no run repeats, says nothing of the training
+            remarks.append(f"not compared: the number read at {line}: {str(why).partition('. ')[0]}")
+            continue
         if difference is None:
             remarks.append(f"compared: the number read at {line}, {len(one)} times, which the script reduced")
             continue
@@ -296,6 +300,9 @@ def _judge_logged(pair: Pair, chosen: Comparable) -> list[str]:
             f"expected {expected:.6g}"
         )
     remarks += [f"not compared: the number read at {line}, each rank's own" for line in known.own]
+    remarks += [
+        f"not compared: the number read at {line}, which Python code multiplies or divides" for line in known.carried
+    ]
     return remarks + [
         f"not compared: the number read at {line}, read a different number of times" for line in known.uneven
     ]

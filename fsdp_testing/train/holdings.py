@@ -11,6 +11,8 @@ import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -202,7 +204,6 @@ def _without(wrappers: list[str], name: str) -> str:
 _FOREIGN = frozenset({"torch", "numpy", "fsdp_testing", "builtins", *sys.stdlib_module_names} - {"__main__"})
 
 _LEVELS, _MOST_ITEMS, _MOST_OBJECTS = 4, 1000, 20_000
-Shapes = dict[str, tuple[int, ...]]
 
 
 def copies_in(variables: Sequence[Mapping[str, Any]], models: Sequence[nn.Module], block: int) -> dict[str, Spans]:
@@ -219,12 +220,12 @@ def copies_in(variables: Sequence[Mapping[str, Any]], models: Sequence[nn.Module
     averages: dict[str, Spans] = {}
     trained = {id(part) for model in models for part in model.modules()}
     with suppress(Exception):  # whatever a variable is, the training was only watched
-        shapes = {name: tuple(held[0].shape) for model in models for name, held in held_by(model).items() if held}
+        parts = {name: held for model in models for name, held in held_by(model).items() if held}
         for name, value in _named(variables):
             if isinstance(value, nn.Module) and not trained.isdisjoint(map(id, value.modules())):
                 continue
             with suppress(Exception):
-                spans = _spans(value, shapes, block)
+                spans = _spans(value, parts, block)
                 if spans:
                     copies[name if name not in copies else f"{name}, number {len(copies)}"] = spans
                 elif _is_average(name, value):
@@ -278,18 +279,33 @@ def _parts(name: str, value: Any) -> Iterable[tuple[str, Any]]:
     return [(f"{name}.{key}", part) for key, part in own.items()]
 
 
-def _spans(value: Any, shapes: Shapes, block: int) -> Spans:
+def _spans(value: Any, parts: Held, block: int) -> Spans:
     if isinstance(value, nn.Module):
         own = {name.removeprefix("module."): held for name, held in held_by(value).items()}
     elif isinstance(value, Mapping):
-        own = {
-            naming.original(name).removeprefix("module."): pieces.of_tensor(tensor)
+        tensors = {
+            naming.original(name).removeprefix("module."): tensor
             for name, tensor in value.items()
             if isinstance(name, str) and isinstance(tensor, torch.Tensor)
         }
-    elif isinstance(value, list) and len(value) == len(shapes) and all(type(part) is torch.Tensor for part in value):
-        own = {name: pieces.of_tensor(tensor) for name, tensor in zip(shapes, value)}
+        own = {name: _copied(tensor, parts.get(name, ())) for name, tensor in tensors.items()}
+    elif isinstance(value, list) and len(value) == len(parts) and all(type(part) is torch.Tensor for part in value):
+        own = {name: _copied(tensor, held) for (name, held), tensor in zip(parts.items(), value)}
     else:
         return {}
-    fitting = {name: held for name, held in own.items() if held and shapes.get(name) == held[0].shape}
+    fitting = {
+        name: held for name, held in own.items() if held and name in parts and parts[name][0].shape == held[0].shape
+    }
     return {name: spans_of(held, "value", block) for name, held in fitting.items()}
+
+
+def _copied(tensor: torch.Tensor, held: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    """Return the pieces of a copy; of a plain tensor as large as this rank's shard of the parameter, those of the shard."""
+    ends = [*accumulate((piece.stop - piece.start for piece in held), initial=0)]
+    whole = held and ends[-1] == torch.Size(held[0].shape).numel()
+    if not held or whole or hasattr(tensor, "to_local") or tensor.numel() != ends[-1]:
+        return pieces.of_tensor(tensor)
+    flat = tensor.detach().reshape(-1)
+    return tuple(
+        replace(piece, value=flat[start:stop], grad=None) for piece, (start, stop) in zip(held, pairwise(ends))
+    )

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fsdp_testing.base import compat
 from fsdp_testing.ranks.ledger.recorder import Call as Collective
 from fsdp_testing.ranks.ledger.recorder import GroupIdentity
-from fsdp_testing.train.batches import Call, Computed, holds_a_loss, on_cpu, row_digests
+from fsdp_testing.train.batches import Call, Computed, holds_a_loss, on_cpu
 from fsdp_testing.train.clips import Clips
 from fsdp_testing.train.deepspeed_engine import is_engine, see_steps
 from fsdp_testing.train.evidence import Clues, StepEvidence
@@ -157,13 +157,11 @@ class Observer:
         self.steps: list[StepSeen] = []
         self.reader = reader or Reader()
         self.calls: list[Call] = []
-        self.keep_calls = False
         self._after_step, self._before_forward, self._about_to_step = after_step, before_forward, before_step
         self._forward = forward
-        self._depth = 0
+        self._depth, self._in_closure, self.keep_calls = 0, False, False
         self._running: nn.Module | None = None
         self._stepping = 0  # an optimizer may be made of others, whose steps are parts of its own
-        self._in_closure = False
         self._computed = Computed()
         self._collector, self._clips = TermCollector(self.reader), Clips(self.reader)
         self._made_rates: WeakKeyDictionary[torch.optim.Optimizer, list[float]] = WeakKeyDictionary()
@@ -214,10 +212,12 @@ class Observer:
             if observer._depth == 0 and not compat.in_backward():
                 # One rank alone may evaluate, and the others wait for it: a training is ended where all ranks train.
                 observer._close(may_end=outermost)
-            if not outermost or next(module.parameters(), None) is None or compat.in_backward():
+            if observer._depth or next(module.parameters(), None) is None or compat.in_backward():
                 return original(module, *args, **kwargs)
+            if not outermost:
+                return observer._computed.silently(partial(original, module, *args, **kwargs), [args, kwargs])
             args, kwargs = observer._before_forward(args, kwargs)
-            rows = row_digests(observer._computed.others_in([*args, *kwargs.values()]))
+            rows = observer._computed.row_digests([*args, *kwargs.values()])
             observer._step.rows += (rows,)
             states = generators()
             observer._depth += 1
@@ -231,7 +231,7 @@ class Observer:
                 observer._depth -= 1
                 observer._running = None
             observer._step.drew |= states != generators()
-            observer._computed.add(output)
+            observer._computed.add(output, rows)
             observer._meet(module)
             if observer.keep_calls:
                 observer.calls.append(Call(on_cpu(args), on_cpu(kwargs), holds_a_loss(output)))

@@ -64,16 +64,18 @@ class LoggedNumbers:
             ranks not their own. A constant is there only if it differs.
         own: Lines where each rank has numbers of its own, or only some ranks take any.
         uneven: Lines that take another number of numbers than in one process.
+        carried: Lines of which Python code multiplies or divides the numbers by what is not known here.
     """
 
     reduced: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     own: tuple[str, ...]
     uneven: tuple[str, ...]
+    carried: tuple[str, ...]
 
 
 def logged(reference: WholeRun, run: WholeRun) -> LoggedNumbers:
     """Return which logged numbers of a world can be compared with those of one process."""
-    reduced, own, uneven = {}, [], []
+    reduced, own, uneven, carried = {}, [], [], []
     for line, taken in run.ranks[0].numbers.items():
         alone = reference.ranks[0].numbers.get(line, NumbersTaken())
         ranks = [rank.numbers[line].values for rank in run.ranks if line in rank.numbers]
@@ -81,19 +83,21 @@ def logged(reference: WholeRun, run: WholeRun) -> LoggedNumbers:
         pair = alone.tensor, taken.tensor
         if len(pair[0]) != len(pair[1]):
             uneven.append(line)
+        elif not (alone.is_known and taken.is_known) and not _near(*pair):
+            carried.append(line)
         elif shared and (all(value.is_integer() for value in taken.values) or (is_constant(pair[1]) and _near(*pair))):
             continue  # a count, which may be a rank's own and yet the same on all, or a constant
-        elif shared or (is_loss(reference, 0, pair[0]) and not _are_own(run, line, pair[0])):
+        elif shared or (is_loss(reference, 0, alone.plain) and not _are_own(run, line, pair[0])):
             reduced[line] = pair
         else:
             own.append(line)
-    return LoggedNumbers(reduced, tuple(own), tuple(uneven))
+    return LoggedNumbers(reduced, tuple(own), tuple(uneven), tuple(carried))
 
 
 def _are_own(run: WholeRun, line: str, alone: torch.Tensor) -> bool:
     """Whether ranks log their own losses at a line, or parts of which the mean is what one process logs."""
     tensors = {place: rank.numbers[line].tensor for place, rank in enumerate(run.ranks) if line in rank.numbers}
-    if all(is_loss(run, place, numbers) for place, numbers in tensors.items()):
+    if all(is_loss(run, place, run.ranks[place].numbers[line].plain) for place in tensors):
         return True
     if len(tensors) < run.size or any(numbers.shape != alone.shape for numbers in tensors.values()):
         return False

@@ -14,6 +14,11 @@ from itertools import zip_longest
 from fsdp_testing.train.loaders import LoaderSeen, Pass, of_training
 from fsdp_testing.train.whole import WholeRun
 
+_CHANCE = 2**-10
+_OWN_ROWS = (
+    "not compared: how the ranks share the rows. No DataLoader gives them, and {} of the {} that the ranks take are none of one "
+    "process in these steps: each rank draws its own, or takes them otherwise (inputs with the labels of other rows)"
+)
 _UNKNOWN = (
     "not compared: how the ranks share the rows of a DataLoader. Its rows have no index that means the same row on all ranks "
     "(they are drawn again each time, made for each rank, or not all taken)"
@@ -26,7 +31,11 @@ def strange_shares(alone: WholeRun, run: WholeRun) -> str:
 
 
 def unknown_shares(alone: WholeRun, run: WholeRun) -> tuple[str, ...]:
-    """Return a sentence where nobody knows how the ranks share the rows of a loader; empty if that is known of all."""
+    """Return a sentence where nobody knows how the ranks share the rows; empty if that is known of all."""
+    if not any(rank.taken.loaders for rank in run.ranks):
+        rows, known = (sum((one.union(step) for step in range(one.steps)), Counter[str]()) for one in (run, alone))
+        others = (rows - known).total()
+        return (_OWN_ROWS.format(others, rows.total()),) * bool(others)
     for own, ranks in _loaders(alone, run):
         if own.replaces or _is_one_dataset(own, ranks):
             continue
@@ -34,6 +43,29 @@ def unknown_shares(alone: WholeRun, run: WholeRun) -> tuple[str, ...]:
             if not {row for share in shares for row in share.rows} <= {*expected.rows}:
                 return (_UNKNOWN,)
     return ()
+
+
+def taken_elsewhere(alone: WholeRun, run: WholeRun) -> str:
+    """Return how many rows several ranks take where none takes one twice, so that they are not drawn with replacement.
+
+    What is drawn so is taken twice as often by one rank as by two of them. That no share of many is a rank's own is no chance.
+    """
+    ranks = [_by_step(run.rows, rank) for rank in range(run.size)]
+    if any(count > 1 for rows in (_by_step(alone.rows, 0), *ranks) for count in rows.values()):
+        return ""
+    shared = sum(count > 1 for count in sum((Counter(rows.keys()) for rows in ranks), Counter[str]()).values())
+    if (1 - 1 / run.size) ** shared > _CHANCE:
+        return ""
+    return (
+        f"{shared} of the rows that the ranks take are taken by several of them, though no rank takes a row twice: shares that "
+        "overlap, as of an order that each rank shuffles by its own seed. Take rows[rank::size] of one order. If this is "
+        "intended, give it more rows than it trains on in the steps that are compared."
+    )
+
+
+def _by_step(rows: Sequence[Sequence[Sequence[str]]], rank: int) -> Counter[str]:
+    """Return in how many steps a rank takes each row."""
+    return Counter(row for step in rows for row in {*step[rank]})
 
 
 def _of_steps(alone: WholeRun, run: WholeRun) -> str:

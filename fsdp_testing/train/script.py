@@ -325,8 +325,9 @@ def _ending(outcome: WorldOutcome, *, works: bool = False) -> Exception:
     where = _places(outcome.ranks if first.fate in _WAITING else [first])
     if outcome.size == 1 and first.fate is Fate.HUNG and outcome.cause is not None:
         return Undecided(
-            f"does not reach the steps that are compared: {outcome.cause}.{where} Compare fewer --steps, make the "
-            "model and batches smaller, raise --timeout, or give it the arguments with which it steps an optimizer.",
+            f"does not reach the steps that are compared: {outcome.cause}.{where} Compare fewer --steps, make the model and "
+            "batches smaller, raise --timeout, give it the arguments with which it steps an optimizer, or write `except "
+            "Exception` where a bare `except:` takes what ends it after these steps.",
             output,
         )
     sentence = f"did not end well: {outcome.cause}.{where}"

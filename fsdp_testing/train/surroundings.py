@@ -25,6 +25,7 @@ import torch.distributed as dist
 from fsdp_testing.base import env
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.ranks.pool.world import World
+from fsdp_testing.train.arithmetic import carried
 
 # No agent serves a store there: who joins a store of its own instead of the world's group is refused a connection at once.
 _ADDRESS, _PORT = "127.0.0.1", 29500
@@ -251,16 +252,25 @@ class NumbersTaken:
     """Floating numbers that one expression took out of tensors, in order, and the last dtype that they had.
 
     Attributes:
+        values: With the factors that Python code gives them.
+        read: As they were read.
         place: Of the expression in the code of its function; a line may have several.
+        is_known: Whether these factors are.
     """
 
     place: int = 0
     dtype: torch.dtype = torch.float64
     values: list[float] = field(default_factory=list)
+    read: list[float] = field(default_factory=list)
+    is_known: bool = True
 
     @property
     def tensor(self) -> torch.Tensor:
         return torch.tensor(self.values, dtype=torch.float64).to(self.dtype)
+
+    @property
+    def plain(self) -> torch.Tensor:
+        return torch.tensor(self.read, dtype=torch.float64).to(self.dtype)
 
 
 Log = dict[str, NumbersTaken]
@@ -300,4 +310,7 @@ def _note(log: Log, frame: Any, dtype: torch.dtype, value: float) -> None:
     taken = log.setdefault(key, NumbersTaken(frame.f_lasti))
     taken.dtype = dtype
     if len(taken.values) < _MOST:
-        taken.values.append(value)
+        made = carried(frame, value)
+        taken.is_known &= made is not None
+        taken.values.append(value if made is None else made)
+        taken.read.append(value)

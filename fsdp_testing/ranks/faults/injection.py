@@ -95,6 +95,10 @@ class Injection(AbstractContextManager["Injection"]):
             return []
         active.remove(self)
         self._stack.close()
+        import torch.distributed as dist
+
+        for _, issue in self._held if dist.is_initialized() else ():
+            _deliver(issue)  # none came to be issued before it, and its peers wait
         return [fault for number, fault in enumerate(self._faults) if number not in self._reached]
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -62,6 +62,7 @@ def test_a_right_script_passes_and_all_that_it_keeps_is_listed(judge, arguments,
         ("first log", r"number taken at with_extras.py:\d+ .* reduced wrongly \(0.5 times as large"),
         ("scaled back", r"loss at step 0.*neither as mean nor as sum over ranks: it is scaled"),
         ("decay", r"setting weight_decay .*weight_decay depends on the number of ranks"),
+        ("own decay", r"1.weight differs .* optimizer's weight_decay is 0.01 on rank 0 and 0.02 on rank 1"),
         ("momentum", r"optimizer state momentum_buffer of 1.weight at step 0.*outside of its step"),
         ("own mean", r"buffer 0.mean differs between ranks 0 and 1"),
         ("average", r"weights kept as 'average.weights'.*this copy of them does not: its decay"),
@@ -72,6 +73,26 @@ def test_each_mistake_beside_the_weights_is_found(judge, mistake, message):
     judgement = judge("--mistake", mistake)
     assert judgement.verdict is Verdict.FAIL, judgement
     assert re.search(message, judgement.sentence), judgement.sentence
+
+
+def test_a_sum_over_ranks_that_python_divides_is_compared_as_it_is_then(judge):
+    judgement = judge("--mistake", "divided in Python", inert=False)
+    assert judgement.verdict is Verdict.PASS, judgement
+    assert any(re.match(r"compared: the number read at with_extras.py:106, 2", line) for line in judgement.compared)
+
+
+def test_a_loss_that_one_rank_logs_is_known_whatever_python_divides_it_by(judge):
+    judgement = judge("--mistake", "sum on rank 0", inert=False)
+    assert judgement.verdict is Verdict.FAIL, judgement
+    assert re.search(r"with_extras.py:108 .* reduced wrongly \(2 times as large", judgement.sentence), (
+        judgement.sentence
+    )
+
+
+def test_a_time_that_is_logged_is_not_compared(judge):
+    judgement = judge("--mistake", "time", inert=False)
+    assert judgement.verdict is Verdict.PASS, judgement
+    assert any(re.match(r"not compared: the number read at with_extras.py:112", line) for line in judgement.compared)
 
 
 def test_a_sum_that_clipping_hides_is_found_before_the_clip(judge):

@@ -10,7 +10,7 @@ import torch
 
 from fsdp_testing.train.batches import row_digests
 from fsdp_testing.train.loaders import LoaderSeen, Pass
-from fsdp_testing.train.rows import strange_shares, unknown_shares
+from fsdp_testing.train.rows import strange_shares, taken_elsewhere, unknown_shares
 
 
 def run(*ranks, steps=(), due=2, indices=None, dataset=(), **options):
@@ -55,6 +55,30 @@ def test_what_samplers_and_streams_do_is_no_mistake(ranks, options):
 )
 def test_shares_of_a_pass_that_overlap_or_leave_rows_out_are_found(ranks, complete, message):
     assert message in strange_shares(run("abcdefgh"), run(*ranks, complete=complete))
+
+
+def stepwise(*ranks):
+    """Return a run whose ranks take a row at each step."""
+    return SimpleNamespace(size=len(ranks), rows=[[[row] for row in step] for step in zip(*ranks)])
+
+
+def test_rows_that_several_ranks_take_though_none_takes_one_twice_are_no_chance():
+    alone = stepwise("abcdefghijkl")
+    assert "11 of the rows that the ranks take" in taken_elsewhere(
+        alone, stepwise("abcdefghijkl", "lbcdefghijka"[:11] + "z")
+    )
+    assert taken_elsewhere(alone, stepwise("abcdefghijkl", "mnopqrstuvwa")) == ""  # a few by chance
+    assert taken_elsewhere(alone, stepwise("abcdefghijka", "lbcdefghijka")) == ""  # drawn with replacement
+    assert taken_elsewhere(stepwise("abcdefghijka"), stepwise("abcdefghijkl", "lbcdefghijka")) == ""  # a short pass
+
+
+def test_rows_that_no_loader_gives_are_told_where_they_are_not_those_of_one_process():
+    alone = run("", steps=("abcd", "efgh"))
+    assert unknown_shares(alone, run("", "", steps=("abcd", "efgh"))) == ()
+    assert (
+        "4 of the 8 that the ranks take are none of one process"
+        in unknown_shares(alone, run("", "", steps=("abxy", "efzw")))[0]
+    )
 
 
 def test_rows_of_a_step_are_lost_or_drawn():

@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import time
 from pathlib import Path
 
 import torch
@@ -50,7 +51,7 @@ dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 model = nn.Sequential(Centred(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-decay = 0.01 * (size if mistake == "decay" else 1)
+decay = 0.01 * {"decay": size, "own decay": 1 + rank}.get(mistake, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=decay)
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 average = Average(model)
@@ -101,6 +102,14 @@ for step in range(begin, 6):
         first = errors.detach().abs().max() if mistake == "metric" else errors.detach().abs().sum() / 12
         dist.all_reduce(first)
         print((first / (size if mistake in ("first log", "metric") else 1)).item())
+    if mistake == "divided in Python":
+        print((report * size).item() / size)  # none: right
+    if mistake == "sum on rank 0" and rank == 0:
+        print((report * size).item() / 3)
+    if mistake == "time":
+        report *= time.perf_counter()
+        dist.broadcast(report, 0)
+        print(report.item())  # none: right
     if rank == 0:
         print(f"step {step}: {report:.6f} (own {loss.item():.6f})")
         state = {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict(), "average": average.weights}

@@ -57,8 +57,8 @@ class Rows(Dataset):
 
 class Stream(IterableDataset):
     def __iter__(self):
-        for row in rows[rank::size] if mistake != "same" else rows:
-            yield row * random.uniform(0.5, 2.0), row[:1]
+        for row in {"same": rows, "shifted": rows[rank:]}.get(mistake, rows[rank::size]):
+            yield row * (random.uniform(0.5, 2.0) if mistake != "shifted" else 1), row[:1]
 
 
 dist.init_process_group("gloo")

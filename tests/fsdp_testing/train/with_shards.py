@@ -31,6 +31,7 @@ else:
     model = FullyShardedDataParallel(model, device_id=cpu, use_orig_params=options.shard == "fsdp1")
 if options.mistake != "optimizer first":
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+average = {name: getattr(p, "_local_tensor", p).detach().clone() for name, p in model.named_parameters()}
 for step in range(3):
     draw = torch.Generator().manual_seed(step)
     inputs, targets = torch.randn(12, 5, generator=draw).double(), torch.randn(12, 2, generator=draw).double()
@@ -47,3 +48,6 @@ for step in range(3):
             parameter.grad.mul_(min(1.0, 0.1 / norm.item()))
     optimizer.step()
     optimizer.zero_grad()
+    if options.shard == "fsdp2" and not (options.mistake == "average" and rank):
+        for name, parameter in model.named_parameters():
+            average[name].lerp_(parameter.detach().to_local(), 0.1)
