@@ -306,14 +306,13 @@ class Coder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(6, 7)
-        self.outer = square(7)
+        self.inner, self.outer = square(6), square(6)
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.outer(self.inner(x)))
 
     def decode(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(x, self.inner.weight.t())
+        return torch.tanh(self.inner(x))
 
 
 @ZOO.model("methods", float_input(6), ("stem", "coder", "last"), "methods", "forward_methods")
