@@ -160,7 +160,10 @@ def _case(finding: Finding, result: CheckResult, of: int) -> Iterator[Block]:
 
 def entry(result: CheckResult, *, unfolded: bool = False) -> Fold:
     """What a person pastes into the list of expected failures, if the failure is known."""
-    title = f"To expect this failure, add to --expected-failures under [{result.implementation}]:"
+    # Over tensor parallelism a list's own table of the implementation counts (`cli.run.expectations`).
+    beside = any(finding.case.world.tensor_parallel > 1 for finding in result.findings)
+    table = result.implementation + ".tensor_parallel" * beside
+    title = f"To expect this failure, add to --expected-failures under [{table}]:"
     return Fold(title, (Listing(entry_line(result.check, result.findings), whole=True),), unfolded=unfolded)
 
 

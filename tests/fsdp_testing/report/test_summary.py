@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from fsdp_testing.cases.records import ExpectedFailure, FailureKind, RunReport, Verdict
-from fsdp_testing.report import summary
+from fsdp_testing.report import failures, summary
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([Verdict.PASS, Verdict.UNKNOWN, Verdict.FAIL])))
@@ -196,3 +196,11 @@ def test_nearest_ranks_passed_results_by_their_largest_error(good: RunReport) ->
 def test_every_verdict_has_words() -> None:
     for table in (summary.WORDS, summary.MEANINGS):
         assert set(table) == set(Verdict)
+
+
+@pytest.mark.parametrize(("parts", "table"), [(1, "[one]"), (2, "[one.tensor_parallel]")])
+def test_an_entry_is_for_the_table_that_counts(make: SimpleNamespace, parts: int, table: str) -> None:
+    finding = make.diverged()
+    case = replace(finding.case, world=replace(finding.case.world, tensor_parallel=parts))
+    failed = make.result("one", "a.b", Verdict.FAIL, findings=(replace(finding, case=case),))
+    assert failures.entry(failed).title.endswith(f"under {table}:")
