@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -39,17 +40,26 @@ def build_wheel(wheel_directory: str, *arguments: Any, **options: Any) -> str:
     """See PEP 517."""
     with _elsewhere():
         name = build_meta.build_wheel(wheel_directory, *arguments, **options)
-    _pack_tightly(Path(wheel_directory, name))
+    _pack_again(Path(wheel_directory, name))
     return name
 
 
-def _pack_tightly(wheel: Path) -> None:
-    """Pack a wheel's files again, as small as their format allows."""
+def _pack_again(wheel: Path) -> None:
+    """Pack a wheel's files as small as their format allows, with the pages that messages name inside of the package."""
     packed = wheel.with_suffix(".packed")
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new:
         for entry in old.infolist():
-            new.writestr(entry, old.read(entry), zipfile.ZIP_DEFLATED, 9)
+            content = old.read(entry)
+            if entry.filename.endswith(".dist-info/RECORD"):
+                content = _in_package(content.decode()).encode()
+            entry.filename = _in_package(entry.filename)
+            new.writestr(entry, content, zipfile.ZIP_DEFLATED, 9)
     packed.replace(wheel)
+
+
+def _in_package(names: str) -> str:
+    """Return names of files, one a line, with data files below `fsdp_testing`: setuptools packs none from outside there."""
+    return re.sub(r"^[^/\n]+\.data/data/", "fsdp_testing/", names, flags=re.MULTILINE)
 
 
 def build_sdist(*arguments: Any, **options: Any) -> str:

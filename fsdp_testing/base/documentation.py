@@ -24,10 +24,6 @@ def text_of(name: str) -> str | None:
 
 @functools.cache
 def folder() -> Path | None:
-    """Return what holds `docs/`; None where neither a checkout nor an installed wheel does.
-
-    Installers put a wheel's data below the prefix, which is a parent of the packages' folder.
-    """
-    parents = Path(__file__).resolve().parents
-    places = [parents[2], *(parent / "share" / "doc" / "fsdp-testing" for parent in parents)]
-    return next((place for place in places if (place / "docs" / "exit-codes.md").is_file()), None)
+    """Return what holds `docs/`: a checkout, or the package of an installed wheel; None where neither does."""
+    package = Path(__file__).resolve().parents[1]
+    return next((place for place in (package.parent, package) if (place / "docs" / "exit-codes.md").is_file()), None)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MOST_BYTES = 1_460_000
-"""The aim is one million: the code of both packages, compressed, has 1.27 million."""
+MOST_BYTES = 1_470_000
+"""The aim is one million: the code of both packages, compressed, has 1.29 million."""
 
 
 def test_the_wheel_holds_the_packages_and_the_pages_that_messages_name(
@@ -27,9 +27,9 @@ def test_the_wheel_holds_the_packages_and_the_pages_that_messages_name(
     largest = sorted(sizes.items(), key=lambda item: -item[1])[:10]
     assert wheel.stat().st_size <= MOST_BYTES, f"{wheel.stat().st_size:,} bytes; the largest are {largest}"
     packages = ("fsdp_ref/", "fsdp_testing/", "fsdp_testing-")
-    assert [name for name in sizes if not name.startswith(packages)] == []
+    assert [name for name in sizes if not name.startswith(packages) or ".data/" in name] == []
     for name in ("fsdp_testing/cli/names.json", "fsdp_testing/report/page/page.html", "fsdp_testing/py.typed"):
         assert name in sizes
-    pages = {name.partition(".data/data/share/doc/fsdp-testing/")[2] for name in sizes}
+    pages = {name.removeprefix("fsdp_testing/") for name in sizes}
     assert {"docs/exit-codes.md", "docs/findings/fsdp1-frozen-units.md"} <= pages
     assert not any(name.startswith(("docs/tutorials", "docs/certificates", "docs/pictures")) for name in pages)

@@ -31,15 +31,12 @@ def test_a_checkout_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert documentation.page("docs/adapters.md") == "docs/adapters.md"
 
 
-@pytest.mark.parametrize("packages", ["lib/python3.11/site-packages", "."])
-def test_a_wheel_has_put_it_below_the_prefix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, packages: str) -> None:
-    """The second is `pip install --target`."""
-    monkeypatch.setattr(
-        documentation, "__file__", str(tmp_path / packages / "fsdp_testing" / "base" / "documentation.py")
-    )
+def test_a_wheel_has_it_in_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path.resolve() / "site-packages" / "fsdp_testing"
+    monkeypatch.setattr(documentation, "__file__", str(package / "base" / "documentation.py"))
     assert documentation.page("docs/exit-codes.md") == "docs/exit-codes.md"
     assert linked("docs/exit-codes.md", {}) == "docs/exit-codes.md"
-    page = tmp_path.resolve() / "share" / "doc" / "fsdp-testing" / "docs" / "exit-codes.md"
+    page = package / "docs" / "exit-codes.md"
     page.parent.mkdir(parents=True)
     page.write_text("# Design\n")
     documentation.folder.cache_clear()
@@ -47,8 +44,8 @@ def test_a_wheel_has_put_it_below_the_prefix(monkeypatch: pytest.MonkeyPatch, tm
     pages: dict[str, str] = {}
     assert linked("docs/exit-codes.md", pages) == '<a href="#docs/exit-codes.md">docs/exit-codes.md</a>'
     assert pages == {"docs/exit-codes.md": "# Design\n"}
-    (tmp_path / "share" / "secret.md").write_text("mine")
-    assert linked("docs/../../../secret.md", pages) == "docs/../../../secret.md"
+    (package.parent / "secret.md").write_text("mine")
+    assert linked("docs/../../secret.md", pages) == "docs/../../secret.md"
     assert list(pages) == ["docs/exit-codes.md"]
     monkeypatch.chdir(ROOT)
     assert documentation.page("docs/exit-codes.md") == "docs/exit-codes.md"  # tox runs an installed wheel in a checkout
