@@ -75,10 +75,6 @@ REASONS = (
         Reason(check, "rank", "*", "ranks have equal inputs, for nobody reduces what is ignored")
         for check in ("clipping.ignored_trained", "wrapping.ignored_stepped")
     ),
-    Reason(
-        "clipping.unit_dtypes", "gradient shards", "two_dtypes: narrow.*",
-        "bfloat16 beside float32, freely, has wide bounds; sizes.two_dtypes notices it in wider dtypes",
-    ),
 )  # fmt: skip
 
 
