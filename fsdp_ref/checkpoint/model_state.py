@@ -74,7 +74,8 @@ class OpenState:
         managed = enumerate(unit.handle.originals.managed)
         self.indices = {(site.module, site.name): index for index, each in managed for site in each.sites}
         self.errors: list[str] = []
-        self._copies: dict[object, Tensor] = {}
+        # With what each is a copy of: a user's method may make that, and its memory would be given out again.
+        self._copies: dict[object, tuple[Tensor, Tensor]] = {}
         self.running = RunningCall.of_outermost_module_method()
 
     @cached_property
@@ -90,8 +91,8 @@ class OpenState:
         value = shown if extension is None else extension.flatten(shown)
         key = index if self.rows is not None else (value.data_ptr(), value.shape, value.dtype)
         if key not in self._copies or not value.numel():
-            self._copies[key] = self._converted(value.detach(), index, extension)
-        return self._copies[key]
+            self._copies[key] = value, self._converted(value.detach(), index, extension)
+        return self._copies[key][1]
 
     def _converted(self, value: Tensor, index: int, extension: ParameterExtension | None) -> Tensor:
         offload = self._unit.state_dict_settings.state_dict_config.offload_to_cpu
