@@ -285,3 +285,15 @@ def test_what_one_rank_alone_cannot_save_is_refused_by_all(optim_lab):
     with pytest.raises(FsdpValueError, match=r"number 0 of shape \(3,\) in group 0"):
         optim_state_dict(model, stranger if optim_lab.rank == 2 else optim)
     assert optim_state_dict(model, optim)["state"]
+
+
+@pytest.mark.world(3)
+@pytest.mark.parametrize("settings", [RANK0, (StateDictType.SHARDED_STATE_DICT,)], ids=["rank 0's", "shards"])
+def test_what_one_rank_alone_cannot_load_is_refused_by_all(optim_lab, settings):
+    model, optim = optim_lab.trained("orig FULL_SHARD wrapped")
+    stranger = torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=0.1)
+    with state_dict_type(model, *settings):
+        saved = optim_state_dict(model, optim)
+        with pytest.raises(FsdpValueError, match=r"number 0 of shape \(3,\) in group 0"):
+            optim_state_dict_to_load(model, stranger if optim_lab.rank == 2 else optim, saved)
+        assert optim_state_dict_to_load(model, optim, saved)["state"]
