@@ -28,7 +28,7 @@ from fsdp_ref.annotations import OWNERS_KEY, owners_of, unit_of, units_in
 from fsdp_ref.checkpoint.rows import Rows, load_shard, values_are_read, whole
 from fsdp_ref.checkpoint.shards import Spread, compare_ranks, take_flat_shard
 from fsdp_ref.comm.tensor_parallel import is_dtensor
-from fsdp_ref.compat import RunningCall, metadata_being_loaded
+from fsdp_ref.compat import RunningCall, metadata_being_loaded, metadata_of
 from fsdp_ref.config import FullStateDictConfig, ShardingStrategy, StateDictType
 from fsdp_ref.errors import TrainingStateError, UnshardConflictError, UnsupportedError, listing
 from fsdp_ref.fence.own_state import sends_from_rank0
@@ -283,7 +283,7 @@ def _after_save(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
     if FSDP_WRAPPED_MODULE in module._modules:
         _rename(state, prefix, clean_tensor_name)
         # Paths of modules, with their versions, as in the plain module: the inner module's stands for its wrapper's.
-        _rename(getattr(state, "_metadata", {}), prefix, clean_tensor_name)
+        _rename(metadata_of(state), prefix, clean_tensor_name)
     _leave(module)
 
 
