@@ -179,6 +179,17 @@ def calls_of(module: str) -> list[FrameType]:
     return found
 
 
+def metadata_of(state: object) -> dict[str, Any]:
+    """Return the versions of modules, by path, that come with what ``state_dict()`` collects."""
+    return getattr(state, "_metadata", {})
+
+
+def metadata_being_loaded() -> dict[str, Any]:
+    """Return the versions of modules, by path, that the running ``load_state_dict`` has; hooks below its module get none."""
+    calls = (frame for frame in calls_of("torch.nn.modules.module") if frame.f_code.co_name == "load_state_dict")
+    return next((frame.f_locals.get("metadata") for frame in calls), None) or {}
+
+
 def method_called_on(objects: Collection[object]) -> str:
     """Return the name of the outermost method of one of ``objects`` on the stack, ``nn.Module``'s own left out; "" if none."""
     found, frame = "", sys._getframe(1).f_back

@@ -28,11 +28,11 @@ from fsdp_ref.annotations import OWNERS_KEY, owners_of, unit_of, units_in
 from fsdp_ref.checkpoint.rows import Rows, load_shard, values_are_read, whole
 from fsdp_ref.checkpoint.shards import Spread, compare_ranks, take_flat_shard
 from fsdp_ref.comm.tensor_parallel import is_dtensor
-from fsdp_ref.compat import RunningCall
+from fsdp_ref.compat import RunningCall, metadata_being_loaded, metadata_of
 from fsdp_ref.config import FullStateDictConfig, ShardingStrategy, StateDictType
 from fsdp_ref.errors import TrainingStateError, UnshardConflictError, UnsupportedError, listing
 from fsdp_ref.fence.own_state import sends_from_rank0
-from fsdp_ref.naming import FLAT_PARAM, FSDP_WRAPPED_MODULE, clean_tensor_name, join_fqn
+from fsdp_ref.naming import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, join_fqn
 from fsdp_ref.runtime.root import close_ended, lazy_init
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.states import UnitState
@@ -74,7 +74,8 @@ class OpenState:
         managed = enumerate(unit.handle.originals.managed)
         self.indices = {(site.module, site.name): index for index, each in managed for site in each.sites}
         self.errors: list[str] = []
-        self._copies: dict[object, Tensor] = {}
+        # With what each is a copy of: a user's method may make that, and its memory would be given out again.
+        self._copies: dict[object, tuple[Tensor, Tensor]] = {}
         self.running = RunningCall.of_outermost_module_method()
 
     @cached_property
@@ -90,8 +91,8 @@ class OpenState:
         value = shown if extension is None else extension.flatten(shown)
         key = index if self.rows is not None else (value.data_ptr(), value.shape, value.dtype)
         if key not in self._copies or not value.numel():
-            self._copies[key] = self._converted(value.detach(), index, extension)
-        return self._copies[key]
+            self._copies[key] = value, self._converted(value.detach(), index, extension)
+        return self._copies[key][1]
 
     def _converted(self, value: Tensor, index: int, extension: ParameterExtension | None) -> Tensor:
         offload = self._unit.state_dict_settings.state_dict_config.offload_to_cpu
@@ -281,6 +282,8 @@ def _after_save(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
             _finish(unit, state, prefix)
     if FSDP_WRAPPED_MODULE in module._modules:
         _rename(state, prefix, clean_tensor_name)
+        # Paths of modules, with their versions, as in the plain module: the inner module's stands for its wrapper's.
+        _rename(metadata_of(state), prefix, clean_tensor_name)
     _leave(module)
 
 
@@ -311,7 +314,7 @@ def _finish(unit: Unit, state: dict[str, Any], prefix: str) -> None:
 def _rename(state: dict[str, Any], prefix: str, change: Callable[[str], str]) -> None:
     for key in [key for key in state if key.startswith(prefix)]:
         value = state.pop(key)
-        state[prefix + change(key.removeprefix(prefix))] = value
+        state[(prefix + change(key.removeprefix(prefix))).removesuffix(".")] = value
 
 
 # -------------------------------------------------------------------------------------------------------------- loading
@@ -333,6 +336,7 @@ def _before_load(
         _open(unit, module, loading=True)
     if FSDP_WRAPPED_MODULE in module._modules:
         _rename(state, prefix, lambda name: join_fqn(FSDP_WRAPPED_MODULE, name))
+        _wrap_paths(metadata_being_loaded(), prefix)
     for unit, names in owners_of(module).items():
         open_state = _open_state(unit)
         if open_state is None:
@@ -358,6 +362,15 @@ def _before_load(
                 and value is not param
             ):
                 state[prefix + name] = extension.unflatten(extension.cut(value))
+
+
+def _wrap_paths(metadata: dict[str, Any], prefix: str) -> None:
+    """Give each path below a wrapper what the plain module's has: the version that the state was saved by."""
+    for path, of_module in list(metadata.items()):
+        name = f"{path}." if path else ""
+        below = name.removeprefix(prefix)
+        if name.startswith(prefix) and not below.startswith(FSDP_PREFIX):
+            metadata.setdefault(f"{prefix}{FSDP_PREFIX}{below}".removesuffix("."), dict(of_module))
 
 
 def _take_whole(unit: Unit, param: nn.Parameter | None, state: dict[str, Any], key: str, errors: list[str]) -> None:

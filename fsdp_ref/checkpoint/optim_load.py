@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp_ref.checkpoint.optim_index import ModelIndex, Original, Stepped, same_settings
+from fsdp_ref.checkpoint.optim_index import ModelIndex, Original, Stepped, same_settings, stepped_groups
 from fsdp_ref.checkpoint.optim_source import (
     Broadcast,
     Fetch,
@@ -37,23 +37,31 @@ from fsdp_ref.errors import FsdpValueError, listing
 
 
 def load_optim_state(
-    index: ModelIndex, groups: Sequence[Sequence[Stepped]], optim: Optimizer | None, saved: Any, source: Source
+    index: ModelIndex,
+    tensors: Sequence[Sequence[Tensor]],
+    optim: Optimizer | None,
+    saved: Any,
+    source: Source,
+    *,
+    named: bool = False,
 ) -> dict[str, Any]:
     """Return what this rank's optimizer can load.
 
     Args:
         index: the model.
-        groups: what the optimizer steps, by its parameter groups.
+        tensors: what the optimizer steps, by its parameter groups.
         optim: the optimizer, whose settings stand where ``saved`` says nothing; None: not made yet.
         saved: ``{"state": {name: {entry: value}}, "param_groups": [...]}``.
         source: who has it.
+        named: the optimizer's keys are names (see ``stepped_groups``).
 
     Returns:
-        A dictionary in the form of ``optim.state_dict()`` with the keys of ``groups``: for a flat parameter flat shards
+        A dictionary in the form of ``optim.state_dict()`` with the optimizer's own keys: for a flat parameter flat shards
         with their padding, for an original this rank's piece of it. Values are copies, in the dtypes they were saved in.
 
     Raises:
-        FsdpValueError: names, shapes, dtypes or settings that do not fit the model or one another; all are listed.
+        FsdpValueError: names, shapes, dtypes or settings that do not fit the model or one another; all are listed. Tensors
+            that are no parameters of the model.
         FsdpRuntimeError: ranks pass different names.
 
     Collectives:
@@ -73,10 +81,18 @@ def load_optim_state(
         compare_names(index, saved, problem)
     if problem:
         raise FsdpValueError(problem)
+    groups: Sequence[Sequence[Stepped]] = ()
+    unread = ""
+    try:
+        groups = stepped_groups(index, tensors, named=named)
+    except FsdpValueError as error:
+        unread = str(error)
     loading = _Loading(index, groups, optim, outline, fetch)
-    problems = loading.problems()
+    problems = [unread] if unread else loading.problems()
     if source is not Source.EVERY_RANK:
         problems = of_all_ranks(index, problems)  # optimizers may differ, and a rank that raises must not be waited for
+    if unread:
+        raise FsdpValueError(unread)
     if problems:
         raise FsdpValueError(
             "optim_state_dict_to_load: expected state of the parameters that the model and its optimizer have, got "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -32,13 +32,7 @@ class Entry:
         """Return whether two ranks have different things. Objects that cannot be compared are taken for equal."""
         if self.dtype is not None or other.dtype is not None:
             return self.dtype != other.dtype
-        mine, others = self.value, other.value
-        if isinstance(mine, Tensor) and isinstance(others, Tensor):
-            same = mine.dtype == others.dtype and mine.shape == others.shape
-            return not (same and torch.allclose(mine, others, rtol=0, atol=0, equal_nan=True))
-        if isinstance(mine, _COMPARED) and isinstance(others, _COMPARED):
-            return mine != others and not _is_nan(mine, others)
-        return type(mine) is not type(others)
+        return _differ(self.value, other.value)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +45,21 @@ class Record:
 
 def _is_nan(*values: Any) -> bool:
     return all(isinstance(value, float) and math.isnan(value) for value in values)
+
+
+def _differ(mine: Any, others: Any) -> bool:
+    if isinstance(mine, Tensor) and isinstance(others, Tensor):
+        same = mine.dtype == others.dtype and mine.shape == others.shape
+        return not (same and torch.allclose(mine.cpu(), others.cpu(), rtol=0, atol=0, equal_nan=True))
+    if isinstance(mine, _COMPARED) and isinstance(others, _COMPARED):
+        return mine != others and not _is_nan(mine, others)
+    if type(mine) is not type(others):
+        return True
+    if isinstance(mine, Mapping):
+        return mine.keys() != others.keys() or any(_differ(value, others[key]) for key, value in mine.items())
+    if isinstance(mine, (list, tuple)):
+        return len(mine) != len(others) or any(_differ(*pair) for pair in zip(mine, others))
+    return False
 
 
 def entry_of(original: Original, value: Any) -> Entry:
@@ -82,7 +91,12 @@ def _differences(one: tuple[int, Mapping[str, Entry]], other: tuple[int, Mapping
 
 
 def _shown(entry: Entry | None) -> str:
-    return "missing" if entry is None else f"{entry.dtype or entry.value}"
+    text = "missing" if entry is None else f"{entry.dtype or entry.value}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _has_elements(entry: Entry) -> bool:
+    return entry.dtype is None and isinstance(entry.value, Tensor) and entry.value.numel() > 1
 
 
 def plain_names(records: Iterable[Record]) -> set[str]:
@@ -90,14 +104,15 @@ def plain_names(records: Iterable[Record]) -> set[str]:
     return {name for record in records for name, entry in (record.entries or {}).items() if entry.dtype is None}
 
 
-def merged(records: Mapping[int, Record], plain: set[str]) -> tuple[Record, list[str]]:
+def merged(records: Sequence[Record], holders: Iterable[int], plain: set[str]) -> tuple[Record, list[str]]:
     """Return what ranks have of one original, and how some differ from the first.
 
     Args:
-        records: of those ranks that hold elements of it.
+        records: by rank.
+        holders: the ranks that hold elements of it.
         plain: what :func:`plain_names` gave for all originals.
     """
-    (first, mine), *others = [(rank, _as_values(record.entries, plain)) for rank, record in records.items()]
+    (first, mine), *others = [(rank, _as_values(records[rank].entries, plain)) for rank in holders]
     problems: list[str] = []
     for rank, entries in others:
         if entries is not None and mine is not None:
@@ -105,4 +120,10 @@ def merged(records: Mapping[int, Record], plain: set[str]) -> tuple[Record, list
         elif entries is not mine:
             has, lacks = (rank, first) if mine is None else (first, rank)
             problems.append(f": state on rank {has}, none on rank {lacks}")
+    for rank in set(range(len(records))) - {first, *(rank for rank, _ in others)}:
+        # An optimizer that joins its tensors (LBFGS) keeps the state of all with the first, held here or not.
+        beyond = {name: each for name, each in (records[rank].entries or {}).items() if _has_elements(each)}
+        problems += _differences(
+            (first, {name: mine[name] for name in beyond if mine and name in mine}), (rank, beyond)
+        )
     return Record(records[first].group, mine), problems

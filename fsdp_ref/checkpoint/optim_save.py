@@ -174,7 +174,7 @@ class _Saving:
             plain = plain_names(record for records in of_ranks for record in records)
             for place, (handle, original) in enumerate(members):
                 holders = handle.shard_map.owner_ranks(original.index) or range(len(of_ranks))
-                self.records[original], differing = merged({rank: of_ranks[rank][place] for rank in holders}, plain)
+                self.records[original], differing = merged([records[place] for records in of_ranks], holders, plain)
                 problems += [f"{original.name}{each}" for each in differing]
             self._place_elsewhere([original for _, original in members], of_ranks, [each for _, _, each in per_rank])
         axis = [] if self.index.groups.tensor is None else [self.index.groups.tensor]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_ref.annotations import units_in
-from fsdp_ref.checkpoint.optim_index import ModelIndex, refuse_in_no_sync, stepped_groups
+from fsdp_ref.checkpoint.optim_index import ModelIndex, refuse_in_no_sync
 from fsdp_ref.checkpoint.optim_load import Source, load_optim_state
 from fsdp_ref.checkpoint.optim_save import save_optim_state
 from fsdp_ref.checkpoint.settings import get_state_dict_type
@@ -69,8 +69,8 @@ def optim_state_dict_to_load(
         rank0_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
         source = Source.FIRST_RANK if rank0_only else Source.EVERY_RANK
     index = ModelIndex.of(model, group)
-    groups = stepped_groups(index, [group["params"] for group in optim.param_groups], named=is_named_optimizer)
-    loaded = load_optim_state(index, groups, optim, optim_state_dict, source)
+    tensors = [group["params"] for group in optim.param_groups]
+    loaded = load_optim_state(index, tensors, optim, optim_state_dict, source, named=is_named_optimizer)
     if load_directly:
         optim.load_state_dict(loaded)
     return loaded

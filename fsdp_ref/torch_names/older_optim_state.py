@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_ref.checkpoint.optim_index import ModelIndex, stepped_groups
+from fsdp_ref.checkpoint.optim_index import ModelIndex
 from fsdp_ref.checkpoint.optim_load import Source, load_optim_state
 from fsdp_ref.checkpoint.optim_save import save_optim_state
 from fsdp_ref.checkpoint.optim_state import State
@@ -141,8 +141,7 @@ def _loaded(
     group: dist.ProcessGroup | None = None,
 ) -> State:
     index = ModelIndex.of(model, group)
-    groups = stepped_groups(index, _tensors_of(optim, optim_input, model), named=False)
-    return load_optim_state(index, groups, optim, saved, source)
+    return load_optim_state(index, _tensors_of(optim, optim_input, model), optim, saved, source)
 
 
 def _old(name: str, instead: str, optim_input: Input = None) -> None:

@@ -250,7 +250,7 @@ def total_norm(
     """
     p = check_norm_type(norm_type)
     op = "max" if math.isinf(p) else "sum"
-    sums = torch.zeros(1 + len(_DTYPES), dtype=torch.float64, device=device)
+    sums = torch.zeros(2 + len(_DTYPES), dtype=torch.float64, device=device)
     for part in parts:
         mine = _local_sums(part.grads, p, device)
         if part.group is not None:
@@ -260,9 +260,10 @@ def total_norm(
     if across is not None:
         collectives_for(across, device).all_reduce(sums, across, "clip_grad_norm_", op=op).wait()
     total = sums[0] if math.isinf(p) or p == 0 else sums[0].pow(1.0 / p)
+    total = total.masked_fill(sums[1] > 0, math.nan)  # a backend's maximum of NaN and a number may be either
     if usual is not None and {grad.dtype for part in parts for grad in part.grads} == {usual}:
         return TotalNorm(total, usual)
-    dtypes = [dtype for dtype, count in zip(_DTYPES, sums[1:].tolist(), strict=True) if count]
+    dtypes = [dtype for dtype, count in zip(_DTYPES, sums[2:].tolist(), strict=True) if count]
     if not dtypes:
         warnings.warn(
             "clip_grad_norm_ was called on all ranks with no gradients -- returning the total norm in the default "
@@ -275,7 +276,7 @@ def total_norm(
 
 
 def _local_sums(grads: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
-    """Return (sum of powers or maximum, one flag per dtype present) of this rank's gradients, in float64."""
+    """Return (sum of powers or maximum, whether that is NaN, one flag per dtype present) of this rank's gradients, in float64."""
     norms = [
         # float16 and bfloat16 square in float32; float64 keeps its own precision.
         torch.linalg.vector_norm(grad.detach(), p, dtype=torch.promote_types(grad.dtype, torch.float32))
@@ -291,7 +292,7 @@ def _local_sums(grads: Sequence[Tensor], p: float, device: torch.device) -> Tens
         joined = torch.stack(powers).pow(p or 1.0).sum()
     present = {grad.dtype for grad in grads}
     flags = upload([float(dtype in present) for dtype in _DTYPES], torch.float64, device)
-    return torch.cat([joined.reshape(1), flags])
+    return torch.cat([joined.reshape(1), joined.isnan().reshape(1), flags])
 
 
 def scale_to(grads: Sequence[Tensor], norm: TotalNorm, max_norm: float) -> None:

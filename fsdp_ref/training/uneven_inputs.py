@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from fsdp_ref.annotations import outermost_units
+from fsdp_ref.annotations import outermost_units, units_in
 from fsdp_ref.errors import FsdpRuntimeError, UnsupportedError, listing
 from fsdp_ref.runtime.unit import Unit
 from fsdp_ref.storage.precision import tensors_in
@@ -86,8 +86,12 @@ class UnevenInputs(Joinable):
     def _announce(self, _: nn.Module, args: Any) -> None:
         if self._joined or not self._join_config.enable:
             return
-        if self._unfinished or not torch.is_grad_enabled():
-            got = "a second forward before finish()" if self._unfinished else "a forward without gradients"
+        got = "a second forward before finish()" if self._unfinished else ""
+        if not torch.is_grad_enabled():
+            got = got or "a forward without gradients"
+        elif not all(unit.sync_gradients for unit in units_in(self._model)):
+            got = got or "a forward in no_sync()"
+        if got:
             raise FsdpRuntimeError(
                 f"UnevenInputs: expected in Join one forward with gradients, one backward and one finish() for each batch, got "
                 f"{got}. Accumulate and evaluate outside of Join; ranks without batches do not take part in either."

@@ -128,6 +128,19 @@ def test_for_the_root_in_an_idle_moment(lab):
     assert model.clip_grad_norm_(1.0) > 0
 
 
+@pytest.mark.world(3)
+@pytest.mark.parametrize("norm_type", NORMS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_on_one_rank_is_the_norm_on_all(lab, path, norm_type, bad):
+    for rank in range(lab.world.size):
+        model = lab.shard(lab.make(), path, policy={lab.Block})
+        lab.loss(model, lab.batch()).backward()
+        if lab.world.rank == rank:
+            next(p.grad for p in model.parameters() if p.grad is not None).view(-1)[0] = bad
+        norm = clip_grad_norm_(model, 1.0, norm_type)
+        torch.testing.assert_close(norm, torch.tensor(bad, dtype=torch.float64), equal_nan=True)
+
+
 @pytest.mark.world(2)
 @pytest.mark.covers("CLIP-06", "B060")
 @pytest.mark.parametrize("path", ["wrapper", "flat"])

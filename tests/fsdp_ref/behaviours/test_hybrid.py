@@ -95,6 +95,26 @@ def test_edits_of_a_unit_whose_shard_group_has_one_rank(lab, path, writeback):
         torch.testing.assert_close(model(lab.batch()), reference(lab.batch()), **lab.CLOSE)
 
 
+@pytest.mark.world(4)
+@pytest.mark.covers("SUM-05")
+@pytest.mark.parametrize("writeback", [True, False])
+def test_rank_zero_of_each_shard_group_sees_full_parameters(lab, path, writeback):
+    reference = lab.make()
+    shapes = [tuple(p.shape) for p in reference.parameters()]
+    with mesh_of(2, 2) as mesh:
+        model = lab.shard(copy.deepcopy(reference), path, sharding_strategy=S.HYBRID_SHARD, device_mesh=mesh)
+        with lab.full(model, rank0_only=True, writeback=writeback), torch.no_grad():
+            assert ([tuple(p.shape) for p in model.parameters()] == shapes) is (lab.world.rank in (0, 2))
+            if lab.world.rank == 0:
+                for p in model.parameters():
+                    p.add_(1)
+        if writeback:
+            with torch.no_grad():
+                for p in reference.parameters():
+                    p.add_(1)
+        lab.assert_params(model, reference)
+
+
 @pytest.mark.world(2)
 @pytest.mark.covers("HYB-01", "HYB-02")
 def test_what_hybrid_needs_and_refuses(lab, path):

@@ -255,6 +255,34 @@ def test_replicate_with_changing_use_and_thawing(lab):
 
 @pytest.mark.world(2)
 @pytest.mark.covers("REP-04")
+def test_a_thawed_parameter_is_averaged_where_no_output_tells_of_backward(lab):
+    """A loss that the module keeps: only the parameters' own hooks see its backward."""
+
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            self.loss = self.second(self.first(x)).square().mean()
+
+    reference = lab.make(Keeps)
+    model = replicate(copy.deepcopy(reference))
+    for step, trained in enumerate(("first", "second")):
+        for each in (model, reference):
+            each.requires_grad_(False)
+            getattr(each, trained).requires_grad_(True)
+        model(lab.batch(step))
+        model.loss.backward()
+        for batch in lab.batches(step):
+            reference(batch)
+            (reference.loss / lab.world.size).backward()
+        for p, q in zip(getattr(model, trained).parameters(), getattr(reference, trained).parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, **lab.CLOSE)
+
+
+@pytest.mark.world(2)
+@pytest.mark.covers("REP-04")
 def test_replicas_start_equal_and_buffers_follow_rank_zero(lab):
     model = lab.make(lambda: lab.Block(3), seed=lab.world.rank)
     model.scale.fill_(float(lab.world.rank + 1))

@@ -104,6 +104,53 @@ def test_buffers_come_back_in_their_own_dtype(world):
 
 
 @pytest.mark.covers("SD-25")
+class Doubled(nn.Linear):
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[prefix + "weight"] = self.weight.detach() * 2
+
+
+@pytest.mark.parametrize("form", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT])
+@pytest.mark.world(2)
+def test_what_a_users_method_saves_is_saved_though_its_memory_is_used_again(world, api, form):
+    plain = nn.Sequential(*(Doubled(300, 300, bias=False) for _ in range(6)))
+    want = {name: param.detach() * 2 for name, param in plain.named_parameters()}
+    model = shard(api, plain, units=())
+    with state_dict_type(model, form):
+        got = model.state_dict()
+    whole = form is StateDictType.FULL_STATE_DICT
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name] if whole else got[name].full_tensor(), want[name]) for name in want)
+
+
+class Versioned(nn.Linear):
+    _version = 3
+
+    def _load_from_state_dict(self, state, prefix, metadata, *others):
+        self.loaded = metadata.get("version")
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+
+@pytest.mark.parametrize("outermost", ["unit", "unit of units", "plain"])
+@pytest.mark.world(2)
+def test_versions_of_modules_are_those_of_the_plain_module(world, api, outermost):
+    def make():
+        return nn.Sequential(nn.Sequential(Versioned(4, 4)), nn.Sequential(Versioned(4, 4)))
+
+    def loaded(model, state):
+        model.load_state_dict(state)
+        return [each.loaded for each in model.modules() if isinstance(each, Versioned)]
+
+    model, plain = make(), make()
+    if outermost == "plain":
+        model = nn.Sequential(*(shard(api, each, units=(Versioned,)) for each in model))
+    else:
+        model = shard(api, model, units=(Versioned,) if outermost == "unit of units" else ())
+    assert loaded(plain, model.state_dict()) == [3, 3]
+    state = plain.state_dict()
+    assert [loaded(model, state) for _ in range(2)] == [[3, 3]] * 2
+    assert loaded(make(), state) == [3, 3]
+
+
 @pytest.mark.world(2)
 def test_units_below_a_plain_root(world):
     plain = net()

@@ -285,3 +285,35 @@ def test_what_one_rank_alone_cannot_save_is_refused_by_all(optim_lab):
     with pytest.raises(FsdpValueError, match=r"number 0 of shape \(3,\) in group 0"):
         optim_state_dict(model, stranger if optim_lab.rank == 2 else optim)
     assert optim_state_dict(model, optim)["state"]
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("layout", ["flat FULL_SHARD whole", "orig FULL_SHARD whole", "composable FULL_SHARD wrapped"])
+def test_state_that_an_optimizer_keeps_for_all_its_tensors_is_no_parameters_state(optim_lab, layout):
+    model = optim_lab.shard(layout, optim_lab.net())
+    optim = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def closure():
+        optim.zero_grad()
+        loss = model(optim_lab.inputs(0)[optim_lab.rank]).pow(2).mean()
+        loss.backward()
+        return loss
+
+    optim.step(closure)
+    for state in optim.state.values():
+        for name in set(state) - {"d", "prev_flat_grad", "old_dirs"}:
+            del state[name]
+    with pytest.raises(FsdpRuntimeError, match=r"expected each rank to have equal state .*\.(d|old_dirs): rank"):
+        optim_state_dict(model, optim)
+
+
+@pytest.mark.world(3)
+@pytest.mark.parametrize("settings", [RANK0, (StateDictType.SHARDED_STATE_DICT,)], ids=["rank 0's", "shards"])
+def test_what_one_rank_alone_cannot_load_is_refused_by_all(optim_lab, settings):
+    model, optim = optim_lab.trained("orig FULL_SHARD wrapped")
+    stranger = torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=0.1)
+    with state_dict_type(model, *settings):
+        saved = optim_state_dict(model, optim)
+        with pytest.raises(FsdpValueError, match=r"number 0 of shape \(3,\) in group 0"):
+            optim_state_dict_to_load(model, stranger if optim_lab.rank == 2 else optim, saved)
+        assert optim_state_dict_to_load(model, optim, saved)["state"]

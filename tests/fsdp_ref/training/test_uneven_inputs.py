@@ -110,6 +110,14 @@ def test_what_a_rank_without_batches_cannot_follow_is_refused(world):
         torch.no_grad(),
     ):
         again._model(batch(world.rank, 0))
+    apart = UnevenInputs(sharded("flat"), (torch.zeros(1, 5, dtype=torch.float64),), lambda: None)
+    with (
+        pytest.raises(FsdpRuntimeError, match=r"got a forward in no_sync\(\)"),
+        warnings.catch_warnings(),
+        Join([apart]),
+        apart._model.no_sync(),
+    ):
+        apart._model(batch(world.rank, 0)).sum().backward()
     with pytest.raises(FsdpValueError, match="UnevenInputs: expected a module with units"):
         UnevenInputs(Model(), (), lambda: None)
     synchronised = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
