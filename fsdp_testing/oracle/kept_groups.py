@@ -7,13 +7,13 @@ whose groups are meant to stay; only what an implementation makes beside them co
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from typing import TYPE_CHECKING, Any
 
 from fsdp_testing.cases.records import Case, WorldSpec
 from fsdp_testing.ranks.pool.world import World, current_world
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 LASTING = frozenset({"process group", "open file", "thread"})
 """Kinds of state that change when groups are made: themselves, their connections and their threads."""
@@ -59,6 +59,8 @@ def keep(needed: KeptGroups) -> None:
 
 def mesh_in(world: World, spec: WorldSpec) -> DeviceMesh:
     """Return the mesh of a case's world. Collectives: those of making it, the first time; every rank of the world calls."""
+    from torch.distributed.device_mesh import init_device_mesh  # commands that run no case wait for no torch
+
     if not _has_two_axes(spec):
         return world.mesh
     if spec not in _MESHES:
@@ -71,6 +73,8 @@ def mesh_in(world: World, spec: WorldSpec) -> DeviceMesh:
 
 def group_of(ranks: tuple[int, ...]) -> Any:
     """Return a group of some ranks. Collectives: that of making it, the first time; every rank of the world calls."""
+    import torch.distributed as dist
+
     if ranks not in _GROUPS:
         _GROUPS[ranks] = dist.new_group(ranks)
     return _GROUPS[ranks]
