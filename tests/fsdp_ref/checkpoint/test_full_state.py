@@ -103,7 +103,6 @@ def test_buffers_come_back_in_their_own_dtype(world):
     assert model.module[1][0].mean.dtype == low
 
 
-@pytest.mark.covers("SD-25")
 class Doubled(nn.Linear):
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         destination[prefix + "weight"] = self.weight.detach() * 2
@@ -151,6 +150,7 @@ def test_versions_of_modules_are_those_of_the_plain_module(world, api, outermost
     assert loaded(make(), state) == [3, 3]
 
 
+@pytest.mark.covers("SD-25")
 @pytest.mark.world(2)
 def test_units_below_a_plain_root(world):
     plain = net()
