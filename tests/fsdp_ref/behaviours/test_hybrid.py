@@ -77,6 +77,12 @@ def test_a_shard_group_of_one_still_averages_over_replicas(lab, path, strategy):
         lab.parity(path=path, policy={lab.Block}, sharding_strategy=strategy, device_mesh=mesh)
 
 
+def add_one(module):
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(1)
+
+
 @pytest.mark.world(2)
 @pytest.mark.covers("SUM-03", "SUM-04", "B088", "HYB-11")
 @pytest.mark.parametrize("writeback", [True, False])
@@ -84,13 +90,10 @@ def test_edits_of_a_unit_whose_shard_group_has_one_rank(lab, path, writeback):
     reference = lab.make()
     with mesh_of(2, 1) as mesh:
         model = lab.shard(copy.deepcopy(reference), path, sharding_strategy=S.HYBRID_SHARD, device_mesh=mesh)
-        with lab.full(model, writeback=writeback), torch.no_grad():
-            for p in model.parameters():
-                p.add_(1)
+        with lab.full(model, writeback=writeback):
+            add_one(model)
         if writeback:
-            with torch.no_grad():
-                for p in reference.parameters():
-                    p.add_(1)
+            add_one(reference)
         lab.assert_params(model, reference)
         torch.testing.assert_close(model(lab.batch()), reference(lab.batch()), **lab.CLOSE)
 
@@ -103,15 +106,12 @@ def test_rank_zero_of_each_shard_group_sees_full_parameters(lab, path, writeback
     shapes = [tuple(p.shape) for p in reference.parameters()]
     with mesh_of(2, 2) as mesh:
         model = lab.shard(copy.deepcopy(reference), path, sharding_strategy=S.HYBRID_SHARD, device_mesh=mesh)
-        with lab.full(model, rank0_only=True, writeback=writeback), torch.no_grad():
+        with lab.full(model, rank0_only=True, writeback=writeback):
             assert ([tuple(p.shape) for p in model.parameters()] == shapes) is (lab.world.rank in (0, 2))
             if lab.world.rank == 0:
-                for p in model.parameters():
-                    p.add_(1)
+                add_one(model)
         if writeback:
-            with torch.no_grad():
-                for p in reference.parameters():
-                    p.add_(1)
+            add_one(reference)
         lab.assert_params(model, reference)
 
 
