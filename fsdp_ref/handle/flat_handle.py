@@ -103,7 +103,7 @@ class FlatHandle:
         requires_grad = any(managed.param.requires_grad for managed in params)
         self.flat_param: nn.Parameter = FlatParameter(self.shard_S, requires_grad=requires_grad)
         # Before anybody sees it: units made around this one must leave it alone.
-        mark_flattened(self.flat_param)
+        mark_flattened(self.flat_param, sharded=self.sharded)
         self.originals = Originals(self, params)
         self.grads = Gradients(self, self.originals)
         self.versions = ParameterVersions(self)

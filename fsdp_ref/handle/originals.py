@@ -118,7 +118,7 @@ class Originals:
         if self.use_orig_params:
             result._point_at(result.shard_views())
         for param in result.params:
-            mark_flattened(param)
+            mark_flattened(param, sharded=handle.sharded)
         return result
 
     # ------------------------------------------------------------------ what a shard-sized flat tensor means
@@ -156,7 +156,7 @@ class Originals:
     def take_over(self) -> None:
         """Replace the user's parameters by their sharded form, once, at construction."""
         for param in self.params:
-            mark_flattened(param)
+            mark_flattened(param, sharded=self._handle.sharded)
         if self.use_orig_params:
             # The same objects as before: whoever built an optimizer first holds them.
             self._point_at(self.shard_views())

@@ -163,7 +163,7 @@ def _adopt_replaced(handle: FlatHandle) -> None:
     for index, places in shown.items():
         value = places[0][1]
         if isinstance(value, nn.Parameter) and value is not originals.params[index]:
-            mark_flattened(value)
+            mark_flattened(value, sharded=handle.sharded)
             guard_param(value, handle.fqns[index])
             # While both are known: the new object has a counter of its own, which goes on from the old one's.
             handle.versions.adopted(index, originals.params[index], value)

@@ -67,10 +67,10 @@ class ManagedParam:
         return ParamSpec.of(self.fqn, tuple(self.param.shape), self.param.stride(), self.aliases)
 
 
-def mark_flattened(param: Tensor) -> None:
-    """Mark a tensor as held by a unit, so that units around it leave it alone."""
+def mark_flattened(param: Tensor, *, sharded: bool) -> None:
+    """Mark a tensor as held by a unit, so that units around it leave it alone; ``sharded``: other ranks hold the rest."""
     setattr(param, _FLATTENED, True)
-    setattr(param, _BY_US, True)
+    setattr(param, _BY_US, sharded)
 
 
 def is_flattened(param: Tensor) -> bool:
@@ -80,6 +80,11 @@ def is_flattened(param: Tensor) -> bool:
 
 def is_held_by_us(param: Tensor) -> bool:
     """Return the same for units of ours alone, not for those of torch's FSDP1."""
+    return hasattr(param, _BY_US)
+
+
+def is_shard(param: Tensor) -> bool:
+    """Return whether a unit of ours holds ``param``, and each rank has a part of it."""
     return getattr(param, _BY_US, False)
 
 
