@@ -244,8 +244,31 @@ def build_optimizer(case: Case, parameters: Iterable[nn.Parameter]) -> torch.opt
         "adam": torch.optim.Adam,
         "adamw": torch.optim.AdamW,
         "adam_in_float32": AdamInFloat32,
+        "lars": Lars,
     }
     return makers[case.optimizer.name](list(parameters), **case.optimizer.arguments)
+
+
+class Lars(torch.optim.Optimizer):
+    """Steps each parameter by its own norm (You et al., "Large Batch Training of Convolutional Networks", algorithm 1).
+
+    Args:
+        params: As for every optimizer of torch.
+        lr: Length of a step as a share of the parameter's norm.
+    """
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Step every parameter that has a gradient; `closure` is not called."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    # The sum keeps a gradient of zeros from a division by zero.
+                    ratio = parameter.norm() / (parameter.grad.norm() + 1e-3)
+                    parameter.sub_(group["lr"] * ratio * parameter.grad)
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -103,6 +103,8 @@ _NOT_CLAIMED = frozenset(
     {
         # One gather and one reduction per unit, as behind every FSDP of this kind.
         "unused_parameters_differ",
+        # A rank steps the elements that it holds, and such optimizers are refused.
+        "whole_parameter_steps",
         # FSDP's API has no word for this.
         "error_if_nonfinite",
         "mixed_dtype_units",

@@ -54,6 +54,7 @@ REPLICATED = EVERYWHERE | {
     "error_if_nonfinite",
     "tensor_hooks",
     "summon_writeback",
+    "whole_parameter_steps",
 }
 """What follows from every rank having everything."""
 

@@ -56,6 +56,7 @@ CAPABILITIES = SHARDED | {
     "last_dimension",
     "grouped_units",
     "forward_methods",
+    "whole_parameter_steps",
     "tensor_parallel",
 }
 

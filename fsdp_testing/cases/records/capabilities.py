@@ -38,6 +38,7 @@ CAPABILITIES: dict[str, str] = {
     "inner_forward": "a forward may call the module inside the wrapper directly",
     "inference_mode": "forward passes under torch.inference_mode",
     "late_optimizer": "the optimizer may be built after training has begun",
+    "whole_parameter_steps": "an optimizer may step by norms of whole parameters, as LARS, LAMB and Adafactor do",
     "tensor_parallel": "modules cut by tensor parallelism over one mesh axis are sharded over the other",
     # parameters
     "shared_parameters": "one parameter under several names inside one unit",

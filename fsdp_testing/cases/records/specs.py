@@ -16,7 +16,7 @@ UNDERFLOW = {"float64": 2.0**-1074, "float32": 2.0**-150, "float16": 2.0**-25, "
 """Half the smallest positive number (for float64 that number itself): what rounding a number near 0 may be off."""
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
-OPTIMIZERS = ("sgd", "adamw", "adam")
+OPTIMIZERS = ("sgd", "adamw", "adam", "lars")
 POLICIES = ("module_class", "size", "always")
 PREFETCH = ("pre", "post", "none")
 LAYOUTS = ("colwise", "colwise_cut", "rowwise", "rowwise_cut", "sequence", "replicated")

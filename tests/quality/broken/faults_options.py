@@ -11,6 +11,7 @@ from faults_kinds import kind
 from planting import planted
 from torch.distributed.fsdp._fully_shard import _fsdp_state
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor._ops import _math_ops
 from toy import Toy
 from toy_more import MoreAdapter, MoreToy
 
@@ -137,6 +138,12 @@ def a_method_is_no_part_of_backward(original: Any, name: str, module: Any, *inpu
 @planted("torch-fsdp2", fsdp2, "register_fsdp_forward_method", "options.forward_methods", silent=False)
 def registers_nothing(original: Any, module: Any, name: str) -> None:
     """A registered method computes with sharded parameters."""
+
+
+@planted("torch-fsdp2", _math_ops._NormPartial, "_reduce_value", "training.steps_by_norms")
+def keeps_norms_of_shards(original: Any, placement: Any, norm: torch.Tensor, mesh: Any, axis: int) -> torch.Tensor:
+    """The norm of a sharded parameter is that of each rank's own part."""
+    return norm
 
 
 @kind(OptionsAdapter, "options.last_dimension")

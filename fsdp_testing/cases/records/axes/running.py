@@ -203,8 +203,10 @@ class Optimizer(Axis):
     """Which optimizer trains, and how."""
 
     features = {"optimizer.momentum": (), "optimizer.adamw": (), "optimizer.adam": ()}
-    scripted = True
     simplest = OptimizerSpec("sgd", {"lr": 0.1})
+
+    def needs(self, case: Case) -> Iterable[str]:
+        return ("whole_parameter_steps",) if case.optimizer.name == "lars" else ()
 
     def problems(self, case: Case) -> Iterable[str]:
         return demand("optimizer.name", case.optimizer.name, OPTIMIZERS)
