@@ -49,6 +49,9 @@ class Protocol:
             # pytest ends the rest after the item itself.
             self._plain_chain = chain[: shared_length(chain, nextitem.listchain())] if nextitem is not None else []
             return None
+        if item.config.getoption("setuponly", False):
+            _show_plan(item, request)
+            return True
         last = attempts(item) - 1
         for attempt in range(last + 1):
             item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
@@ -248,6 +251,15 @@ def _shown(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _shown(entry) for key, entry in value.items()}
     return type(value)(map(_shown, value)) if type(value) in (list, tuple) else value
+
+
+def _show_plan(item: pytest.Item, request: WorldRequest) -> None:
+    """Show what would run (`--setup-plan`, `--setup-only`): the terminal is the controller's, and no rank is started."""
+    fixtures = ", ".join(sorted(getattr(item, "fixturenames", ())))
+    writer = item.config.get_terminal_writer()
+    writer.line()
+    writer.write(f"        {item.nodeid} (not run; on {request.size} ranks, fixtures there: {fixtures or 'none'})")
+    writer.flush()
 
 
 def _failed_setup(item: pytest.Item, text: str) -> list[Phase]:

@@ -78,6 +78,13 @@ def test_sizes_are_words_for_selection(tmp_path: Path, run_folder: Runner) -> No
     assert "2/3 tests collected (1 deselected)" in verdict.text
 
 
+def test_a_plan_of_fixtures_runs_no_rank_and_is_no_pass(run: Runner) -> None:
+    for option in ("--setup-plan", "--setup-only"):
+        session = run(THREE, option)
+        assert session.counts() == (0, 0, 0), session.text
+        assert "::test_good (not run; on 2 ranks, fixtures there: record_property, request, world)" in session.text
+
+
 def test_only_what_failed_last_and_how_to_debug_it(first: Any, folder: Path, run_folder: Runner) -> None:
     again = run_folder(folder, "-p", "cacheprovider", "--lf", "--pdb")
     assert again.counts() == (0, 1, 0), again.text
