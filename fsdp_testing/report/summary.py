@@ -77,13 +77,15 @@ def severities(groups: Iterable[Iterable[Finding]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """How the checks of one implementation came out. `asked` counts all but those not claimed."""
+    """How the checks of one implementation came out. `asked` counts all but those not claimed, `in_part` those of which some
+    cases need what is not claimed."""
 
     implementation: str
     asked: int
     counts: dict[Verdict, int]
     cases: int
     seconds: float
+    in_part: int = 0
 
     @property
     def sentence(self) -> str:
@@ -98,6 +100,8 @@ class Tally:
             Verdict.NOT_CLAIMED: "not claimed",
         }
         parts += [f"{self.counts[verdict]} {word}" for verdict, word in words.items() if self.counts[verdict]]
+        if self.in_part:
+            parts.append(f"{self.in_part} asked without cases that need what it does not claim")
         return ", ".join(parts)
 
 
@@ -215,6 +219,7 @@ def _tally(name: str, results: list[CheckResult]) -> Tally:
         counts=counts,
         cases=sum(len(result.cases) for result in results),
         seconds=sum(result.seconds for result in results),
+        in_part=sum(bool(result.cases and any("claim" in reason for reason in result.not_run)) for result in results),
     )
 
 

@@ -27,6 +27,13 @@ def test_tallies_count_claims_apart_from_what_was_not_claimed(mixed: RunReport) 
     assert one.cases == 5
 
 
+def test_a_tally_says_which_claims_were_asked_in_part(make: SimpleNamespace) -> None:
+    left = {"does not claim hybrid": 2}
+    parts = (make.result("a", "s.c", Verdict.PASS, not_run=left), make.result("a", "s.d", Verdict.PASS))
+    (tally,) = summary.tallies(RunReport(results=parts))
+    assert tally.sentence == "2 of 2 claims hold, 1 asked without cases that need what it does not claim"
+
+
 def test_exit_codes(good: RunReport, mixed: RunReport, make: SimpleNamespace) -> None:
     assert summary.report_exit_code(good) == 0
     assert summary.report_exit_code(mixed) == 1
