@@ -77,8 +77,10 @@ def severities(groups: Iterable[Iterable[Finding]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """How the checks of one implementation came out. `asked` counts all but those not claimed, `in_part` those of which some
-    cases need what is not claimed."""
+    """How the checks of one implementation came out.
+
+    `asked` counts all but those not claimed, `in_part` those of which some cases need what is not claimed.
+    """
 
     implementation: str
     asked: int
