@@ -121,7 +121,7 @@ def merged(records: Sequence[Record], holders: Iterable[int], plain: set[str]) -
             has, lacks = (rank, first) if mine is None else (first, rank)
             problems.append(f": state on rank {has}, none on rank {lacks}")
     for rank in set(range(len(records))) - {first, *(rank for rank, _ in others)}:
-        # An optimizer that joins its tensors (LBFGS) keeps the state of all with the first, held here or not.
+        # An optimizer that joins its tensors, as LBFGS does, keeps the state of all with the first, held here or not.
         beyond = {name: each for name, each in (records[rank].entries or {}).items() if _has_elements(each)}
         problems += _differences(
             (first, {name: mine[name] for name in beyond if mine and name in mine}), (rank, beyond)

@@ -77,10 +77,7 @@ def severities(groups: Iterable[Iterable[Finding]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """How the checks of one implementation came out.
-
-    `asked` counts all but those not claimed, `in_part` those of which some cases need what is not claimed.
-    """
+    """How the checks of one implementation came out. `asked` counts all but those not claimed."""
 
     implementation: str
     asked: int
@@ -102,8 +99,7 @@ class Tally:
             Verdict.NOT_CLAIMED: "not claimed",
         }
         parts += [f"{self.counts[verdict]} {word}" for verdict, word in words.items() if self.counts[verdict]]
-        if self.in_part:
-            parts.append(f"{self.in_part} asked without cases that need what it does not claim")
+        parts += [f"{self.in_part} asked without cases that need what it does not claim"] if self.in_part else []
         return ", ".join(parts)
 
 

@@ -126,7 +126,7 @@ def test_a_module_that_occurs_twice_gives_one_site_with_two_names():
 def test_a_tie_with_a_unit_made_before_is_refused_by_name():
     root = Node(a=lin(), b=lin(), c=lin())
     root.b.weight = root.c.weight = root.a.weight
-    mark_flattened(root.a.weight)
+    mark_flattened(root.a.weight, sharded=True)
     nothing = SimpleNamespace(originals=SimpleNamespace(params=()), fqns=())
     set_unit(root.a, SimpleNamespace(handle=nothing))
     with pytest.raises(FsdpValueError, match=r"b\.weight \(for the root unit, .*\), c\.weight \(for"):
@@ -138,7 +138,7 @@ def test_units_made_before_keep_their_parameters():
     root = Node(a=Node(b=lin()), c=lin())
     set_unit(root.a, object())
     for param in root.a.parameters():
-        mark_flattened(param)
+        mark_flattened(param, sharded=True)
     plan = plan_for(root)
     assert owners(plan) == {"": ["w", "c.weight"]}
     assert root.a not in plan.root.modules
@@ -149,7 +149,7 @@ def test_a_unit_around_a_unit_holds_nothing():
     root = Node(a=lin())
     set_unit(root, object())
     for param in root.parameters():
-        mark_flattened(param)
+        mark_flattened(param, sharded=True)
     assert owners(plan_for(root)) == {"": []}
 
 

@@ -169,7 +169,7 @@ def test_optimizers_of_torchs_own_sharded_models_are_left_alone():
     guard(optimizer)
     assert not optimizer._optimizer_state_dict_pre_hooks
     ours = nn.Parameter(torch.ones(2))
-    mark_flattened(ours)
+    mark_flattened(ours, sharded=True)
     optimizer = torch.optim.SGD([ours], lr=0.1)
     guard(optimizer)
     assert optimizer._optimizer_state_dict_pre_hooks
