@@ -293,7 +293,7 @@ def test_state_that_an_optimizer_keeps_for_all_its_tensors_is_no_parameters_stat
     model = optim_lab.shard(layout, optim_lab.net())
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     held = list(model.parameters())
-    optim.state[held[0]]["direction"] = torch.cat([param.detach().flatten() for param in held])
+    optim.state[held[0]]["direction"] = [torch.cat([param.detach().flatten() for param in held])]
     with pytest.raises(FsdpRuntimeError, match=r"expected each rank to have equal state .*\.direction: rank"):
         optim_state_dict(model, optim)
 
