@@ -96,7 +96,8 @@ def _shown(entry: Entry | None) -> str:
 
 
 def _has_elements(entry: Entry) -> bool:
-    return entry.dtype is None and isinstance(entry.value, Tensor) and entry.value.numel() > 1
+    values = entry.value if isinstance(entry.value, list | tuple) else (entry.value,)
+    return entry.dtype is None and any(isinstance(value, Tensor) and value.numel() > 1 for value in values)
 
 
 def plain_names(records: Iterable[Record]) -> set[str]:

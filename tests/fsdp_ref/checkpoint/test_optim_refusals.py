@@ -289,11 +289,14 @@ def test_what_one_rank_alone_cannot_save_is_refused_by_all(optim_lab):
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("layout", ["flat FULL_SHARD whole", "orig FULL_SHARD whole", "composable FULL_SHARD wrapped"])
-def test_state_that_an_optimizer_keeps_for_all_its_tensors_is_no_parameters_state(optim_lab, layout):
+@pytest.mark.parametrize("listed", [False, True])
+def test_state_that_an_optimizer_keeps_for_all_its_tensors_is_no_parameters_state(optim_lab, layout, listed):
     model = optim_lab.shard(layout, optim_lab.net())
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     held = list(model.parameters())
-    optim.state[held[0]]["direction"] = [torch.cat([param.detach().flatten() for param in held])]
+    joined = torch.cat([param.detach().flatten() for param in held])
+    # A flat parameter is all there is, so that one tensor of its size is its own.
+    optim.state[held[0]]["direction"] = [joined] if listed or layout.startswith("flat") else joined
     with pytest.raises(FsdpRuntimeError, match=r"expected each rank to have equal state .*\.direction: rank"):
         optim_state_dict(model, optim)
 
