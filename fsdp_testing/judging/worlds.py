@@ -144,6 +144,19 @@ def in_order(tasks: Sequence[Callable[[], A]], jobs: int, interrupt: Callable[[]
         executor.shutdown(wait=True)
 
 
+class Same:
+    """Equal to what stands for the very same object, whether that can be compared or not."""
+
+    def __init__(self, whom: object) -> None:
+        self._whom = whom
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other._whom is self._whom
+
+    def __hash__(self) -> int:
+        return id(self._whom)
+
+
 class Shared(Generic[A]):
     """Results that several jobs may ask for: the first one to ask makes it, others wait for that one.
 

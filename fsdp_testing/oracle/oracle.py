@@ -27,7 +27,11 @@ DRAWS = 4
 
 
 def expect_free(
-    case: Case, *, observe_all: bool = False, make: Callable[[Disturbance], Replay] | None = None
+    case: Case,
+    *,
+    observe_all: bool = False,
+    make: Callable[[Disturbance], Replay] | None = None,
+    draws: int = DRAWS,
 ) -> Expectation:
     """Replay `case` undisturbed and disturbed several times, and bound every quantity by what these are apart.
 
@@ -35,13 +39,15 @@ def expect_free(
         case: The case.
         observe_all: Expect a snapshot after every operation.
         make: Makes the replays, if they do not begin with the freshly built model.
+        draws: Number of disturbed replays. Without any every bound is at most as wide: what agrees then agrees, and what
+            does not has to be asked again.
     """
     roundings = roundings_of(case)
     make = make or (lambda disturbance: Replay(case, disturbance=disturbance))
     replay = make(NO_DISTURBANCE)
     plain = replay.run(observe_all=observe_all)
     # One for each replay: it remembers which directions it drew and where it put parameters.
-    disturbances = (Disturbance(case.seed + draw, roundings, displaced=True) for draw in range(DRAWS))
+    disturbances = (Disturbance(case.seed + draw, roundings, displaced=True) for draw in range(draws))
     disturbed = [make(disturbance).run(observe_all=observe_all) for disturbance in disturbances]
     numel = sum(parameter.numel() for parameter in replay.parameters.values())
     points = tuple(_free_point(point, moved, roundings, numel) for point, *moved in zip(plain, *disturbed))

@@ -126,10 +126,10 @@ def no_warnings() -> Iterator[None]:
         yield
 
 
-def expect_free(case: Case, observe_all: bool) -> Expectation:
-    """Run the oracle freely, in this process alone."""
+def expect_free(case: Case, observe_all: bool, narrow: bool = False) -> Expectation:
+    """Run the oracle freely, in this process alone; `narrow`: without disturbed replays."""
     with no_warnings():
-        return oracle.expect_free(case, observe_all=observe_all)
+        return oracle.expect_free(case, observe_all=observe_all, draws=0 if narrow else oracle.DRAWS)
 
 
 def run_luckily(
@@ -192,7 +192,11 @@ def expect_modules(
 
 
 def expect_lockstep(
-    case: Case, implementation: Adapter | str, adopted: Mapping[int, GatheredState], otherwise: Otherwise | None = None
+    case: Case,
+    implementation: Adapter | str,
+    adopted: Mapping[int, GatheredState],
+    otherwise: Otherwise | None = None,
+    displaced: bool = True,
 ) -> Expectation:
     """Run the oracle in lockstep with what an implementation did, in this process alone.
 
@@ -201,12 +205,13 @@ def expect_lockstep(
         implementation: Which implementation.
         adopted: Its state after every operation.
         otherwise: What is done in another way than the implementation says; None for nothing.
+        displaced: As for `oracle.expect_lockstep`.
     """
     setting = otherwise or Otherwise()
     sums = None if setting.sums is None else dtype_of(setting.sums)
     with no_warnings():
         division = setting.division or division_of(case, registry.adapter_of(implementation))
-        return oracle.expect_lockstep(case, division, adopted, sums=sums)
+        return oracle.expect_lockstep(case, division, adopted, displaced=displaced, sums=sums)
 
 
 def first_values(case: Case, new: bool) -> list[dict[str, torch.Tensor]]:

@@ -66,6 +66,26 @@ def test_groups_that_a_case_needs_are_made_once_and_its_ranks_stay(strategy):
     assert pids[0] == pids[1] == pids[2]
 
 
+@pytest.mark.parametrize("comparison", [Comparison(), Comparison(lockstep=True)])
+@pytest.mark.parametrize(
+    ("name", "asked"), [("single-process", ["narrow"]), ("faults_gradients:SumForMean", ["narrow", "wide"])]
+)
+def test_what_agrees_within_the_narrowest_bounds_takes_no_further_replay(monkeypatch, comparison, name, asked):
+    jobs: list[str] = []
+    runner, ask_oracle = CaseRunner(), CaseRunner._ask_oracle
+
+    def noting(self, job, arguments, case):
+        # The last argument of the lockstep's job is whether it is displaced, that of the free one whether it is narrow.
+        narrow = arguments[-1] is not (job is rank_jobs.expect_lockstep)
+        jobs.append("narrow" if narrow else "wide")
+        return ask_oracle(self, job, arguments, case)
+
+    monkeypatch.setattr(CaseRunner, "_ask_oracle", noting)
+    judged = runner.judge(name, case(strategy="no_shard" if name == "single-process" else "full_shard"), comparison)
+    assert judged.verdict is (Verdict.PASS if len(asked) == 1 else Verdict.FAIL), judged.judgement
+    assert list(dict.fromkeys(jobs)) == asked
+
+
 def numbers(ranks):
     for rank in ranks:
         for result in rank.results:
