@@ -205,9 +205,9 @@ class Carrier:
             self._saved += 1
             save("dcp", adapter, Trained(model, optimizer), self._folder / str(self._saved), group)
             return
-        self._saved = {"model": adapter.full_state_dict(model)}
-        if optimizer is not None:
-            self._saved["optimizer"] = adapter.full_optimizer_state(model, optimizer)
+        # The optimizer first, as nobody else saves: a model that is saved before it frees what a forward left gathered.
+        self._saved = {} if optimizer is None else {"optimizer": adapter.full_optimizer_state(model, optimizer)}
+        self._saved["model"] = adapter.full_state_dict(model)
 
     def send(self, source: int) -> None:
         """Let every rank of the world have what the rank `source` saved. Collectives: one broadcast, of the world."""
