@@ -21,6 +21,8 @@ from fsdp_testing.cases.records import (
     ZeroGrad,
 )
 from fsdp_testing.checks.findings.known import shipped, shipped_known
+from fsdp_testing.judging.batch import Watch
+from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.judging.known import CaseFeatures, KnownFailures, Rule
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.search.certificate.axes import Cell
@@ -149,6 +151,26 @@ def test_a_shipped_rule_that_knows_wrong_numbers_says_how_to_see_what_they_hide(
             variant = rule.variant(example)
             assert variant is not None and legal_case(variant).program == example.program, rule.name
             assert needs_of_case(legal_case(variant)) <= registry.load(name).capabilities, rule.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_each_example_fails_as_its_rule_says_and_the_nearest_case_does_not(name: str):
+    """A defect that no case meets any more is either mended or no longer asked: nobody else would notice the second."""
+    runner, problems = CaseRunner(), []
+    for rule, example in shipped_known(name).examples():
+        (judged,) = runner.judge_batch(name, [example], Watch(models=True))
+        # Some say in which operation numbers first differ, which takes a second look.
+        if not _known(rule, judged) and not _known(rule, runner.judge(name, example, closely=True)):
+            problems.append((rule.name, "its example", judged.signature))
+        if rule.unlike is not None:
+            (judged,) = runner.judge_batch(name, [Case.from_json(rule.unlike)], Watch(models=True))
+            problems += [(rule.name, "the nearest case", judged.signature)] if _known(rule, judged) else []
+    assert problems == []
+
+
+def _known(rule: Rule, judged: JudgedCase) -> bool:
+    return judged.signature is not None and rule.knows(judged.signature, judged.features)
 
 
 def _recognised(rules: KnownFailures, rule: Rule, example: Case) -> bool:
