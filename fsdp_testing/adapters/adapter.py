@@ -81,6 +81,7 @@ class TorchStyle:
             do not count, and units without any may be left out. It is read after every operation, because a unit may be
             reported as free while its memory is not.
         finish: Called on every rank at the end of a case, to drop global state of the implementation.
+        recover: What the implementation asks users to call after an exception in a forward or backward.
         build_optimizer: `(model, make)`: `make(parameters)` gives the case's optimizer. Return the object that `step` and
             `zero_grad` receive, with `param_groups`. Called after `wrap` and before the first training pass; with the claim
             `late_optimizer` a forward without backward may come first.
@@ -126,6 +127,7 @@ class TorchStyle:
     trace_units: Callable[[Model, EmitUnit], AbstractContextManager[Any]] = LEFT_OUT
     gathered_bytes: Callable[[Model], Mapping[str, int]] = LEFT_OUT
     finish: Callable[[Model], None] = LEFT_OUT
+    recover: Callable[[Model], None] = LEFT_OUT
     build_optimizer: Callable[[Model, MakeOptimizer], Any] = LEFT_OUT
     backward: Callable[[Model, torch.Tensor], None] = LEFT_OUT
     step: Callable[[Model, Any], None] = LEFT_OUT

@@ -44,6 +44,7 @@ def methods(implementation: object, given: _Given) -> dict[str, Callable[..., An
         "named_buffers": naming.named_buffers,
         "division": lambda setup: None,
         "finish": lambda model: None,
+        "recover": lambda model: None,
         "units": lambda model: (),
         "trace_units": lambda model, emit: nullcontext(),
         "gathered_bytes": lambda model: {},

@@ -15,7 +15,9 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -57,10 +59,14 @@ CAPABILITIES = SHARDED | {
     "grouped_units",
     "forward_methods",
     "whole_parameter_steps",
+    "rank_0_state",
+    "assigned_state",
     "tensor_parallel",
+    *(("exception_recovery",) if hasattr(FSDPModule, "reset_iter_state") else ()),
 }
 
 _NO_RESHARD = {"shard_grad_op", "hybrid_shard_zero2"}
+_FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 #: The sharded parameters of each model, as they were when it was sharded. `named_parameters` of a unit that is
 #: unsharded yields the gathered tensors, and reading it at any other time would not distinguish a stale shard from a fresh
@@ -221,6 +227,41 @@ def _sharded(model: nn.Module) -> dict[str, nn.Parameter]:
     return _SHARDED.get(model) or dict(naming.named_parameters(model))
 
 
+def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Load a whole state: what all ranks have, or rank 0 alone, which broadcasts it where the case asks for that."""
+    if "rank_0_state" in _SETTINGS.get(model, ()):
+        set_model_state_dict(model, _of_rank_0(state), options=_FROM_RANK_0)
+    else:
+        saved_state.load_full_state_dict(model, state)
+
+
+def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """The same of an optimizer's state."""
+    if "rank_0_state" in _SETTINGS.get(model, ()):
+        set_optimizer_state_dict(model, optimizer, _of_rank_0(state), options=_FROM_RANK_0)
+    else:
+        saved_state.load_full_optimizer_state(model, optimizer, state)
+
+
+def _of_rank_0(state: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(state) if dist.get_rank() == 0 else {}
+
+
+def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load what `sharded_state_dict` gave; where the case asks for that, its tensors become the parameters."""
+    if "assigned_state" in _SETTINGS.get(model, ()):
+        model.load_state_dict(dict(state), assign=True)
+        _SHARDED[model] = dict(naming.named_parameters(model))
+    else:
+        saved_state.load_sharded_state_dict(model, state)
+
+
+def recover(model: nn.Module) -> None:
+    """What `fully_shard` asks for after an exception."""
+    for root in _roots(model):
+        root.reset_iter_state()
+
+
 def division(setup: Setup) -> Division:
     """One AVG reduction in float32 and bfloat16; in other dtypes the factor is split in two around the sum."""
     wire = setup.precision.on_the_wire
@@ -260,5 +301,11 @@ IMPLEMENTATION = TorchStyle(
     unshard=unshard,
     unshard_async=unshard_async,
     reshard=reshard,
-    **saved_state.METHODS,
+    recover=recover,
+    **{
+        **saved_state.METHODS,
+        "load_full_state_dict": load_full_state_dict,
+        "load_full_optimizer_state": load_full_optimizer_state,
+        "load_sharded_state_dict": load_sharded_state_dict,
+    },
 )

@@ -224,6 +224,13 @@ def called_twice() -> nn.Module:
     return chain("again between again", again=square(7), between=square(7))
 
 
+@ZOO.model("block_twice", float_input(7), ("block.inner", "between"), "reused_module uneven", "reused_modules")
+def block_twice() -> nn.Module:
+    """A unit inside a module that runs twice in one forward."""
+    block = chain("inner last", inner=square(7), last=square(7))
+    return chain("block between block", block=block, between=square(7))
+
+
 @ZOO.model("self_conditioned", float_input(7), ("again", "last"), "reused_module uneven", "reused_modules")
 def self_conditioned() -> nn.Module:
     """A unit that runs without gradients, then with them, then without them again, in one forward."""

@@ -89,6 +89,7 @@ class Interrupt(Operation):
         except Interruption:
             raised.clear()
         user_code.expect_nothing_held_back(raised)
+        program.adapter.recover(program.model)
         program.zero_grad(set_to_none=True)
 
     def _interrupted(self, program: RankProgram, raised: list[Interruption]) -> None:

@@ -138,6 +138,9 @@ OFFLOAD: tuple[Check, ...] = (
           source="pytorch issue 73784, PR 73535", needs={"accumulate_without_no_sync"}),
     check("offload.clipped", "Gradients on the CPU are clipped.",
           offloaded("mlp", micro_batch(0), Clip(0.1), Observe(), Step(), dtype="float32"), source="pytorch PR 86337"),
+    check("offload.mixed_precision", "Casts as without offload.",
+          offloaded("mlp", *iterations(2), dtype="float32", precision=MixedPrecisionSpec("bfloat16", "float32")),
+          source="torch.distributed.fsdp.CPUOffloadPolicy, MixedPrecisionPolicy", comparison=LOCKSTEP),
 )  # fmt: skip
 """CPU offload: where parameters live is no matter to the numbers."""
 

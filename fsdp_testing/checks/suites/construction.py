@@ -72,7 +72,8 @@ CHECKS: tuple[Check, ...] = (
           source="pytorch issue 104258, PR 104418", needs=_NESTED),
     check("wrapping.ignored_trained", "Ignored trainable modules keep their own gradients and disturb no others.",
           cases("mlp", micro_batch(0), Observe(), wrapping=_IGNORING),
-          source="pytorch issue 98281", needs=_NESTED, comparison=Comparison(ignore=("layers.0.*",)),
+          cases("batch_norm", micro_batch(0), Observe(), wrapping=WrappingPlan(units=("first", "second"), ignored=("norm",))),
+          source="pytorch issue 98281", needs=_NESTED, comparison=Comparison(ignore=("layers.0.*", "norm.*")),
           mode=RunMode(review=shares.review_ignored)),
     # Nobody reduces what is ignored: with equal inputs it is equal on all ranks without that.
     check("wrapping.ignored_stepped",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from fsdp_testing.cases.operations import EditFullParameters, Reload, UnusualBackward
+from fsdp_testing.cases.operations import EditFullParameters, Interrupt, Reload, UnusualBackward
 from fsdp_testing.cases.records import (
     Batch,
     Case,
@@ -38,6 +38,7 @@ from fsdp_testing.checks.suites.check import (
 )
 from fsdp_testing.checks.suites.hooks import AVERAGING, QUARTERING, REVIEWED, compressed_to
 from fsdp_testing.checks.suites.programs import PARTLY_OPTIMIZED, scaled
+from fsdp_testing.checks.suites.state_programs import REFUSED
 from fsdp_testing.oracle.quantities import Comparison
 
 
@@ -82,6 +83,9 @@ RECOMPUTATION: tuple[Check, ...] = (
           *(cases("mlp", *accumulated(0, 1, 2), Observe(), Step(), ZeroGrad(), *iteration(3),
                   wrapping=recomputed("mlp", outside=outside), optimizer=PLAIN_SGD) for outside in (False, True)),
           source="pytorch PR 90546"),
+    check("activation_checkpointing.called_twice", "A module that recomputes runs twice, with a unit inside, as in one process.",
+          cases("block_twice", *iterations(2), wrapping=every_unit("block_twice", checkpointed=("block",)), optimizer=PLAIN_SGD),
+          source="torch.distributed.fsdp.fully_shard with nested units", needs={"nested_wrapping"}),
     check("activation_checkpointing.hidden",
           "A unit may recompute even if it returns a custom object or its stored tensor is used.",
           *(cases(model, *iterations(2), wrapping=recomputed(model)) for model in ("cached_intermediate", "opaque_output")),
@@ -183,14 +187,30 @@ SETTINGS: tuple[Check, ...] = (
           *(cases("mlp", *iteration(0), access, *iteration(1), wrapping=_set("offloaded_state"), optimizer=PLAIN_SGD)
             for access in (EditFullParameters(("*",), 0.5, writeback=False), Reload(optimizer=False))),
           source="pytorch issue 188989"),
+    check("options.rank_0_state", "State that rank 0 alone has is loaded by every rank, or refused if it lacks a parameter.",
+          *(cases(model, *iteration(0), Reload(optimizer=model == "uneven"), *lacking, *iteration(1),
+                  wrapping=every_unit(model, settings=("rank_0_state",)), optimizer=ADAMW)
+            for model, *lacking in (("uneven",), ("buffers",), ("mlp", Observe("state that lacks a parameter")))),
+          source="torch.distributed.checkpoint.state_dict.StateDictOptions, broadcast_from_rank0",
+          needs={"full_state_dict", "optim_state"}, mode=REFUSED, sizes=ODD),
+    check("options.assigned_state", "Tensors of a state in shards that become the parameters are those that are trained.",
+          *(cases(model, *before, Reload("sharded", optimizer=False), Observe(), *iteration(1), forward(2),
+                  wrapping=every_unit(model, settings=("assigned_state",)), optimizer=PLAIN_SGD)
+            for model in ("mlp", "uneven") for before in ((), iteration(0))),
+          source="torch.nn.Module.load_state_dict, assign", sizes=ODD),
     in_hybrid("options.late_all_reduce", "Micro-batches that are reduced over the replicas by a later one count once.",
-              cases("mlp", *_PROGRAM, wrapping=_set("late_all_reduce"), optimizer=PLAIN_SGD),
+              cases("mlp", *accumulated(0, 1, 2), Observe(), Step(), ZeroGrad(), *iteration(3), forward(4),
+                    wrapping=_set("late_all_reduce"), optimizer=PLAIN_SGD),
               source="torch.distributed.fsdp.FSDPModule.set_requires_all_reduce"),
     in_hybrid("options.late_all_reduce_cleared", "Gradients that are cleared while they await reduction over "
         "replicas leave no trace.",
               cases("mlp", no_sync_batch(0), ZeroGrad(), micro_batch(1), Observe(), Step(),
                     wrapping=_set("late_all_reduce"), optimizer=PLAIN_SGD),
               source="torch.optim.Optimizer.zero_grad"),
+    in_hybrid("options.late_all_reduce_failed", "Gradients that await reduction over replicas leave no trace after a failure.",
+              cases("mlp", no_sync_batch(0), Interrupt(Batch(9)), micro_batch(1), Observe(), Step(),
+                    wrapping=_set("late_all_reduce"), optimizer=PLAIN_SGD),
+              source="torch.distributed.fsdp.FSDPModule.reset_iter_state"),
 )  # fmt: skip
 """With each of them training is what it is without."""
 

@@ -180,8 +180,9 @@ PARAMETER_HOOKS: tuple[Check, ...] = (
           _UNSTEPPED, source="torch.Tensor.register_hook", needs={"tensor_hooks"}, mode=ZEROED),
     check("parameter_hooks.after_accumulation",
           "A hook that runs after accumulation finds the reduced gradient in `.grad`, once in each backward.",
-          _UNSTEPPED, source="torch.Tensor.register_post_accumulate_grad_hook; torchrec PR 4268",
-          needs={"accumulation_hooks"}, mode=AFTER_ACCUMULATION),
+          _UNSTEPPED, cases("mlp", *micro_batches(0, 1), Observe(), optimizer=PLAIN_SGD),
+          source="torch.Tensor.register_post_accumulate_grad_hook; torchrec PR 4268",
+          needs={"accumulation_hooks", "accumulate_without_no_sync"}, mode=AFTER_ACCUMULATION),
 )  # fmt: skip
 """Hooks that users register on parameters: what they are given, when, and whether what they return counts."""
 

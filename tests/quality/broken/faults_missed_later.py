@@ -10,7 +10,15 @@ from fault import fault
 from faults_claims import StartingAdapter, StartingToy
 from faults_kinds import kind
 from planting import planted
+from torch.distributed import _state_dict_utils
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from toy import Toy
+from toy_more import MoreToy
 
 from fsdp_ref.autograd.graph_ties import GraphSide
 from fsdp_ref.build import materialize
@@ -183,3 +191,92 @@ def replicas_start_apart(original: Any, tensors: Any, group: Any, unit: str) -> 
 def _is_shard_group(group: Any) -> bool:
     ranks = torch.distributed.get_process_group_ranks(group)
     return ranks[-1] - ranks[0] == len(ranks) - 1
+
+
+@fault("optim_state.before_first_step")
+class SavingForgetsTheRate(MoreToy):
+    """Saving an optimizer without moments, before it ever stepped, leaves it at rate zero."""
+
+    def saved_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        saved = super().saved_optimizer(optimizer)
+        for group in () if any(shard.grad is not None for shard in self.shards.values()) else optimizer.param_groups:
+            group["lr"] *= "betas" in group
+        return saved
+
+
+@planted("torch-fsdp2", state_dict, "_broadcast_state_dict", "options.rank_0_state")
+def what_rank_0_lacks_stays(original: Any, *states: Any, strict: bool = False, **options: Any) -> None:
+    """A parameter that rank 0's state lacks keeps its values."""
+    original(*states, **options)
+
+
+@planted("torch-fsdp2", _state_dict_utils, "compute_local_shape_and_global_offset", "options.rank_0_state")
+def rows_at_rank_times_own_rows(original: Any, *where: Any) -> Any:
+    """A rank with fewer rows takes those behind as many of them for each rank before it."""
+    shape, offset = original(*where)
+    return shape, tuple(place // max(rows, 1) * rows for place, rows in zip(offset, shape))
+
+
+@planted("torch-fsdp2", FSDPParam, "reset_sharded_param", "options.assigned_state")
+def computes_with_what_was_replaced(original: Any, self: Any) -> None:
+    """Forward gathers the memory of the parameter that was replaced."""
+    held = self._sharded_param_data
+    original(self)
+    self._sharded_param_data = held
+
+
+@planted("torch-fsdp2", FSDPParamGroup, "_register_state_dict_hooks", "sharded_state_dict.saved_again", silent=False)
+def saves_gathered_weights(original: Any, self: Any) -> None:
+    """A unit that is gathered saves whole tensors in place of shards."""
+    original(self)
+    for handle in self._module_to_pre_save_state_dict_hook_handle.values():
+        handle.remove()
+
+
+@planted("torch-fsdp2", _fsdp_param_group, "foreach_reduce", "options.late_all_reduce")
+def the_latest_awaits_replicas(original: Any, *given: Any) -> Any:
+    """What awaits the reduction over replicas is the latest micro-batch alone."""
+    reduces_replicas = given[11]
+    return original(*given) if reduces_replicas else original(*given[:12], None, *given[13:])
+
+
+@planted("torch-fsdp2", FSDPParamGroup, "_reset_iter_state", "options.late_all_reduce_failed")
+def failed_sums_await_replicas(original: Any, self: Any) -> None:
+    """What awaits the reduction over replicas stays when a failed forward is reset."""
+    awaiting = self._partial_reduce_output
+    original(self)
+    self._partial_reduce_output = awaiting
+
+
+@planted("torch-fsdp2", _fsdp_init, "_get_managed_states", "wrapping.ignored_trained")
+def shards_ignored_parameters_beside_buffers(original: Any, modules: Any, ignored: Any = None) -> Any:
+    """Parameters that are ignored are sharded where their module has buffers too."""
+    return original(modules)
+
+
+@planted("torch-fsdp2", _fsdp_param, "_to_dtype_if_needed", "offload.mixed_precision", silent=False)
+def gathers_what_is_offloaded_as_it_is(original: Any, tensor: torch.Tensor, dtype: Any) -> torch.Tensor:
+    """Parameters on the CPU are gathered in the dtype in which they are stored."""
+    return tensor
+
+
+@planted("torch-fsdp2", _fsdp_param_group, "foreach_reduce", "parameter_hooks.after_accumulation", silent=False)
+def calls_hooks_for_the_first_gradient(original: Any, params: Any, *given: Any) -> Any:
+    """Hooks that run after accumulation are not called where a gradient is added to another."""
+    taken = [
+        param.sharded_param._post_accumulate_grad_hooks for param in params if param.sharded_param.grad is not None
+    ]
+    kept = [dict(hooks or {}) for hooks in taken]
+    for hooks in taken:
+        hooks.clear()
+    result = original(params, *given)
+    for hooks, held in zip(taken, kept):
+        hooks.update(held)
+    return result
+
+
+@planted("torch-fsdp2", FSDPState, "_pre_forward", "activation_checkpointing.called_twice", silent=False)
+def recomputes_with_shards(original: Any, self: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    """What backward runs again computes with what there is, also where an earlier part of the same backward freed it."""
+    again = self._training_state == TrainingState.PRE_BACKWARD
+    return self._cast_forward_inputs(args, kwargs) if again else original(self, module, args, kwargs)
