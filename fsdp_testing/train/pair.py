@@ -152,6 +152,10 @@ class Pair:
         pair = replace(self, runner=runner, varied=varied, kept={}, tried={})
         return replace(pair, reference=pair._reference_again(0), run=pair._again(0))
 
+    def collated(self, *, together: bool) -> Pair:
+        """Return the world beside one process whose collator makes batches of the rows of all ranks, or is given the ranks'."""
+        return self._given(replace(self.feed, collates=together))
+
     def with_weights(self) -> Pair:
         """Return the world beside one process that begins with its weights."""
         weights = {key.name: values[0] for key, values in initial(self.run).items()}
