@@ -6,12 +6,9 @@ that it keeps from batch to batch.
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,11 +17,10 @@ from torch.utils.data import default_collate, default_convert
 from fsdp_testing.oracle.models import map_tensors
 from fsdp_testing.train.batches import row_digests, tensors_in
 from fsdp_testing.train.comparison import floor
-from fsdp_testing.train.reading import generators
+from fsdp_testing.train.generators import held_by, states
 
 _ROUNDINGS = 64
 """Roundings that a row may have, beside others, which another number of rows in a batch makes."""
-_DEPTH, _MOST_PARTS = 4, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,47 +110,7 @@ def _is_near(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 def draws(collate: Callable[[Any], Any], samples: Sequence[Any]) -> bool:
     """Whether a collator draws random numbers for these rows, by a default generator or by one that it holds."""
-    held = _generators_of(collate)
-
-    def states() -> list[str]:
-        return [repr(generators()), *map(_state, held)]
-
-    before = states()
+    held = held_by([collate])
+    before = states(held)
     collate(copied(samples))
-    return states() != before
-
-
-def _generators_of(collate: Any) -> list[Any]:
-    """Return the random generators that a function or an object holds, and what these hold in turn."""
-    found, known, waiting = [], {id(collate)}, [(collate, 0)]
-    while waiting:
-        owner, depth = waiting.pop()
-        if isinstance(owner, (torch.Generator, random.Random)) or hasattr(owner, "bit_generator"):
-            found.append(owner)
-        elif depth < _DEPTH:
-            new = [part for part in _parts(owner) if id(part) not in known]
-            known.update(map(id, new))
-            waiting += [(part, depth + 1) for part in new]
-    return found
-
-
-def _parts(owner: Any) -> Iterator[Any]:
-    """Yield attributes of an object; of a function its arguments, and the closed-over and global names that it uses."""
-    if isinstance(owner, (torch.Tensor, ModuleType, type, str)):
-        return
-    call = owner if hasattr(owner, "__code__") else vars(type(owner)).get("__call__")
-    names = getattr(call, "__globals__", {})
-    yield from (names[name] for name in getattr(getattr(call, "__code__", None), "co_names", ()) if name in names)
-    yield from getattr(owner, "__dict__", {}).values()
-    yield from (getattr(owner, name, None) for name in ("__self__", "__func__", "func", "args", "keywords"))
-    for cell in getattr(owner, "__closure__", None) or ():
-        with suppress(ValueError):  # not filled yet
-            yield cell.cell_contents
-    if isinstance(owner, (dict, list, tuple)) and len(owner) <= _MOST_PARTS:
-        yield from owner.values() if isinstance(owner, dict) else owner
-
-
-def _state(generator: Any) -> str:
-    if isinstance(generator, torch.Generator):
-        return repr(generator.get_state().tolist())
-    return repr(generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state)
+    return states(held) != before

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_testing.base import compat
+from fsdp_testing.cases.records.specs import UNIT_ROUNDOFF
 from fsdp_testing.oracle.models import roundoff
 from fsdp_testing.ranks.ledger.recorder import Call, GroupIdentity
 from fsdp_testing.train.batches import local_part
@@ -42,6 +43,7 @@ class StepEvidence:
         gradient_norm: Norm of the gradients that the optimizer is given on this rank.
         gathered: Whether parameters were gathered: then weights and gradients here are shards.
         roundoff: Unit roundoff of the narrowest dtype that gradients or parameters have, or autocast computes in.
+        computed: Unit roundoff of the narrowest dtype that forward and backward compute in; 0 of a run that is not disturbed.
         agreed: Whether all ranks are given the same gradients of what they share, so that none of them lacks a reduction.
     """
 
@@ -54,6 +56,7 @@ class StepEvidence:
     gradient_norm: float = 0.0
     gathered: bool = False
     roundoff: float = 0.0
+    computed: float = 0.0
     agreed: bool = False
 
     @property
@@ -68,7 +71,7 @@ class Clues:
         self._seed = torch.initial_seed()
         self._generator = self._dropout = ""
         self._local = 0
-        self._roundoff = 0.0
+        self._roundoff = self._computed = 0.0
         self._reduced: list[int] = []
         self._gathered = False
 
@@ -82,6 +85,11 @@ class Clues:
 
     def see_backward(self) -> None:
         self._reduced.append(0)
+
+    def see_results(self, results: Sequence[torch.Tensor]) -> None:
+        """Take note of what an operation of a forward or of backward gave."""
+        units = (roundoff(tensor.dtype) for tensor in results if tensor.is_floating_point())
+        self._computed = max(self._computed, *units, 0.0)
 
     def see_forward(self, module: nn.Module, _args: Any) -> None:
         if compat.in_backward():
@@ -114,6 +122,7 @@ class Clues:
             weights=_digest(parameters),
             gradient_norm=float(sum(float(g.double().square().sum()) for g in gradients) ** 0.5),
             gathered=self._gathered,
+            computed=self._computed,
             roundoff=max([self._roundoff, *(roundoff(tensor.dtype) for tensor in [*parameters, *gradients])]),
         )
 
@@ -161,6 +170,21 @@ def between_sizes(reference: Sequence[Steps], other: Sequence[Steps], size: int)
         random = _random(after, step)
         if random:
             return random
+    return ""
+
+
+def of_dtypes(ranks: Sequence[Steps]) -> str:
+    """Return the cause where the narrowest dtype that ranks compute in is not the same; of a run that is disturbed."""
+    for step, seen in enumerate(zip(*ranks)):
+        units = [one.computed for one in seen]
+        if all(units) and len(set(units)) > 1:
+            other = next(rank for rank, unit in enumerate(units) if unit != units[0])
+            names = {unit: name for name, unit in UNIT_ROUNDOFF.items()}
+            return (
+                f"Cause: ranks compute in different dtypes. At step {step} the narrowest dtype in forward and backward is "
+                f"{names[units[0]]} on rank 0 and {names[units[other]]} on rank {other}. Use the same autocast and casts on "
+                "every rank."
+            )
     return ""
 
 

@@ -7,9 +7,6 @@ What autograd gives a gradient of and no model holds (a temperature beside the m
 
 from __future__ import annotations
 
-import hashlib
-import random
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -253,17 +250,6 @@ def is_changed(held: Sequence[Piece], known: Sequence[Span] | None) -> bool:
     """Whether values are others than they were known to be, or not known."""
     values = [piece.value for piece in held if piece.value is not None]
     return known is None or any(not span.equals(value) for span, value in zip(known, values))
-
-
-def generators() -> dict[str, str]:
-    """Return a digest of the state of each random generator of this process, by the package it belongs to."""
-    numpy = sys.modules.get("numpy")
-    states = {"torch": torch.get_rng_state().numpy().tobytes(), "random": repr(random.getstate()).encode()}
-    if numpy is not None:
-        states["numpy"] = repr(
-            [part.tobytes() if hasattr(part, "tobytes") else part for part in numpy.random.get_state()]
-        ).encode()
-    return {name: hashlib.blake2b(state, digest_size=8).hexdigest() for name, state in states.items()}
 
 
 def once_gradients_are_there(read: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

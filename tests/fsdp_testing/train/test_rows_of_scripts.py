@@ -45,6 +45,11 @@ def test_right_rows_pass(arguments, steps, says):
         (("padded", "--mistake", "twice"), 2, "divided by the number of ranks once too often"),
         (("time first", "--mistake", "summed"), 2, "gradients are summed over ranks"),
         (("time first", "--mistake", "unsynchronised"), 2, "differs between ranks 0 and 1"),
+        (
+            ("plain", "--mistake", "narrow"),
+            2,
+            "At step 0 the narrowest dtype .* is float32 on rank 0 and bfloat16 on rank 1",
+        ),
         (("split", "--mistake", "twice"), 2, "divided by the number of ranks once too often"),
     ],
 )
@@ -67,6 +72,8 @@ def test_wrong_twins_fail(arguments, steps, says):
             "it is not known whether one process got the same. Give it the rows first",
         ),
         (("masked",), r"forward draws random numbers, .* Draw them outside forward"),
+        (("masked by its own",), r"forward draws random numbers, .* Draw them outside forward"),
+        (("masked anew",), r"forward draws random numbers, .* Draw them outside forward"),
         (("stream", "--mistake", "shifted"), "11 of the rows that the ranks take are taken by several of them"),
         (("padded",), r"differs from one process only where rows are padded to another length: .* Mask the padding"),
     ],
