@@ -147,7 +147,8 @@ def of_disagreement(run: WholeRun, odd: Disagreement) -> str:
     by_evidence = evidence.between_ranks(run.evidence, str(odd.quantity))
     reduced = all(all(rank.steps[odd.step].evidence.reduced[-1:]) for rank in run.ranks)
     return (
-        _skipped(run, odd)
+        _not_sent(run, odd)
+        or _skipped(run, odd)
         or _own_settings(run, odd.step)
         or (_local_norm(run, odd.step) if reduced else "")
         or _some_unreduced(run, odd)
@@ -175,6 +176,21 @@ def of_returned(run: WholeRun, reference: WholeRun, difference: Difference) -> s
     return evidence.between_ranks(run.evidence, name, reduced) or (
         "Ranks that compute the same must return the same: look for a metric or gradient that is not reduced, a seed that "
         "depends on the rank, or dropout that is out of step."
+    )
+
+
+def _receivers(run: WholeRun, step: int) -> list[int]:
+    """Return the ranks that step no optimizer, and were sent weights."""
+    return [number for number, rank in enumerate(run.ranks) if not rank.steps[step].settings]
+
+
+def _not_sent(run: WholeRun, odd: Disagreement) -> str:
+    receivers = _receivers(run, odd.step) if odd.kind is Kind.PARAMETER else []
+    if not receivers:
+        return ""
+    return (
+        f"Cause: rank(s) {_listed(receivers)} step no optimizer, and are not sent this parameter as another rank has stepped it. "
+        "Broadcast every parameter after the step."
     )
 
 
@@ -216,7 +232,7 @@ def _own_settings(run: WholeRun, step: int) -> str:
 
 def _local_norm(run: WholeRun, step: int) -> str:
     norms = [rank.steps[step].norms for rank in run.ranks]
-    if len(set(norms)) == 1:
+    if len(set(norms)) == 1 or _receivers(run, step):
         return ""
     if not all(norms):
         clips = [rank for rank, given in enumerate(norms) if given]

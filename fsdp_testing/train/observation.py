@@ -30,9 +30,10 @@ from fsdp_testing.train.deepspeed_engine import is_engine, see_steps
 from fsdp_testing.train.disturbance import is_drawing
 from fsdp_testing.train.evidence import Clues
 from fsdp_testing.train.generators import held_by, states
-from fsdp_testing.train.quantities import Kind
+from fsdp_testing.train.quantities import Kind, spans_of_kind
 from fsdp_testing.train.reading import (
     Reader,
+    Receiver,
     closure_in,
     has_batch_norm,
     once_gradients_are_there,
@@ -77,6 +78,7 @@ class Observer:
         self._held: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
         self._schedules: WeakKeyDictionary[LRScheduler, int] = WeakKeyDictionary()
         self._ended, self._ignoring = 0, False
+        self._steps_itself = self._receives = False
         self._open = self._follows = False  # the last step may be followed by that of another optimizer
         self._start_step()
 
@@ -112,6 +114,8 @@ class Observer:
             yield
 
     def see_collective(self, group: GroupIdentity, call: Collective, site: str) -> None:
+        if str(call.what[0]).startswith("broadcast"):
+            self._before_broadcast()
         self._clues.see_collective(group, call, site)
 
     def see_operation(self, name: str, results: list[torch.Tensor]) -> None:
@@ -252,6 +256,7 @@ class Observer:
         self._ignoring = compat.makes_state_only() or not (own or self.steps)
         if self._ignoring:
             return None
+        self._steps_itself, self._receives = True, False
         self._follows = self._open and not own
         if not self._follows:
             self._end_last()
@@ -296,6 +301,28 @@ class Observer:
         self._open = True
         self._start_step()
 
+    def _before_broadcast(self) -> None:
+        """Look at gradients before this rank, which never steps, may be sent the weights that another one has stepped for it."""
+        inside = self._depth or self._stepping or compat.in_backward()
+        if self._passes and not (inside or self._steps_itself or self._receives):
+            self._receives = True
+            self._see_given(self._receiver())
+
+    def _receiver(self) -> Any:
+        return Receiver(self.reader.models, [*self._made_rates])
+
+    def _receive(self) -> None:
+        """Take what was sent as a step, if it changed weights."""
+        self._receives, receiver = False, self._receiver()
+        known = {
+            **(self.steps[-1].of(Kind.PARAMETER) if self.steps else {}),
+            **spans_of_kind(self._step.before, Kind.PARAMETER),
+        }
+        if self.reader.changed(self.reader.held(receiver, gradients=False), known):
+            self._about_to_step(len(self.steps))
+            self._stepping, self._follows = 1, False
+            self._end_step(receiver, (), {})
+
     def _close(self, *, may_end: bool = True) -> None:
         """End the last step, if it is open: what follows it begins, and copies of weights have been copied back."""
         if not self._stepping:
@@ -313,6 +340,8 @@ class Observer:
 
     def finish(self) -> None:
         """See what the models hold after the last step."""
+        if self._receives:
+            self._receive()
         if not self._open:
             return
         self._open = False

@@ -45,6 +45,21 @@ def has_batch_norm(models: Iterable[nn.Module]) -> bool:
     return any(is_batch_norm(module) for model in models for module in model.modules())
 
 
+class Receiver:
+    """Stands for the optimizer of a rank that steps none, and is sent the weights that another one has stepped for it.
+
+    Args:
+        models: Of the rank.
+        optimizers: That it has made all the same: what these have is stepped, otherwise all that is trained.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        trained = [p for model in models for p in model.parameters() if p.requires_grad]
+        made = [p for optimizer in optimizers for p in _stepped(optimizer)]
+        self.param_groups = [{"params": made or trained}]
+        self.state: dict[torch.Tensor, dict[str, Any]] = {}
+
+
 class Reader:
     """Reads the models of one rank, in place.
 
