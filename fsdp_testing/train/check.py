@@ -26,7 +26,7 @@ from fsdp_testing.train.pair import Pair, check_repeats, check_until, computes_t
 from fsdp_testing.train.parts import doubled, shares_rows, takers, with_parts_in_place
 from fsdp_testing.train.quantities import Kind, Quantities, Quantity
 from fsdp_testing.train.report import Judgement
-from fsdp_testing.train.rows import strange_shares, taken_elsewhere, unknown_shares
+from fsdp_testing.train.rows import prepared_apart, strange_shares, taken_elsewhere, unknown_shares
 from fsdp_testing.train.running import Failed, Runner, Undecided
 from fsdp_testing.train.spans import SUMMED_ROUNDINGS
 from fsdp_testing.train.whole import WholeRun, first_steps, initial, own_parts, whole
@@ -187,7 +187,7 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
     pair, start = _with_same_start(pair)
     check_disagreements(pair)
     compared = decided_by_batches(pair)
-    if odd := taken_elsewhere(alone, taken):
+    if odd := taken_elsewhere(alone, taken) or prepared_apart(alone, taken):
         raise Undecided(f"trains as {pair.other} does, but {odd}")
     lines = compared.lines + unknown_shares(alone, taken) + not_stepped(run) + not_compared(run, accept)
     sentence = f"{run.steps} steps match those of one process {how}{start}"

@@ -198,7 +198,10 @@ def of_rate(difference: Difference, size: int) -> str:
         if difference.ratio is not None and abs(difference.ratio - size) < CLOSE * size
         else f" depends on the number of ranks ({times})"
     )
-    return f"Cause: the learning rate{scaled}. One process with the rows of all ranks takes the mean of the same gradients."
+    return (
+        f"Cause: the learning rate{scaled}. One process with the rows of all ranks takes the mean of the same gradients. If "
+        "it is intended, set rate and warm-up by arguments for this check, the same on every number of ranks: the rest is judged."
+    )
 
 
 def _seeds(seen: Steps, step: int) -> str:

@@ -23,6 +23,7 @@ from fsdp_testing.train.batches import local_part, on_cpu, row_digests, tensors_
 from fsdp_testing.train.collators import Collated, Keeping, copied, draws, is_own
 
 _MOST_INDICES = 2**18
+_FIRST_ROWS, _MOST_NUMBERS = 24, 64
 _PURE = frozenset({"torch", "accelerate", "transformers", "lightning", "builtins"})
 """Packages whose samplers may be asked for the rest of a pass: they only count and draw."""
 
@@ -77,6 +78,7 @@ class LoaderSeen:
         due: Items of a pass; None where the loader has no length.
         replaces: Whether its sampler draws rows that it has drawn already.
         dataset: Length and digests of a few rows of the dataset that is indexed; empty where it has none or is a stream.
+        first_rows: The numbers of its first rows, no more than `_MOST_NUMBERS` of each.
         collates: Whether it has a `collate_fn` that is none of torch's.
         draws: Whether its `collate_fn` draws random numbers, as far as that was tried.
         rows_first: Whether more rows make the tensors of an item longer along their first dimension, as far as that was tried.
@@ -88,6 +90,7 @@ class LoaderSeen:
     due: int | None = None
     replaces: bool = False
     dataset: tuple[str, ...] = ()
+    first_rows: list[torch.Tensor] = field(default_factory=list)
     collates: bool = False
     draws: bool = False
     rows_first: bool = True
@@ -222,6 +225,7 @@ class LoaderWatch:
                     loader_pass.indices, loader_pass.planned = [index(row) for row in rows], True
         if self._drawn is not None:
             seen.dataset = _fingerprint(_base(loader)[0])
+            seen.first_rows = _first_rows(_base(loader)[0])
         kept = [
             (samples, item)
             for loader_pass in seen.passes
@@ -319,6 +323,22 @@ def _fingerprint(dataset: Any) -> tuple[str, ...]:
         return (str(length), *rows)
     except Exception:  # noqa: BLE001 - a dataset of any kind may refuse to be indexed like this
         return ()
+
+
+def _first_rows(dataset: Any) -> list[torch.Tensor]:
+    with suppress(Exception), _seeded():
+        return [_numbers(dataset[place])[:_MOST_NUMBERS] for place in range(min(len(dataset), _FIRST_ROWS))]
+    return []
+
+
+def _numbers(row: Any) -> torch.Tensor:
+    """Return the floating numbers of a row: of its tensors, arrays and numbers."""
+    if isinstance(row, float) or type(row).__module__ == "numpy":
+        row = torch.as_tensor(row)
+    if isinstance(row, torch.Tensor):
+        return row.detach().double().cpu().reshape(-1) if row.is_floating_point() else torch.empty(0).double()
+    parts = row.values() if isinstance(row, Mapping) else row if isinstance(row, (list, tuple)) else ()
+    return torch.cat([torch.empty(0).double(), *map(_numbers, parts)])
 
 
 def _digest(tree: Any) -> str:

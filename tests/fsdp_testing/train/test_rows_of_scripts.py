@@ -23,6 +23,7 @@ def judge(*arguments, steps=2):
         (("augmented", "--workers", "1"), 5, r"given the rows of all ranks \(the items of its DataLoader\)"),
         (("split",), 5, "not compared: how the ranks share the rows of a DataLoader"),
         (("own",), 2, "given the rows of all ranks"),
+        (("scaled", "--marked"), 2, "the line marked with"),
         (("stream",), 5, "not compared: how the ranks share the rows of a DataLoader"),
         (("time first",), 2, "given the rows of all ranks"),
         (("time first", "--inside"), 2, "given the rows of all ranks"),
@@ -75,6 +76,7 @@ def test_wrong_twins_fail(arguments, steps, says):
         (("masked by its own",), r"forward draws random numbers, .* Draw them outside forward"),
         (("masked anew",), r"forward draws random numbers, .* Draw them outside forward"),
         (("stream", "--mistake", "shifted"), "11 of the rows that the ranks take are taken by several of them"),
+        (("scaled",), "shifted or scaled by other numbers: each rank's own statistic, .* If it is intended, mark"),
         (("padded",), r"differs from one process only where rows are padded to another length: .* Mask the padding"),
     ],
 )

@@ -73,7 +73,11 @@ def test_an_evaluation_of_the_training_rows_is_no_pass_of_the_training():
         ("ddp", ("--closure", "--mistake", "twice"), r"loss at step 0.*divided by the number of ranks once too often"),
         ("ddp", ("--mistake", "undivided"), r"every rank trains on the same rows.*data are not divided"),
         ("ddp", ("--mistake", "batch norm"), r"BatchNorm normalises the rows of each rank alone"),
-        ("ddp", ("--mistake", "scaled rate"), r"learning rate is multiplied by the number of ranks \(2 times\)"),
+        (
+            "ddp",
+            ("--mistake", "scaled rate"),
+            r"learning rate is multiplied by the number of ranks \(2 times\).* by arguments",
+        ),
         ("ddp", ("--mistake", "same order"), r"set_epoch is not called"),
         ("ddp", ("--mistake", "boundary"), r"parameter 0.weight differs .* no_sync boundary is off by one"),
         (

@@ -80,8 +80,9 @@ random.seed(20 + rank)
 np.random.seed(20 + rank)  # noqa: NPY002
 if kind == "stream":
     loader = DataLoader(Stream(), batch_size=4)
-elif kind in ("own", "split"):
-    rows = rows[rank::size] if kind == "split" else rows
+elif kind in ("own", "split", "scaled"):
+    rows = rows[rank::size] if kind != "own" else rows
+    rows = (rows - rows.mean(0)) / rows.std(0) if kind == "scaled" else rows
     sampler = DistributedSampler(Rows(rows)) if mistake == "split twice" else None
     loader = DataLoader(Rows(rows), batch_size=2, sampler=sampler)
 else:
