@@ -78,6 +78,17 @@ def test_an_evaluation_of_the_training_rows_is_no_pass_of_the_training():
             ("--mistake", "scaled rate"),
             r"learning rate is multiplied by the number of ranks \(2 times\).* by arguments",
         ),
+        (
+            "ddp",
+            ("--mistake", "counted ranks"),
+            r"until step 1 the learning rate is that of one process. It counts ranks",
+        ),
+        ("ddp", ("--mistake", "limit by ranks"), r"gradients are clipped to 0.05, and in one process to 0.1"),
+        (
+            "ddp",
+            ("--mistake", "one optimizer"),
+            r"the ranks step 4, 2 tensors. A rank does not step one of its optimizers",
+        ),
         ("ddp", ("--mistake", "same order"), r"set_epoch is not called"),
         ("ddp", ("--mistake", "boundary"), r"parameter 0.weight differs .* no_sync boundary is off by one"),
         (
