@@ -30,6 +30,11 @@ _LOOSE = (
     "Compute them from the rows after this line: `x, y = fsdp_testing.batch(x, y)`."
 )
 
+_BETWEEN = (
+    "not compared: what the script makes of its rows between DataLoader and forward. It is not the same for the rows of all "
+    "ranks: random numbers, or a statistic of each rank's rows"
+)
+
 
 def decided_by_batches(pair: Pair) -> Compared:
     """Compare, and return what was compared; what differs by padding or by a collator's own statistic alone decides nothing.
@@ -43,7 +48,7 @@ def decided_by_batches(pair: Pair) -> Compared:
         compared = decide(pair)
         if collated_apart and not pair.feed.collates:
             _check_collated(pair)
-        return replace(compared, lines=(*compared.lines, *_not_collated(pair)))
+        return replace(compared, lines=(*compared.lines, *_not_replayed(pair)))
     except Failed as why:
         if collated_apart and pair.feed.collates:
             decide(pair.collated(together=False))  # whatever differs still is not the collator's
@@ -73,9 +78,13 @@ def _check_collated(pair: Pair) -> None:
         raise Undecided(_COLLATED.format(why.first or why)) from why
 
 
-def _not_collated(pair: Pair) -> list[str]:
-    loaders = pair.run.ranks[0].taken.loaders if pair.feed.source is Source.LOADER else []
-    drawn = any(one.collates and one.draws for one, trains in zip(loaders, of_training(loaders)) if trains)
+def _not_replayed(pair: Pair) -> list[str]:
+    """Say what makes the rows that forward is given, where it may make other ones of the rows of all ranks."""
+    loaders = pair.run.ranks[0].taken.loaders
+    used = [one for one, trains in zip(loaders, of_training(loaders)) if trains and one.passes]
+    if pair.feed.source is Source.FORWARD and used:
+        return [_BETWEEN]
+    drawn = pair.feed.source is Source.LOADER and any(one.collates and one.draws for one in used)
     return ["not compared: what collate_fn makes of the rows of all ranks together: it draws random numbers"] * drawn
 
 

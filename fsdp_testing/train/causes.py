@@ -149,6 +149,7 @@ def of_disagreement(run: WholeRun, odd: Disagreement) -> str:
         _not_sent(run, odd)
         or _skipped(run, odd)
         or _own_settings(run, odd.step)
+        or _moved_apart(run, odd)
         or (_local_norm(run, odd.step) if reduced else "")
         or _some_unreduced(run, odd)
         or by_evidence
@@ -207,6 +208,19 @@ def _skipped(run: WholeRun, odd: Disagreement) -> str:
             "others. Step the same on every rank."
         )
     return ""
+
+
+def _moved_apart(run: WholeRun, odd: Disagreement) -> str:
+    """Return the cause where ranks have the same weights after a step, and others before the next one."""
+    key, step = odd.quantity, odd.step
+    after = [rank.steps[step - 1].after.get(key, ()) for rank in run.ranks] if step > 0 else []
+    before = [rank.steps[step].before.get(key, spans) for rank, spans in zip(run.ranks, after)]
+    if odd.kind is not Kind.PARAMETER or not (after and all(after)) or assembled(before)[1] is None:
+        return ""
+    return (
+        f"Cause: after step {step - 1} ranks have the same weights, and before step {step} they are changed outside of the "
+        "optimizer's step, differently on ranks. Change them on every rank in the same way."
+    )
 
 
 def _some_unreduced(run: WholeRun, odd: Disagreement) -> str:

@@ -89,6 +89,7 @@ def test_an_evaluation_of_the_training_rows_is_no_pass_of_the_training():
             ("--mistake", "one optimizer"),
             r"the ranks step 4, 2 tensors. A rank does not step one of its optimizers",
         ),
+        ("ddp", ("--mistake", "clamped on one"), r"before step 1 they are changed outside .*, differently on ranks"),
         ("ddp", ("--mistake", "same order"), r"set_epoch is not called"),
         ("ddp", ("--mistake", "boundary"), r"parameter 0.weight differs .* no_sync boundary is off by one"),
         (

@@ -82,6 +82,8 @@ for epoch in range(2):
         optimizer.step()
         if mistake == "one optimizer" and rank == 0:
             other.step()
+        if mistake == "clamped on one" and rank == 0:
+            model.module[0].weight.data.clamp_(-0.1, 0.1)
         if mistake == "decayed twice":
             for parameter in model.parameters():
                 parameter.data.mul_(1 - 0.01 * size)
