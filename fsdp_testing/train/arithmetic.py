@@ -78,7 +78,12 @@ def _followed(tree: ast.Module, node: ast.AST, hops: int) -> list[_Factor]:
                 factors.append((other, isinstance(parent.op, ast.Div)))
         node = parent
     uses = (
-        [_of_use(tree, use, hops - 1) for name, scope in _names(tree, parent) for use in _uses(scope, name)]
+        [
+            _of_use(tree, use, hops - 1)
+            for name, scope in _names(tree, parent)
+            for use in _uses(scope, name)
+            if parent is None or not _is_of_another(parent, scope, name, use)
+        ]
         if hops
         else []
     )
@@ -103,6 +108,29 @@ def _names(tree: ast.Module, statement: ast.AST | None) -> Iterator[tuple[str, a
         for part in ast.walk(target) if isinstance(target, ast.expr) else ():
             if isinstance(part, ast.Name | ast.Attribute) and isinstance(part.ctx, ast.Store):
                 yield (part.id, function) if isinstance(part, ast.Name) else (part.attr, tree)
+
+
+def _is_of_another(statement: ast.AST, scope: ast.AST, name: str, use: ast.AST) -> bool:
+    """Whether a variable has another value where it is used than the one that a statement gives it.
+
+    It is used within the statement, or given another value between; a use above the statement comes after it in a loop.
+    """
+    here, first, last = _statement(use), statement.lineno, use.lineno  # type: ignore[attr-defined]  # both have a place
+    if isinstance(statement, ast.AugAssign) or here is statement:
+        return here is statement
+    others = [node for node in ast.walk(scope) if isinstance(node, ast.Name) and node.id == name and _gives(node)]
+    lines = [node.lineno for node in others if _statement(node) not in (statement, here)]
+    return any(first < line < last if first < last else not last <= line <= first for line in lines)
+
+
+def _gives(node: ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Store) and not isinstance(_statement(node), ast.AugAssign)
+
+
+def _statement(node: ast.AST) -> ast.AST:
+    while not isinstance(node, ast.stmt):
+        node = node.parent  # type: ignore[attr-defined]  # ours
+    return node
 
 
 def _uses(scope: ast.AST, name: str) -> Iterator[ast.AST]:

@@ -13,13 +13,12 @@ import torch
 
 from fsdp_testing.judging.checkers.divergence import DECISIVE
 from fsdp_testing.train import evidence, multiples
-from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, Difference, floor, suggestion
+from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, Difference, suggestion
 from fsdp_testing.train.control import control, wrong_term
 from fsdp_testing.train.conventions import BATCH_NORM, MEASURED, SCHEDULER, flag
 from fsdp_testing.train.idle import stands_still, still_though_stepped
-from fsdp_testing.train.quantities import Kind, Quantity, spans_of_kind
+from fsdp_testing.train.quantities import RATE, Kind, Quantity, spans_of_kind
 from fsdp_testing.train.spans import assembled
-from fsdp_testing.train.terms import summed_terms
 from fsdp_testing.train.whole import Disagreement, WholeRun, first_steps
 
 
@@ -144,11 +143,13 @@ def of_disagreement(run: WholeRun, odd: Disagreement) -> str:
             "not in the same way. "
             "Copy after each step, on all ranks."
         )
-    by_evidence = evidence.between_ranks(run.evidence, str(odd.quantity))
+    by_evidence = evidence.between_ranks(run.evidence)
     reduced = all(all(rank.steps[odd.step].evidence.reduced[-1:]) for rank in run.ranks)
     return (
-        _skipped(run, odd)
+        _not_sent(run, odd)
+        or _skipped(run, odd)
         or _own_settings(run, odd.step)
+        or _moved_apart(run, odd)
         or (_local_norm(run, odd.step) if reduced else "")
         or _some_unreduced(run, odd)
         or by_evidence
@@ -178,13 +179,47 @@ def of_returned(run: WholeRun, reference: WholeRun, difference: Difference) -> s
     )
 
 
-def _skipped(run: WholeRun, odd: Disagreement) -> str:
-    passes = [len(rank.steps[odd.step].losses) for rank in run.ranks]
-    if odd.kind is not Kind.PARAMETER or len(set(passes)) == 1:
+def _receivers(run: WholeRun, step: int) -> list[int]:
+    """Return the ranks that step no optimizer, and were sent weights."""
+    return [number for number, rank in enumerate(run.ranks) if not rank.steps[step].settings]
+
+
+def _not_sent(run: WholeRun, odd: Disagreement) -> str:
+    receivers = _receivers(run, odd.step) if odd.kind is Kind.PARAMETER else []
+    if not receivers:
         return ""
     return (
-        f"The ranks made {_listed(passes)} backward passes for it. Cause: a rank decides by its own number to skip a "
-        f"step (a loss or norm that is not reduced). Decide by a number that is equal on all ranks."
+        f"Cause: rank(s) {_listed(receivers)} step no optimizer, and are not sent this parameter as another rank has stepped it. "
+        "Broadcast every parameter after the step."
+    )
+
+
+def _skipped(run: WholeRun, odd: Disagreement) -> str:
+    seen = [rank.steps[odd.step] for rank in run.ranks]
+    passes, stepped = [len(one.losses) for one in seen], [one.stepped for one in seen]
+    if odd.kind is Kind.PARAMETER and len(set(passes)) > 1:
+        return (
+            f"The ranks made {_listed(passes)} backward passes for it. Cause: a rank decides by its own number to skip a "
+            f"step (a loss or norm that is not reduced). Decide by a number that is equal on all ranks."
+        )
+    if odd.kind is Kind.PARAMETER and len(set(stepped)) > 1 and not run.shares_work:
+        return (
+            f"Cause: the ranks step {_listed(stepped)} tensors. A rank does not step one of its optimizers, or has given it "
+            "others. Step the same on every rank."
+        )
+    return ""
+
+
+def _moved_apart(run: WholeRun, odd: Disagreement) -> str:
+    """Return the cause where ranks have the same weights after a step, and others before the next one."""
+    key, step = odd.quantity, odd.step
+    after = [rank.steps[step - 1].after.get(key, ()) for rank in run.ranks] if step > 0 else []
+    before = [rank.steps[step].before.get(key, spans) for rank, spans in zip(run.ranks, after)]
+    if odd.kind is not Kind.PARAMETER or not (after and all(after)) or assembled(before)[1] is None:
+        return ""
+    return (
+        f"Cause: after step {step - 1} ranks have the same weights, and before step {step} they are changed outside of the "
+        "optimizer's step, differently on ranks. Change them on every rank in the same way."
     )
 
 
@@ -216,7 +251,7 @@ def _own_settings(run: WholeRun, step: int) -> str:
 
 def _local_norm(run: WholeRun, step: int) -> str:
     norms = [rank.steps[step].norms for rank in run.ranks]
-    if len(set(norms)) == 1:
+    if len(set(norms)) == 1 or _receivers(run, step):
         return ""
     if not all(norms):
         clips = [rank for rank, given in enumerate(norms) if given]
@@ -229,14 +264,25 @@ def _local_norm(run: WholeRun, step: int) -> str:
     )
 
 
+def _clip_limit(reference: WholeRun, run: WholeRun, step: int) -> str:
+    due, got = (world.ranks[0].steps[step].clip_limits for world in (reference, run))
+    pair = next((pair for pair in zip(due, got) if pair[0] != pair[1]), None)
+    if pair is None:
+        return ""
+    return (
+        f"Cause: gradients are clipped to {pair[1]:.6g}, and in one process to {pair[0]:.6g}: the limit depends on the number of "
+        "ranks. The norm is that of the whole gradient: clip it to the same number."
+    )
+
+
 def of_difference(reference: WholeRun, run: WholeRun, difference: Difference) -> str:
     """Return why a world differs from the reference world."""
     step = min(difference.step, run.steps - 1)  # what is returned may have other steps than the optimizer
     of_evidence = "" if run.shares_work else evidence.between_sizes(reference.evidence, run.evidence, run.size)
     return (
         _by_design(run, difference)
-        or evidence.of_rate(difference, run.size)
-        or _kept(difference)
+        or evidence.of_rate(difference, run.size, begins=_begins(reference, difference))
+        or _kept(reference, run, difference)
         or (step >= 0 and _of_step(reference, run, step))
         or of_evidence
         or wrong_term(reference, run, CLEAR_ROUNDINGS)
@@ -252,10 +298,17 @@ def _of_step(reference: WholeRun, run: WholeRun, step: int) -> str:
         _moved(reference, run, step)
         or ("" if run.shares_work else _own_settings(run, step))
         or _local_norm(run, step)
+        or _clip_limit(reference, run, step)
         or _counts(run, step)
         or _batch_norm(run, step)
-        or _own_counts(reference, run, step)
+        or multiples.of_own_counts(reference, run, step)
     )
+
+
+def _begins(reference: WholeRun, difference: Difference) -> bool:
+    """Whether all rates before a difference are zero, as those with which a warm-up may begin."""
+    before = reference.quantities.get(RATE, [])[: difference.step]
+    return not any(bool(rates.any()) for rates in before)
 
 
 def _by_design(run: WholeRun, difference: Difference) -> str:
@@ -267,7 +320,7 @@ def _by_design(run: WholeRun, difference: Difference) -> str:
     )
 
 
-def _kept(difference: Difference) -> str:
+def _kept(reference: WholeRun, run: WholeRun, difference: Difference) -> str:
     """Return the cause where only what is kept beside weights and gradients differs: these come first in a step."""
     kind, name = difference.quantity.kind, difference.quantity.name
     if kind is Kind.COPIED:
@@ -282,7 +335,7 @@ def _kept(difference: Difference) -> str:
             "Cause: weights agree at each step and this copy of them does not: its decay, or how often it is updated, depends on "
             "the number of ranks."
         )
-    if kind is Kind.MOMENT:
+    if kind is Kind.MOMENT and multiples.has_due_gradient(reference, run, name, difference.step):
         return "Cause: gradients and weights agree so far: the optimizer's state is changed outside of its step."
     return ""
 
@@ -333,42 +386,13 @@ def _batch_norm(run: WholeRun, step: int) -> str:
     )
 
 
-def _own_counts(reference: WholeRun, run: WholeRun, step: int) -> str:
-    """Return the cause where one process has a mean of the ranks' gradients by weights, and the ranks have the plain mean."""
-    ranks = [summed_terms(rank.steps[step].terms.passes) for rank in run.ranks]
-    names = [name for name in ranks[0] if all(name in rank for rank in ranks)]
-    wanted, given = (_gradients(one, names, step) for one in (reference, run))
-    if wanted is None or given is None:
-        return ""
-    terms = [torch.cat([rank[name].double().reshape(-1) for name in names]) for rank in ranks]
-    bound = floor(ranks[0][names[0]].dtype, CLEAR_ROUNDINGS) * max(float(term.abs().max()) for term in terms)
-    weights = multiples.weights_of(wanted, terms, bound)
-    if weights is None or terms[0].shape != given.shape:
-        return ""
-    plain = bool(((torch.stack(terms).mean(0) - given).abs() <= bound).all())
-    uneven = max(abs(weight - 1 / run.size) for weight in weights) > multiples.UNEVEN
-    if not (plain and uneven and min(weights) > 0 and abs(sum(weights) - 1) < multiples.UNEVEN):
-        return ""
-    return (
-        f"Cause: the loss is divided by the rank's own count (of tokens, of weights). At step {step} one process weights the "
-        f"ranks' gradients by {_listed([round(weight, 4) for weight in weights])}, and the ranks take their plain mean. "
-        "Divide by the count of all ranks, times the number of ranks where gradients are averaged."
-    )
-
-
-def _gradients(run: WholeRun, names: Sequence[str], step: int) -> torch.Tensor | None:
-    """Return the gradients of parameters at a step as one row of numbers, as they are without clips."""
-    kind = Kind.UNCLIPPED if run.names(Kind.UNCLIPPED) else Kind.GRADIENT
-    values = [run.quantities.get(Quantity(kind, name), [])[step : step + 1] for name in names]
-    return torch.cat([one[0].double().reshape(-1) for one in values]) if names and all(values) else None
-
-
 def _loss(difference: Difference) -> str:
     if difference.quantity.kind is not Kind.LOSS:
         return ""
     return (
-        "Weights and rows equal those of one process, but the mean of the ranks' losses is not its loss. Look for a loss that "
-        "is divided by the rank's own count (of tokens, of weights), or scaled by the number of ranks or micro-batches."
+        "Weights and rows equal those of one process, but the mean of the ranks' losses is not its loss. Look for a loss that is "
+        "divided by the rank's own count (of tokens, of weights), scaled by the number of ranks or micro-batches, or made of "
+        "something else that differs between ranks (labels, a teacher)."
     )
 
 

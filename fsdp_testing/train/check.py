@@ -15,17 +15,18 @@ import torch
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.train import causes
+from fsdp_testing.train.by_batches import decided_by_batches, same_moments
 from fsdp_testing.train.comparable import only
 from fsdp_testing.train.comparison import Difference, first_difference
 from fsdp_testing.train.conventions import BATCH_NORM, CONVENTIONS, LOSS, SCHEDULER, to_follow
-from fsdp_testing.train.deciding import Compared, decide
+from fsdp_testing.train.deciding import decide
 from fsdp_testing.train.feed import Feed, feeds_of
 from fsdp_testing.train.on_rank import RunSettings
 from fsdp_testing.train.pair import Pair, check_repeats, check_until, computes_the_same, may_be_given_weights
 from fsdp_testing.train.parts import doubled, shares_rows, takers, with_parts_in_place
 from fsdp_testing.train.quantities import Kind, Quantities, Quantity
 from fsdp_testing.train.report import Judgement
-from fsdp_testing.train.rows import strange_shares, taken_elsewhere, unknown_shares
+from fsdp_testing.train.rows import prepared_apart, strange_shares, taken_elsewhere, unknown_shares
 from fsdp_testing.train.running import Failed, Runner, Undecided
 from fsdp_testing.train.spans import SUMMED_ROUNDINGS
 from fsdp_testing.train.whole import WholeRun, first_steps, initial, own_parts, whole
@@ -185,45 +186,12 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
     how += ", which runs the rows of each rank separately and averages" if {LOSS, BATCH_NORM} & {*accept} else ""
     pair, start = _with_same_start(pair)
     check_disagreements(pair)
-    compared = _decided(pair)
-    if odd := taken_elsewhere(alone, taken):
+    compared = decided_by_batches(pair)
+    if odd := taken_elsewhere(alone, taken) or prepared_apart(alone, taken):
         raise Undecided(f"trains as {pair.other} does, but {odd}")
     lines = compared.lines + unknown_shares(alone, taken) + not_stepped(run) + not_compared(run, accept)
     sentence = f"{run.steps} steps match those of one process {how}{start}"
     return Judgement(size, Verdict.PASS, sentence, lines, compared.unknown, steps=run.steps)
-
-
-def _decided(pair: Pair) -> Compared:
-    """Compare, and return what was compared; what differs by padding alone decides nothing.
-
-    Raises:
-        Failed: The world differs.
-        Undecided: There is no verdict.
-    """
-    try:
-        return decide(pair)
-    except Failed as why:
-        if pair.feed.blind and not _same_losses(pair, why.first):
-            raise Undecided(
-                f"{why} Forward is given rows along another dimension than the first, so it is not known whether one process "
-                "got the same. Give it the rows first, and transpose inside it."
-            ) from why
-        if not (pair.feed.pads and _same_count(pair.reference, pair.run, 0)):
-            raise
-    # Judged with batches that are padded together: whatever differs still is no padding.
-    alike = with_parts_in_place(pair.reference, pair.runner.run(pair.run.size, RunSettings(feed=pair.feed)))
-    decide(replace(pair, run=alike, own=pair.feed, kept={}))
-    raise Undecided(
-        "differs from one process only where rows are padded to another length: with the ranks' batches padded together it "
-        "trains as one process does. Mask the padding in the model and in the loss, or pad to a fixed length."
-    )
-
-
-def _same_losses(pair: Pair, difference: Difference | None) -> bool:
-    """Whether both have the same losses until their first difference, as rows that are the same give."""
-    step = difference.step + 1 if difference is not None else 0
-    one, other = (world.quantities.get(Quantity(Kind.LOSS), [])[:step] for world in (pair.reference, pair.run))
-    return bool(one) and len(one) == len(other) and all(map(torch.allclose, one, other))
 
 
 def _pair(runner: Runner, alone: WholeRun, run: WholeRun, taken: WholeRun) -> tuple[Pair, str]:
@@ -326,33 +294,11 @@ def _reference(runner: Runner, alone: WholeRun, run: WholeRun) -> tuple[WholeRun
     )
 
 
-def same_moments(one: WholeRun, run: WholeRun, *, counts: bool = True) -> bool:
-    """Whether both made as many forwards until each step, after as many items of their loaders.
-
-    Rows that are padded to the longest of another batch have other digests. There are as many of them, unless each batch is
-    packed into one row.
-    """
-    for step in range(min(one.steps, run.steps)):
-        mine, others = one.ranks[0], run.ranks
-        if any(len(mine.steps[step].rows) != len(rank.steps[step].rows) for rank in others):
-            return False
-        if any(mine.taken.items[step] != rank.taken.items[step] for rank in others):
-            return False
-        forwards = [len(forward) for seen in (mine, *others) for forward in seen.steps[step].rows]
-        if counts and not _same_count(one, run, step) and {*forwards} != {1}:
-            return False
-    return True
-
-
 def same_source(alone: WholeRun, run: WholeRun) -> bool:
     """Whether all ranks take the rows of one process, though forward is given parts of them, as slices of sequences."""
     sources = [rank.taken.rows for rank in (*alone.ranks, *run.ranks)]
     known = min(map(len, sources))
     return known > 0 and all(rows[:known] == sources[0][:known] for rows in sources)
-
-
-def _same_count(one: WholeRun, run: WholeRun, step: int) -> bool:
-    return one.union(step).total() == run.union(step).total()
 
 
 def _same_data(one: WholeRun, run: WholeRun) -> bool:

@@ -98,6 +98,10 @@ def _decide(pair: Pair) -> Compared:
     difference = pair.difference(lambda world: only(world.quantities, trained), decided) or other_steps
     if difference is not None:
         _fail_by(pair, difference, names, trained)
+    if pair.apart_in_dtype:
+        raise Failed(
+            f"does not compute what {pair.other} does, though roundings hide it. {pair.apart_in_dtype}", pair.table
+        )
     wrong = causes.wrong_in_itself(run, start.accept) or causes.wrong_in_itself(reference, start.accept)
     if wrong:
         raise Failed(f"is wrong with any number of ranks: {wrong}", pair.table)

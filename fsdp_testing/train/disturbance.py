@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,16 +48,32 @@ _EXACT = frozenset(
 )
 
 
+_DRAWING = re.compile(
+    r"aten\.(rand|bernoulli|multinomial|(native_)?dropout|(uniform|normal|random|exponential|geometric)_?\.)"
+)
+
+
+def is_drawing(operation: str) -> bool:
+    """Whether an operation, as "aten.rand.generator", draws random numbers."""
+    return _DRAWING.match(operation) is not None
+
+
+def _unseen(_operation: str, _results: list[Any]) -> None:
+    """See nothing."""
+
+
 @contextmanager
-def disturbed(seed: int) -> Iterator[None]:
+def disturbed(seed: int, see: Callable[[str, list[Any]], None] = _unseen) -> Iterator[None]:
     """Move what every operation computes, in each element independently, by up to two units in the last place.
 
     Args:
         seed: Another one for each run and rank. The program's own generators are left alone.
+        see: Is given the name and the results of each operation.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def move(name: str, inputs: list[Any], results: list[Any]) -> None:
+        see(name, results)
         space, operation = name.split(".")[:2]
         if space != "aten" or operation in _EXACT:
             return

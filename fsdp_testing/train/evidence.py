@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from fsdp_testing.base import compat
+from fsdp_testing.cases.records.specs import UNIT_ROUNDOFF
 from fsdp_testing.oracle.models import roundoff
 from fsdp_testing.ranks.ledger.recorder import Call, GroupIdentity
-from fsdp_testing.train.batches import local_part
+from fsdp_testing.train.batches import local_part, tensors_in
 from fsdp_testing.train.comparison import Difference
 from fsdp_testing.train.quantities import Kind
 
@@ -41,7 +42,8 @@ class StepEvidence:
         weights: Digest of the weights before the step.
         gradient_norm: Norm of the gradients that the optimizer is given on this rank.
         gathered: Whether parameters were gathered: then weights and gradients here are shards.
-        roundoff: Unit roundoff of the narrowest dtype that gradients or parameters have, or autocast computes in.
+        roundoff: Unit roundoff of the narrowest dtype that gradients, parameters or inputs have, or autocast computes in.
+        computed: Unit roundoff of the narrowest dtype that forward and backward compute in; 0 of a run that is not disturbed.
         agreed: Whether all ranks are given the same gradients of what they share, so that none of them lacks a reduction.
     """
 
@@ -54,6 +56,7 @@ class StepEvidence:
     gradient_norm: float = 0.0
     gathered: bool = False
     roundoff: float = 0.0
+    computed: float = 0.0
     agreed: bool = False
 
     @property
@@ -68,7 +71,7 @@ class Clues:
         self._seed = torch.initial_seed()
         self._generator = self._dropout = ""
         self._local = 0
-        self._roundoff = 0.0
+        self._roundoff = self._computed = 0.0
         self._reduced: list[int] = []
         self._gathered = False
 
@@ -83,7 +86,12 @@ class Clues:
     def see_backward(self) -> None:
         self._reduced.append(0)
 
-    def see_forward(self, module: nn.Module, _args: Any) -> None:
+    def see_results(self, results: Sequence[torch.Tensor]) -> None:
+        """Take note of what an operation of a forward or of backward gave."""
+        units = (roundoff(tensor.dtype) for tensor in results if tensor.is_floating_point())
+        self._computed = max(self._computed, *units, 0.0)
+
+    def see_forward(self, module: nn.Module, args: Any) -> None:
         if compat.in_backward():
             return  # activations are computed again
         if not self._generator:
@@ -92,6 +100,8 @@ class Clues:
             self._dropout = _generator_digest()
         if getattr(module, "require_backward_grad_sync", True) is False:
             self._local += 1
+        # What mixed precision of FSDP casts shows in what inner modules are given.
+        self._roundoff = max(self._roundoff, *(roundoff(tensor.dtype) for tensor in tensors_in(args)), 0.0)
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 self._roundoff = max(self._roundoff, roundoff(torch.get_autocast_dtype(device)))
@@ -114,6 +124,7 @@ class Clues:
             weights=_digest(parameters),
             gradient_norm=float(sum(float(g.double().square().sum()) for g in gradients) ** 0.5),
             gathered=self._gathered,
+            computed=self._computed,
             roundoff=max([self._roundoff, *(roundoff(tensor.dtype) for tensor in [*parameters, *gradients])]),
         )
 
@@ -137,19 +148,19 @@ ROUNDINGS = 8
 """Roundings of a narrow dtype in which a norm may differ: few, since those of many numbers cancel in it."""
 
 
-def between_ranks(ranks: Sequence[Steps], name: str, reduced: str = "") -> str:
+def between_ranks(ranks: Sequence[Steps], name: str = "", reduced: str = "") -> str:
     """Return why the ranks of one world give different things; empty where the evidence does not show it.
 
     Args:
         ranks: What each rank saw, step by step.
-        name: Of the quantity that differs first.
+        name: Of what is returned and differs first; empty of weights, and of what is kept of them.
         reduced: Whether its "mean" over ranks is what the reference world gives, or its "sum"; empty for neither.
     """
     for step, seen in enumerate(zip(*ranks)):
         cause = _seeds(seen, step) or _not_reduced(seen, step) or _generators(seen, step)
         if cause:
             return cause
-    return _metric(ranks, name, reduced)
+    return _metric(ranks, name, reduced) if name else ""
 
 
 def between_sizes(reference: Sequence[Steps], other: Sequence[Steps], size: int) -> str:
@@ -164,17 +175,47 @@ def between_sizes(reference: Sequence[Steps], other: Sequence[Steps], size: int)
     return ""
 
 
-def of_rate(difference: Difference, size: int) -> str:
-    """Return the cause where the first difference of a world of `size` is a learning rate; empty where it is not."""
+def of_dtypes(ranks: Sequence[Steps]) -> str:
+    """Return the cause where the narrowest dtype that ranks compute in is not the same; of a run that is disturbed."""
+    for step, seen in enumerate(zip(*ranks)):
+        units = [one.computed for one in seen]
+        if all(units) and len(set(units)) > 1:
+            other = next(rank for rank, unit in enumerate(units) if unit != units[0])
+            names = {unit: name for name, unit in UNIT_ROUNDOFF.items()}
+            return (
+                f"Cause: ranks compute in different dtypes. At step {step} the narrowest dtype in forward and backward is "
+                f"{names[units[0]]} on rank 0 and {names[units[other]]} on rank {other}. Use the same autocast and casts on "
+                "every rank."
+            )
+    return ""
+
+
+def of_rate(difference: Difference, size: int, *, begins: bool = True) -> str:
+    """Return the cause where the first difference of a world of `size` is a learning rate; empty where it is not.
+
+    Args:
+        difference: The first.
+        size: Number of ranks.
+        begins: Whether no rate was other than zero before.
+    """
     if difference.quantity.kind is not Kind.RATE:
         return ""
+    if not begins:
+        return (
+            f"Cause: a schedule depends on the number of ranks: until step {difference.step} the learning rate is that of one "
+            "process. It counts ranks or a rank's own batches, or follows a loss that is each rank's own. Count steps of the "
+            "optimizer, and reduce what a schedule follows. If it is intended, set its length by an argument for this check."
+        )
     times = f"{difference.ratio:.6g} times that of one process" if difference.ratio is not None else "by no one factor"
     scaled = (
         f" is multiplied by the number of ranks ({difference.ratio:.6g} times)"
         if difference.ratio is not None and abs(difference.ratio - size) < CLOSE * size
         else f" depends on the number of ranks ({times})"
     )
-    return f"Cause: the learning rate{scaled}. One process with the rows of all ranks takes the mean of the same gradients."
+    return (
+        f"Cause: the learning rate{scaled}. One process with the rows of all ranks takes the mean of the same gradients. If "
+        "it is intended, set rate and warm-up by arguments for this check, the same on every number of ranks: the rest is judged."
+    )
 
 
 def _seeds(seen: Steps, step: int) -> str:

@@ -6,11 +6,11 @@ arguments of the outermost forward where these determine the loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, pairwise, repeat
 from typing import Any
 from unittest import mock
 
@@ -19,10 +19,12 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.oracle.models import map_tensors
 from fsdp_testing.train.batches import Call, joined, on_cpu, row_digests, tensors_in
+from fsdp_testing.train.collators import Uncollated, copied, has_numbers, is_alike, with_numbers
 from fsdp_testing.train.conventions import AsRanks
-from fsdp_testing.train.loaders import LoaderSeen, LoaderWatch, Pass, copied, of_training
+from fsdp_testing.train.loaders import LoaderSeen, LoaderWatch, Pass, of_training
+
+_Groups = Callable[[Sequence[Sequence[Any]]], list[tuple[Any, ...]]]
 
 
 class Source(StrEnum):
@@ -41,6 +43,7 @@ class Taken:
         loaders: Its `DataLoader`s.
         marked: What marked lines were given.
         marks: Digests of its rows, for each time.
+        apart: Of how many items a fed process's collator makes other rows than those of the ranks do.
         calls: The outermost forwards.
         items: How many items of `DataLoader`s had been taken when each step began.
         counts: The same, of each loader.
@@ -52,6 +55,7 @@ class Taken:
     items: list[int] = field(default_factory=list)
     counts: list[tuple[int, ...]] = field(default_factory=list)
     marks: list[tuple[str, ...]] = field(default_factory=list)
+    apart: int = 0
 
     @property
     def rows(self) -> list[str]:
@@ -77,19 +81,6 @@ class Taken:
         return taken if all(taken) else []
 
 
-@dataclass(frozen=True, slots=True)
-class Uncollated:
-    """Rows of which a fed process makes an item by its own `collate_fn`.
-
-    Attributes:
-        samples: Of all ranks.
-        counts: How many are each rank's, which takes these of the item that is made of all.
-    """
-
-    samples: list[Any]
-    counts: tuple[int, ...]
-
-
 @dataclass(slots=True)
 class FedLoader:
     """What `len` of a loader gives, and the items of each pass; None leaves it what it has."""
@@ -109,6 +100,8 @@ class Feed:
         ranks: The ranks whose conventions it is to follow, if any are accepted.
         weights: Parameters with which its models are to begin, by name; as it made them without.
         pads: Whether batches have other shapes than the ranks' own: rows are padded to another length.
+        collates: Whether a collator that makes other rows of all ranks' than of each rank's gives these.
+        loose: Whether numbers beside the rows, as their count, are those of rank 0.
         blind: Whether forward's rows are not along the first dimension, so that their digests tell nothing.
         rank: Whose rows are taken of items that are made of all ranks' rows; -1 takes all.
     """
@@ -117,6 +110,8 @@ class Feed:
     loaders: list[FedLoader] = field(default_factory=list)
     batches: list[Any] = field(default_factory=list)
     pads: bool = False
+    collates: bool = False
+    loose: bool = False
     blind: bool = False
     ranks: AsRanks | None = None
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -212,19 +207,27 @@ class Feeder:
 
     def _pass(self, loader: Any, real_iter: Any) -> Iterator[Any]:
         number, watched = self._watched(loader)
-        loader_pass, own = watched.begin(lambda: real_iter(loader), self._epoch_calls)
-        fed = self._fed(number)
-        if fed is None or fed.passes is None:
-            return self._counted(loader_pass, own)
-        turn = len(watched.seen.passes) - 1
-        return self._counted(loader_pass, self._given(loader, fed.passes[turn] if turn < len(fed.passes) else [], own))
+        fed, turn = self._fed(number), len(watched.seen.passes)
+        passes = fed.passes if fed is not None else None
+        items = passes[turn] if passes and turn < len(passes) else []
+        # Its collator may keep a state of what it was given: that is what the items in their place are made of.
+        collates = not any(isinstance(item, Uncollated) for item in items)
+        loader_pass, own = watched.begin(lambda: real_iter(loader), self._epoch_calls, collates=collates)
+        return self._counted(loader_pass, own if passes is None else self._given(loader, items, own))
 
     def _given(self, loader: Any, items: Sequence[Any], own: Iterator[Any]) -> Iterator[Any]:
         for item in items:
             next(own, None)  # so that its own sampler draws what it draws
-            if isinstance(item, Uncollated):
-                item = _share(loader.collate_fn(copied(item.samples)), item.counts, self._feed.rank)
-            yield item
+            yield self._collated(loader.collate_fn, item) if isinstance(item, Uncollated) else item
+
+    def _collated(self, collate: Any, rows: Uncollated) -> Any:
+        made = collate(copied(rows.samples))
+        if rows.item is not None:
+            item = with_numbers(rows.item, made)
+            alike = is_alike(made, item)
+            self.taken.apart += not alike
+            made = item if alike or not self._feed.collates else made
+        return rows.share(made, self._feed.rank)
 
     def _counted(self, loader_pass: Pass, items: Iterator[Any]) -> Iterator[Any]:
         for item in items:
@@ -247,12 +250,6 @@ def batch(*values: Any) -> Any:
     """
     rows = values if _current is None else _current.mark(values)
     return rows[0] if len(values) == 1 else rows
-
-
-def _share(item: Any, counts: Sequence[int], rank: int) -> Any:
-    """Return the rows of one rank of an item that is made of all ranks' rows; -1: of all."""
-    rows = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-    return item if rank < 0 else map_tensors(lambda t: t[rows] if t.ndim and len(t) == sum(counts) else t, item)
 
 
 def _fits(parts: Sequence[Any], *, alike: bool) -> bool:
@@ -280,9 +277,10 @@ def feeds_of(ranks: Sequence[Taken], forwards_alone: int, forwards_here: int) ->
     """
     one_by_one = len(ranks) > 1 and forwards_alone == len(ranks) * forwards_here
 
-    def together(columns: Sequence[Sequence[Any]]) -> list[Any]:
+    def groups(columns: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+        """Return what is one batch of all ranks, in the order in which it is given."""
         moments = list(zip(*columns))
-        return [part for moment in moments for part in moment] if one_by_one else [joined(moment) for moment in moments]
+        return [(part,) for moment in moments for part in moment] if one_by_one else moments
 
     blind = not _rows_first(ranks[0])
     if ranks[0].marked:
@@ -290,14 +288,14 @@ def feeds_of(ranks: Sequence[Taken], forwards_alone: int, forwards_here: int) ->
             raise InvalidArgument(
                 f"data: the marked line has its rows along another dimension than the first. {_ROWS_FIRST}"
             )
-        yield Feed(Source.MARK, batches=together([rank.marked for rank in ranks]), blind=blind)
+        yield Feed(Source.MARK, batches=_together(groups([rank.marked for rank in ranks])), blind=blind)
         return
     if any(loader.passes for loader in ranks[0].loaders):
-        yield from (replace(feed, blind=blind) for feed in _loader_feeds(ranks, together, one_by_one))
+        yield from (replace(feed, blind=blind) for feed in _loader_feeds(ranks, groups, one_by_one))
     if ranks[0].calls and (one_by_one or not blind) and all(call.determines_loss for call in ranks[0].calls):
         calls = [[(call.args, call.kwargs) for call in rank.calls] for rank in ranks]
         if one_by_one or all(_fits(moment, alike=False) for moment in zip(*calls)):
-            yield Feed(Source.FORWARD, batches=together(calls))
+            yield Feed(Source.FORWARD, batches=_together(groups(calls)))
 
 
 _ROWS_FIRST = (
@@ -322,55 +320,64 @@ def _rows_first(rank: Taken) -> bool:
     return first and all(_is_long([*call.args, *call.kwargs.values()], _sizes(rank)) for call in rank.calls[:1])
 
 
-def _loader_feeds(ranks: Sequence[Taken], together: Any, one_by_one: bool) -> Iterator[Feed]:
+def _together(groups: Sequence[tuple[Any, ...]]) -> list[Any]:
+    return [joined(group) if len(group) > 1 else group[0] for group in groups]
+
+
+def _loader_feeds(ranks: Sequence[Taken], groups: _Groups, one_by_one: bool) -> Iterator[Feed]:
     """Yield the items of all ranks as one item; and the rows that they were made of, for the script's own collator."""
+    trains, numbers = of_training(ranks[0].loaders), range(len(ranks[0].loaders))
     passes = [
         [rank.loaders[number].passes[turn] for rank in ranks if _has_pass(rank, number, turn)]
         for number, loader in enumerate(ranks[0].loaders)
-        if of_training(ranks[0].loaders)[number]
+        if trains[number]
         for turn in range(len(loader.passes))
     ]
     shared = [ones for ones in passes if len(ones) == len(ranks)]
-    moments = [
-        moment for passes_of_ranks in shared for moment in zip(*(rank_pass.items for rank_pass in passes_of_ranks))
-    ]
+    moments = [moment for ones in shared for moment in zip(*(own_pass.items for own_pass in ones))]
     fits = one_by_one or all(_fits(moment, alike=False) for moment in moments)
     alike = one_by_one or (fits and all(_fits(moment, alike=True) for moment in moments))
-    numbers = range(len(ranks[0].loaders))
-    known = all(
-        len(rank_pass.samples) == len(rank_pass.items) for passes_of_ranks in shared for rank_pass in passes_of_ranks
-    )
-    repeats = not any(loader.repeats is False for rank in ranks for loader in rank.loaders)
+    known = all(len(own_pass.samples) == len(own_pass.items) for ones in shared for own_pass in ones)
+    draws = any(loader.draws for rank in ranks for loader in rank.loaders)
+    own = any(loader.collates for loader, of_it in zip(ranks[0].loaders, trains) if of_it)
     first = one_by_one or all(loader.rows_first for rank in ranks for loader in rank.loaders)
-    if not first and not (known and repeats):
+
+    def feed(*, collates: bool = True, items: bool = False, rows: bool = True, pads: bool = False) -> Feed:
+        loaders = [_loader(ranks, number, groups, items=items, rows=rows) for number in numbers]
+        return Feed(Source.LOADER, loaders, pads=pads, collates=collates)
+
+    if not first and (draws or not known):
         raise InvalidArgument(
             f"data: collate_fn makes batches whose rows are not along the first dimension. {_ROWS_FIRST}"
         )
-    if not first:
-        yield Feed(Source.LOADER, [_loader(ranks, number, None) for number in numbers])
-        return
-    if not alike and known and repeats:
-        yield Feed(Source.LOADER, [_loader(ranks, number, None) for number in numbers], pads=not fits)
-    elif not fits and known:
+    if not fits and known and draws:
         raise InvalidArgument(
             "data: expected rows of one shape on all ranks, or a collate_fn that pads the same rows in the same way each time, "
             "got one that draws random numbers: its padding cannot be replayed. Draw them in the dataset."
         )
-    if fits or not known:
-        yield Feed(Source.LOADER, [_loader(ranks, number, together) for number in numbers])
+    if not first or (not fits and known):
+        yield feed(pads=first)
+        return
+    replayed = known and not draws and (own or not alike)
+    if replayed:
+        yield feed(items=alike)
+    numbers_of_rank_0 = (draws or not known) and any(has_numbers(item) for moment in moments for item in moment)
+    yield replace(feed(collates=False, items=True, rows=replayed), loose=numbers_of_rank_0)
 
 
 def _has_pass(rank: Taken, number: int, turn: int) -> bool:
     return number < len(rank.loaders) and turn < len(rank.loaders[number].passes)
 
 
-def _loader(ranks: Sequence[Taken], number: int, together: Any) -> FedLoader:
+def _loader(ranks: Sequence[Taken], number: int, groups: _Groups, *, items: bool, rows: bool) -> FedLoader:
     """Return a loader of all ranks; of passes that not every rank makes, those of rank 0. What only validates is left alone.
 
     Args:
         ranks: What each took.
         number: Of the loader.
-        together: Makes items of all ranks one; None: that is left to the loader's collator.
+        groups: Says what of all ranks is one item.
+        items: Whether items are given.
+        rows: Whether the rows of which they were made are, for the loader's collator.
     """
     first = ranks[0].loaders[number]
     if not of_training(ranks[0].loaders)[number]:
@@ -380,9 +387,10 @@ def _loader(ranks: Sequence[Taken], number: int, together: Any) -> FedLoader:
         all_ranks = [rank.loaders[number].passes[turn] for rank in ranks if _has_pass(rank, number, turn)]
         if len(all_ranks) < len(ranks):
             passes.append(own.items)
-        elif together is not None:
-            passes.append(together([rank_pass.items for rank_pass in all_ranks]))
-        else:
-            moments = zip(*(rank_pass.samples for rank_pass in all_ranks))
-            passes.append([Uncollated([*chain(*moment)], tuple(map(len, moment))) for moment in moments])
+            continue
+        given = _together(groups([one.items for one in all_ranks])) if items else repeat(None)
+        if rows:
+            samples = groups([one.samples for one in all_ranks])
+            given = [Uncollated([*chain(*s)], tuple(map(len, s)), item) for s, item in zip(samples, given)]
+        passes.append([*given])
     return FedLoader(first.length, passes)

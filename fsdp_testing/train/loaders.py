@@ -20,8 +20,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from fsdp_testing.train.batches import local_part, on_cpu, row_digests, tensors_in
+from fsdp_testing.train.collators import Collated, Keeping, copied, draws, is_own
 
 _MOST_INDICES = 2**18
+_FIRST_ROWS, _MOST_NUMBERS = 24, 64
 _PURE = frozenset({"torch", "accelerate", "transformers", "lightning", "builtins"})
 """Packages whose samplers may be asked for the rest of a pass: they only count and draw."""
 
@@ -76,7 +78,9 @@ class LoaderSeen:
         due: Items of a pass; None where the loader has no length.
         replaces: Whether its sampler draws rows that it has drawn already.
         dataset: Length and digests of a few rows of the dataset that is indexed; empty where it has none or is a stream.
-        repeats: Whether `collate_fn` makes the same item of the same rows again; None where that was not tried.
+        first_rows: The numbers of its first rows, no more than `_MOST_NUMBERS` of each.
+        collates: Whether it has a `collate_fn` that is none of torch's.
+        draws: Whether its `collate_fn` draws random numbers, as far as that was tried.
         rows_first: Whether more rows make the tensors of an item longer along their first dimension, as far as that was tried.
     """
 
@@ -86,7 +90,9 @@ class LoaderSeen:
     due: int | None = None
     replaces: bool = False
     dataset: tuple[str, ...] = ()
-    repeats: bool | None = None
+    first_rows: list[torch.Tensor] = field(default_factory=list)
+    collates: bool = False
+    draws: bool = False
     rows_first: bool = True
 
     @property
@@ -135,29 +141,6 @@ class Drawn:
         return getattr(self.sampler, name)
 
 
-@dataclass(frozen=True, slots=True)
-class Collated:
-    """An item and the rows that it was made of."""
-
-    samples: list[Any]
-    item: Any
-
-
-class Keeping:
-    """Stands in the place of a `collate_fn`, and keeps what it is given; works in the workers of a loader too."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, samples: Any) -> Any:
-        return Collated(copied(samples), self.collate(samples))
-
-
-def copied(samples: Iterable[Any]) -> list[Any]:
-    """Return rows of which a collator may take parts out."""
-    return [type(sample)(sample) if type(sample) in (dict, list) else sample for sample in samples]
-
-
 class LoaderWatch:
     """Sees the passes over one `DataLoader`.
 
@@ -168,14 +151,16 @@ class LoaderWatch:
 
     def __init__(self, loader: DataLoader[Any], keeps: bool) -> None:
         self.loader, self.keeps = loader, keeps
-        self.seen = LoaderSeen()
+        self.seen = LoaderSeen(collates=is_own(loader.collate_fn))
         self._drawn: Drawn | None = None
         self._open: tuple[Pass, list[Any], Iterator[Any]] | None = None
 
-    def begin(self, begin: Callable[[], Iterator[Any]], epoch_calls: int) -> tuple[Pass, Iterator[Any]]:
-        """Begin a pass by `begin`; return the pass, and what gives its items."""
+    def begin(
+        self, begin: Callable[[], Iterator[Any]], epoch_calls: int, *, collates: bool = True
+    ) -> tuple[Pass, Iterator[Any]]:
+        """Begin a pass by `begin`; return the pass, and what gives its items: rows that are not collated without `collates`."""
         loader, seen = self.loader, self.seen
-        own = self._watched(begin)
+        own = self._watched(begin, collates)
         samplers = list(_samplers(loader))
         epochs = [sampler.epoch for sampler in samplers if _shuffles_by_epoch(sampler)]
         loader_pass = Pass(epoch=epochs[0] if epochs else None, epoch_calls=epoch_calls)
@@ -207,23 +192,24 @@ class LoaderWatch:
             yield item
         loader_pass.complete = True
 
-    def _watched(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _watched(self, begin: Callable[[], Iterator[Any]], collates: bool) -> Iterator[Any]:
         """Begin a pass of which indices and rows are seen. Its own attributes are the loader's again afterwards."""
         loader = self.loader
+        watched: dict[str, Any] = {}
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         sampler, collate = loader.__dict__.get(name), loader.__dict__.get("collate_fn")
-        if sampler is None or isinstance(loader.dataset, IterableDataset):
-            return begin()
-        if self._drawn is None or self._drawn.sampler is not sampler:
-            self._drawn = Drawn(sampler)
-        watched: dict[str, Any] = {name: self._drawn}
-        if self.keeps and loader.batch_sampler is not None and callable(collate):
-            watched["collate_fn"] = Keeping(collate)
+        if sampler is not None and not isinstance(loader.dataset, IterableDataset):
+            if self._drawn is None or self._drawn.sampler is not sampler:
+                self._drawn = Drawn(sampler)
+            watched[name] = self._drawn
+        if (self.keeps or not collates) and loader.batch_sampler is not None and callable(collate):
+            watched["collate_fn"] = Keeping(collate) if collates else list
+        before = {attribute: loader.__dict__[attribute] for attribute in watched}
         loader.__dict__.update(watched)
         try:
             return begin()
         finally:
-            loader.__dict__.update({name: sampler} | ({"collate_fn": collate} if "collate_fn" in watched else {}))
+            loader.__dict__.update(before)
 
     def finish(self) -> None:
         """Look, after the training, at what explains its rows: the rest of the last pass, the dataset, the collator."""
@@ -239,6 +225,7 @@ class LoaderWatch:
                     loader_pass.indices, loader_pass.planned = [index(row) for row in rows], True
         if self._drawn is not None:
             seen.dataset = _fingerprint(_base(loader)[0])
+            seen.first_rows = _first_rows(_base(loader)[0])
         kept = [
             (samples, item)
             for loader_pass in seen.passes
@@ -247,9 +234,8 @@ class LoaderWatch:
         if kept:
             with suppress(Exception), _seeded():
                 samples, item = kept[0]
-                again = loader.collate_fn(copied(samples))
-                seen.repeats = row_digests(again) == row_digests(item)
-                seen.rows_first = _grows_first(again, loader.collate_fn(copied([*samples, *samples])))
+                seen.draws = draws(loader.collate_fn, samples)
+                seen.rows_first = _grows_first(item, loader.collate_fn(copied([*samples, *samples])))
 
 
 def _grows_first(item: Any, twice: Any) -> bool:
@@ -337,6 +323,22 @@ def _fingerprint(dataset: Any) -> tuple[str, ...]:
         return (str(length), *rows)
     except Exception:  # noqa: BLE001 - a dataset of any kind may refuse to be indexed like this
         return ()
+
+
+def _first_rows(dataset: Any) -> list[torch.Tensor]:
+    with suppress(Exception), _seeded():
+        return [_numbers(dataset[place])[:_MOST_NUMBERS] for place in range(min(len(dataset), _FIRST_ROWS))]
+    return []
+
+
+def _numbers(row: Any) -> torch.Tensor:
+    """Return the floating numbers of a row: of its tensors, arrays and numbers."""
+    if isinstance(row, float) or type(row).__module__ == "numpy":
+        row = torch.as_tensor(row)
+    if isinstance(row, torch.Tensor):
+        return row.detach().double().cpu().reshape(-1) if row.is_floating_point() else torch.empty(0).double()
+    parts = row.values() if isinstance(row, Mapping) else row if isinstance(row, (list, tuple)) else ()
+    return torch.cat([torch.empty(0).double(), *map(_numbers, parts)])
 
 
 def _digest(tree: Any) -> str:

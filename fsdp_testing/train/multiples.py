@@ -14,6 +14,7 @@ from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, ROUNDINGS, Difference
 from fsdp_testing.train.conventions import LOSS, flag
 from fsdp_testing.train.quantities import Kind, Quantity
 from fsdp_testing.train.spans import assembled
+from fsdp_testing.train.terms import summed_terms
 from fsdp_testing.train.whole import Disagreement, WholeRun, first_steps, initial
 
 _SAME = 1e-5
@@ -94,7 +95,7 @@ def _as_factor(times: float, size: int, *, every: bool) -> str:
 def of_change(reference: WholeRun, run: WholeRun, difference: Difference) -> str:
     """Return the cause where a step with the due gradient and the due settings changes a parameter otherwise."""
     key, step = difference.quantity, difference.step
-    if key.kind is not Kind.PARAMETER or not _has_due_gradient(reference, run, key.name, step):
+    if key.kind is not Kind.PARAMETER or not has_due_gradient(reference, run, key.name, step):
         return ""
     due, got = _change(reference, key, step), _change(run, key, step)
     if due is None or got is None:
@@ -133,6 +134,36 @@ def of_updates(run: WholeRun, odd: Disagreement) -> str:
         f"missing broadcast or "
         "gather), or a rate or a state is each rank's own."
     )
+
+
+def of_own_counts(reference: WholeRun, run: WholeRun, step: int) -> str:
+    """Return the cause where one process has a mean of the ranks' gradients by weights, and the ranks have the plain mean."""
+    ranks = [summed_terms(rank.steps[step].terms.passes) for rank in run.ranks]
+    names = [name for name in ranks[0] if all(name in rank for rank in ranks)]
+    wanted, given = (_whole_gradient(one, names, step) for one in (reference, run))
+    if wanted is None or given is None:
+        return ""
+    terms = [torch.cat([rank[name].double().reshape(-1) for name in names]) for rank in ranks]
+    bound = floor(ranks[0][names[0]].dtype, CLEAR_ROUNDINGS) * max(float(term.abs().max()) for term in terms)
+    weights = weights_of(wanted, terms, bound)
+    if weights is None or terms[0].shape != given.shape:
+        return ""
+    plain = bool(((torch.stack(terms).mean(0) - given).abs() <= bound).all())
+    uneven = max(abs(weight - 1 / run.size) for weight in weights) > UNEVEN
+    if not (plain and uneven and min(weights) > 0 and abs(sum(weights) - 1) < UNEVEN):
+        return ""
+    return (
+        f"Cause: the loss is divided by the rank's own count (of tokens, of weights). At step {step} one process weights the "
+        f"ranks' gradients by {', '.join(str(round(weight, 4)) for weight in weights)}, and the ranks take their plain mean. "
+        "Divide by the count of all ranks, times the number of ranks where gradients are averaged."
+    )
+
+
+def _whole_gradient(run: WholeRun, names: Sequence[str], step: int) -> torch.Tensor | None:
+    """Return the gradients of parameters at a step as one row of numbers, as they are without clips."""
+    kind = Kind.UNCLIPPED if run.names(Kind.UNCLIPPED) else Kind.GRADIENT
+    values = [run.quantities.get(Quantity(kind, name), [])[step : step + 1] for name in names]
+    return torch.cat([one[0].double().reshape(-1) for one in values]) if names and all(values) else None
 
 
 def of_ranks(reference: WholeRun, run: WholeRun, each: Sequence[WholeRun]) -> str:
@@ -211,7 +242,8 @@ def _pairs_of_gradients(reference: WholeRun, run: WholeRun, step: int) -> dict[s
     return pairs
 
 
-def _has_due_gradient(reference: WholeRun, run: WholeRun, name: str, step: int) -> bool:
+def has_due_gradient(reference: WholeRun, run: WholeRun, name: str, step: int) -> bool:
+    """Whether the optimizer is given the gradient of one process, but for roundings."""
     due, got = (world.quantities.get(Quantity(Kind.GRADIENT, name), []) for world in (reference, run))
     if step >= min(len(due), len(got)) or not bool(due[step].any()):
         return False

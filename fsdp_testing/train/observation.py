@@ -6,9 +6,9 @@ has of it (`held`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -27,110 +27,20 @@ from fsdp_testing.ranks.ledger.recorder import GroupIdentity
 from fsdp_testing.train.batches import Call, Computed, holds_a_loss, on_cpu
 from fsdp_testing.train.clips import Clips
 from fsdp_testing.train.deepspeed_engine import is_engine, see_steps
-from fsdp_testing.train.evidence import Clues, StepEvidence
-from fsdp_testing.train.holdings import Spans
-from fsdp_testing.train.quantities import Kind, Quantity, QuantitySpans, spans_of_kind
+from fsdp_testing.train.disturbance import is_drawing
+from fsdp_testing.train.evidence import Clues
+from fsdp_testing.train.generators import held_by, states
+from fsdp_testing.train.quantities import Kind, spans_of_kind
 from fsdp_testing.train.reading import (
     Reader,
+    Receiver,
     closure_in,
-    generators,
     has_batch_norm,
     once_gradients_are_there,
     settings_of,
 )
-from fsdp_testing.train.terms import TermCollector, Terms
-
-_OF_EACH_OPTIMIZER = (Kind.UNCLIPPED, Kind.GRADIENT, Kind.MOMENT)
-
-
-@dataclass(slots=True)
-class StepSeen:
-    """One step of an optimizer on one rank; filled while it is made, and never changed afterwards.
-
-    Attributes:
-        losses: What each backward pass was called on (its sum, where that was no scalar).
-        loss_dtype: Their dtype.
-        rows: Digest of each row that the outermost forwards were given, by forward.
-        settings: Each number by which the optimizer is set ("lr", "weight_decay", ...), of every group of parameters.
-        norms: What `clip_grad_norm_` returned.
-        norm_dtype: Their dtype.
-        clip_limits: What it was to clip them to.
-        made_rates: The learning rate with which each group of the optimizer was made.
-        idle_schedules: Schedules of learning rates that were not stepped since they were made.
-        before: Parameters as the step found them, of a later step those that were changed since the step before; of the first
-            step also what the optimizer kept of parameters before it.
-        after: What this rank has of each quantity: gradients as they are without clips, and as the optimizer is given them
-            (None counts as zeros); after the step parameters, the optimizer's state and the buffers that a checkpoint holds;
-            and what the models hold, when the next forward begins, of parameters that the optimizer steps as copies.
-        unreduced: Parameters whose sharded gradient had not been reduced.
-        given: How many parameters have a gradient on this rank.
-        strange: How many tensors the optimizer steps that belong to no model that was seen.
-        stepped: How many it steps.
-        unreadable: Why parameters could not be read; empty if they were.
-        left_out: What else could not be read (the optimizer's state, buffers), with the reason.
-        drew: Whether a forward drew random numbers from a default generator: of torch, numpy or Python.
-        batch_norm: Whether a model in training has batch norms that look at one rank's rows alone.
-        generators: Digest of the state of each random generator of this process after the step, by the package it belongs to.
-        terms: What each backward pass added to gradients.
-        share: Which part of each row's work is this rank's, as its place in a mesh of tensor parallelism; empty if all of it.
-        sent: Whether this rank sent to, or received from, a single other one, as stages of a pipeline do.
-        evidence: What explains a difference.
-    """
-
-    losses: tuple[float, ...] = ()
-    loss_dtype: torch.dtype = torch.float64
-    rows: tuple[tuple[str, ...], ...] = ()
-    settings: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    norms: tuple[float, ...] = ()
-    norm_dtype: torch.dtype = torch.float64
-    clip_limits: tuple[float, ...] = ()
-    made_rates: tuple[float, ...] = ()
-    idle_schedules: tuple[str, ...] = ()
-    before: QuantitySpans = field(default_factory=dict)
-    after: QuantitySpans = field(default_factory=dict)
-    unreduced: tuple[str, ...] = ()
-    given: int = 0
-    strange: int = 0
-    stepped: int = 0
-    unreadable: str = ""
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    drew: bool = False
-    batch_norm: bool = False
-    generators: Mapping[str, str] = field(default_factory=dict)
-    terms: Terms = field(default_factory=Terms)
-    share: str = ""
-    sent: bool = False
-    evidence: StepEvidence = field(default_factory=StepEvidence)
-
-    def of(self, kind: Kind) -> Spans:
-        """Return what this rank has of all quantities of one kind, by their names."""
-        return spans_of_kind(self.after, kind)
-
-    def followed_by(self, later: StepSeen) -> StepSeen:
-        """Return this step and that of another optimizer, made before the next forward, as one."""
-        settings = {
-            name: self.settings.get(name, ()) + later.settings.get(name, ())
-            for name in {**self.settings, **later.settings}
-        }
-        earlier = {key: spans for key, spans in self.after.items() if key.kind in _OF_EACH_OPTIMIZER}
-        return replace(
-            self,
-            settings=settings,
-            norms=self.norms + later.norms,
-            before=later.before | self.before,
-            after=earlier | later.after | _named(Kind.UNCLIPPED, self.of(Kind.UNCLIPPED)),
-            unreduced=(*self.unreduced, *later.unreduced),
-            given=self.given + later.given,
-            strange=self.strange + later.strange,
-            stepped=self.stepped + later.stepped,
-            unreadable=self.unreadable or later.unreadable,
-            left_out={**self.left_out, **later.left_out},
-            generators=later.generators,
-        )
-
-
-def _named(kind: Kind, spans: Spans) -> QuantitySpans:
-    return {Quantity(kind, name): kept for name, kept in spans.items()}
+from fsdp_testing.train.steps import StepSeen, named
+from fsdp_testing.train.terms import TermCollector
 
 
 class Observer:
@@ -165,8 +75,10 @@ class Observer:
         self._computed = Computed()
         self._collector, self._clips = TermCollector(self.reader), Clips(self.reader)
         self._made_rates: WeakKeyDictionary[torch.optim.Optimizer, list[float]] = WeakKeyDictionary()
+        self._held: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
         self._schedules: WeakKeyDictionary[LRScheduler, int] = WeakKeyDictionary()
         self._ended, self._ignoring = 0, False
+        self._steps_itself = self._receives = False
         self._open = self._follows = False  # the last step may be followed by that of another optimizer
         self._start_step()
 
@@ -202,7 +114,16 @@ class Observer:
             yield
 
     def see_collective(self, group: GroupIdentity, call: Collective, site: str) -> None:
+        if str(call.what[0]).startswith("broadcast"):
+            self._before_broadcast()
         self._clues.see_collective(group, call, site)
+
+    def see_operation(self, name: str, results: list[torch.Tensor]) -> None:
+        """Take note of an operation of a forward or of backward: whether it draws random numbers, and in which dtype."""
+        if self._depth:
+            self._step.drew |= is_drawing(name)
+        if self._depth or compat.in_backward():
+            self._clues.see_results(results)
 
     def _seeing_calls(self, original: Any) -> Any:
         observer = self
@@ -219,7 +140,8 @@ class Observer:
             args, kwargs = observer._before_forward(args, kwargs)
             rows = observer._computed.row_digests([*args, *kwargs.values()])
             observer._step.rows += (rows,)
-            states = generators()
+            held = observer._held_by(module)
+            before = states(held)
             observer._depth += 1
             observer._running = module
             if not observer._in_closure:
@@ -230,7 +152,7 @@ class Observer:
             finally:
                 observer._depth -= 1
                 observer._running = None
-            observer._step.drew |= states != generators()
+            observer._step.drew |= before != states(held)
             observer._computed.add(output, rows)
             observer._meet(module)
             if observer.keep_calls:
@@ -238,6 +160,12 @@ class Observer:
             return output
 
         return __call__
+
+    def _held_by(self, model: nn.Module) -> list[Any]:
+        """Return the random generators that a model held when it was run first."""
+        if model not in self._held:
+            self._held[model] = held_by(model.modules())
+        return self._held[model]
 
     def _meet(self, model: nn.Module | None) -> None:
         """Read a model from now on: once it was run, or inside its forward, which may make whole steps (of Lightning)."""
@@ -328,6 +256,7 @@ class Observer:
         self._ignoring = compat.makes_state_only() or not (own or self.steps)
         if self._ignoring:
             return None
+        self._steps_itself, self._receives = True, False
         self._follows = self._open and not own
         if not self._follows:
             self._end_last()
@@ -343,12 +272,12 @@ class Observer:
         step.terms = self._collector.at_step(optimizer)
         held = reader.held(optimizer)
         stepped = reader.stepped(optimizer, held)
-        step.after = _named(Kind.UNCLIPPED, self._clips.at_step())
-        step.after |= _named(Kind.GRADIENT, reader.kept(stepped, "grad"))
+        step.after = named(Kind.UNCLIPPED, self._clips.at_step())
+        step.after |= named(Kind.GRADIENT, reader.kept(stepped, "grad"))
         step.unreduced = reader.unreduced(stepped)
         step.given = sum(any(piece.grad is not None for piece in pieces) for pieces in stepped.values())
         known = self.steps[-1].of(Kind.PARAMETER) if self.steps else {}
-        step.before = _named(Kind.PARAMETER, reader.changed(held, known))
+        step.before = named(Kind.PARAMETER, reader.changed(held, known))
         if len(self.steps) == self._follows:
             step.before |= reader.moments(optimizer)
 
@@ -361,16 +290,38 @@ class Observer:
             self._ignoring = False
             return
         reader, step, held = self.reader, self._step, self.reader.held(optimizer, gradients=False)
-        step.after |= _named(Kind.PARAMETER, reader.kept(held, "value"))
-        step.after |= reader.moments(optimizer) | _named(Kind.BUFFER, reader.buffers())
+        step.after |= named(Kind.PARAMETER, reader.kept(held, "value"))
+        step.after |= reader.moments(optimizer) | named(Kind.BUFFER, reader.buffers())
         step.strange, step.stepped = reader.counts(optimizer)
         step.left_out = reader.left_out
         step.settings, step.made_rates = settings_of(optimizer), tuple(self._made_rates.get(optimizer, ()))
         step.unreadable, step.batch_norm, step.share = reader.unreadable, has_batch_norm(reader.models), reader.share()
-        step.generators, step.idle_schedules = generators(), self._idle_schedules()
+        step.generators, step.idle_schedules = states(), self._idle_schedules()
         self.steps.append(self.steps.pop().followed_by(step) if self._follows else step)
         self._open = True
         self._start_step()
+
+    def _before_broadcast(self) -> None:
+        """Look at gradients before this rank, which never steps, may be sent the weights that another one has stepped for it."""
+        inside = self._depth or self._stepping or compat.in_backward()
+        if self._passes and not (inside or self._steps_itself or self._receives):
+            self._receives = True
+            self._see_given(self._receiver())
+
+    def _receiver(self) -> Any:
+        return Receiver(self.reader.models, [*self._made_rates])
+
+    def _receive(self) -> None:
+        """Take what was sent as a step, if it changed weights."""
+        self._receives, receiver = False, self._receiver()
+        known = {
+            **(self.steps[-1].of(Kind.PARAMETER) if self.steps else {}),
+            **spans_of_kind(self._step.before, Kind.PARAMETER),
+        }
+        if self.reader.changed(self.reader.held(receiver, gradients=False), known):
+            self._about_to_step(len(self.steps))
+            self._stepping, self._follows = 1, False
+            self._end_step(receiver, (), {})
 
     def _close(self, *, may_end: bool = True) -> None:
         """End the last step, if it is open: what follows it begins, and copies of weights have been copied back."""
@@ -389,12 +340,14 @@ class Observer:
 
     def finish(self) -> None:
         """See what the models hold after the last step."""
+        if self._receives:
+            self._receive()
         if not self._open:
             return
         self._open = False
         last, reader = self.steps[-1], self.reader
-        after = last.after | _named(Kind.COPIED, reader.in_models(whole=False))
+        after = last.after | named(Kind.COPIED, reader.in_models(whole=False))
         # Of tensors that are neither parameters nor copies of some nobody knows whose they are: the models' count.
         if last.strange:
-            after |= _named(Kind.PARAMETER, reader.in_models(whole=True))
+            after |= named(Kind.PARAMETER, reader.in_models(whole=True))
         self.steps[-1] = replace(last, after=after)

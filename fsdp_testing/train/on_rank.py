@@ -25,8 +25,9 @@ from fsdp_testing.train.conventions import Follower
 from fsdp_testing.train.disturbance import disturbed
 from fsdp_testing.train.feed import Feed, Feeder, Taken
 from fsdp_testing.train.holdings import Spans, begin_with
-from fsdp_testing.train.observation import Observer, StepSeen
+from fsdp_testing.train.observation import Observer
 from fsdp_testing.train.reading import Reader
+from fsdp_testing.train.steps import StepSeen
 from fsdp_testing.train.surroundings import Log, as_torchrun_starts
 
 
@@ -147,7 +148,7 @@ def run_here(job: Job, run: RunSettings) -> RankReport:
             # Rule out lucky passes: results arrive as late as allowed, fresh memory holds garbage.
             deliver_late(),
             filled_with_garbage(),
-            disturbed(run.seed * world.size + world.rank) if run.seed else nullcontext(),
+            disturbed(run.seed * world.size + world.rank, observer.see_operation) if run.seed else nullcontext(),
         ):
             stack.enter_context(context)
         ending = job.train(run, observer)

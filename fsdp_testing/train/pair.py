@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from fsdp_testing.errors import WorldFailed
-from fsdp_testing.train import causes, multiples
+from fsdp_testing.train import causes, evidence, multiples
 from fsdp_testing.train.comparable import comparable, loss_table, only, rescaled, vanishing
 from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, Decided, Difference, difference_of, first_difference
 from fsdp_testing.train.conventions import BATCH_NORM, LOSS, AsRanks
@@ -86,6 +86,19 @@ class Pair:
         ]
         return (*loss_table(self.reference, self.run, self.varied.names if self.varied else None), *tried)
 
+    @property
+    def disturbed(self) -> tuple[WholeRun, ...]:
+        """Disturbed runs of the world, in which each operation was seen."""
+        return tuple(there for seed, (_, there) in self.kept.items() if seed)
+
+    @property
+    def apart_in_dtype(self) -> str:
+        """The cause where ranks that do the same work compute it in different dtypes; empty where that was not seen."""
+        alike = [
+            run for run in self.disturbed if not (run.shares_work or run.own or any(seen.sent for seen in run.seen))
+        ]
+        return next((cause for run in alike if (cause := evidence.of_dtypes(run.evidence))), "")
+
     def difference(self, view: View, decided: Decided, view_run: View | None = None) -> Difference | None:
         """Return where both differ beyond what roundings may do.
 
@@ -151,6 +164,10 @@ class Pair:
         varied = self.varied and replace(self.varied, runner=self.varied.runner.without_autocast())
         pair = replace(self, runner=runner, varied=varied, kept={}, tried={})
         return replace(pair, reference=pair._reference_again(0), run=pair._again(0))
+
+    def collated(self, *, together: bool) -> Pair:
+        """Return the world beside one process whose collator makes batches of the rows of all ranks, or is given the ranks'."""
+        return self._given(replace(self.feed, collates=together))
 
     def with_weights(self) -> Pair:
         """Return the world beside one process that begins with its weights."""
@@ -286,10 +303,13 @@ def fail(pair: Pair, difference: Difference, cause: str) -> None:
         Undecided: A forward draws random numbers of a script or a model, which has to have the same for other rows.
         Failed: Otherwise.
     """
-    drawn = any(seen.drew for rank in pair.run.ranks for seen in rank.steps[: difference.step + 1])
+    runs = (pair.run, *pair.disturbed)
+    drawn = any(seen.drew for run in runs for rank in run.ranks for seen in rank.steps[: difference.step + 1])
     if drawn and not pair.runner.start.returns:
         raise Undecided(
             f"differs from {pair.other}, {difference}, and forward draws random numbers, which cannot be the same for other "
             "shares of the data. Draw them outside forward, or switch them off for this check."
         )
-    raise Failed(f"differs from {pair.other}: {difference}. {cause}", pair.table, first=difference)
+    raise Failed(
+        f"differs from {pair.other}: {difference}. {pair.apart_in_dtype or cause}", pair.table, first=difference
+    )

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import torch
 
-from fsdp_testing.train.observation import StepSeen
 from fsdp_testing.train.on_rank import RankReport
 from fsdp_testing.train.quantities import Kind, Quantity, QuantitySpans, spans_of_kind
 from fsdp_testing.train.spans import Span
+from fsdp_testing.train.steps import StepSeen
 from fsdp_testing.train.whole import Place, WholeRun, initial, whole
 
 Places = Mapping[str, Place]

@@ -7,9 +7,6 @@ What autograd gives a gradient of and no model holds (a temperature beside the m
 
 from __future__ import annotations
 
-import hashlib
-import random
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -46,6 +43,21 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 def has_batch_norm(models: Iterable[nn.Module]) -> bool:
     """Whether a model in training has batch norms that look at one rank's rows alone."""
     return any(is_batch_norm(module) for model in models for module in model.modules())
+
+
+class Receiver:
+    """Stands for the optimizer of a rank that steps none, and is sent the weights that another one has stepped for it.
+
+    Args:
+        models: Of the rank.
+        optimizers: That it has made all the same: what these have is stepped, otherwise all that is trained.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        trained = [p for model in models for p in model.parameters() if p.requires_grad]
+        made = [p for optimizer in optimizers for p in _stepped(optimizer)]
+        self.param_groups = [{"params": made or trained}]
+        self.state: dict[torch.Tensor, dict[str, Any]] = {}
 
 
 class Reader:
@@ -253,17 +265,6 @@ def is_changed(held: Sequence[Piece], known: Sequence[Span] | None) -> bool:
     """Whether values are others than they were known to be, or not known."""
     values = [piece.value for piece in held if piece.value is not None]
     return known is None or any(not span.equals(value) for span, value in zip(known, values))
-
-
-def generators() -> dict[str, str]:
-    """Return a digest of the state of each random generator of this process, by the package it belongs to."""
-    numpy = sys.modules.get("numpy")
-    states = {"torch": torch.get_rng_state().numpy().tobytes(), "random": repr(random.getstate()).encode()}
-    if numpy is not None:
-        states["numpy"] = repr(
-            [part.tobytes() if hasattr(part, "tobytes") else part for part in numpy.random.get_state()]
-        ).encode()
-    return {name: hashlib.blake2b(state, digest_size=8).hexdigest() for name, state in states.items()}
 
 
 def once_gradients_are_there(read: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from fsdp_testing.cases.records import Verdict
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.train import evidence
 from fsdp_testing.train.batches import tensors_in
+from fsdp_testing.train.by_batches import same_moments
 from fsdp_testing.train.check import (
     check_disagreements,
     check_numbers,
@@ -25,13 +26,13 @@ from fsdp_testing.train.check import (
     not_compared,
     not_stepped,
     other_start,
-    same_moments,
 )
+from fsdp_testing.train.collators import Uncollated
 from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, Difference
 from fsdp_testing.train.control import wrong_term
 from fsdp_testing.train.conventions import rows_of
 from fsdp_testing.train.deciding import decide
-from fsdp_testing.train.feed import FedLoader, Feed, Source, Uncollated, feeds_of
+from fsdp_testing.train.feed import FedLoader, Feed, Source, feeds_of
 from fsdp_testing.train.loaders import of_training
 from fsdp_testing.train.on_rank import RunSettings
 from fsdp_testing.train.pair import Pair, Varied, computes_the_same
@@ -350,6 +351,8 @@ def _reversed(_: WholeRun, feeds: Iterator[Feed]) -> Iterator[Feed]:
 
 def _reverse(item: Any) -> Any:
     """Return an item of a loader with its rows in reverse: tensors that are as long as the first are rows."""
+    if isinstance(item, Uncollated):
+        return replace(item, item=_reverse(item.item))
     tensors = [tensor for tensor in tensors_in(item) if tensor.ndim]
     count = len(tensors[0]) if tensors else 0
     return rows_of(item, range(count - 1, -1, -1), count) if count > 1 else item
@@ -359,9 +362,7 @@ def _padded(known: WholeRun, _: Iterator[Feed]) -> Iterator[Feed]:
     """Yield the rows of each batch beside those of the widest batch, which are taken away again when they are padded."""
     loaders = known.ranks[0].taken.loaders
     trains = of_training(loaders)
-    passes = [
-        one for loader, of_it in zip(loaders, trains) for one in loader.passes if of_it and loader.repeats is not False
-    ]
+    passes = [one for loader, of_it in zip(loaders, trains) for one in loader.passes if of_it and not loader.draws]
     items = [(item, samples) for one in passes for item, samples in zip(one.items, one.samples)]
     if not items:
         return

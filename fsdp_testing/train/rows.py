@@ -11,10 +11,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
+import torch
+
 from fsdp_testing.train.loaders import LoaderSeen, Pass, of_training
 from fsdp_testing.train.whole import WholeRun
 
 _CHANCE = 2**-10
+_ENOUGH, _ON_LINE = 4, 1e-5
+"""Rows that are compared at least, and by what part of its largest number one may be off a line (they may be float32)."""
 _OWN_ROWS = (
     "not compared: how the ranks share the rows. No DataLoader gives them, and {} of the {} that the ranks take are none of one "
     "process in these steps: each rank draws its own, or takes them otherwise (inputs with the labels of other rows)"
@@ -61,6 +65,43 @@ def taken_elsewhere(alone: WholeRun, run: WholeRun) -> str:
         "overlap, as of an order that each rank shuffles by its own seed. Take rows[rank::size] of one order. If this is "
         "intended, give it more rows than it trains on in the steps that are compared."
     )
+
+
+def prepared_apart(alone: WholeRun, run: WholeRun) -> str:
+    """Return that a rank's dataset has rows of one process, shifted and scaled by numbers of its own; empty if it has not.
+
+    Rank 0 is asked: whether its share is a block or each n-th row, its first rows are among the first of one process.
+    """
+    if any(rank.taken.marks for rank in run.ranks):
+        return ""
+    for own, ranks in _loaders(alone, run):
+        first = () if _is_one_dataset(own, ranks) else ranks[0].first_rows
+        for step in (1, run.size):
+            due = own.first_rows[::step][: len(first)]
+            if _are_rows([*due, *first]) and _is_shifted(torch.stack(due), torch.stack([*first][: len(due)])):
+                return (
+                    "rank 0's dataset has the rows of one process, shifted or scaled by other numbers: each rank's own "
+                    "statistic, such as the mean and deviation of its share. Compute it over the rows of all ranks before they "
+                    "are divided. If it is intended, mark the batches: `x, y = fsdp_testing.batch(x, y)`."
+                )
+    return ""
+
+
+def _are_rows(rows: Sequence[torch.Tensor]) -> bool:
+    return len(rows) >= 2 * _ENOUGH and len({row.shape for row in rows}) == 1 and len(rows[0]) > 0
+
+
+def _is_shifted(due: torch.Tensor, got: torch.Tensor) -> bool:
+    """Whether each column is one line of that of other rows, and not all are the same; three points are no line by chance."""
+    if len(due) < _ENOUGH or torch.equal(due, got):
+        return False
+    centred, moved = due - due.mean(0), got - got.mean(0)
+    slope = (centred * moved).sum(0) / centred.square().sum(0).clamp_min(torch.finfo(torch.float64).tiny)
+    apart = (moved - slope * centred).abs().amax(0)
+    varied = moved.abs().amax(0) > _ON_LINE * got.abs().amax(0)
+    on_line = apart <= _ON_LINE * (moved.abs().amax(0) + got.abs().amax(0))
+    changed = ((got - due).abs().amax(0) > _ON_LINE * due.abs().amax(0)) & varied
+    return bool(on_line.all()) and bool(changed.any())
 
 
 def _by_step(rows: Sequence[Sequence[Sequence[str]]], rank: int) -> Counter[str]:

@@ -262,7 +262,8 @@ def unequal_ends(outcome: WorldOutcome) -> Failed | None:
     waiting = next(rank.rank for rank in outcome.ranks if rank not in ended)
     return Failed(
         f"make different numbers of optimizer steps: rank {ended[0].rank} has made {len(ended[0].value.steps)}, "
-        f"rank {waiting} fewer. Cause: a rank decides by its own number to skip a step, or takes different batches.",
+        f"rank {waiting} fewer. Cause: a rank decides by its own number to skip a step, takes different batches, or steps for "
+        "all and sends nobody the weights.",
         subject="the ranks",
     )
 

@@ -12,10 +12,10 @@ import torch
 from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, floor
 from fsdp_testing.train.evidence import StepEvidence
 from fsdp_testing.train.holdings import Spans
-from fsdp_testing.train.observation import StepSeen
 from fsdp_testing.train.on_rank import RankReport
 from fsdp_testing.train.quantities import LOSS, NORM, RATE, Kind, Quantities, Quantity, QuantitySpans, spans_of_kind
 from fsdp_testing.train.spans import assembled
+from fsdp_testing.train.steps import StepSeen
 
 AFTER_THE_LAST = -1
 """Step of what is seen when the training has ended."""

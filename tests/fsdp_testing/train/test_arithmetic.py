@@ -66,6 +66,28 @@ def of_what_a_function_returns():
     return value / size
 
 
+def by_the_name_that_it_had():
+    value = size
+    for _ in range(1):
+        value = take(value / size + 11.0)
+        made.append(value)
+    return made.pop()
+
+
+def after_another_value():
+    value = take()
+    made.append(value)
+    value = 3.0
+    made.append(value / size)
+    return made.pop(), made.pop()
+
+
+def by_its_name_again():
+    value = take()
+    value = value / size
+    return value * len(rows)
+
+
 def by_what_a_call_gives():
     return take() / rows.pop(0)
 
@@ -84,6 +106,9 @@ def a_divisor():
         (in_place, 6.0),
         (of_an_attribute, 3.0),
         (of_what_a_function_returns, 6.0),
+        (by_the_name_that_it_had, 12.0),
+        (after_another_value, 12.0),
+        (by_its_name_again, 24.0),
         (by_what_a_call_gives, None),
         (a_divisor, 12.0),
     ],

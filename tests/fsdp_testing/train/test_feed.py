@@ -8,14 +8,15 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.train.feed import Feed, Feeder, Source, Taken, Uncollated, feeds_of
+from fsdp_testing.train.collators import Uncollated
+from fsdp_testing.train.feed import Feed, Feeder, Source, Taken, feeds_of
 from fsdp_testing.train.loaders import LoaderSeen, Pass
 from fsdp_testing.train.observation import Call
 
 
-def rank(items, samples=(), repeats=True, calls=()):
+def rank(items, samples=(), draws=False, calls=()):
     one = Pass(items=list(items), samples=list(samples), complete=True)
-    return Taken(loaders=[LoaderSeen(passes=[one], repeats=repeats)], calls=list(calls))
+    return Taken(loaders=[LoaderSeen(passes=[one], draws=draws)], calls=list(calls))
 
 
 def rows(*lengths):
@@ -51,13 +52,16 @@ def test_rows_of_different_lengths_are_padded_together_by_the_loaders_collator()
 def test_what_is_no_tensor_is_made_by_the_collator_too_and_is_rank_0s_where_it_cannot_be():
     items = [{"x": torch.zeros(1, 2), "text": [word]} for word in "ab"]
     feeds = [*feeds_of([rank([item], [[item]]) for item in items], 1, 1)]
-    assert [type(feed.loaders[0].passes[0][0]) for feed in feeds] == [Uncollated, dict] and not feeds[0].pads
+    given = [feed.loaders[0].passes[0][0] for feed in feeds]
+    assert [type(one) for one in given] == [Uncollated, Uncollated] and not feeds[0].pads
+    assert given[0].item is None and given[1].item["text"] == ["a"]
+    assert [feed.collates for feed in feeds] == [True, False]
     [feed] = feeds_of([rank([item]) for item in items], 1, 1)
     assert feed.loaders[0].passes[0][0]["text"] == ["a"]
 
 
 def test_padding_that_cannot_be_replayed_is_refused_with_a_sentence():
-    ranks = [rank([pad(samples)], [samples], repeats=False) for samples in (rows(2), rows(4))]
+    ranks = [rank([pad(samples)], [samples], draws=True) for samples in (rows(2), rows(4))]
     with pytest.raises(InvalidArgument, match="draws random numbers: its padding cannot be replayed"):
         [*feeds_of(ranks, 1, 1)]
     with pytest.raises(InvalidArgument, match="expected rows of one shape on all ranks"):

@@ -102,15 +102,15 @@ def test_set_epoch_is_observed_for_each_pass():
     assert taken(loader, passes=2, items=1).repeats_order == ""  # looks at the first batch
 
 
-@pytest.mark.parametrize(("draws", "repeats"), [(False, True), (True, False)])
-def test_a_collator_repeats_itself_unless_it_draws(draws, repeats):
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_collator_that_draws_is_told_from_one_that_does_not_and_is_given_its_rows_whole(draws):
     def collate(rows):
         parts = [row.pop("x") for row in rows]
         return torch.stack(parts) + (torch.rand(1) if draws else 0)
 
     rows = [{"x": torch.full((2,), float(place))} for place in range(4)]
     seen = taken(DataLoader([dict(row) for row in rows], batch_size=2, collate_fn=collate))
-    assert seen.repeats is repeats
+    assert (seen.draws, seen.collates) == (draws, True)
     assert [sorted(sample) for sample in seen.passes[0].samples[0]] == [["x"], ["x"]]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from fsdp_testing.train.batches import row_digests
 from fsdp_testing.train.loaders import LoaderSeen, Pass
-from fsdp_testing.train.rows import strange_shares, taken_elsewhere, unknown_shares
+from fsdp_testing.train.rows import prepared_apart, strange_shares, taken_elsewhere, unknown_shares
 
 
 def run(*ranks, steps=(), due=2, indices=None, dataset=(), **options):
@@ -165,3 +165,34 @@ def test_only_passes_of_the_training_are_compared_in_their_order():
 
 def test_each_row_of_a_large_batch_has_a_digest():
     assert len(set(row_digests(torch.arange(8193.0)[:, None]))) == 8193
+
+
+def prepared(rows, digest):
+    """Return a run of two ranks, or one, of which rank 0's dataset begins with these rows."""
+    loaders = [LoaderSeen(dataset=(digest,), first_rows=list(rows)) for _ in range(2)]
+    ranks = [SimpleNamespace(taken=SimpleNamespace(loaders=[loader], marks=[])) for loader in loaders]
+    return SimpleNamespace(size=2, ranks=ranks)
+
+
+def test_a_share_that_is_scaled_by_its_own_statistic_is_known_however_it_is_divided():
+    rows = torch.randn(24, 3, generator=torch.Generator().manual_seed(0)).double()
+    for share in (rows[:12], rows[::2]):
+        for own in (
+            (share - share.mean(0)) / share.std(0),
+            share - share[:4].mean(0),
+            share * torch.tensor([1, 1, 2.5]),
+        ):
+            assert "each rank's own statistic" in prepared_apart(
+                prepared(rows, "a"), prepared(own.float().double(), "b")
+            )
+        others = (
+            share,
+            share.flip(0),
+            torch.randn(12, 3).double(),
+            share + torch.randn(12, 3) / 100,
+            share.exp(),
+            share * 0,
+        )
+        for other in (*others, share[:3] * 2, []):
+            assert prepared_apart(prepared(rows, "a"), prepared(other, "b")) == ""
+    assert prepared_apart(prepared(rows, "a"), prepared(rows * 2, "a")) == ""  # seen to be one dataset

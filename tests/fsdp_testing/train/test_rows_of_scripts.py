@@ -23,12 +23,17 @@ def judge(*arguments, steps=2):
         (("augmented", "--workers", "1"), 5, r"given the rows of all ranks \(the items of its DataLoader\)"),
         (("split",), 5, "not compared: how the ranks share the rows of a DataLoader"),
         (("own",), 2, "given the rows of all ranks"),
+        (("scaled", "--marked"), 2, "the line marked with"),
         (("stream",), 5, "not compared: how the ranks share the rows of a DataLoader"),
         (("time first",), 2, "given the rows of all ranks"),
         (("time first", "--inside"), 2, "given the rows of all ranks"),
         (("transposed",), 2, "given the rows of all ranks"),
         (("transposed", "--inside"), 2, "given the rows of all ranks"),
-        (("in the loop", "--inside"), 2, r"given the rows of all ranks \(the arguments of forward\)"),
+        (
+            ("in the loop", "--inside"),
+            2,
+            r"(?s)given the rows of all ranks \(the arguments of forward\).*what the script makes of its rows between",
+        ),
     ],
 )
 def test_right_rows_pass(arguments, steps, says):
@@ -45,6 +50,11 @@ def test_right_rows_pass(arguments, steps, says):
         (("padded", "--mistake", "twice"), 2, "divided by the number of ranks once too often"),
         (("time first", "--mistake", "summed"), 2, "gradients are summed over ranks"),
         (("time first", "--mistake", "unsynchronised"), 2, "differs between ranks 0 and 1"),
+        (
+            ("plain", "--mistake", "narrow"),
+            2,
+            "At step 0 the narrowest dtype .* is float32 on rank 0 and bfloat16 on rank 1",
+        ),
         (("split", "--mistake", "twice"), 2, "divided by the number of ranks once too often"),
     ],
 )
@@ -67,7 +77,10 @@ def test_wrong_twins_fail(arguments, steps, says):
             "it is not known whether one process got the same. Give it the rows first",
         ),
         (("masked",), r"forward draws random numbers, .* Draw them outside forward"),
+        (("masked by its own",), r"forward draws random numbers, .* Draw them outside forward"),
+        (("masked anew",), r"forward draws random numbers, .* Draw them outside forward"),
         (("stream", "--mistake", "shifted"), "11 of the rows that the ranks take are taken by several of them"),
+        (("scaled",), "shifted or scaled by other numbers: each rank's own statistic, .* If it is intended, mark"),
         (("padded",), r"differs from one process only where rows are padded to another length: .* Mask the padding"),
     ],
 )

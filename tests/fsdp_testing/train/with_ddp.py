@@ -40,8 +40,12 @@ if mistake == "batch norm":
 model = nn.Sequential(*layers).to(dtype)
 model = DistributedDataParallel(model)
 rate = 0.05 * (size if mistake == "scaled rate" else 1)
-optimizer = getattr(torch.optim, options.optimizer)(model.parameters(), lr=rate)
-schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=2 * len(loader))
+parameters = [*model.parameters()]
+first = slice(2) if mistake == "one optimizer" else slice(None)
+optimizer = getattr(torch.optim, options.optimizer)(parameters[first], lr=rate)
+other = torch.optim.SGD(parameters[2:], lr=rate)
+steps = 2 * len(loader) * (size if mistake == "counted ranks" else 1)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
 autocast = options.dtype == "float32" and mistake == "none"
 for epoch in range(2):
     if mistake != "same order" and hasattr(sampler, "set_epoch"):
@@ -73,12 +77,18 @@ for epoch in range(2):
             continue
         if mistake == "none":
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if mistake == "limit by ranks":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1 / size)
         optimizer.step()
+        if mistake == "one optimizer" and rank == 0:
+            other.step()
+        if mistake == "clamped on one" and rank == 0:
+            model.module[0].weight.data.clamp_(-0.1, 0.1)
         if mistake == "decayed twice":
             for parameter in model.parameters():
                 parameter.data.mul_(1 - 0.01 * size)
         schedule.step()
-        optimizer.zero_grad()
+        model.zero_grad()
         if mistake == "early stop" and epoch == 0 and number == 1 and loss.item() > 0.5 + 10 * (rank == 0):
             raise SystemExit(0)
     if options.evaluate:

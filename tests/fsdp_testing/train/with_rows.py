@@ -27,12 +27,20 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.mix, self.head = nn.Linear(3, 6), nn.Linear(6, 1)
+        self.own = np.random.default_rng(rank)
 
     def forward(self, inputs, targets=None):
         if kind in ("time first", "transposed"):
             inputs = inputs.cumsum(0)
-        mask = torch.from_numpy(np.random.rand(*inputs.shape)).float() if kind == "masked" else 1  # noqa: NPY002 - as many scripts do
-        found = self.head(self.mix(inputs * mask).tanh())
+        mask = torch.tensor(1.0)
+        if kind == "masked":
+            mask = torch.from_numpy(np.random.rand(*inputs.shape))  # noqa: NPY002 - as many scripts do
+        elif kind == "masked by its own":
+            mask = torch.from_numpy(self.own.random(inputs.shape))
+        elif kind == "masked anew":
+            mask = torch.rand(inputs.shape, generator=torch.Generator().manual_seed(rank))
+        with torch.autocast("cpu", torch.bfloat16, enabled=mistake == "narrow" and rank == 1):
+            found = self.head(self.mix(inputs * mask.float()).tanh()).float()
         return found if targets is None else nn.functional.mse_loss(found, targets)
 
 
@@ -72,8 +80,9 @@ random.seed(20 + rank)
 np.random.seed(20 + rank)  # noqa: NPY002
 if kind == "stream":
     loader = DataLoader(Stream(), batch_size=4)
-elif kind in ("own", "split"):
-    rows = rows[rank::size] if kind == "split" else rows
+elif kind in ("own", "split", "scaled"):
+    rows = rows[rank::size] if kind != "own" else rows
+    rows = (rows - rows.mean(0)) / rows.std(0) if kind == "scaled" else rows
     sampler = DistributedSampler(Rows(rows)) if mistake == "split twice" else None
     loader = DataLoader(Rows(rows), batch_size=2, sampler=sampler)
 else:

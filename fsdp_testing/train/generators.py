@@ -1,0 +1,85 @@
+"""The random generators of a process: the default ones of torch, Python and numpy, and those that a script holds itself."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+
+_DEPTH, _MOST_PARTS = 4, 64
+
+
+def states(held: Sequence[Any] = ()) -> dict[str, str]:
+    """Return a digest of the state of each default generator, by the package it belongs to, and of those that are held."""
+    numpy = sys.modules.get("numpy")
+    known = {"torch": torch.get_rng_state().numpy().tobytes(), "random": repr(random.getstate()).encode()}
+    if numpy is not None:
+        known["numpy"] = _plain(numpy.random.get_state())
+    known |= {f"held {number}": _state(generator) for number, generator in enumerate(held)}
+    return {name: hashlib.blake2b(state, digest_size=8).hexdigest() for name, state in known.items()}
+
+
+def held_by(owners: Iterable[Any]) -> list[Any]:
+    """Return the random generators that functions or objects hold, and what these hold in turn."""
+    found, waiting = [], [(owner, 0) for owner in owners]
+    known = {id(owner) for owner, _ in waiting}
+    while waiting:
+        owner, depth = waiting.pop()
+        if isinstance(owner, _kinds()):
+            found.append(owner)
+        elif depth < _DEPTH:
+            new = {id(part): part for part in _parts(owner) if id(part) not in known}
+            known.update(new)
+            waiting += [(part, depth + 1) for part in new.values()]
+    return found
+
+
+def _kinds() -> tuple[type, ...]:
+    numpy = sys.modules.get("numpy")
+    own = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
+    return torch.Generator, random.Random, *own
+
+
+def _parts(owner: Any) -> Iterator[Any]:
+    """Yield attributes of an object; of a function its arguments, and the closed-over and global names that it uses."""
+    if isinstance(owner, (torch.Tensor, ModuleType, type, str)):
+        return
+    if isinstance(owner, MethodType):
+        yield from (owner.__self__, owner.__func__)
+    elif isinstance(owner, functools.partial):
+        yield from (owner.func, owner.args, owner.keywords)
+    elif isinstance(owner, FunctionType):
+        names = owner.__globals__
+        yield from (names[name] for name in owner.__code__.co_names if name in names)
+        for cell in owner.__closure__ or ():
+            with suppress(ValueError):  # not filled yet
+                yield cell.cell_contents
+    elif isinstance(owner, (dict, list, tuple)):
+        parts = owner.values() if isinstance(owner, dict) else owner
+        yield from parts if len(owner) <= _MOST_PARTS else ()
+    else:
+        yield from getattr(owner, "__dict__", {}).values()
+        yield from (vars(type(owner)).get(name) for name in ("__call__", "forward"))
+
+
+def _state(generator: Any) -> bytes:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        return repr(generator.getstate()).encode()
+    return (
+        _plain(generator.get_state())
+        if hasattr(generator, "get_state")
+        else repr(generator.bit_generator.state).encode()
+    )
+
+
+def _plain(state: Iterable[Any]) -> bytes:
+    return repr([part.tobytes() if hasattr(part, "tobytes") else part for part in state]).encode()
