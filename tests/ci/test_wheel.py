@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MOST_BYTES = 1_470_000
-"""The aim is one million: the code of both packages, compressed, has 1.29 million."""
+MOST_BYTES = 1_480_000
+"""The aim is one million: the code of both packages, compressed, has 1.3 million."""
 
 
 def test_the_wheel_holds_the_packages_and_the_pages_that_messages_name(
