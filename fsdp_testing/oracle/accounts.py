@@ -43,9 +43,7 @@ class AccountedProgram(RankProgram):
         self._reduction_bytes: list[int] = []
         self._backward = False
         self.accounts: list[OperationAccount] = []
-        parts = case.world.tensor_parallel
-        first = rank // parts * parts
-        self._one_model = tuple(range(first, first + parts)) if parts > 1 else ()
+        self._one_model = case.world.of_one_model(rank)
         super().__init__(case, replace(adapter, wrap=self._watched(adapter)), rank)
 
     def _watched(self, adapter: Adapter) -> Callable[[nn.Module, Setup], nn.Module]:

@@ -149,6 +149,11 @@ class WorldSpec:
         """The mesh shape, one-dimensional unless one is given."""
         return self.mesh or (self.size,)
 
+    def of_one_model(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold one model together with `rank`; none without tensor parallelism."""
+        first = rank // self.tensor_parallel * self.tensor_parallel
+        return tuple(range(first, first + self.tensor_parallel)) if self.tensor_parallel > 1 else ()
+
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecisionSpec:

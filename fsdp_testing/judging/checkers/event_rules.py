@@ -159,14 +159,19 @@ def _overrun(case: Case, ranks: Sequence[TracedObservation], *measures: Measure)
     """What is judged of every case by its accounts, here by those of the trace."""
     units = ranks[0].named
     budget = CommunicationBudget(1, _padded_bytes(case, ranks[0]), len(units), casts=False)
-    accounts = [accounts_of(case, rank.events, units) for rank in ranks]
+    accounts = [accounts_of(case, rank, units) for rank in ranks]
     overrun = first_overrun(case, accounts, budget, measures)
     return None if overrun is None else overrun_finding(case, overrun)
 
 
-def accounts_of(case: Case, events: Sequence[Event], units: Collection[str]) -> list[OperationAccount]:
-    """Return what each operation put on the wire and left unsharded, by the events of one rank."""
+def accounts_of(case: Case, traced: TracedObservation, units: Collection[str]) -> list[OperationAccount]:
+    """Return what each operation put on the wire and left unsharded, by the events of one rank.
+
+    What modules that are cut send among the ranks of one model is on no account.
+    """
     unsharded: dict[str, int] = {}
+    one_model = case.world.of_one_model(traced.rank)
+    events = [e for e in traced.events if not (isinstance(e, CollectiveEvent) and e.group == one_model)]
     accounts: list[OperationAccount] = []
     for index in range(-1, len(case.program)):
         now = [event for event in events if event.operation == index]

@@ -148,6 +148,17 @@ def test_a_flag_is_no_reduction():
     assert event_rules.reductions_needed(case(), ranks(flag)) is None
 
 
+@pytest.mark.parametrize(("group", "problem"), [((0, 1), ""), ((0, 2), "3 reductions are issued on rank 0")])
+def test_what_the_ranks_of_one_model_send_each_other_is_no_reduction_of_gradients(group, problem):
+    def over_data(events):
+        return [replace(event, group=(0, 2)) if isinstance(event, CollectiveEvent) else event for event in events]
+
+    one_more = added(replace(wire("all_reduce", 1), group=group), unit("a", "free", 1))
+    traced = ranks(over_data, one_more)[:1]
+    finding = event_rules.reductions_needed(replace(case(), world=WorldSpec(4, tensor_parallel=2)), traced)
+    assert problem in str(finding) if problem else finding is None
+
+
 def test_ranks_that_disagree_are_told():
     one, other = ranks()
     shorter = replace(other, events=other.events[:-1])
