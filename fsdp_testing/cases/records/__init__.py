@@ -44,6 +44,7 @@ from fsdp_testing.cases.records.finding import (
     Measure,
     Overrun,
     Tally,
+    opening,
 )
 from fsdp_testing.cases.records.observation import (
     OUTLIVES,

@@ -228,6 +228,11 @@ class Finding:
 _MESSAGE_LENGTH = 300
 
 
+def opening(text: str, most: int) -> str:
+    """Return a text, or whole words from its beginning, of at most `most` characters, with an ellipsis for the rest."""
+    return text if len(text) <= most else f"{text[:most].rsplit(' ', 1)[0]} …"
+
+
 @dataclass(frozen=True, slots=True)
 class Tally:
     """What was compared.
@@ -275,7 +280,7 @@ class Judgement:
         if finding is None:
             return self.reason
         if finding.kind in RAISES:
-            return f"{finding.quantity}: {finding.message[:_MESSAGE_LENGTH]}"
+            return f"{finding.quantity}: {opening(finding.message, _MESSAGE_LENGTH)}"
         return finding.statement
 
     @property

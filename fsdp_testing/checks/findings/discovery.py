@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp_testing.base.document import Format, decode, encode
 from fsdp_testing.cases.models.tree_schema import check_case_with_tree
-from fsdp_testing.cases.records import Case, Overrun
+from fsdp_testing.cases.records import Case, Overrun, opening
 from fsdp_testing.judging.known import Rule
 from fsdp_testing.judging.signature import Signature, as_pattern
 from fsdp_testing.judging.tags import tags, tokens
@@ -76,7 +76,7 @@ class Discovery:
         plain = ("forward_backward", "step", "observe")
         return Rule(
             self.name,
-            self.reason[:200],
+            opening(self.reason, 200),
             signatures=((*self.signature, cause) if cause else tuple(self.signature),),
             operations=names,
             tags=tuple(sorted(tag for tag in tags(self.case) if tag not in (*_PLAIN, *_PLAIN_NEEDS))),

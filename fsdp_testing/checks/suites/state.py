@@ -63,7 +63,7 @@ from fsdp_testing.oracle.replay import Replay
 
 @dataclass(frozen=True, slots=True)
 class SavingObservation(RankObservation):
-    """What a rank reports that also saved; only rank 0 sends what it saved, which all ranks have."""
+    """A rank's report with the state that it saved: all ranks have the same state, so only rank 0 sends it."""
 
     saved: Saved | None = None
 

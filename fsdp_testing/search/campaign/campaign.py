@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdp_testing.base.document import read_text
 from fsdp_testing.cases.drawing import CaseDrawer, SeededChoices, needs_of_case
-from fsdp_testing.cases.records import Case, Verdict
+from fsdp_testing.cases.records import Case, Verdict, opening
 from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.judging.batch import Watch
@@ -378,7 +378,7 @@ def _reason(judged: JudgedCase) -> Reason | None:
         return None
     judgement, looks = judged.judgement, tuple(map(str, judged.signature or ()))
     refused = judged.finding is not None and judged.finding.refused
-    return Reason((judgement.why if looks else judgement.reason)[:_REASON_LENGTH], looks, refused=refused)
+    return Reason(opening(judgement.why if looks else judgement.reason, _REASON_LENGTH), looks, refused=refused)
 
 
 def _is_one_of_few(counts: Counter[Any], kind: object) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from fsdp_testing.adapters.adapter import Adapter
-from fsdp_testing.cases.records import Judgement, Verdict
+from fsdp_testing.cases.records import Judgement, Verdict, opening
 from fsdp_testing.errors import InvalidRecord, PoolBroken
 from fsdp_testing.judging.attempts import confirmed
 from fsdp_testing.judging.batch import Watch
@@ -211,7 +211,7 @@ class CellRunner:
             # Its judge was lost over one of the cells: that one alone is unknown.
             if len(job) > 1:
                 return [judged for cell in job for judged in self.run((cell,))]
-            return [(job[0], Verdict.UNKNOWN, Reason(str(broken)[:_REASON_LENGTH]))]
+            return [(job[0], Verdict.UNKNOWN, Reason(opening(str(broken), _REASON_LENGTH)))]
         judgements = map(self._confirmed_judgement, results)
         return [(cell, *_verdict(*pair)) for cell, pair in zip(job, judgements, strict=True)]
 
@@ -237,6 +237,6 @@ class CellRunner:
 def _verdict(judgement: Judgement, twice: bool) -> tuple[Verdict, Reason | None]:
     if judgement.finding is None:
         passes = judgement.verdict is Verdict.PASS
-        return judgement.verdict, None if passes else Reason(judgement.reason[:_REASON_LENGTH])
+        return judgement.verdict, None if passes else Reason(opening(judgement.reason, _REASON_LENGTH))
     looks = tuple(map(str, signature_of(judgement.finding)))
-    return Verdict.FAIL, Reason(judgement.why[:_REASON_LENGTH], looks, twice)
+    return Verdict.FAIL, Reason(opening(judgement.why, _REASON_LENGTH), looks, twice)

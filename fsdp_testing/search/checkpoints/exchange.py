@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 
 from fsdp_testing.adapters.adapter import Adapter
-from fsdp_testing.cases.records import FailureKind, Finding, Judgement, Verdict, WorldSpec
+from fsdp_testing.cases.records import FailureKind, Finding, Judgement, Verdict, WorldSpec, opening
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.judging.attempts import Attempt, settle
 from fsdp_testing.judging.batch_judge import ask_judge
@@ -261,7 +261,7 @@ def _result(place: Place, item: Item, judgement: Judgement) -> Result:
         item.subject,
         item.way,
         judgement.verdict,
-        reason[:_REASON_LENGTH],
+        opening(reason, _REASON_LENGTH),
         finding is not None and _is_refusal(finding),
     )
 

@@ -59,3 +59,8 @@ def test_unknown_tags_are_listed():
 
 def test_every_strategy_stands_for_a_capability():
     assert set(STRATEGIES.values()) <= set(CAPABILITIES)
+
+
+@pytest.mark.parametrize(("most", "expected"), [(9, "one two …"), (7, "one …"), (11, "one two six"), (2, "on …")])
+def test_a_long_text_ends_after_a_word_and_says_that_more_follows(most, expected):
+    assert opening("one two six", most) == expected
