@@ -13,6 +13,7 @@ from fsdp_testing.cases.records import (
     check_capabilities,
     exit_code,
     merge,
+    opening,
 )
 from fsdp_testing.errors import InvalidImplementation
 
