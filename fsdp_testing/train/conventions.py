@@ -5,7 +5,9 @@ They are never followed by themselves: a verdict names the one that is seen, and
 
 from __future__ import annotations
 
+import copy
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -126,17 +128,17 @@ class Follower:
         groups = _groups(ranks, place) if apart and ranks is not None else []
         if len(groups) < 2:
             return call(*args, **kwargs)
-        statistics: list[torch.Tensor] = []
-        terms: list[dict[tuple[nn.Module, str], torch.Tensor]] = []
+        terms: list[_Attributes] = []
         outputs = []
+        own = _OwnState(model)
         with _buffers_left_alone(model):
             for group in groups:
+                own.begin_rank()
                 here = rows_of((args, kwargs), group, len(place[2]))
                 outputs.append(call(*here[0], **here[1]))
                 terms.append(_terms_of(model))
-                statistics = statistics or [buffer.clone() for buffer in _statistics_of(model)]
-        for buffer, kept in zip(_statistics_of(model), statistics, strict=True):
-            buffer.data.copy_(kept)  # autograd has saved it, and does not read it
+                own.end_rank()
+        own.end()
         for module, name in terms[0]:
             setattr(module, name, torch.stack([values[module, name] for values in terms]).mean())
         return _joined(outputs, groups)
@@ -208,8 +210,69 @@ def _joined(outputs: Sequence[Any], groups: Sequence[Sequence[int]]) -> Any:
     return first
 
 
-def _statistics_of(model: nn.Module) -> list[torch.Tensor]:
-    return [buffer for module in model.modules() if is_batch_norm(module) for buffer in module.buffers()]
+class _OwnState:
+    """What modules keep from one forward to the next: buffers, and tensors, numbers and texts as attributes.
+
+    Each rank begins a forward with what all ranks began it with. What rank 0 ends with is kept, as DDP broadcasts it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._tensors = _tensors_of(model)
+        self._plain = _plain_of(model)
+        self._kept: list[_Attributes] = []
+
+    def begin_rank(self) -> None:
+        # Clones: the graph of one rank's forward may hold what the next one changes in place.
+        _set({key: tensor.clone() for key, tensor in self._tensors.items()})
+        _set({key: copy.deepcopy(value) for key, value in self._plain.items()})
+
+    def end_rank(self) -> None:
+        self._kept = self._kept or [_tensors_of(self._model), _plain_of(self._model)]
+
+    def end(self) -> None:
+        tensors, plain = self._kept
+        for key, original in self._tensors.items():
+            if key in tensors and tensors[key].shape == original.shape:
+                original.data.copy_(tensors[key])
+                tensors[key] = original  # others may hold it, too
+        _set(tensors)
+        _set(plain)
+
+
+_Attributes = dict[tuple[nn.Module, str], Any]
+_OF_EVERY_MODULE = {*vars(nn.Module())}
+_MOST_PLAIN = 1024
+
+
+def _tensors_of(model: nn.Module) -> _Attributes:
+    buffers = {(m, name): buffer for m in model.modules() for name, buffer in m.named_buffers(recurse=False)}
+    others = {key: value for key, value in _attributes_of(model) if isinstance(value, torch.Tensor)}
+    return buffers | {key: tensor for key, tensor in others.items() if not tensor.requires_grad}
+
+
+def _plain_of(model: nn.Module) -> _Attributes:
+    return {key: copy.deepcopy(value) for key, value in _attributes_of(model) if _is_plain(value)}
+
+
+def _attributes_of(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], Any]]:
+    """Yield what modules keep as attributes; a module of torch's own keeps nothing so that a forward is to change."""
+    for module in model.modules():
+        if not type(module).__module__.startswith("torch."):
+            yield from (((module, name), value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return len(value) <= _MOST_PLAIN and all(map(_is_plain, (*value.keys(), *value.values())))
+    if isinstance(value, (list, tuple, set, deque)):
+        return len(value) <= _MOST_PLAIN and all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _set(attributes: _Attributes) -> None:
+    for (module, name), value in attributes.items():
+        setattr(module, name, value)
 
 
 def is_batch_norm(module: nn.Module) -> bool:

@@ -25,6 +25,21 @@ class Contrasted(nn.Module):
         return (outputs @ outputs.T).logsumexp(-1).mean()
 
 
+class Annealed(Contrasted):
+    """What it returns grows with each forward, by a number, a buffer and a tensor that it keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.forwards, self.last = [0], torch.zeros(())
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.forwards[0] += 1
+        self.seen += 1
+        self.last = self.last + 1
+        return super().forward(inputs) * (self.forwards[0] + self.seen.clone() + self.last)
+
+
 def trains(world, make, loss_of):
     torch.manual_seed(0)
     plain = make().double()
@@ -48,12 +63,21 @@ def contrasts_by_rank(world):
     return trains(world, Contrasted, lambda loss: loss)
 
 
+def anneals_and_contrasts_by_rank(world):
+    return trains(world, Annealed, lambda loss: loss)
+
+
 def contrasts_and_scales_by_rank(world):
     return trains(world, Contrasted, lambda loss: loss * world.size)
 
 
 @pytest.mark.parametrize(
-    ("loop", "name"), [(normalises_by_rank, "batch-norm-per-rank"), (contrasts_by_rank, "loss-per-rank")]
+    ("loop", "name"),
+    [
+        (normalises_by_rank, "batch-norm-per-rank"),
+        (contrasts_by_rank, "loss-per-rank"),
+        (anneals_and_contrasts_by_rank, "loss-per-rank"),
+    ],
 )
 def test_a_statistic_of_each_rank_is_explained_by_the_second_reference_and_accepted(loop, name):
     with pytest.raises(TrainingDiffers, match="each rank's own statistic, by design or by mistake") as caught:
