@@ -17,7 +17,7 @@ from torch.utils.data import default_collate, default_convert
 from fsdp_testing.oracle.models import map_tensors
 from fsdp_testing.train.batches import row_digests, tensors_in
 from fsdp_testing.train.comparison import floor
-from fsdp_testing.train.generators import held_by, states
+from fsdp_testing.train.generators import generators_of, states
 
 _ROUNDINGS = 64
 """Roundings that a row may have, beside others, which another number of rows in a batch makes."""
@@ -109,8 +109,8 @@ def _is_near(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def draws(collate: Callable[[Any], Any], samples: Sequence[Any]) -> bool:
-    """Whether a collator draws random numbers for these rows, by a default generator or by one that it holds."""
-    held = held_by([collate])
-    before = states(held)
+    """Whether a collator draws random numbers for these rows, by a default generator or by one that it holds or makes."""
+    generators = generators_of([collate])
+    before = states(generators.held)
     collate(copied(samples))
-    return states(held) != before
+    return generators.made or states(generators.held) != before

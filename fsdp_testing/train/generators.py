@@ -8,12 +8,14 @@ import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
 _DEPTH, _MOST_PARTS = 4, 64
+_MAKERS = frozenset({"default_rng", "RandomState", "Random", "Generator", "seed", "manual_seed"})
 
 
 def states(held: Sequence[Any] = ()) -> dict[str, str]:
@@ -26,19 +28,33 @@ def states(held: Sequence[Any] = ()) -> dict[str, str]:
     return {name: hashlib.blake2b(state, digest_size=8).hexdigest() for name, state in known.items()}
 
 
-def held_by(owners: Iterable[Any]) -> list[Any]:
-    """Return the random generators that functions or objects hold, and what these hold in turn."""
-    found, waiting = [], [(owner, 0) for owner in owners]
+@dataclass(frozen=True, slots=True)
+class Generators:
+    """The random generators of functions or objects, and of what these hold in turn.
+
+    Attributes:
+        held: Those that they hold.
+        made: Whether a function among them makes or seeds generators whenever it runs, by the names that it uses.
+    """
+
+    held: tuple[Any, ...]
+    made: bool
+
+
+def generators_of(owners: Iterable[Any]) -> Generators:
+    """Return the generators of functions or objects."""
+    held, made, waiting = [], False, [(owner, 0) for owner in owners]
     known = {id(owner) for owner, _ in waiting}
     while waiting:
         owner, depth = waiting.pop()
+        made |= isinstance(owner, FunctionType) and not _MAKERS.isdisjoint(owner.__code__.co_names)
         if isinstance(owner, _kinds()):
-            found.append(owner)
+            held.append(owner)
         elif depth < _DEPTH:
             new = {id(part): part for part in _parts(owner) if id(part) not in known}
             known.update(new)
             waiting += [(part, depth + 1) for part in new.values()]
-    return found
+    return Generators(tuple(held), made)
 
 
 def _kinds() -> tuple[type, ...]:
@@ -66,7 +82,17 @@ def _parts(owner: Any) -> Iterator[Any]:
         yield from parts if len(owner) <= _MOST_PARTS else ()
     else:
         yield from getattr(owner, "__dict__", {}).values()
-        yield from (vars(type(owner)).get(name) for name in ("__call__", "forward"))
+        runs = [*_methods(owner, ("__call__", "forward"))]
+        yield from runs
+        yield from (method for run in runs for method in _methods(owner, run.__code__.co_names))
+
+
+def _methods(owner: Any, names: Iterable[str]) -> Iterator[FunctionType]:
+    """Yield methods by their names, but for those of torch's modules."""
+    for name in names:
+        method = getattr(type(owner), name, None)
+        if isinstance(method, FunctionType) and not method.__module__.startswith("torch."):
+            yield method
 
 
 def _state(generator: Any) -> bytes:

@@ -29,7 +29,7 @@ from fsdp_testing.train.clips import Clips
 from fsdp_testing.train.deepspeed_engine import is_engine, see_steps
 from fsdp_testing.train.disturbance import is_drawing
 from fsdp_testing.train.evidence import Clues
-from fsdp_testing.train.generators import held_by, states
+from fsdp_testing.train.generators import Generators, generators_of, states
 from fsdp_testing.train.quantities import Kind, spans_of_kind
 from fsdp_testing.train.reading import (
     Reader,
@@ -75,7 +75,7 @@ class Observer:
         self._computed = Computed()
         self._collector, self._clips = TermCollector(self.reader), Clips(self.reader)
         self._made_rates: WeakKeyDictionary[torch.optim.Optimizer, list[float]] = WeakKeyDictionary()
-        self._held: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
+        self._generators: WeakKeyDictionary[nn.Module, Generators] = WeakKeyDictionary()
         self._schedules: WeakKeyDictionary[LRScheduler, int] = WeakKeyDictionary()
         self._ended, self._ignoring = 0, False
         self._steps_itself = self._receives = False
@@ -140,8 +140,8 @@ class Observer:
             args, kwargs = observer._before_forward(args, kwargs)
             rows = observer._computed.row_digests([*args, *kwargs.values()])
             observer._step.rows += (rows,)
-            held = observer._held_by(module)
-            before = states(held)
+            generators = observer._generators_of(module)
+            before = states(generators.held)
             observer._depth += 1
             observer._running = module
             if not observer._in_closure:
@@ -152,7 +152,7 @@ class Observer:
             finally:
                 observer._depth -= 1
                 observer._running = None
-            observer._step.drew |= before != states(held)
+            observer._step.drew |= generators.made or before != states(generators.held)
             observer._computed.add(output, rows)
             observer._meet(module)
             if observer.keep_calls:
@@ -161,11 +161,11 @@ class Observer:
 
         return __call__
 
-    def _held_by(self, model: nn.Module) -> list[Any]:
-        """Return the random generators that a model held when it was run first."""
-        if model not in self._held:
-            self._held[model] = held_by(model.modules())
-        return self._held[model]
+    def _generators_of(self, model: nn.Module) -> Generators:
+        """Return the random generators of a model as it was when it was run first."""
+        if model not in self._generators:
+            self._generators[model] = generators_of(model.modules())
+        return self._generators[model]
 
     def _meet(self, model: nn.Module | None) -> None:
         """Read a model from now on: once it was run, or inside its forward, which may make whole steps (of Lightning)."""

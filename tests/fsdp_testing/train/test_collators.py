@@ -82,6 +82,16 @@ class Holder:
         return torch.rand(1, generator=held) if isinstance(held, torch.Generator) else held.random()
 
 
+class Shaken:
+    """Draws by a generator that a method of its own makes each time."""
+
+    def __call__(self, rows):
+        return self.noise(rows)
+
+    def noise(self, rows):
+        return random.Random(len(rows)).random()
+
+
 NUMPY = np.random.default_rng(0)
 
 
@@ -94,11 +104,13 @@ NUMPY = np.random.default_rng(0)
         (Holder(torch.Generator()).__call__, True),
         (lambda _: NUMPY.random(), True),
         (lambda _: random.random(), True),
+        (lambda rows: np.random.default_rng(len(rows)).random(), True),
+        (Shaken(), True),
         (lambda rows: rows, False),
         (Holder, False),
     ],
 )
-def test_a_collator_that_draws_is_known_by_the_generators_that_it_holds(collate, wanted):
+def test_a_collator_that_draws_is_known_by_the_generators_that_it_holds_or_makes(collate, wanted):
     assert draws(collate, []) is wanted
 
 

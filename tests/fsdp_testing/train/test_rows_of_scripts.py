@@ -79,6 +79,7 @@ def test_wrong_twins_fail(arguments, steps, says):
         (("masked",), r"forward draws random numbers, .* Draw them outside forward"),
         (("masked by its own",), r"forward draws random numbers, .* Draw them outside forward"),
         (("masked anew",), r"forward draws random numbers, .* Draw them outside forward"),
+        (("masked by numpy anew",), r"forward draws random numbers, .* Draw them outside forward"),
         (("stream", "--mistake", "shifted"), "11 of the rows that the ranks take are taken by several of them"),
         (("scaled",), "shifted or scaled by other numbers: each rank's own statistic, .* If it is intended, mark"),
         (("padded",), r"differs from one process only where rows are padded to another length: .* Mask the padding"),

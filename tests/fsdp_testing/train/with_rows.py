@@ -39,6 +39,8 @@ class Model(nn.Module):
             mask = torch.from_numpy(self.own.random(inputs.shape))
         elif kind == "masked anew":
             mask = torch.rand(inputs.shape, generator=torch.Generator().manual_seed(rank))
+        elif kind == "masked by numpy anew":
+            mask = torch.from_numpy(np.random.default_rng(len(inputs)).random(inputs.shape))
         with torch.autocast("cpu", torch.bfloat16, enabled=mistake == "narrow" and rank == 1):
             found = self.head(self.mix(inputs * mask.float()).tanh()).float()
         return found if targets is None else nn.functional.mse_loss(found, targets)
