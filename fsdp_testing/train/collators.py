@@ -17,7 +17,7 @@ from torch.utils.data import default_collate, default_convert
 from fsdp_testing.oracle.models import map_tensors
 from fsdp_testing.train.batches import row_digests, tensors_in
 from fsdp_testing.train.comparison import floor
-from fsdp_testing.train.generators import generators_of, states
+from fsdp_testing.train.generators import generators_of
 
 _ROUNDINGS = 64
 """Roundings that a row may have, beside others, which another number of rows in a batch makes."""
@@ -110,7 +110,6 @@ def _is_near(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 def draws(collate: Callable[[Any], Any], samples: Sequence[Any]) -> bool:
     """Whether a collator draws random numbers for these rows, by a default generator or by one that it holds or makes."""
-    generators = generators_of([collate])
-    before = states(generators.held)
-    collate(copied(samples))
-    return generators.made or states(generators.held) != before
+    with generators_of([collate]).watch() as noted:
+        collate(copied(samples))
+    return bool(noted)

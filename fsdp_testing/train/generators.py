@@ -7,7 +7,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 _DEPTH, _MOST_PARTS = 4, 64
-_MAKERS = frozenset({"default_rng", "RandomState", "Random", "Generator", "seed", "manual_seed"})
+_MAKERS = {"default_rng", "RandomState", "Random", "seed"}
 
 
 def states(held: Sequence[Any] = ()) -> dict[str, str]:
@@ -34,27 +34,63 @@ class Generators:
 
     Attributes:
         held: Those that they hold.
-        made: Whether a function among them makes or seeds generators whenever it runs, by the names that it uses.
+        makers: Names of functions among them that use what makes or seeds a generator.
     """
 
     held: tuple[Any, ...]
-    made: bool
+    makers: tuple[dict[str, Any], ...]
+
+    @contextmanager
+    def watch(self) -> Iterator[list[bool]]:
+        """Note what draws in the block: a list that fills once a generator moves or is made; torch's are seen elsewhere."""
+        before, noted = states(self.held), list[bool]()
+        numpy = sys.modules.get("numpy.random")
+        packages = [vars(package) for package in (random, numpy) if package is not None] if self.makers else []
+        spaces = {id(space): space for space in (*packages, *self.makers)}.values()
+        originals = [(space, name, space[name]) for space in spaces for name in _MAKERS & space.keys()]
+        try:
+            # Name by name: whatever else the block puts into a namespace stays.
+            for space, name, original in originals:
+                space[name] = _Maker(original, noted)
+            yield noted
+        finally:
+            for space, name, original in originals:
+                space[name] = original
+        noted += [True] * (states(self.held) != before)
+
+
+class _Maker:
+    """Something that makes or seeds a generator, and notes that it did."""
+
+    def __init__(self, original: Any, noted: list[bool]) -> None:
+        self._original, self._noted = original, noted
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._noted.append(True)
+        return self._original(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, self._original)
 
 
 def generators_of(owners: Iterable[Any]) -> Generators:
     """Return the generators of functions or objects."""
-    held, made, waiting = [], False, [(owner, 0) for owner in owners]
+    held, makers, waiting = [], [], [(owner, 0) for owner in owners]
     known = {id(owner) for owner, _ in waiting}
     while waiting:
         owner, depth = waiting.pop()
-        made |= isinstance(owner, FunctionType) and not _MAKERS.isdisjoint(owner.__code__.co_names)
+        if isinstance(owner, FunctionType) and not _MAKERS.isdisjoint(owner.__code__.co_names):
+            makers.append(owner.__globals__)
         if isinstance(owner, _kinds()):
             held.append(owner)
         elif depth < _DEPTH:
             new = {id(part): part for part in _parts(owner) if id(part) not in known}
             known.update(new)
             waiting += [(part, depth + 1) for part in new.values()]
-    return Generators(tuple(held), made)
+    return Generators(tuple(held), tuple(makers))
 
 
 def _kinds() -> tuple[type, ...]:

@@ -140,19 +140,18 @@ class Observer:
             args, kwargs = observer._before_forward(args, kwargs)
             rows = observer._computed.row_digests([*args, *kwargs.values()])
             observer._step.rows += (rows,)
-            generators = observer._generators_of(module)
-            before = states(generators.held)
             observer._depth += 1
             observer._running = module
             if not observer._in_closure:
                 observer._stepping, observer._ignoring = 0, False  # a step that raised has not ended
             try:
                 place = len(observer.steps), len(observer._step.rows) - 1, rows
-                output = observer._forward(module, partial(original, module), (args, kwargs), place)
+                with observer._generators_of(module).watch() as noted:
+                    output = observer._forward(module, partial(original, module), (args, kwargs), place)
             finally:
                 observer._depth -= 1
                 observer._running = None
-            observer._step.drew |= generators.made or before != states(generators.held)
+            observer._step.drew |= bool(noted)
             observer._computed.add(output, rows)
             observer._meet(module)
             if observer.keep_calls:

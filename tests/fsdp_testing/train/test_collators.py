@@ -114,6 +114,19 @@ def test_a_collator_that_draws_is_known_by_the_generators_that_it_holds_or_makes
     assert draws(collate, []) is wanted
 
 
+def test_what_a_function_sets_while_it_is_watched_stays_and_makers_are_themselves_again():
+    def draws_and_counts(rows):
+        global RECENT
+        RECENT = random.Random(len(rows))
+        assert isinstance(RECENT, random.Random)
+        return RECENT.random()
+
+    maker = random.Random
+    assert draws(draws_and_counts, [1])
+    assert random.Random is maker
+    assert RECENT.random() != random.Random(1).random()
+
+
 def test_items_are_alike_but_for_roundings_and_order():
     rows = torch.rand(4, 3)
     count = torch.tensor(4)
