@@ -333,6 +333,10 @@ class Observer:
             self._ended = len(self.steps)
             self._after_step(self._ended)
 
+    def trains(self) -> bool:
+        """Return whether a backward pass ran, or an optimizer made a step."""
+        return bool(self.steps or self._passes)
+
     def idle_passes(self) -> int:
         """Return how many backward passes a training made of which no optimizer steps and no weight moves."""
         return self._passes if not self.steps and self._collector.stands_still() else 0

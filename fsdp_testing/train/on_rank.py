@@ -74,6 +74,7 @@ class RankReport:
         hosts: Other machines that it asked for.
         copies: Other copies of the weights at the end, by the name of their variable; empty where only its name says so.
         idle_passes: Backward passes of a training that steps no optimizer and moves no weight.
+        trains: Whether it ran any backward pass, or made a step.
         ended: Whether the training ended by itself.
         dropout_off: Whether dropout was switched off.
         dropout: Whether it would have been active.
@@ -91,6 +92,7 @@ class RankReport:
     hosts: tuple[str, ...] = ()
     copies: dict[str, Spans] = field(default_factory=dict)
     idle_passes: int = 0
+    trains: bool = True
     ended: bool = True
     dropout_off: bool = False
     dropout: bool = False
@@ -166,6 +168,7 @@ def run_here(job: Job, run: RunSettings) -> RankReport:
         taken,
         conventions=conventions,
         idle_passes=idle_passes,
+        trains=observer.trains(),
         autocast=bool(autocast),
         **facts(),
         **ending,

@@ -243,6 +243,14 @@ class Runner:
     def _put_together(self, size: int, ranks: Sequence[RankReport]) -> WholeRun:
         self.start.check(ranks)
         counts = [len(rank.steps) for rank in ranks]
+        if idle := [number for number, rank in enumerate(ranks) if not rank.trains]:
+            trained = {count for count, rank in zip(counts, ranks) if rank.trains}
+            if len(trained) == 1:
+                raise Undecided(
+                    f"give no verdict: rank(s) {', '.join(map(str, idle))} of {size} run no backward pass and make no step, "
+                    f"while the others make {trained.pop()}. Actors beside a learner are not compared with one process. Check "
+                    "the learner's own loop, or look for a branch that keeps these ranks from training."
+                )
         if len(set(counts)) > 1:
             raise Failed(
                 f"make different numbers of optimizer steps: {', '.join(map(str, counts))}. Cause: a rank decides by "
@@ -263,7 +271,7 @@ def unequal_ends(outcome: WorldOutcome) -> Failed | None:
     return Failed(
         f"make different numbers of optimizer steps: rank {ended[0].rank} has made {len(ended[0].value.steps)}, "
         f"rank {waiting} fewer. Cause: a rank decides by its own number to skip a step, takes different batches, or steps for "
-        "all and sends nobody the weights.",
+        "all and sends nobody the weights. An actor beside a learner makes none: let the loop end by itself to have that said.",
         subject="the ranks",
     )
 

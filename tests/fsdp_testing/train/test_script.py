@@ -66,6 +66,12 @@ def test_an_evaluation_of_the_training_rows_is_no_pass_of_the_training():
     assert report.verdict is Verdict.PASS, str(report)
 
 
+def test_actors_beside_a_learner_give_no_verdict():
+    report = judge("one_stepper", "--actors", steps=4)
+    assert report.verdict is Verdict.UNKNOWN, str(report)
+    assert "rank(s) 1 of 2 run no backward pass and make no step, while the others make 4" in str(report), str(report)
+
+
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [

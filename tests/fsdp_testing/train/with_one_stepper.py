@@ -9,6 +9,9 @@ from torch import nn
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--mistake", default="none")
 arguments.add_argument("--reduce", action="store_true", help="gradients are summed on rank 0 alone")
+arguments.add_argument(
+    "--actors", action="store_true", help="the other ranks run the policy alone, and rank 0 has all rows"
+)
 mistake, reduces = vars(options := arguments.parse_args())["mistake"], options.reduce
 
 dist.init_process_group("gloo")
@@ -20,10 +23,15 @@ rows = torch.randn(48, 3, generator=torch.Generator().manual_seed(1))
 stop = torch.zeros(1)
 for step in range(4):
     for micro_batch in range(2):
-        inputs = rows[12 * step + 6 * micro_batch :][:6][rank::size]
+        inputs = rows[12 * step + 6 * micro_batch :][:6][slice(None) if options.actors else slice(rank, None, size)]
+        if options.actors and rank:
+            with torch.no_grad():
+                model(inputs)
+            dist.broadcast(stop, 0)
+            continue
         nn.functional.mse_loss(model(inputs), inputs[:, :1]).div(2).backward()
         dist.broadcast(stop, 0)
-    for parameter in model.parameters():
+    for parameter in () if options.actors else model.parameters():
         if reduces:
             dist.reduce(parameter.grad, 0)
         else:
