@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from fsdp_testing.ranks.pool import large_pages
-from fsdp_testing.ranks.pool.hygiene_leftovers import children
+from fsdp_testing.ranks.pool.hygiene_leftovers import children, thread_count
 
 COMMAND = "from fsdp_testing.ranks.pool.forkserver import main; main"
 FORK = b"F"
@@ -119,14 +119,6 @@ def _prctl(option: int, value: int) -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def thread_count() -> int:
-    """Threads of this process, those that Python does not know included."""
-    try:
-        return len(os.listdir("/proc/self/task"))
-    except FileNotFoundError:
-        return 1
 
 
 class _ServerLoop:

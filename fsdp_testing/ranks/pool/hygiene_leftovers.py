@@ -178,6 +178,14 @@ def _wants_to_run(thread: threading.Thread) -> bool:
     return state.rpartition(")")[2].split()[0] == "R"
 
 
+def thread_count() -> int:
+    """Return the threads of this process, those that Python does not know included."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except FileNotFoundError:
+        return 1
+
+
 def children() -> list[int]:
     """Return the child processes of this one, those that ended and were not waited for included."""
     try:

@@ -68,7 +68,7 @@ class Job(NamedTuple):
 class Report(NamedTuple):
     """The end of a job on one rank; number 0 is a new rank's: it is in its world, or `error` says why it is not.
 
-    `payload` is the serialised result, made in the rank so that its errors stay there.
+    `payload` is the serialised result, made in the rank so that its errors stay there. `worn` ranks have too many threads left.
     """
 
     number: int = 0
@@ -79,6 +79,7 @@ class Report(NamedTuple):
     seconds: float = 0.0
     finished_at: float = 0.0
     new_modules: tuple[str, ...] = ()
+    worn: bool = False
 
 
 @dataclass(frozen=True, slots=True)

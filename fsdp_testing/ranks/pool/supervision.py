@@ -80,6 +80,7 @@ class Supervision:
     joined: bool = False
     patient: bool = False
     new_modules: dict[str, None] = field(default_factory=dict)
+    worn: bool = False
 
     def run(self) -> WorldOutcome:
         """Send the job once all are in the world, watch it, and judge every rank.
@@ -225,6 +226,7 @@ class Supervision:
                 if self.patient and message.failed:
                     watch.process.kill()
                 self.new_modules.update(dict.fromkeys(message.new_modules))
+                self.worn |= message.worn
         if watch.process.channel.closed:
             self._forget(selector, watch.process.channel)
         if isinstance(watch.process, RemoteRank):

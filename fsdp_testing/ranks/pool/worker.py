@@ -24,11 +24,15 @@ from fsdp_testing.ranks.faults.fault import end_all, never_reached
 from fsdp_testing.ranks.ledger.memory import LedgerMemory
 from fsdp_testing.ranks.pool import world as world_place
 from fsdp_testing.ranks.pool.channel import Channel, dumps, loads
+from fsdp_testing.ranks.pool.hygiene_leftovers import thread_count
 from fsdp_testing.ranks.pool.jobs import Bootstrap, Failed, Job, Report, StandInRank
 from fsdp_testing.ranks.pool.outcome import Dirt, ErrorRecord
 from fsdp_testing.ranks.pool.targets import resolve
 
 _flush_c = ctypes.CDLL(None).fflush
+_MOST_NEW_THREADS = 64
+"""A rank with more than so many is not lent again. Gloo keeps three for a group that something still holds, destroyed or not,
+and torch frees nothing that a hook of a parameter holds together with that parameter."""
 RECORDED_COLLECTIVES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 """How many collectives torch's flight recorder keeps, by its name today and its older one."""
 COLLECTIVES_KEPT = 500
@@ -114,6 +118,7 @@ class _Rank:
         self._device = "cpu"
         self._store: Any = None
         self._pid = os.getpid()
+        self._threads = 0
 
     def join(self) -> None:
         """Make the process group, the world and the ledger of this rank."""
@@ -144,6 +149,7 @@ class _Rank:
         device = backend.device_type if backend.device_type == "cpu" else f"{backend.device_type}:{index}"
         self._device = device
         world_place.enter(world_place.World(boot.rank, boot.size, boot.backend, device, pooled=True))
+        self._threads = thread_count()
 
     def _init_group(self, rank: int, size: int) -> None:
         import torch.distributed as dist
@@ -249,6 +255,7 @@ class _Rank:
             seconds=seconds,
             finished_at=finished,
             new_modules=self._new_modules(),
+            worn=thread_count() > self._threads + _MOST_NEW_THREADS,
         )
 
     def _follow(self, job: Job) -> None:

@@ -236,6 +236,7 @@ class PooledWorld:
             if not finished:
                 self.discard()
         self._joined = supervision.joined
+        self.trusted &= not supervision.worn
         self._refuse_what_was_lost(outcome)
         self._pool.note(self.key, outcome, supervision.new_modules)
         if self._before and any(rank.fate is Fate.DIED and not rank.began for rank in outcome.ranks):

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 from fsdp_testing.base import env
 from fsdp_testing.ranks.pool import forkserver
+from fsdp_testing.ranks.pool.hygiene_leftovers import thread_count
 
 COMMAND = "from fsdp_testing.ranks.pool.zygote import main; main"
 PATIENCE = 60.0
@@ -194,7 +195,7 @@ def main(listening_fd: int, setup_fd: int, starter_pid: int) -> NoReturn:
     for module in settings["modules"]:
         forkserver.import_ahead(module)
     signal.alarm(0)
-    if forkserver.thread_count() > 1:
+    if thread_count() > 1:
         os._exit(1)  # each worker's own server says which module is to blame
     _Zygote(socket.socket(fileno=listening_fd), settings["sys_executable"], starter).serve()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 
 import pytest
@@ -30,6 +31,17 @@ def recorded() -> int:
     return len(json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True))["entries"])
 
 
+KEPT = []
+
+
+def keeps_groups(number: int) -> int:
+    """Keep groups after they were destroyed, with their threads."""
+    for _ in range(number):
+        KEPT.append(dist.new_group([0, 1]))
+        dist.destroy_process_group(KEPT[-1])
+    return os.getpid()
+
+
 def counts() -> tuple[int, int]:
     """Objects that the collector knows, and blocks of memory that Python has given out."""
     gc.collect()
@@ -53,6 +65,15 @@ def test_hundreds_of_calls_leave_nothing_in_ranks_or_controller(pool: Pool) -> N
     ]
     # What each call left would be there five hundred times. Caches of Python and of torch still settle by some blocks.
     assert all(o < CALLS // 10 and b < CALLS for o, b in grown), f"by rank, then the controller: {grown}"
+
+
+@pytest.mark.parametrize(("groups", "same"), [(2, True), (30, False)])
+def test_ranks_with_many_threads_that_nobody_ends_are_not_lent_again(pool: Pool, groups: int, same: bool) -> None:
+    processes = []
+    for _ in range(2):
+        with pool.lend(2) as world:
+            processes.append(world.execute(keeps_groups, (groups,)).values)
+    assert (processes[0] == processes[1]) == same
 
 
 @pytest.mark.parametrize(("given", "kept"), [(None, COLLECTIVES_KEPT), ("70", 70)])
