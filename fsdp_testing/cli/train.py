@@ -70,6 +70,7 @@ def add(commands: Subparsers[Command]) -> Command:
     option("script", metavar="SCRIPT")
     option("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
     names = {name for action in valued for name in action.option_strings}
+    command.set_defaults(own_options={*names, "--streams", "--show-output"})
     parse = command.parse_known_args
 
     def parse_attached(args: Any = None, namespace: Any = None) -> Any:
@@ -169,6 +170,8 @@ def execute(options: argparse.Namespace) -> int:
         faults=tuple(options.fault),
     )
     console, began = open_console(), time.monotonic()
+    if late := [word for word in options.arguments if word.partition("=")[0] in options.own_options]:
+        console.say(f"note: {', '.join(late)} after SCRIPT is the script's. Put options of fsdp-verify before SCRIPT.")
     with Display(console) as display:
         report = examine(launch, options.world_sizes, listener=_Listener(display, console, shows=options.show_output))
     facts: dict[str, Any] = {

@@ -70,6 +70,11 @@ def line_of(text: str) -> int:
     return next(number for number, line in enumerate(SCRIPT.splitlines(), 1) if text in line)
 
 
+def test_our_options_after_the_script_go_to_the_script_and_that_is_said(train):
+    ended = train("train", "--steps=3", "--epochs", "1")
+    assert "note: --steps=3 after SCRIPT is the script's. Put options of fsdp-verify before SCRIPT." in ended.out
+
+
 def test_each_run_is_announced_and_the_last_line_has_verdict_and_exit_code(train):
     ended = train("train")
     stages = [line.split(" s  ")[1] for line in ended.out.splitlines() if re.match(r" *\d+\.\d s  ", line)]
