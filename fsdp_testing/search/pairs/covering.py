@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from typing import Any, TypeVar
 
 from fsdp_testing.cases.drawing import CaseDrawer, Scope, SeededChoices, needs_of_case
 from fsdp_testing.cases.drawing.normal_form import leaves_unused
+from fsdp_testing.cases.models.tree import unit_names
 from fsdp_testing.cases.records import Case
-from fsdp_testing.search.pairs.traits import traits_of, why_apart, with_options
+from fsdp_testing.search.pairs.traits import ZOO, traits_of, why_apart, with_options
 
 DRAWN = 9000
 """Cases of which the covering ones are chosen; many more meet hardly any pair more."""
@@ -67,7 +68,7 @@ def covering(scope: Scope) -> Covering:
             not_claimed[pair] = ", ".join(sorted(missing))
         elif pool.make(pair):
             continue
-        elif missing := needs.least(pair, scope.capabilities):
+        elif missing := pool.missing.get(pair) or needs.least(pair, scope.capabilities):
             not_claimed[pair] = ", ".join(sorted(missing))
         else:
             not_met[pair] = "no drawn case has both, and making such a case legal drops one of them"
@@ -81,12 +82,18 @@ def _drawers(scope: Scope) -> list[CaseDrawer]:
 
 
 class _Pool:
-    """Cases, each with a bit mask of its traits; and for each trait the mask of those that it has met."""
+    """Cases, each with a bit mask of its traits; and for each trait the mask of those that it has met.
+
+    Attributes:
+        numbers: The bit of each trait.
+        missing: What a case with both traits of a pair needs beside what is claimed, where no case without that has both.
+    """
 
     def __init__(self, scope: Scope) -> None:
         self._scope = scope
         self._drawers = _drawers(scope)
         self.numbers: dict[str, int] = {}
+        self.missing: dict[Pair, frozenset[str]] = {}
         self._cases: list[tuple[Case, int]] = []
         self._met: defaultdict[int, int] = defaultdict(int)
         self._examples: defaultdict[str, list[Case]] = defaultdict(list)
@@ -105,15 +112,25 @@ class _Pool:
         return first is not None and second is not None and bool(self._met[first] >> second & 1)
 
     def make(self, pair: Pair) -> bool:
-        """Make a case of two that have one trait each, and keep it if its legal form has both."""
-        first, second = (self._examples[trait] for trait in pair)
+        """Make a case of two that have one trait each, and keep it if its legal form has both.
+
+        Some operations are legal in low precision with a model of the zoo alone: these models are tried last.
+        """
+        trees = [*product(*(self._examples[trait] for trait in pair))]
+        zoo = [
+            replace(one, model=case.model, wrapping=case.wrapping) for one, _ in trees for case in self._examples[ZOO]
+        ]
         shape = self._drawers[0].shape
-        for one, other in product(first, second):
+        for one, other in chain(trees, product(zoo, self._examples[pair[1]])):
             for mixed in _mixed(one, other):
                 case = shape(mixed)
-                if self._fair(case) and set(pair) <= traits_of(case):
+                missing = needs_of_case(case) - self._scope.capabilities
+                if not case.program or not set(pair) <= traits_of(case):
+                    continue
+                if not missing:
                     self._add(case)
                     return True
+                self.missing[pair] = min(self.missing.get(pair, missing), missing, key=len)
         return False
 
     def chosen(self, times: int) -> Iterator[Case]:
@@ -158,9 +175,11 @@ def _mixed(one: Case, other: Case) -> Iterator[Case]:
     """Yield cases whose parts are those of two others: every combination of model, program, world, dtypes and the rest."""
     programs = [one.program, other.program, (*one.program, *other.program)[:_LONGEST]]
     programs.append((*other.program, *one.program)[:_LONGEST])
-    models = [(case.model, case.wrapping) for case in (one, other)]
+    models = [(case.model, wrapping.wrapping) for case, wrapping in product((one, other), repeat=2)]
+    # What names modules of one tree: the other tree has others.
     again = other.wrapping.units if one.wrapping.checkpointed else ()
-    models.append((other.model, replace(other.wrapping, checkpointed=again)))
+    ignored = unit_names(other.model.tree) if one.wrapping.ignored and other.model.tree else ()
+    models.append((other.model, replace(other.wrapping, checkpointed=again, ignored=ignored)))
     worlds = [(case.world, case.strategy) for case in (one, other)]
     numbers = list(product((one.model.dtype, other.model.dtype), (one.mixed_precision, other.mixed_precision)))
     rest = [(case.cpu_offload, case.optimizer) for case in (one, other)]

@@ -34,10 +34,10 @@ ZOO = "zoo"
 _SAID_OTHERWISE = frozenset(
     {
         *STRATEGIES.values(), "nested_wrapping", "policy_wrapping", "mixed_precision", "reduce_dtype", "buffer_dtype",
-        "cpu_offload", "prefetch", "activation_checkpointing", "forward_edits",
+        "cpu_offload", "prefetch", "activation_checkpointing", "forward_edits", "forward_methods", "parameter_outputs",
     }
 )  # fmt: skip
-"""Capabilities that another trait says more closely; forwards that edit parameters are one model of the zoo."""
+"""Capabilities that another trait states more precisely; the last three are one model of the zoo each."""
 _FOLLOWS = frozenset({"whole_parameters", "gathered_until_backward"})
 """Tags that follow from strategy and mesh."""
 _LARGE = 1000
@@ -145,7 +145,7 @@ _ELSEWHERE = "reload:* train_elsewhere:*"
 
 _OF_TREES = (
     "node:* group:* returns:* dtype_of_part:* policy:* ignored_parameters one_element_unit uneven_parameters "
-    "large_parameters move:* layout:* cut:*"
+    "large_parameters all_frozen move:* layout:* cut:*"
 )
 APART: tuple[tuple[str, str, str], ...] = (
     ("only hybrid sharding has a mesh", "mesh:*", "strategy:full_shard strategy:shard_grad_op strategy:no_shard"),
@@ -156,7 +156,7 @@ APART: tuple[tuple[str, str, str], ...] = (
      "strided_parameters"),
     ("activations in low precision may pass through an ignored module that is not cast", _LOW, "ignored_parameters"),
     ("each implementation decides how it casts a part of another dtype", _LOW, "dtype_of_part:*"),
-    ("values saved in low precision may be rounded", _LOW, f"{_ELSEWHERE} save"),
+    ("values saved in low precision may be rounded", _LOW, f"{_ELSEWHERE} save save:* restore"),
     ("second derivatives through casts are rounded where each implementation casts", _LOW, "unusual_backward:penalty"),
     ("gradients of inputs are rounded where each implementation casts inputs", _LOW, "unusual_backward:of_inputs"),
     ("casting the whole model is defined only for one dtype, and before a new model is made", "move:float*",
