@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -17,6 +18,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import DeviceMesh
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -24,6 +26,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
+    share_comm_ctx,
 )
 from torch.distributed.tensor import Shard
 
@@ -55,6 +58,10 @@ CAPABILITIES = SHARDED | {
     "late_all_reduce",
     "kept_after_backward",
     "partial_reshard",
+    "single_units",
+    "shared_streams",
+    "own_all_reduce",
+    "comm_hook",
     "last_dimension",
     "grouped_units",
     "forward_methods",
@@ -62,11 +69,22 @@ CAPABILITIES = SHARDED | {
     "rank_0_state",
     "assigned_state",
     "tensor_parallel",
-    *(("exception_recovery",) if hasattr(FSDPModule, "reset_iter_state") else ()),
+    *(
+        claim
+        for claim, method in {
+            "exception_recovery": "reset_iter_state",
+            "zeros_for_unused": "set_reduce_scatter_unused_params",
+            "tuned_communication": "set_reduce_scatter_max_input_buffers",
+        }.items()
+        if hasattr(FSDPModule, method)
+    ),
 }
 
 _NO_RESHARD = {"shard_grad_op", "hybrid_shard_zero2"}
 _FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+# `all_gather_into_tensor` before torch 2.13.
+_ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 #: The sharded parameters of each model, as they were when it was sharded. `named_parameters` of a unit that is
 #: unsharded yields the gathered tensors, and reading it at any other time would not distinguish a stale shard from a fresh
@@ -94,6 +112,9 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
     setup.refuse_settings("torch-fsdp2", *CAPABILITIES)
     if setup.precision.buffer_dtype is not None:
         raise InvalidImplementation("torch-fsdp2: expected no buffer_dtype, for which it has no option. Ask for none.")
+    if "shared_streams" in setup.settings:
+        parts = (name for name, part in module.named_children() if type(part).forward is not nn.Module.forward)
+        setup = replace(setup, units=tuple(dict.fromkeys((*setup.units, *parts))), wrap_root=False)
     checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
     ignored = parameters_of(module, setup.ignored)
     for group in _groups(setup, innermost_first(module, setup.units)):
@@ -134,14 +155,48 @@ def _set(model: nn.Module, setup: Setup) -> None:
             unit.set_gradient_divide_factor(2.0 * setup.world_size)
         if "sum_reduction" in setup.settings:
             unit.set_force_sum_reduction_for_comms(True)
+        if "zeros_for_unused" in setup.settings:
+            unit.set_reduce_scatter_unused_params(True, recurse=False)
+        if "own_all_reduce" in setup.settings:
+            unit.set_all_reduce_hook(partial(_over_replicas, setup.mesh))
+        if "tuned_communication" in setup.settings:
+            unit.set_allocate_memory_from_process_group_for_comm(True)
+        if "single_units" in setup.settings and isinstance(unit, nn.Embedding):
+            unit.set_unshard_in_backward(False)
+    _set_roots(model, setup)
     for name, method in setup.forward_methods:
         register_fsdp_forward_method(model.get_submodule(name), method)
+
+
+def _set_roots(model: nn.Module, setup: Setup) -> None:
+    """Call the setters of roots, and those of units one by one."""
+    if "single_units" in setup.settings:
+        _reshard_every_second(model, True)
+    if "tuned_communication" in setup.settings:
+        for root in _roots(model):
+            root.set_separate_reduce_scatter_group()
+            root.set_reduce_scatter_max_input_buffers(2)
+    if "shared_streams" in setup.settings:
+        share_comm_ctx(_roots(model))
+
+
+def _reshard_every_second(model: nn.Module, first: bool) -> None:
+    for place, (_, unit) in enumerate(_units(model)):
+        unit.set_reshard_after_forward(first == (place % 2 == 0), recurse=False)
+
+
+def _over_replicas(mesh: DeviceMesh, reduced: torch.Tensor) -> None:
+    """What a user's function has to do beside sharding over a part of the ranks. Collectives: an all-reduce over replicas."""
+    dist.all_reduce(reduced, group=mesh.get_group("replicate"))
+    reduced.div_(mesh.size(0))
 
 
 def _options(setup: Setup, name: str, ignored: set[nn.Parameter]) -> dict[str, Any]:
     """Return the arguments that the case asks for; what it leaves open is left to the defaults."""
     # The default mesh is made anew by each call, on the machine's accelerator.
     options: dict[str, Any] = {"mesh": setup.mesh}
+    if "own_all_reduce" in setup.settings and setup.mesh is not None:
+        options["mesh"] = setup.mesh["shard"]
     precision = setup.unit_precisions.get(name, setup.precision)
     if precision != Precision():
         # Each module that it is applied to casts by default; to the harness the outermost one does.
@@ -151,9 +206,12 @@ def _options(setup: Setup, name: str, ignored: set[nn.Parameter]) -> dict[str, A
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if setup.unit_strategies.get(name, setup.strategy) in _NO_RESHARD:
         options["reshard_after_forward"] = False
+    elif "shared_streams" in setup.settings:
+        options["reshard_after_forward"] = True  # a root keeps its parameters by default
     sharing = setup.shard_size or setup.world_size
     if "partial_reshard" in setup.settings:
-        options["reshard_after_forward"] = max(sharing // 2, 1)
+        half = max(sharing // 2, 1)
+        options["reshard_after_forward"] = (half, True, half, False)[([*setup.units, ""].index(name)) % 4]
     if "last_dimension" in setup.settings:
         options["shard_placement_fn"] = partial(_last_dimension, sharing)
     return options | ({"ignored_params": ignored} if ignored else {}) | dict(setup.extra)
@@ -161,8 +219,7 @@ def _options(setup: Setup, name: str, ignored: set[nn.Parameter]) -> dict[str, A
 
 def _last_dimension(ranks: int, parameter: nn.Parameter) -> Shard | None:
     """Cut along the last dimension, which torch allows where the ranks divide it."""
-    last = parameter.ndim - 1
-    return Shard(last) if last > 0 and parameter.shape[last] % ranks == 0 else None
+    return Shard(-1) if parameter.ndim > 1 and parameter.shape[-1] % ranks == 0 else None
 
 
 def _precision_policy(precision: Precision, *, casts: bool) -> MixedPrecisionPolicy:
@@ -186,14 +243,18 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         return
     settings = _SETTINGS.get(model, frozenset())
 
+    alone = "single_units" in settings
+
     def switch(flag: bool) -> None:
+        if alone:
+            _reshard_every_second(model, flag)
         for root in _roots(model):
             if "late_all_reduce" in settings:
-                root.set_requires_all_reduce(flag, recurse=True)
+                root.set_requires_all_reduce(flag, recurse=not alone)
             else:
-                root.set_requires_gradient_sync(flag, recurse=True)
+                root.set_requires_gradient_sync(flag, recurse=not alone)
             if "kept_after_backward" in settings:
-                root.set_reshard_after_backward(flag, recurse=True)
+                root.set_reshard_after_backward(flag, recurse=not alone)
                 root.set_is_last_backward(flag)
 
     switch(False)
@@ -286,6 +347,51 @@ def reshard(model: nn.Module, unit: str) -> None:
     dict(_units(model))[unit].reshard()
 
 
+class _Gather:
+    """An all-gather of the user's own."""
+
+    calls = 0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for a message."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **how: Any) -> Any:
+        self.calls += 1
+        return _ALL_GATHER(output_tensor, input_tensor, **how)
+
+
+class _Reduce(_Gather):
+    """A reduce-scatter of the user's own, of a unit that its own all-gather has gathered."""
+
+    def __init__(self, gather: _Gather, hook: Callable[..., Any]) -> None:
+        self.gather, self.hook = gather, hook
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **how: Any) -> None:
+        if not self.gather.calls:
+            raise InvalidImplementation("torch-fsdp2: expected the all-gather that was set to be called, got none.")
+        self.hook(input_tensor, output_tensor)
+
+
+def register_comm_hook(model: nn.Module, state: object, hook: Callable[..., Any]) -> None:
+    """Let the hook reduce what nobody has divided."""
+    for _, unit in _units(model):
+        gather: Any = _Gather()
+        reduce: Any = _Reduce(gather, partial(hook, state))
+        unit.set_custom_all_gather(gather)
+        unit.set_custom_reduce_scatter(reduce)
+        unit.set_gradient_divide_factor(1.0)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Step; where the case asks for it, the next gathers wait for an event of the user's."""
+    optimizer.step()
+    if "tuned_communication" in _SETTINGS.get(model, ()):
+        device = next(iter(_sharded(model).values())).device
+        for root in _roots(model):
+            root.set_post_optim_event(torch.get_device_module(device).current_stream().record_event())
+
+
 IMPLEMENTATION = TorchStyle(
     name="torch-fsdp2",
     wrap=wrap,
@@ -302,6 +408,8 @@ IMPLEMENTATION = TorchStyle(
     unshard_async=unshard_async,
     reshard=reshard,
     recover=recover,
+    register_comm_hook=register_comm_hook,
+    step=step,
     **{
         **saved_state.METHODS,
         "load_full_state_dict": load_full_state_dict,

@@ -105,6 +105,9 @@ STREAMS: tuple[Check, ...] = (
              *(cases("deep_nest", *iterations(2),
                      wrapping=every_unit("deep_nest", forward_prefetch=True, backward_prefetch=backward))
                for backward in ("pre", "post"))),
+    observed("streams.tuned_communication", "Gathers wait for the event that the user recorded after the step.",
+             cases("mlp", *iterations(3), wrapping=every_unit("mlp", settings=("tuned_communication",)), optimizer=PLAIN_SGD),
+             source="torch.distributed.fsdp.FSDPModule.set_post_optim_event"),
     observed("streams.summon", "Full parameters are edited between iterations, and the next gather waits for the edit.",
              cases("mlp", *iteration(0), EditFullParameters(("*",), 0.5, True), *iteration(1))),
     observed("streams.unshard", "Units gathered by hand, without waiting, before a micro-batch.",
