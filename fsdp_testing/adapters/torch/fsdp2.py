@@ -157,7 +157,7 @@ def _set(model: nn.Module, setup: Setup) -> None:
             unit.set_force_sum_reduction_for_comms(True)
         if "zeros_for_unused" in setup.settings:
             unit.set_reduce_scatter_unused_params(True, recurse=False)
-        if "own_all_reduce" in setup.settings:
+        if "own_all_reduce" in setup.settings and setup.mesh is not None:
             unit.set_all_reduce_hook(partial(_over_replicas, setup.mesh))
         if "tuned_communication" in setup.settings:
             unit.set_allocate_memory_from_process_group_for_comm(True)

@@ -344,8 +344,8 @@ class Hooked(nn.Linear):
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width)
-        self.register_forward_pre_hook(lambda layer, args: (args[0] * (1 + layer.get_parameter("weight").mean()),))
-        self.register_forward_hook(lambda layer, args, output: output + args[0] * layer.get_parameter("bias"))
+        self.register_forward_pre_hook(lambda layer, args: (args[0] * (1 + layer.weight.mean()),))
+        self.register_forward_hook(lambda layer, args, output: output + args[0] * layer.bias)
 
 
 @ZOO.model("hooked", float_input(7), ("layers.0", "layers.1"), "uneven")

@@ -170,7 +170,7 @@ SETTINGS: tuple[Check, ...] = (
     check("options.shared_streams", "Several models that share their streams train one after another in one forward.",
           *(cases(model, *before, *_PROGRAM, optimizer=PLAIN_SGD, wrapping=every_unit(model, settings=("shared_streams",)))
             for model in ("mlp", "deep_nest") for before in ((), (forward(9),))),
-          source="torch.distributed.fsdp.share_comm_ctx", needs={"accumulate_without_no_sync", "nested_wrapping"}),
+          source="torch.distributed.fsdp.share_comm_ctx", needs={"accumulate_without_no_sync"}),
     # What an inner unit reduced in `no_sync`, since the root alone is local, is cleared with the other gradients.
     check("options.single_units", "Switches of a unit, set one by one and between passes, are its own and change no number.",
           *(cases(model, *_PROGRAM, wrapping=every_unit(model, settings=("single_units", *also)), optimizer=PLAIN_SGD)

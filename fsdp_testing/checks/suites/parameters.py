@@ -79,10 +79,10 @@ UNUSED: tuple[Check, ...] = (
               cases("partly_used", *_using(_SWAPPED, _SWAPPED), optimizer=PLAIN_SGD, wrapping=WrappingPlan())),
     differing("unused.zeros_are_sent",
               "If zeros stand for what a rank leaves out, ranks may use different parameters of a unit.",
-              *(cases("partly_used", *_using(_SWAPPED, ((True, True), (False, False))),
-                      no_sync_batch(2, usage=_SWAPPED), *iteration(3, Observe(), usage=((False, False),)), **more,
+              *(cases("partly_used", *_using(_SWAPPED, ((True, True), (False, False))), no_sync_batch(2, usage=_SWAPPED),
+                      *iteration(3, Observe(), usage=((False, False),)), dtype=dtype, precision=precision,
                       wrapping=every_unit("partly_used", settings=("zeros_for_unused",)), optimizer=PLAIN_SGD)
-                for more in ({}, {"dtype": "float32", "precision": MixedPrecisionSpec("bfloat16", "float32")})),
+                for dtype, precision in (("float64", None), ("float32", MixedPrecisionSpec("bfloat16", "float32")))),
               source="torch.distributed.fsdp.FSDPModule.set_reduce_scatter_unused_params", sizes=ODD,
               comparison=Comparison(none_is_zero=True, lockstep=True)),
     check("unused.gradient_is_none",

@@ -260,7 +260,15 @@ class HooksAreLost(MoreToy):
         return super().forward(*args, **kwargs)
 
 
-@kind(MoreAdapter, "optim_state.partly_stepped")
+class UnusedAdapter(MoreAdapter):
+    """Claims parameters that nobody uses, as every toy could."""
+
+    def __init__(self, toy: type[Toy], name: str) -> None:
+        super().__init__(toy, name)
+        self.capabilities |= {"unused_parameters", "unused_gradient_is_none"}
+
+
+@kind(UnusedAdapter, "optim_state.partly_stepped")
 class StepsWhatIsSaved(MoreToy):
     """Saving gives every parameter a state: zeros, and one step."""
 
@@ -272,7 +280,7 @@ class StepsWhatIsSaved(MoreToy):
                 "exp_avg": torch.zeros_like(whole),
                 "exp_avg_sq": torch.zeros_like(whole),
             }
-            saved["state"].setdefault(fqn, zeros)
+            saved["state"][fqn] = saved["state"][fqn] or zeros
         return saved
 
 

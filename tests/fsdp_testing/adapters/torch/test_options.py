@@ -83,7 +83,7 @@ NOT_SET: dict[str, dict[str, str]] = {
         "ignored_states": _OTHER_FORM,
     },
     "fully_shard": {
-        "dp_mesh_dims": "for parameters that are DTensors on the data axis, too: so are activations then, and no model here has such"
+        "dp_mesh_dims": "for parameters that are DTensors on the data axis, too; then activations are, which no model here has"
     },
     "MixedPrecision": {
         "keep_low_precision_grads": "gradients of another dtype than their parameters, which torch's optimizers do not promise",
