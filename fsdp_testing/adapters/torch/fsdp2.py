@@ -157,7 +157,7 @@ def _set(model: nn.Module, setup: Setup) -> None:
             unit.set_force_sum_reduction_for_comms(True)
         if "zeros_for_unused" in setup.settings:
             unit.set_reduce_scatter_unused_params(True, recurse=False)
-        if "own_all_reduce" in setup.settings and setup.mesh is not None:
+        if "own_all_reduce" in setup.settings and isinstance(setup.mesh, DeviceMesh):
             unit.set_all_reduce_hook(partial(_over_replicas, setup.mesh))
         if "tuned_communication" in setup.settings:
             unit.set_allocate_memory_from_process_group_for_comm(True)
@@ -195,7 +195,7 @@ def _options(setup: Setup, name: str, ignored: set[nn.Parameter]) -> dict[str, A
     """Return the arguments that the case asks for; what it leaves open is left to the defaults."""
     # The default mesh is made anew by each call, on the machine's accelerator.
     options: dict[str, Any] = {"mesh": setup.mesh}
-    if "own_all_reduce" in setup.settings and setup.mesh is not None:
+    if "own_all_reduce" in setup.settings and isinstance(setup.mesh, DeviceMesh):
         options["mesh"] = setup.mesh["shard"]
     precision = setup.unit_precisions.get(name, setup.precision)
     if precision != Precision():
