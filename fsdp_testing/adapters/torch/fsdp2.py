@@ -35,7 +35,7 @@ from fsdp_testing.adapters.protocol import Division, Piece, Precision, Setup, St
 from fsdp_testing.adapters.shared import naming, pieces
 from fsdp_testing.adapters.shared.checkpointing import checkpoint_modules, innermost_first, parameters_of
 from fsdp_testing.adapters.shared.claims import SHARDED
-from fsdp_testing.adapters.torch import saved_state, unit_trace
+from fsdp_testing.adapters.torch import own_communication, saved_state, unit_trace
 from fsdp_testing.errors import InvalidImplementation
 
 CAPABILITIES = SHARDED | {
@@ -82,9 +82,6 @@ CAPABILITIES = SHARDED | {
 
 _NO_RESHARD = {"shard_grad_op", "hybrid_shard_zero2"}
 _FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-
-# `all_gather_into_tensor` before torch 2.13.
-_ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 #: The sharded parameters of each model, as they were when it was sharded. `named_parameters` of a unit that is
 #: unsharded yields the gathered tensors, and reading it at any other time would not distinguish a stale shard from a fresh
@@ -158,7 +155,7 @@ def _set(model: nn.Module, setup: Setup) -> None:
         if "zeros_for_unused" in setup.settings:
             unit.set_reduce_scatter_unused_params(True, recurse=False)
         if "own_all_reduce" in setup.settings and isinstance(setup.mesh, DeviceMesh):
-            unit.set_all_reduce_hook(partial(_over_replicas, setup.mesh))
+            unit.set_all_reduce_hook(partial(own_communication.over_replicas, setup.mesh))
         if "tuned_communication" in setup.settings:
             unit.set_allocate_memory_from_process_group_for_comm(True)
         if "single_units" in setup.settings and isinstance(unit, nn.Embedding):
@@ -183,12 +180,6 @@ def _set_roots(model: nn.Module, setup: Setup) -> None:
 def _reshard_every_second(model: nn.Module, first: bool) -> None:
     for place, (_, unit) in enumerate(_units(model)):
         unit.set_reshard_after_forward(first == (place % 2 == 0), recurse=False)
-
-
-def _over_replicas(mesh: DeviceMesh, reduced: torch.Tensor) -> None:
-    """What a user's function has to do beside sharding over a part of the ranks. Collectives: an all-reduce over replicas."""
-    dist.all_reduce(reduced, group=mesh.get_group("replicate"))
-    reduced.div_(mesh.size(0))
 
 
 def _options(setup: Setup, name: str, ignored: set[nn.Parameter]) -> dict[str, Any]:
@@ -347,37 +338,11 @@ def reshard(model: nn.Module, unit: str) -> None:
     dict(_units(model))[unit].reshard()
 
 
-class _Gather:
-    """An all-gather of the user's own."""
-
-    calls = 0
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for a message."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **how: Any) -> Any:
-        self.calls += 1
-        return _ALL_GATHER(output_tensor, input_tensor, **how)
-
-
-class _Reduce(_Gather):
-    """A reduce-scatter of the user's own, of a unit that its own all-gather has gathered."""
-
-    def __init__(self, gather: _Gather, hook: Callable[..., Any]) -> None:
-        self.gather, self.hook = gather, hook
-
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **how: Any) -> None:
-        if not self.gather.calls:
-            raise InvalidImplementation("torch-fsdp2: expected the all-gather that was set to be called, got none.")
-        self.hook(input_tensor, output_tensor)
-
-
 def register_comm_hook(model: nn.Module, state: object, hook: Callable[..., Any]) -> None:
     """Let the hook reduce what nobody has divided."""
     for _, unit in _units(model):
-        gather: Any = _Gather()
-        reduce: Any = _Reduce(gather, partial(hook, state))
+        gather: Any = own_communication.Gather()
+        reduce: Any = own_communication.Reduce(gather, partial(hook, state))
         unit.set_custom_all_gather(gather)
         unit.set_custom_reduce_scatter(reduce)
         unit.set_gradient_divide_factor(1.0)
