@@ -361,6 +361,7 @@ IMPLEMENTATION = TorchStyle(
     name="torch-fsdp2",
     wrap=wrap,
     capabilities=CAPABILITIES,
+    not_beside_tensor_parallel=frozenset({"comm_hook"}),  # a hook is given the group of all ranks
     source="https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
     no_sync=no_sync,
     local_pieces=local_pieces,
