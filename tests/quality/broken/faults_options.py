@@ -19,6 +19,7 @@ from toy import Toy
 from toy_more import MoreAdapter, MoreToy
 
 from fsdp_ref.api import trees
+from fsdp_ref.checkpoint import optim_save
 from fsdp_testing.adapters.torch import fsdp2
 from fsdp_testing.cases.records.specs import SETTINGS
 
@@ -260,28 +261,14 @@ class HooksAreLost(MoreToy):
         return super().forward(*args, **kwargs)
 
 
-class UnusedAdapter(MoreAdapter):
-    """Claims parameters that nobody uses, as every toy could."""
-
-    def __init__(self, toy: type[Toy], name: str) -> None:
-        super().__init__(toy, name)
-        self.capabilities |= {"unused_parameters", "unused_gradient_is_none"}
-
-
-@kind(UnusedAdapter, "optim_state.partly_stepped")
-class StepsWhatIsSaved(MoreToy):
-    """Saving gives every parameter a state: zeros, and one step."""
-
-    def saved_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        saved = super().saved_optimizer(optimizer)
-        for fqn, whole in self.full.items():
-            zeros = {
-                "step": torch.tensor(1.0),
-                "exp_avg": torch.zeros_like(whole),
-                "exp_avg_sq": torch.zeros_like(whole),
-            }
-            saved["state"][fqn] = saved["state"][fqn] or zeros
-        return saved
+@planted("fsdp_ref-composable", optim_save._Saving, "collect", "optim_state.partly_stepped")
+def saves_the_state_of_another(original: Any, saving: Any) -> dict[str, dict[str, Any]]:
+    """A parameter without a state is saved with that of another parameter."""
+    state: dict[str, dict[str, Any]] = original(saving)
+    for name in {one.name for one in saving.index.originals} - set(state):
+        alike = [entries for other, entries in sorted(state.items()) if other.endswith(name.rpartition(".")[2])]
+        state |= {name: alike[0]} if alike else {}
+    return state
 
 
 @kind(OptionsAdapter, "options.late_all_reduce_cleared")
