@@ -94,7 +94,7 @@ def flat_units(model: nn.Module) -> Iterator[FlatUnit]:
 
 _SETTINGS_OF_BOTH = frozenset({"default_device", "default_groups", "own_state", "offloaded_state"})
 
-_SETTINGS_OF_METHODS = frozenset({"divide_factor", "kept_after_backward"})
+_SETTINGS_OF_METHODS = frozenset({"divide_factor", "kept_after_backward", "single_units"})
 
 #: What the methods offer that `fully_shard` alone gives to modules.
 _BY_METHODS = _SETTINGS_OF_METHODS | {"explicit_unshard"}

@@ -22,7 +22,9 @@ _LOCAL: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def set_prefetch(model: nn.Module, setup: Setup) -> None:
-    """Name the units that others prefetch, where the case asks for prefetching, as a user of `fully_shard` does."""
+    """Name the units that others prefetch, and switch units one by one, where the case asks for it."""
+    if "single_units" in setup.settings:
+        _reshard_every_second(model, True)
     units: list[Any] = [module for _, module, _ in units_under(model)]
     for place, unit in enumerate(units):
         if setup.forward_prefetch:
@@ -33,10 +35,18 @@ def set_prefetch(model: nn.Module, setup: Setup) -> None:
             unit.set_modules_to_backward_prefetch(units[max(place - 2, 0) : place][::-1])
 
 
+def _reshard_every_second(model: nn.Module, first: bool) -> None:
+    units: list[Any] = [module for _, module, _ in units_under(model)]
+    for place, unit in enumerate(units):
+        unit.set_reshard_after_forward(first == (place % 2 == 0), recurse=False)
+
+
 @contextmanager
 def no_sync(model: Any) -> Iterator[None]:
-    """`no_sync`; where the case asks for parameters that stay whole after backward, through the methods of the root."""
-    if "kept_after_backward" not in SETTINGS_OF.get(model, ()):
+    """`no_sync`; where the case asks for switches, through the methods of the root."""
+    settings = SETTINGS_OF.get(model, frozenset())
+    alone = "single_units" in settings
+    if not alone and "kept_after_backward" not in settings:
         with fsdp_ref.no_sync(model):
             yield
         return
@@ -45,9 +55,12 @@ def no_sync(model: Any) -> Iterator[None]:
         return
 
     def switch(flag: bool) -> None:
-        model.set_requires_gradient_sync(flag)
-        model.set_reshard_after_backward(flag)
-        model.set_is_last_backward(flag)
+        if alone:
+            _reshard_every_second(model, flag)
+        model.set_requires_gradient_sync(flag, recurse=not alone)
+        if "kept_after_backward" in settings:
+            model.set_reshard_after_backward(flag, recurse=not alone)
+            model.set_is_last_backward(flag)
 
     switch(False)
     _LOCAL.add(model)

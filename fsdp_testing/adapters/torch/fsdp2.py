@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -17,6 +18,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import DeviceMesh
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -24,6 +26,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
+    share_comm_ctx,
 )
 from torch.distributed.tensor import Shard
 
@@ -32,7 +35,7 @@ from fsdp_testing.adapters.protocol import Division, Piece, Precision, Setup, St
 from fsdp_testing.adapters.shared import naming, pieces
 from fsdp_testing.adapters.shared.checkpointing import checkpoint_modules, innermost_first, parameters_of
 from fsdp_testing.adapters.shared.claims import SHARDED
-from fsdp_testing.adapters.torch import saved_state, unit_trace
+from fsdp_testing.adapters.torch import own_communication, saved_state, unit_trace
 from fsdp_testing.errors import InvalidImplementation
 
 CAPABILITIES = SHARDED | {
@@ -55,6 +58,10 @@ CAPABILITIES = SHARDED | {
     "late_all_reduce",
     "kept_after_backward",
     "partial_reshard",
+    "single_units",
+    "shared_streams",
+    "own_all_reduce",
+    "comm_hook",
     "last_dimension",
     "grouped_units",
     "forward_methods",
@@ -62,7 +69,15 @@ CAPABILITIES = SHARDED | {
     "rank_0_state",
     "assigned_state",
     "tensor_parallel",
-    *(("exception_recovery",) if hasattr(FSDPModule, "reset_iter_state") else ()),
+    *(
+        claim
+        for claim, method in {
+            "exception_recovery": "reset_iter_state",
+            "zeros_for_unused": "set_reduce_scatter_unused_params",
+            "tuned_communication": "set_reduce_scatter_max_input_buffers",
+        }.items()
+        if hasattr(FSDPModule, method)
+    ),
 }
 
 _NO_RESHARD = {"shard_grad_op", "hybrid_shard_zero2"}
@@ -94,6 +109,9 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
     setup.refuse_settings("torch-fsdp2", *CAPABILITIES)
     if setup.precision.buffer_dtype is not None:
         raise InvalidImplementation("torch-fsdp2: expected no buffer_dtype, for which it has no option. Ask for none.")
+    if "shared_streams" in setup.settings:
+        parts = (name for name, part in module.named_children() if type(part).forward is not nn.Module.forward)
+        setup = replace(setup, units=tuple(dict.fromkeys((*setup.units, *parts))), wrap_root=False)
     checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
     ignored = parameters_of(module, setup.ignored)
     for group in _groups(setup, innermost_first(module, setup.units)):
@@ -134,14 +152,42 @@ def _set(model: nn.Module, setup: Setup) -> None:
             unit.set_gradient_divide_factor(2.0 * setup.world_size)
         if "sum_reduction" in setup.settings:
             unit.set_force_sum_reduction_for_comms(True)
+        if "zeros_for_unused" in setup.settings:
+            unit.set_reduce_scatter_unused_params(True, recurse=False)
+        if "own_all_reduce" in setup.settings and isinstance(setup.mesh, DeviceMesh):
+            unit.set_all_reduce_hook(partial(own_communication.over_replicas, setup.mesh))
+        if "tuned_communication" in setup.settings:
+            unit.set_allocate_memory_from_process_group_for_comm(True)
+        if "single_units" in setup.settings and isinstance(unit, nn.Embedding):
+            unit.set_unshard_in_backward(False)
+    _set_roots(model, setup)
     for name, method in setup.forward_methods:
         register_fsdp_forward_method(model.get_submodule(name), method)
+
+
+def _set_roots(model: nn.Module, setup: Setup) -> None:
+    """Call the setters of roots, and those of units one by one."""
+    if "single_units" in setup.settings:
+        _reshard_every_second(model, True)
+    if "tuned_communication" in setup.settings:
+        for root in _roots(model):
+            root.set_separate_reduce_scatter_group()
+            root.set_reduce_scatter_max_input_buffers(2)
+    if "shared_streams" in setup.settings:
+        share_comm_ctx(_roots(model))
+
+
+def _reshard_every_second(model: nn.Module, first: bool) -> None:
+    for place, (_, unit) in enumerate(_units(model)):
+        unit.set_reshard_after_forward(first == (place % 2 == 0), recurse=False)
 
 
 def _options(setup: Setup, name: str, ignored: set[nn.Parameter]) -> dict[str, Any]:
     """Return the arguments that the case asks for; what it leaves open is left to the defaults."""
     # The default mesh is made anew by each call, on the machine's accelerator.
     options: dict[str, Any] = {"mesh": setup.mesh}
+    if "own_all_reduce" in setup.settings and isinstance(setup.mesh, DeviceMesh):
+        options["mesh"] = setup.mesh["shard"]
     precision = setup.unit_precisions.get(name, setup.precision)
     if precision != Precision():
         # Each module that it is applied to casts by default; to the harness the outermost one does.
@@ -151,9 +197,12 @@ def _options(setup: Setup, name: str, ignored: set[nn.Parameter]) -> dict[str, A
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if setup.unit_strategies.get(name, setup.strategy) in _NO_RESHARD:
         options["reshard_after_forward"] = False
+    elif "shared_streams" in setup.settings:
+        options["reshard_after_forward"] = True  # a root keeps its parameters by default
     sharing = setup.shard_size or setup.world_size
     if "partial_reshard" in setup.settings:
-        options["reshard_after_forward"] = max(sharing // 2, 1)
+        half = max(sharing // 2, 1)
+        options["reshard_after_forward"] = (half, True, half, False)[([*setup.units, ""].index(name)) % 4]
     if "last_dimension" in setup.settings:
         options["shard_placement_fn"] = partial(_last_dimension, sharing)
     return options | ({"ignored_params": ignored} if ignored else {}) | dict(setup.extra)
@@ -161,8 +210,7 @@ def _options(setup: Setup, name: str, ignored: set[nn.Parameter]) -> dict[str, A
 
 def _last_dimension(ranks: int, parameter: nn.Parameter) -> Shard | None:
     """Cut along the last dimension, which torch allows where the ranks divide it."""
-    last = parameter.ndim - 1
-    return Shard(last) if last > 0 and parameter.shape[last] % ranks == 0 else None
+    return Shard(-1) if parameter.ndim > 1 and parameter.shape[-1] % ranks == 0 else None
 
 
 def _precision_policy(precision: Precision, *, casts: bool) -> MixedPrecisionPolicy:
@@ -186,14 +234,18 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         return
     settings = _SETTINGS.get(model, frozenset())
 
+    alone = "single_units" in settings
+
     def switch(flag: bool) -> None:
+        if alone:
+            _reshard_every_second(model, flag)
         for root in _roots(model):
             if "late_all_reduce" in settings:
-                root.set_requires_all_reduce(flag, recurse=True)
+                root.set_requires_all_reduce(flag, recurse=not alone)
             else:
-                root.set_requires_gradient_sync(flag, recurse=True)
+                root.set_requires_gradient_sync(flag, recurse=not alone)
             if "kept_after_backward" in settings:
-                root.set_reshard_after_backward(flag, recurse=True)
+                root.set_reshard_after_backward(flag, recurse=not alone)
                 root.set_is_last_backward(flag)
 
     switch(False)
@@ -286,10 +338,30 @@ def reshard(model: nn.Module, unit: str) -> None:
     dict(_units(model))[unit].reshard()
 
 
+def register_comm_hook(model: nn.Module, state: object, hook: Callable[..., Any]) -> None:
+    """Let the hook reduce what nobody has divided."""
+    for _, unit in _units(model):
+        gather: Any = own_communication.Gather()
+        reduce: Any = own_communication.Reduce(gather, partial(hook, state))
+        unit.set_custom_all_gather(gather)
+        unit.set_custom_reduce_scatter(reduce)
+        unit.set_gradient_divide_factor(1.0)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Step; where the case asks for it, the next gathers wait for an event of the user's."""
+    optimizer.step()
+    if "tuned_communication" in _SETTINGS.get(model, ()):
+        device = next(iter(_sharded(model).values())).device
+        for root in _roots(model):
+            root.set_post_optim_event(torch.get_device_module(device).current_stream().record_event())
+
+
 IMPLEMENTATION = TorchStyle(
     name="torch-fsdp2",
     wrap=wrap,
     capabilities=CAPABILITIES,
+    not_beside_tensor_parallel=frozenset({"comm_hook"}),  # a hook is given the group of all ranks
     source="https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
     no_sync=no_sync,
     local_pieces=local_pieces,
@@ -302,6 +374,8 @@ IMPLEMENTATION = TorchStyle(
     unshard_async=unshard_async,
     reshard=reshard,
     recover=recover,
+    register_comm_hook=register_comm_hook,
+    step=step,
     **{
         **saved_state.METHODS,
         "load_full_state_dict": load_full_state_dict,

@@ -337,3 +337,18 @@ def view_output() -> nn.Module:
 
     viewed = Wired(lambda m, x: m.outer(torch.tanh(m.inner(x)))[:, :6], inner=nn.Linear(6, 12), outer=square(12))
     return Wired(flow, stem=square(6), unit=viewed, last=square(6))
+
+
+class Hooked(nn.Linear):
+    """A layer with hooks of the user's that read its weights: one changes the input, the other the output."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.register_forward_pre_hook(lambda layer, args: (args[0] * (1 + layer.weight.mean()),))
+        self.register_forward_hook(lambda layer, args, output: output + args[0] * layer.bias)
+
+
+@ZOO.model("hooked", float_input(7), ("layers.0", "layers.1"), "uneven")
+def hooked() -> nn.Module:
+    """Units with hooks of the user's, registered before they are units, and a third of them in the root."""
+    return layers(Hooked(7), Hooked(7), Hooked(7))

@@ -18,6 +18,7 @@ from fsdp_testing.checks.suites.check import (
     iterations,
     micro_batch,
 )
+from fsdp_testing.checks.suites.options import recomputed
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.judging.checkers import shares
 from fsdp_testing.oracle.quantities import Comparison
@@ -80,6 +81,10 @@ CHECKS: tuple[Check, ...] = (
           "One optimizer steps ignored parameters together with the others.",
           cases("mlp", *iteration(0, alike=True), *iteration(1, alike=True), wrapping=_IGNORING, optimizer=_AT_ONCE),
           source="pytorch issue 183207", needs=_NESTED),
+    check("wrapping.module_hooks", "Hooks that users registered on modules read full parameters, and what they return counts.",
+          cases("hooked", *iteration(0), forward(5), *iteration(1)),
+          cases("hooked", *iterations(2), wrapping=recomputed("hooked")),
+          source="torch.nn.Module.register_forward_pre_hook"),
     check("wrapping.keyword_inputs", "Keyword and nested inputs reach the module unchanged.",
           cases("keywords", *iterations(2)), source="pytorch PR 91078"),
 

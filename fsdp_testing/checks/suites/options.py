@@ -146,6 +146,7 @@ SETTINGS: tuple[Check, ...] = (
         ("small_buckets", "The number of gradients in a message changes no result."),
         ("sum_reduction", "Summing and then dividing gives the mean."),
         ("kept_after_backward", "Parameters that stay whole between micro-batches are updated after the step."),
+        ("tuned_communication", "Groups, buffers and memory of one's own for messages change no number."),
         ("last_dimension", "Shards of the last dimension are concatenated along it."),
         ("default_device", "If no device is named, a model trains on its current device."),
     )),
@@ -166,6 +167,17 @@ SETTINGS: tuple[Check, ...] = (
           "Parameters that stay sharded over fewer ranks after forward are gathered for backward.",
           cases("mlp", *_PROGRAM, wrapping=_set("partial_reshard"), optimizer=PLAIN_SGD),
           source="torch.distributed.fsdp.fully_shard", needs={"accumulate_without_no_sync"}, sizes=(4,)),
+    check("options.shared_streams", "Several models that share their streams train one after another in one forward.",
+          *(cases(model, *before, *_PROGRAM, optimizer=PLAIN_SGD, wrapping=every_unit(model, settings=("shared_streams",)))
+            for model in ("mlp", "deep_nest") for before in ((), (forward(9),))),
+          source="torch.distributed.fsdp.share_comm_ctx", needs={"accumulate_without_no_sync"}),
+    # What an inner unit reduced in `no_sync`, since the root alone is local, is cleared with the other gradients.
+    check("options.single_units", "Switches of a unit, set one by one and between passes, are its own and change no number.",
+          *(cases(model, *_PROGRAM, wrapping=every_unit(model, settings=("single_units", *also)), optimizer=PLAIN_SGD)
+            for model in ("deep_nest", "embedding") for also in ((), ("kept_after_backward",))),
+          cases("mlp", no_sync_batch(0), ZeroGrad(), micro_batch(1), Observe(), wrapping=_set("single_units")),
+          source="torch.distributed.fsdp.FSDPModule.set_requires_gradient_sync, recurse",
+          needs={"accumulate_without_no_sync", "nested_wrapping"}),
     check("options.divide_factor", "Gradients are divided by the given number, in every dtype.",
           *(cases("mlp", micro_batch(0), Observe(), ZeroGrad(), *accumulated(1, 2), Observe(),
                   wrapping=_set("divide_factor"), dtype=dtype) for dtype in ("float64", "float32")),
@@ -198,6 +210,10 @@ SETTINGS: tuple[Check, ...] = (
                   wrapping=every_unit(model, settings=("assigned_state",)), optimizer=PLAIN_SGD)
             for model in ("mlp", "uneven") for before in ((), iteration(0))),
           source="torch.nn.Module.load_state_dict, assign", sizes=ODD),
+    in_hybrid("options.own_all_reduce", "What a user's function averages over replicas is the mean over all ranks.",
+              cases("mlp uneven", *accumulated(0, 1), Observe(), Step(), ZeroGrad(), *iteration(2), forward(3),
+                    wrapping=_set("own_all_reduce"), optimizer=PLAIN_SGD),
+              source="torch.distributed.fsdp.FSDPModule.set_all_reduce_hook"),
     in_hybrid("options.late_all_reduce", "Micro-batches that are reduced over the replicas by a later one count once.",
               cases("mlp", *accumulated(0, 1, 2), Observe(), Step(), ZeroGrad(), *iteration(3), forward(4),
                     wrapping=_set("late_all_reduce"), optimizer=PLAIN_SGD),

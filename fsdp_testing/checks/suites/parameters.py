@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from functools import partial
 
-from fsdp_testing.cases.records import Case, Clip, Freeze, Observe, Operation, Step, Thaw, WrappingPlan, ZeroGrad
+from fsdp_testing.cases.records import (
+    Case,
+    Clip,
+    Freeze,
+    MixedPrecisionSpec,
+    Observe,
+    Operation,
+    Step,
+    Thaw,
+    WrappingPlan,
+    ZeroGrad,
+)
 from fsdp_testing.checks.suites.check import (
     ADAMW,
     ODD,
@@ -13,6 +24,7 @@ from fsdp_testing.checks.suites.check import (
     accumulated,
     cases,
     check,
+    every_unit,
     forward,
     iteration,
     iterations,
@@ -65,6 +77,14 @@ UNUSED: tuple[Check, ...] = (
     differing("unused.parameters_swapped_between_ranks",
               "Ranks may use different parameters of equal size in one unit: neither gets the other's gradient.",
               cases("partly_used", *_using(_SWAPPED, _SWAPPED), optimizer=PLAIN_SGD, wrapping=WrappingPlan())),
+    differing("unused.zeros_are_sent",
+              "If zeros stand for what a rank leaves out, ranks may use different parameters of a unit.",
+              *(cases("partly_used", *_using(_SWAPPED, ((True, True), (False, False))), no_sync_batch(2, usage=_SWAPPED),
+                      *iteration(3, Observe(), usage=((False, False),)), dtype=dtype, precision=precision,
+                      wrapping=every_unit("partly_used", settings=("zeros_for_unused",)), optimizer=PLAIN_SGD)
+                for dtype, precision in (("float64", None), ("float32", MixedPrecisionSpec("bfloat16", "float32")))),
+              source="torch.distributed.fsdp.FSDPModule.set_reduce_scatter_unused_params", sizes=ODD,
+              comparison=Comparison(none_is_zero=True, lockstep=True)),
     check("unused.gradient_is_none",
           "A parameter that no rank used keeps gradient None: weight decay and momentum leave it alone.",
           cases("conditional", *_using((_ALL,), (_FIRST,), (_NONE,), (_ALL,)), optimizer=ADAMW),

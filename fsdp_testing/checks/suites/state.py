@@ -30,6 +30,7 @@ from fsdp_testing.cases.records import (
     Step,
     Tally,
     Verdict,
+    WrappingPlan,
 )
 from fsdp_testing.checks.suites.check import (
     ADAMW,
@@ -184,6 +185,7 @@ def expect_moved(case: Case, observe_all: bool, earlier: tuple[Case, ...], optim
 
 _DECAYED = OptimizerSpec("sgd", {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1})
 _NESTED = {"nested_wrapping"}
+_ONE, _ALL = ((True, False, False),), ((True, True, True),)
 
 
 def _model(form: str, models: str) -> tuple[Case, ...]:
@@ -337,6 +339,11 @@ CHECKS: tuple[Check, ...] = (
           cases("mlp", Reload(), Observe(), *iterations(2), optimizer=ADAMW),
           cases("mlp", Save(optimizer=True), Observe(), *iteration(0), optimizer=PLAIN_SGD),
           source="torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"),
+    saved("optim_state.partly_stepped", "State of parameters that were never stepped, which is none, is saved and loaded.",
+          *(cases("conditional", *iteration(0, usage=_ONE), *save, *iteration(1, usage=_ONE), Restore(), Observe(),
+                  *iterations(2, first=2, usage=_ALL), wrapping=wrapping, optimizer=ADAMW)
+            for save, wrapping in (((Save(optimizer=True),), WrappingPlan()), ((Reload(), Save(optimizer=True)), None))),
+          source="torch.optim.Optimizer.state", needs={"unused_gradient_is_none"}),
     saved("optim_state.without_state", "An optimizer that keeps no state can be saved and loaded, with its learning rate.",
           cases("mlp", *iteration(0), SetLr(0.02), Reload(), *iteration(1), optimizer=PLAIN_SGD),
           source="torch.optim.SGD without momentum"),

@@ -91,6 +91,7 @@ CONVERSION: tuple[Check, ...] = (
     check("conversion.same_device",
           "`module.to` the current device changes nothing, before training and in the middle.",
           cases("uneven", Move(), *iteration(0), Move(), *iteration(1), forward(5), optimizer=ADAMW),
+          cases("deep_nest", forward(5, "train"), Move(), *iteration(0), forward(6), Move(), *iteration(1), optimizer=PLAIN_SGD),
           source="torch.nn.Module.to"),
     check("conversion.dtype", "`module.to(dtype)` before the first forward: training happens in that dtype.",
           cases("mlp", Move("float32"), BuildOptimizer(), *iterations(2), optimizer=ADAMW),

@@ -9,13 +9,17 @@ from typing import Any
 import torch
 from faults_kinds import kind
 from planting import planted
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_state
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor._ops import _math_ops
 from toy import Toy
 from toy_more import MoreAdapter, MoreToy
 
 from fsdp_ref.api import trees
+from fsdp_ref.checkpoint import optim_save
 from fsdp_testing.adapters.torch import fsdp2
 from fsdp_testing.cases.records.specs import SETTINGS
 
@@ -187,6 +191,84 @@ class LateIsWeighed(OfGroups):
     """A late reduction over the replicas weighs ranks otherwise."""
 
     setting = "late_all_reduce"
+
+
+@kind(OptionsAdapter, "options.tuned_communication")
+class OwnGroupIsWeighed(OfGroups):
+    """A group of its own for reductions weighs ranks otherwise."""
+
+    setting = "tuned_communication"
+
+
+@planted("torch-fsdp2", FSDPModule, "set_post_optim_event", "streams.tuned_communication")
+def waits_for_another_event(original: Any, model: Any, event: Any) -> None:
+    """Gathers wait for an event that nobody recorded."""
+    original(model, type(event)())
+
+
+@kind(OptionsAdapter, "options.shared_streams")
+class SharedIsStale(Kept):
+    """What streams that are shared have gathered is not gathered anew after the step."""
+
+    setting = "shared_streams"
+
+
+@planted("torch-fsdp2", FSDPModule, "set_requires_gradient_sync", "options.single_units")
+def switches_what_is_inside(original: Any, unit: Any, flag: bool, *, recurse: bool = True) -> None:
+    """A unit that is switched alone switches the units inside it, too."""
+    original(unit, flag)
+
+
+@planted("torch-fsdp2", FSDPModule, "set_unshard_in_backward", "options.single_units")
+def reduces_what_is_gathered(original: Any, unit: Any, flag: bool) -> None:
+    """A unit that backward does not gather is not reduced, either."""
+    original(unit, flag)
+    unit.set_requires_gradient_sync(flag)
+
+
+@planted("torch-fsdp2", FSDPModule, "set_all_reduce_hook", "options.own_all_reduce")
+def calls_no_function(original: Any, unit: Any, hook: Any) -> None:
+    """The user's reduction over replicas is not called."""
+    original(unit, lambda reduced: None)
+
+
+@planted("torch-fsdp2", FSDPModule, "set_custom_reduce_scatter", "comm_hook.result_is_kept")
+def reduces_by_itself(original: Any, unit: Any, comm: Any) -> None:
+    """The user's reduce-scatter is not called."""
+
+
+@planted("torch-fsdp2", FSDPParam, "_get_grad_inner_tensor", "unused.zeros_are_sent")
+def sends_no_zeros(original: Any, param: FSDPParam, grad: torch.Tensor) -> torch.Tensor:
+    """What stands for an unused parameter is not zero."""
+    return original(param, grad if grad.any() else grad + 1)
+
+
+@planted("torch-fsdp2", FSDPState, "_pre_forward", "trace.recomputed")
+def gathers_again(original: Any, state: Any, *given: Any) -> Any:
+    """A unit that recomputes in backward is released and gathered once more."""
+    for group in state._fsdp_param_groups if state._training_state == TrainingState.PRE_BACKWARD else ():
+        group.reshard()
+    return original(state, *given)
+
+
+@kind(MoreAdapter, "wrapping.module_hooks")
+class HooksAreLost(MoreToy):
+    """Hooks that users registered before wrapping do not run after it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for module in self.inner.modules():
+            module._forward_pre_hooks.clear()
+        return super().forward(*args, **kwargs)
+
+
+@planted("fsdp_ref-composable", optim_save._Saving, "collect", "optim_state.partly_stepped")
+def saves_the_state_of_another(original: Any, saving: Any) -> dict[str, dict[str, Any]]:
+    """A parameter without a state is saved with that of another parameter."""
+    state: dict[str, dict[str, Any]] = original(saving)
+    for name in {one.name for one in saving.index.originals} - set(state):
+        alike = [entries for other, entries in sorted(state.items()) if other.endswith(name.rpartition(".")[2])]
+        state |= {name: alike[0]} if alike else {}
+    return state
 
 
 @kind(OptionsAdapter, "options.late_all_reduce_cleared")

@@ -82,7 +82,9 @@ NOT_SET: dict[str, dict[str, str]] = {
         "limit_all_gathers": _ACCELERATOR,
         "ignored_states": _OTHER_FORM,
     },
-    "fully_shard": {"dp_mesh_dims": "names the dimensions of a mesh that has others; a mesh here is for data alone"},
+    "fully_shard": {
+        "dp_mesh_dims": "for parameters that are DTensors on the data axis, too; then activations are, which no model here has"
+    },
     "MixedPrecision": {
         "keep_low_precision_grads": "gradients of another dtype than their parameters, which torch's optimizers do not promise",
         "cast_forward_inputs": _CASTS,
@@ -91,20 +93,10 @@ NOT_SET: dict[str, dict[str, str]] = {
     },
     "MixedPrecisionPolicy": {"param_dtype_override_fn": _LATER, "output_dtype": _CASTS, "cast_forward_inputs": _CASTS},
     "FSDPModule": {
-        "set_all_reduce_hook": "a reduction of the user's own, in place of what is judged",
-        "set_allocate_memory_from_process_group_for_comm": _ACCELERATOR,
-        "set_custom_all_gather": "replaces what is judged",
-        "set_custom_reduce_scatter": "replaces what is judged",
         "set_keep_unsharded_storage": _LATER,
         "set_manual_backward_finalization": _PIPELINES,
-        "set_post_optim_event": _ACCELERATOR,
         "set_reduce_scatter_divide_factor": _OLD_NAME,
-        "set_reduce_scatter_max_input_buffers": _ACCELERATOR,
-        "set_reduce_scatter_unused_params": "for ranks that use different parts of a unit, which is not claimed",
-        "set_reshard_after_forward": _OTHER_FORM,
-        "set_separate_reduce_scatter_group": _ACCELERATOR,
         "set_symm_mem_for_comm": _ACCELERATOR,
-        "set_unshard_in_backward": "the user promises that backward needs no parameter of the unit",
     },
 }
 """What no case can set, with the reason. Names that this torch does not have may stand here for another one."""
