@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from fault import fault
@@ -52,3 +55,13 @@ class AddsToWhateverMemoryHeld(Toy):
         whole[start:stop] = shard
         self.all_reduce(whole)
         return whole
+
+
+@fault("training.freed")
+class HooksReferToTheirParameters(Toy):
+    """A parameter's hook refers to the parameter, in a cycle that no collector sees."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for parameter in (p for p in self.parameters() if p.requires_grad):
+            parameter.register_post_accumulate_grad_hook(partial(max, parameter, key=id))
