@@ -1,7 +1,8 @@
-"""Faults that are right by luck, here every time: the network was quick, and the memory happened to hold zeros."""
+"""Faults that right numbers hide: the network was quick, memory held zeros or is never freed, sums of means are right."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -65,3 +66,11 @@ class HooksReferToTheirParameters(Toy):
         super().__init__(*args, **kwargs)
         for parameter in (p for p in self.parameters() if p.requires_grad):
             parameter.register_post_accumulate_grad_hook(partial(max, parameter, key=id))
+
+
+@fault("accumulation.stays_local")
+class ReducesInNoSync(Toy):
+    """Each micro-batch in no_sync is reduced at once, and the sum is right."""
+
+    def no_sync(self) -> Any:
+        return nullcontext()
