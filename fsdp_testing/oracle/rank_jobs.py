@@ -17,7 +17,7 @@ from torch import nn
 from fsdp_testing.adapters import registry
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.adapters.protocol import Division
-from fsdp_testing.cases.records import OUTLIVES, UNIT_ROUNDOFF, Case, RankObservation
+from fsdp_testing.cases.records import OUTLIVES, PARAMETERS_OUTLIVE, UNIT_ROUNDOFF, Case, RankObservation
 from fsdp_testing.oracle import oracle
 from fsdp_testing.oracle.accounts import AccountedObservation, AccountedProgram, program_for
 from fsdp_testing.oracle.assemble import GatheredState
@@ -55,35 +55,45 @@ class Otherwise:
     division: Division | None = None
 
 
-def run_case(implementation: Adapter | str, case: Case, observe_all: bool) -> RankObservation | Failed:
+def run_case(
+    implementation: Adapter | str, case: Case, observe_all: bool, parameters: bool = False
+) -> RankObservation | Failed:
     """Run `case` through an implementation on this rank of the current world, and watch whether its model stays in memory.
+
+    `parameters`: Watch the model's parameters instead.
 
     Where the implementation reports its units, the accounts of operations are taken too.
 
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
-    observation, model = _run_case(implementation, case, observe_all)
+    observation, model, kept = _run_case(implementation, case, observe_all)
     # After an exception its traceback may refer to the model, and the world is replaced.
-    if isinstance(observation, Failed) or not survivors([(0, model)]):
+    if isinstance(observation, Failed):
         return observation
-    return replace(observation, leaks=(OUTLIVES,))
+    left = survivors([(0, model), *((1, parameter) for parameter in kept if parameters)])
+    leaks = (PARAMETERS_OUTLIVE,) if parameters and 1 in left else (OUTLIVES,) if 0 in left else ()
+    return replace(observation, leaks=leaks)
 
 
 def _run_case(
     implementation: Adapter | str, case: Case, observe_all: bool
-) -> tuple[RankObservation | Failed, weakref.ref[nn.Module]]:
+) -> tuple[RankObservation | Failed, weakref.ref[Any], list[weakref.ref[Any]]]:
     """In a frame of its own, which is gone with all that it refers to when models are looked for."""
     program = program_for(case, registry.adapter_of(implementation), current_world().rank)
     if not isinstance(program, AccountedProgram):
-        return run_program(program, observe_all), weakref.ref(program.model)
+        return run_program(program, observe_all), *_weakly(program.model)
     with listen(lambda group, call, _site: program.collective(group, call)):
         observation = run_program(program, observe_all)
     if not isinstance(observation, Failed):
         observation = observation.extended(AccountedObservation, accounts=tuple(program.accounts))
-    return observation, weakref.ref(program.model)
+    return observation, *_weakly(program.model)
 
 
-def survivors(models: Sequence[tuple[int, weakref.ref[nn.Module]]]) -> list[int]:
+def _weakly(model: nn.Module) -> tuple[weakref.ref[Any], list[weakref.ref[Any]]]:
+    return weakref.ref(model), [weakref.ref(parameter) for parameter in model.parameters()]
+
+
+def survivors(models: Sequence[tuple[int, weakref.ref[Any]]]) -> list[int]:
     """Collect garbage, and return the cases whose model is still there although the case is over."""
     for _ in range(_ROUNDS):
         # What a finalizer of one round let go of, only the next one sees.

@@ -48,6 +48,7 @@ from fsdp_testing.cases.records.finding import (
 )
 from fsdp_testing.cases.records.observation import (
     OUTLIVES,
+    PARAMETERS_OUTLIVE,
     BufferObservation,
     CaseRecord,
     ObservedPiece,

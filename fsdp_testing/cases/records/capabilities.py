@@ -16,8 +16,8 @@ from fsdp_testing.errors import InvalidImplementation
 CAPABILITIES: dict[str, str] = {
     # strategies
     "full_shard": "parameters, gradients and optimizer state are sharded; parameters are freed after forward",
-    "shard_grad_op": "gradients and optimizer state are sharded; parameters stay whole from forward to backward",
-    "no_shard": "every rank holds everything; gradients are averaged",
+    "shard_grad_op": "gradients and optimizer state are sharded; parameters are whole from forward to backward only",
+    "no_shard": "every rank holds whole parameters, as in ZeRO-1 and ZeRO-2; gradients are averaged",
     "hybrid": "sharded inside a group of ranks, replicated across groups",
     # wrapping
     "nested_wrapping": "units chosen by name, one inside another",

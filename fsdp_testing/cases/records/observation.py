@@ -181,6 +181,12 @@ Extended = TypeVar("Extended", bound=RankObservation)
 OUTLIVES = "the model stays in memory after its case: something still refers to it"
 """What is reported as left behind where it is the case's model."""
 
+PARAMETERS_OUTLIVE = (
+    "parameters: the model is dropped, and a parameter stays in memory with its gradient; "
+    "look for a hook of a parameter that refers to the parameter"
+)
+"""The same where it is a parameter."""
+
 
 @dataclass(frozen=True, slots=True)
 class CaseRecord:

@@ -91,6 +91,7 @@ class Check:
         sizes: World sizes on which it is asked where the user names none.
         fit: What a place changes in a case besides its world and strategy.
         of_pieces: It looks at what each rank holds, which an adapter that gathers to show parameters cannot say.
+        by_name: It tells the optimizer's parameters apart by name, which an engine that steps its own cannot.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Check:
     sizes: tuple[int, ...] = (2,)
     fit: Callable[[Case], Case] | None = None
     of_pieces: bool = False
+    by_name: bool = False
 
     def places(self, claimed: frozenset[str], world_sizes: Iterable[int], backend: str) -> list[Place]:
         """Return where the check runs for an implementation that claims `claimed`."""
@@ -124,9 +126,12 @@ class Check:
 
     def judged(self, runner: CaseRunner, adapter: Adapter, case: Case) -> JudgedCase:
         """Return what `case` shows of an implementation."""
+        comparison = self.comparison
+        if "unused_gradient_is_none" not in adapter.capabilities and "unused_parameters" in needs_of(case):
+            comparison = replace(comparison, none_is_zero=True)
         if self.judge is not None:
-            return self.judge(runner, adapter, case, self.comparison)
-        return runner.judge(adapter, case, self.comparison, mode=self.mode)
+            return self.judge(runner, adapter, case, comparison)
+        return runner.judge(adapter, case, comparison, mode=self.mode)
 
     def matches(self, patterns: Iterable[str]) -> bool:
         """Whether the check's name, or its suite, matches one of the patterns (fnmatch)."""

@@ -20,6 +20,10 @@ _NO_PIECES = (
     "gathers parameters to show them (its adapter has no local_pieces), and this check looks at what each rank holds"
 )
 
+_OWN_PARAMETERS = (
+    "chooses the optimizer's parameters (its adapter has build_optimizer), which this check groups by name"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Where:
@@ -75,6 +79,8 @@ def judge_check(
         return _result(name, check, Verdict.NOT_CLAIMED, _NO_GRADIENTS, start)
     if check.of_pieces and not adapter.observes_locally:
         return _result(name, check, Verdict.NOT_CLAIMED, _NO_PIECES, start)
+    if check.by_name and "build_optimizer" not in adapter.missing:
+        return _result(name, check, Verdict.NOT_CLAIMED, _OWN_PARAMETERS, start)
     try:
         cases, skipped = _cases(adapter, check, where)
     except Exception:  # noqa: BLE001 - a check's own mistake says nothing about the implementation

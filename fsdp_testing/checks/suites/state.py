@@ -315,7 +315,7 @@ CHECKS: tuple[Check, ...] = (
             for optimizer in (_DECAYED, OptimizerSpec("adamw", {"lr": 0.02, "weight_decay": 0.1}))),
           cases("mlp", *iteration(0), Save(optimizer=True), SetLr(0.3), *iteration(1), Restore(), *iteration(2),
                 optimizer=_DECAYED),
-          source="torch.optim.Optimizer.load_state_dict", needs={"frozen_mixed_unit"}, mode=GROUPED),
+          source="torch.optim.Optimizer.load_state_dict", needs={"frozen_mixed_unit"}, mode=GROUPED, by_name=True),
     saved("optim_state.reordered", "State is loaded by parameter name, whatever the order in the new optimizer.",
           cases("mlp uneven", *iterations(2), Reload(), Observe(), *iterations(2, first=2), optimizer=ADAMW),
           needs={"reordered_optimizer"}, mode=REORDERED),

@@ -45,11 +45,13 @@ from fsdp_testing.checks.suites.check import (
     micro_batches,
     no_sync_batch,
 )
+from fsdp_testing.judging.case_runner import RunMode
 
 _EVERY_REDUCED = {"accumulate_without_no_sync"}
 _NESTEROV = OptimizerSpec("sgd", {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1})
 _USED, _UNUSED = ((True, True, True),), ((False, False, False),)
 
+FREED = RunMode(arguments=(True,))
 trained = partial(check, source="PyTorch FSDP, VLDB 2023, section 3.2")
 
 TRAINING: tuple[Check, ...] = (
@@ -57,6 +59,8 @@ TRAINING: tuple[Check, ...] = (
             cases("mlp deep_nest embedding", *iterations(4)), cases("mlp", *iterations(4), optimizer=_NESTEROV)),
     trained("training.adamw_weight_decay", "AdamW with weight decay trains as in one process.",
             cases("mlp deep_nest embedding", *iterations(4), optimizer=ADAMW)),
+    check("training.freed", "A model that is dropped frees its parameters.",
+          cases("mlp", *iterations(2), optimizer=PLAIN_SGD), source="torch.nn.Module", mode=FREED),
     check("training.steps_by_norms", "An optimizer that steps each parameter by its norm sees whole parameters.",
           cases("mlp uneven", *iterations(3), optimizer=OptimizerSpec("lars", {"lr": 0.05})),
           source="PyTorch FSDP, VLDB 2023, section 7.2.1", sizes=ODD),

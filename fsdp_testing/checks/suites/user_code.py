@@ -9,6 +9,7 @@ import torch
 
 from fsdp_testing.cases.models import tensors_in
 from fsdp_testing.cases.records import (
+    UNIT_ROUNDOFF,
     Batch,
     BuildOptimizer,
     Case,
@@ -31,6 +32,7 @@ from fsdp_testing.checks.suites.check import (
     iteration,
     iterations,
     micro_batch,
+    no_sync_batch,
 )
 from fsdp_testing.checks.suites.programs import (
     ALONE,
@@ -49,6 +51,8 @@ from fsdp_testing.checks.suites.state_programs import RemarkingProgram
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.oracle import models, rank_jobs
 from fsdp_testing.oracle.quantities import Comparison
+from fsdp_testing.ranks.ledger.interception import listen
+from fsdp_testing.ranks.ledger.records import Call
 
 
 def _raised(seed: int, module: int, *, backward: bool = False, where: str = "step") -> Interrupt:
@@ -156,6 +160,29 @@ class LendsInputs(RemarkingProgram):
             yield "inputs that the user passed are not what they were before forward and backward"
 
 
+class StaysLocal(RemarkingProgram):
+    """A program after which a micro-batch runs in no_sync, while its collectives are counted."""
+
+    quantity = "no_sync"
+
+    def statements(self) -> Iterator[str]:
+        """Yield what it sent; wholly right numbers may hide it, since sums of means are means of sums."""
+        sent: set[str] = set()
+
+        def note(_group: object, call: Call, _site: object) -> None:
+            if "reduce" in call.what[0] and set(call.what) & set(UNIT_ROUNDOFF):
+                sent.add(call.text)
+
+        batch = Batch(11)
+        inputs = models.make_inputs(self.case, batch, self.rank)
+        with self._inside(), self.adapter.no_sync(self.model):
+            loss = models.forward(self.model, self.case, batch, self.rank, inputs).loss
+            with listen(note):  # forward may gather by sums
+                self.backward(loss)
+        for call in sorted(sent):
+            yield f"a micro-batch in no_sync was reduced: {call}"
+
+
 _LENT = RunMode(rank_jobs.run_as, (LendsInputs, {}), review=review_remarks)
 lent = partial(check, source="torch.nn.Module.forward", mode=_LENT)
 
@@ -171,4 +198,10 @@ INPUTS: tuple[Check, ...] = (
 )  # fmt: skip
 """What users pass to a model stays theirs."""
 
-CHECKS = (*INPUTS, *EXCEPTIONS, *CONVERSION, *PARTS_OF_MODELS)
+IN_NO_SYNC = (
+    check("accumulation.stays_local", "In no_sync nothing is reduced.", cases("mlp", no_sync_batch(0), optimizer=PLAIN_SGD),
+          source="torch.nn.parallel.DistributedDataParallel.no_sync",
+          mode=RunMode(rank_jobs.run_as, (StaysLocal, {}), review=review_remarks)),
+)  # fmt: skip
+
+CHECKS = (*IN_NO_SYNC, *INPUTS, *EXCEPTIONS, *CONVERSION, *PARTS_OF_MODELS)

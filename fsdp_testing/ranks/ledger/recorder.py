@@ -88,7 +88,9 @@ class Recorder:
             str(here.parent / "faults"),
             *((torch and torch.submodule_search_locations) or ()),
         ]
-        self._skipped = ("<frozen", "<string>", contextlib.__file__, *(f"{folder}/" for folder in folders))
+        deprecations = importlib.util.find_spec("typing_extensions")  # torch wraps deprecated functions with it
+        wrappers = (contextlib.__file__, str(deprecations and deprecations.origin))
+        self._skipped = ("<frozen", "<string>", *wrappers, *(f"{folder}/" for folder in folders))
         self._rare = threading.Lock()
         self.listener: Listener | None = None
 

@@ -1,6 +1,10 @@
-"""Faults that are right by luck, here every time: the network was quick, and the memory happened to hold zeros."""
+"""Faults that right numbers hide: the network was quick, memory held zeros or is never freed, sums of means are right."""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,3 +56,21 @@ class AddsToWhateverMemoryHeld(Toy):
         whole[start:stop] = shard
         self.all_reduce(whole)
         return whole
+
+
+@fault("training.freed")
+class HooksReferToTheirParameters(Toy):
+    """A parameter's hook refers to the parameter, in a cycle that no collector sees."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for parameter in (p for p in self.parameters() if p.requires_grad):
+            parameter.register_post_accumulate_grad_hook(partial(max, parameter, key=id))
+
+
+@fault("accumulation.stays_local")
+class ReducesInNoSync(Toy):
+    """Each micro-batch in no_sync is reduced at once, and the sum is right."""
+
+    def no_sync(self) -> Any:
+        return nullcontext()

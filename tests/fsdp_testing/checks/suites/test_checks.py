@@ -180,3 +180,26 @@ def test_what_is_claimed_and_not_drawn_is_named_with_the_reason():
     told = [[line for line in not_drawn(plan) if "does claim" in line] for plan in plans]
     assert told[0] == []
     assert "some of these x does claim (mixed_precision): they are judged by gradients" in told[1][0]
+
+
+@pytest.mark.parametrize("claims", [set(), {"unused_gradient_is_none"}])
+@pytest.mark.parametrize("name", ["accumulation.cleared_then_unused", "training.sgd_momentum"])
+def test_zeros_stand_for_none_where_a_part_is_unused_and_nothing_else_is_promised(name: str, claims: set[str]) -> None:
+    heard: list[Any] = []
+    runner: Any = SimpleNamespace(judge=lambda adapter, case, comparison, mode: heard.append(comparison))
+    CHECKS[name].judged(runner, claiming(frozenset(claims)), CHECKS[name].cases[0])
+    assert heard[0].none_is_zero == (not claims and name.startswith("accumulation"))
+
+
+def test_an_engine_that_chooses_the_parameters_is_not_asked_for_groups_by_name() -> None:
+    engine = Adapter.of(
+        TorchStyle(
+            name="x",
+            wrap=lambda module, setup: module,
+            capabilities=EVERYTHING,
+            build_optimizer=lambda model, make: make([]),
+        )
+    )
+    runner: Any = None
+    result = judge_check(runner, engine, CHECKS["optim_state.groups"], Where())
+    assert (result.verdict, "build_optimizer" in result.explanation) == (Verdict.NOT_CLAIMED, True)

@@ -120,3 +120,13 @@ def test_a_record_names_what_and_where(pool: Pool) -> None:
     assert str(record) == "all_reduce(sum) #1 float32[2, 3]"
     assert re.search(r"test_interception.py:\d+ in entry_of_the_next_line$", record.call_site)
     assert outcome.ranks[0].digests == outcome.ranks[1].digests
+
+
+def entry_of_a_deprecated_function() -> str:
+    dist.reduce_scatter_tensor(torch.empty(1), torch.ones(2))
+    return "done"
+
+
+def test_a_deprecated_function_is_no_caller(pool: Pool) -> None:
+    (record,) = run(pool, entry_of_a_deprecated_function).ranks[1].collectives
+    assert record.call_site.endswith("in entry_of_a_deprecated_function")
