@@ -193,7 +193,9 @@ def _recognised(finding: Finding, rules: Iterable[Rule], cause_of: CauseOf) -> F
     if known is not None or not fitting:
         return replace(finding, expected=known.entry_for(signature) if known is not None else None)
     cause = ""
-    for _ in range(2):  # a world lost during the search leaves the cause unknown, which must not look like a different cause
+    for _ in range(
+        2
+    ):  # a world lost during the search leaves the cause unknown, which must not look like a different cause
         cause = cause_of(finding) or cause
         known = next((rule for rule in fitting if rule.is_by_cause(signature, cause)), None)
         if known is not None:

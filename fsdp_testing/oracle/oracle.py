@@ -70,7 +70,7 @@ def expect_lockstep(
         adopted: Its state after every operation that it ran, by index.
         displaced: Allow for another place in memory, which takes a second replay. Without it every bound is at most as
             wide: agreement is final, a difference needs another comparison.
-            sums: Dtype in which local micro-batches add up, if it is not the reduction's.
+        sums: Dtype in which local micro-batches add up, if it is not the reduction's.
     """
     replay = Replay(case, division, adopted=adopted, sums=sums)
     plain = replay.run(observe_all=True)

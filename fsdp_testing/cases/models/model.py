@@ -48,7 +48,7 @@ class ZooModel:
         finish: Called with the module and dtype after the values are set, to redo what `module.to(dtype)` undid.
         elementwise_before: Linear layers with only elementwise functions between them and the linear layer before.
         constructed: The floating-point dtype of what `construct` makes, except for parts whose dtype `finish` sets;
-        None if it is torch's default.
+            None if it is torch's default.
     """
 
     name: str

@@ -137,7 +137,7 @@ class UnshardFirst(TrainingPass):
         units: FQNs of the units; the root is the empty string.
         reshard: The units are released again before the micro-batch.
         asynchronous: The gathers are only begun. Every second unit's gather is waited for by hand, the others by their
-        forward; before units are released all are waited for.
+            forward; before units are released all are waited for.
     """
 
     kind: ClassVar[str] = "unshard_first"

@@ -308,7 +308,7 @@ class Operation:
 
 
 class Silent(Operation):
-    """An operation that communicates nothing."""
+    """An operation without communication and without a simpler form."""
 
     __slots__ = ()
     passes: ClassVar[int | None] = 0

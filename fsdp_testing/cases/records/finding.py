@@ -46,7 +46,7 @@ class Overrun:
         measured: Amount, in bytes or times; 0 for memory of unknown size.
         limit: Allowed amount, in the same unit.
         units: Units concerned (FQN, the root's is empty), each with its bytes (0: not known); empty if the whole
-        model is meant.
+            model is meant.
         before: All of `units` were gathered before the operation began, and it gathered none of them itself.
     """
 
@@ -105,7 +105,7 @@ class ExpectedFailure:
         reason: What goes wrong, in one sentence.
         kind: Kind of failure.
         quantity: Sort of quantity that is wrong (`output`, `gradient is None`); for an exception its type and the start of
-        its message (`ValueError: expected a`), numbers as `#` and quoted words as `_`.
+            its message (`ValueError: expected a`), numbers as `#` and quoted words as `_`.
         operation: Kind of the operation after which it shows (`step`), or `build` or `end`.
         parameter: Name of the parameter, as a pattern (fnmatch); empty for any.
         cause: What was done instead, according to the account, or a part of it, as a pattern (fnmatch); empty for any.
