@@ -1,1 +1,1 @@
-"""What every room stands on: settings of the environment, torch's private names, backends, documents, text for a terminal."""
+"""The base of every room: settings of the environment, torch's private names, backends, documents, text for a terminal."""

@@ -75,7 +75,7 @@ def _select_device(place: RankPlace) -> None:
 
 
 def _no_gloo(size: int) -> str | None:
-    # Ranks ask again before they begin. A controller that has no use for torch is not made to import it for this.
+    # Ranks ask again before they begin. A controller that does not use torch need not import it for this.
     if "torch" not in sys.modules:
         return None
     import torch.distributed as dist
@@ -86,7 +86,7 @@ def _no_gloo(size: int) -> str | None:
 
 def _let_ranks_share(place: RankPlace) -> None:
     # NCCL reads both when it makes a communicator. Kernels of several ranks must fit on one device at once, or they wait for
-    # one another for ever: one block each.
+    # one another forever: one block each.
     env.update({name: env.get(name, "1") for name in ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS")})
     _select_device(place)
 
@@ -172,7 +172,7 @@ def registered_backends() -> tuple[str, ...]:
 
 @functools.cache
 def _entry_point_names() -> tuple[str, ...]:
-    """Scanning what is installed takes a millisecond, as long as a test; it does not change while we run."""
+    """Scanning the installed packages takes a millisecond, as long as a test; they do not change while we run."""
     return tuple(point.name for point in entry_points(group=ENTRY_POINT_GROUP))
 
 

@@ -1,4 +1,4 @@
-"""The one file that reaches into what torch does not promise to keep; each entry says why no public name serves."""
+"""The one file that uses private names of torch; each entry says why no public name serves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def fake_store() -> Any:
 
 
 def global_module_hooks() -> tuple[dict[int, Any], ...]:
-    """Return the hooks that `torch.nn.modules.module.register_module_*` installed: in public they can be added, not listed."""
+    """Return the hooks that `torch.nn.modules.module.register_module_*` installed: the public API can add but not list them."""
     from torch.nn.modules import module
 
     names = (
@@ -41,35 +41,35 @@ def global_module_hooks() -> tuple[dict[int, Any], ...]:
 
 
 def saved_buffers(module: Any) -> list[str]:
-    """Return the names of a module's own buffers that its state holds; in public a buffer can be left out of it, not asked."""
+    """Return the names of a module's own persistent buffers; the public API can make a buffer non-persistent but not ask."""
     return [name for name, _ in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set]
 
 
 def mode_depths() -> tuple[int, int]:
-    """Return the depths of the dispatch and of the function mode stack, which torch shows nowhere in public."""
+    """Return the depths of the dispatch and of the function mode stack, for which torch has no public name."""
     import torch
 
     return torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
 
 
 def process_groups() -> dict[Any, Any]:
-    """Return every process group of this process, with what torch knows of it; in public only the default one is listed."""
+    """Return every process group of this process, with torch's record of it; the public API lists only the default group."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._world.pg_map
 
 
 def process_group_count() -> int:
-    """Return how many groups this process has ever made: it names the next one, so ranks must agree about it."""
+    """Return how many groups this process has ever made: the number names the next group, so ranks must agree on it."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._world.group_count
 
 
 def forget_dtensor_layouts() -> None:
-    """Forget the layouts that DTensor has worked out. They hold meshes, and a new mesh of the same ranks counts as the old one.
+    """Clear DTensor's cached layouts. They hold meshes, and a new mesh of the same ranks equals the old one.
 
-    No public name clears them; without that a warm world's next job communicates over groups that are gone.
+    No public name clears them; without this a warm world's next job communicates over destroyed groups.
     """
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import debug
@@ -92,7 +92,7 @@ def in_backward() -> bool:
 
 
 def makes_state_only() -> bool:
-    """Whether an optimizer is stepped by torch's `get_state_dict` and the like, which do so to have its state made."""
+    """Whether an optimizer is stepped by `get_state_dict` or a similar function of torch, only to create its state."""
     frame, left = sys._getframe(1), _FRAMES
     while frame is not None and left:
         if frame.f_globals.get("__name__") == _INITIALISES:
@@ -102,7 +102,7 @@ def makes_state_only() -> bool:
 
 
 def running(calls: list[FrameType]) -> list[FrameType]:
-    """Return which calls have not ended, in whatever thread: a backward pass on CUDA has its own."""
+    """Return the code of the running calls in all threads: a backward pass on CUDA has its own thread."""
     there: list[FrameType] = []
     for top in sys._current_frames().values() if calls else ():
         frame: FrameType | None = top
@@ -113,7 +113,7 @@ def running(calls: list[FrameType]) -> list[FrameType]:
 
 
 def schedules_in(schedule: Any) -> tuple[Any, ...]:
-    """Return the schedules of learning rates that one is made of, and steps in their turn."""
+    """Return the learning-rate schedules that a schedule is made of and steps in turn."""
     return tuple(getattr(schedule, "_schedulers", ()))
 
 
@@ -125,7 +125,7 @@ def process_group_named(name: Any) -> Any:
 
 
 def collective_options() -> Any:
-    """Return the home of the options classes of `ProcessGroup` methods; `torch.distributed` re-exports only some of them."""
+    """Return the module with the options classes of `ProcessGroup` methods; `torch.distributed` re-exports only some of them."""
     from torch._C import _distributed_c10d
 
     return _distributed_c10d
@@ -145,7 +145,7 @@ def other_threads() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One operator of torch, and what its schema says of its arguments.
+    """One operator of torch, and what its schema says about its arguments.
 
     Attributes:
         call: Runs it.
@@ -178,7 +178,7 @@ def _operator(func: Any) -> Operator:
 def operators_run_by(run: Callable[[Operator, tuple[Any, ...], dict[str, Any]], Any]) -> Any:
     """Return a context in which `run(operator, arguments, named arguments)` stands for each operator of this thread.
 
-    Backward passes of the CPU are included. A tensor subclass (DTensor) is taken apart first: what it computes with is run.
+    Includes backward passes on the CPU. A tensor subclass (DTensor) is unwrapped first, so that its inner operators are run.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
@@ -199,7 +199,7 @@ def operators_run_by(run: Callable[[Operator, tuple[Any, ...], dict[str, Any]], 
 def each_operation(see: Callable[[str, list[Any], list[Any]], None]) -> Any:
     """Return a context in which `see(name, inputs, results)` is called after each operation that torch computes.
 
-    `name` is as in "aten.add_.Tensor". What is seen is what `operators_run_by` runs.
+    `name` is as in "aten.add_.Tensor". `see` gets the operators that `operators_run_by` runs.
     """
     import torch
 
@@ -218,27 +218,27 @@ def each_operation(see: Callable[[str, list[Any], list[Any]], None]) -> Any:
 
 
 def storage_key(storage: Any) -> int:
-    """Return what identifies the memory of a storage while somebody refers to it; its address is 0 for an empty one."""
+    """Return the identity of a storage's memory while it is referenced; the address of an empty storage is 0."""
     return int(storage._cdata)
 
 
 def storage_reference(storage: Any) -> Any:
-    """Return a weak reference, for `freed`; Python's own follow the wrapper, of which each tensor makes a new one."""
+    """Return a weak reference, for `freed`; Python's weak references follow the wrapper, and each tensor makes a new wrapper."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
     return StorageWeakRef(storage)
 
 
 def freed(references: Mapping[int, Any]) -> list[int]:
-    """Return the keys of the references whose memory is gone. Asked for each operator: a call less for each of them counts."""
+    """Return the keys of the references whose memory is freed. Called for each operator, so every call saved counts."""
     import torch
 
-    gone = torch.UntypedStorage._expired  # StorageWeakRef.expired() comes to it by two calls more
+    gone = torch.UntypedStorage._expired  # StorageWeakRef.expired() needs two more calls
     return [key for key, reference in list(references.items()) if gone(reference.cdata)]
 
 
 class Unversioned:
-    """Stands for the state of a dictionary that does not say whether it was changed: it may have been, each time."""
+    """Replaces the version of a dictionary that has none: such a dictionary may have changed each time."""
 
     @property
     def value(self) -> object:
@@ -250,10 +250,10 @@ _VERSION_OFFSET = 3 * ctypes.sizeof(ctypes.c_void_p)
 
 
 def state_of_dictionary(names: dict[str, Any]) -> Any:
-    """Return an object whose `value` is another one after each change of `names`, which must live as long.
+    """Return an object whose `value` differs after each change of `names`, which must live as long.
 
-    Python keeps such a number up to version 3.13 and shows it nowhere. To read thousands of names around each test instead
-    would take a tenth of the test's time, and copy the memory page of each in every new rank.
+    Python up to 3.13 keeps such a number but does not show it. Reading thousands of names around each test instead would take a
+    tenth of the test's time, and copy the memory page of each in every new rank.
     """
     return ctypes.c_uint64.from_address(id(names) + _VERSION_OFFSET) if _dictionaries_have_versions() else Unversioned()
 

@@ -29,7 +29,7 @@ R = TypeVar("R")
 _TAGGED: dict[type[Any], Callable[[str], type[Any] | None]] = {}
 _AS_THEY_ARE = frozenset({str, int, bool, type(None)})
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
-# Documents of ours are a tenth as deep, and whoever walks through one may need several frames for each level.
+# Our documents are a tenth as deep, and code that walks through one may need several frames for each level.
 _DEEPEST = 100
 _STRINGS_AND_SCALARS = re.compile(r'"(?:[^"\\]|\\.)*"?|[^][{}"]+', re.DOTALL)
 
@@ -87,8 +87,8 @@ def _added_later(kind: Hashable) -> dict[str, Any]:
 
 
 ADDED_LATER = {"added_later": True}
-"""Metadata of a field that is younger than documents of its record: one at its default is not written, so that the same
-value gives the text, and the identity, that it gave before."""
+"""Metadata of a field that is newer than documents of its record: its default is not written, so that an old value keeps its
+text and its identity."""
 
 
 def decode(cls: type[R], data: Any, where: str | None = None) -> R:
@@ -109,12 +109,12 @@ def read_text(path: Path, expected: str, advice: str) -> str:
     """Return the text of a file.
 
     Args:
-        path: Where it is.
-        expected: What it should be, for the message.
-        advice: What to do where it is not, a sentence.
+        path: Of the file.
+        expected: What the file should be, for the message.
+        advice: A sentence that says what to do if it is not.
 
     Raises:
-        InvalidRecord: It cannot be read, or is not UTF-8.
+        InvalidRecord: The file cannot be read, or is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -124,7 +124,7 @@ def read_text(path: Path, expected: str, advice: str) -> str:
 
 
 def _depth(text: str) -> int:
-    """Return how many brackets are open at a time."""
+    """Return the deepest nesting of brackets."""
     depth = deepest = 0
     for bracket in _STRINGS_AND_SCALARS.sub("", text):
         depth += 1 if bracket in "[{" else -1
@@ -175,7 +175,7 @@ def _integers(data: Any) -> Iterator[int]:
 
 
 class Format(NamedTuple):
-    """A kind of document: the header that says what it is, and the newest version of it that can be read."""
+    """A kind of document: its name in the header, and the newest version that can be read."""
 
     name: str
     version: int
@@ -185,7 +185,7 @@ class Format(NamedTuple):
         return to_json({"format": self.name, "version": self.version, **encode(body)}, indent=indent)
 
     def read(self, document: str | Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Return what a document says besides its header.
+        """Return a document without its header.
 
         Args:
             document: Its text, or what it was parsed to.

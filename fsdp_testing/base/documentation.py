@@ -1,4 +1,4 @@
-"""Finds a page of the documentation on this machine: in a checkout, or where the wheel has put it."""
+"""Finds a page of the documentation on this machine: in a checkout, or in an installed wheel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def page(name: str) -> str:
-    """Return the path of a page such as `docs/adapters.md`; `name` itself in a checkout, or where there is no such page."""
+    """Return the path of a page such as `docs/adapters.md`; `name` itself in a checkout, or if there is no such page."""
     place, here = folder(), Path.cwd()
     in_checkout = (here / "fsdp_testing" / "base" / "documentation.py").is_file() and (here / name).is_file()
     if place is None or in_checkout or not name.startswith("docs/") or not (place / name).is_file():
@@ -16,7 +16,7 @@ def page(name: str) -> str:
 
 
 def text_of(name: str) -> str | None:
-    """Return what is written on a page such as `docs/adapters.md`; None where there is no such page."""
+    """Return the text of a page such as `docs/adapters.md`; None if there is no such page."""
     place = folder()
     path = place / name if place is not None and name.startswith("docs/") and ".." not in name else None
     return path.read_text(encoding="utf-8") if path is not None and path.is_file() else None
@@ -24,6 +24,6 @@ def text_of(name: str) -> str | None:
 
 @functools.cache
 def folder() -> Path | None:
-    """Return what holds `docs/`: a checkout, or the package of an installed wheel; None where neither does."""
+    """Return the folder that holds `docs/`: a checkout, or the package of an installed wheel; None if neither does."""
     package = Path(__file__).resolve().parents[1]
     return next((place for place in (package.parent, package) if (place / "docs" / "exit-codes.md").is_file()), None)

@@ -1,7 +1,7 @@
-"""Reads and writes the process environment, for the harness; no other file does.
+"""Reads and writes the process environment; no other file of the harness does.
 
-Of torchrun's variables it learns whether somebody else made the processes; the pool sets variables of its ranks and
-puts them back; nothing else of the harness depends on the environment.
+torchrun's variables tell whether a launcher made the processes; the pool sets variables of its ranks and restores
+them; nothing else in the harness depends on the environment.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Launch:
         rank: Rank among all processes of all hosts.
         world_size: Number of those processes.
         local_rank: Rank among the processes of this host.
-        local_world_size: Number of those.
+        local_world_size: Number of processes of this host.
         master_addr: Host of the rendezvous store.
         master_port: Its port.
-        launcher: Who started it.
-        store_is_there: Whether the launcher keeps the store; else the first process has to.
-        node: Number of this host among the launcher's; empty where it does not say.
-        attempt: Of the launcher to run these processes (torchrun may restart them).
+        launcher: Name of the launcher.
+        store_is_there: Whether the launcher serves the store; otherwise the first process does.
+        node: Number of this host among the launcher's; empty if unknown.
+        attempt: Number of the launcher's attempt (torchrun may restart the processes).
     """
 
     rank: int
@@ -47,7 +47,7 @@ class Launch:
 # Launcher; what it calls rank, number of processes, rank on this host, number on this host, host.
 _LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
-    # Not SLURM_NTASKS: that one is set in the batch script too, which is one process.
+    # Not SLURM_NTASKS, which is set in the batch script too, and that is one process.
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", "SLURM_NODEID"),
     (
         "mpirun",
@@ -61,7 +61,7 @@ _LAUNCHERS = (
 )
 _OF_A_LAUNCH = {"MASTER_ADDR", "MASTER_PORT"}.union(*(names[1:] for names in _LAUNCHERS)) - {""}
 _OF_TORCHRUN = ("TORCHELASTIC_", "ROLE_", "GROUP_")
-# Where `set_in_place` has its values: C reads them there, so they are never released.
+# Memory of the values of `set_in_place`: C reads it, so it is never freed.
 _PLACES: dict[str, Any] = {}
 _ROOM = 4096
 
@@ -85,14 +85,14 @@ def launched() -> Launch | None:
     if found is not None:
         return found
     for names in _LAUNCHERS[1:]:
-        # One process has nobody to meet.
+        # One process has no other to meet.
         if get(names[1]) is not None and get(names[2], "1") != "1":
             return _launch(*names)
     return None
 
 
 def forget_launch() -> None:
-    """Remove the launcher's variables: this process has met the others, and is no rank of its own any more."""
+    """Remove the launcher's variables: this process has met the others and is no longer a rank itself."""
     update({name: None for name in snapshot() if name in _OF_A_LAUNCH or name.startswith(_OF_TORCHRUN)})
 
 
@@ -155,7 +155,7 @@ def get(name: str, default: str | None = None) -> str | None:
 
 
 def snapshot() -> dict[str, str]:
-    """Return all variables as they are now; from any thread, while another one changes some."""
+    """Return all current variables; safe while another thread changes some."""
     return {os.fsdecode(name): os.fsdecode(value) for name, value in encoded().items()}
 
 
@@ -180,9 +180,9 @@ def update(values: Mapping[str, str | None]) -> None:
 
 
 def set_in_place(name: str, value: str | None) -> None:
-    """Set a variable that gets ever new values, each over the last one; `None` removes it.
+    """Set a variable that changes often, overwriting its last value in place; `None` removes it.
 
-    `setenv` of the GNU C library keeps a copy of each value that it is given, for as long as the process lives.
+    `setenv` of the GNU C library keeps a copy of every value as long as the process lives.
     """
     stored = getattr(os.environ, "_data", None)
     text = os.fsencode(f"{name}={value}")
@@ -199,7 +199,7 @@ def set_in_place(name: str, value: str | None) -> None:
 
 @contextmanager
 def temporary(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables while the context is open, then put these same ones back; others are left alone."""
+    """Set variables while the context is open, then restore them; others are left alone."""
     before = {name: os.environ.get(name) for name in values}
     update(values)
     try:

@@ -1,4 +1,4 @@
-"""Packages that the plugin alone does not need, and the extra of `fsdp-testing` that brings each."""
+"""Packages that the plugin alone does not need, and the extra of `fsdp-testing` that installs each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXTRAS = {"hypothesis": "verify", "rich": "train", "jinja2": "report"}
 
 @contextlib.contextmanager
 def needed(*names: str) -> Iterator[None]:
-    """Import these packages, and name the extra of one that the body, or this, does not find.
+    """Import these packages; if one is missing, here or in the body, name its extra.
 
     Raises:
         MissingExtra: One of `EXTRAS` is not installed.

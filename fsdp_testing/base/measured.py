@@ -1,6 +1,6 @@
-"""Coverage of a rank's code, where it is measured: on disk after each job, and before the rank ends itself.
+"""Saves the measured coverage of a rank's code to disk after each job, and before the rank ends itself.
 
-A rank may be killed at any moment. What it ran in earlier jobs must not be lost with it.
+A rank may be killed at any moment. The coverage of its earlier jobs must not be lost with it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _running: list[Any] = []
 
 
 def start(settings: dict[str, Any] | None) -> None:
-    """Begin to measure this process, if it is to be measured: `settings` are arguments of `coverage.Coverage`."""
+    """Begin to measure this process, if coverage is wanted: `settings` are arguments of `coverage.Coverage`."""
     if settings is None:
         return
     import coverage
@@ -31,7 +31,7 @@ def start(settings: dict[str, Any] | None) -> None:
 
 
 def save() -> None:
-    """Write what was measured by now, and go on; where that fails, say so: a test does not fail for it."""
+    """Save the coverage so far, and go on; a failure is reported but fails no test."""
     for measuring in _running:
         try:
             measuring.save()
@@ -40,7 +40,7 @@ def save() -> None:
 
 
 def stop() -> None:
-    """Write what was measured, and measure no more."""
+    """Save the coverage, and stop measuring."""
     for measuring in _running:
         measuring.stop()
     save()

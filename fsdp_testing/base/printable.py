@@ -1,7 +1,7 @@
-"""Makes foreign text safe for a terminal: what would steer it is written out.
+"""Makes foreign text safe for a terminal: characters that would steer the terminal are escaped.
 
-A report, a file name or what a rank wrote may hold escape sequences that move the cursor, hide a line or set the title of
-the window; and characters that turn the direction of writing round, so that a line reads as what it is not.
+A report, a file name or a rank's output may hold escape sequences that move the cursor, hide a line or set the window's
+title. It may also hold characters that reverse the direction of text, so that a line reads as something else.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ _STEERS = re.compile(_STEERING)
 _STEERS_OR_COLOURS = re.compile(f"(\x1b\\[[0-9;]*m)|{_STEERING}")
 
 _SHOWN, _LONGEST = 100, 3000
-_ENDLESS = re.compile(r"[^\s/]{300,}")  # no part of a path is as long: 255 bytes are the most
+_ENDLESS = re.compile(r"[^\s/]{300,}")  # parts of paths are shorter: at most 255 bytes
 
 
 def printable(text: str, *, colours: bool = False) -> str:
     """Return `text` with control characters, other than tab and end of line, as Python would write them in a string.
 
     Args:
-        text: From elsewhere.
-        colours: Leave sequences alone that only set colours: what a test itself prints, as pytest leaves them.
+        text: Foreign text.
+        colours: Keep sequences that only set colours, as pytest does in a test's own output.
     """
     text = text.replace("\r\n", "\n")
     if colours:
@@ -30,7 +30,7 @@ def printable(text: str, *, colours: bool = False) -> str:
 
 
 def one_sentence(text: str) -> str:
-    """Return a message in which names of others may stand as one line: ends of line written out, what is endless cut."""
+    """Return a message with foreign names as one line: line ends are escaped, and very long text is cut."""
     line = _ENDLESS.sub(lambda word: f"{word[0][:_SHOWN]}...", printable(text).replace("\n", "\\n"))
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - _SHOWN]} ... {line[-_SHOWN:]}"
 

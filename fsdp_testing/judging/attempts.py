@@ -1,7 +1,7 @@
-"""Decides what is said of cases whose ranks were lost, for one case or a batch, whoever ran it.
+"""Judges cases whose ranks were lost, for one case or a batch.
 
-A bad case costs itself only: what the ranks reported before it is judged, what comes after it runs again on a new world. A
-death or a hang has to show twice, on other ranks: the machine may be to blame for one.
+A bad case costs only itself: cases that ranks reported before it are judged, later ones run again on a new world. A death or
+a hang must show twice, on other ranks, since the machine may be to blame for one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Judgements up to the first case that is not finished, and the fates that none of them explains."""
+    """Judgements up to the first unfinished case, and the fates that none of them explains."""
 
     judgements: list[Judgement]
     unexplained: WorldOutcome | None = None
@@ -48,23 +48,23 @@ def settle(cases: Sequence[Case], run: Run, *, repeats: bool = True, until: Sign
     Args:
         cases: All need the same number of ranks.
         run: Makes an attempt.
-        repeats: A death or a hang has to show again; without, one is taken for one, for runs that decide no verdict.
-        until: Nothing runs any more on new ranks once a case has failed in this way.
+        repeats: A death or a hang must show again; False accepts the first, for runs that decide no verdict.
+        until: Stop running on new ranks once a case has failed in this way.
     """
     settled: list[Judgement] = []
-    # Fates that nothing explains, from one round to the next: they are put to the account of the case that the next round begins
-    # with, if that holds on its new ranks.
+    # Unexplained fates of the last round: they count against the first case of the next round, if that case holds on its new
+    # ranks.
     lost: WorldOutcome | None = None
     while len(settled) < len(cases):
         start = len(settled)
         part = _read(cases[start:], run(start, len(cases)))
         judgements = part.judgements
-        # If not, the rest runs again on a new world, beginning with the case that was not finished.
+        # If not, the rest runs again on a new world, beginning with the unfinished case.
         ended = start + len(judgements) == len(cases)
         if lost is not None and judgements[0].finding is None:
             # Ranks were lost in this case, or by what an earlier one left behind.
             judgements[0] = _different(lost.cause, judgements[0], lost.describe())
-        # Only where it is the first time: after a loss this case has run on new ranks already.
+        # Only the first time: after a loss this case has already run on new ranks.
         elif lost is None and repeats and judgements[0].loses_ranks:
             judgements[0] = _again(cases[start], judgements[0], run(start, start + 1))
         # Lost after the last report: any case of the batch may have done it.
@@ -79,10 +79,10 @@ def settle(cases: Sequence[Case], run: Run, *, repeats: bool = True, until: Sign
 
 
 def confirmed(first: Judgement, alone: Judgement) -> Judgement:
-    """Return what is known of a case that failed among others and ran again alone: unknown if it holds or fails otherwise then.
+    """Judge a case that failed in a batch and ran again alone: UNKNOWN if it now holds or fails differently.
 
-    What one rank raised among others and alone every rank is a failure, as seen alone: the others had been stopped before
-    they came to it.
+    If one rank raised in the batch and every rank raises alone, the failure counts as seen alone: in the batch the others were
+    stopped before they reached it.
     """
     looks, again = _looks(first), _looks(alone)
     if looks is not None and again is not None and looks.kind == again.kind:
@@ -101,7 +101,7 @@ def _read(cases: Sequence[Case], attempt: Attempt) -> _Part:
     died = any(rank.fate is Fate.DIED for rank in outcome.ranks)
     read: list[Judgement] = []
     for case, judgement in zip(cases, attempt.judgements, strict=True):
-        # What survivors of a death raise is its echo, whatever it says.
+        # Exceptions of a death's survivors are its echo, whatever their text.
         echo = died and judgement.finding is not None and judgement.finding.kind == FailureKind.ONE_RAISED
         if judgement.incomplete or echo:
             if read:
@@ -115,14 +115,14 @@ def _read(cases: Sequence[Case], attempt: Attempt) -> _Part:
             break
     if not _is_unexplained(outcome, read):
         return _Part(read)
-    # Nobody else can have lost them; what was compared until then stays counted.
+    # No other case can have lost them; earlier comparisons still count.
     if len(cases) == 1:
         read = [replace(lost_ranks(cases[0], outcome), tally=read[0].tally, account=outcome.describe())]
     return _Part(read, outcome)
 
 
 def _is_unexplained(outcome: WorldOutcome, read: Sequence[Judgement]) -> bool:
-    """Whether ranks were lost, or parted, although what they reported up to then says nothing of it."""
+    """Whether ranks were lost, or diverged, although their reports do not show it."""
     if any(rank.fate in (Fate.DIED, Fate.HUNG) for rank in outcome.ranks):
         return not any(judgement.loses_ranks for judgement in read)
     # The last one alone: a case whose ranks cannot go on ends its batch, so ranks that came further parted later.
@@ -130,7 +130,7 @@ def _is_unexplained(outcome: WorldOutcome, read: Sequence[Judgement]) -> bool:
 
 
 def _again(case: Case, first: Judgement, attempt: Attempt) -> Judgement:
-    """A death is a death, and a hang a hang: how the other ranks end depends on who notices first."""
+    """Compare only death or hang: how the other ranks end depends on which one notices first."""
     assert first.finding is not None
     (second,) = _read([case], attempt).judgements
     if second.finding is not None and second.finding.kind == first.finding.kind:
@@ -141,9 +141,9 @@ def _again(case: Case, first: Judgement, attempt: Attempt) -> Judgement:
 def _each_alone(
     cases: Sequence[Case], start: int, judgements: Sequence[Judgement], lost: WorldOutcome, run: Run
 ) -> list[Judgement]:
-    """Run the cases of a batch alone, of which one lost ranks after the last report; one that does it says so then.
+    """Run the cases of a batch one by one after one of them lost ranks after the last report; the guilty case then shows.
 
-    Where none does it alone, nobody knows which one did: the last one stands for them.
+    If none does it alone, the guilty case is unknown: the last one stands for all.
     """
     settled, well = list(judgements), True
     for index, first in enumerate(judgements, start):
@@ -159,7 +159,7 @@ def _each_alone(
 
 
 def _different(first: str, second: Judgement, account: str) -> Judgement:
-    """Return UNKNOWN for a case that lost ranks once, and then not."""
+    """Return UNKNOWN for a case that lost ranks only once."""
     then = second.finding.explanation if second.finding is not None else second.reason or "it held"
     reason = f"this case gives different results: first {first}; then, on other ranks, {then}. Run it again on an idle machine."
     return Judgement(Verdict.UNKNOWN, reason=reason, detail=account, tally=second.tally, account=account)

@@ -34,7 +34,7 @@ _PATIENCE_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What to observe besides the numbers.
+    """Observations besides the numbers.
 
     Attributes:
         operations: Take a snapshot after every operation, so that the first one that diverges is known.
@@ -88,14 +88,14 @@ def run_each(
     world = current_world()
     models: list[tuple[int, weakref.ref[nn.Module]]] = []
     with record_stream.path_of(directory, world.rank).open("ab") as file, _garbage_kept(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # as for every program that is judged: whatever filters the caller has
+        warnings.simplefilter("ignore")  # as for every judged program, whatever filters the caller has
         for index in range(count):
             record, model = run(index)
             models.append((index, model))
-            # As soon as the case is over: a rank that dies in the next one has reported this one.
+            # As soon as the case ends: a rank that dies in the next one has reported this one.
             record_stream.append(file, record)
             error = record.observation.error
-            # What a case left changed reaches into the next one, and ranks that raised apart cannot meet in it.
+            # State that a case changed would affect the next one, and ranks that raised at different places cannot run it.
             if record.leaks or (error is not None and not everyone_raised(directory, world, index, error)):
                 return Failed(index + 1)
         # Once, at the end: a collection for each case would cost more than the case.
@@ -118,8 +118,8 @@ def _garbage_kept() -> Iterator[None]:
 def everyone_raised(directory: str, world: World, index: int, mine: RaisedError) -> bool:
     """Return whether every other rank raised the same kind of exception in the same operation; wait a moment for them.
 
-    Asked through the files, since the ranks may no longer agree about their next collective. The answer only decides
-    whether these ranks go on: the judge reads what every rank reported, within the pool's grace period too.
+    It reads the files, since the ranks may no longer agree on their next collective. The answer only decides whether these
+    ranks go on: the judge reads every rank's report, also within the pool's grace period.
     """
     limit = time.monotonic() + _PATIENCE_SECONDS
     missing = set(range(world.size)) - {world.rank}
@@ -140,7 +140,7 @@ def everyone_raised(directory: str, world: World, index: int, mine: RaisedError)
 def _run(
     adapter: Adapter, case: Case, world: World, index: int, watch: Watch, directory: str
 ) -> tuple[CaseRecord, weakref.ref[nn.Module]]:
-    kept_groups.keep(kept_groups.groups_of(case))  # before what is there is noted: they stay for the cases that follow
+    kept_groups.keep(kept_groups.groups_of(case))  # before existing objects are noted: they stay for later cases
     before = _fingerprint()
     program = program_for(case, adapter, world.rank)
     program.files = Path(directory)

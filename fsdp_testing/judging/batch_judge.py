@@ -1,8 +1,8 @@
-"""Runs a batch, and judges it in a process of its own, while the ranks are busy with the next one.
+"""Runs a batch, and judges it in a separate process while the ranks run the next one.
 
 Most cases agree with the oracle to the bit or nearly so, which one undisturbed replay shows: each quantity gets a bound that is
-smaller than that of the full comparison everywhere. What passes is right; whatever does not is left to the full comparison,
-which alone may call something a divergence.
+smaller than that of the full comparison everywhere. A case that passes is right; any other goes to the full comparison, which
+alone may report a divergence.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ ROUNDINGS = 12
 
 
 def fast_path_agrees(replay: Replay, ranks: Sequence[RankObservation], comparison: Comparison = Comparison()) -> int:
-    """Return how many tensors were compared if everything agrees beyond doubt, and -1 if not.
+    """Return how many tensors were compared if everything certainly agrees, and -1 if not.
 
     Args:
         replay: The undisturbed oracle's, when it has run.
         ranks: What each rank reports, by rank.
         comparison: Which kinds to compare, and whether a gradient of zeros may stand for None.
     """
-    # The comparison ends before the operation that raised, and would clear what it has not seen.
+    # The comparison ends before the operation that raised, and would pass quantities that it has not seen.
     if any(rank.error is not None for rank in ranks):
         return -1
     tally = agreement.compare(_expectation(replay), ranks, comparison)
@@ -200,12 +200,12 @@ def ask_here(adapter: Adapter, case: Case, ranks: Sequence[RankObservation], *, 
         )
     if not comparison.lockstep:
         compared = fast_path_agrees(_undisturbed(case, observe_all=observe_all), ranks, comparison)
-        # Nothing compared is not cleared either: the full comparison has to say why.
+        # Without any comparison there is no pass either: the full comparison must say why.
         if compared > 0:
             return Numbers(Compared(comparisons=compared), fast=True)
         return compare_numbers(case, oracle.expect_free(case, observe_all=observe_all), ranks, comparison)
     division, states = division_of(case, adapter), assemble.states(ranks)
-    # The narrowest bounds first: what agrees within them agrees, and takes one replay instead of two.
+    # The narrowest bounds first: agreement within them is final, and takes one replay instead of two.
     quick = compare_numbers(case, _undisplaced(case, division, states), ranks, comparison)
     if quick.decided:
         return quick

@@ -1,7 +1,7 @@
 """Gets a case judged, or a batch: lends a world, runs it, asks the oracle, has it judged.
 
-A case that fails, dies or hangs costs its own world only; what follows from lost ranks is decided in `attempts`. The oracle's
-free replays are kept: they are the same for every implementation, strategy and wrapping.
+A case that fails, dies or hangs costs only its own world; `attempts` decides what follows from lost ranks. The oracle's free
+replays are kept: they are the same for every implementation, strategy and wrapping.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ FREE = Comparison()
 
 @dataclass(frozen=True, slots=True)
 class RunMode:
-    """How ranks run a case and what it is compared with, for claims that its numbers alone do not decide.
+    """How ranks run a case and its reference, for claims that its numbers alone do not decide.
 
     Attributes:
         job: What ranks run, called like `rank_jobs.run_case`, with `arguments` after its own. It returns an observation,
@@ -70,11 +70,11 @@ class RunMode:
         expect: What the oracle's process runs, called with the case, whether every operation is observed, and
             `expect_arguments`; None for the oracle's free replay (or the lockstep that the comparison asks for).
         expect_arguments: More arguments of `expect`.
-        seen_as: The case as the oracle sees it, where that is another one.
+        seen_as: The case as the oracle sees it, if different.
         review: Looks at what the ranks report once the numbers agree.
         kept: A case that ran to its end is not run again for the next check that looks at the same; `arguments` are
             hashable then.
-        besides: What changes numbers besides the program, such as "what the user's hook returns"; empty if nothing does.
+        besides: Other influences on the numbers than the program, such as "what the user's hook returns"; empty if none.
     """
 
     job: Callable[..., Any] = rank_jobs.run_case
@@ -113,12 +113,12 @@ class JudgedCase:
 
     @property
     def finding(self) -> Finding | None:
-        """Return what refutes; None where nothing does."""
+        """Return the finding that refutes the claim; None if there is none."""
         return self.judgement.finding
 
     @property
     def signature(self) -> Signature | None:
-        """Return what the failure looks like; None where nothing refutes."""
+        """Return the failure's signature; None without a failure."""
         return signature_of(self.finding) if self.finding is not None else None
 
     @property
@@ -183,9 +183,9 @@ class CaseRunner:
     def impatient(self, timeout: float | None = None) -> CaseRunner:
         """Return a runner on the same worlds with this timeout, for which one death or hang is enough.
 
-        For runs that decide no verdict: a shorter program that hangs is not the wanted failure.
+        For runs that decide no verdict: a shorter program that hangs does not show the failure sought.
         """
-        # A copy, which shares worlds and what is kept.
+        # A copy, which shares worlds and caches.
         runner = copy.copy(self)
         runner._timeout = self._timeout if timeout is None else min(timeout, self._timeout)
         runner._repeats = False
@@ -197,7 +197,7 @@ class CaseRunner:
 
     def _adapter_of(self, implementation: Adapter | str) -> Adapter:
         adapter = registry.adapter_of(implementation)
-        # Not those of users: importing their code may start threads or a device, with which no rank can be forked.
+        # Not users' modules: their import may start threads or a device, after which no rank can be forked.
         if adapter.reference in registry.BUILT_IN:
             self.pool.expect(*registry.modules_of(adapter.reference))
         return adapter
@@ -220,7 +220,7 @@ class CaseRunner:
         start = time.perf_counter()
         # In lockstep the oracle begins each operation with the state after the one before.
         closely = closely or comparison.lockstep
-        # Fitted before the identity is taken: the runs of one case as it is asked share what is kept.
+        # Fitted before the identity is taken: runs of the same fitted case share caches.
         adapter = self._adapter_of(implementation)
         case = fitted(case, adapter)
         question = _Question(adapter, case, case.identity, as_observed(comparison, adapter), mode)
@@ -301,7 +301,7 @@ class CaseRunner:
             ranks.append(reported)
             return Attempt((judgement,))
 
-        # The first run is shown; a second one only says whether to believe it.
+        # The first run is shown; the second only confirms it.
         (judgement,) = settle([question.case], run, repeats=self._repeats)
         return judgement, ranks[0]
 

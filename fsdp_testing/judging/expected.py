@@ -1,9 +1,9 @@
 """Recognises expected failures by how they fail, never by the name of the check alone.
 
-An entry that only names a check would excuse whatever goes wrong there: a new error in place of a known rounding, all
-numbers in place of one. So an entry says kind, quantity and operation, as `Signature` does, and may say the parameter and
-the cause; it is read into a rule as the fuzzer has them (`known.py`), which decides. A check fails as expected if each of
-its failing cases does.
+An entry that only names a check would excuse any failure of it: a new error instead of a known rounding, all numbers
+instead of one. So an entry gives kind, quantity and operation, as `Signature` does, and optionally the parameter and the
+cause. It becomes a rule as in the fuzzer (`known.py`), which decides. A check fails as expected if each of its failing cases
+does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Expectation:
 
     Attributes:
         failures: The known failures; each names how it fails.
-        bare: A reason without how it fails; it excuses nothing, for it would excuse anything.
+        bare: A reason alone; it excuses nothing, because it would excuse anything.
     """
 
     failures: tuple[Rule, ...] = ()
@@ -54,7 +54,7 @@ class Expectation:
 
     @property
     def lists_hangs(self) -> bool:
-        """Whether a hang is expected: then the cases after it have to run, or it would excuse whatever they do."""
+        """Whether a hang is expected: then later cases must run, or the hang would excuse them."""
         return any(entry.kind == FailureKind.HUNG for rule in self.failures for entry in rule.entries())
 
 
@@ -62,9 +62,9 @@ def read_expectation(given: Any, where: str, problems: list[str]) -> Expectation
     """Read what a user wrote for one check: one entry, a list of entries, or a reason alone.
 
     Args:
-        given: It.
+        given: The user's text.
         where: Check and implementation, for messages.
-        problems: What is wrong with it is added here, a sentence each.
+        problems: Gets a sentence for each mistake.
     """
     if isinstance(given, str):
         if not given.strip():
@@ -154,10 +154,10 @@ def _wrong(entry: Mapping[str, Any]) -> Iterator[str]:
 
 
 def as_expected(result: CheckResult, expectation: Expectation, cause_of: CauseOf) -> CheckResult:
-    """Return the result as a user sees it who expects these failures.
+    """Return the result as seen by a user who expects these failures.
 
-    Each failing case has to fail in one of the ways that are listed; one that does not is new, and leads the account. What
-    passes, or is not even asked, makes the entry stale; of what is unknown it says nothing.
+    Each failing case must fail in one of the listed ways; any other is new, and leads the account. A check that passes, or is not
+    claimed, makes the entry stale; an unknown check does not.
 
     Args:
         result: What was found.
@@ -193,7 +193,9 @@ def _recognised(finding: Finding, rules: Iterable[Rule], cause_of: CauseOf) -> F
     if known is not None or not fitting:
         return replace(finding, expected=known.entry_for(signature) if known is not None else None)
     cause = ""
-    for _ in range(2):  # a world that is lost on the way leaves the cause unknown, which must not look like another one
+    for _ in range(
+        2
+    ):  # a world lost during the search leaves the cause unknown, which must not look like a different cause
         cause = cause_of(finding) or cause
         known = next((rule for rule in fitting if rule.is_by_cause(signature, cause)), None)
         if known is not None:

@@ -1,4 +1,4 @@
-"""Decides what one case says of an implementation: the one judgement, whoever ran the case.
+"""Decides what one case shows about an implementation, whether a check, a campaign or a certificate ran it.
 
 Three-valued: `PASS` needs something that was compared and found right, `FAIL` a fact that refutes, and everything else is
 `UNKNOWN`. What was not observed (`None` in a record) is not judged.
@@ -67,15 +67,15 @@ def judge(
     """
     ranks = [record.observation for record in records]
     errors = {rank.rank: rank.error for rank in ranks if rank.error is not None}
-    # First: what a broken harness or adapter gives says nothing of the implementation.
+    # First: results of a broken harness or adapter show nothing about the implementation.
     fault = next((error for error in errors.values() if error.not_implementation_fault), None)
     if fault is not None:
         return Judgement(Verdict.UNKNOWN, reason=f"{fault.type_name}: {fault.message.strip()}", detail=fault.traceback)
-    # Before the numbers, which need what every rank reported.
+    # Before the numbers, which need every rank's report.
     if len(records) < case.world.size:
         return _incomplete(case, errors, outcome)
     numbers = ask(ranks)
-    # In the order above: `or` ends at the first fact that refutes, and what comes later may follow from it.
+    # In the order above: `or` ends at the first fact that refutes, and later ones may follow from it.
     refutation = (
         _diverged(case, numbers)
         or (raised_finding(case, errors) if errors else None)
@@ -94,16 +94,16 @@ def judge(
 def lost_ranks(case: Case, outcome: WorldOutcome) -> Judgement:
     """Return what follows from the fates of ranks that did not report.
 
-    A death explains what the others raise when their peer is gone. Without one, an exception that is nobody's program
-    says nothing of the implementation. A rank that was stopped while it waited for a collective that a peer, who has come
-    to its end, never joined would have waited for ever.
+    A death explains what the others raise when their peer is gone. Without a death, an exception outside the program shows
+    nothing about the implementation. A rank that was stopped in a collective that an ended peer never joined would have
+    waited forever.
     """
     fates = [rank.fate for rank in outcome.ranks]
-    # A death first: it explains what is raised; and what is raised explains who waits.
+    # A death first: it explains exceptions; and exceptions explain waits.
     fate = next((candidate for candidate in (Fate.DIED, Fate.RAISED, Fate.HUNG) if candidate in fates), None)
     if fate is None and isinstance(outcome.diagnosis, _RANKS_DISAGREE):
         return Judgement(Verdict.FAIL, _different_collectives(case, outcome.cause, outcome.describe()))
-    # Neither dead nor hung: what raised here is nobody's program, and says nothing of the implementation.
+    # Neither dead nor hung: code outside the program raised, which shows nothing about the implementation.
     if outcome.ok or fate not in (Fate.DIED, Fate.HUNG):
         why = outcome.cause or "a rank did not report it"
         return Judgement(Verdict.UNKNOWN, reason=why, detail=outcome.describe())
@@ -190,7 +190,7 @@ def _leaked(case: Case, leak: str, rank: int, *, sort: str) -> Finding:
 
 def _undecided(case: Case, numbers: Numbers) -> Judgement | None:
     """Reason for no verdict although nothing refutes."""
-    # What keeps the oracle from deciding comes first: it may be why nothing was compared.
+    # The oracle's own problem comes first: it may be why nothing was compared.
     reason = numbers.problem
     if not reason and not numbers.tally.comparisons:
         reason = "nothing was compared"
@@ -200,7 +200,7 @@ def _undecided(case: Case, numbers: Numbers) -> Judgement | None:
 
 
 def _kept_model(case: Case, records: Sequence[CaseRecord], numbers: Numbers) -> Judgement:
-    """All is right; whether the model is still there is asked last, for the numbers stand."""
+    """Everything is right; whether the model leaks is checked last, because the numbers stand."""
     ranks = [record.observation.rank for record in records if OUTLIVES in record.leaks]
     if ranks:
         return Judgement(Verdict.FAIL, _leaked(case, OUTLIVES, ranks[0], sort="model"))

@@ -1,8 +1,8 @@
 """The known failures: a campaign counts them, and a run expects them.
 
-Rules are data: what a failure looks like, and what the cases have in which it was seen. A rule is asked after a case
-was judged: it changes no case and leaves none out. It has a reason and a page, and an example, which campaigns run
-again: a rule whose example passes is dropped. What a user expects of a check is read into the same rules (`expected.py`).
+Rules are data: the failure's signature, and the common traits of the cases that showed it. A rule applies after a case was
+judged: it changes no case and leaves none out. It has a reason, a page and an example, which campaigns run again: a rule whose
+example passes is dropped. A user's expected failures become the same rules (`expected.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FORMAT = Format("fsdp_testing/known_failures", 2)
 
 
 class CaseFeatures:
-    """A case in words, found out once for however many rules ask: that takes longer than drawing the case.
+    """A case in words, computed once for all rules, since that takes longer than drawing the case.
 
     Args:
         case: The case.
@@ -114,7 +114,7 @@ class Rule:
         issue: Where it is reported.
         link: What files of earlier versions say instead of `page` and `issue`; empty once a file is read.
         example: A case that fails because of it, to notice when it no longer does.
-        unlike: The case nearest to it that was seen to pass: the rule may not ask for less than what it lacks.
+        unlike: A minimal passing neighbour, which the rule must not match.
     """
 
     name: str
@@ -137,7 +137,7 @@ class Rule:
 
     @staticmethod
     def of_entry(entry: ExpectedFailure) -> Rule:
-        """Return the rule that knows what one entry of a list of expected failures says."""
+        """Return the rule for one entry of a list of expected failures."""
         signature = (str(entry.kind), entry.quantity, entry.operation, entry.cause)
         return Rule("", entry.reason, entry.page, (signature,), parameter=entry.parameter, issue=entry.issue)
 
@@ -193,7 +193,7 @@ class Rule:
         return any(_looks_like(way, signature) and _has_cause(way, cause) for way in self.signatures)
 
     def variant(self, case: Case) -> Case | None:
-        """Return the case without what brings the failure about; None where nothing is left, or nobody knows how.
+        """Return the case without the cause of the failure; None if nothing is left, or the rule names no cause.
 
         Of the operations that the rule asks for, the first that is to go does: a later one may be what the failure shows in.
         """
@@ -284,7 +284,7 @@ class KnownFailures:
         Args:
             signature: What it looks like.
             met: The case in which it was met, and where in it as far as that is known.
-            cause: Its cause as it was found; None if nobody looked for it.
+            cause: Its cause; None if it was not examined.
         """
         return next(iter(self.recognizing(signature, met, cause)), None)
 
@@ -373,7 +373,7 @@ def check_rules(known: KnownFailures, where: str) -> None:
 
 
 def _with_places(rule: Rule) -> Rule:
-    """Put the link of an earlier version where it belongs."""
+    """Move the link of an earlier version to its new field."""
     if not rule.link:
         return rule
     reported = re.search(r"/(issues|pull)/\d+", rule.link) is not None
@@ -381,7 +381,7 @@ def _with_places(rule: Rule) -> Rule:
 
 
 def joined(parts: Iterable[KnownFailures]) -> KnownFailures:
-    """Return all rules together; of two with one name the first stays."""
+    """Return all rules together; of two rules with one name the first stays."""
     rules: dict[str, Rule] = {}
     for part in parts:
         for rule in part.rules:

@@ -22,14 +22,14 @@ _ROUNDINGS_OF_A_PART = 64
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What comparing the numbers gave.
+    """The result of comparing the numbers.
 
     Attributes:
         tally: What was compared, what diverges and what stays undecided.
         expectation: What the oracle says; None where the fast path found everything right.
         problem: Why the oracle cannot decide; empty if it can.
         fast: The fast path found everything right.
-        finding: What refutes, where it is told in other words than a divergence's.
+        finding: The refuting finding, if its words differ from a divergence's.
     """
 
     tally: Compared
@@ -56,14 +56,14 @@ def compare_numbers(
     complete = bool(expectation.points) and expectation.points[-1].index == len(case.program)
     if tally.divergences and _overflows(expectation):
         problem = "the oracle's own numbers overflow"
-    # Only where nothing diverges and nobody raised: else that is why the end is missing.
+    # Only if nothing diverges and no rank raised: otherwise that is why the end is missing.
     elif not complete and not tally.divergences and all(rank.error is None for rank in ranks):
         problem = "the oracle did not finish this case; what it saw agrees"
     return Numbers(tally, expectation, problem)
 
 
 def _widened(expectation: Expectation, case: Case) -> Expectation:
-    """Take the narrowest dtype of any part as that of every rounding: what it rounds goes on into all the others.
+    """Use the narrowest dtype of any part for every rounding: its roundings carry on into all other parts.
 
     Of each quantity by its own size: a large weight says nothing of how far roundings move a small gradient.
 

@@ -71,7 +71,7 @@ def append(file: BinaryIO, record: CaseRecord) -> None:
     buffer = io.BytesIO()
     _RecordPickler(buffer, protocol=5).dump(record)
     data = buffer.getvalue()
-    # Whoever reads meanwhile finds the length before the record, and knows when it is not all there.
+    # A concurrent reader finds the length before the record, and knows when the record is incomplete.
     file.write(_HEADER.pack(len(data)) + data)
     file.flush()
 

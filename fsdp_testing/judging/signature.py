@@ -1,8 +1,8 @@
-"""What a failure looks like, so that two can be called the same and a list can expect one. Reports read this without torch.
+"""Signatures of failures, to recognise equal ones and expected ones. Reports read this without torch.
 
-The signature is what shortening a case must keep: kind, sort of quantity, operation. Numbers, names of parameters and ranks are
-left out of it: they change while a case becomes smaller although the defect stays. It is built from the fields of a finding,
-never from its sentence.
+Shortening a case must keep the signature: kind, sort of quantity, operation. It leaves out numbers, names of parameters and
+ranks, which change while a case shrinks although the defect stays. It is built from the fields of a finding, never from its
+sentence.
 """
 
 from __future__ import annotations
@@ -119,12 +119,12 @@ def operation_kind(case: Case, index: int) -> str:
 
 
 def _without_place(text: str) -> str:
-    """The type of an exception without the module of ours that has it: one that moves would hide what is known."""
+    """The type of an exception without our module's name: a moved class would hide known failures."""
     return re.sub(r"^fsdp_(?:testing|ref)(?:\.[a-z_]\w*)*\.(?=[A-Z])", "", text)
 
 
 def _without_particulars(message: str, *, words_stay: bool) -> str:
-    """Foreign prose without what varies: numbers, names, addresses, the order of a set; quoted words may stay."""
+    """Foreign text without its varying parts: numbers, names, addresses, the order of a set; quoted words may stay."""
     text = re.sub(r"0x[0-9a-f]+", "#", message)
     text = re.sub(r"\b(ranks?) \d+((, | and )\d+)*", r"\1 #", text)
     quoted = r"('\w+')|'[^']*'|\"[^\"]*\"|\[[^\]]*\]|\([^)]*\)"
@@ -141,7 +141,7 @@ FIELDS = tuple(field.name for field in fields(ExpectedFailure))
 
 
 def look_of(finding: Finding) -> str:
-    """Return how a finding fails, as the entry of a list would say it."""
+    """Return how a finding fails, in the form of a list's entry."""
     return entry_of(finding).look
 
 

@@ -35,7 +35,7 @@ def words_of(program: Sequence[Operation]) -> Iterator[frozenset[str]]:
 
 
 def words(operation: Operation) -> frozenset[str]:
-    """Return the token of an operation, and what it does, which operations have in common.
+    """Return the token of an operation, and the words for what it does, which several operations share.
 
     `@forward` runs a forward that no backward follows; `@backward` runs backwards; `@local` leaves gradients that await
     their reduction; `@reduced` runs backwards after which none await it; `@new_model` leaves another model;
@@ -55,7 +55,7 @@ def words(operation: Operation) -> frozenset[str]:
 
 
 def tags(case: Case) -> frozenset[str]:
-    """Return everything about a legal case that the kinds of its operations do not say."""
+    """Return the tags of everything in a legal case except the kinds of its operations."""
     return frozenset(_tags(case))
 
 

@@ -1,7 +1,7 @@
-"""Runs independent judgements side by side on worlds of one pool, until somebody interrupts them, and yields them in order.
+"""Runs independent judgements in parallel on worlds of one pool, until interrupted, and yields them in order.
 
-A thread for each only waits: ranks and the oracle compute in processes of their own. How many are worth it depends on the
-processors, and on the memory and processes that the ranks of so many worlds take.
+Each thread only waits: ranks and the oracle compute in separate processes. The best number depends on the processors, and on
+the memory and processes that the ranks of that many worlds take.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Capacity:
         return count
 
     def said(self, jobs: int) -> str:
-        """The number of jobs, and what it follows from."""
+        """The number of jobs, and how it follows."""
         return f"{jobs} ({self.processors} processors, room for {self.most})"
 
 
@@ -123,7 +123,7 @@ def in_order(tasks: Sequence[Callable[[], A]], jobs: int, interrupt: Callable[[]
         interrupt: Called if the iteration ends early (Ctrl-C, a task that raised): makes tasks under way end soon. Tasks that
             have not begun are not called then, and no thread is left.
     """
-    # In the calling thread: Ctrl-C ends the task itself, and no thread has to be told.
+    # In the calling thread: Ctrl-C ends the task itself, and no thread needs a signal.
     if jobs == 1:
         yield from (task() for task in tasks)
         return
@@ -133,7 +133,7 @@ def in_order(tasks: Sequence[Callable[[], A]], jobs: int, interrupt: Callable[[]
         for future in futures:
             yield future.result()
     except BaseException:
-        # Nothing new is begun, then what runs is made to end; waiting comes last.
+        # Start nothing new, then end running tasks; wait last.
         executor.shutdown(wait=False, cancel_futures=True)
         interrupt()
         begun = [future for future in futures if not future.cancelled()]  # `wait` would wait for the others for ever
@@ -145,7 +145,7 @@ def in_order(tasks: Sequence[Callable[[], A]], jobs: int, interrupt: Callable[[]
 
 
 class Same:
-    """Equal to what stands for the very same object, whether that can be compared or not."""
+    """Equal only for the same object, even if the object cannot be compared."""
 
     def __init__(self, whom: object) -> None:
         self._whom = whom
@@ -161,7 +161,7 @@ class Shared(Generic[A]):
     """Results that several jobs may ask for: the first one to ask makes it, others wait for that one.
 
     Args:
-        room: So many are remembered, those that were asked for last.
+        room: Number of results remembered, the most recently used.
     """
 
     def __init__(self, room: int) -> None:
@@ -174,18 +174,18 @@ class Shared(Generic[A]):
         with self._lock:
             known = self._results.get(key)
             future: Future[A] = Future() if known is None else known
-            # Entered before it is made: who asks meanwhile waits for this one.
+            # Entered before it is made: concurrent callers wait for this one.
             self._results[key] = future
             self._results.move_to_end(key)
             if len(self._results) > self._room:
                 self._results.popitem(last=False)
         if known is not None:
             return known.result()
-        # Outside the lock: who asks for something else must not wait for this.
+        # Outside the lock: callers of other keys must not wait for this.
         try:
             made = make()
         except BaseException as error:
-            # Forgotten before waiters hear of it: who asks from now on tries anew.
+            # Removed before waiters are woken: later callers try again.
             self._forget(key, future)
             future.set_exception(error)
             raise
@@ -234,7 +234,7 @@ class Worlds:
         """Call `job(*arguments)` on every rank of such a world, as `PooledWorld.execute` does.
 
         Raises:
-            PoolBroken: The pool has no world, or what runs here was interrupted.
+            PoolBroken: The pool has no world, or the run was interrupted.
         """
         if self._interrupted:
             raise PoolBroken("the run was interrupted")
@@ -251,17 +251,17 @@ class Worlds:
                     outcome = world.execute(job, arguments, timeout=timeout, name=name, lasting=lasting)
                 with self._lock:
                     self.lost += not outcome.ok
-                # While it is on loan: nobody else is lent a world that is about to leave.
+                # While it is on loan: no other thread borrows a world that is about to end.
                 if lasting:
                     self._limit_batches(world)
                 return outcome
             finally:
-                # Before the world is given back: `interrupt` must not end ranks that are lent to somebody else by then.
+                # Before the world is given back: `interrupt` must not end ranks that another thread has borrowed by then.
                 with self._lock:
                     self._busy.discard(world)
 
     def _keep(self, needed: KeptGroups, world: PooledWorld, timeout: float, name: str) -> WorldOutcome | None:
-        """Have the ranks make groups that stay; return what happened only if that went wrong."""
+        """Have the ranks make groups that stay; return the outcome only if that failed."""
         there = self._groups.setdefault(world, set())
         if not needed.any or needed in there:
             return None
@@ -270,7 +270,7 @@ class Worlds:
         return None if outcome.ok else outcome
 
     def _limit_batches(self, world: PooledWorld) -> None:
-        """End a world after many batches: what implementations keep in memory for good must not add up."""
+        """End a world after many batches: memory that implementations leak must not add up."""
         with self._lock:
             self._batches[world] = self._batches.get(world, 0) + 1
             enough = self._batches[world] >= BATCHES_PER_WORLD
@@ -281,16 +281,16 @@ class Worlds:
     def side_by_side(self, tasks: Sequence[Callable[[], A]], jobs: int) -> Generator[A]:
         """Yield what the tasks return, in their order, with up to `jobs` under way, each on worlds of its own.
 
-        If the iteration ends early, the ranks of tasks under way are ended, and what they ask for later is refused.
+        If the iteration ends early, the ranks of running tasks are ended, and their later requests are refused.
         """
         try:
             yield from in_order(tasks, jobs, self.interrupt)
         finally:
-            if jobs > 1:  # one job is not interrupted from here, and may itself be a part of one of several
+            if jobs > 1:  # a single job is not interrupted from here, and may itself be part of one of several jobs
                 self._interrupted = False
 
     def interrupt(self) -> None:
-        """End the ranks of jobs under way, and refuse more. For another thread to call."""
+        """End the ranks of running jobs, and refuse more. Called from another thread."""
         with self._lock:
             self._interrupted = True
             for world in self._busy:

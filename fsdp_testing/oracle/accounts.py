@@ -1,7 +1,7 @@
 """Takes the account of each operation while a case runs: by listening, and one observation between operations.
 
-Nothing is asked of the ranks: transitions of units come through `trace_units`, collectives from the ledger, and bytes
-from the adapter where it reports them.
+This needs no communication: transitions of units come through `trace_units`, collectives from the ledger, and bytes from
+the adapter if it reports them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from fsdp_testing.ranks.ledger.recorder import Call, GroupIdentity
 
 @dataclass(frozen=True, slots=True)
 class AccountedObservation(RankObservation):
-    """What a rank reports that also took the accounts of its operations."""
+    """The report of a rank that also took the accounts of its operations."""
 
     accounts: tuple[OperationAccount, ...] = ()
 
 
 class AccountedProgram(RankProgram):
-    """A program that takes the account of each operation when it is over."""
+    """A program that takes the account of each operation when it ends."""
 
     def __init__(self, case: Case, adapter: Adapter, rank: int) -> None:
         self._index: int | None = None
@@ -50,7 +50,7 @@ class AccountedProgram(RankProgram):
         """Return a `wrap` that subscribes to the units of the model that it makes."""
 
         def wrap(module: nn.Module, setup: Setup) -> nn.Module:
-            # A model that is wrapped anew takes the place of the one before, whose units nobody asks about any more.
+            # A newly wrapped model replaces the earlier one, whose units no longer matter.
             self._leave()
             self._model_watched = adapter.wrap(module, setup)
             self._subscription.enter_context(adapter.trace_units(self._model_watched, self._transition))
@@ -78,7 +78,7 @@ class AccountedProgram(RankProgram):
             self._open.pop(unit, None)
 
     def collective(self, group: GroupIdentity, call: Call) -> None:
-        """Note what goes on the wire; not what modules that are cut send among the ranks of one model."""
+        """Note collectives, except those that cut modules issue among the ranks of one model."""
         if group.members == self._one_model:
             return
         name, dtype, sizes = call.what[0], *(*call.what, None, None)[2:4]
@@ -94,13 +94,13 @@ class AccountedProgram(RankProgram):
 
     @index.setter
     def index(self, index: int) -> None:
-        # The last operation ends where the next one begins: nothing of that one may be on its account.
+        # The last operation ends where the next one begins: its account must hold nothing of the next one.
         if self._index is not None:
             self._ended(self._index)
         self._index = index
 
     def _ended(self, index: int) -> None:
-        """Close the account of operation `index`; one that did nothing worth noting has none."""
+        """Close the account of operation `index`; an operation with nothing to note has none."""
         unsharded = self._unsharded()
         if self._gather_bytes or self._reduction_bytes or self._gathered or self._backward or unsharded != self._last:
             self.accounts.append(
@@ -120,7 +120,7 @@ class AccountedProgram(RankProgram):
     def _unsharded(self) -> tuple[tuple[str, int], ...]:
         if self._model_watched is None:
             return ()
-        # Memory decides where it is reported; else the transitions of the units.
+        # Reported memory decides; without it the transitions of the units.
         held_bytes = self.adapter.gathered_bytes(self._model_watched) if self._reports_bytes else self._open
         return tuple(sorted(held_bytes.items())) if held_bytes else ()
 

@@ -24,7 +24,7 @@ class Assembled:
 
     Attributes:
         flat: All elements; those that no rank holds are 0.
-        covered: Which elements some rank has; None where that is every one.
+        covered: Which elements some rank has; None for all.
         contradictions: Pairs of ranks that hold different bits for the same element, with the first such element.
     """
 
@@ -61,7 +61,7 @@ def assemble(ranks: Iterable[RankPieces], shape: Sequence[int]) -> Assembled | N
                 continue
             if piece.stop > piece.start:
                 contradictions += _contradiction(flat, source, rank, piece)
-                # The first rank that holds an element gives it; what others hold of it was compared just now.
+                # The first rank that holds an element gives it; the other ranks' values were compared above.
                 fresh = source[piece.start : piece.stop] < 0
                 flat[piece.start : piece.stop][fresh] = piece.value[fresh].to(flat.dtype)
                 source[piece.start : piece.stop][fresh] = rank
@@ -111,7 +111,7 @@ def _contradiction(
 
 @dataclass(frozen=True, slots=True)
 class GatheredState:
-    """Everything an implementation holds at one point.
+    """The complete state of an implementation at one point.
 
     Attributes:
         values: Parameters by FQN.
@@ -134,7 +134,7 @@ class GatheredState:
 def states(ranks: Sequence[RankObservation]) -> dict[int, GatheredState]:
     """Return the state after every operation of which all ranks reported a snapshot."""
     everyone = [{snapshot.index: snapshot for snapshot in rank.snapshots} for rank in ranks]
-    # A rank that raised has fewer snapshots: beyond its last one there is no whole state.
+    # A rank that raised has fewer snapshots: after its last one there is no complete state.
     shared = set(everyone[0]).intersection(*everyone[1:]) if everyone else set()
     return {index: _state([snapshots[index] for snapshots in everyone]) for index in sorted(shared)}
 
@@ -157,7 +157,7 @@ def _state(snapshots: Sequence[Snapshot]) -> GatheredState:
 def _optimizer(
     snapshots: Sequence[Snapshot], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, dict[str, torch.Tensor | float]] | None:
-    # One rank that shows none hides its part of every whole.
+    # If one rank shows none, its part of every tensor is missing.
     if any(snapshot.optimizer is None for snapshot in snapshots):
         return None
     result: dict[str, dict[str, torch.Tensor | float]] = {}

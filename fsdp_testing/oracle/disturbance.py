@@ -1,4 +1,4 @@
-"""Measures how sensitive a program is to roundings: a replay disturbed by as much as rounding may do shows it.
+"""Measures how sensitive a program is to roundings, by a replay with disturbances as large as roundings may be.
 
 An a-priori bound over several iterations would need Lipschitz constants of the model and the optimizer. Instead the
 same program runs twice, once with every reduced gradient, clipped gradient and stepped parameter moved by the largest
@@ -56,7 +56,7 @@ class Disturbance:
         if not self.displaced or not values.is_contiguous():
             return values
         self._placed += 1
-        # Odd, always: an even offset may be an aligned one, and the replay would show nothing (a false alarm taught that).
+        # Always odd: an even offset may be aligned, and the replay would show nothing (this once caused a false alarm).
         offset = 1 + 2 * (self._placed % 4)
         room = values.new_empty(values.numel() + offset)
         return room[offset:].view(values.shape).copy_(values)
@@ -68,7 +68,7 @@ class Disturbance:
             replica: Unwrapped; what a plan before this one made of it is undone.
             plan: Names the units; with a policy every module may be one.
         """
-        # Before new ones are drawn: two borders at one place would part a sum twice.
+        # Before new borders are drawn: two borders at one place would split a sum twice.
         for border in self._borders.pop(id(replica), ()):
             border.remove()
         if self.displaced:
@@ -95,7 +95,7 @@ class Disturbance:
             return
         with torch.no_grad():
             for parameter in parameters.values():
-                # What has no gradient is not stepped, so that there is nothing to round.
+                # A parameter without gradient is not stepped, so nothing is rounded.
                 if parameter.is_floating_point() and parameter.grad is not None:
                     unit = UNIT_ROUNDOFF[dtype_name(parameter.dtype)]
                     parameter.mul_(1 + self._signs(parameter) * STEP_ROUNDINGS * unit)
@@ -124,11 +124,11 @@ class Removable(Protocol):
     """A registered hook."""
 
     def remove(self) -> None:
-        """Take the hook off again."""
+        """Remove the hook."""
 
 
 def draw_borders(replica: nn.Module, plan: WrappingPlan, contributions: Contributions | None = None) -> list[Removable]:
-    """Part the graph of `replica` at the units of `plan`, and return the hooks that do it.
+    """Split the graph of `replica` at the units of `plan`, and return the hooks that do it.
 
     Args:
         replica: Unwrapped.
@@ -146,7 +146,7 @@ def _part(unit: nn.Module, other_units: set[int], noted: Contributions) -> Itera
     own = list(_modules_of(unit, other_units))
 
     def begin(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        # Anew for each call, as implementations make theirs.
+        # New views for each call, as implementations make them.
         _give_views(own, noted)
         return map_tensors(_behind_a_node, (args, dict(kwargs)))
 
@@ -156,7 +156,7 @@ def _part(unit: nn.Module, other_units: set[int], noted: Contributions) -> Itera
                 vars(module).pop(name, None)
 
     yield unit.register_forward_pre_hook(begin, with_kwargs=True)
-    # Also after an exception: a view of a call that is over must not be used by the next one.
+    # Also after an exception: the next call must not use a view of an ended call.
     yield unit.register_forward_hook(end, always_call=True)
 
 

@@ -1,8 +1,8 @@
 """Runs a case through an implementation on one rank.
 
-It builds the model, wraps it, runs the program operation by operation, and reports what it sees: results of operations,
-and its own local pieces at marked points and at the end. An exception is recorded at the operation that raised it; the
-rank then stops and says so at once, so that the pool does not wait for ranks that wait for this one.
+It builds the model, wraps it, runs the program operation by operation, and reports results of operations, and its own
+local pieces at marked points and at the end. An exception is recorded at the operation that raised it; the rank then stops
+and reports at once, so that the pool does not wait for ranks that wait for this one.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class RankProgram:
                 filled_with_garbage() if self.garbage else nullcontext(),
             ):
                 self._run(observe_all=observe_all)
-        # After the contexts: memory and collectives are ordinary again while the traceback is taken apart.
+        # After the contexts: memory and collectives are normal again while the traceback is analysed.
         except Exception as raised:  # noqa: BLE001 - whatever a foreign implementation raises is a finding
             error = self.record(raised)
         return RankObservation(
@@ -111,7 +111,7 @@ class RankProgram:
     def run_operations(self, *, observe_all: bool = False) -> None:
         """Run the case's operations on the model as it is, and take a snapshot at the end."""
         for planned in plan(self.case):
-            # First: whatever raises from here on is put to this operation's account.
+            # First: an exception from here on counts for this operation.
             self.index = planned.index
             if planned.void:
                 continue
@@ -129,12 +129,12 @@ class RankProgram:
 
     def build_optimizer(self) -> None:
         """Build the case's optimizer over the parameters that the implementation shows."""
-        # Of torch's own optimizer over what the adapter shows, a failure before the program says nothing.
+        # A failure of torch's optimizer over the adapter's parameters before the program says nothing.
         with self._inside() if "build_optimizer" not in self.adapter.missing else nullcontext():
             self.optimizer = self.adapter.build_optimizer(self.model, partial(models.build_optimizer, self.case))
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run backward as the implementation does; a loss that nothing trainable went into has none."""
+        """Run backward as the implementation does; a loss that depends on no trainable parameter has none."""
         if loss.requires_grad:
             self.adapter.backward(self.model, loss)
 
@@ -153,9 +153,9 @@ class RankProgram:
 
         Args:
             batch: Which inputs.
-            inner: The module inside the wrapper is called, where the wrapper is one around it.
-            penalised: The loss has the squared gradient by the inputs as a part.
-            leaves: Where the inputs are added if they are to get gradients.
+            inner: Call the module inside the wrapper, if there is a wrapper around it.
+            penalised: Add the squared gradient by the inputs to the loss.
+            leaves: A list to which inputs that get gradients are added.
         """
         inputs = models.make_inputs(self.case, batch, self.rank)
         model = getattr(self.model, "module", self.model) if inner else self.model
@@ -177,15 +177,15 @@ class RankProgram:
         return models.dtype_of(self.case.model.dtype)
 
     def rebuild(self, flags: Mapping[str, bool]) -> None:
-        """Build and wrap the model anew, from other values.
+        """Rebuild and wrap the model, from other values.
 
         Args:
-            flags: `requires_grad` by name, where it is not that of a new model.
+            flags: `requires_grad` by name, if different from a new model's.
         """
         self.model = self._model_of(replace(self.case, seed=self.case.seed + 1), flags)
 
     def _setup(self, case: Case, module: nn.Module) -> Setup:
-        """Return what the module is wrapped with. Collectives: those of `setup_in_world`."""
+        """Return the setup for wrapping the module. Collectives: those of `setup_in_world`."""
         return setup_in_world(case, module)
 
     def _model_of(self, case: Case, flags: Mapping[str, bool]) -> nn.Module:
@@ -196,19 +196,19 @@ class RankProgram:
             return self.adapter.wrap(module, setup)
 
     def train_in_one_process(self, batch: Batch, state: Any, saved: Any, flags: Mapping[str, bool]) -> tuple[Any, Any]:
-        """Return what one process makes of a saved state of model and optimizer (None: not saved) in one step."""
+        """Return a saved state of model and optimizer (None: not saved) after one step in one process."""
         steps = self.optimizer is not None
         carried = one_process.train_on(self.case, batch, one_process.Saved(state, saved), flags, steps=steps)
         return carried.model, carried.optimizer
 
     def saved_as(self, directory: bool) -> AbstractContextManager[Carrier]:
-        """Return what carries a saved state, while it is needed. Collectives: for a directory, a broadcast and a barrier."""
+        """Yield the carrier of a saved state. Collectives: for a directory, a broadcast and a barrier."""
         return carried_in_directory(self.files) if directory else nullcontext(Carrier())
 
     def train_among(
         self, ranks: tuple[int, ...], case: Case, batch: Batch, saved: Carrier, flags: Mapping[str, bool]
     ) -> None:
-        """Let some of the ranks load a saved state into new ones of the implementation, train a step, and save that in its place.
+        """On some ranks load a saved state into a new model and optimizer, train a step, and save the result in its place.
 
         Collectives: a group is made, and the new state is sent by the first of `ranks`; every rank of the world calls.
         """
@@ -216,7 +216,7 @@ class RankProgram:
         group = group_of(ranks)
         if self.rank in ranks:
             new_rank, adapter = ranks.index(self.rank), self.adapter
-            # Other values than the saved ones: what is not loaded shows.
+            # Not the saved values, so that tensors that are not loaded show.
             module, init_module = module_to_wrap(replace(case, seed=case.seed + 2), new_rank, flags)
             setup = replace(setup_among(case, module, ranks, group), init_module=init_module)
             move_what_is_ignored(module, setup)
@@ -233,20 +233,20 @@ class RankProgram:
                     adapter.step(model, optimizer)
                 saved.save(adapter, model, optimizer, group)
                 adapter.finish(model)
-        # Outside the branch as well: every rank gets what some of them have saved.
+        # Outside the branch too: every rank gets the state that some ranks saved.
         saved.send(ranks[0])
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """Mark that foreign code runs; the mark stays if it raises, so that the exception is put to its account."""
+        """Mark that foreign code runs; the mark stays if that raises, so that the exception counts against it."""
         self.in_implementation = True
         yield
         self.in_implementation = False
 
     def record(self, raised: Exception) -> RaisedError:
         """Return what was raised in the present operation, and whether it is the implementation's fault."""
-        # Collectives that do not match are the implementation's; the ledger only says so first. So is a directory that is
-        # refused: users meet that error too; this harness only wraps it, since torch's own is no Exception.
+        # Mismatched collectives are the implementation's fault; the ledger only reports them first. So is a refused directory:
+        # users meet that error too, and this harness only wraps it, since torch's own is not an Exception.
         if isinstance(raised, DirectoryRefused):
             ours = False
         elif isinstance(raised, HarnessError):
@@ -266,8 +266,8 @@ class RankProgram:
 def _raised_by_harness(raised: Exception) -> bool:
     """Whether the innermost frame is the harness's own: its ledger or an adapter of ours.
 
-    Built-in models and what a training loop does to parameters are user code. What torch's C++ raises in a call that
-    the ledger only hands on is the implementation's.
+    Built-in models and the training loop's changes of parameters are user code. An exception of torch's C++ in a call that
+    the ledger only passes on is the implementation's.
     """
     frames = traceback.extract_tb(raised.__traceback__)
     while frames and Path(frames[-1].filename) in _HANDS_ON:
@@ -323,7 +323,7 @@ def _state(fqn: str, entries: Mapping[str, protocol.StateEntry]) -> OptimizerObs
     return OptimizerObservation(fqn, tensors, scalars)
 
 
-# Copies: the implementation goes on with the memory that it shows.
+# Copies: the implementation keeps using the memory that it shows.
 def _copied(start: int, stop: int, value: torch.Tensor) -> ObservedPiece:
     return ObservedPiece(start, stop, value.detach().reshape(-1).clone())
 
@@ -345,7 +345,7 @@ def filled_with_garbage() -> Iterator[None]:
     if set_option is None:
         yield
         return
-    # For the whole process, every thread of it; what is in use keeps its contents.
+    # For all threads of the process; memory in use keeps its contents.
     set_option(_M_PERTURB, _BYTE)
     try:
         yield

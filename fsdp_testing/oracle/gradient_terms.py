@@ -1,7 +1,7 @@
 """Splits a gradient into its terms: one for each backward of each rank and each use of the parameter, in one process.
 
-Each call of a module computes with a view of its own of each of its parameters, and the gradient of that view is the
-contribution of that call. What is used in any other way is the rest of the gradient.
+Each call of a module computes with its own view of each parameter, and the gradient of that view is the contribution of
+that call. All other uses form the rest of the gradient.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class GradientTerm:
 def gradient_terms(
     case: Case, last: int, adopted: Mapping[int, GatheredState] | None = None
 ) -> tuple[GradientTerm, ...]:
-    """Return the terms of every gradient that exists after operation `last`, in the order in which they came into being.
+    """Return the terms of every gradient that exists after operation `last`, in the order of their creation.
 
     Args:
         case: The case.

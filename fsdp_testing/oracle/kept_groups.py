@@ -1,7 +1,7 @@
 """Meshes of two axes and groups of some ranks: made once in a rank, since making one costs more than a case.
 
-A world is replaced if a job leaves groups behind. So whoever runs a case lets `keep` run as a job of its own before it,
-whose groups are meant to stay; only what an implementation makes beside them counts as left behind.
+A world is replaced if a job leaks groups. So callers run `keep` as a separate job before a case; its groups are meant to stay,
+and only other groups that an implementation makes count as leaked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GROUPS: dict[tuple[int, ...], Any] = {}
 
 @dataclass(frozen=True, slots=True)
 class KeptGroups:
-    """What a case needs besides the group of all ranks.
+    """The mesh and groups that a case needs besides the group of all ranks.
 
     Attributes:
         world: Whose mesh of two axes, if it has one.
@@ -45,13 +45,13 @@ def _has_two_axes(spec: WorldSpec) -> bool:
 
 
 def groups_of(case: Case) -> KeptGroups:
-    """Return what a case needs besides the group of all ranks."""
+    """Return the mesh and groups that a case needs besides the group of all ranks."""
     groups = (ranks for operation in case.program for ranks in operation.groups(case.world.size))
     return KeptGroups(case.world, tuple(dict.fromkeys(groups)))
 
 
 def keep(needed: KeptGroups) -> None:
-    """Make what is not there yet. Collectives: those of making meshes and groups; every rank of the world calls."""
+    """Make what is missing. Collectives: those of making meshes and groups; every rank of the world calls."""
     mesh_in(current_world(), needed.world)
     for ranks in needed.groups:
         group_of(ranks)
@@ -59,7 +59,7 @@ def keep(needed: KeptGroups) -> None:
 
 def mesh_in(world: World, spec: WorldSpec) -> DeviceMesh:
     """Return the mesh of a case's world. Collectives: those of making it, the first time; every rank of the world calls."""
-    from torch.distributed.device_mesh import init_device_mesh  # commands that run no case wait for no torch
+    from torch.distributed.device_mesh import init_device_mesh  # commands that run no case need not wait for torch
 
     if not _has_two_axes(spec):
         return world.mesh

@@ -95,8 +95,8 @@ def build_model(case: Case) -> nn.Module:
 
 
 _FIRST: dict[tuple[int, int, str, tuple[str, ...]], tuple[ZooModel, nn.Module | None]] = {}
-"""The last drawn models that were asked for, each with what keeps its identity its own. Of one that is asked for again a
-module is kept that nobody gets: a copy is made in a quarter of the time. Most are asked for once, and need no copy."""
+"""The drawn models used last, each with an object that keeps its identity unique. A model that is requested again keeps a private
+module, since copying it takes a quarter of the time. Most models are requested once, and need no copy."""
 _FIRST_KEPT = 8
 
 
@@ -157,7 +157,7 @@ def make_inputs(case: Case, batch: Batch, rank: int, dtype: torch.dtype | None =
 
 
 def _with_inputs_of(case: Case, batch: Batch, rank: int) -> int:
-    """Return which of the different inputs `rank` has: ranks that hold one model together share theirs."""
+    """Return the index of the inputs of `rank`: ranks that share one model have the same inputs."""
     return 0 if batch.alike else rank // case.world.tensor_parallel
 
 
@@ -174,7 +174,7 @@ def forward(
     Floating-point inputs ask for gradients if there are `leaves`, to which they are added.
     """
     inputs = inputs if leaves is None else _asking_for_gradients(inputs, leaves)
-    # Just before the call: numbers that were drawn earlier must not change what dropout drops.
+    # Just before the call: earlier random numbers must not change what dropout drops.
     _seed(derive(case.seed, "forward", batch.seed, _with_inputs_of(case, batch, rank)))
     output = model(*inputs.args, **inputs.kwargs)
     return Forwarded(loss_of(output), tuple(tensors_in(output)), structure_of(output))
@@ -203,7 +203,7 @@ def penalised(model: Callable[..., Any], case: Case, batch: Batch, rank: int, in
 def _asking_for_gradients(inputs: Inputs, leaves: list[torch.Tensor]) -> Inputs:
     def leaf(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_floating_point():
-            # Leaves of their own: the inputs themselves ask for no gradient.
+            # New leaves: the inputs themselves require no gradient.
             tensor = tensor.detach().requires_grad_()
             leaves.append(tensor)
         return tensor
@@ -328,7 +328,7 @@ def replica_of(module: nn.Module, parameters: Mapping[int, nn.Parameter]) -> nn.
 
     Args:
         module: Unwrapped, as built.
-        parameters: By identity of each of its parameters the one that stands for it in the copy.
+        parameters: For the identity of each parameter, its replacement in the copy.
     """
     if all(type(inner) in _PLAIN for inner in module.modules()):
         return _copied(module, parameters, {}, {})

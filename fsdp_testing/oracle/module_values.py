@@ -1,8 +1,8 @@
-"""Records what every call of every module computes with and gives, on a rank and in one process, in order.
+"""Records the inputs, parameters and outputs of every module call, on a rank and in one process, in order.
 
 Forward hooks on the very modules that are wrapped, so that names are those of the unwrapped model whatever an
-implementation makes of it. Only the program's own forwards are recorded: what is recomputed in backward is not another
-call. Observation may change how an implementation runs; whoever uses this asks whether the failure is still there.
+implementation makes of it. Only the program's own forwards are recorded: a recomputation in backward is not another call.
+Observation may change how an implementation runs, so callers must check that the failure still shows.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ModuleWatch:
     """Records the calls of modules during forwards.
 
     Attributes:
-        values: What was seen, in the order in which it arose.
+        values: Recorded values, in order.
     """
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class WatchedProgram(RankProgram):
 
     def call(self, batch: Any, **how: Any) -> models.Forwarded:
         """Run the wrapped model forward, recording what its modules compute."""
-        # Not before it is wrapped: hooks of the implementation come first, which show whole parameters and change outputs.
+        # After wrapping: the implementation's hooks, which show whole parameters and change outputs, must come first.
         self.watch.attach(self._unwatched)
         self._unwatched = ()
         with self.watch.forward(self.index, batch, self.rank):

@@ -1,7 +1,7 @@
 """Trains a saved state in one process: loads it without sharding, trains a step, and saves again.
 
-A world of one rank is a world of another size, and any rank can be it without the others: the model and the optimizer
-of this file are torch's own, so that a state that one process cannot load, or that it trains otherwise, shows.
+A world of one rank is a world of another size, and any rank can act as it alone. The model and the optimizer of this file are
+torch's own, so that a state shows that one process cannot load, or trains differently.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def train_on(case: Case, batch: Batch, saved: Saved, trainable: Mapping[str, boo
     Returns:
         The same names and groups with the new values, on the CPU. Collectives: none.
     """
-    # Other values than any rank began with: what is not loaded shows.
+    # Not the values with which any rank began, so that tensors that are not loaded show.
     module = models.build_model(replace(case, seed=case.seed + 2))
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(trainable.get(name, parameter.requires_grad))
@@ -67,7 +67,7 @@ def train_on(case: Case, batch: Batch, saved: Saved, trainable: Mapping[str, boo
 
 
 def _load(optimizer: torch.optim.Optimizer, module: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Load by place what was saved by name: the optimizer's own way of loading."""
+    """Load a state saved by name through the optimizer's own loading, which goes by index."""
     names = [name for name, _ in module.named_parameters()]
     state = optimizer.state_dict()
     for group, saved_group in zip(state["param_groups"], saved["param_groups"]):

@@ -23,7 +23,7 @@ BITWISE: Slack = (0.0, "bitwise: the same operations in the same order")
 DIRECTIONS = 4
 """Factor on the observed deviation, for directions of rounding that no disturbed replay drew."""
 DRAWS = 4
-"""Disturbed replays of a program: in one alone, what rounding does may cancel by luck just where it matters."""
+"""Disturbed replays of a program: in a single one, effects of rounding may happen to cancel where they matter."""
 
 
 def expect_free(
@@ -33,14 +33,14 @@ def expect_free(
     make: Callable[[Disturbance], Replay] | None = None,
     draws: int = DRAWS,
 ) -> Expectation:
-    """Replay `case` undisturbed and disturbed several times, and bound every quantity by what these are apart.
+    """Replay `case` undisturbed and disturbed several times, and bound every quantity by their differences.
 
     Args:
         case: The case.
         observe_all: Expect a snapshot after every operation.
         make: Makes the replays, if they do not begin with the freshly built model.
-        draws: Number of disturbed replays. Without any every bound is at most as wide: what agrees then agrees, and what
-            does not has to be asked again.
+        draws: Number of disturbed replays. With none, every bound is at most as wide: agreement is final, a difference
+            needs another comparison.
     """
     roundings = roundings_of(case)
     make = make or (lambda disturbance: Replay(case, disturbance=disturbance))
@@ -69,12 +69,12 @@ def expect_lockstep(
         division: How the implementation divides, if it tells.
         adopted: Its state after every operation that it ran, by index.
         displaced: Allow for another place in memory, which takes a second replay. Without it every bound is at most as
-            wide: what agrees then agrees, and what does not has to be asked again.
-        sums: Dtype in which local micro-batches add up, where it is not that of the reduction.
+            wide: agreement is final, a difference needs another comparison.
+        sums: Dtype in which local micro-batches add up, if it is not the reduction's.
     """
     replay = Replay(case, division, adopted=adopted, sums=sums)
     plain = replay.run(observe_all=True)
-    # Without a second replay nothing is apart, and bounds are the narrowest.
+    # Without a second replay there is no difference, and bounds are the narrowest.
     moved = plain
     if displaced:
         elsewhere = Disturbance(case.seed, 0, displaced=True)
@@ -84,7 +84,7 @@ def expect_lockstep(
 
 
 def roundings_of(case: Case) -> int:
-    """Return how many roundings of one gradient element may fall otherwise in another correct implementation.
+    """Return how many roundings of one gradient element may differ in another correct implementation.
 
     The sums over ranks and over micro-batches in any order, and the inner products of each layer in any order (a matrix
     product may be blocked otherwise for a tensor that lies elsewhere in memory).
@@ -119,7 +119,7 @@ def _free_bound(
     if not value.is_floating_point():
         return Expected(value, 0.0, "integers are exact")
     name = dtype_name(value.dtype)
-    # From the undisturbed replay, not from one another: that is what ranks are compared with.
+    # Differences from the undisturbed replay, not from one another: ranks are compared with that replay.
     deviation = max((float((value - moved).abs().max()) for moved in disturbed if moved is not None), default=0.0)
     own = roundings * UNIT_ROUNDOFF[name] * scale
     bound = DIRECTIONS * deviation + own

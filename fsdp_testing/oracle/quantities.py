@@ -1,4 +1,4 @@
-"""The named quantities of a program that are compared, in the order in which they come into being, and which of them are."""
+"""The named quantities of a program in the order of their creation, and the choice of those to compare."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ class Quantity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the oracle says of one quantity.
+    """The oracle's expectation of one quantity.
 
     Attributes:
         value: The tensor, a scalar as a 0-dim tensor, or None (a gradient that is None).
         bound: Largest admissible absolute difference, one number or one per element; 0 demands equal bits.
-        derivation: How the bound came about.
+        derivation: Derivation of the bound.
     """
 
     value: torch.Tensor | None
@@ -87,14 +87,14 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedPoint:
-    """What the oracle says of one point of the program.
+    """The oracle's expectation at one point of the program.
 
     Attributes:
         index: Operation after which it holds; `len(program)` at the end.
         quantities: In model order.
         requires_grad: Flag per parameter (snapshots only).
         dtypes: Dtype name per parameter (snapshots only).
-        snapshot: Whether this is a marked point; else it holds an operation's results only.
+        snapshot: Whether this is a marked point; otherwise it holds only an operation's results.
         pending: Gradients await reduction: none is compared.
     """
 
@@ -117,7 +117,7 @@ class ExpectedPoint:
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """Everything the oracle says of a case, in the order of the program."""
+    """The oracle's expectations of a case, in the order of the program."""
 
     points: tuple[ExpectedPoint, ...]
     shapes: dict[str, tuple[int, ...]]

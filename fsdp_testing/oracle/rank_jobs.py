@@ -44,7 +44,7 @@ _collections = [0]
 
 @dataclass(frozen=True, slots=True)
 class Otherwise:
-    """What an implementation may do in another way than it says, in the oracle's lockstep.
+    """Deviations of an implementation from its own description, for the oracle's lockstep.
 
     Attributes:
         sums: Dtype in which local micro-batches add up; None for that of the reduction.
@@ -67,7 +67,7 @@ def run_case(
     Collectives: those of the implementation; every rank of the world runs the same call.
     """
     observation, model, kept = _run_case(implementation, case, observe_all)
-    # After an exception its traceback may refer to the model, and the world is replaced.
+    # After an exception the traceback may refer to the model, but then the world is replaced.
     if isinstance(observation, Failed):
         return observation
     left = survivors([(0, model), *((1, parameter) for parameter in kept if parameters)])
@@ -78,7 +78,7 @@ def run_case(
 def _run_case(
     implementation: Adapter | str, case: Case, observe_all: bool
 ) -> tuple[RankObservation | Failed, weakref.ref[Any], list[weakref.ref[Any]]]:
-    """In a frame of its own, which is gone with all that it refers to when models are looked for."""
+    """In a separate frame, which is gone with all its references before models are searched."""
     program = program_for(case, registry.adapter_of(implementation), current_world().rank)
     if not isinstance(program, AccountedProgram):
         return run_program(program, observe_all), *_weakly(program.model)
@@ -94,9 +94,9 @@ def _weakly(model: nn.Module) -> tuple[weakref.ref[Any], list[weakref.ref[Any]]]
 
 
 def survivors(models: Sequence[tuple[int, weakref.ref[Any]]]) -> list[int]:
-    """Collect garbage, and return the cases whose model is still there although the case is over."""
+    """Collect garbage, and return the ended cases whose model is still alive."""
     for _ in range(_ROUNDS):
-        # What a finalizer of one round let go of, only the next one sees.
+        # Only the next round sees what a finalizer of this round released.
         gc.collect()
         if all(model() is None for _, model in models):
             break
@@ -107,7 +107,7 @@ def survivors(models: Sequence[tuple[int, weakref.ref[Any]]]) -> list[int]:
         gc.collect()
     _collections[0] += 1
     if _collections[0] == _FREEZE_AFTER:
-        # What is imported and cached by now stays for good; leaving it out makes each later collection cheap.
+        # Freeze the objects imported and cached so far, which stay for good: that makes later collections cheap.
         gc.freeze()
     return [index for index, model in models if model() is not None]
 
@@ -130,7 +130,7 @@ def run_program(program: RankProgram, observe_all: bool) -> RankObservation | Fa
 
 @contextmanager
 def no_warnings() -> Iterator[None]:
-    """Let warnings decide nothing: ranks may have inherited filters of a test session that make errors of them."""
+    """Ignore warnings: ranks may have inherited filters of a test session that turn them into errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -145,7 +145,7 @@ def expect_free(case: Case, observe_all: bool, narrow: bool = False) -> Expectat
 def run_luckily(
     implementation: Adapter | str, case: Case, observe_all: bool, late: bool, garbage: bool
 ) -> RankObservation | Failed:
-    """Run `case` as `run_as` does, without one of what takes its luck from it: late collectives, garbage in fresh memory."""
+    """Run `case` as `run_as` does, without late collectives or without garbage in fresh memory."""
     return run_as(implementation, case, observe_all, RankProgram, {"late": late, "garbage": garbage})
 
 
@@ -214,7 +214,7 @@ def expect_lockstep(
         case: The case.
         implementation: Which implementation.
         adopted: Its state after every operation.
-        otherwise: What is done in another way than the implementation says; None for nothing.
+        otherwise: Deviations from the implementation's description; None for none.
         displaced: As for `oracle.expect_lockstep`.
     """
     setting = otherwise or Otherwise()

@@ -1,8 +1,8 @@
 """Computes the mean of the ranks' gradients, cast by cast, and how far a correct implementation may be from it.
 
-What awaits reduction on a rank are the gradients of micro-batches without synchronisation, with the sizes of their summands.
-A sum that cancels is known no better than its summands: what another order of additions may do is bounded by the sizes
-of all that was added, not by the size of what is left (Higham, Accuracy and Stability of Numerical Algorithms, 4.2).
+Pending on a rank are the gradients of micro-batches without synchronisation, with the sizes of their summands. A sum that
+cancels is no more exact than its summands: the sizes of all summands bound the effect of another order of additions, not the
+size of the sum (Higham, Accuracy and Stability of Numerical Algorithms, 4.2).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class LocalGradients:
 
     Attributes:
         values: Gradient by FQN.
-        sizes: In float64, the sum of the absolute contributions to each, where they are known one by one; else its own
-            absolute.
+        sizes: In float64, the sum of the absolute contributions to each, if each is known; otherwise the gradient's absolute
+            value.
     """
 
     values: Tensors
@@ -47,7 +47,7 @@ class PendingGradients:
     """The sums of one rank.
 
     Attributes:
-        wire: Dtype of the reduction: what awaits it adds up in no narrower one. None if it is that of the gradients.
+        wire: Dtype of the reduction: pending gradients add up in no narrower dtype. None for the gradients' dtype.
         values: By FQN.
         sizes: By FQN, as those of `LocalGradients`, added up.
     """
@@ -60,7 +60,7 @@ class PendingGradients:
         return bool(self.values)
 
     def add(self, gradients: LocalGradients) -> None:
-        """Add the gradients of one more micro-batch to those that are there."""
+        """Add the gradients of one more micro-batch."""
         for fqn, gradient in gradients.values.items():
             pending = fqn in self.values
             wider = gradient.dtype if self.wire is None else torch.promote_types(gradient.dtype, self.wire)
@@ -72,7 +72,7 @@ class PendingGradients:
 
 
 def mean_size(ranks: Sequence[PendingGradients], fqn: str, like: torch.Tensor) -> torch.Tensor:
-    """Return the sizes of all that is added up for one parameter, divided by the number of ranks, in the dtype of `like`."""
+    """Return the sizes of all summands of one parameter, divided by the number of ranks, in the dtype of `like`."""
     sizes = [rank.sizes[fqn].to(like.dtype) for rank in ranks if fqn in rank.sizes]
     return sum(sizes, torch.zeros_like(like)) / len(ranks)
 
@@ -103,7 +103,7 @@ class Reduced:
         mean: In the dtype of the stored parameter.
         magnitude: Per element, sum over ranks of the absolute contributions divided by the world size.
         error: Per element, how far another order of the same roundings may be off; 0 where the bits are determined.
-        derivation: How `error` came about.
+        derivation: Derivation of `error`.
     """
 
     mean: torch.Tensor
@@ -137,7 +137,7 @@ def reduce(
     magnitude = sum((c.abs().to(stored) for c in contributions), torch.zeros_like(total, dtype=stored)) / size
     roundings, why = _roundings(size, division)
     unit = UNIT_ROUNDOFF[dtype_name(wire)]
-    # Dividing by a power of two is exact but for numbers that have no half, where it matters who divides when.
+    # Dividing by a power of two is exact except for numbers that cannot be halved; for these the time of the division matters.
     halved = (magnitude != 0) & (magnitude < 2 * size * torch.finfo(wire).tiny)
     smallest = 2 * UNDERFLOW[dtype_name(wire)] * halved if division is None and size > 1 else 0.0
     return Reduced(
@@ -149,20 +149,20 @@ def reduce(
 
 
 def _roundings(size: int, division: Division | None) -> tuple[int, str]:
-    """Return how many roundings may fall otherwise: additions in another order, and divisions that are not exact."""
+    """Return how many roundings may differ: additions in another order, and inexact divisions."""
     additions = size - 1 if size > 2 else 0
     exact = math.log2(size).is_integer()
     divisions = 0 if division is not None or exact else 2
     if not additions and not divisions:
         return 0, "bitwise: two summands commute and the division is exact"
-    # A sum that is in doubt makes the roundings of the division after it fall otherwise as well.
+    # If a sum may differ, so may the roundings of the division after it.
     divisions = divisions or (0 if exact else 1)
     # Both sides round: one may be off upwards where the other is off downwards.
     return 2 * (additions + divisions), f"twice {additions} additions in any order and {divisions} divisions"
 
 
 def roundings(count: int, dtypes: Sequence[torch.dtype], size: torch.Tensor) -> torch.Tensor:
-    """Return what `count` roundings of numbers up to `size` may do, each in the coarsest of `dtypes`.
+    """Return the largest error of `count` roundings of numbers up to `size`, each in the coarsest of `dtypes`.
 
     Each is off by a share of the number, and by half the smallest number that there is where that is more: a sum of small
     numbers is exact, but their cast is not, nor is half of one.

@@ -5,8 +5,8 @@ rank's inputs; the replicas share one set of parameters, whose gradient is the m
 same casts are done at the same places: parameters to `param_dtype` before each forward, each rank's gradient to
 `reduce_dtype`, division, sum over ranks in rank order, division, cast to the stored dtype.
 
-A replay is *free* (it never looks at the implementation) or in *lockstep*: after each operation it adopts the state
-that the implementation is in, so that each operation is judged by itself and bounds do not grow along the program.
+A replay is *free* (it never reads the implementation's state) or in *lockstep*: after each operation it adopts that state, so
+that each operation is judged alone and bounds do not grow along the program.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Replay:
         for planned in plan(self.case):
             if planned.void:
                 continue
-            # Bounds in lockstep are those of one operation, and begin anew with each.
+            # Bounds in lockstep belong to one operation, and restart with each.
             self.slack = {}
             self.index = planned.index
             values = planned.operation.replay(self)
@@ -108,7 +108,7 @@ class Replay:
                 self.points.append(ReplayPoint(planned.index, dict(values), dict(self.slack)))
             if observe_all or planned.operation.observes:
                 self.points.append(self._observed(planned.index, pending=planned.pending))
-            # The oracle's state was compared; the next operation begins with what the implementation made of the last one.
+            # The oracle's state has been compared; the next operation begins with the implementation's state.
             if self.adopted is not None and not self._adopt(planned.index, pending=planned.pending):
                 return self.points
         # The end is a point of its own, at which no operation widens a bound.
@@ -140,7 +140,7 @@ class Replay:
                             name, buffer.to(self.precision.buffer_dtype), name not in module._non_persistent_buffers_set
                         )
         if self.disturbance.displaced:
-            # In the displaced replay alone: how far it is from the other one shows what the order of such sums does.
+            # Only in the displaced replay: its distance from the other one shows the effect of the order of such sums.
             compute_in_parts(replica, self.case)
         return self.disturbance.divided(replica, self.case.wrapping)
 
@@ -158,7 +158,7 @@ class Replay:
         if self.precision.param_dtype is not None:
             inputs = models.Inputs(*models.cast_floats((inputs.args, dict(inputs.kwargs)), self.precision.param_dtype))
         run = models.penalised if penalised else partial(models.forward, leaves=leaves)
-        # By versions: an edit shows without comparing numbers, and whether or not it changed any.
+        # By versions: they show an edit without comparing numbers, even if no number changed.
         counted = {fqn: parameter._version for fqn, parameter in self.compute.items()}
         forwarded = run(self.replicas[rank], self.case, batch, rank, inputs)
         self._keep_edits({fqn for fqn, parameter in self.compute.items() if parameter._version != counted[fqn]})
@@ -188,7 +188,7 @@ class Replay:
         self, rank: int, batch: Any, *, penalised: bool = False, leaves: list[torch.Tensor] | None = None
     ) -> tuple[models.Forwarded, LocalGradients]:
         """Run forward and backward of one rank, and return its own gradients."""
-        # Replicas share the parameters: what the last rank left there is not this one's.
+        # Replicas share the parameters: clear the last rank's gradients.
         for parameter in self.compute.values():
             parameter.grad = None
         self.disturbance.contributions.clear()
@@ -204,7 +204,7 @@ class Replay:
 
     def accumulate(self, rank: int, gradients: LocalGradients) -> None:
         """Add gradients of `rank` to those that await reduction."""
-        # One rank whose backward gives anything is enough: then all of them reduce.
+        # If the backward of any rank gives a gradient, all ranks reduce.
         self.unreduced = self.unreduced and not gradients.values
         self.pending[rank].add(gradients)
 
@@ -213,7 +213,7 @@ class Replay:
         require_backward(unreduced=self.unreduced)
         reduced: dict[str, tuple[Reduced, torch.dtype]] = {}
         for fqn, parameter in self.parameters.items():
-            # Ranks that hold one model together have the same gradient: one of each such group counts.
+            # Ranks that share one model have the same gradient: one of each such group counts.
             gradients = [pending.values.get(fqn) for pending in self.pending[:: self.case.world.tensor_parallel]]
             if any(gradient is not None for gradient in gradients):
                 # A rank without a gradient adds zeros to the sum, and counts in its divisor.
@@ -223,7 +223,7 @@ class Replay:
                 summed = next(gradient.dtype for gradient in gradients if gradient is not None)
                 wire = self.precision.on_the_wire or summed
                 reduced[fqn] = reduce(parts, wire, parameter.dtype, self.division), summed
-        # Of all parameters, before any is moved: a gradient may be the small difference of numbers as large as another one's.
+        # The largest of all parameters, before any is moved: a gradient may be the small difference of much larger numbers.
         largest = max((float(r.magnitude.max()) for r, _ in reduced.values() if r.magnitude.numel()), default=0.0)
         for fqn, (reduction, summed) in reduced.items():
             reduction = replace(reduction, mean=self.disturbance.gradient(reduction.mean, reduction.magnitude, largest))
@@ -298,7 +298,7 @@ class Replay:
                 parameter.mul_(factor)
 
     def clear_gradients(self) -> None:
-        """Leave no parameter with a gradient, and none that awaits reduction."""
+        """Clear all gradients, including pending ones."""
         self._nothing_pending()
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -315,7 +315,7 @@ class Replay:
                         setattr(owner, name, buffer.to(dtype))
 
     def train_among(self, ranks: int, batch: Batch) -> None:
-        """Make a step on the mean of the gradients of so many ranks, from the first on; of one nothing is averaged."""
+        """Make a step on the mean gradient of this many ranks, from the first on; for one rank nothing is averaged."""
         self.refresh()
         by_rank = [self.local_gradients(rank, batch)[1].values for rank in range(ranks)]
         names = dict.fromkeys(fqn for gradients in by_rank for fqn in gradients)
@@ -381,7 +381,7 @@ class Replay:
             for fqn, parameter in self.parameters.items():
                 if fqn in state.values:
                     parameter.copy_(state.values[fqn])
-                # What awaits reduction is no gradient yet: nobody compared it, and the oracle goes on with its own.
+                # Pending gradients were not compared: the oracle keeps its own.
                 if not pending and fqn in state.gradients:
                     gradient = state.gradients[fqn]
                     parameter.grad = None if gradient is None else gradient.to(parameter.dtype).clone()

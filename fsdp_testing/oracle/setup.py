@@ -1,11 +1,11 @@
 """Translates a case into the implementations' own vocabulary, and makes the module that a rank wraps.
 
-The module holds the case's values, unless wrapping is to bring them. Where rank 0's values are to be broadcast, the other
-ranks begin with other ones; where modules are to be initialised while they are wrapped, their tensors are on the meta device
-until then. Ignored modules are nobody's to bring: they hold the case's values from the beginning.
+The module holds the case's values, unless wrapping must bring them. If wrapping broadcasts rank 0's values, the other ranks
+begin with different ones; if wrapping initialises modules, their tensors are on the meta device until then. Wrapping does not
+touch ignored modules: they hold the case's values from the beginning.
 
-An engine that owns its step may clear gradients there, and may train in no dtype wider than float32: such a case is asked,
-of the engine and of the oracle alike, with gradients cleared after each step and in that dtype. Fitting twice is fitting once.
+An engine that owns its step may clear gradients there, and may train in no dtype wider than float32. Then both the engine and
+the oracle get the case with gradients cleared after each step and in that dtype. Fitting a fitted case changes nothing.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ def setup_in_world(case: Case, module: nn.Module) -> Setup:
 def division_of(case: Case, adapter: Adapter) -> Division | None:
     """Return how an implementation divides in this case, asked without wrapping anything.
 
-    Which modules are units has no part in it.
+    It does not depend on the units.
 
     Raises:
-        InvalidImplementation: It does not divide to the mean: a sum would be judged by what it says of itself.
+        InvalidImplementation: Its factors do not give the mean: the oracle would accept a sum that the implementation declares.
     """
     unwrapped = replace(case, wrapping=WrappingPlan())
     division = adapter.division(setup_of(unwrapped, nn.Module(), 0, torch.device("cpu"), None, None))
@@ -141,19 +141,19 @@ InitModule = Callable[[nn.Module], None]
 
 
 def module_to_wrap(case: Case, rank: int, flags: Mapping[str, bool]) -> tuple[nn.Module, InitModule | None]:
-    """Return the module that `rank` wraps, and what initialises a module of it; None if all tensors are there.
+    """Return the module that `rank` wraps, and a function that initialises its modules; None if all tensors exist.
 
     Args:
-        case: Its wrapping says what wrapping is to bring.
+        case: Its wrapping says which values wrapping brings.
         rank: This rank.
-        flags: `requires_grad` by name, where it is not that of a new model.
+        flags: `requires_grad` by name, if different from a new model's.
     """
     module = build_model(case)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(flags.get(name, parameter.requires_grad))
     outside = {inner for name in case.wrapping.ignored for inner in module.get_submodule(name).modules()}
     managed = [inner for inner in module.modules() if inner not in outside]
-    # Only what wrapping is to bring: ignored modules must be right from the beginning.
+    # Only values that wrapping brings: ignored modules must be right from the beginning.
     if case.wrapping.sync_module_states and rank:
         _change_all(managed, rank)
     return module, _emptied(managed) if case.wrapping.meta_init else None
@@ -166,7 +166,7 @@ def move_what_is_ignored(module: nn.Module, setup: Setup) -> None:
 
 
 def _change_all(modules: list[nn.Module], rank: int) -> None:
-    """Give every parameter and buffer of these modules other values, of no rank's equal to another's."""
+    """Give every parameter and buffer of these modules other values, different on each rank."""
     tensors = [t for inner in modules for t in (*inner.parameters(recurse=False), *inner.buffers(recurse=False))]
     with torch.no_grad():
         for tensor in dict.fromkeys(tensors):
@@ -174,7 +174,7 @@ def _change_all(modules: list[nn.Module], rank: int) -> None:
 
 
 def _emptied(modules: list[nn.Module]) -> InitModule:
-    """Put the modules' tensors on the meta device, and return what gives a module its own back, shared ones shared."""
+    """Put the modules' tensors on the meta device, and return a function that restores a module's tensors and their sharing."""
     empty: dict[torch.Tensor, torch.Tensor] = {}
     full: dict[nn.Module, dict[str, torch.Tensor]] = {}
     for inner in modules:
@@ -200,7 +200,7 @@ _CLEARED = ZeroGrad()
 
 
 def fitted(case: Case, adapter: Adapter) -> Case:
-    """Return the case as the implementation is asked it."""
+    """Return the case as the implementation gets it."""
     if case.model.dtype == _WIDEST and adapter.widest_dtype != _WIDEST:
         case = replace(case, model=replace(case.model, dtype=adapter.widest_dtype))
     return replace(case, program=tuple(_cleared(case.program))) if adapter.step_clears_gradients else case
@@ -219,7 +219,7 @@ def as_observed(comparison: Comparison, adapter: Adapter) -> Comparison:
 
 
 def oracle_view(case: Case) -> Case:
-    """Return what the oracle's free replay depends on; it knows no strategy, wrapping or offload."""
+    """Return the parts of a case on which the oracle's free replay depends; strategy, wrapping and offload do not count."""
     for axis in AXES:
         case = axis.for_oracle(case)
     return case

@@ -1,4 +1,4 @@
-"""Gives a case a second axis, and says what the oracle knows of it.
+"""Gives a case a second axis, tensor parallelism, and bounds its effect on the numbers.
 
 A case has the axis in two places: `WorldSpec.tensor_parallel` says how many ranks hold one model together, and
 `WrappingPlan.layouts` what is made of which module. Those ranks have the same inputs, so that the oracle's mean is over
@@ -114,7 +114,7 @@ def roundings_of_cut_sums(case: Case, index: int, quantity: Quantity, size: floa
 
 
 def _micro_batches_in_sum(case: Case, index: int) -> int:
-    """Return how many micro-batches operation `index` reduces: its own, and those that awaited it."""
+    """Return how many micro-batches operation `index` reduces: its own, and pending ones."""
     count, pending = 0, False
     for operation in case.program[: index + 1]:
         count = (count if pending else 0) + len(operation.batches())

@@ -10,7 +10,7 @@ import torch
 GARBAGE = 1e37
 """Fresh memory holds larger numbers while a case is judged (`execute.filled_with_garbage`), half and a quarter of them too."""
 TINY = 1e-7
-"""Numbers that are smaller than garbage by this factor are no garbage themselves."""
+"""Numbers smaller than garbage by this factor do not count as garbage."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -21,7 +21,7 @@ class Difference:
 
     Attributes:
         error: Largest absolute difference; infinite where one side is not finite and the other is.
-        bound: The bound at the element where error minus bound is largest; where error is, if all are within their bounds.
+        bound: The bound at the element with the largest error minus bound; if all are within bounds, with the largest error.
         position: Flat index of that element.
         ratio: Error over bound at that element; 0 if both are 0.
         exceeded: Whether any element is beyond its bound.
@@ -41,7 +41,7 @@ class Difference:
 
     @property
     def text(self) -> str:
-        """Both numbers, and of one that is not finite or out of all proportion what it may be the mark of."""
+        """Both numbers, and for one that is not finite or is far too large the likely reason."""
         text = "got {!r}, expected {!r}".format(*shortened(self.actual, self.expected))
         if not abs(self.expected) < GARBAGE * TINY:
             return text
@@ -63,7 +63,7 @@ def largest(value: torch.Tensor | None) -> float:
 
 
 def shortened(left: float, right: float) -> tuple[float, float]:
-    """Return both numbers with as few digits, four or more, as still show how far they are apart, to a twentieth."""
+    """Return both numbers with the fewest digits, at least four, that show their difference to a twentieth."""
     allowed = abs(left - right) / 20
     for digits in range(4, 17):
         short = float(f"{left:.{digits}g}"), float(f"{right:.{digits}g}")
@@ -83,7 +83,7 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def difference_in_bits(actual: torch.Tensor, expected: torch.Tensor) -> str:
-    """Return in what two tensors differ, to the bit, as a sentence goes on that begins with their name; empty if they do not."""
+    """Return how two tensors differ, to the bit, as the rest of a sentence that begins with their name; empty if equal."""
     if same_bits(actual, expected):
         return ""
     if actual.shape != expected.shape:

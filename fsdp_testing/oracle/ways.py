@@ -1,7 +1,7 @@
 """Carries a state from one run to another: as objects, as a file, or as a directory of shards.
 
-Each way is what users do: nothing is renamed, cast or completed on the way. What an adapter saves and how it loads is the
-adapter's; what lies in between is torch's own.
+Each way is one that users take: nothing is renamed, cast or completed. The adapter decides what it saves and how it loads;
+everything in between is torch's own.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _of_all_ranks(beside: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 @contextmanager
 def _other_numbers(model: nn.Module, optimizer: Any) -> Iterator[None]:
-    """Change what this rank trains on, as the next steps do while files are written, and put it back."""
+    """Change the tensors that this rank trains, as the next steps do while files are written, and restore them."""
     states = optimizer.state.values() if optimizer is not None else ()
     tensors: list[Any] = [
         *model.parameters(),
@@ -119,7 +119,7 @@ def read(way: str, folder: Path) -> dict[str, Any]:
 
 
 class DirectoryRefused(RuntimeError):
-    """torch.distributed.checkpoint could not save or load: its own exception is none that `except Exception` catches."""
+    """torch.distributed.checkpoint could not save or load; `except Exception` does not catch its own exception."""
 
 
 @contextmanager
@@ -137,14 +137,14 @@ class Source:
     Args:
         way: How it was saved.
         folder: Where.
-        group: Who loads; None for the world.
-        full: The full state, where it lies in no file.
+        group: The ranks that load; None for the world.
+        full: The full state, if it is not in a file.
     """
 
     def __init__(self, way: str, folder: Path, group: Any = None, full: Mapping[str, Any] | None = None) -> None:
         self._folder = folder
         self._group = group
-        # A full state is read once; shards are read where they are loaded, each rank its own.
+        # A full state is read once; each rank reads its own shards when it loads them.
         self._full = full if full is not None or way in _DIRECTORIES else read(way, folder)
 
     def load_model(self, adapter: Adapter, model: nn.Module) -> None:
@@ -187,7 +187,7 @@ class Source:
 
 
 class Carrier:
-    """A state on its way from some ranks to others; the last one that was saved is loaded.
+    """Carries a state from some ranks to others; the last saved state is loaded.
 
     Args:
         folder: Has a directory of `torch.distributed.checkpoint` for each save, with shards where the adapter gives shards; None
@@ -205,12 +205,12 @@ class Carrier:
             self._saved += 1
             save("dcp", adapter, Trained(model, optimizer), self._folder / str(self._saved), group)
             return
-        # The optimizer first, as nobody else saves: a model that is saved before it frees what a forward left gathered.
+        # The optimizer first, unlike everywhere else: saving the model first would free units that a forward left gathered.
         self._saved = {} if optimizer is None else {"optimizer": adapter.full_optimizer_state(model, optimizer)}
         self._saved["model"] = adapter.full_state_dict(model)
 
     def send(self, source: int) -> None:
-        """Let every rank of the world have what the rank `source` saved. Collectives: one broadcast, of the world."""
+        """Give every rank of the world the state that rank `source` saved. Collectives: one broadcast, of the world."""
         box = [self._saved]
         dist.broadcast_object_list(box, src=source)
         (self._saved,) = box
@@ -243,7 +243,7 @@ def carried_in_directory(parent: Path) -> Iterator[Carrier]:
 def _shards(adapter: Adapter, model: nn.Module) -> tuple[dict[str, Any], bool]:
     """Return the model's state for a directory, and whether it is in shards.
 
-    What an implementation calls sharded is its own form; only tensors that say what they are a part of can be put together.
+    An implementation's sharded form may be any; only tensors that name their place in the whole can be assembled.
     """
     if "sharded_state_dict" in adapter.capabilities:
         state = dict(adapter.sharded_state_dict(model))
@@ -281,7 +281,7 @@ def _blank(folder: Path, part: str) -> dict[str, Any]:
 
 
 def _with_lists(entry: Any) -> Any:
-    """Return it with a list wherever a directory numbers what it holds."""
+    """Return it with a list wherever a directory numbers its entries."""
     if not isinstance(entry, dict):
         return entry
     inner = {name: _with_lists(value) for name, value in entry.items()}

@@ -1,8 +1,8 @@
 """What pytest loads when this package is installed: options, a marker, three fixtures, nothing heavy.
 
-A session without tests on ranks imports this and little more. What runs tests on ranks stands in
-`fsdp_testing.plugin` and is imported at the first need: an option, a launcher's variables, a file that mentions
-ranks, a marked test, the fixture `worlds`.
+A session without tests on ranks imports this and little more. The modules of `fsdp_testing.plugin` that run tests on
+ranks are imported when first needed: by an option, a launcher's variables, a file that mentions ranks, a marked test, or
+the fixture `worlds`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--check-jobs",
         type=int,
         metavar="N",
-        help="checks of parametrize_with_checks judged at a time (default: by processors and room)",
+        help="checks of parametrize_with_checks judged at a time (default: by processors and memory)",
     )
     parser.addini(
         "world_rank_plugins_off",
@@ -74,7 +74,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker; validate options, if there are any of ours, before anything is collected."""
+    """Register the marker; validate our options, if any are given, before collection."""
     config.addinivalue_line(
         "markers",
         "world(size=2, backend='gloo', timeout=60, isolation='warm', rank=None): run this test on `size` ranks; a list "
@@ -88,7 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> None:
-    """Start the fork server when a file looks as if it had tests for ranks: both processes import torch at once."""
+    """Start the fork server when a file seems to have tests on ranks, so that both processes import torch at the same time."""
     if parent.config.option.collectonly:
         return
     try:
@@ -112,7 +112,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Let `-k world3` select what runs on 3 ranks; the `=` of an id such as `[world=3]` is no part of a word there."""
+    """Let `-k world3` select tests on 3 ranks, since `-k` cannot match the `=` of an id such as `[world=3]`."""
     if item.get_closest_marker("world") is not None:
         from fsdp_testing.plugin.selection import size_words
 
@@ -121,7 +121,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Find out which items run on ranks, and which of them cannot."""
+    """Find the items that run on ranks, and those of them that cannot."""
     marked = [item for item in items if item.get_closest_marker("world") is not None]
     for item in marked:
         item.stash[_SEEN] = True
@@ -134,7 +134,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from fsdp_testing.plugin import dist_pool
 
         dist_pool.take_over(config, items)
-    # Where a test was given a check, the module that makes checks has been imported.
+    # If a test has a check, the module that makes checks has been imported.
     checks = "fsdp_testing.plugin.conformance_checks" in sys.modules and _checks_go_side_by_side(config, items)
     if any("worlds" in getattr(item, "fixturenames", ()) for item in items) or (checks and env.launched() is not None):
         from fsdp_testing.plugin.controller import start_ahead
@@ -143,11 +143,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _checks_go_side_by_side(config: pytest.Config, items: list[pytest.Item]) -> bool:
-    """Have checks of `parametrize_with_checks` judged side by side; return whether there are any."""
+    """Have the checks of `parametrize_with_checks` judged in parallel; return whether there are any."""
     from fsdp_testing.plugin.checks_ahead import NAME, ChecksAhead, check_of
 
     there = any(check_of(item) is not None for item in items)
-    # Workers of pytest-xdist share the tests of one function, and are side by side themselves.
+    # Workers of pytest-xdist share the tests of one function, and already run in parallel.
     if there and env.get("PYTEST_XDIST_WORKER") is None and not config.pluginmanager.hasplugin(NAME):
         config.pluginmanager.register(ChecksAhead(config.option.check_jobs), NAME)
     return there
@@ -155,13 +155,13 @@ def _checks_go_side_by_side(config: pytest.Config, items: list[pytest.Item]) -> 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> None:
-    """Note which item runs, for `worlds`, which lives as long as the session."""
+    """Note the running item for `worlds`, which lives as long as the session."""
     item.config.stash[_RUNNING] = item
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fail a marked test that cannot run on ranks, with the one sentence that says why; here it could pass without any rank."""
+    """Fail a marked test that cannot run on ranks and say why; in this process it could pass without any rank."""
     if _REFUSAL in item.stash:
         pytest.fail(item.stash[_REFUSAL], pytrace=False)
     if item.get_closest_marker("world") is not None and _SEEN not in item.stash:
@@ -189,7 +189,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, Any, Any]:
 
 @pytest.fixture(name="fsdp_world_size")
 def _size(request: pytest.FixtureRequest) -> Any:
-    """Carries the size that a list in the marker made part of the test's id."""
+    """Carries the size from a marker's list into the test's id."""
     return getattr(request, "param", None)
 
 

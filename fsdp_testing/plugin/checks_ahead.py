@@ -1,7 +1,7 @@
-"""Runs the checks of one test function side by side, while pytest asks for one after another.
+"""Runs the checks of one test function in parallel, while pytest asks for one after another.
 
 The first call has the checks of all its tests judged, up to `--check-jobs` at a time; each call waits for its own. Ranks get the
-environment, directory and `sys.path` of this process, so what was judged ahead counts only where these are still the same.
+environment, directory and `sys.path` of this process, so a check judged ahead counts only while these are unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ChecksAhead:
     """The checks of the function whose tests run now; a plugin of one session.
 
     Args:
-        asked: How many at a time; None for what keeps the processors busy.
+        asked: How many at a time; None for as many as keep the processors busy.
     """
 
     def __init__(self, asked: int | None) -> None:
@@ -47,7 +47,7 @@ class ChecksAhead:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, Any, Any]:
-        """Find the tests of each function; end what is still under way at the end of the session."""
+        """Find the tests of each function; end checks that still run at the end of the session."""
         for _, tests in itertools.groupby(session.items, _function_of):
             checks: Sequence[pytest.Item] = [
                 item for item in tests if check_of(item) is not None and item.get_closest_marker("skip") is None
@@ -67,7 +67,7 @@ class ChecksAhead:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> None:
-        """Note which test runs; what was judged for another function is not wanted any more."""
+        """Note the running test; drop results of other functions."""
         self._item = item
         function = self._functions.get(item, ())
         if function is not self._function:
@@ -78,7 +78,7 @@ class ChecksAhead:
         """Return the result of a check that the running test calls."""
         item, now = self._item, _circumstances()
         if item is None or check_of(item) is not check or item not in self._function[self._taken :]:
-            return check.judged()  # of no test, or called again
+            return check.judged()  # belongs to no test, or is called again
         first = self._function.index(item)
         if self._answers is None and not self._taken:
             tasks = [partial(_tried, check_of(later).judged) for later in self._function[first:]]
@@ -93,7 +93,7 @@ class ChecksAhead:
             for _ in range(passed_over):  # tests that did not call theirs
                 next(self._answers)
             answer: Answer = next(self._answers)
-        except BaseException:  # Ctrl-C, a time limit of the test: those under way have been ended
+        except BaseException:  # Ctrl-C or the test's time limit: running checks have been ended
             self._end()
             raise
         if isinstance(answer, Exception):
@@ -115,7 +115,7 @@ _CURRENT: list[ChecksAhead] = []
 
 
 def result_of(check: BoundCheck) -> CheckResult:
-    """Return the result of a check: judged side by side with those of its function, where a session does that."""
+    """Return the result of a check, judged in parallel with the other checks of its function if the session does so."""
     return _CURRENT[-1].answer(check) if _CURRENT else check.judged()
 
 
@@ -130,7 +130,7 @@ def _function_of(item: pytest.Item) -> tuple[object, str]:
 
 
 def _tried(judged: Callable[[], CheckResult]) -> Answer:
-    """An error is one test's own, and ends no other."""
+    """An error belongs to one test and ends no other."""
     try:
         return judged()
     except Exception as error:
@@ -138,6 +138,6 @@ def _tried(judged: Callable[[], CheckResult]) -> Answer:
 
 
 def _circumstances() -> Hashable:
-    """What ranks are given besides the check."""
+    """Return what ranks get besides the check."""
     variables = {name: value for name, value in env.encoded().items() if name != b"PYTEST_CURRENT_TEST"}
     return frozenset(variables.items()), Path.cwd(), tuple(sys.path)

@@ -18,11 +18,11 @@ from fsdp_testing.report.summary import replay_line
 
 
 class CheckFailed(AssertionError):
-    """A check refuted a claim; the message is its explanation, and how to run its case again."""
+    """A check refuted a claim; the message explains it and says how to run its case again."""
 
 
 class CheckFailedAsExpected(CheckFailed):
-    """A check refuted a claim, and in each case in a way that the entries of `expected_failures` name."""
+    """A check refuted a claim, in each case in a way that `expected_failures` names."""
 
 
 class CheckUnknown(Exception):
@@ -39,7 +39,7 @@ class BoundCheck:
         world_sizes: Sizes it runs on.
         backend: Backend it runs on.
         tensor_parallel: How many ranks share one model.
-        expected: How it is known to fail.
+        expected: Known ways to fail.
     """
 
     implementation: str
@@ -56,8 +56,8 @@ class BoundCheck:
             The result, if the claim holds.
 
         Raises:
-            CheckFailed: It does not.
-            CheckFailedAsExpected: It does not, as is known.
+            CheckFailed: The claim does not hold.
+            CheckFailedAsExpected: The claim fails in a known way.
             CheckUnknown: There is no verdict.
             pytest.skip.Exception: The implementation does not claim it.
         """
@@ -73,10 +73,10 @@ class BoundCheck:
         return result
 
     def judged(self) -> CheckResult:
-        """Judge it now."""
+        """Judge the check now."""
         where: dict[str, Any] = {"world_sizes": self.world_sizes, "tensor_parallel": self.tensor_parallel}
         result = run_check(self.implementation, self.name, backend=self.backend, expected=self.expected, **where)
-        # pytest itself says what does not fail although that is expected, and what is not claimed is no failure.
+        # pytest itself reports an unexpected pass, and an unclaimed check is no failure.
         idle = result.verdict is Verdict.STALE
         return replace(result, verdict=Verdict.PASS if result.cases else Verdict.NOT_CLAIMED) if idle else result
 

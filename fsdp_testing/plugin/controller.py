@@ -1,6 +1,6 @@
 """The pytest process that users start: it chooses tests on ranks, starts the ranks, and runs the protocol.
 
-Called by the plugin's entry at the first need. The parts that are registered here live as long as the session.
+The plugin's entry calls it when first needed. The parts registered here live as long as the session.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def validate(config: pytest.Config) -> None:
-    """Check this plugin's options, and that no two plugins want to have the processes of a launcher.
+    """Check this plugin's options, and that no other plugin also uses the launcher's processes.
 
     Raises:
         pytest.UsageError: Lists every wrong option.
@@ -44,7 +44,7 @@ def validate(config: pytest.Config) -> None:
 
 
 def protocol_of(config: pytest.Config) -> Protocol:
-    """Return the part of this session that runs tests on ranks, made at the first call.
+    """Return the part of this session that runs tests on ranks; the first call makes it.
 
     Raises:
         InvalidArgument: The options contradict each other.
@@ -66,7 +66,7 @@ def protocol_of(config: pytest.Config) -> Protocol:
 
 
 def start_ahead(config: pytest.Config) -> None:
-    """Start the fork server, without waiting, where this process is to have ranks."""
+    """Start the fork server, without waiting, if this process will have ranks."""
     if platform_refusal() is None:
         protocol = protocol_of(config)
         if not config.option.collectonly:
@@ -77,7 +77,7 @@ def select(config: pytest.Config, marked: Sequence[pytest.Item]) -> dict[pytest.
     """Have each marked item run on its world.
 
     Returns:
-        Why, for each item that cannot.
+        The reason for each item that cannot run.
 
     Raises:
         pytest.UsageError: Markers are wrong; lists every offence.

@@ -1,4 +1,4 @@
-"""`--dist-pool`: existing test classes start their processes on the pool, and no death is missed."""
+"""`--dist-pool`: existing test classes start their processes on the pool, which notices every death."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp_testing.ranks.pool.controller import platform_refusal
 
 
 def check() -> None:
-    """Refuse the option where the pool cannot serve.
+    """Refuse the option if the pool cannot serve.
 
     Raises:
         InvalidArgument: Under a launcher, or on a system without fork.
@@ -68,7 +68,7 @@ def end() -> None:
 class _NoMissedDeath:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
-        """Let a test fail of which a process died or hung, also one that is marked `xfail`."""
+        """Fail a test if one of its processes died or hung, even if it is marked `xfail`."""
         from fsdp_testing.plugin.losses import failed_if_lost
 
         report = yield

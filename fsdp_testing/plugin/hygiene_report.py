@@ -34,14 +34,14 @@ def report_teardown_failure(item: pytest.Item, text: str) -> None:
 
 
 def report_left_behind(item: pytest.Item, lines: list[str]) -> None:
-    """Report what fixtures left behind that ended in ranks after the item, as what the item itself leaves is reported."""
+    """Report leaks of fixtures that ended in ranks after the item, in the same way as leaks of the item."""
     strict = _warned(item, lines)
     if strict:
         report_teardown_failure(item, f"fixtures in ranks leaked state ({strict}): {'; '.join(lines)}")
 
 
 def _warned(item: pytest.Item, lines: list[str]) -> str:
-    """Warn of leaked state, or return what makes that a failure."""
+    """Warn about leaked state, or return the error that makes it a failure."""
     if item.config.option.strict_hygiene:
         return "--strict-hygiene"
     try:
@@ -52,7 +52,7 @@ def _warned(item: pytest.Item, lines: list[str]) -> str:
 
 
 class HygieneReport:
-    """Adds to the merged reports what is no verdict of pytest's own."""
+    """Adds warnings, leaks, output and hints to the merged reports."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -79,7 +79,7 @@ class HygieneReport:
             _fail(item, merged, [f"the test leaked state ({strict})", *lines])
 
     def _warn(self, item: pytest.Item, outcome: WorldOutcome) -> None:
-        """Pass warnings of ranks on, each once."""
+        """Pass on warnings of ranks, each once."""
         by_rank: dict[WarningRecord, list[int]] = {}
         for rank in outcome.ranks:
             for record in rank.value.warnings if isinstance(rank.value, RankResult) else ():
@@ -97,7 +97,7 @@ class HygieneReport:
             )
 
     def _show_output(self, outcome: WorldOutcome) -> None:
-        """Under `-s`, show what ranks wrote, each line named by its rank."""
+        """Under `-s`, show the output of ranks, each line with its rank."""
         reporter: Any = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is None:
             return
@@ -127,7 +127,7 @@ class HygieneReport:
 
 
 def _fail(item: pytest.Item, merged: list[Phase], lines: list[str]) -> None:
-    """Make a passed call a failure; next to another verdict, an error of teardown."""
+    """Turn a passed call into a failure; add an error of teardown to any other verdict."""
     called = [report for report in merged if report.when == "call" and report.outcome == "passed"]
     target = called[0] if called and called[0].wasxfail is None else merged[-1]
     if target.outcome == "failed":

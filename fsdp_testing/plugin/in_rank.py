@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.05
 
 
 class _Kept(pytest.Item):
-    """Stands for the next item of the session: of it, only what it shares with the present one matters here."""
+    """Stands for the next item of the session, of which a rank needs only the nodes that it shares with the current item."""
 
     def runtest(self) -> None:
         raise NotImplementedError("this item only says which fixtures live on")
@@ -64,7 +64,7 @@ class RankSession:
         self._chain: list[Any] = []
 
     def item(self, task: ItemTask) -> tuple[pytest.Item | None, str]:
-        """Return the item, collected now if its file was not; or why it cannot be had."""
+        """Return the item, collecting its file if needed; or why there is none."""
         if task.nodeid not in self.plugin.items and task.path not in self._collected:
             self._collected[task.path] = self._collect(task.path)
         found = self.plugin.items.get(task.nodeid)
@@ -93,7 +93,7 @@ class RankSession:
         """Run the item's setup, call and teardown; returns what went wrong with fixtures of an earlier test."""
         chain = item.listchain()
         shared = shared_length(chain, self._chain)
-        # An earlier test may have kept fixtures for a next one that then was another (a rerun, another order).
+        # An earlier test may have kept fixtures for a next test that did not come next (a rerun, another order).
         problem = self.tear_down(shared) if shared < len(self._chain) else ""
         self.plugin.begin(item)
         nextitem = self._stand_in(chain[: min(task.keep, len(chain) - 1)])
@@ -111,7 +111,7 @@ class RankSession:
         return self._kept[parent]
 
     def tear_down(self, keep: int) -> str:
-        """End fixtures of all but the `keep` first nodes of the last item's chain; returns what went wrong."""
+        """End fixtures of all but the first `keep` nodes of the last item's chain; returns what went wrong."""
         if self._last is None:
             return ""
         nextitem = self._stand_in(self._chain[:keep])
@@ -162,7 +162,7 @@ def run_item(spec: bytes | None, directory: str, task: ItemTask) -> RankResult |
         task: Which item, and how.
 
     Returns:
-        This rank's result, marked as failed when it is one so that ranks that wait for this one are stopped soon.
+        This rank's result; a failure is marked as failed, so that ranks that wait for this one are stopped soon.
     """
     session = _started(spec, directory)
     item, problem = session.item(task)
@@ -186,7 +186,7 @@ def run_item(spec: bytes | None, directory: str, task: ItemTask) -> RankResult |
         str(fail or ""),
     )
     if task.debugging is not None:
-        # Under `--rank-pdb`, a rank that is done waits for the one that a person debugs.
+        # Under `--rank-pdb`, a finished rank waits for the debugged one.
         done = Path(task.debugging.done)
         if current_world().rank == task.debugging.rank:
             done.touch()
@@ -224,7 +224,7 @@ def call_function(
         arguments: Serialised args and kwargs: read once the module that defines their classes is imported.
 
     Returns:
-        The serialised result (to be read in the test, where its classes are known) and what the call left behind.
+        The serialised result (read in the test, where its classes are known) and what the call leaked.
     """
     session = _started(spec, directory)
     if test_file and target.module not in sys.modules:

@@ -1,6 +1,6 @@
 """A session under a launcher: the first process reports, the others serve ranks to it.
 
-Every process collects, so that each knows whether there is anything to serve; a session without tests on ranks is left as it is.
+Every process collects, so that each knows whether to serve; a session without tests on ranks is unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = "fsdp_testing.launched"
 
 
 class Launched:
-    """Stands in for the loop over tests in a serving process, and brings the hosts into the pool in the first one."""
+    """Replaces the loop over tests in a serving process, and adds the hosts to the pool in the first process."""
 
     def __init__(self, config: pytest.Config, launch: Launch, leases: Leases) -> None:
         self._config = config
@@ -32,7 +32,7 @@ class Launched:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """Meet the other processes, unless nothing is to be run."""
+        """Meet the other processes, unless no test will run."""
         if session.config.option.collectonly or session.testsfailed:
             return None
         from fsdp_testing.ranks.pool.serving import gathered, serve
@@ -59,7 +59,7 @@ class Launched:
         return result
 
     def pytest_unconfigure(self) -> None:
-        """Let the other processes go."""
+        """Release the other processes."""
         self._open.close()
 
     def _write(self, text: str) -> None:

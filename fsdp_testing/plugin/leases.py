@@ -1,4 +1,4 @@
-"""The controller's book of worlds: which one runs a test, what it knows already, which fixtures live in it."""
+"""The controller's book of worlds: which world runs a test, what the world has received, which fixtures live in it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Leases:
         self._config = config
         self._spec: bytes | None = None
         self._pool: Pool | None = None
-        # Weak: the pool may end a world without our knowing, and another one may get its id.
+        # Weak: the pool may end a world unnoticed, and a new world may get its id.
         self._informed: WeakKeyDictionary[PooledWorld, str] = WeakKeyDictionary()
         self._kept: dict[PooledWorld, list[Any]] = {}
         self._problems: list[str] = []
@@ -50,14 +50,14 @@ class Leases:
         return self._pool
 
     def lend(self, request: WorldRequest) -> PooledWorld:
-        """Return a world for one test, to be given back."""
+        """Return a world for one test; the caller gives it back."""
         world = self.start().world(request.size, request.backend, request.isolation)
         if request.rank is not None:
             world.at(request.rank)
         return world
 
     def introduction(self, world: PooledWorld) -> tuple[bytes | None, str]:
-        """Return what a world needs with a job: the session's description the first time, and its directory."""
+        """Return what a world needs for a job: the session's description the first time, and its directory."""
         known = self._informed.get(world)
         if known is not None:
             return None, known
@@ -111,12 +111,12 @@ class Leases:
             world.release()
 
     def take_problems(self) -> list[str]:
-        """Return what went wrong, since the last call, while fixtures or sessions ended in ranks."""
+        """Return the errors since the last call in fixtures or sessions that ended in ranks."""
         taken, self._problems = self._problems, []
         return taken
 
     def take_left(self) -> list[str]:
-        """Return what fixtures that ended in ranks left behind, since the last call."""
+        """Return the leaks since the last call of fixtures that ended in ranks."""
         taken, self._left = self._left, []
         return taken
 
@@ -131,12 +131,12 @@ class Leases:
         self._kept.pop(world, None)
 
     def _end_session(self, world: PooledWorld) -> None:
-        # A world that is not to be lent again may still be whole (its test failed on every rank): its fixtures end too.
-        # Ranks of which a test lost one are gone, and were reported: what goes wrong here is news.
+        # A world that is not lent again may still be intact (its test failed on every rank): its fixtures end too.
+        # A world that lost a rank has ended and was reported, so errors here are new.
         try:
             outcome = world.execute(f"{IN_RANK}:finish", lasting=None, timeout=self._seconds_to_end())
         except HarnessError as error:
-            # That a host has vanished is told once, by the test that ran then.
+            # Only the test that ran then reports that a host vanished.
             self._problems.extend([] if self._pool is None or self._pool.given_up else [str(error)])
         else:
             said = [
@@ -148,7 +148,7 @@ class Leases:
         self._forget(world)
 
     def _seconds_to_end(self) -> float | None:
-        """The deadline of fixtures that end after the test that used them last."""
+        """The deadline of fixtures that end after their last test."""
         seconds = defaults_of(self._config).timeout
         return None if seconds is None else max(seconds, _END_SECONDS)
 
@@ -163,7 +163,7 @@ def _problems(outcome: WorldOutcome) -> list[str]:
     if not outcome.ok and any(not isinstance(value, RankResult) for value in outcome.values):
         return [outcome.describe()]
     found = [f"rank {rank.rank}: {rank.value.problem}" for rank in outcome.ranks if rank.value.problem]
-    # Ranks that all returned may still have parted: one issued a collective that the others did not.
+    # Ranks that all returned may still disagree: one issued a collective that the others did not.
     return found if found or outcome.ok else [outcome.describe()]
 
 

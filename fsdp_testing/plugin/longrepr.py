@@ -1,4 +1,4 @@
-"""Joins the failures of N ranks into one text. Pure functions over pytest's serialised representations.
+"""Merges the failures of N ranks into one text. Pure functions over pytest's serialised representations.
 
 The form is the one that `pytest_report_to_serializable` writes and `pytest_report_from_serializable` reads, so that
 every rank's rewritten assertion keeps its colours and its place in the terminal, in junit and through pytest-xdist.
@@ -53,12 +53,12 @@ def message_of(longrepr: Any) -> str:
 
 
 def is_consequence(longrepr: Any) -> bool:
-    """Return whether it says only that another rank has gone."""
+    """Return whether the error says only that another rank has gone."""
     return reports_lost_peer(message_of(longrepr))
 
 
 def is_mismatch(longrepr: Any) -> bool:
-    """Return whether the ledger refused a collective there: each rank that noticed names the other's call."""
+    """Return whether the ledger refused a collective: each rank that noticed names the other's call."""
     return message_of(longrepr).startswith(f"{CollectiveMismatch.__module__}.{CollectiveMismatch.__name__}: ")
 
 
@@ -81,7 +81,7 @@ def crash_of(longrepr: Any) -> Crash | None:
 
 
 def fold(texts: Sequence[tuple[int, Any]]) -> list[tuple[list[int], Any]]:
-    """Group (rank, representation) pairs that differ in nothing but addresses and the rank itself."""
+    """Group (rank, representation) pairs that differ only in addresses and the rank."""
     groups: dict[str, tuple[list[int], Any]] = {}
     for rank, longrepr in texts:
         key = _OWN_RANK.sub("World(rank=_,", _ADDRESS.sub("0x_", json.dumps(longrepr, sort_keys=True, default=str)))

@@ -17,7 +17,7 @@ _EXAMPLE = "Write @pytest.mark.world(2), or world([2, 4], backend='gloo', timeou
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What the command line says for markers that leave it open. `fresh` makes every test fresh."""
+    """The command line's defaults for markers. `fresh` makes every test fresh."""
 
     sizes: tuple[int, ...] = (2,)
     backend: str = "gloo"
@@ -27,7 +27,7 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What one marker asks for. More than one size gives one test each; `listed` also for a list of one."""
+    """The request of one marker. Several sizes give one test each; `listed` marks a list, even a list of one."""
 
     sizes: tuple[int, ...]
     listed: bool

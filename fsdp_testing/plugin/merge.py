@@ -1,7 +1,7 @@
 """Merges the reports and fates of N ranks into the one result of their test. Pure.
 
-A test passed when every rank passed every phase, and is skipped or an expected failure when every rank says so. Any
-rank that failed, died, hung or disagrees makes it failed; the text says which rank did what.
+A test passes when every rank passed every phase, and is skipped or an expected failure when every rank says so. It
+fails if any rank failed, died, hung or disagrees; the text says which rank did what.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WITHOUT_FAILURE = frozenset({"skipped", "xfailed", "xpassed", "skipped in teard
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """One rank's part: its fate, and what its pytest reported when it came to that."""
+    """One rank's part: its fate, and its pytest's reports, if any."""
 
     rank: int
     outcome: RankOutcome
@@ -127,7 +127,7 @@ def merge(outcome: WorldOutcome, location: tuple[str, int]) -> list[Phase]:
     if len(verdicts) == 1 and verdicts <= _WITHOUT_FAILURE and ok:
         return _alike(accounts)
     if verdicts == {"xfailed", "xpassed"} and ok:
-        # The mark promised a failure of the test, and it did fail: on some of its ranks.
+        # The mark promised a failure of the test, and the test failed on some ranks.
         return _partly_expected(accounts)
     return _failure(outcome, accounts, location)
 
@@ -137,9 +137,9 @@ def _same_groups(accounts: Sequence[Account]) -> bool:
 
 
 def _same_subtests(accounts: Sequence[Account]) -> bool:
-    """Whether every rank skipped the same subtests; the one argument that may differ is the rank itself.
+    """Whether every rank skipped the same subtests; only the rank may differ among their arguments.
 
-    Under a mark that says that the test fails, a subtest may fail on some ranks only, as the test may.
+    In a test marked to fail, a subtest may fail on some ranks only, as the test may.
     """
     seen = set()
     for account in accounts:
@@ -188,7 +188,7 @@ def _alike(accounts: Sequence[Account]) -> list[Phase]:
             report.outcome, report.longrepr, report.wasxfail = phase.outcome, phase.longrepr, phase.wasxfail
             if isinstance(phase.longrepr, str) and phase.longrepr.startswith(STRICT_XPASS):
                 report.outcome, report.wasxfail = "failed", None
-    if by_when["setup"].outcome == "skipped":  # other ranks did so in the call, which is then no passed one
+    if by_when["setup"].outcome == "skipped":  # other ranks did so in the call, so the call has not passed
         merged = [report for report in merged if report.when != "call"]
     reasons = {account.reason() for account in accounts}
     skipped = [report for report in by_when.values() if report.outcome == "skipped"]
@@ -212,7 +212,7 @@ def _partly_expected(accounts: Sequence[Account]) -> list[Phase]:
 
 
 def _failure(outcome: WorldOutcome, accounts: Sequence[Account], location: tuple[str, int]) -> list[Phase]:
-    """A failed setup or call that names every rank, and failed teardowns as pytest has them: on their own."""
+    """A failed setup or call that names every rank, and failed teardowns separately, as in pytest."""
     durations = _durations(accounts)
     teardown = [account for account in accounts if any(p.when == "teardown" for p in account.failing())]
     others = [
@@ -222,7 +222,7 @@ def _failure(outcome: WorldOutcome, accounts: Sequence[Account], location: tuple
     only_teardown = outcome.diagnosis is None or all(a.outcome.fate is Fate.RETURNED for a in accounts)
     reported = {account.verdict for account in accounts if account.result is not None}
     quiet = reported - {"failed"}
-    # Ranks that did report ended differently, in a way that is no plain failure.
+    # Reporting ranks ended differently, though not by plain failures.
     disagree = len(quiet) > 1 or bool(quiet - {"passed"} and "failed" in reported)
     if others or not teardown or not only_teardown or disagree:
         early = [p for a in accounts for p in a.failing() if p.when == "setup"]
@@ -300,13 +300,13 @@ def lead_of(outcome: WorldOutcome, accounts: Sequence[Account]) -> str:
 
 def _failed_lead(outcome: WorldOutcome, accounts: Sequence[Account], failed: Sequence[Account]) -> str:
     messages: dict[str, list[int]] = {}
-    # The one that failed first leads: the others may fail because it did.
+    # The rank that failed first leads: the others may fail because of it.
     for account in sorted(failed, key=lambda account: account.outcome.finished_at):
         messages.setdefault(account.first_message(), []).append(account.rank)
     lead = "; ".join(f"{rank_names(ranks)}: {message}" for message, ranks in messages.items())
     waiting = [account for account in accounts if account.result is None]
     if waiting:
-        # What ranks without a report waited for, or else how each of them ended.
+        # What ranks without a report waited for, or how each of them ended.
         diagnosis = outcome.diagnosis
         clause = diagnosis.clause_of([account.rank for account in waiting]) if diagnosis is not None else ""
         lead += "; " + (clause or "; ".join(account.outcome.headline() for account in waiting))

@@ -22,7 +22,7 @@ IMPLEMENTATIONS = ("torch-ddp", "torch-fsdp2", ACCELERATE, "fsdp_ref-wrapper")
 
 
 class ModelDiffersAsExpected(ModelDiffers):
-    """A model trains otherwise, and the message is what `expected_failures` says."""
+    """A model trains differently, with the message that `expected_failures` names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class BoundModel:
         world_size: Number of ranks.
         steps: Optimizer steps.
         reason: Why it is known to differ; empty if it is not.
-        says: A part of the message with which it does, as a pattern (fnmatch).
+        says: A part of the message of that difference, as a pattern (fnmatch).
     """
 
     model: str | Callable[[], nn.Module]
@@ -49,7 +49,7 @@ class BoundModel:
         """Compare with one process; raises as `fsdp_testing.train.model.check_model` does.
 
         Raises:
-            ModelDiffersAsExpected: It trains otherwise, in the way that is known.
+            ModelDiffersAsExpected: It trains differently, in the known way.
         """
         try:
             return check_model(self.model, self.implementation, world_size=self.world_size, steps=self.steps)

@@ -1,6 +1,6 @@
-"""What pytest-timeout and pytest-rerunfailures need of a test on ranks: a deadline, and further attempts.
+"""Gives tests on ranks the deadline of pytest-timeout and the reruns of pytest-rerunfailures.
 
-Neither sees such a test: it has no setup, call or teardown in the controlling process. So what they were asked for is read here.
+Neither sees such a test: it has no setup, call or teardown in the controlling process. So this module reads their settings.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 _LIMIT = pytest.StashKey[float]()
-# What decides about another attempt by the exception itself, which stays in its rank, or by a count of the whole session.
+# Settings that decide on a rerun by the exception itself, which stays in its rank, or by a count of the whole session.
 _FILTERS = ("only_rerun", "rerun_except", "max_suite_reruns")
 
 
 class TimeLimits:
-    """Takes the limits of pytest-timeout over for tests on ranks, by the hooks that it offers for that.
+    """Applies the limits of pytest-timeout to tests on ranks, through its hooks.
 
     Its own methods end the session (`thread`) or the wait for the ranks (`signal`). The pool ends the ranks, says where each
     of them is, and the session goes on. With `timeout_func_only` pytest-timeout asks nobody, and there is no such limit.
@@ -25,7 +25,7 @@ class TimeLimits:
 
     @pytest.hookimpl(tryfirst=True, optionalhook=True)
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> bool | None:
-        """Note the limit of a marked test; True says that this was done."""
+        """Note the limit of a marked test and return True."""
         if item.get_closest_marker("world") is None:
             return None
         item.stash[_LIMIT] = float(settings.timeout)
@@ -43,7 +43,7 @@ def deadline_of(item: pytest.Item, own: float | None) -> float | None:
 
 
 def attempts(item: pytest.Item) -> int:
-    """Return how often pytest-rerunfailures is to have a test that fails run, at least once."""
+    """Return how often pytest-rerunfailures runs a failing test, at least once."""
     plugin: Any = item.config.pluginmanager.get_plugin("rerunfailures")
     if plugin is None or _refusal(item):
         return 1
@@ -51,7 +51,7 @@ def attempts(item: pytest.Item) -> int:
 
 
 def wait_before_next(item: pytest.Item) -> None:
-    """Wait as long as pytest-rerunfailures was asked to wait between two attempts."""
+    """Wait for the delay of pytest-rerunfailures between two attempts."""
     plugin: Any = item.config.pluginmanager.get_plugin("rerunfailures")
     delay = float(plugin.get_reruns_delay(item) or 0.0)
     if delay > 0:
@@ -59,7 +59,7 @@ def wait_before_next(item: pytest.Item) -> None:
 
 
 def warn_of_reruns(config: pytest.Config, marked: Sequence[pytest.Item]) -> None:
-    """Say once why tests on ranks that fail are not run again, where pytest-rerunfailures was asked to."""
+    """Say once why pytest-rerunfailures cannot rerun failed tests on ranks."""
     if not config.pluginmanager.hasplugin("rerunfailures"):
         return
     for item in marked:
@@ -72,7 +72,7 @@ def warn_of_reruns(config: pytest.Config, marked: Sequence[pytest.Item]) -> None
 
 
 def _refusal(item: pytest.Item) -> str:
-    """Return why no further attempt can be made; empty where it can."""
+    """Return why no further attempt can be made; empty if it can."""
     plugin: Any = item.config.pluginmanager.get_plugin("rerunfailures")
     if not all(hasattr(plugin, name) for name in ("get_reruns_count", "get_reruns_delay")):
         return "this release does not say how often"

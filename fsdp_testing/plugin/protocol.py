@@ -59,7 +59,7 @@ class Protocol:
             again = attempt < last and any(report.failed for report in reports)
             for report in reports:
                 if again and report.failed:
-                    # The outcome that pytest-rerunfailures shows and counts. The world of a test that failed is not lent again.
+                    # The outcome that pytest-rerunfailures shows and counts. The world of a failed test is not lent again.
                     report.outcome = "rerun"  # type: ignore[assignment]  # one that pytest itself does not know
                 item.ihook.pytest_runtest_logreport(report=report)
             item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
@@ -93,7 +93,7 @@ class Protocol:
                 # Notes say where the ranks were when another plugin's time limit ended the test.
                 merged = _failed_setup(item, "\n".join([str(error), *getattr(error, "__notes__", ())]))
             except Exception:
-                # A fault of this harness fails the one test, with all that is known; the session goes on.
+                # An error of this harness fails this one test, with everything known about it; the session goes on.
                 text = "the harness failed, so the verdict is unknown\n" + traceback.format_exc()
                 merged = _failed_setup(item, text)
             else:
@@ -154,12 +154,12 @@ class Protocol:
         return [skipped, Phase("teardown", "passed", 0.0)]
 
     def _tear_down_here(self, item: pytest.Item, nextitem: pytest.Item | None, merged: list[Phase]) -> None:
-        """End fixtures that ordinary tests before this one left alive in this process for ordinary tests after it."""
+        """End fixtures that earlier ordinary tests keep alive in this process for later ones."""
         wanted = nextitem.listchain() if nextitem is not None else []
         shared = shared_length(self._plain_chain, wanted)
         if shared == len(self._plain_chain):
             return
-        # What the next item shares stays set up, and is left by a later item.
+        # Fixtures that the next item shares stay set up; a later item ends them.
         self._plain_chain = self._plain_chain[:shared]
         try:
             pytest_compat.end_fixtures(item, nextitem)
@@ -195,7 +195,7 @@ class Protocol:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
-        """Let a test fail of which `worlds` lost a rank, also one that is marked `xfail`."""
+        """Fail a test if its `worlds` lost a rank, even if it is marked `xfail`."""
         report = yield
         return failed_if_lost(report, call.excinfo.value) if call.excinfo is not None else report
 
@@ -214,7 +214,7 @@ class Protocol:
 
 
 class Sweep:
-    """After every item: end fixtures that live in the ranks of worlds which the next item does not run on."""
+    """After every item: end fixtures in the ranks of worlds that the next item does not use."""
 
     def __init__(self, leases: Leases) -> None:
         self._leases = leases
@@ -236,7 +236,7 @@ class Sweep:
         return result
 
     def end(self) -> None:
-        """End the ranks; what goes wrong then is an error of the last test that ran, for it belongs to no other one."""
+        """End the ranks; errors in this are reported on the last test, since they belong to no other."""
         self._leases.close()
         problems = self._leases.take_problems()
         if problems and self._last is not None:
@@ -245,7 +245,7 @@ class Sweep:
 
 
 def _shown(value: Any) -> Any:
-    """Return plain data without anything that could steer the terminal; colours stay, as in any test's output."""
+    """Return plain data with escapes for everything that could steer the terminal; colours stay, as in any test's output."""
     if isinstance(value, str):
         return printable(value, colours=True)
     if isinstance(value, dict):
@@ -269,7 +269,7 @@ def _failed_setup(item: pytest.Item, text: str) -> list[Phase]:
 
 
 def _properties(outcome: WorldOutcome) -> tuple[tuple[str, Any], ...]:
-    """Return what ranks recorded, each value once; a name gets the rank when ranks recorded different values."""
+    """Return the values that ranks recorded, each once; a name gets the rank if ranks recorded different values."""
     by_value: dict[tuple[str, str], tuple[tuple[str, Any], list[int]]] = {}
     reporting = [rank for rank in outcome.ranks if isinstance(rank.value, RankResult)]
     for rank in reporting:

@@ -25,7 +25,7 @@ def parsed_config(options: Mapping[str, Any], args: Sequence[str]) -> pytest.Con
 
 
 class _PlainWriter:
-    """Stands for the terminal, which ranks do not have: the first releases colour compared values through it."""
+    """Stands for the terminal, which ranks do not have: early releases colour compared values through it."""
 
     def _highlight(self, source: str, lexer: str = "python") -> str:
         del lexer
@@ -50,10 +50,10 @@ def load_first_conftests(config: pytest.Config, paths: Sequence[str]) -> None:
     """Load the conftest files that belong to the arguments `paths`, in a session that is configured already."""
     manager: Any = config.pluginmanager
     config.known_args_namespace.file_or_dir = list(paths)
-    # pytest's own part of the hook: the others have had it, and capturing must not start twice.
+    # pytest's own part of the hook: other plugins have run theirs, and capturing must not start twice.
     others = [plugin for plugin in manager.get_plugins() if plugin is not config]
     load = manager.subset_hook_caller("pytest_load_initial_conftests", remove_plugins=others)
-    # Only these conftest files may declare pytest_plugins; pytest takes any that comes after configuring for a later one.
+    # Only these conftest files may declare pytest_plugins; pytest takes any file loaded after configuring for a later one.
     manager._configured = False
     try:
         load(early_config=config, args=list(paths), parser=config._parser)
@@ -62,7 +62,7 @@ def load_first_conftests(config: pytest.Config, paths: Sequence[str]) -> None:
 
 
 def attach_log_handlers_once(config: pytest.Config) -> None:
-    """In this process, for good, let pytest's log capture reach loggers that do not propagate through one lasting handler.
+    """In this process, for good, let pytest's log capture reach loggers that do not propagate, through one lasting handler.
 
     Since 9.1 pytest adds two handlers to each of them in each phase of a test. torch has some forty, and every rank pays
     for each of its tests: a quarter of what a small test costs.
@@ -79,7 +79,7 @@ def attach_log_handlers_once(config: pytest.Config) -> None:
 
 
 class _Relay(logging.Handler):
-    """Hands what one logger that does not propagate gets to the handlers that capture at the moment."""
+    """Passes the records of a logger that does not propagate to the current capture handlers."""
 
     capturing: ClassVar[list[logging.Handler]] = []
     of: ClassVar[dict[logging.Logger, _Relay]] = {}
@@ -98,7 +98,7 @@ class _Relay(logging.Handler):
 
 
 class _Capture:
-    """Enters and leaves as pytest's own class does, but for the loggers that a relay serves."""
+    """Enters and leaves as pytest's own class does, except for loggers that a relay serves."""
 
     __slots__ = ()  # its attributes are those of pytest's class
 
@@ -129,7 +129,7 @@ class _Waiting(dict[Path, object]):
     """Conftest modules by directory; each is taken out when its directory is collected, and only then."""
 
     def clear(self) -> None:
-        """Keep the rest: here collecting does not end with the first file."""
+        """Keep the rest: in a rank collection does not end with the first file."""
 
 
 def remember_conftests(session: Any) -> None:
@@ -144,10 +144,10 @@ def remember_conftests(session: Any) -> None:
 
 
 def end_fixtures(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End the fixtures of `item` that `nextitem` does not share, as its teardown would, but later than that.
+    """End the fixtures of `item` that `nextitem` does not share, as its teardown would, but later.
 
-    No private name, but private knowledge: who ends fixtures, and who sets hooks of the interpreter around every phase of
-    a test (before 8.4), which fixtures of longer life have seen since they were set up.
+    No private name, but private knowledge: which plugin ends fixtures, and which one sets hooks of the interpreter around
+    every phase of a test (before 8.4), which longer-lived fixtures have seen since their setup.
     """
     manager = item.config.pluginmanager
     parts = [manager.get_plugin(name) for name in ("runner", "unraisableexception", "threadexception")]
@@ -157,10 +157,10 @@ def end_fixtures(item: pytest.Item, nextitem: pytest.Item | None) -> None:
 
 @contextmanager
 def own_notes(item: pytest.Item, location: tuple[str, int | None, str] | None) -> Iterator[None]:
-    """Have an item keep nothing of the run inside: it lives as long as the session, and so would that, of every test.
+    """Run an item without keeping the run's data in it: items live as long as the session, and so would the data of every test.
 
-    For the run it is given its `location`, which it would read off code objects and files: the controller has done so.
-    Assigned, not put into the item's dictionary: Python makes one of some hundred bytes as soon as somebody asks for it.
+    The item gets its `location` from the controller, instead of reading it from code objects and files.
+    It is assigned, not put into the item's dictionary: Python allocates some hundred bytes on the first access to that.
     """
     storage = item.stash._storage
     before = dict(storage)
@@ -176,7 +176,7 @@ def own_notes(item: pytest.Item, location: tuple[str, int | None, str] | None) -
 
 
 def name_current_test_in_place(config: pytest.Config) -> None:
-    """In this process, for good, let pytest say in `PYTEST_CURRENT_TEST` which test runs without a copy left of each text."""
+    """In this process, for good, let pytest set `PYTEST_CURRENT_TEST` to the running test without leaking a copy of each text."""
     module: Any = config.pluginmanager.get_plugin("runner")
 
     def update(item: pytest.Item, when: str | None) -> None:
@@ -199,7 +199,7 @@ def draws_alike_everywhere(function: Callable[..., Any]) -> bool:
 
 
 def drop_reports(config: pytest.Config) -> None:
-    """Have this process write no report: another one with the same arguments writes the same files."""
+    """Keep this process from writing reports: another one with the same arguments writes the same files."""
     for plugin in config.pluginmanager.get_plugins():
         if type(plugin).__name__ == "LogXML":
             setattr(plugin, "logfile", os.devnull)  # noqa: B010 - of a private class

@@ -1,4 +1,4 @@
-"""Debugs one of N ranks: the chosen rank gets the terminal; the others say how to choose them.
+"""Debugs one of N ranks: the chosen rank gets the terminal; `breakpoint()` in the others says how to choose them.
 
 Ranks have no terminal: their descriptors lead to the controller. Under `--rank-pdb R`, rank R opens the controller's
 terminal by name, for `breakpoint()` and to inspect the frames of a failure.
@@ -47,14 +47,14 @@ def terminal_name() -> str | None:
         try:
             target = str(entry.readlink())
         except OSError:
-            continue  # the number under which the folder itself was read
+            continue  # the descriptor through which the folder was read
         if target.startswith(("/dev/pts/", "/dev/tty")) and target != "/dev/tty":
             return target
     return None
 
 
 class _PostMortem:
-    """Opens the debugger where a test of this rank failed."""
+    """Opens the debugger at the failure of this rank's test."""
 
     def __init__(self, reading: TextIO, writing: TextIO, rank: int) -> None:
         self._reading = reading

@@ -1,8 +1,8 @@
 """The pytest plugin inside a rank: fixtures of the rank, reports kept, state guarded.
 
-Reports and warnings are kept for the controller instead of shown. State is compared and put back around exactly what a
-test owns: a snapshot is taken before the first fixture of a node is set up and compared after the last one of that
-node was torn down, so that what a module's fixture changes lasts as long as the module's fixtures do.
+Reports and warnings are kept for the controller instead of shown. State is compared and restored around exactly what a
+test owns: a snapshot is taken before the first fixture of a node is set up, and compared after the last one of that
+node is torn down. So changes by a module's fixture last as long as the module's fixtures.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SET_PER_TEST = frozenset({"warnings filters", "logging"})
 
 
 def _plain(value: object) -> Any:
-    """Return a property as reports show it: anything that is no plain value as its text."""
+    """Return a property as reports show it: plain values, and anything else as its text."""
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
@@ -61,7 +61,7 @@ class RankPlugin:
         self._directories: dict[tuple[Any, Path], Any] = {}
 
     def begin(self, item: pytest.Item) -> None:
-        """Note which item runs; ranks of a world run the same ones in the same order."""
+        """Note the running item; ranks of a world run the same items in the same order."""
         self._runs += 1
         self._item = (item.name, self._runs)
 
@@ -82,12 +82,12 @@ class RankPlugin:
         return self._user_properties
 
     def deepest_guarded(self, chain: list[Any]) -> int:
-        """Return how many leading nodes of `chain` have fixtures set up, counted up to the deepest that has."""
+        """Return how many leading nodes of `chain` have fixtures set up, counted to the deepest such node."""
         return max((i + 1 for i, node in enumerate(chain) if node in self._guards), default=0)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_makereport(self, call: pytest.CallInfo[Any]) -> None:
-        """Let the account of a mismatch end where the collective was called: how it was noticed helps nobody."""
+        """End the traceback of a mismatch at the call of the collective: the ledger's frames do not help users."""
         if call.excinfo is None or not isinstance(call.excinfo.value, CollectiveMismatch):
             return
         last = trace = call.excinfo.value.__traceback__
@@ -109,7 +109,7 @@ class RankPlugin:
             self._user_properties = tuple((str(name), _plain(value)) for name, value in report.user_properties)
         outcome, wasxfail = report.outcome, getattr(report, "wasxfail", None)
         if isinstance(longrepr, str) and longrepr.startswith(STRICT_XPASS):
-            # Not this rank's to fail: the test fails as its mark says if it fails on any rank.
+            # This rank need not fail: the test fails as its mark says if it fails on any rank.
             outcome, wasxfail = "passed", longrepr.removeprefix(STRICT_XPASS)
         sections = list(report.sections)
         self._phases.append(Phase(report.when, outcome, report.duration, longrepr, sections, wasxfail, subtest))
@@ -142,7 +142,7 @@ class RankPlugin:
         parametrize_sizes(metafunc)
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        """Know the item by its id, whatever later hooks deselect."""
+        """Remember the item by its id, whatever later hooks deselect."""
         self.items.setdefault(collected_id(item), item)
 
     @pytest.hookimpl(wrapper=True)
@@ -157,7 +157,7 @@ class RankPlugin:
         __tracebackhide__ = True
         own = str(fixturedef.func.__module__).startswith(("_pytest.", "fsdp_testing."))
         if fixturedef.scope != "function" and own:
-            # A fixture of pytest or of this plugin changes no state, and nothing need be kept for it.
+            # A fixture of pytest or of this plugin changes no state.
             return (yield)
         node = request.node
         if node not in self._guards:
@@ -168,7 +168,7 @@ class RankPlugin:
         before = Snapshot() if inside else None
         result = yield
         if before is not None:
-            # A longer-lived fixture was asked for in the middle of a test: what it changed is to outlast the test.
+            # A longer-lived fixture was requested in the middle of a test: its changes outlast the test.
             after = Snapshot()
             for snapshot in inside:
                 snapshot.accept(before, after)
@@ -252,7 +252,7 @@ def tmp_path_factory(request: pytest.FixtureRequest) -> RankTemporaryPaths:
 
 @pytest.fixture(name=SIZE_FIXTURE)
 def _size(request: pytest.FixtureRequest) -> Any:
-    """Carries the size that a list in the marker made part of the test's id."""
+    """Carries the size from a marker's list into the test's id."""
     return getattr(request, "param", None)
 
 
@@ -282,7 +282,7 @@ class RankTemporaryPaths:
 
 
 def _without_torchs_log(section: tuple[str, str]) -> tuple[str, str]:
-    """Leave out the lines in which torch logs that a collective raised: the exception itself is shown."""
+    """Drop torch's log lines about a collective that raised: the exception itself is shown."""
     title, text = section
     if not title.startswith("Captured log"):
         return section

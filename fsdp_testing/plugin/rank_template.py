@@ -1,10 +1,10 @@
 """A pytest session that the fork server makes once, and that every new rank inherits.
 
 Starting pytest is about a third of what a test in new processes costs; a fork has it for nothing (eight tests on two new
-ranks each: 6.5 s of processor time with it, 7.3 s without; one test alone costs the same either way). What is made
-ahead holds pytest's own plugins alone: modules of the user (conftest files, plugins) are imported in the rank, since the
-fork server runs no code that might compute or start threads. A rank whose session is another one, or whose fork server
-could not make it, makes its own by the same function.
+ranks each: 6.5 s of processor time with it, 7.3 s without; one test alone costs the same either way). The session made
+ahead holds only pytest's own plugins: the rank imports the user's modules (conftest files, plugins), since the fork
+server runs no code that might compute or start threads. A rank with a different session, or whose fork server could
+not make one, makes its own by the same function.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fsdp_testing.plugin.records import SessionSpec
 
 
 class Started:
-    """A configured session that has loaded nothing of the user's yet."""
+    """A configured session that has not yet loaded any of the user's code."""
 
     def __init__(self, spec: SessionSpec) -> None:
         self.spec = spec
@@ -39,18 +39,18 @@ class Started:
 
     @contextmanager
     def filters(self) -> Iterator[None]:
-        """Have pytest's filters of warnings while its session works in this process.
+        """Use pytest's warning filters while its session works in this process.
 
-        pytest sets them once for the whole process; a rank also serves callers that know nothing of pytest, who get
-        the same filters on every rank, whoever had it before.
+        pytest sets them once for the whole process. A rank also serves callers without pytest, which get the same filters on
+        every rank, whatever ran there before.
         """
         with warnings.catch_warnings():
-            warnings.simplefilter("default")  # the module notices changes made through its functions only
+            warnings.simplefilter("default")  # the module notices only changes made through its functions
             warnings.filters[:] = self._filters  # type: ignore[index]  # typeshed calls the list a Sequence
             yield
 
     def load_users_code(self) -> None:
-        """Import and register what the controller has: plugins, then the first conftest files."""
+        """Import and register the controller's plugins, then the first conftest files."""
         manager = self.config.pluginmanager
         present = manager.get_plugins()
         for name, module in self.spec.plugins:
@@ -66,7 +66,7 @@ class Started:
 def _configured(spec: SessionSpec) -> pytest.Config:
     """Return a parsed configuration equal to the controller's, with pytest's own plugins."""
     options = dict(spec.options)
-    # Some file must be named, or pytest looks for one around the paths; with the controller it did not find any.
+    # Name a file, or pytest looks for one around the paths; the controller found none.
     options.update(inifilename=spec.inifile or os.devnull, rootdir=spec.root, plugins=[], basetemp=None)
     args = [argument for name in spec.blocked for argument in ("-p", f"no:{name}")]
     # Neither entry points nor variables: the controller has named what it loaded.
@@ -95,6 +95,6 @@ def prepare(text: str) -> None:
 
 
 def take(spec: bytes) -> Started:
-    """Return the session that was made ahead, or one made now."""
+    """Return the session made ahead, or a new one."""
     made = _ahead.pop(spec, None)
     return Started(pickle.loads(spec)) if made is None else made

@@ -1,4 +1,4 @@
-"""What the controlling pytest and the pytest inside a rank send each other: plain data, no pytest objects.
+"""Messages between the controlling pytest and the pytest inside a rank: plain data, no pytest objects.
 
 What is sent for every test is a named tuple or says itself what to send: see `ranks/pool/jobs.py`.
 """
@@ -20,11 +20,11 @@ class SessionSpec:
         inifile: Configuration file, or None.
         directory: Where pytest was invoked.
         paths: Collection arguments: they decide which conftest files are loaded first.
-        options: Every option by destination, as far as its value is plain data; the ones that would make a rank write
-            reports or read the terminal are neutralised.
+        options: Options by destination, if their values are plain data; options that would make a rank write reports or
+            read the terminal are neutralised.
         plugins: (name, module) of the plugins to register.
         blocked: Names of plugins that must not be loaded.
-        markers: Registered markers, those of plugins that ranks do not load included.
+        markers: Registered markers, including those of plugins that ranks do not load.
         empty: An empty directory, for parsing before anything of the user's is loaded.
     """
 
@@ -41,7 +41,7 @@ class SessionSpec:
 
 @dataclass(frozen=True, slots=True)
 class Debugging:
-    """Which rank gets the terminal, where that is, and the file that appears when it is done."""
+    """The rank that gets the terminal, the terminal's path, and the file that appears when the rank is done."""
 
     rank: int
     terminal: str
@@ -57,7 +57,7 @@ class ItemTask(NamedTuple):
         keep: How many of the item's leading collectors the next item of the session shares: their fixtures live on.
         last: Whether the session ends with this item (fresh processes).
         debugging: Set under `--rank-pdb`.
-        location: The item's place as pytest reports it; None: to be found.
+        location: The item's place as pytest reports it; None: the rank finds it.
     """
 
     nodeid: str
@@ -69,12 +69,12 @@ class ItemTask(NamedTuple):
 
 
 STRICT_XPASS = "[XPASS(strict)] "
-"""How pytest begins the account of a test that passes although a strict mark says that it fails."""
+"""Beginning of pytest's message for a test that passes despite a strict xfail mark."""
 
 
 @dataclass(slots=True)
 class Phase:
-    """One report: setup, call, teardown, or a subtest of the call; of one rank, or what ranks' reports are merged into.
+    """One report of setup, call, teardown, or a subtest of the call; of one rank, or merged from all ranks.
 
     `longrepr` is the serialised form that `pytest_report_to_serializable` makes; `subtest` what pytest calls the context of a
     subtest: its message and arguments.
@@ -89,7 +89,7 @@ class Phase:
     subtest: dict[str, Any] | None = None
 
     def __reduce__(self) -> tuple[type[Phase], tuple[Any, ...]]:
-        """Be sent without what is nearly always left out."""
+        """Be sent without fields that are nearly always empty."""
         facts = self.when, self.outcome, self.duration, self.longrepr, self.sections, self.wasxfail, self.subtest
         return Phase, facts[:3] if facts[3:] == (None, [], None, None) else facts
 
@@ -110,15 +110,15 @@ class WarningRecord:
 
 
 class RankResult(NamedTuple):
-    """What one rank's pytest made of an item.
+    """The result of an item from one rank's pytest.
 
     Attributes:
         phases: Its reports in order.
         user_properties: From `record_property`.
-        warnings: Those recorded meanwhile.
-        dirt: What the item, or a fixture that ended with it, left behind.
+        warnings: Recorded during the item.
+        dirt: What the item, or a fixture that ended with it, leaked.
         kept: How many leading collectors still have fixtures set up.
-        groups: How many process groups this rank has ever made; ranks must agree about it.
+        groups: How many process groups this rank has ever made; ranks must agree on it.
         stop: Why the test asked to stop the session; empty when it did not.
         problem: Why the item could not be run at all (collection failed in the rank); empty normally.
         fail: Why the test asked to end the session as failed; empty when it did not.

@@ -1,4 +1,4 @@
-"""Chooses the tests that run on ranks, and their worlds, from markers, options and nodes, alike in controller and ranks."""
+"""Chooses the tests that run on ranks, and their worlds, from markers, options and nodes; the same in controller and ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZE_FIXTURE = "fsdp_world_size"
 
 
 def defaults_of(config: pytest.Config) -> Defaults:
-    """Return what the command line says.
+    """Return the command line's defaults.
 
     Raises:
         InvalidArgument: Lists every wrong option.
@@ -27,7 +27,7 @@ def defaults_of(config: pytest.Config) -> Defaults:
 
 
 def request_of(node: Any) -> Request | None:
-    """Return what the closest `world` marker of a node asks for; None without a marker.
+    """Return the request of a node's closest `world` marker; None without a marker.
 
     Raises:
         InvalidArgument: The marker's arguments are wrong.
@@ -41,7 +41,7 @@ def request_of(node: Any) -> Request | None:
 
 
 def parametrize_sizes(metafunc: pytest.Metafunc) -> None:
-    """Give a test whose marker lists sizes one id for each, such as `[world=2]`."""
+    """Give a test one id for each size that its marker lists, such as `[world=2]`."""
     try:
         request = request_of(metafunc.definition)
     except InvalidArgument as error:
@@ -77,7 +77,7 @@ def world_request(item: pytest.Item) -> WorldRequest:
     """Return the one world that a marked item runs on.
 
     Raises:
-        InvalidArgument: The marker's arguments are wrong, or sizes were listed where no ids can be made of them.
+        InvalidArgument: The marker's arguments are wrong, or sizes are listed where they cannot become ids.
     """
     request = request_of(item)
     if request is None:
@@ -93,7 +93,7 @@ def world_request(item: pytest.Item) -> WorldRequest:
 
 
 def size_words(item: pytest.Item) -> set[str]:
-    """Return the word by which `-k` selects a marked item by its size; none where the marker is wrong."""
+    """Return the word by which `-k` selects a marked item by its size; none if the marker is wrong."""
     try:
         return {f"world{world_request(item).size}"}
     except InvalidArgument:
@@ -101,7 +101,7 @@ def size_words(item: pytest.Item) -> set[str]:
 
 
 def refusal_to_draw(item: pytest.Item) -> str | None:
-    """Return why a Hypothesis test cannot run on ranks; None for a test that draws nothing, or the same everywhere."""
+    """Return why a Hypothesis test cannot run on ranks; None for other tests, or if it draws the same examples everywhere."""
     function: Any = getattr(item, "obj", None)
     if not getattr(function, "is_hypothesis_test", False) or pytest_compat.draws_alike_everywhere(function):
         return None

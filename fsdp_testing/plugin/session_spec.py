@@ -102,7 +102,7 @@ def _belongs_in_ranks(name: str, plugin: types.ModuleType, off: set[str]) -> boo
     module = plugin.__name__
     if name in off or module in off or module.startswith(("_pytest.", "fsdp_testing.")):
         return False
-    # conftest files are loaded by the rank itself, at their place in the tree.
+    # the rank loads conftest files itself, at their place in the tree.
     return Path(getattr(plugin, "__file__", None) or "").name != "conftest.py"
 
 

@@ -26,8 +26,8 @@ class RanksFailed(WorldFailed, AssertionError):
 class Worlds:
     """The fixture `worlds`: `worlds(size=2, backend="gloo").run(function, *args)` gives one result per rank.
 
-    It lives as long as the session, so that Hypothesis may share it among examples; what belongs to one test, such as
-    what its functions leave behind, is reported on the test that `running` names.
+    It lives as long as the session, so that Hypothesis may share it among examples. Reports that belong to one test, such as
+    leaks of its functions, go to the test that `running` names.
     """
 
     def __init__(self, session: pytest.Session, leases: Leases, running: Callable[[], pytest.Item]) -> None:
@@ -36,7 +36,7 @@ class Worlds:
         self.running = running
 
     def __call__(self, size: int = 2, *args: Any, **kwargs: Any) -> BoundWorld:
-        """Return a world by the arguments of the marker.
+        """Return a world; the arguments are the marker's.
 
         Raises:
             InvalidArgument: An argument is wrong; one call takes one size.

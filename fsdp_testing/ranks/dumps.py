@@ -1,7 +1,7 @@
-"""What torch's flight recorder left of a training that hangs: reads a dump of each rank, and says who waits for whom.
+"""Reads the dumps that torch's flight recorder wrote for a hanging training, one per rank, and says who waits for whom.
 
-A dump is a pickle, and a pickle may run anything. So only those of its instructions are admitted that build plain data; a dump
-that is JSON is read as well, but says neither where a collective was called nor, of gloo, whether it is over.
+A dump is a pickle, and a pickle may run any code. So the reader admits only instructions that build plain data. It also reads
+JSON dumps, but those do not say where a collective was called nor, with gloo, whether it has completed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LIBRARIES = (
     *(f"/torch/{part}" for part in ("distributed/", "nn/", "autograd/", "optim/", "utils/", "_")),
     *("/fsdp_testing/ranks/ledger/", "/contextlib.py", "<frozen", "<string>", "??"),
 )
-# Sizes and dtypes of these are equal on every rank; of others a rank may have its own.
+# Every rank passes equal sizes and dtypes to these; to others a rank may pass its own.
 _EVEN = re.compile(
     "all_reduce|broadcast|reduce|_all_gather_base|_reduce_scatter_base|(all_gather|reduce_scatter)_single"
 )
@@ -49,7 +49,7 @@ _EVEN = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Dumped:
-    """One collective as a rank's dump holds it; `pending` where it has not come to an end."""
+    """One collective as a rank's dump holds it; `pending` if it has not completed."""
 
     record: CollectiveRecord
     pending: bool
@@ -64,7 +64,7 @@ class Dump:
         rank: As the name of the file says.
         collectives: By group and number.
         members: Ranks of the groups that the dump names, by group.
-        messages: Sends and receives that are not over.
+        messages: Sends and receives that have not completed.
         whole: Whether the recorder has dropped nothing.
     """
 
@@ -86,7 +86,7 @@ def read_dumps(paths: Sequence[Path]) -> list[Dump]:
     """Read the dumps in these files, and in the files of these folders, by rank.
 
     Raises:
-        InvalidArgument: There is none, a file's name does not end with a rank, or two with the same.
+        InvalidArgument: There are no dumps, a file's name does not end with a rank, or two names end with the same one.
         InvalidRecord: A file is no dump.
     """
     files = [file for path in paths for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
@@ -114,7 +114,7 @@ def _plain(file: Path) -> Mapping[str, Any]:
         return load_json(data.decode("utf-8", "replace"), str(file))
     try:
         for count, (code, argument, _) in enumerate(pickletools.genops(data)):
-            # A place far beyond those that were filled would have memory for all of them made.
+            # An index far beyond the filled ones would allocate memory for all of them.
             beyond = code.name.endswith("PUT") and isinstance(argument, int) and argument > count
             if code.name not in _PLAIN or beyond:
                 raise ValueError(f"the instruction {code.name} {argument!r:.60}")
@@ -139,9 +139,9 @@ def _dump(rank: int, content: Mapping[str, Any], where: str) -> Dump:
     labels: dict[str, str] = {}
     config = content.get("pg_config")
     for name, facts in config.items() if isinstance(config, dict) else ():
-        with suppress(Exception):  # a group whose members nobody can read is one whose members are not known
+        with suppress(Exception):  # unreadable members count as unknown members
             ranks = json.loads(facts["ranks"])
-            # Gloo gives one entry without a name, and the ranks of whichever group came last.
+            # Gloo writes one entry without a name; its ranks are those of the last group made.
             if (
                 isinstance(name, str)
                 and name
@@ -168,7 +168,7 @@ def _group(name: object, description: object, ranks: Sequence[int] = ()) -> str:
 
 def _add(dump: Dump, entry: Mapping[str, Any], labels: Mapping[str, str]) -> None:
     backend, _, name = _text(entry["profiling_name"]).partition(":")
-    # What gloo has retired is over, or has failed; it has no other state.
+    # A collective that gloo has retired has completed or failed; gloo records no other state.
     pending = entry["state"] != "completed" and not (backend == "gloo" and entry.get("retired") is True)
     if entry.get("is_p2p"):
         dump.messages.extend([f"{name} at {_site(entry)}"] if pending else [])
@@ -195,14 +195,14 @@ def _add(dump: Dump, entry: Mapping[str, Any], labels: Mapping[str, str]) -> Non
 
 
 def _text(value: Any) -> str:
-    # A list in its place may hold itself, or be written as more text than there is memory.
+    # A list here may contain itself, or its text may not fit in memory.
     if not isinstance(value, str):
         raise TypeError(f"a {type(value).__name__} in place of a text")
     return value
 
 
 def _site(entry: Mapping[str, Any]) -> str:
-    """Return the innermost place in the user's own code; without frames that it is not known."""
+    """Return the innermost place in the user's own code, or a text that says it is unknown."""
     frames = [f"{_text(f['filename'])}:{int(f['line'])} in {_text(f['name'])}" for f in entry.get("frames", ())]
     own = [frame for frame in frames if not any(part in frame.partition(" in ")[0] for part in _LIBRARIES)]
     return next(iter(own or frames), "a place that the dump does not name")
@@ -210,14 +210,14 @@ def _site(entry: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """How much later than the first one a rank came to the collectives that all members of a group hold.
+    """How much later than the first rank a rank reached the collectives that all members of a group hold.
 
     Attributes:
         rank: The rank.
-        compared: How many those were.
+        compared: Number of these collectives.
         mean: Mean seconds, by the clock of each host.
         most: The most seconds.
-        where: The collective at which it came so late.
+        where: The collective with the largest delay.
         last: What it issued last.
     """
 
@@ -287,13 +287,13 @@ class _Ranks:
         return [difference.sentence()] if difference is not None else []
 
     def _missing(self, group: str, number: int) -> list[int]:
-        """Return the members that have not issued it, as far as their dumps tell."""
+        """Return the members whose dumps do not show the collective."""
         members = [self.dumps[rank] for rank in self.groups[group] if rank in self.dumps]
         known = [dump for dump in members if dump.whole or group in dump.collectives]
         return [dump.rank for dump in known if max(dump.collectives.get(group, ()), default=0) < number]
 
     def waits(self) -> list[str]:
-        """Return a sentence on each collective that ranks wait in for others; one in which nobody awaited waits comes first."""
+        """Return a sentence on each collective in which ranks wait; first those that miss a rank which does not wait itself."""
         waiting: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         for rank, dump in self.dumps.items():
             for one in [one for one in dump.records if one.pending]:
@@ -321,7 +321,7 @@ class _Ranks:
         return "; ".join(clauses)
 
     def pending(self) -> Iterator[str]:
-        """Say what is under way though every member has issued it, and which messages are."""
+        """Describe pending messages, and collectives that are pending although every member has issued them."""
         under_way: dict[str, list[int]] = {}
         for rank, dump in self.dumps.items():
             for what in [*dump.messages, *(_placed(one.record) for one in dump.records if one.pending)][:1]:
@@ -333,7 +333,7 @@ class _Ranks:
             )
 
     def behind(self) -> Iterator[str]:
-        """Say who has issued fewer collectives of a group, though nobody is seen to wait."""
+        """Name the ranks that issued fewer collectives of a group although no rank is seen to wait."""
         for group in self.groups:
             most = max(
                 (number for dump in self.dumps.values() for number in dump.collectives.get(group, ())), default=0

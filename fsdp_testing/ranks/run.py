@@ -15,7 +15,7 @@ from fsdp_testing.ranks.pool.controller import unavailable_reason
 from fsdp_testing.ranks.pool.outcome import WorldOutcome
 from fsdp_testing.ranks.pool.world import current_world, inside_rank
 
-__tracebackhide__ = True  # pytest shows the frames of whoever called, and what their ranks raised; not ours
+__tracebackhide__ = True  # pytest shows the caller's frames and the ranks' errors, not these frames
 
 
 def run_ranks(
@@ -51,7 +51,7 @@ def run_ranks(
         InvalidArgument, UnsendableFunction, BackendUnavailable: Before anything runs.
     """
     launch = env.torchrun()
-    # A rank that came from a pool may have the environment of a controller under torchrun.
+    # A pooled rank may have the environment of a controller under torchrun.
     if launch is not None and not (inside_rank() and current_world().pooled):
         return run_attached(launch, function, (args, kwargs), size, backend)
     pool = default_pool()
@@ -62,7 +62,7 @@ def run_ranks(
 
 
 def run_with_faults(faults: Sequence[Fault], function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function on this rank with faults; whether they were reached stands in its standard error (`Fault.reached_in`).
+    """Call a function on this rank with faults; its standard error tells which were reached (`Fault.reached_in`).
 
     Collectives: those of the function.
     """

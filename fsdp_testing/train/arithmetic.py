@@ -1,7 +1,7 @@
-"""What a script makes in Python of a number that it took out of a tensor: it may divide a sum over ranks only there.
+"""Finds what a script computes in Python from a number that it took out of a tensor: it may divide a sum over ranks only there.
 
-Seen in the source of the script: factors in the same expression, or where the name that the number is given is used. Factors
-that are names, lengths and numbers of ranks are evaluated; of others nothing is known.
+It reads the script's source: factors in the same expression, or where the number's name is used. Factors that are names,
+lengths and numbers of ranks are evaluated; others are unknown.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from itertools import islice
 from types import FrameType
 
 _HOPS = 3
-"""Names through which a number is followed."""
+"""How many names a number is followed through."""
 _CALLS = {"len", "float", "int", "max", "min", "get_world_size"}
 _SAFE = (ast.Constant, ast.Name, ast.Attribute, ast.BinOp, ast.operator, ast.expr_context, ast.Call)
 _HOLDERS = (ast.Tuple, ast.List, ast.Dict, ast.IfExp, ast.NamedExpr, ast.BinOp)
 _Place = tuple[int | None, int | None, int | None, int | None]
 _Factor = tuple[ast.expr, bool]
-"""By what a number is multiplied, or with True divided."""
+"""A factor of a number; with True a divisor."""
 
 
 def carried(frame: FrameType, value: float) -> float | None:
-    """Return what Python code makes of a number, by factors alone; None where that is not known.
+    """Return the factors that Python code applies to a number; None if unknown.
 
     Args:
         frame: Of the code that is taking it.
@@ -111,9 +111,9 @@ def _names(tree: ast.Module, statement: ast.AST | None) -> Iterator[tuple[str, a
 
 
 def _is_of_another(statement: ast.AST, scope: ast.AST, name: str, use: ast.AST) -> bool:
-    """Whether a variable has another value where it is used than the one that a statement gives it.
+    """Whether a variable has changed between a statement that sets it and its use.
 
-    It is used within the statement, or given another value between; a use above the statement comes after it in a loop.
+    It is used within the statement, or set again in between; a use above the statement comes after it in a loop.
     """
     here, first, last = _statement(use), statement.lineno, use.lineno  # type: ignore[attr-defined]  # both have a place
     if isinstance(statement, ast.AugAssign) or here is statement:
@@ -145,7 +145,7 @@ def _uses(scope: ast.AST, name: str) -> Iterator[ast.AST]:
 
 
 def _evaluated(node: ast.expr, frame: FrameType) -> float | None:
-    """Return a factor as it is now; None where to evaluate it might do something, or is none."""
+    """Return a factor's present value; None if it is no factor, or its evaluation might have side effects."""
     for part in ast.walk(node):
         if not isinstance(part, _SAFE):
             return None

@@ -1,7 +1,7 @@
-"""Whether a training computes under autocast, and the same training without it.
+"""Detects whether a training computes under autocast, and runs the same training without it.
 
-Roundings of bfloat16 hide a gradient that is a few percent wrong. What a script does with its rows, losses and gradients is the
-same without autocast, where a mistake of that size is far above all roundings.
+Roundings of bfloat16 hide a gradient that is a few percent wrong. Without autocast a script treats its rows, losses and gradients
+in the same way, and a mistake of that size is far above all roundings.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a forward was given: a digest of each row, copies that outlive the step, and the batches of all ranks as one."""
+"""Records the inputs of forwards: a digest of each row, copies that outlive the step, and the batches of all ranks as one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Call:
 
 _OF = "of "
 _MOST_SILENT = 8
-"""Tensors that are kept of forwards without gradients: a validation makes many."""
+"""Most tensors kept from forwards without gradients: a validation makes many."""
 
 
 class Computed:
@@ -45,7 +45,7 @@ class Computed:
         self._is_silent = False
 
     def add(self, output: Any, rows: tuple[str, ...]) -> None:
-        """Take note of what a forward gave of rows; its memory is kept, so that nothing else comes to lie there."""
+        """Note the rows that a forward returned; keep their memory, so that it is not reused."""
         self._now += [(tensor.detach(), rows) for tensor in tensors_in(output) if _memory(tensor)]
 
     def silently(self, call: Callable[[], Any], given: Any) -> Any:
@@ -61,11 +61,11 @@ class Computed:
         return output
 
     def end_step(self) -> None:
-        """Forget what was given in the step before."""
+        """Forget the outputs of the step before."""
         self._before, self._now = self._now, []
 
     def row_digests(self, tree: Any) -> tuple[str, ...]:
-        """Return a digest of each row of what is no output of a forward."""
+        """Return a digest of each row of inputs that are no output of a forward."""
         known = {_memory(tensor) for tensor, _ in (*self._before, *self._now)}
         tensors = [t for t in tensors_in(tree) if not known or not (_memory(t) in known or _depends_on_parameters(t))]
         plain = row_digests(tensors)
@@ -86,7 +86,7 @@ class Computed:
 
 
 def _depends_on_parameters(tensor: torch.Tensor) -> bool:
-    """Whether a tensor would send a gradient to a parameter, as what is made of the output of a forward."""
+    """Whether a tensor would send a gradient to a parameter, for example because it was made from a forward's output."""
     waiting, known = [tensor.grad_fn], set()
     while waiting:
         node = waiting.pop()
@@ -99,7 +99,7 @@ def _depends_on_parameters(tensor: torch.Tensor) -> bool:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Return where a tensor lies; 0 where it has no memory of its own, as a DTensor."""
+    """Return the address of a tensor; 0 without memory of its own, as for a DTensor."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
@@ -147,7 +147,7 @@ def holds_a_loss(output: Any) -> bool:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Return the batches of all ranks as one: tensors with rows are concatenated, all else is rank 0's.
+    """Return the batches of all ranks as one: tensors with rows are concatenated, everything else is rank 0's.
 
     Raises:
         InvalidArgument: Tensors of the ranks have rows of different shapes.

@@ -1,4 +1,4 @@
-"""The decision on a script whose batches are made of the rows of all ranks: what only padding, or a collator, makes differ."""
+"""Judges a script on batches made from the rows of all ranks, and recognises differences due to padding or a collator alone."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from fsdp_testing.train.running import Failed, Undecided
 from fsdp_testing.train.whole import WholeRun
 
 _COLLATED = (
-    "trains as one process does that is given the ranks' batches as they are. But collate_fn makes other rows of the rows of all "
-    "ranks together, and with these it differs: {}. So each rank has its own statistic, of its batch or of the batches before. "
+    "trains as one process does on the ranks' own batches. But from the rows of all ranks together collate_fn makes other rows, "
+    "and on these the training differs: {}. So each rank has its own statistic, of its batch or of earlier batches. "
     "Compute it over the rows of all ranks, or once in the dataset. If it is intended, mark the line after it: `x, y = "
     "fsdp_testing.batch(x, y)`."
 )
 
 _LOOSE = (
-    "differs from one process: {}. But its batches have numbers beside their rows, such as a count, which are not known of the "
+    "differs from one process: {}. But its batches have numbers beside their rows, such as a count, which are unknown for the "
     "rows of all ranks (collate_fn draws random numbers, or the dataset makes batches), so one process got those of rank 0. "
     "Compute them from the rows after this line: `x, y = fsdp_testing.batch(x, y)`."
 )
 
 _BETWEEN = (
-    "not compared: what the script makes of its rows between DataLoader and forward. It is not the same for the rows of all "
+    "not compared: what the script does with its rows between DataLoader and forward. The result differs for the rows of all "
     "ranks: random numbers, or a statistic of each rank's rows"
 )
 
 
 def decided_by_batches(pair: Pair) -> Compared:
-    """Compare, and return what was compared; what differs by padding or by a collator's own statistic alone decides nothing.
+    """Compare, and return what was compared; a difference due only to padding or a collator's statistic decides nothing.
 
     Raises:
         Failed: The world differs.
@@ -51,7 +51,7 @@ def decided_by_batches(pair: Pair) -> Compared:
         return replace(compared, lines=(*compared.lines, *_not_replayed(pair)))
     except Failed as why:
         if collated_apart and pair.feed.collates:
-            decide(pair.collated(together=False))  # whatever differs still is not the collator's
+            decide(pair.collated(together=False))  # any remaining difference is not the collator's
             raise Undecided(_COLLATED.format(why.first or why)) from why
         if pair.feed.loose:
             raise Undecided(_LOOSE.format(why.first or why)) from why
@@ -62,7 +62,7 @@ def decided_by_batches(pair: Pair) -> Compared:
             ) from why
         if not (pair.feed.pads and same_count(pair.reference, pair.run, 0)):
             raise
-    # Judged with batches that are padded together: whatever differs still is no padding.
+    # Judged with batches that are padded together: any remaining difference is not due to padding.
     alike = with_parts_in_place(pair.reference, pair.runner.run(pair.run.size, RunSettings(feed=pair.feed)))
     decide(replace(pair, run=alike, own=pair.feed, kept={}))
     raise Undecided(
@@ -89,7 +89,7 @@ def _not_replayed(pair: Pair) -> list[str]:
 
 
 def _same_losses(pair: Pair, difference: Difference | None) -> bool:
-    """Whether both have the same losses until their first difference, as rows that are the same give."""
+    """Whether both have the same losses until their first difference, as equal rows give."""
     step = difference.step + 1 if difference is not None else 0
     one, other = (world.quantities.get(LOSS, [])[:step] for world in (pair.reference, pair.run))
     return bool(one) and len(one) == len(other) and all(map(torch.allclose, one, other))

@@ -1,6 +1,6 @@
-"""Why a world trains otherwise than the reference world, or its ranks otherwise than one another. Pure.
+"""Finds why a world trains differently from the reference world, or its ranks from one another. Pure.
 
-The one table of causes: `of_difference`, `of_disagreement` and `wrong_in_itself` ask in their order. Only what was seen is named.
+The one table of causes: `of_difference`, `of_disagreement` and `wrong_in_itself` try them in order. They name only what was seen.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fsdp_testing.train.whole import Disagreement, WholeRun, first_steps
 
 
 def wrong_in_itself(run: WholeRun, accept: Sequence[str]) -> str:
-    """Return what is wrong on any number of ranks, so that no comparison shows it; empty if right.
+    """Return what is wrong with any number of ranks, so that no comparison shows it; empty if nothing is.
 
     No weight of the model changes though backward passes ran, gradients wait to be reduced, an order of data is repeated.
     """
@@ -38,7 +38,7 @@ def wrong_in_itself(run: WholeRun, accept: Sequence[str]) -> str:
 
 
 def of_same_rows(run: WholeRun, times: int) -> str:
-    """Return the sentence on ranks of which several do the same work."""
+    """Return the sentence on ranks that repeat each other's work."""
     return (
         f"every rank trains on the same rows at every step ({len(run.rows[0][0])} at step 0): each is seen {times} times. "
         "Cause: the data are not divided among the ranks. Give the DataLoader a DistributedSampler, or take each rank's slice."
@@ -91,7 +91,7 @@ def _order(run: WholeRun) -> str:
 
 
 def of_start(run: WholeRun) -> str:
-    """Return why ranks begin with other weights than one another; empty if they do not."""
+    """Return why ranks begin with different weights; empty if they do not."""
     before = [spans_of_kind(seen.before, Kind.PARAMETER) for seen in first_steps(run)]
     for name in before[0] if before else ():
         odd = assembled([spans.get(name, ()) for spans in before])[1]
@@ -110,7 +110,7 @@ def of_start(run: WholeRun) -> str:
 
 
 def of_other_start(reference: WholeRun, run: WholeRun) -> str:
-    """Return why a world begins with different weights than one process, and what to do so that it can be compared."""
+    """Return why a world begins with different weights from one process, and how to make it comparable."""
     seeds = {seen.evidence.seed for world in (reference, run) for seen in first_steps(world)}
     if len(seeds) > 1:
         return "The seed depends on the number of ranks: make the model from one that does not."
@@ -132,7 +132,7 @@ def of_other_start(reference: WholeRun, run: WholeRun) -> str:
 
 
 def of_disagreement(run: WholeRun, odd: Disagreement) -> str:
-    """Return why ranks hold different numbers of what they share."""
+    """Return why ranks hold different values of a shared quantity."""
     if odd.kind is Kind.BUFFER:
         return (
             _batch_norm(run, odd.step) or "Each rank computes its own: reduce it, or leave it out of the model's state."
@@ -159,7 +159,7 @@ def of_disagreement(run: WholeRun, odd: Disagreement) -> str:
 
 
 def of_returned(run: WholeRun, reference: WholeRun, difference: Difference) -> str:
-    """Return why a rank returns another number than rank 0."""
+    """Return why a rank returns a different number from rank 0."""
     name, step = difference.quantity.name, difference.step
 
     def agrees(scale: float) -> bool:
@@ -180,7 +180,7 @@ def of_returned(run: WholeRun, reference: WholeRun, difference: Difference) -> s
 
 
 def _receivers(run: WholeRun, step: int) -> list[int]:
-    """Return the ranks that step no optimizer, and were sent weights."""
+    """Return the ranks that step no optimizer but receive weights."""
     return [number for number, rank in enumerate(run.ranks) if not rank.steps[step].settings]
 
 
@@ -211,7 +211,7 @@ def _skipped(run: WholeRun, odd: Disagreement) -> str:
 
 
 def _moved_apart(run: WholeRun, odd: Disagreement) -> str:
-    """Return the cause where ranks have the same weights after a step, and others before the next one."""
+    """Return the cause if ranks have the same weights after a step, but different ones before the next."""
     key, step = odd.quantity, odd.step
     after = [rank.steps[step - 1].after.get(key, ()) for rank in run.ranks] if step > 0 else []
     before = [rank.steps[step].before.get(key, spans) for rank, spans in zip(run.ranks, after)]
@@ -224,7 +224,7 @@ def _moved_apart(run: WholeRun, odd: Disagreement) -> str:
 
 
 def _some_unreduced(run: WholeRun, odd: Disagreement) -> str:
-    """Return the cause where ranks have their own gradients of some parameters, and the same of all others."""
+    """Return the cause if only some parameters have different gradients on the ranks."""
     seen = [rank.steps[odd.step].of(Kind.GRADIENT) for rank in run.ranks]
     own = [name for name in seen[0] if assembled([gradients.get(name, ()) for gradients in seen])[1] is not None]
     if odd.quantity.name not in own or len(own) == len(seen[0]):
@@ -236,7 +236,7 @@ def _some_unreduced(run: WholeRun, odd: Disagreement) -> str:
 
 
 def _own_settings(run: WholeRun, step: int) -> str:
-    """Return the cause where ranks set their optimizers to other numbers."""
+    """Return the cause if ranks set their optimizers to different numbers."""
     first, *others = [rank.steps[step].settings for rank in run.ranks]
     for rank, settings in enumerate(others, start=1):
         for name in (name for name in first if len(settings.get(name, ())) == len(first[name])):
@@ -277,7 +277,7 @@ def _clip_limit(reference: WholeRun, run: WholeRun, step: int) -> str:
 
 def of_difference(reference: WholeRun, run: WholeRun, difference: Difference) -> str:
     """Return why a world differs from the reference world."""
-    step = min(difference.step, run.steps - 1)  # what is returned may have other steps than the optimizer
+    step = min(difference.step, run.steps - 1)  # returned quantities may count other steps than the optimizer's
     of_evidence = "" if run.shares_work else evidence.between_sizes(reference.evidence, run.evidence, run.size)
     return (
         _by_design(run, difference)
@@ -306,7 +306,7 @@ def _of_step(reference: WholeRun, run: WholeRun, step: int) -> str:
 
 
 def _begins(reference: WholeRun, difference: Difference) -> bool:
-    """Whether all rates before a difference are zero, as those with which a warm-up may begin."""
+    """Whether all rates before a difference are zero, as at the start of a warm-up."""
     before = reference.quantities.get(RATE, [])[: difference.step]
     return not any(bool(rates.any()) for rates in before)
 
@@ -321,7 +321,7 @@ def _by_design(run: WholeRun, difference: Difference) -> str:
 
 
 def _kept(reference: WholeRun, run: WholeRun, difference: Difference) -> str:
-    """Return the cause where only what is kept beside weights and gradients differs: these come first in a step."""
+    """Return the cause if only values other than weights and gradients differ: in a step those two come first."""
     kind, name = difference.quantity.kind, difference.quantity.name
     if kind is Kind.COPIED:
         return (
@@ -341,13 +341,13 @@ def _kept(reference: WholeRun, run: WholeRun, difference: Difference) -> str:
 
 
 def _moved(reference: WholeRun, run: WholeRun, step: int) -> str:
-    """Return the cause where a step finds other weights than the one before left, and they are not those of one process."""
+    """Return the cause if weights changed since the step before, and differ from those of one process."""
     if not step:
         return ""
     ranks = (*run.ranks, *reference.ranks)
     for key in {key: None for rank in ranks for key in rank.steps[step].before}:
         if any(key not in rank.steps[step - 1].after for rank in ranks):
-            continue  # of a model that was not there before
+            continue  # of a model that is new in this step
         here, there = (_move(world, step, key) for world in (run, reference))
         largest = max(float(move.abs().max()) if move.numel() else 0.0 for move in (here, there))
         if here.shape != there.shape or bool(((here - there).abs() > DECISIVE * largest).any()):
@@ -360,7 +360,7 @@ def _moved(reference: WholeRun, run: WholeRun, step: int) -> str:
 
 
 def _move(run: WholeRun, step: int, key: Quantity) -> torch.Tensor:
-    """Return by how much a parameter was changed between the step before and a step; its rounding is small beside that."""
+    """Return, in float64, how a parameter changed between the end of the step before and a step."""
     after = [rank.steps[step - 1].after[key] for rank in run.ranks]
     before = [rank.steps[step].before.get(key, spans) for rank, spans in zip(run.ranks, after)]
     return assembled(before)[0].double() - assembled(after)[0].double()
@@ -381,7 +381,7 @@ def _batch_norm(run: WholeRun, step: int) -> str:
         return ""
     return (
         "Cause: BatchNorm normalises the rows of each rank alone: each rank's own statistic, by design or by mistake. Use "
-        "SyncBatchNorm, or another normalisation; without that N "
+        "SyncBatchNorm, or another normalisation; otherwise N "
         f"ranks are not one process. {flag(BATCH_NORM)}"
     )
 

@@ -1,8 +1,8 @@
-"""The judgement of a training on a number of ranks: one examined run beside one reference world, whichever way it is started.
+"""Judges a training on a number of ranks: one examined run beside one reference world, however it is started.
 
-The reference world runs twice: it must repeat itself. Each other world runs once. Scripts take rows of their own: where a world
-sees the same rows at each step as one process does, the two runs are compared as they are; otherwise one process runs the script
-again, given the rows of the ranks in place of its own. Functions and models take the same global rows on every world.
+The reference world runs twice and must repeat itself. Each other world runs once. Scripts choose their own rows. If a world sees
+the same rows at each step as one process does, the two runs are compared directly; otherwise one process runs the script again
+on the rows of the ranks. Functions and models take the same global rows on every world.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run_alone(runner: Runner, size: int) -> tuple[WholeRun, WholeRun]:
     """Return two runs of the reference world, which repeat themselves.
 
     Raises:
-        Failed, Undecided: They do not, or they are not numbers.
+        Failed, Undecided: They do not repeat themselves, or contain NaN.
     """
     alone = runner.run(size)
     check_numbers(runner, alone)
@@ -67,7 +67,7 @@ def judged(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
 
 
 def guarded(runner: Runner, size: int, judge: Callable[[], Judgement]) -> Judgement:
-    """Return a judgement, or what it means that it ended early or hung once."""
+    """Return a judgement, also for a run that ended early or hung once."""
     start = runner.start
     runner.unsteady.clear()
     try:
@@ -89,7 +89,7 @@ def _judge(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
     """Judge a training that takes the same rows on every world."""
     alone, start = next(iter(runs.values())), runner.start
     run = runner.run(size)
-    # Of a model that this project trains itself, all ranks begin with the same: what differs is no part of theirs.
+    # In this project's own training of a model all ranks begin alike, so differences are not parts of the model.
     run = with_parts_in_place(alone, run) if start.returns and alone.size == 1 else run
     own = own_parts(run.ranks, alone) if start.returns and not run.parts else ()
     run = runs[size] = whole(size, run.ranks, own) if own else run
@@ -124,7 +124,7 @@ def _named(returned: dict[str, list[torch.Tensor]]) -> Quantities:
 
 
 def check_numbers(runner: Runner, run: WholeRun) -> None:
-    """NaN equals nothing, and everything that is NaN looks alike: no verdict could be trusted."""
+    """NaN equals nothing, and all NaN look alike: no verdict could be trusted."""
     for rank, report in enumerate(run.ranks):
         places = _nan(_named(report.returned))
         if places:
@@ -150,7 +150,7 @@ def _nan(quantities: Quantities) -> list[str]:
 
 
 def check_disagreements(pair: Pair, kinds: Sequence[Kind] = tuple(Kind)) -> None:
-    """Compare what the ranks have of the same parameters; what differs from the reference before that comes first."""
+    """Compare the ranks' values of the same parameters; an earlier difference from the reference is reported first."""
     run = pair.run
     own = Kind.BUFFER if BATCH_NORM in pair.runner.start.accept else None
     deciding = [odd for odd in run.disagreements if odd.decides and odd.kind is not own and odd.kind in kinds]
@@ -166,7 +166,7 @@ def check_disagreements(pair: Pair, kinds: Sequence[Kind] = tuple(Kind)) -> None
 
 
 def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
-    """Judge a script, whose ranks take rows of their own."""
+    """Judge a script, whose ranks choose their own rows."""
     alone = runs[1]
     run = runs[size] = with_parts_in_place(alone, runner.run(size, RunSettings(keep_data=True)))
     wrong = causes.wrong_in_itself(run, runner.start.accept)
@@ -175,7 +175,7 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
         raise Failed(wrong or causes.of_same_rows(run, times))
     _check_shapes(alone, run)
     _check_replicas(run)
-    # Ranks that share the work on the same rows take them once.
+    # Rows on which several ranks share the work count once.
     taken = run.of(takers(alone, run)) if shares_rows(run) else run
     wrong = strange_shares(alone, taken)
     if wrong:
@@ -195,14 +195,14 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
 
 
 def _pair(runner: Runner, alone: WholeRun, run: WholeRun, taken: WholeRun) -> tuple[Pair, str]:
-    """Return the world beside one process that sees its rows, and in which way it does."""
+    """Return the world beside one process that sees its rows, and how that process gets them."""
     try:
         reference, feed = _reference(runner, alone, taken)
     except Undecided:
-        # Whatever forward is given: who computes the same gradients at each step has seen the same data.
+        # Whatever the arguments of forward: equal gradients at each step prove equal data.
         pair = Pair(runner, alone, run, Feed())
         if not computes_the_same(pair):
-            # All ranks began alike. What they hold of the same parameters by now needs no other world.
+            # All ranks began alike, so their present values of the same parameters can be compared without another world.
             check_disagreements(Pair(runner, run, run), (Kind.PARAMETER,))
             raise
         return pair, "with different arguments of forward: ranks share the work on each row"
@@ -231,10 +231,10 @@ def _check_replicas(run: WholeRun) -> None:
 
 
 def not_stepped(run: WholeRun) -> tuple[str, ...]:
-    """Say what an optimizer steps that nobody can read; weights agree.
+    """Name the unreadable tensors that an optimizer steps although weights agree.
 
     Raises:
-        Undecided: The gradients of the model were not there to be read either.
+        Undecided: The model's gradients could not be read either.
     """
     strange = max(seen.strange for seen in run.seen)
     if not strange:
@@ -251,7 +251,7 @@ def not_stepped(run: WholeRun) -> tuple[str, ...]:
 
 
 def unread(run: WholeRun) -> tuple[str, ...]:
-    """Say what beside parameters could not be read, and is not compared."""
+    """Name unreadable quantities other than parameters, which are not compared."""
     left_out = {what: why for seen in run.seen for what, why in seen.left_out.items()}
     return tuple(f"not compared: {what}, which cannot be read ({why})" for what, why in left_out.items())
 
@@ -268,7 +268,7 @@ def not_compared(run: WholeRun, accept: Sequence[str]) -> tuple[str, ...]:
 
 
 def _reference(runner: Runner, alone: WholeRun, run: WholeRun) -> tuple[WholeRun, Feed]:
-    """Return one process that sees the rows of all ranks, step by step, and what it had to be given for that."""
+    """Return one process that sees the rows of all ranks, step by step, and the feed that it needed."""
     if not any(any(ranks) for ranks in run.rows):
         raise Undecided("the model's forward receives no tensor with rows, so its data is unknown.")
     if _same_data(alone, run) or same_source(alone, run):
@@ -290,19 +290,19 @@ def _reference(runner: Runner, alone: WholeRun, run: WholeRun) -> tuple[WholeRun
         f"one process was given the rows of all ranks ({', then '.join(tried)}), but trained on different rows or in "
         f"different steps: random numbers that are drawn between that point and forward (an augmentation in the "
         f"loop) cannot be replayed. Mark the line where the script has its batch ready: `x, y = fsdp_testing.batch(x, y)`. A "
-        "model that gets another one's output, changed and detached, has to get it as it is: put the change into a forward."
+        "model that gets another model's output must get it unchanged: move changes of the output into a forward."
     )
 
 
 def same_source(alone: WholeRun, run: WholeRun) -> bool:
-    """Whether all ranks take the rows of one process, though forward is given parts of them, as slices of sequences."""
+    """Whether all ranks take the rows of one process although forward gets parts of them, such as slices of sequences."""
     sources = [rank.taken.rows for rank in (*alone.ranks, *run.ranks)]
     known = min(map(len, sources))
     return known > 0 and all(rows[:known] == sources[0][:known] for rows in sources)
 
 
 def _same_data(one: WholeRun, run: WholeRun) -> bool:
-    """Whether both see the same rows at each step; one that ends sooner is a difference of its own."""
+    """Whether both see the same rows at each step; an earlier end is a separate difference."""
     steps = min(one.steps, run.steps)
     return all(one.union(step) == run.union(step) for step in range(steps))
 
@@ -319,7 +319,7 @@ def _check_shapes(alone: WholeRun, run: WholeRun) -> None:
 
 
 def _with_same_start(pair: Pair) -> tuple[Pair, str]:
-    """Return the world beside one process that begins with its weights, and words on that where it had to be given them."""
+    """Return the world beside one process that begins with its weights, and a note if the process was given them."""
     reference, run = pair.reference, pair.run
     if reference.steps != run.steps:
         raise Failed(
@@ -339,8 +339,8 @@ def _with_same_start(pair: Pair) -> tuple[Pair, str]:
 
 
 def other_start(reference: WholeRun, run: WholeRun) -> Difference | None:
-    """Return where the weights with which a world begins are not those of the reference."""
+    """Return the first difference between the initial weights of a world and the reference."""
     sums = any(span.block > 1 for spans in first_steps(run)[0].before.values() for span in spans)
-    # Who edits weights between backward passes, and takes it back before the step, brings them back but for a rounding.
+    # A script that edits weights between backward passes and undoes it before the step restores them up to rounding.
     edited = any(any(seen.terms.moved) for seen in first_steps(run))
     return first_difference(initial(reference), initial(run), SUMMED_ROUNDINGS if sums or edited else 0.0)

@@ -1,4 +1,4 @@
-"""The gradients of a step as they would be without its clips, each of which may be followed by a further backward pass."""
+"""Reconstructs a step's gradients without its clips, each of which may be followed by another backward pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdp_testing.train.spans import Span
 
 
 class Clips:
-    """Adds to the gradients of this rank what clips have taken of them since the last step; `reader` reads its models."""
+    """Adds back to this rank's gradients what clips have removed since the last step; `reader` reads its models."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -45,9 +45,9 @@ class Clips:
         self._is_read, self._left = False, {}
 
     def at_step(self) -> Spans:
-        """Return the gradients without clips, when an optimizer is about to step; nothing where that is not known.
+        """Return the gradients without clips before an optimizer's step; nothing if unknown.
 
-        Who takes clipped gradients away to add them up (as DP-SGD does) steps what no clip was given.
+        A script that takes clipped gradients away to add them up (as DP-SGD does) steps gradients that were not clipped.
         """
         if not self._unclipped or (self._left and not _same(self._left, self._reader.gradients())):
             return {}

@@ -1,7 +1,7 @@
-"""What a `DataLoader`'s `collate_fn` makes of rows: kept with them, and made again of the rows of all ranks.
+"""Records what a `DataLoader`'s `collate_fn` makes of rows, and repeats it with the rows of all ranks.
 
-It may make of the rows of all ranks together other ones than of the rows of each: with a statistic of its batch, or with a state
-that it keeps from batch to batch.
+Its result for the rows of all ranks together may differ from its results for each rank's rows: it may use a statistic of its
+batch, or a state that it keeps from batch to batch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _ROUNDINGS = 64
 
 @dataclass(frozen=True, slots=True)
 class Collated:
-    """An item and the rows that it was made of."""
+    """An item and the rows that it was made from."""
 
     samples: list[Any]
     item: Any
 
 
 class Keeping:
-    """Stands in the place of a `collate_fn`, and keeps what it is given; works in the workers of a loader too."""
+    """Replaces a `collate_fn`, and keeps its input; works in the workers of a loader too."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -42,7 +42,7 @@ class Keeping:
 
 
 def copied(samples: Iterable[Any]) -> list[Any]:
-    """Return rows of which a collator may take parts out."""
+    """Return copies of rows, from which a collator may remove parts."""
     return [type(sample)(sample) if type(sample) in (dict, list) else sample for sample in samples]
 
 
@@ -88,7 +88,7 @@ def has_numbers(item: Any) -> bool:
 
 
 def is_own(collate: Any) -> bool:
-    """Whether a collator is none of torch's, which only stack rows."""
+    """Whether a collator is not one of torch's, which only stack rows."""
     return collate is not default_collate and collate is not default_convert
 
 

@@ -1,4 +1,4 @@
-"""What of two runs has to agree: losses may be read in several ways, gradients and rates may differ by one factor. Pure."""
+"""Decides what must agree in two runs: losses can be read in several ways, gradients and rates may differ by one factor. Pure."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _ONE_FACTOR = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Comparable:
-    """What is to be compared of two runs.
+    """The quantities of two runs to compare.
 
     Attributes:
         names: The quantities.
-        missing: Those that only one of both gives at each step.
-        apart: Kinds that need not agree where parameters do.
-        factor: By how much all rates are larger than those of the reference, where gradients are smaller by as much.
+        missing: Quantities that only one run gives at each step.
+        apart: Kinds that need not agree if parameters do.
+        factor: Factor by which all rates exceed the reference's, if gradients are smaller by the same factor.
     """
 
     names: list[Quantity]
@@ -35,7 +35,7 @@ class Comparable:
     factor: float | None = None
 
     def left_out(self, *, losses: bool = True) -> list[str]:
-        """Return sentences on what is not to be compared; on losses only if nobody else judges them."""
+        """Return sentences on what is not compared; on losses only if they are not judged elsewhere."""
         sentences = [f"{key}, which only one of them has at each step" for key in self.missing]
         if self.factor is not None:
             sentences.append(
@@ -73,12 +73,12 @@ def comparable(
 ) -> Comparable:
     """Return what is to be compared.
 
-    A loss may be each rank's part of a sum, and gradients may be summed where the learning rate is divided: where the
-    parameters agree at each step, losses decide nothing, nor do gradients and rates of which the product agrees.
+    A loss may be each rank's part of a sum, and gradients may be summed if the learning rate is divided. So if the parameters
+    agree at each step, losses decide nothing, nor do gradients and rates whose product agrees.
 
     Args:
-        reference: What it is compared with.
-        other: What is judged.
+        reference: The run to compare with.
+        other: The run to judge.
         roundings: Admitted, in units of roundoff.
         compare: Compares quantities of both; within these roundings by default.
         losses_are_equal: Whether losses decide all the same.
@@ -115,7 +115,7 @@ def _steps_of(values: Sequence[object]) -> list[bool]:
 def _rate_factors(reference: Quantities, other: Quantities) -> list[float]:
     """Return by which one factor the rates of all groups are larger at each step; empty without one.
 
-    Where all rates are zero, as in a warm-up, the factor is that of the first step with another rate.
+    If all rates are zero, as in a warm-up, the factor is that of the first step with a nonzero rate.
     """
     factors: list[float | None] = []
     for one, two in zip(reference[RATE], other[RATE]):
@@ -134,9 +134,9 @@ def _rate_factors(reference: Quantities, other: Quantities) -> list[float]:
 
 
 def vanishing(runs: Sequence[Quantities], narrowest: float) -> set[Quantity]:
-    """Return the quantities of parameters whose gradient is zero but for roundings, in all runs and steps.
+    """Return the quantities of parameters whose gradient is zero up to rounding, in all runs and steps.
 
-    As that of a key's bias in attention. What the optimizer makes of it, Adam at full length, is known of no run.
+    An example is a key's bias in attention. The optimizer's update from such a gradient, full-size with Adam, is arbitrary.
 
     Args:
         runs: What was computed.

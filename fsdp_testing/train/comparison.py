@@ -1,4 +1,4 @@
-"""The first difference of two runs, beyond what roundings may do. Pure comparison of named tensors, step by step."""
+"""Finds the first difference of two runs that roundings cannot explain. Pure comparison of named tensors, step by step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _STILL = 2**-10
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where two runs differ first; `error` is by how much, where both have numbers there."""
+    """The first difference of two runs; `error` is its size if both have numbers there."""
 
     quantity: Quantity
     step: int
@@ -50,7 +50,7 @@ class Difference:
 
 @dataclass(slots=True)
 class Decided:
-    """How much of what was compared is decided: what roundings alone may move as far as it was moved is not.
+    """How many of the compared numbers are decided: a number that roundings alone may move as far as training did is not.
 
     Attributes:
         numbers: How many numbers of each quantity were compared, all steps together.
@@ -66,16 +66,16 @@ class Decided:
 
     @property
     def unknown(self) -> list[Quantity]:
-        """Quantities of which most numbers are undecided: garbage comes near to other garbage here and there."""
+        """Quantities with mostly undecided numbers: in places garbage is close to other garbage."""
         return [key for key, n in self.undecided.items() if 2 * n > self.numbers[key] and key not in self.excused]
 
     @property
     def enough(self) -> bool:
-        """Whether something is known of each quantity, and of at least half of all numbers."""
+        """Whether some numbers of each quantity, and at least half of all numbers, are decided."""
         return not self.unknown and 2 * self.undecided.total() <= self.numbers.total()
 
     def add(self, other: Decided) -> None:
-        """Take note of what another comparison decided."""
+        """Add the counts of another comparison."""
         self.numbers += other.numbers
         self.undecided += other.undecided
         self.open |= {place: sentence for place, sentence in other.open.items() if place[0] not in self.excused}
@@ -142,7 +142,7 @@ def difference_of(
     start: Quantities,
     roundings: float = ROUNDINGS,
 ) -> Difference | None:
-    """Return the first difference that roundings do not explain: few pass at once, more are asked of disturbed runs.
+    """Return the first difference that roundings do not explain: small ones pass at once, larger ones need disturbed runs.
 
     Args:
         reference: What it is compared with.
@@ -169,7 +169,7 @@ def beyond_roundings(
     decided: Decided,
     start: Quantities | None = None,
 ) -> Difference | None:
-    """Return the first difference that roundings do not explain, by how far they move both runs.
+    """Return the first difference larger than both runs' measured sensitivity to rounding.
 
     Args:
         reference: What it is compared with.
@@ -212,7 +212,7 @@ def _room_of(spread: Room, runs: int) -> Room:
 
 
 def _distance(there: Quantities, here: Quantities, place: Place) -> torch.Tensor:
-    """Return how far a disturbed run is from the run; infinite where it took another way, so that nothing follows."""
+    """Return the distance of a disturbed run from the run; infinite if it took a different path, so that nothing follows."""
     key, step = place
     value = here[key][step].double().reshape(-1)
     if len(there.get(key, [])) != len(here[key]) or there[key][step].numel() != value.numel():
@@ -235,20 +235,20 @@ def _compare(
         return None
     one, two = left.double().reshape(-1), right.double().reshape(-1)
     largest = _largest(one)
-    # A weight is large whatever its training did: what was trained is how far it moved.
+    # A weight is large whatever its training did: training shows in how far it moved.
     known = bound.start is not None and bound.start.numel() == one.numel()
     size = _largest(one - bound.start.double().reshape(-1)) if known and bound.start is not None else largest
     at_once = floor(left.dtype, bound.roundings) * max(largest, size)
     apart = difference(two, one, at_once + bound.room)
     if not apart.exceeded:
         decided.numbers[key] += one.numel()
-        # As everywhere: what roundings move by as much as the numbers are large decides nothing.
-        # Nor does a room without end: with other roundings the run took another way.
+        # As everywhere: numbers that roundings move by their own size decide nothing.
+        # Nor does infinite room: with other roundings the run took a different path.
         endless = torch.as_tensor(bound.room).isinf() & ((one - two).abs() > at_once)
         undecided = ((one - two).abs() > DECISIVE * size) | endless
         if apart.error and bool(undecided.any()):
             decided.undecided[key] += int(undecided.sum())
-            # A weight that is stored coarsely is known to one unit in its last place, of which there is nothing to tell.
+            # A coarsely stored weight is known to one unit in its last place, which needs no report.
             count = int((undecided & ((one - two).abs() > 2 * part(roundoff(left.dtype), 1) * one.abs())).sum())
             where = f"{key} at step {step}" if steps > 1 else f"{key}"
             if count:

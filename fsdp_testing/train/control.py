@@ -1,10 +1,10 @@
-"""The control inside one run: the stepped gradient is that of the losses which backward was called on. Pure.
+"""Checks within one run that the stepped gradient is the gradient of the losses on which backward was called. Pure.
 
-Autograd's gradient of each backward pass of each rank is a term. What the optimizer is given has to be their sum, times one
-factor: a mean over ranks, over passes, or a sum. It needs no second run, so that a mistake shows which every number of ranks
-makes alike: a micro-batch that is lost or counted twice, gradients that are not unscaled, or not cleared. Wrong sums are taken
-apart into terms (`explain.contributions`); what is no sum of terms with small fractions (gradients made by hand, noise,
-projections) is told, and decides nothing.
+Autograd's gradient of each backward pass of each rank is a term. The optimizer's gradient must be their sum times one factor: a
+mean over ranks, over passes, or a sum. This needs no second run, so it finds mistakes that are the same on every number of ranks:
+a micro-batch that is lost or counted twice, gradients that are not unscaled, or not cleared. Wrong sums are split into terms
+(`explain.contributions`). A gradient that is no sum of terms with small fractions (hand-made gradients, noise, projections) is
+reported, and decides nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Gradients = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """What the control says of a run; `wrong` is empty where nothing is, `line` tells what was compared or why not."""
+    """The control's result on a run; `wrong` is empty if nothing is wrong, `line` says what was compared or why not."""
 
     wrong: str = ""
     line: str = ""
@@ -64,7 +64,7 @@ class _Step:
     cleared: Sequence[frozenset[str]]
 
     def without_measured(self) -> _Step:
-        """Return the step without the passes before the last one that were cleared as a whole."""
+        """Return the step without earlier passes that were cleared as a whole."""
         terms = [
             [
                 {} if n < len(rank) - 1 and {*passed} <= gone else passed
@@ -80,7 +80,7 @@ class _Step:
 
 
 def control(run: WholeRun, *, measures: bool = False) -> Control:
-    """Compare each of the first steps of a run with what its backward passes gave.
+    """Compare each of the first steps of a run with the gradients of its backward passes.
 
     Args:
         run: Of any world.
@@ -102,7 +102,7 @@ def control(run: WholeRun, *, measures: bool = False) -> Control:
             wrong = wrong if factor is None else _wrong_factor(step, factor, run.size)
         stepped = {name: run.quantities.get(Quantity(Kind.GRADIENT, name), []) for name in names}
         previous[names] = {n: v[step.number].double().reshape(-1) for n, v in stepped.items() if step.number < len(v)}
-        # What was cleared before the first step alone may have been run to warm up.
+        # A pass cleared only before the first step may have been a warm-up.
         warm_up |= bool(wrong) and step.number == 0 and any(step.cleared)
         sentences[step.number] = sentences.get(step.number) or wrong
         if factor is not None:
@@ -135,7 +135,7 @@ def _steps(run: WholeRun) -> Iterator[_Step]:
     apart = min((odd.step for odd in run.disagreements if odd.kind in (kind, Kind.PARAMETER)), default=run.steps)
     for number in range(apart):
         ranks = [rank.steps[number].terms for rank in run.ranks]
-        # What else an optimizer steps has gradients of its own.
+        # Other tensors that an optimizer steps have gradients of their own.
         strange = any(rank.steps[number].strange for rank in run.ranks)
         if strange or any(not terms.passes or not terms.scale for terms in ranks):
             continue
@@ -146,13 +146,13 @@ def _steps(run: WholeRun) -> Iterator[_Step]:
         finite = all(bool(one[n].isfinite().all()) for terms in ranks for one in terms.passes for n in one)
         if not got or not finite or any(got[n].numel() != count or not got[n].isfinite().all() for n, count in sizes):
             continue
-        # Who clears the gradient of some parameters trains the others by it.
+        # A script that clears the gradient of some parameters trains the others with it.
         filled = {name: value for name, value in got.items() if bool(value.any())}
         got = {n: v.double() for n, v in (filled or got).items()}
         cleared = _cleared(ranks)
         due = [_due(terms, cleared, got) for terms in ranks]
         bounds = _bounds(run, kind, number, ranks, got)
-        # What is done to some parts of the model alone is no matter of the passes.
+        # A change of only some parts of the model does not concern the passes.
         groups: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
         for name, value in got.items():
             groups.setdefault(tuple(at for at, one in enumerate(due[0]) if name in one), {})[name] = value
@@ -290,7 +290,7 @@ def taken_apart(
 
 
 def backward_pass(_step: int, number: int | None) -> str:
-    """Return what a term is called."""
+    """Return the name of a term."""
     return "the backward pass" if number is None else f"backward pass {number + 1}"
 
 

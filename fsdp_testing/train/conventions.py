@@ -1,6 +1,6 @@
-"""Conventions by which N ranks are not one process, and are not meant to be. One process can be made to follow them, too.
+"""Conventions by which N ranks intentionally differ from one process. One process can be made to follow them too.
 
-They are never followed by themselves: a verdict names the one that is seen, and who means it accepts it by name.
+They are never followed automatically: a verdict names the convention that it sees, and users who mean it accept it by name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fsdp_testing.errors import InvalidArgument
 
 SCHEDULER, BATCH_NORM, LOSS = "scheduler-per-process", "batch-norm-per-rank", "loss-per-rank"
 MEASURED = "measured-gradients"
-"""No convention of ranks: nothing that one process would have to follow."""
+"""Not a convention of ranks: one process has nothing to follow."""
 CONVENTIONS = {
     SCHEDULER: "Accelerate's scheduler steps once for each process",
     BATCH_NORM: "batch norms normalise the rows of each rank alone, and rank 0's statistics are kept",
@@ -35,10 +35,10 @@ _SCHEDULERS = "accelerate.scheduler"
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Refuse what is not the name of a convention.
+    """Refuse unknown names of conventions.
 
     Raises:
-        InvalidArgument: Names those that are.
+        InvalidArgument: Lists the known names.
     """
     unknown = [name for name in names if name not in CONVENTIONS]
     if unknown:
@@ -48,19 +48,19 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def flag(name: str) -> str:
-    """Return the advice for who means a convention."""
+    """Return the advice for users who mean a convention."""
     does = "leaves it out" if name == MEASURED else "makes one process do the same"
     return f'If this is intended, `--accept {name}` {does}, and judges the rest. In Python: accept=["{name}"].'
 
 
 def to_follow(accept: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of what one process is to do otherwise than by itself."""
+    """Return the names of the conventions that one process must follow."""
     return tuple(name for name in accept if name != MEASURED)
 
 
 @dataclass(frozen=True, slots=True)
 class AsRanks:
-    """Which conventions one process is to follow, and what ranks it stands for.
+    """The conventions that one process must follow, and the ranks that it stands for.
 
     Attributes:
         accept: Names of conventions.
@@ -95,7 +95,7 @@ class Follower:
             yield
 
     def look(self) -> None:
-        """Watch what the script has imported by now."""
+        """Watch the modules that the script has imported so far."""
         schedulers: Any = sys.modules.get(_SCHEDULERS)
         if schedulers is None or self._looked:
             return
@@ -190,7 +190,7 @@ def rows_of(tree: Any, group: Sequence[int], count: int) -> Any:
 
 
 def _joined(outputs: Sequence[Any], groups: Sequence[Sequence[int]]) -> Any:
-    """Return what the ranks' forwards gave as one: rows in their order, and the mean of numbers."""
+    """Merge the outputs of the ranks' forwards: rows in their order, and the mean of numbers."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         if not first.ndim:
@@ -223,7 +223,7 @@ class _OwnState:
         self._kept: list[_Attributes] = []
 
     def begin_rank(self) -> None:
-        # Clones: the graph of one rank's forward may hold what the next one changes in place.
+        # Clones: the graph of one rank's forward may hold tensors that the next one changes in place.
         _set({key: tensor.clone() for key, tensor in self._tensors.items()})
         _set({key: copy.deepcopy(value) for key, value in self._plain.items()})
 

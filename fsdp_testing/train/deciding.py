@@ -1,6 +1,6 @@
-"""The one decision on a script, a function or a model: whether a world and the reference world compute the same.
+"""Decides for a script, a function or a model whether a world and the reference world compute the same.
 
-Losses and logged numbers come last: they are judged by what they mean where everything that trains agrees.
+Losses and logged numbers come last: their meaning is judged only if everything that trains agrees.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Compared:
     """What was compared.
 
     Attributes:
-        lines: What was, at each step, and what was not and why.
-        unknown: Of what nothing is known, though it was to be compared.
+        lines: What was compared at each step, and what was not and why.
+        unknown: What could not be judged although it should be compared.
     """
 
     lines: tuple[str, ...]
@@ -37,7 +37,7 @@ class Compared:
 
 
 def decide(pair: Pair) -> Compared:
-    """Compare all that was seen, and return what was compared, what was not and why.
+    """Compare everything observed, and return what was compared, what was not and why.
 
     Raises:
         Failed: The world differs, under autocast or without.
@@ -46,7 +46,7 @@ def decide(pair: Pair) -> Compared:
     try:
         compared = _decide(pair)
     except Undecided:
-        _without_autocast(pair)  # where it may be decided that the world differs
+        _without_autocast(pair)  # where the world may turn out to differ
         raise
     return replace(compared, lines=(*compared.lines, *_without_autocast(pair)))
 
@@ -76,7 +76,7 @@ def _without_autocast(pair: Pair) -> list[str]:
 
 
 def _decide(pair: Pair) -> Compared:
-    """Compare what was seen of two worlds; errors as of `decide`."""
+    """Compare the observations of two worlds; errors as in `decide`."""
     reference, run, start = pair.reference, pair.run, pair.runner.start
     chosen = comparable(
         _seen(reference), _seen(run), start.roundings, pair.compare, losses_are_equal=start.losses_are_equal
@@ -132,13 +132,13 @@ def _other_steps(reference: WholeRun, run: WholeRun) -> Difference | None:
         return Difference(Quantity(Kind.RETURNED, "the optimizer"), 0, 1, sentence)
     here, there = run.names(Kind.PARAMETER), reference.names(Kind.PARAMETER)
     if run.own or not here or {*here} - {*there}:
-        return None  # parts and other names have no counterparts; that is told
+        return None  # parts and other names have no counterparts; the verdict says so
     lacking = sorted({*there} - {*here}, key=str)
     return Difference(lacking[0], 0, 1, "is trained by the reference only") if lacking else None
 
 
 def _fail_by(pair: Pair, difference: Difference, names: Sequence[Quantity], trained: Sequence[Quantity]) -> None:
-    """Raise what differs, with its cause; an earlier loss is the difference that is named."""
+    """Raise the difference with its cause; an earlier difference of the loss is named instead."""
     returns_loss = any("loss" in key.name.lower() for key in names if key.kind is Kind.RETURNED)
     if LOSS in names and not returns_loss and difference.error is not None:
         difference = pair.difference(lambda world: only(world.quantities, names), Decided()) or difference
@@ -174,7 +174,7 @@ def _not_compared(pair: Pair, decided: Decided) -> list[str]:
     """Return sentences on parameters that could not be compared.
 
     Raises:
-        Undecided: Nothing is left that could have been.
+        Undecided: No comparable parameter is left.
     """
     reference, run, sentences = pair.reference, pair.run, []
     unreadable = next((seen.unreadable for world in (reference, run) for seen in world.seen if seen.unreadable), "")
@@ -214,10 +214,10 @@ def _generators(pair: Pair) -> list[str]:
 
 
 def check_something(run: WholeRun) -> None:
-    """Refuse a run with which a comparison would say nothing.
+    """Refuse a run whose comparison would prove nothing.
 
     Raises:
-        Undecided: Nothing is there to be compared, or nothing was trained.
+        Undecided: There is nothing to compare, or nothing was trained.
     """
     returned = any(value.numel() for key in run.names(Kind.RETURNED) for value in run.quantities[key])
     if not returned and not run.names(Kind.PARAMETER, Kind.END):
@@ -236,7 +236,7 @@ def check_something(run: WholeRun) -> None:
 
 
 def check_trained(run: WholeRun, names: Sequence[Quantity]) -> None:
-    """Zeros are equal whatever they came from: a pass takes a gradient that is none."""
+    """Zeros are equal whatever they came from: a pass needs a nonzero gradient."""
     strange = any(seen.strange for seen in run.seen)
     lacking = nothing_trained(with_ends(initial(run)), only(run.quantities, names), gradients_seen=not strange)
     if lacking:
@@ -248,7 +248,7 @@ def check_trained(run: WholeRun, names: Sequence[Quantity]) -> None:
 
 
 def _judge_losses(pair: Pair, decided: Decided) -> list[str]:
-    """Judge what backward was called on, where all that it trains agrees."""
+    """Judge the losses, given that everything they train agrees."""
     reading = readings.reading_of(pair.reference, pair.run)
     difference = pair.difference(lambda run: readings.losses(run, reading), decided)
     if difference is None:

@@ -1,6 +1,6 @@
-"""What DeepSpeed holds of a model, its gradients and its optimizer's state, read through its own public accessors.
+"""Reads DeepSpeed's parameters, gradients and optimizer state through its own public accessors.
 
-These put whole tensors together from all ranks: every rank of the engine has to come here at the same step.
+These assemble whole tensors from all ranks: every rank of the engine must call them at the same step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def is_engine(model: nn.Module) -> bool:
 
 
 def unread(engine: Any, stepped: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors of those that are stepped which no accessor reads: masters of stage 0 in low precision."""
+    """Return the stepped tensors that no accessor reads: masters of stage 0 in low precision."""
     parameters = [*engine.module.parameters()]
     if any(hasattr(parameter, mark) for parameter in parameters for mark in ("ds_id", "_hp_mapping")):
         return []

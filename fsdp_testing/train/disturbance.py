@@ -1,4 +1,4 @@
-"""How far roundings alone may move what a loop computes. It is run again with each rounding made differently.
+"""Measures how far roundings alone may move a loop's results, by running it again with each rounding made differently.
 
 Two right runs on worlds of different sizes round differently: sums have other orders, each rank rounds the gradient of
 its own rows, and a loss divided by another count is rounded elsewhere. Where computation is in bfloat16, or an optimizer
@@ -31,7 +31,7 @@ A difference that exceeds the bound of any of them is no rounding: one run shows
 """
 RUNS = max(STAGES)
 
-# Exact: they move numbers, choose among them, or make them without rounding. What draws random numbers is not rounded.
+# Exact: they move numbers, choose among them, or make them without rounding. Random draws are not rounded.
 _EXACT = frozenset(
     re.findall(
         r"\w+",
@@ -67,7 +67,7 @@ def disturbed(seed: int, see: Callable[[str, list[Any]], None] = _unseen) -> Ite
     """Move what every operation computes, in each element independently, by up to two units in the last place.
 
     Args:
-        seed: Another one for each run and rank. The program's own generators are left alone.
+        seed: Different for each run and rank. The program's own generators are left alone.
         see: Is given the name and the results of each operation.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -87,7 +87,7 @@ def disturbed(seed: int, see: Callable[[str, list[Any]], None] = _unseen) -> Ite
 
 
 def _rounded(operation: str, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return what an operation has rounded; a view of an input was not computed."""
+    """Return the results that an operation rounded; a view of an input was not computed."""
     floating = [tensor for tensor in inputs if tensor.is_floating_point()]
     if not floating:
         return []

@@ -1,4 +1,4 @@
-"""Another environment, or another commit, in which a script is started to be compared with this version."""
+"""Starts a script in another environment, or from another commit, to compare it with this version."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _VERSIONS = (
     "print(json.dumps(versions))"
 )
 _LINES_SHOWN = 8
-"""Lines of an interpreter's own output that are shown where it did not answer."""
+"""Lines of an interpreter's output that are shown if it does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Elsewhere:
     moved: tuple[str, str] = ("", "")
 
     def moved_path(self, path: Path) -> Path:
-        """Return where a file or folder of the repository lies in the other commit; as it is without one, or where it is not."""
+        """Return a file's or folder's path in the other commit; unchanged without a commit, or outside the repository."""
         root, checkout = self.moved
         there = Path(checkout) / path.relative_to(root) if root and path.is_relative_to(root) else path
         return there if there.exists() else path
@@ -64,7 +64,7 @@ def elsewhere(target: str, script: str, pool: Pool) -> Iterator[Elsewhere]:
         pool: Makes the folder.
 
     Raises:
-        InvalidArgument: It is neither, or has not what is needed.
+        InvalidArgument: It is none of these, or lacks something that is needed.
     """
     path = Path(target)
     if path.exists():
@@ -103,7 +103,7 @@ def elsewhere(target: str, script: str, pool: Pool) -> Iterator[Elsewhere]:
 
 
 def _git(place: Path, *arguments: str) -> str:
-    """Return what git says of the repository of a folder; empty where there is none, or no git."""
+    """Return git's output for a folder's repository; empty without a repository or git."""
     try:
         answered = subprocess.run(["git", "-C", str(place), *arguments], capture_output=True, text=True, check=False)
     except OSError:
@@ -112,10 +112,10 @@ def _git(place: Path, *arguments: str) -> str:
 
 
 def _interpreter(path: Path) -> str:
-    """Return the interpreter of an environment that has what is needed.
+    """Return the interpreter of an environment, which must have the needed packages.
 
     Raises:
-        InvalidArgument: It has not.
+        InvalidArgument: It lacks something.
     """
     python = path / "bin" / "python" if path.is_dir() else path
     try:
@@ -154,7 +154,7 @@ class _Session:
         there.close()
 
     def ask(self, request: tuple[Start, int, RunSettings]) -> WorldOutcome:
-        """Have a prepared run be made there.
+        """Make a prepared run there.
 
         Raises:
             Undecided: It does not answer.
@@ -204,7 +204,7 @@ def execute_elsewhere(python: str, start: Start, size: int, run: RunSettings) ->
 
 
 def answer(number: int) -> None:
-    """Make the runs that come by a connection until it is closed."""
+    """Make the runs that arrive on a connection until it is closed."""
     with Connection(number) as there:
         while True:
             try:

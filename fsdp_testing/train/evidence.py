@@ -1,7 +1,7 @@
-"""What happens between two optimizer steps that explains a difference: reductions, seeds, random numbers, dtypes.
+"""Collects events between two optimizer steps that may explain a difference: reductions, seeds, random numbers, dtypes.
 
 It explains a difference and never decides whether there is one. Each function that looks for a cause returns a sentence, or
-nothing where it was not seen; `causes` has the order in which they are called.
+nothing if it did not see the cause; `causes` sets the order of the calls.
 """
 
 from __future__ import annotations
@@ -87,20 +87,20 @@ class Clues:
         self._reduced.append(0)
 
     def see_results(self, results: Sequence[torch.Tensor]) -> None:
-        """Take note of what an operation of a forward or of backward gave."""
+        """Note the results of an operation of a forward or a backward."""
         units = (roundoff(tensor.dtype) for tensor in results if tensor.is_floating_point())
         self._computed = max(self._computed, *units, 0.0)
 
     def see_forward(self, module: nn.Module, args: Any) -> None:
         if compat.in_backward():
-            return  # activations are computed again
+            return  # activations are recomputed
         if not self._generator:
             self._seed, self._generator = torch.initial_seed(), _generator_digest()
         if isinstance(module, _DROPOUTS) and module.training and module.p > 0 and not self._dropout:
             self._dropout = _generator_digest()
         if getattr(module, "require_backward_grad_sync", True) is False:
             self._local += 1
-        # What mixed precision of FSDP casts shows in what inner modules are given.
+        # Casts by FSDP's mixed precision show in the inputs of inner modules.
         self._roundoff = max(self._roundoff, *(roundoff(tensor.dtype) for tensor in tensors_in(args)), 0.0)
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
@@ -149,7 +149,7 @@ ROUNDINGS = 8
 
 
 def between_ranks(ranks: Sequence[Steps], name: str = "", reduced: str = "") -> str:
-    """Return why the ranks of one world give different things; empty where the evidence does not show it.
+    """Return why the ranks of one world give different results; empty if the evidence does not show it.
 
     Args:
         ranks: What each rank saw, step by step.
@@ -164,7 +164,7 @@ def between_ranks(ranks: Sequence[Steps], name: str = "", reduced: str = "") -> 
 
 
 def between_sizes(reference: Sequence[Steps], other: Sequence[Steps], size: int) -> str:
-    """Return why a world of `size` gives another result than the reference world."""
+    """Return why a world of `size` gives a different result from the reference world."""
     for step, (before, after) in enumerate(zip(zip(*reference), zip(*other))):
         cause = _not_reduced(after, step) or _accumulation(before, after, step) or _scaled(before, after, step, size)
         if cause:
@@ -234,7 +234,7 @@ def _seeds(seen: Steps, step: int) -> str:
 
 
 def _not_reduced(seen: Steps, step: int) -> str:
-    """The last backward pass before the step was reduced on no rank."""
+    """Return the cause if no rank reduced the last backward pass before the step."""
     if len(seen) < 2 or any(not one.backwards or one.reduced[-1] for one in seen):
         return ""
     one = seen[0]
@@ -302,7 +302,7 @@ def _exactly(seen: Steps) -> str:
 
 
 def _accumulation(before: Steps, after: Steps, step: int) -> str:
-    """As many times more gradient as there are more backward passes."""
+    """Return the cause if the gradient grows with the number of backward passes."""
     counts = before[0].backwards, after[0].backwards
     if counts[0] == counts[1] or not all(counts) or not _norm(before):
         return ""

@@ -1,7 +1,7 @@
-"""A training into which faults are injected has to stop on every rank and say why, or to compute what it would without them.
+"""Judges a training with injected faults: it must stop on every rank and say why, or compute the same as without them.
 
-Ranks are left alone: one that fails leaves, as a process of a launcher does, nobody is stopped before the limit, and the ledger
-refuses nothing. What has been saved by then is used, where there is a way to go on from it, as when a job is started again.
+The harness does not intervene: a failed rank exits, as a launcher's process does, no rank is stopped before the limit, and the
+ledger refuses nothing. If the training can resume, it is started again from what it has saved, like a restarted job.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _check_reached(faults: Sequence[Fault], outcome: WorldOutcome) -> None:
     """Refuse to judge a run that ended before it came to a fault.
 
     Raises:
-        Undecided: It did.
+        Undecided: It ended before the fault.
     """
     for fault in faults:
         if any(_reached(fault, outcome, rank) for rank in range(outcome.size)):
@@ -94,7 +94,7 @@ def _check_reached(faults: Sequence[Fault], outcome: WorldOutcome) -> None:
 
 
 def _check_tells_of_script(outcome: WorldOutcome, hit: set[int]) -> None:
-    """Refuse to judge a run that says nothing of the script.
+    """Refuse to judge a run that shows nothing about the script.
 
     Raises:
         Undecided: A fault could not be made, keeps every rank, or ranks wait for one that had made all steps.
@@ -110,7 +110,7 @@ def _check_tells_of_script(outcome: WorldOutcome, hit: set[int]) -> None:
     done = [r.rank for r in outcome.ranks if isinstance(r.value, RankReport) and not r.value.ended]
     if done and _late(outcome, hit):
         raise Undecided(
-            f"{rank_names(done)} had made all steps, and others wait for it. Name an earlier place, or run more steps (--steps)."
+            f"{rank_names(done)} had made all steps, and others wait. Name an earlier place, or run more steps (--steps)."
         )
 
 
@@ -120,7 +120,7 @@ def _late(outcome: WorldOutcome, hit: set[int]) -> list[RankOutcome]:
 
 
 def _accounts(ranks: Sequence[RankOutcome]) -> str:
-    """Say how ranks ended, those that ended alike together."""
+    """Say how ranks ended, grouped by equal ends."""
     alike: dict[str, list[int]] = {}
     for rank in ranks:
         alike.setdefault(rank.ending(), []).append(rank.rank)
@@ -138,7 +138,7 @@ def _stopped(outcome: WorldOutcome, hit: set[int], steps: int, timeout: float) -
 
     Raises:
         Failed: A rank did not stop, or ended without an error.
-        Undecided: A rank had made all steps by then.
+        Undecided: A rank had already made all steps.
     """
     others = [rank for rank in outcome.ranks if rank.rank not in hit]
     ended = _accounts([rank for rank in outcome.ranks if rank.rank in hit])
@@ -170,7 +170,7 @@ def _stopped(outcome: WorldOutcome, hit: set[int], steps: int, timeout: float) -
 
 
 def _checkpoint(runner: Runner, runs: Mapping[int, WholeRun], size: int, folder: Path) -> str:
-    """Return what can be done with what was saved.
+    """Return how the saved files can be used.
 
     Raises:
         Failed: Nothing of it can be read, or the run that goes on from it computes otherwise.
@@ -201,7 +201,7 @@ def _checkpoint(runner: Runner, runs: Mapping[int, WholeRun], size: int, folder:
 
 
 def is_damaged(path: Path) -> bool:
-    """Whether a file is empty, or begins as an archive of torch.save and is none; others are of another kind."""
+    """Whether a file is empty or a broken archive of torch.save; other kinds of files do not count."""
     with path.open("rb") as file:
         start = file.read(4)
     if start not in (b"", b"PK\x03\x04"):

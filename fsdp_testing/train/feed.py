@@ -1,7 +1,7 @@
-"""The data that the ranks of a world took, and how one process is given the same in place of its own.
+"""Records the data that the ranks of a world took, and gives it to one process instead of its own.
 
 Three places where data enters are known: a line that the user marked with `batch`, the items of `DataLoader`s, and the
-arguments of the outermost forward where these determine the loss.
+arguments of the outermost forward if these determine the loss.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Groups = Callable[[Sequence[Sequence[Any]]], list[tuple[Any, ...]]]
 
 
 class Source(StrEnum):
-    """Where the data of a training is taken from."""
+    """The source of a training's data."""
 
     MARK = "the line marked with fsdp_testing.batch"
     LOADER = "the items of its DataLoader"
@@ -41,9 +41,9 @@ class Taken:
 
     Attributes:
         loaders: Its `DataLoader`s.
-        marked: What marked lines were given.
-        marks: Digests of its rows, for each time.
-        apart: Of how many items a fed process's collator makes other rows than those of the ranks do.
+        marked: Arguments of marked lines.
+        marks: Digests of their rows, for each call.
+        apart: Number of items for which a fed process's collator makes other rows than the ranks' collators.
         calls: The outermost forwards.
         items: How many items of `DataLoader`s had been taken when each step began.
         counts: The same, of each loader.
@@ -59,7 +59,7 @@ class Taken:
 
     @property
     def rows(self) -> list[str]:
-        """Digests of all rows where the script takes them: at marked lines, or else from `DataLoader`s."""
+        """Digests of all rows as the script takes them: at marked lines, or else from `DataLoader`s."""
         if self.marks:
             return [row for rows in self.marks for row in rows]
         return [row for loader in self.loaders for loader_pass in loader.passes for row in loader_pass.rows]
@@ -83,7 +83,7 @@ class Taken:
 
 @dataclass(slots=True)
 class FedLoader:
-    """What `len` of a loader gives, and the items of each pass; None leaves it what it has."""
+    """The `len` of a loader, and the items of each pass; None keeps its own."""
 
     length: int | None = None
     passes: list[list[Any]] | None = None
@@ -91,16 +91,16 @@ class FedLoader:
 
 @dataclass(slots=True)
 class Feed:
-    """What one process is given; `source` is None where it keeps its own data.
+    """The data for one process; `source` is None if it keeps its own.
 
     Attributes:
-        source: Where the data is put in.
+        source: Where the data enters.
         loaders: For each loader.
         batches: For marked lines, or forwards.
-        ranks: The ranks whose conventions it is to follow, if any are accepted.
-        weights: Parameters with which its models are to begin, by name; as it made them without.
+        ranks: The ranks whose conventions it must follow, if any are accepted.
+        weights: Initial parameters of its models, by name; if empty, its own.
         pads: Whether batches have other shapes than the ranks' own: rows are padded to another length.
-        collates: Whether a collator that makes other rows of all ranks' than of each rank's gives these.
+        collates: Whether the rows come from a collator whose result for all ranks' rows differs from its results for each.
         loose: Whether numbers beside the rows, as their count, are those of rank 0.
         blind: Whether forward's rows are not along the first dimension, so that their digests tell nothing.
         rank: Whose rows are taken of items that are made of all ranks' rows; -1 takes all.
@@ -119,7 +119,7 @@ class Feed:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a process is left as it is."""
+        """Whether a process keeps everything of its own."""
         return self.source is None and self.ranks is None and not self.weights
 
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ class Feeder:
     """Records what a rank takes, and replaces it where there is a feed.
 
     Args:
-        feed: What it is given.
+        feed: The data it gets.
         keeps: Whether the data is kept.
     """
 
@@ -139,7 +139,7 @@ class Feeder:
         self._feed, self._keeps = feed, keeps
         self._waiting = iter(feed.batches)
         self._loaders: list[LoaderWatch] = []
-        self._out: list[Pass] = []  # passes with an item that no forward came after yet
+        self._out: list[Pass] = []  # passes with an item that no forward has followed yet
         self._items_taken = self._epoch_calls = 0
 
     @contextmanager
@@ -164,7 +164,7 @@ class Feeder:
             _current = before
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the arguments with which the outermost forward is to be called."""
+        """Return the arguments for the outermost forward."""
         for loader_pass in self._out:
             loader_pass.trained += 1
         self._out.clear()
@@ -172,14 +172,14 @@ class Feeder:
         return (args, kwargs) if call is None else call
 
     def mark(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return what a marked line is to give."""
+        """Return the result for a marked line."""
         self.taken.marked.append(on_cpu(values))
         self.taken.marks.append(row_digests(values))
         given = next(self._waiting, None) if self._feed.source is Source.MARK else None
         return values if given is None else tuple(given)
 
     def end_step(self) -> None:
-        """Take note of how much has been taken until a step begins."""
+        """Note how much has been taken until a step begins."""
         self.taken.items.append(self._items_taken)
         self.taken.counts.append(tuple(sum(len(one.sizes) for one in seen.passes) for seen in self.taken.loaders))
 

@@ -1,4 +1,4 @@
-"""A team's own training loop, a function of a world, which has to give the same result on every world size."""
+"""Checks that a user's own training loop, a function of a world, gives the same result on every world size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fsdp_testing.train.on_rank import Job, RunSettings
 from fsdp_testing.train.report import TrainingDiffers, TrainingPartlyUndecided, TrainingUndecided
 from fsdp_testing.train.running import Failed, Runner, Start, Undecided
 
-__tracebackhide__ = True  # pytest shows the frames of whoever called, and what their ranks raised; not ours
+__tracebackhide__ = True  # pytest shows the caller's frames and the ranks' errors, not these frames
 
 __all__ = ["TrainingDiffers", "TrainingPartlyUndecided", "TrainingUndecided", "check_training"]
 

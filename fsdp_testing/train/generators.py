@@ -49,7 +49,7 @@ class Generators:
         spaces = {id(space): space for space in (*packages, *self.makers)}.values()
         originals = [(space, name, space[name]) for space in spaces for name in _MAKERS & space.keys()]
         try:
-            # Name by name: whatever else the block puts into a namespace stays.
+            # Name by name: other changes of the block to a namespace stay.
             for space, name, original in originals:
                 space[name] = _Maker(original, noted)
             yield noted
@@ -60,7 +60,7 @@ class Generators:
 
 
 class _Maker:
-    """Something that makes or seeds a generator, and notes that it did."""
+    """Wraps a function that makes or seeds a generator, and notes its calls."""
 
     def __init__(self, original: Any, noted: list[bool]) -> None:
         self._original, self._noted = original, noted

@@ -1,4 +1,4 @@
-"""What a rank holds of each parameter, its gradient, its moments, each buffer, and of copies of the weights.
+"""Reads a rank's part of each parameter, its gradient and moments, each buffer, and copies of the weights.
 
 Read in place and without communication, whatever holds it: plain tensors, DDP, FSDP1, FSDP2 and other DTensors, `fsdp_ref`;
 of DeepSpeed through its accessors, which communicate. Copies of the weights, as for a moving average, are looked for in the
@@ -31,11 +31,11 @@ Held = Mapping[str, tuple[Piece, ...]]
 
 
 def held_by(model: nn.Module, *, gradients: bool = True) -> Held:
-    """Return what this rank has of each parameter of a model, by original name; communicates nothing, except of DeepSpeed.
+    """Return this rank's part of each parameter of a model, by original name; communicates only for DeepSpeed.
 
     Args:
         model: That was run.
-        gradients: Whether gradients are wanted, where they are not there at all times.
+        gradients: Whether to read gradients, if these are not always available.
     """
     if deepspeed_engine.is_engine(model):
         return deepspeed_engine.held(model, gradients=gradients)
@@ -63,7 +63,7 @@ def begin_with(weights: Mapping[str, torch.Tensor], model: nn.Module, number: in
 
 
 Site = tuple[int, str]
-"""Where a parameter is used: id of the module, and attribute."""
+"""A parameter's place of use: id of the module, and attribute."""
 
 
 def sites_in(model: nn.Module) -> dict[Site, str]:
@@ -219,7 +219,7 @@ def copies_in(variables: Sequence[Mapping[str, Any]], models: Sequence[nn.Module
     copies: dict[str, Spans] = {}
     averages: dict[str, Spans] = {}
     trained = {id(part) for model in models for part in model.modules()}
-    with suppress(Exception):  # whatever a variable is, the training was only watched
+    with suppress(Exception):  # an odd variable must not end a training that is only watched
         parts = {name: held for model in models for name, held in held_by(model).items() if held}
         for name, value in _named(variables):
             if isinstance(value, nn.Module) and not trained.isdisjoint(map(id, value.modules())):

@@ -1,6 +1,6 @@
-"""What does nothing in a training, though both runs agree on it: gradients of zero, weights and losses that stand still. Pure.
+"""Finds parts of a training without effect, on which both runs agree: zero gradients, constant weights and losses. Pure.
 
-Nothings are equal whatever they came from. What trains nothing at all is no pass; the rest is told beside the verdict.
+Zeros are equal whatever they came from. A run that trains nothing is no pass; the rest is reported beside the verdict.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CLEAR_UNITS = 8
 
 
 def nothing_trained(start: Quantities, run: Quantities, *, gradients_seen: bool = True) -> str:
-    """Return what a run lacks that trained nothing, so that nothing follows from its agreement; empty if it trained.
+    """Return what a run without training lacks, so that its agreement proves nothing; empty if it trained.
 
     Args:
         start: Parameters before the first step.
@@ -52,7 +52,7 @@ def stands_still(run: WholeRun, steps: Sequence[int]) -> bool:
 
 
 def still_though_stepped(run: WholeRun) -> str:
-    """Return that no weight moves by updates that are large enough to move it in any rounding; empty if one does."""
+    """Return a sentence if no weight moves although updates are large enough to move it in any rounding; otherwise empty."""
     if RATE not in run.quantities or not stands_still(run, range(run.steps)):
         return ""
     start = initial(run)
@@ -74,7 +74,7 @@ def still_though_stepped(run: WholeRun) -> str:
 
 
 def idle_lines(run: WholeRun) -> list[str]:
-    """Return sentences on what does nothing, and on the dtypes that weights, gradients and the optimizer's state have."""
+    """Return sentences on parts without effect, and on the dtypes of weights, gradients and the optimizer's state."""
     return [
         *filter(None, [_zero_steps(run), _loss(run), _unreached(run), _rates(run), _schedules(run), _clips(run)]),
         *_dtypes(run),

@@ -1,7 +1,7 @@
-"""The rows that a `DataLoader` gives, pass by pass: by index where a dataset has a length, otherwise by digest.
+"""Records the rows of a `DataLoader`, pass by pass: by index if the dataset has a length, otherwise by digest.
 
-An augmentation draws a row anew each time: what a sampler gives is compared between runs, not what was drawn. Indices mean
-the same rows only where both runs index the same dataset, which a few rows, fetched with the same random numbers, show.
+An augmentation changes a row each time, so runs are compared by the sampler's indices, not by the augmented rows. Indices mean
+the same rows only if both runs index the same dataset, which a few rows, fetched with the same random numbers, show.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fsdp_testing.train.collators import Collated, Keeping, copied, draws, is_ow
 _MOST_INDICES = 2**18
 _FIRST_ROWS, _MOST_NUMBERS = 24, 64
 _PURE = frozenset({"torch", "accelerate", "transformers", "lightning", "builtins"})
-"""Packages whose samplers may be asked for the rest of a pass: they only count and draw."""
+"""Packages whose samplers may be run to the end of a pass: they only count and draw."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +58,7 @@ class Pass:
 
     @property
     def counts(self) -> bool:
-        """Whether it may be a pass of the training: a look at the first batch is none."""
+        """Whether it may be a pass of the training; reading only the first batch is none."""
         return self.complete or self.trained > 1
 
     def has_order_of(self, other: Pass) -> bool:
@@ -117,7 +117,7 @@ class LoaderSeen:
 
 
 class Drawn:
-    """Stands in the place of a sampler, and takes note of what it gives."""
+    """Replaces a sampler, and notes its indices."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
@@ -193,7 +193,7 @@ class LoaderWatch:
         loader_pass.complete = True
 
     def _watched(self, begin: Callable[[], Iterator[Any]], collates: bool) -> Iterator[Any]:
-        """Begin a pass of which indices and rows are seen. Its own attributes are the loader's again afterwards."""
+        """Begin a pass with recorded indices and rows. Afterwards the loader has its own attributes again."""
         loader = self.loader
         watched: dict[str, Any] = {}
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -313,7 +313,7 @@ def _index_of(loader: Any) -> Callable[[Any], str]:
 
 
 def _fingerprint(dataset: Any) -> tuple[str, ...]:
-    """Return what tells a dataset from others: its length, and a few of its rows as they are with seeded generators."""
+    """Return a fingerprint of a dataset: its length, and a few of its rows with seeded generators."""
     try:
         length = len(dataset)
         rows = []

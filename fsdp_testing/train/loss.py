@@ -1,4 +1,4 @@
-"""`check_loss`: the loss of one step, and its gradient, are the same however its items are shared by ranks and micro-batches."""
+"""`check_loss`: compares the loss of one step, and its gradient, over ways to share its items among ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fsdp_testing.train.disturbance import disturbed
 from fsdp_testing.train.quantities import Kind, Quantities, Quantity, rank_count
 from fsdp_testing.train.report import TrainingDiffers, TrainingUndecided
 
-__tracebackhide__ = True  # pytest shows the frames of whoever called, and what their ranks raised; not ours
+__tracebackhide__ = True  # pytest shows the caller's frames and the ranks' errors, not these frames
 
 Loss = Callable[[nn.Module, Sequence[Any]], Any]
 Arrangement = tuple[int, int]
@@ -105,7 +105,7 @@ class _Step:
         return {key: [torch.stack([rank[key] for rank in ranks]).sum(0) / divisor] for key in ranks[0]}
 
     def check(self, reference: Quantities) -> None:
-        """Refuse a loss of which nothing can be compared.
+        """Refuse a loss that cannot be compared.
 
         Raises:
             TrainingUndecided: It does not repeat itself, or has no gradient.
@@ -124,7 +124,7 @@ class _Step:
             )
 
     def difference(self, reference: Quantities, other: Quantities, arrangement: Arrangement) -> Difference | None:
-        """Return what differs beyond what roundings may do, by the bounds of `check_training`.
+        """Return the difference beyond roundings, by the bounds of `check_training`.
 
         Raises:
             TrainingUndecided: Roundings alone decide.
@@ -142,7 +142,7 @@ class _Step:
         return difference
 
     def cause(self, reference: Quantities, other: Quantities, arrangement: Arrangement) -> str:
-        """Return what was done otherwise, where doing so on purpose gives the same numbers."""
+        """Return the mistake in the loss, if the same mistake made on purpose gives the same numbers."""
         size, k = arrangement
         odd = [key for key in reference if first_difference(_of(reference, key), _of(other, key), CLEAR_ROUNDINGS)]
 
@@ -180,7 +180,7 @@ def _named(arrangement: Arrangement) -> str:
 
 
 def _count(batch: Any) -> int:
-    """Return how many items a batch has."""
+    """Return the number of items in a batch."""
     if isinstance(batch, list) and not all(isinstance(part, torch.Tensor) for part in batch):
         return len(batch)
     lengths = {len(tensor) for tensor in tensors_in(batch) if tensor.ndim}
@@ -193,7 +193,7 @@ def _count(batch: Any) -> int:
 
 
 def _shared(batch: Any, parts: int) -> list[Any]:
-    """Return a batch in so many parts of as many items."""
+    """Return a batch in this many equal parts."""
     count = _count(batch)
     length = count // parts
     groups = [range(start, start + length) for start in range(0, count, length)]

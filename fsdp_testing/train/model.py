@@ -1,4 +1,4 @@
-"""A model under an implementation on N ranks, which has to train as in one process on the rows of all ranks.
+"""Checks that a model under an implementation on N ranks trains as in one process on the rows of all ranks.
 
 A few steps of a loop that is the same for all models, run and compared as a user's own loop.
 """
@@ -45,7 +45,7 @@ _SLOW_TO_IMPORT = ("transformers", "transformers.modeling_utils", "torch._dynamo
 
 
 class ModelDiffers(TrainingDiffers):
-    """A model trains otherwise under an implementation than in one process; the message names the first difference."""
+    """A model trains differently under an implementation than in one process; the message names the first difference."""
 
 
 class ModelUndecided(TrainingUndecided):
@@ -54,7 +54,7 @@ class ModelUndecided(TrainingUndecided):
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """What was compared, and agrees."""
+    """The agreeing comparison."""
 
     model: str
     implementation: str
@@ -195,10 +195,10 @@ def check_model(
         pool: Where worlds come from; the process's own by default.
 
     Raises:
-        ModelDiffers: It trains otherwise, or does not train at all, on the ranks.
+        ModelDiffers: It trains differently, or not at all, on the ranks.
         ModelUndecided: It does not train, or does not repeat itself, in one process, roundings alone decide most of
             a quantity, or it hung once and not again.
-        InvalidArgument: Transformers, Accelerate, the family or the implementation is not there, or fewer than two ranks.
+        InvalidArgument: Transformers, Accelerate, the family or the implementation is missing, or fewer than two ranks.
     """
     if world_size < 2:
         raise InvalidArgument(f"world_size: expected at least 2 ranks, got {world_size}. One process is always run.")

@@ -1,6 +1,6 @@
-"""By what multiple a step is wrong: gradients by parameter, changes of parameters, gradients of each rank. Pure.
+"""Finds the multiple by which a step is wrong: gradients by parameter, changes of parameters, gradients of each rank. Pure.
 
-A cause is named only where the multiple gives the wrong numbers, and everything else of the step agrees.
+A cause is named only if the multiple gives the wrong numbers, and everything else in the step agrees.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _as_factor(times: float, size: int, *, every: bool) -> str:
 
 
 def of_change(reference: WholeRun, run: WholeRun, difference: Difference) -> str:
-    """Return the cause where a step with the due gradient and the due settings changes a parameter otherwise."""
+    """Return the cause if a step with the right gradient and settings changes a parameter differently."""
     key, step = difference.quantity, difference.step
     if key.kind is not Kind.PARAMETER or not has_due_gradient(reference, run, key.name, step):
         return ""
@@ -116,7 +116,7 @@ def of_change(reference: WholeRun, run: WholeRun, difference: Difference) -> str
 
 
 def of_updates(run: WholeRun, odd: Disagreement) -> str:
-    """Return the cause where ranks step the same weights by the same gradient to other weights."""
+    """Return the cause if ranks step the same weights by the same gradient to different weights."""
     key, step = odd.quantity, odd.step
     if key.kind is not Kind.PARAMETER or not all(rank[step].agreed for rank in run.evidence):
         return ""
@@ -167,7 +167,7 @@ def _whole_gradient(run: WholeRun, names: Sequence[str], step: int) -> torch.Ten
 
 
 def of_ranks(reference: WholeRun, run: WholeRun, each: Sequence[WholeRun]) -> str:
-    """Return the cause that one process shows which was given the rows of each rank in turn, until its first step.
+    """Return the cause shown by one process that gets the rows of each rank in turn, until its first step.
 
     Args:
         reference: One process with the rows of all ranks.

@@ -1,4 +1,4 @@
-"""What a rank holds and computes at each optimizer step of a training that knows nothing of us.
+"""Observes what a rank holds and computes at each optimizer step of an unmodified training.
 
 Models are those whose forward is called outermost with gradients; each parameter is reported as the spans that the rank
 has of it (`held`).
@@ -71,7 +71,7 @@ class Observer:
         self._forward = forward
         self._depth, self._in_closure, self.keep_calls = 0, False, False
         self._running: nn.Module | None = None
-        self._stepping = 0  # an optimizer may be made of others, whose steps are parts of its own
+        self._stepping = 0  # an optimizer may consist of others, whose steps are parts of its own
         self._computed = Computed()
         self._collector, self._clips = TermCollector(self.reader), Clips(self.reader)
         self._made_rates: WeakKeyDictionary[torch.optim.Optimizer, list[float]] = WeakKeyDictionary()
@@ -167,7 +167,7 @@ class Observer:
         return self._generators[model]
 
     def _meet(self, model: nn.Module | None) -> None:
-        """Read a model from now on: once it was run, or inside its forward, which may make whole steps (of Lightning)."""
+        """Read a model from now on: after its first run, or inside its forward, which may make whole steps (Lightning)."""
         if model is not None and self.reader.add(model):
             self._hook(model)
 
@@ -194,7 +194,7 @@ class Observer:
             self._collector.begin_pass()
             original(tensors, *args, **kwargs)
             self._passes += 1
-            # What is given a gradient is no loss: a stage of a pipeline gets it from the next one.
+            # A tensor that is given a gradient is no loss: a pipeline stage gets it from the next one.
             given = kwargs.get("grad_tensors", args[0] if args else None)
             if given is None or all(tensor.numel() == 1 for tensor in roots):
                 self._step.loss_dtype = roots[0].dtype
@@ -311,7 +311,7 @@ class Observer:
         return Receiver(self.reader.models, [*self._made_rates])
 
     def _receive(self) -> None:
-        """Take what was sent as a step, if it changed weights."""
+        """Count received weights as a step, if they changed."""
         self._receives, receiver = False, self._receiver()
         known = {
             **(self.steps[-1].of(Kind.PARAMETER) if self.steps else {}),
@@ -342,7 +342,7 @@ class Observer:
         return self._passes if not self.steps and self._collector.stands_still() else 0
 
     def finish(self) -> None:
-        """See what the models hold after the last step."""
+        """Read the models after the last step."""
         if self._receives:
             self._receive()
         if not self._open:
@@ -350,7 +350,7 @@ class Observer:
         self._open = False
         last, reader = self.steps[-1], self.reader
         after = last.after | named(Kind.COPIED, reader.in_models(whole=False))
-        # Of tensors that are neither parameters nor copies of some nobody knows whose they are: the models' count.
+        # Tensors that are neither parameters nor copies have no known model: the models' count.
         if last.strange:
             after |= named(Kind.PARAMETER, reader.in_models(whole=True))
         self.steps[-1] = replace(last, after=after)

@@ -1,4 +1,4 @@
-"""How a rank runs a training, however it is started, and what it reports of it."""
+"""Runs a training on a rank, however it is started, and reports on it."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from fsdp_testing.train.surroundings import Log, as_torchrun_starts
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """What is the same of one run, however it is started.
+    """The settings of one run, however it is started.
 
     Attributes:
-        steps: Optimizer steps after which it is ended; never with 0.
-        stop_before: Step before which it is ended; never with 0.
-        folder: Current folder of the run; empty where it has none of its own.
+        steps: Optimizer steps after which it is ended; 0 means never.
+        stop_before: Step before which it is ended; 0 means never.
+        folder: Current folder of the run; empty without its own folder.
         arguments: Further arguments of a script.
-        seed: Other than 0: roundings are made differently.
+        seed: If not 0, roundings are made differently.
         keep_data: Whether to report the data that was taken.
-        feed: What it is given in place of its own data.
+        feed: The data that replaces its own.
         streams: Whether its streams are recorded; then nothing else is.
-        faults: What is injected.
-        autocast: Whether it computes under autocast where it asks for it.
+        faults: Injected faults.
+        autocast: Whether autocast stays on where the training asks for it.
     """
 
     steps: int = 0
@@ -62,7 +62,7 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What one rank reports of its run.
+    """The report of one rank on its run.
 
     Attributes:
         steps: Each step of an optimizer.
@@ -72,14 +72,14 @@ class RankReport:
         numbers: Numbers that a script took out of tensors, by line.
         outside: Files that it wrote elsewhere than below its current folder.
         hosts: Other machines that it asked for.
-        copies: Other copies of the weights at the end, by the name of their variable; empty where only its name says so.
+        copies: Other copies of the weights at the end, by variable name; empty if only the name suggests a copy.
         idle_passes: Backward passes of a training that steps no optimizer and moves no weight.
         trains: Whether it ran any backward pass, or made a step.
-        ended: Whether the training ended by itself.
+        ended: Whether the training ended on its own.
         dropout_off: Whether dropout was switched off.
         dropout: Whether it would have been active.
-        conventions: Names of conventions that it was seen to follow.
-        account: What its streams were given, where they were recorded.
+        conventions: Names of conventions that it followed.
+        account: The work on its streams, if they were recorded.
         autocast: Whether it asked for autocast.
     """
 
@@ -102,18 +102,18 @@ class RankReport:
 
 
 Watch = AbstractContextManager[Callable[[], dict[str, Any]]]
-"""What is watched while a training runs; gives what returns fields of the report afterwards."""
+"""Watches a running training; yields a function that returns fields of the report afterwards."""
 
 
 class Job:
     """One way to start a training in a rank; each is a frozen dataclass."""
 
     def reader(self) -> Reader:
-        """Return what reads the models of this rank."""
+        """Return the reader of this rank's models."""
         return Reader()
 
     def watch(self, run: RunSettings) -> Watch:
-        """Watch what only this way of starting has."""
+        """Watch what is specific to this way of starting."""
         return nullcontext(dict)
 
     def train(self, run: RunSettings, observer: Observer) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def run_here(job: Job, run: RunSettings) -> RankReport:
         for context in (
             as_torchrun_starts(world),
             interception.listen(observer.see_collective),
-            # Before the observer: it sees the gradients that a fault has changed.
+            # Before the observer, which must see the gradients that a fault has changed.
             _faulty(run.faults, world.rank) if run.faults else nullcontext(),
             observer.watch(),
             feeder.watch(),
@@ -198,7 +198,7 @@ def _with_streams_recorded(job: Job, run: RunSettings) -> RankReport:
 
 @contextmanager
 def _faulty(faults: tuple[Fault, ...], rank: int) -> Iterator[None]:
-    """Inject faults, and let ranks that disagree go on, as they do where no ledger is."""
+    """Inject faults, and let disagreeing ranks go on, as they do without a ledger."""
     with mock.patch.object(interception.active_recorder(), "compare", False):
         injection = inject(faults, rank)
         try:
@@ -208,7 +208,7 @@ def _faulty(faults: tuple[Fault, ...], rank: int) -> Iterator[None]:
 
 
 def _observer(job: Job, run: RunSettings, feeder: Feeder, follower: Follower) -> Observer:
-    """Return what sees the training, ends it in time, and has its data and forwards replaced."""
+    """Return the observer, which ends the training in time and replaces its data and forwards."""
 
     def stop(steps: int) -> None:
         if run.steps and steps >= run.steps:

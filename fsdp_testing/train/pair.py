@@ -1,4 +1,4 @@
-"""A world beside the reference world that saw the same data, and where both differ beyond what roundings may do."""
+"""Pairs a world with the reference world that saw the same data, and finds where both differ beyond roundings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EACH = "one process that gets the rows of each rank in turn, at step 0"
 
 @dataclass(frozen=True, slots=True)
 class Varied:
-    """What is another on a world that has as many ranks as its reference.
+    """The variation of a world that has as many ranks as its reference.
 
     Attributes:
         runner: Runs the world again.
@@ -49,10 +49,10 @@ class Pair:
         reference: The run of the reference world.
         run: That of the world.
         feed: What the reference was given.
-        own: What the ranks were given; nothing but where they are judged with batches that are padded together.
+        own: Data given to the ranks; only if they are judged with batches that are padded together.
         kept: Disturbed runs of both by seed.
-        varied: What is another, where it is not the number of ranks.
-        tried: Whether one process computes the same that takes the rows otherwise than as one batch, by how it does.
+        varied: The variation, if it is not the number of ranks.
+        tried: By each way to take the rows other than as one batch, whether one process then computes the same.
     """
 
     runner: Runner
@@ -100,7 +100,7 @@ class Pair:
         return next((cause for run in alike if (cause := evidence.of_dtypes(run.evidence))), "")
 
     def difference(self, view: View, decided: Decided, view_run: View | None = None) -> Difference | None:
-        """Return where both differ beyond what roundings may do.
+        """Return where both differ beyond roundings.
 
         Args:
             view: What is compared of the reference.
@@ -226,7 +226,7 @@ class Pair:
 
 
 def returned(run: WholeRun) -> Quantities:
-    """Return what a function returned."""
+    """Return a function's results."""
     return only(run.quantities, run.names(Kind.RETURNED))
 
 
@@ -297,7 +297,7 @@ def check_until(pair: Pair, step: int) -> None:
 
 
 def fail(pair: Pair, difference: Difference, cause: str) -> None:
-    """Raise that both differ.
+    """Raise the difference.
 
     Raises:
         Undecided: A forward draws random numbers of a script or a model, which has to have the same for other rows.

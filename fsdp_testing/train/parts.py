@@ -1,4 +1,4 @@
-"""The part that each rank has of the parameters of one process, where ranks share the work on the same rows. Pure.
+"""Finds each rank's part of the parameters of one process, if ranks share the work on the same rows. Pure.
 
 Tensor parallelism by hand, pipeline stages and experts keep plain tensors, and nothing says what these are parts of. Each is
 known by its values before the first step: those of a parameter of one process, by whatever name, or of slices of the one by its
@@ -64,7 +64,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _tells(values: torch.Tensor) -> bool:
-    """Whether values say which parameter they are: those of a constant do not."""
+    """Whether values identify their parameter: constant values do not."""
     return values.numel() > 1 and bool((values != values.reshape(-1)[0]).any())
 
 
@@ -140,7 +140,7 @@ def _beside_others(name: str, values: torch.Tensor, due: Mapping[str, torch.Tens
 
 
 def _moves(name: str, known: Places) -> Iterator[tuple[str, str]]:
-    """Yield what the modules around a parameter are called here and in one process, the nearest first."""
+    """Yield the names of the modules around a parameter here and in one process, the nearest first."""
     parts = name.split(".")
     for count in range(len(parts) - 1, -1, -1):
         prefix = "".join(f"{part}." for part in parts[:count])

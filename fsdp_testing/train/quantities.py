@@ -1,4 +1,4 @@
-"""What worlds compute that can be compared. Each quantity has a kind and a name; its sentence is made here and never read."""
+"""The comparable quantities of worlds. Each has a kind and a name; its sentence is made here and never parsed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Kind(Enum):
-    """Kind of a quantity, with the words that a person reads before its name."""
+    """Kind of a quantity, with the words shown before its name."""
 
     RETURNED = ""
     LOSS = "loss"
@@ -58,7 +58,7 @@ LOSS, NORM, RATE = Quantity(Kind.LOSS), Quantity(Kind.NORM), Quantity(Kind.RATE)
 Quantities = dict[Quantity, list["torch.Tensor"]]
 """The value of each step; one value where a quantity belongs to the end. An empty tensor stands for none at a step."""
 QuantitySpans = dict[Quantity, tuple["Span", ...]]
-"""What one rank has of each quantity."""
+"""One rank's part of each quantity."""
 
 
 def rank_count(sizes: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""What this rank holds of the models of a training, and whose the tensors are that an optimizer steps.
+"""Reads this rank's part of a training's models, and finds the parameters of the tensors that an optimizer steps.
 
 An optimizer may step copies of a model's parameters, in another dtype, which the training copies back (Apex O2). A copy is
 known by what it holds when it is stepped first: the values of one parameter. It then stands in the place of that parameter.
@@ -46,11 +46,11 @@ def has_batch_norm(models: Iterable[nn.Module]) -> bool:
 
 
 class Receiver:
-    """Stands for the optimizer of a rank that steps none, and is sent the weights that another one has stepped for it.
+    """Stands for the optimizer of a rank that steps none and receives the weights that another rank has stepped.
 
     Args:
         models: Of the rank.
-        optimizers: That it has made all the same: what these have is stepped, otherwise all that is trained.
+        optimizers: Its unused optimizers: their tensors count as stepped; without any, everything trained does.
     """
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -84,7 +84,7 @@ class Reader:
         self._outside: dict[int, torch.Tensor] = {}
 
     def add(self, model: nn.Module) -> bool:
-        """Take note of a model; return whether it is new."""
+        """Note a model; return whether it is new."""
         new = not any(model is known for known in self.models)
         if new:
             self.models.append(model)
@@ -213,7 +213,7 @@ class Reader:
 
     def _read(self, read: Callable[[], dict[str, _T]], what: str = "") -> dict[str, _T]:
         """Return what is read; where it cannot be, nothing, and keep why: of parameters, or of `what` else."""
-        # An optimizer or tensor of a kind that nobody thought of must not end a training that is only watched.
+        # An unforeseen kind of optimizer or tensor must not end a training that is only watched.
         try:
             return read()
         except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
@@ -262,7 +262,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, ...]
 
 
 def is_changed(held: Sequence[Piece], known: Sequence[Span] | None) -> bool:
-    """Whether values are others than they were known to be, or not known."""
+    """Whether values have changed, or were unknown."""
     values = [piece.value for piece in held if piece.value is not None]
     return known is None or any(not span.equals(value) for span, value in zip(known, values))
 

@@ -1,4 +1,4 @@
-"""The ways in which the losses of ranks, and the numbers that they log, can be those of one process. Pure.
+"""Relates the losses of ranks, and the numbers that they log, to those of one process. Pure.
 
 A rank's loss is that of its own rows. All ranks together have the loss of one process in one of a few ways: as the mean, as
 a sum of parts, as a mean by rows, or, where one process makes more backward passes, as the mean of a pass. A number that is
@@ -57,7 +57,7 @@ def is_some_mean(reference: WholeRun, run: WholeRun) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LoggedNumbers:
-    """What is known of the numbers that a script logs.
+    """Classification of the numbers that a script logs.
 
     Attributes:
         reduced: By line, of both runs, those that have to be equal: the same on all ranks, or in one process the loss, and on

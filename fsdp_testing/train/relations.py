@@ -1,7 +1,7 @@
-"""Changes that must change nothing: other arguments, micro-batches, rows in another order, more padding, another version.
+"""Checks changes that must not change results: arguments, micro-batches, order of rows, more padding, another version.
 
-Each is one more run of the script on as many ranks, compared with the run that is there already, by the same comparison and
-the same bounds: what sums of the same numbers in another order may do is forgiven, and nothing else.
+Each is one more run of the script on as many ranks, compared with the existing run by the same comparison and the same
+bounds: only sums of the same numbers in another order are forgiven.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def read(
         arguments: Of the script, in which `{NAME}` stands for a value, and `{8/NAME}` is computed.
 
     Raises:
-        InvalidArgument: Something else was given.
+        InvalidArgument: The words are of no such form.
     """
     variables: dict[str, Variable] = {}
     rows: dict[str, None] = {}
@@ -159,7 +159,7 @@ def _computed(text: str, values: Mapping[str, str]) -> int:
     """Return the whole number that a text as "8/k" gives.
 
     Raises:
-        InvalidArgument: It gives none.
+        InvalidArgument: It gives no whole number.
     """
 
     def value(node: ast.expr) -> int:
@@ -188,7 +188,7 @@ def _computed(text: str, values: Mapping[str, str]) -> int:
 def judge_varied(
     runner: Runner, runs: Mapping[int, WholeRun], size: int, other: Runner, relation: tuple[str, tuple[str, str]]
 ) -> Judgement:
-    """Judge a script that was started in another way on as many ranks.
+    """Judge a script that was started differently on as many ranks.
 
     Args:
         runner: Runs it as it is.
@@ -217,11 +217,11 @@ def judge_varied(
 
 
 def _check_start(pair: Pair) -> str:
-    """Refuse runs that begin otherwise or take other rows, and return words on rows that forward is given otherwise.
+    """Refuse runs with other initial weights or rows, and return a note if only forward's arguments differ.
 
     Raises:
-        Failed: As many rows are others.
-        Undecided: They begin otherwise, or their batches are not as large.
+        Failed: The rows differ, though not their number.
+        Undecided: The initial weights or the sizes of batches differ.
     """
     base, run = pair.reference, pair.run
     shapes = [{key: value[0].shape for key, value in initial(world).items()} for world in (base, run)]
@@ -300,7 +300,7 @@ def _fewer_numbers(difference: Difference) -> str:
 
 
 def judge_rows(runner: Runner, alone: WholeRun, relation: str) -> Judgement:
-    """Judge one process that is given its rows in another order within each batch, or padded further.
+    """Judge one process with its rows in another order within each batch, or padded further.
 
     Args:
         runner: Runs it.

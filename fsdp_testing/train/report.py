@@ -1,4 +1,4 @@
-"""The verdict on a training, as people and machines read it: what was compared is listed with every verdict. Pure."""
+"""The verdict on a training, for people and machines: every verdict lists what was compared. Pure."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ class Judgement:
     Attributes:
         size: Number of ranks.
         verdict: pass, fail or unknown.
-        sentence: Why; for a pass with what it was compared.
+        sentence: Why; for a pass, what it was compared with.
         compared: What was compared, and what was not.
-        unknown: Of what nothing is known, though the rest was judged.
+        unknown: What could not be judged, though the rest was.
         table: Of failures: loss and norm of both worlds, step by step; of races both places of each.
-        output: End of what the script itself said, where it did not end well.
-        relation: What was changed that must change nothing; empty where that is the number of ranks.
+        output: End of the script's own output, if it did not end well.
+        relation: The change that must change nothing; empty for the number of ranks.
         steps: Steps that were compared.
-        first: What differs first, where that is a number.
+        first: The first difference, if it is a number.
     """
 
     size: int
@@ -87,7 +87,7 @@ class Judgement:
 
     @property
     def title(self) -> str:
-        """Whose verdict it is, and which."""
+        """The subject of the verdict, and the verdict."""
         return f"{self.owner}: {WORDS[self.verdict]}"
 
     def row(self, steps: int) -> Row:
@@ -111,8 +111,8 @@ class TrainReport:
     """The verdict on a training.
 
     Attributes:
-        script: As it was given.
-        judgements: Of each world size; of one process only where it has no verdict.
+        script: As given by the user.
+        judgements: One for each world size; for one process only if it has no verdict.
     """
 
     script: str

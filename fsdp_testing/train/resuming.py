@@ -1,8 +1,8 @@
-"""A script that is stopped and started again, on another number of ranks too, has to go on as if it had not been.
+"""Checks that a script that is stopped and restarted, on other numbers of ranks too, continues as if it had not been stopped.
 
-It is stopped right before a step, so that what it saves after the step before is saved. It is started again with the same
-arguments (and those that make it load) in a copy of the folder that it wrote to. What it begins with is compared with what it
-was stopped with; the steps that follow with those of the run that was not stopped, where their rows are the same.
+It is stopped right before a step, so that it can save after the step before. It is restarted with the same arguments (and those
+that make it load) in a copy of its folder. Its state at the start is compared with its state when stopped; later steps are
+compared with those of the uninterrupted run, if their rows are the same.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _stop(runner: Runner, size: int, folder: Path) -> None:
     """Run the script until it is stopped.
 
     Raises:
-        Undecided: It ends before, or writes nothing.
+        Undecided: It ends earlier, or writes nothing.
     """
     folder.mkdir()
     show_files(Path.cwd(), folder)
@@ -76,18 +76,18 @@ def files_below(folder: Path) -> list[str]:
 def compare_resumed(
     runner: Runner, runs: Mapping[int, WholeRun], sizes: tuple[int, int], folder: Path, *, stopped: int
 ) -> str:
-    """Compare a resumed run with that which was not stopped, and return what was compared.
+    """Compare a resumed run with the uninterrupted one, and return what was compared.
 
     Args:
         runner: Runs it.
-        runs: Those that were not stopped, by number of ranks.
-        sizes: Ranks of the run that was stopped, and of the one that goes on.
-        folder: Where it wrote to.
-        stopped: Steps after which it was stopped at least.
+        runs: The uninterrupted runs, by number of ranks.
+        sizes: Ranks of the stopped run, and of the resumed run.
+        folder: The folder it wrote to.
+        stopped: Steps made at least before it was stopped.
 
     Raises:
-        Failed: It goes on otherwise.
-        Undecided: It did not load what it had saved.
+        Failed: It continues differently.
+        Undecided: It did not load its saved state.
     """
     uninterrupted, same_size = runs[sizes[0]], runs[sizes[1]]
     steps, arguments = max(runner.start.steps - stopped, 1), runner.start.resume_arguments
@@ -138,9 +138,9 @@ def compare_resumed(
 
 
 def _place(uninterrupted: WholeRun, resumed: WholeRun) -> int | None:
-    """Return after how many steps of the uninterrupted run the weights are those with which the resumed run begins.
+    """Return after how many steps of the uninterrupted run its weights equal the resumed run's first weights.
 
-    None where they are those of the start. Where they are those of no step, the step before which it was stopped.
+    None if they are the initial weights. If they match no step, the step before which it was stopped.
     """
     before = initial(resumed)
     for step in reversed(range(uninterrupted.steps)):
@@ -150,12 +150,12 @@ def _place(uninterrupted: WholeRun, resumed: WholeRun) -> int | None:
     if first_difference(initial(uninterrupted), before, SUMMED_ROUNDINGS) is None:
         return None
     raise Failed(
-        "resumed, it begins with weights that it had after no step. Cause: it does not save the weights that it trains."
+        "resumed, it begins with weights that no step had. Cause: it does not save the weights that it trains."
     )
 
 
 def _check_begin(uninterrupted: WholeRun, resumed: WholeRun, at: int, where: str) -> None:
-    """Compare optimizer's state and settings of the first step with those of the run that was not stopped."""
+    """Compare optimizer's state and settings of the first step with those of the uninterrupted run."""
     begun, _ = together([[rank.steps[0]] for rank in resumed.ranks])
     states = {key: uninterrupted.quantities[key][at - 1] for key in uninterrupted.names(Kind.MOMENT)}
     kept = {key: [value] for key, value in states.items() if value.numel()}
@@ -189,7 +189,7 @@ def _check_rows(expected: list[Counter[str]], taken: list[Counter[str]], at: int
 
 
 def _from(run: WholeRun, first: int, steps: int) -> Quantities:
-    """Return what a run computed in `steps` steps from the `first` on, and the copies of weights that it ended with."""
+    """Return the quantities of `steps` steps of a run from the `first` on, and its final copies of weights."""
     apart = {odd.kind for odd in run.disagreements}
     return {
         key: values if key.kind is Kind.COPY else values[first : first + steps]

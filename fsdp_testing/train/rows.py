@@ -1,8 +1,8 @@
-"""How the ranks share the rows of data: none may be lost, none taken twice. Pure.
+"""Checks how the ranks share the rows of data: none may be lost, none taken twice. Pure.
 
-Rows are known by their indices where all runs index one dataset, otherwise by their digests; a row that is drawn anew each
-time has no digest that says anything. What is drawn with replacement may be taken twice, a sampler may pad its last batch or
-drop it, and ranks may take more rows in a step than one process does. What these explain is no mistake.
+Rows are known by their indices if all runs index one dataset, otherwise by digests; the digest of a row that is redrawn each
+time tells nothing. Rows drawn with replacement may be taken twice, a sampler may pad or drop its last batch, and ranks may take
+more rows in a step than one process does. None of these is a mistake.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _UNKNOWN = (
 
 
 def strange_shares(alone: WholeRun, run: WholeRun) -> str:
-    """Return how the ranks share the rows of a step or of a pass otherwise than one process takes them; empty if right."""
+    """Return how the ranks' shares of a step's or a pass's rows differ from the rows of one process; empty if right."""
     return _of_steps(alone, run) or _of_passes(alone, run)
 
 
 def unknown_shares(alone: WholeRun, run: WholeRun) -> tuple[str, ...]:
-    """Return a sentence where nobody knows how the ranks share the rows; empty if that is known of all."""
+    """Return a sentence if it is unknown how the ranks share some rows; otherwise empty."""
     if not any(rank.taken.loaders for rank in run.ranks):
         rows, known = (sum((one.union(step) for step in range(one.steps)), Counter[str]()) for one in (run, alone))
         others = (rows - known).total()
@@ -52,7 +52,7 @@ def unknown_shares(alone: WholeRun, run: WholeRun) -> tuple[str, ...]:
 def taken_elsewhere(alone: WholeRun, run: WholeRun) -> str:
     """Return how many rows several ranks take where none takes one twice, so that they are not drawn with replacement.
 
-    What is drawn so is taken twice as often by one rank as by two of them. That no share of many is a rank's own is no chance.
+    With replacement a row is taken twice as often by one rank as by two. If no rank repeats any of many rows, that is no chance.
     """
     ranks = [_by_step(run.rows, rank) for rank in range(run.size)]
     if any(count > 1 for rows in (_by_step(alone.rows, 0), *ranks) for count in rows.values()):
@@ -156,7 +156,7 @@ def _is_one_dataset(own: LoaderSeen, ranks: Sequence[LoaderSeen]) -> bool:
 def _of_pass(
     own: LoaderSeen, ranks: Sequence[LoaderSeen], expected: Pass, shares: Sequence[Pass], indexed: bool
 ) -> str:
-    """Return how many rows of a pass are lost or taken twice; empty if none, or if nobody knows."""
+    """Return how many rows of a pass are lost or taken twice; empty if none, or if unknown."""
     here = Counter(expected.indices if indexed else expected.rows)
     own_rows = [Counter(share.indices if indexed else share.rows) for share in shares]
     there = sum(own_rows, Counter[str]())
@@ -167,7 +167,9 @@ def _of_pass(
         return ""
     if not all_given and own.due is None:
         return ""  # a stream may begin anew
-    if not all_given:  # padding comes last, and a rank that takes a row twice before that draws its rows
+    if (
+        not all_given
+    ):  # padding comes last, and a rank that takes a row twice before that draws its rows with replacement
         drawn = any(count > 1 for rows in own_rows for count in rows.values())
         return _sentence("", 0, twice) if twice and not drawn else ""
     recognised = indexed or {*there} <= {*here}

@@ -1,4 +1,4 @@
-"""How a training is run on a world, whichever way it is started, and what it means when it does not come to its end."""
+"""Runs a training on a world, however it is started, and judges a run that does not finish."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fsdp_testing.train.on_rank import Job, RankReport, RunSettings, run_here
 from fsdp_testing.train.whole import WholeRun, whole
 
 _SLOWER = 3.0
-"""How many times as long ranks may take as one process, beside what sharing processors takes."""
+"""How many times as long as one process ranks may take, besides the time lost by sharing processors."""
 
 
 class Undecided(Exception):
-    """Ends the judgement of a world without a verdict, for this reason; `output` is the end of what the script said."""
+    """Ends the judgement of a world without a verdict, for this reason; `output` is the end of the script's output."""
 
     def __init__(self, sentence: str, output: tuple[str, ...] = ()) -> None:
         super().__init__(sentence)
@@ -32,10 +32,10 @@ class Failed(Exception):
     """Ends the judgement of a world: it is wrong.
 
     Attributes:
-        subject: Which ranks the sentence is about; all of the world without.
+        subject: The ranks that the sentence is about; by default the whole world.
         table: Loss and norm of both worlds, step by step; of races both places of each.
-        output: End of what the script said.
-        first: What differs first, where that is a number.
+        output: End of the script's output.
+        first: The first difference, if it is a number.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class Failed(Exception):
 
 
 class RunListener(Protocol):
-    """Is told of each run of the training."""
+    """Listens to each run of the training."""
 
     def started(self, what: str) -> None:
-        """Take note that a run begins; `what` names it in a few words."""
+        """Note that a run begins; `what` names it in a few words."""
 
     def ended(self, what: str, seconds: float, outcome: WorldOutcome) -> None:
-        """Take note that it ended, with what its ranks did and wrote."""
+        """Note that a run ended, with its ranks' results and output."""
 
 
 class Start:
@@ -67,14 +67,14 @@ class Start:
         timeout: Seconds until a rank counts as hung.
         backend: Backend of the worlds.
         isolation: "fresh" runs each time in new processes; "warm" in kept ones, where modules stay imported.
-        steps: Optimizer steps after which it is ended; never with 0.
+        steps: Optimizer steps after which the training is ended; 0 means never.
         accept: Names of conventions that one process is to follow as the ranks do (`conventions`).
-        resume_at: Step before which it is stopped to be resumed; never with 0.
-        resume_arguments: Further arguments of what is resumed.
-        streams: Whether its streams are judged, too.
-        faults: What is injected into its ranks.
-        roundings: What passes at once (`comparison.ROUNDINGS`).
-        variation: What of it must change nothing, in words; empty where it is started as it is.
+        resume_at: Step before which it is stopped to be resumed; 0 means never.
+        resume_arguments: Further arguments of the resumed run.
+        streams: Whether its streams are judged too.
+        faults: Faults injected into its ranks.
+        roundings: Roundings that pass at once (`comparison.ROUNDINGS`).
+        variation: The change that must change nothing, in words; empty without a change.
         takes_rows: Whether one process may be given the rows of the ranks, and the losses of these be read in several ways: else
             all worlds take the same rows by themselves.
         returns: Whether it returns what is to be compared, the loss that it means included.
@@ -106,16 +106,16 @@ class Start:
 
     @property
     def name(self) -> str:
-        """What is trained, for messages."""
+        """The name of the trained script, function or model, for messages."""
         raise NotImplementedError
 
     def world(self, size: int) -> str:
-        """Return what a world is called."""
+        """Return the name of a world."""
         return "one process" if size == 1 else f"{size} ranks"
 
     @property
     def losses_are_equal(self) -> bool:
-        """Whether the mean of the ranks' losses has to be that of one process."""
+        """Whether the mean of the ranks' losses must be the loss of one process."""
         return not self.takes_rows and not self.returns
 
     def sentence(self, size: int, why: Failed | Undecided) -> str:
@@ -123,7 +123,7 @@ class Start:
         return f"{getattr(why, 'subject', '')} {why}".lstrip()
 
     def job(self, size: int) -> Job:
-        """Return what a rank of a world of this size runs."""
+        """Return the job of a rank in a world of this size."""
         raise NotImplementedError
 
     @contextmanager
@@ -142,7 +142,7 @@ class Start:
             world.release()
 
     def ending(self, outcome: WorldOutcome) -> Exception:
-        """Return what to raise where ranks did not come to their end."""
+        """Return the exception for ranks that did not finish."""
         return WorldFailed(outcome.describe(), outcome)
 
     def check(self, ranks: Sequence[RankReport]) -> None:
@@ -173,11 +173,11 @@ class Runner:
     autocast: bool = True
 
     def beside(self, start: Start) -> Runner:
-        """Return what runs the same training, started otherwise."""
+        """Return a runner of the same training, started differently."""
         return replace(self, start=start, kept={}, unsteady=[])
 
     def without_autocast(self) -> Runner:
-        """Return what runs the same training without autocast."""
+        """Return a runner of the same training without autocast."""
         return replace(self, autocast=False, kept={}, unsteady=[])
 
     def timeout(self, size: int) -> float:
@@ -190,17 +190,17 @@ class Runner:
         )
 
     def disturbed(self, size: int, seed: int) -> WholeRun:
-        """Return a run with roundings made differently, by each seed otherwise."""
+        """Return a run with different roundings, which depend on the seed."""
         if (size, seed) not in self.kept:
             self.kept[size, seed] = self.run(size, RunSettings(seed=seed))
         return self.kept[size, seed]
 
     def run(self, size: int, settings: RunSettings | None = None) -> WholeRun:
-        """Run the training on `size` ranks; where they hang, in a folder that does not stay, once more.
+        """Run the training on `size` ranks; if they hang in a temporary folder, run it once more.
 
         Raises:
-            Undecided: It did not come to what can be compared.
-            Failed: The ranks did not come to their end, or made different numbers of steps.
+            Undecided: It did not reach anything that can be compared.
+            Failed: The ranks did not finish, or made different numbers of steps.
             WorldFailed: Likewise, of functions.
         """
         return self._put_together(size, self.reports(size, settings or RunSettings()))
@@ -216,7 +216,7 @@ class Runner:
             if again.ok:
                 self.unsteady.append(f"{outcome.cause}; run again, it finished. A single hang gives no verdict.")
             outcome = again
-        # With faults ranks may issue different collectives, as where no ledger is: what they compute then is compared.
+        # With faults ranks may issue different collectives, as without a ledger: their results are compared then.
         if not (outcome.all_good if settings.faults else outcome.ok):
             raise self.start.ending(outcome)
         return outcome.values
@@ -263,7 +263,7 @@ class Runner:
 
 
 def unequal_ends(outcome: WorldOutcome) -> Failed | None:
-    """Return the failure of ranks of which some made all steps and were ended, and others wait for them; None of others."""
+    """Return the failure if some ranks made all steps and were ended while others wait for them; otherwise None."""
     ended = [rank for rank in outcome.ranks if isinstance(rank.value, RankReport) and not rank.value.ended]
     if not ended or len(ended) == outcome.size:
         return None
@@ -271,7 +271,7 @@ def unequal_ends(outcome: WorldOutcome) -> Failed | None:
     return Failed(
         f"make different numbers of optimizer steps: rank {ended[0].rank} has made {len(ended[0].value.steps)}, "
         f"rank {waiting} fewer. Cause: a rank decides by its own number to skip a step, takes different batches, or steps for "
-        "all and sends nobody the weights. An actor beside a learner makes none: let the loop end by itself to have that said.",
+        "all and sends nobody the weights. An actor beside a learner makes none: let the loop end by itself to get that verdict.",
         subject="the ranks",
     )
 

@@ -1,4 +1,4 @@
-"""A training script that nobody changed, which has to give on N ranks what one process gives on the data of all ranks."""
+"""Checks that an unmodified training script gives on N ranks what one process gives on the data of all ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from fsdp_testing.train.whole import WholeRun
 
 STEPS = 10
 TAIL = 8
-"""Lines of a script's own output that are shown where it did not end well."""
+"""Lines of a script's own output that are shown if it did not end well."""
 _LIBRARIES = tuple(
     f"{path}/"
     for path in {
@@ -50,7 +50,7 @@ _NO_CUDA = ("not compiled with CUDA", "NVIDIA driver", "No CUDA GPUs", "CUDA dri
 
 
 class ScriptDiffers(TrainingDiffers):
-    """A script trains otherwise on N ranks than in one process; the message names the first difference and step."""
+    """A script trains differently on N ranks than in one process; the message names the first difference and step."""
 
 
 class ScriptUndecided(TrainingUndecided):
@@ -66,7 +66,7 @@ class Launch(Start):
         arguments: Those after it.
         is_module: Whether it is started with `-m`.
         vary: For each relation of arguments or rows its words (`relations.read`).
-        against: Environments and commits whose runs it has to equal.
+        against: Environments and commits whose runs it must equal.
         elsewhere: The one in which it is started; empty for this one.
     """
 
@@ -121,7 +121,7 @@ class Launch(Start):
         return _ending(outcome, works=bool(self.variation))
 
     def check(self, ranks: Sequence[RankReport]) -> None:
-        """Refuse a script that never steps, or of which parameters cannot be read."""
+        """Refuse a script that never steps, or whose parameters cannot be read."""
         if not any(rank.steps for rank in ranks):
             raise Undecided(
                 "never steps a torch.optim optimizer after a training forward. Give it the arguments with which it trains."
@@ -207,14 +207,14 @@ def _examined(
     others: Sequence[tuple[Launch, tuple[str, tuple[str, str]]]],
     faulty: Launch,
 ) -> TrainReport:
-    """Judge a script on each world size, and then what must change nothing.
+    """Judge a script on each world size, and then the changes that must change nothing.
 
     Args:
         runner: Runs it.
         sizes: Numbers of ranks.
         rows: Names of relations of rows.
         others: Other ways of starting it, with the name of the relation and how both runs are called.
-        faulty: The script with what is injected into one more run.
+        faulty: The script with faults, for one more run.
     """
     launch = runner.start
     try:
@@ -296,10 +296,10 @@ def _ending(outcome: WorldOutcome, *, works: bool = False) -> Exception:
 
     Args:
         outcome: What its ranks did.
-        works: Whether it comes to its end on as many ranks where nothing is varied.
+        works: Whether the unvaried script finishes on as many ranks.
 
-    What one process runs to its end and several ranks do not (they raise, die, hang, or disagree) is a failure. What is
-    missing here (an accelerator, a download) says nothing.
+    A script that one process finishes and several ranks do not (they raise, die, hang, or disagree) fails. Something missing
+    on this machine (an accelerator, a download) gives no verdict.
     """
     several = outcome.size > 1 or works
     unequal = unequal_ends(outcome)
@@ -340,7 +340,7 @@ _WAITING = (Fate.HUNG, Fate.STOPPED)
 
 
 def tail(rank: RankOutcome) -> tuple[str, ...]:
-    """Return the end of what a rank of the script wrote, standard output before errors."""
+    """Return the end of a rank's output, standard output before errors."""
     return tuple(
         f"{stream} of rank {rank.rank}: {line}"
         for stream, text in (("stdout", rank.stdout), ("stderr", rank.stderr))
@@ -349,7 +349,7 @@ def tail(rank: RankOutcome) -> tuple[str, ...]:
 
 
 def _places(ranks: Sequence[RankOutcome]) -> str:
-    """Return where in the user's own files the ranks raised, or are, as a sentence; empty where nobody knows."""
+    """Return where in the user's own files the ranks raised, or are, as a sentence; empty if unknown."""
     lines_of: dict[str, list[int]] = {}
     for rank in ranks:
         # A traceback ends where the error was raised, a stack of a running process begins where it is.

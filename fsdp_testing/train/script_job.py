@@ -1,4 +1,4 @@
-"""How a rank runs a script that nobody changed, as torchrun would have started it."""
+"""Runs an unmodified script in a rank, as torchrun would have started it."""
 
 from __future__ import annotations
 
@@ -120,16 +120,16 @@ def run_script(job: ScriptJob, arguments: Sequence[str] = ()) -> dict[str, Any]:
 
 @contextmanager
 def _modules_moved(folder: str, other: str) -> Iterator[None]:
-    """Have modules of a folder be imported from the same places of another one.
+    """Import modules of a folder from the same places of another one.
 
     Raises:
-        InvalidArgument: One is imported from the folder all the same.
+        InvalidArgument: One is still imported from the folder.
     """
     if not folder:
         yield
         return
     path = list(sys.path)
-    _forget(folder)  # a rank that is kept, or a preloaded module, has them already
+    _forget(folder)  # a kept rank, or a preloaded module, has imported them already
     for number, entry in enumerate(path):
         place = Path(entry).resolve()
         if place.is_relative_to(folder) and (Path(other) / place.relative_to(folder)).is_dir():
@@ -159,7 +159,7 @@ def _forget(folder: str) -> list[str]:
 
 
 def _of_exit(script: str, end: SystemExit) -> str:
-    """Return what an exit of the script says and where: a text that it gave, or a number, as argparse does."""
+    """Return the message and place of the script's exit: its text, or a number, as argparse gives."""
     frames = [frame for frame in traceback.extract_tb(end.__traceback__) if frame.filename == script]
     where = f" at {Path(script).name}:{frames[-1].lineno}" if frames else ""
     if not isinstance(end.code, int):
@@ -172,7 +172,7 @@ def _of_exit(script: str, end: SystemExit) -> str:
 
 @contextmanager
 def _without_dropout(active: list[bool]) -> Iterator[None]:
-    """Switch dropout off: masks are drawn for the rows of a rank, which are others in each world."""
+    """Switch dropout off: masks are drawn for the rows of a rank, which differ between worlds."""
     functional = torch.nn.functional
     real_attention = functional.scaled_dot_product_attention
 

@@ -1,4 +1,4 @@
-"""What is kept of the part of a tensor that a rank has, and how the parts of all ranks are put together.
+"""Keeps a rank's part of a tensor, and assembles the parts of all ranks.
 
 Elements, of tensors of models of usual test size. Of the larger tensors of a larger model sums of blocks, each element with a
 sign of its own that is always the same: what a step keeps has then one size whatever the model has. Such a sum is linear, so
@@ -21,7 +21,7 @@ from fsdp_testing.oracle.tensors import same_bits
 MOST_WHOLE = 2**17
 """Numbers of a model that are kept one by one; of a larger model about as many sums."""
 _SMALL = 2**12
-"""A tensor of so many numbers is kept whole in any model."""
+"""A tensor of up to this many numbers is kept whole in any model."""
 _CHUNK = 2**20
 SUMMED_ROUNDINGS = 64
 """Roundings, in its own dtype, between sums of equal numbers that lie on other ranks: they are added up in another order."""
@@ -29,7 +29,7 @@ SUMMED_ROUNDINGS = 64
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What one rank has of a tensor.
+    """One rank's part of a tensor.
 
     Attributes:
         shape: Of the whole tensor.
@@ -59,12 +59,12 @@ class Span:
 
 
 def block_of(numbers: int) -> int:
-    """Return how many elements make a sum in a model of so many numbers: a power of two, 1 up to `MOST_WHOLE`."""
+    """Return how many elements make a sum in a model of this many numbers: a power of two, 1 up to `MOST_WHOLE`."""
     return 1 << (-(-numbers // MOST_WHOLE) - 1).bit_length()
 
 
 def span_of(piece: Piece, tensor: torch.Tensor, block: int = 1) -> Span:
-    """Return what is kept of a tensor that has the place of a piece.
+    """Return the kept values of a tensor in the place of a piece.
 
     Args:
         piece: Shape of the whole, and place in it.

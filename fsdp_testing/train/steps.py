@@ -1,4 +1,4 @@
-"""One step of an optimizer on one rank, as it was seen."""
+"""One observed step of an optimizer on one rank."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class StepSeen:
     """One step of an optimizer on one rank; filled while it is made, and never changed afterwards.
 
     Attributes:
-        losses: What each backward pass was called on (its sum, where that was no scalar).
+        losses: The loss of each backward pass (its sum, if it was no scalar).
         loss_dtype: Their dtype.
         rows: Digest of each row that the outermost forwards were given, by forward.
         settings: Each number by which the optimizer is set ("lr", "weight_decay", ...), of every group of parameters.
         norms: What `clip_grad_norm_` returned.
         norm_dtype: Their dtype.
-        clip_limits: What it was to clip them to.
-        made_rates: The learning rate with which each group of the optimizer was made.
+        clip_limits: The limits it was given.
+        made_rates: Initial learning rate of each group of the optimizer.
         idle_schedules: Schedules of learning rates that were not stepped since they were made.
         before: Parameters as the step found them, of a later step those that were changed since the step before; of the first
             step also what the optimizer kept of parameters before it.
@@ -76,11 +76,11 @@ class StepSeen:
     evidence: StepEvidence = field(default_factory=StepEvidence)
 
     def of(self, kind: Kind) -> Spans:
-        """Return what this rank has of all quantities of one kind, by their names."""
+        """Return this rank's quantities of one kind, by name."""
         return spans_of_kind(self.after, kind)
 
     def followed_by(self, later: StepSeen) -> StepSeen:
-        """Return this step and that of another optimizer, made before the next forward, as one."""
+        """Merge this step with another optimizer's step made before the next forward."""
         settings = {
             name: self.settings.get(name, ()) + later.settings.get(name, ())
             for name in {**self.settings, **later.settings}

@@ -1,4 +1,4 @@
-"""Streams of a script: one more run on as many ranks, in which they are recorded, has to have no race (docs/streams.md)."""
+"""Checks a script's streams for races, in one more run on as many ranks that records them (docs/streams.md)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdp_testing.train.running import Failed, Runner, Undecided
 
 
 def judge_streams(runner: Runner, size: int) -> Judgement:
-    """Judge the streams of a script on one number of ranks, whatever its numbers are: a race shows in them now and then."""
+    """Judge the streams of a script on one number of ranks, whatever its numbers are: these show a race only sometimes."""
 
     def judge() -> Judgement:
         try:

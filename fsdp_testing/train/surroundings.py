@@ -1,6 +1,6 @@
-"""How a script finds itself started, and what it touches: torchrun's variables, files, other machines, numbers that it logs.
+"""A script's environment and what it touches: torchrun's variables, files, other machines, numbers that it logs.
 
-`init_process_group` takes the world over that is there already. A script works in a folder of its own that shows the files of
+`init_process_group` takes over the existing world. A script works in its own folder, which shows the files of
 the current one; files elsewhere and machines are noted. `item`, `float`, `tolist` of one number and formatting are seen where no
 code of torch calls them. Afterwards everything is as before.
 """
@@ -27,7 +27,7 @@ from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.ranks.pool.world import World
 from fsdp_testing.train.arithmetic import carried
 
-# No agent serves a store there: who joins a store of its own instead of the world's group is refused a connection at once.
+# No agent serves a store there: code that joins its own store instead of the world's group is refused at once.
 _ADDRESS, _PORT = "127.0.0.1", 29500
 
 
@@ -157,7 +157,7 @@ def _own_database(name: str) -> None:
 
 
 def _put_aside(path: str, *, empty: bool) -> Path:
-    """Have a path of the run's folder lead to no file of the user; return where it leads."""
+    """Make a path of the run's folder lead to no file of the user; return where it leads."""
     full = _own_folder(Path(path).parent) / Path(path).name
     if full.is_dir():
         return _own_folder(full)
@@ -215,9 +215,9 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def show_files(source: Path, folder: Path) -> None:
-    """Fill `folder` with links to the files of `source`; folders are made anew, beyond many files they are links too.
+    """Fill `folder` with links to the files of `source`; folders are new, but with very many files they are links too.
 
-    What is there already stays.
+    Existing entries stay.
     """
     count = 0
     for place, folders, files in os.walk(source):
@@ -243,7 +243,7 @@ def _link(place: Path, target: Path) -> None:
 _TORCH = str(Path(torch.__file__).parent)
 _FORMATTING = str(Path(_TORCH, "_tensor.py"))
 NOT_OF_SCRIPTS = (_TORCH, str(Path(__file__).parents[1]))
-"""Folders of which no code is a script's or a framework's that it uses."""
+"""Folders without code of a script or its framework."""
 _MOST = 1000
 
 
@@ -279,7 +279,7 @@ Log = dict[str, NumbersTaken]
 
 @contextmanager
 def watch_numbers() -> Iterator[Log]:
-    """Take note of the numbers that are taken while the context lasts."""
+    """Note the numbers that are taken while the context lasts."""
     log: Log = {}
 
     def seeing(original: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What each backward pass of a rank adds to gradients, seen before anything is reduced.
+"""Records what each backward pass of a rank adds to gradients, before any reduction.
 
 A parameter is whole where its module uses it, whoever shards it between uses: plain models, DDP, FSDP1, FSDP2, `fsdp_ref`,
 engines of DeepSpeed. So the tensors that modules have right after their forward are hooked, leaves of autograd or views of
@@ -42,7 +42,7 @@ class Terms:
         moved: Of each pass whether weights changed before the next one.
         scale: By what a `GradScaler` multiplied the losses; 1 without, 0 where it was not the same of all.
         unscales: Whether the optimizer itself divides by it.
-        engine: Whether an engine of DeepSpeed accumulates and reduces: nobody else touches its gradients.
+        engine: Whether an engine of DeepSpeed accumulates and reduces: no other code touches its gradients.
         block: Elements to a sum; 1 where elements are kept.
         roundoff: Of the narrowest dtype that terms have.
     """
@@ -189,7 +189,7 @@ class TermCollector:
 
 
 def summed_terms(passes: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return what all backward passes added together, by parameter."""
+    """Return the sum over all backward passes, by parameter."""
     summed: dict[str, torch.Tensor] = {}
     for terms in passes:
         for name, term in terms.items():

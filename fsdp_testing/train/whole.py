@@ -1,4 +1,4 @@
-"""What all ranks of a world held and computed together. Pure."""
+"""Combines what all ranks of a world held and computed. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fsdp_testing.train.spans import assembled
 from fsdp_testing.train.steps import StepSeen
 
 AFTER_THE_LAST = -1
-"""Step of what is seen when the training has ended."""
+"""Step number of observations at the end of the training."""
 _BEFORE_SETTINGS, _AFTER_SETTINGS = (
     (Kind.UNCLIPPED, Kind.GRADIENT),
     (Kind.PARAMETER, Kind.COPIED, Kind.MOMENT, Kind.BUFFER),
@@ -52,7 +52,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """Ranks that hold different numbers of what they share; of each kind the first is noted."""
+    """Ranks that hold different values of a shared quantity; the first of each kind is noted."""
 
     step: int
     quantity: Quantity
@@ -64,7 +64,7 @@ class Disagreement:
 
     @property
     def decides(self) -> bool:
-        """Whether it is a mistake as such; ranks may have gradients of their own and yet make one step."""
+        """Whether it is always a mistake; ranks may have different gradients and still make one step."""
         return self.kind not in (Kind.GRADIENT, Kind.UNCLIPPED)
 
     @property
@@ -151,7 +151,7 @@ def _evidence(rank: RankReport, seen: StepSeen, agreed: bool) -> StepEvidence:
     norm = float(sum(float(span.values.double().square().sum()) for span in spans) ** 0.5)
     if norm:
         evidence = replace(evidence, gradient_norm=norm)
-    if rank.dropout_off:  # only what a forward draws makes worlds differ
+    if rank.dropout_off:  # only random draws of a forward make worlds differ
         evidence = replace(evidence, dropout="", drew=seen.drew)
     # A sharded model that has nothing to step by keeps what it does not reduce: its backward passes were local.
     kept = evidence.gathered and seen.losses and not seen.given
@@ -159,7 +159,7 @@ def _evidence(rank: RankReport, seen: StepSeen, agreed: bool) -> StepEvidence:
 
 
 def whole(size: int, ranks: Sequence[RankReport], own: Collection[str] = ()) -> WholeRun:
-    """Put the reports of all ranks together; all made as many steps.
+    """Combine the reports of all ranks; all made as many steps.
 
     Args:
         size: Number of ranks.
@@ -213,7 +213,7 @@ def together(ranks: Sequence[Sequence[StepSeen]], own: Collection[str] = ()) -> 
                 continue
             if odd is not None:
                 first.setdefault(key.kind, Disagreement(step, key, odd))
-            # Of a part that no rank has stepped yet the optimizer keeps nothing.
+            # The optimizer has no state of a part that no rank has stepped yet.
             if key.kind is not Kind.MOMENT or not bool(tensor.isnan().any()):
                 put(step, key, tensor)
 

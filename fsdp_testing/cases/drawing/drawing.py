@@ -24,7 +24,7 @@ _ATTEMPTS = 20
 
 @dataclass(frozen=True, slots=True)
 class DrawnModel:
-    """A model with what the rest of a case must know of it."""
+    """A model with the facts that the rest of a case must know."""
 
     spec: ModelSpec
     units: tuple[str, ...]
@@ -39,12 +39,12 @@ class CaseDrawer:
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
         self._swarms = SwarmDrawer(scope)
-        # Batch statistics of one row are undefined, and without rows there is no gradient: not what is looked for here.
+        # Batch statistics of one row are undefined, and without rows there is no gradient: neither is a useful case.
         drawn = [m for m in MODELS.values() if m.name != "batch_norm" and LARGE not in m.traits]
         self._zoo = [m for m in drawn if m.needs <= scope.capabilities]
 
     def draw(self, choices: Choices) -> Case:
-        """Draw a legal case that needs claimed capabilities only."""
+        """Draw a legal case that needs only claimed capabilities."""
         for _ in range(_ATTEMPTS):
             case = self.shape(self.draw_raw(choices))
             if needs_of_case(case) <= self.scope.capabilities:
@@ -60,7 +60,7 @@ class CaseDrawer:
         return self._swarms.draw(choices)
 
     def draw_raw(self, choices: Choices) -> Case:
-        """Draw a case that may still need too much."""
+        """Draw a case that may still need unclaimed capabilities."""
         swarm = self.swarm(choices)
         size = choices.pick(self.scope.world_sizes) if choices.chance(4) else self.scope.world_sizes[0]
         # Ranks that hold one model together have the same inputs.
@@ -79,7 +79,7 @@ class CaseDrawer:
         return case
 
     def _plain(self, choices: Choices) -> Case:
-        """What is left when twenty draws asked for too much: one layer, one micro-batch, one step."""
+        """The fallback after twenty draws that needed too much: one layer, one micro-batch, one step."""
         swarm = Swarm(frozenset(), self.scope)
         spec = ModelSpec("tree", tree={"width": 4, "nodes": [{"kind": "linear", "name": "a"}]})
         program = OperationDrawer(choices, swarm, 1, ("*",), 0).program(3)
@@ -95,7 +95,7 @@ class CaseDrawer:
             unfit = {"mixed_dtypes", "strided"} if low else set()
             return _zoo_model(choices, [m for m in self._zoo if not m.traits & unfit], dtype)
         if low:
-            # One low dtype at a time: which casts a part of another dtype would see is each implementation's own.
+            # One low dtype at a time: implementations differ in the casts around a part of another dtype.
             swarm = replace(swarm, on=swarm.on - {"tree.mixed_dtype"})
         tree = draw_tree(choices, swarm)
         return drawn_tree(tree, dtype)

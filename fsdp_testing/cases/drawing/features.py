@@ -21,7 +21,7 @@ def _of(axes: Iterable[Axis]) -> dict[str, tuple[str, ...]]:
     return {name: needs for axis in axes for name, needs in axis.features.items()}
 
 
-# The order decides which case a seed draws: what is new comes last.
+# The order decides which case a seed draws: add new features at the end.
 _NEEDS: Mapping[str, tuple[str, ...]] = {
     **_of((STRATEGY, *PLAN)),
     # module trees
@@ -68,7 +68,7 @@ FEATURES: dict[str, frozenset[str]] = {name: frozenset(needs) for name, needs in
 # Without several units little of an implementation runs at all.
 _COMMON = ("wrap.nested", "tree.group", "op.step")
 
-# What a feature is nothing without; drawn together every second time.
+# Features that mean nothing without others; drawn together every second time.
 _TOGETHER: Mapping[str, tuple[str, ...]] = {
     "batch.usage_differs": ("batch.usage", "tree.branch", "tree.group"),
     "batch.usage": ("tree.branch", "tree.group"),
@@ -91,8 +91,8 @@ _TOGETHER: Mapping[str, tuple[str, ...]] = {
     "op.interrupt": ("op.no_sync", "op.edit"),
 }
 
-# What defects of the field have in common; every third case has all of one theme. A defect that needs five features at
-# once is met by independent draws about once in a thousand cases.
+# Common patterns of known defects; every third case has all features of one theme. Independent draws meet a defect that
+# needs five features about once in a thousand cases.
 _THEMES: tuple[tuple[str, ...], ...] = (
     ("batch.usage", "tree.branch", "tree.group", "op.zero_grad", "op.step"),
     ("batch.usage", "tree.branch", "tree.group", "op.no_sync", "wrap.nested"),
@@ -108,7 +108,7 @@ _THEME_ONE_IN = 3
 
 _LOW = ("precision.param", "precision.reduce", "precision.buffer")
 
-# Features that make most of the others unreachable or slow, and that are therefore switched on less often.
+# Features that make most others unreachable or slow, and are therefore switched on less often.
 _RARE = frozenset({"model.zoo", "tree.large", *_LOW, "op.cast", *_of(axis for axis in AXES if axis.rare)})
 _RARELY = 12
 
@@ -117,11 +117,11 @@ _WITHOUT_TENSOR_PARALLEL = frozenset(
         "strategy.hybrid",  # would need a mesh of three axes
         "model.zoo",  # layouts are drawn for trees
         *_of(axis for axis in AXES if axis.over_one_axis),
-        # Operation by operation nobody knows how far roundings carry in a tree that is cut; the suites judge low precision.
+        # How far roundings carry in a cut tree is unknown operation by operation; the suites judge low precision.
         *_LOW,
     }
 )
-"""Features that are not drawn where several ranks hold one model together."""
+"""Features that are not drawn when several ranks share one model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class Swarm:
 
 
 class SwarmDrawer:
-    """Draws swarms; what is available is worked out once."""
+    """Draws swarms; computes the available features once."""
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope

@@ -1,4 +1,4 @@
-"""Hypothesis tests draw the same cases: through the same generator, with choices that Hypothesis makes.
+"""Lets Hypothesis tests draw the same cases: through the same generator, with choices that Hypothesis makes.
 
 Shrinking is Hypothesis's own: every choice is ordered from simple to intricate.
 """
@@ -28,7 +28,7 @@ class HypothesisChoices:
         return self._draw(st.integers(low, high))
 
     def chance(self, one_in: int) -> bool:
-        # The simplest answer is no; the highest number stands for yes, so that shrinking moves towards no.
+        # The simplest answer is no; the highest number means yes, so that shrinking moves towards no.
         return self._draw(st.integers(0, one_in - 1)) == one_in - 1
 
     def more(self, one_in: int) -> bool:
@@ -53,7 +53,7 @@ def cases(
     """Legal cases, for `@given` tests of any implementation.
 
     Args:
-        capabilities: What the implementation under test claims: nothing else is drawn.
+        capabilities: Claims of the implementation under test: only these are drawn.
         world_sizes: Numbers of ranks; the first is drawn most.
         max_operations: Longest program.
         excluded: Features (`fsdp_testing.cases.drawing.FEATURES`) that are never drawn.

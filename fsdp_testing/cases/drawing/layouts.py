@@ -1,4 +1,4 @@
-"""Layouts over the tensor-parallel axis: which ones the modules of a drawn tree may have, and how they are drawn."""
+"""Layouts over the tensor-parallel axis: the legal layouts of a drawn tree's modules, and how they are drawn."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ OF_KIND: Mapping[str, tuple[str, ...]] = {
     "conv": ("replicated",),
     "offset": ("replicated",),
 }
-"""What torch can make of each kind of node; nothing at all is a layout too."""
+"""Layouts that torch supports for each kind of node; no layout counts too."""
 _PALETTE = ("colwise", "rowwise", "colwise_cut", "sequence", "replicated")
 
 
 def draw_layouts(choices: Choices, tree: Mapping[str, Any], ranks: int) -> Layouts:
-    """Draw a layout for about two of three modules, out of about half of the layouts; the rest stays as it is."""
+    """Draw a layout for about two of three modules, from about half of the layouts; the other modules stay unchanged."""
     mask = choices.subset(len(_PALETTE), sparse=False)
     wanted = {name for place, name in enumerate(_PALETTE) if mask >> place & 1}
     layouts: dict[str, str] = {}
@@ -43,8 +43,8 @@ def legal_layouts(layouts: Layouts, tree: Mapping[str, Any], ignored: Sequence[s
     Args:
         layouts: `(FQN, layout)`.
         tree: The legal tree.
-        ignored: Modules that every rank trains by itself: they stay whole.
-        ranks: How many hold one model together; with one alone nothing is cut.
+        ignored: Modules that every rank trains alone: they stay whole.
+        ranks: How many share one model; with one, nothing is cut.
     """
     if ranks == 1:
         return ()
@@ -54,7 +54,7 @@ def legal_layouts(layouts: Layouts, tree: Mapping[str, Any], ignored: Sequence[s
     asked = {fqn: name for fqn, name in asked.items() if name != "sequence" or _is_of_rows(places[fqn])}
     shared = _shared_modules(parameters(tree))
     for first, others in shared.items():
-        # One parameter has one layout, in whichever module it is.
+        # A parameter has the same layout in all its modules.
         name = asked.get(first, "").removesuffix("_cut")
         asked |= dict.fromkeys(others, name)
     together = {fqn for others in shared.values() for fqn in others}
@@ -67,17 +67,17 @@ def legal_layouts(layouts: Layouts, tree: Mapping[str, Any], ignored: Sequence[s
 
 
 def cut_dimension(layout: str, name: str, *, embeds: bool) -> int | None:
-    """Return the dimension of a parameter that a layout divides among the ranks of one model; None: all have it whole."""
+    """Return the dimension of a parameter that a layout divides among the ranks of one model; None: every rank holds it whole."""
     kind = layout.removesuffix("_cut")
     if kind not in ("colwise", "rowwise"):
         return None
-    if name == "bias":  # it has a number for each output
+    if name == "bias":  # the bias has a number for each output
         return 0 if kind == "colwise" else None
     return int((kind == "rowwise") != embeds)
 
 
 def _is_of_rows(node: Node) -> bool:
-    """Whether a module computes row by row, with parameters of which each row needs all."""
+    """Whether a module computes row by row, and each row needs all of its parameters."""
     return node["kind"] == "norm" or (node["kind"] == "scale" and get(node, "shape") == "vector")
 
 
@@ -91,7 +91,7 @@ def _shared_modules(specs: Sequence[ParameterSpec]) -> dict[str, list[str]]:
 
 
 def _pairs(nodes: Sequence[Node], prefix: str, ranks: int) -> Iterator[tuple[str, str]]:
-    """Yield neighbours of which the second takes the columns of the first as they are, where ranks divide these."""
+    """Yield neighbours where the second can take the cut columns of the first without a gather, if the ranks divide them."""
     also = {get(node, "of") for node in nodes if node["kind"] == "again"}
     for node, following in zip(nodes, [*nodes[1:], None]):
         if node["kind"] == "group":

@@ -1,7 +1,7 @@
-"""The legal case nearest to one whose parts were deleted, and what an implementation must claim to run it.
+"""Finds the legal case nearest to one with deleted parts, and what an implementation must claim to run it.
 
-One function decides for generator, mutator and shrinker. It never adds anything but what a case cannot be without. What
-an operation means in a case it says itself (`Operation.normalise`), of the facts that are gathered here.
+One function decides for generator, mutator and shrinker. It adds only parts without which there is no case. An operation
+decides itself whether it has a meaning in a case (`Operation.normalise`), from facts that are gathered here.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def legal_case(case: Case, capabilities: frozenset[str] | None = None) -> Case:
     if case.model.tree is not None:
         tree = legal_tree(case.model.tree)
         if case.mixed_precision is not None:
-            # Low precision is compared bit by bit, and a product of a transposed matrix may be rounded otherwise.
+            # Low precision is compared bit by bit, and a product of a transposed matrix may be rounded differently.
             tree = _without_strides(tree)
-            # Activations that pass through a module which nobody casts are of a dtype that the next one may refuse.
+            # Activations that pass through an uncast module have a dtype that the next module may refuse.
             case = replace(case, wrapping=replace(case.wrapping, ignored=()))
         case = replace(
             case,
@@ -45,13 +45,13 @@ def legal_case(case: Case, capabilities: frozenset[str] | None = None) -> Case:
         )
     case = replace(case, program=tuple(ProgramContext(case).normalised()))
     if case.model.tree is not None and _changes_ignored(case):
-        # Nobody averages gradients of what is ignored, or puts its numbers back after an edit.
+        # Gradients of ignored modules are not averaged, and their numbers are not restored after an edit.
         case = replace(case, wrapping=replace(case.wrapping, ignored=()))
     trained = _trained_alike if case.model.tree is not None else _trained_at_all
     case = replace(case, program=tuple(trained(case)))
     case = replace(case, world=_legal_world(case))
     if case.mixed_precision is not None and case.mixed_precision.buffer_dtype:
-        # Buffers may be cast while wrapping or in the first forward: what is seen between is each one's own affair.
+        # Buffers may be cast while wrapping or in the first forward: implementations may differ in between.
         first = next((place for place, o in enumerate(case.program) if o.batches()), len(case.program))
         case = replace(case, program=case.program[first:])
     if capabilities is not None and "unused_gradient_is_none" not in capabilities and leaves_unused(case):
@@ -60,14 +60,14 @@ def legal_case(case: Case, capabilities: frozenset[str] | None = None) -> Case:
 
 
 class ProgramContext:
-    """What an operation may ask of its case when it is made legal.
+    """The facts of a case that an operation may ask for when it is made legal.
 
     Attributes:
         case: The case, with a legal tree and plan.
         tree: The module tree, None for a model of the zoo.
         begins: No operation was kept so far.
-        units: Units at this point of the program, the root included. What a policy wraps is the implementation's affair.
-        saved: In which form the model's state was last saved, as far as the model at this point can load it; None if it was not.
+        units: Units at this point of the program, the root included; units that a policy makes are left to the implementation.
+        saved: Form of the last saved state that the model at this point can load; None if there is none.
     """
 
     def __init__(self, case: Case) -> None:
@@ -78,7 +78,7 @@ class ProgramContext:
         self.saved: str | None = None
 
     def normalised(self) -> Iterator[Operation]:
-        """Yield the operations of the program that have a meaning in the case, as they are legal."""
+        """Yield the operations of the program that have a meaning in the case, in their legal form."""
         for operation in self.case.program:
             legal = operation.normalise(self)
             if legal is None:
@@ -106,12 +106,12 @@ class ProgramContext:
     def counts_runs(self) -> bool:
         """Whether a buffer may count how often a rank ran a part."""
         if self.tree is None:
-            return False  # models with buffers are not saved at all
+            return False  # models with buffers are not saved
         return any(p.node["kind"] == "buffer" and get(p.node, "style") == "counter" for p in every(walk(self.tree)))
 
     @cached_property
     def edits_in_forward(self) -> bool:
-        """Whether the model changes its own parameters in forward: then no backward of a forward before that can run."""
+        """Whether the model changes its own parameters in forward: then no backward of an earlier forward can run."""
         model = MODELS.get(self.case.model.name)
         return self.tree is None and model is not None and "forward_edits" in model.needs
 
@@ -138,15 +138,15 @@ class ProgramContext:
         return names
 
     def used_patterns(self, patterns: tuple[str, ...]) -> tuple[str, ...]:
-        """Return those of the patterns that match a parameter; of a model of the zoo all."""
+        """Return the patterns that match a parameter; for a model of the zoo all."""
         if self.tree is None:
             return patterns
         return tuple(p for p in patterns if any(fnmatchcase(name, p) for name in self._names))
 
     def replaceable(self, patterns: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of matching parameters that one module alone has, and that the implementation shards.
+        """Return the names of matching parameters that only one module has, and that the implementation shards.
 
-        Of a model of the zoo the patterns themselves, if none of its parameters may be that of several modules.
+        For a model of the zoo return the patterns, if no parameter can belong to several modules.
         """
         if self.tree is None:
             model = MODELS.get(self.case.model.name)
@@ -167,13 +167,13 @@ class ProgramContext:
         return _legal_wrapping(replace(self.case.wrapping, units=units), self.tree).units
 
     def may_be_cast(self, dtype: str) -> bool:
-        """Whether a cast of the whole model to `dtype`, as the first thing done with it, has one meaning for everyone."""
+        """Whether a cast of the whole model to `dtype`, as its first operation, means the same for every implementation."""
         program = self.case.program
         if self.low_precision or self.tree is None or dtype not in _WIDE:
             return False
         if any(spec.dtype for spec in parameters(self.tree)) or any(o.renews_model for o in program):
             return False
-        # Whatever is built with the parameters that were there before would go on with those.
+        # Objects built with the earlier parameters would keep them.
         built = next((place for place, o in enumerate(program) if o.builds_optimizer), None)
         return built is not None and not any(o.steps for o in program[:built])
 
@@ -206,7 +206,7 @@ def _legal_wrapping(plan: WrappingPlan, tree: Mapping[str, Any], tensor_parallel
 
 
 def _may_run_again(tree: Mapping[str, Any], module: str) -> bool:
-    """Whether running a module again in backward changes no number: what a forward writes to a buffer is written twice then."""
+    """Whether running a module again in backward changes no number: a forward that writes to a buffer then writes twice."""
     inside = [place.node for place in every(walk(tree)) if f"{place.fqn}.".startswith(f"{module}.")]
     return not any(node["kind"] == "buffer" and get(node, "style") != "constant" for node in inside)
 
@@ -227,11 +227,11 @@ def _changes_ignored(case: Case) -> bool:
 
 
 def _trained_alike(case: Case) -> Iterator[Operation]:
-    """Yield the operations, with the branches of rank 0 on every rank where the loss of some ranks would train nothing.
+    """Yield the operations; if the loss of some ranks would train nothing, every rank gets the branches of rank 0.
 
-    Nobody calls backward with such a loss, and the ranks whose loss trains something would wait in theirs: the user's own
-    doing, on every implementation. Nor does anybody reduce what awaits it from a `no_sync` when no rank's loss trains anything:
-    then every branch runs, and a micro-batch that trains nothing even so is left out.
+    A rank with such a loss calls no backward, and the other ranks would wait in theirs: a user's error on every implementation.
+    If no rank's loss trains anything, pending gradients of a `no_sync` are not reduced either. Then every branch runs, and a
+    micro-batch that still trains nothing is left out.
     """
     specs = parameters(case.model.tree)
     first = {spec.tie: spec.fqn for spec in reversed(specs) if spec.tie}
@@ -244,7 +244,7 @@ def _trained_alike(case: Case) -> Iterator[Operation]:
         if change is not None:
             changed = flags | {name: change[1] for name, _ in matching(flags.items(), change[0])}
             if pending and not any(changed.values()):
-                continue  # no backward would ever reduce what awaits it
+                continue  # no backward would ever reduce the pending gradients
             flags = changed
         awaiting, pending = pending, operation.pending_after(pending)
         trainable = {spec.module for spec in specs if flags[first.get(spec.tie, spec.fqn)]}
@@ -265,7 +265,7 @@ def _trained_alike(case: Case) -> Iterator[Operation]:
 
 
 def _trained_at_all(case: Case) -> Iterator[Operation]:
-    """Yield the operations of a model of the zoo, none of which freezes everything while gradients await a reduction."""
+    """Yield the operations of a model of the zoo, without freezing everything while gradients await a reduction."""
     pending = False
     for operation in case.program:
         change = operation.requires_grad_change()
@@ -275,7 +275,7 @@ def _trained_at_all(case: Case) -> Iterator[Operation]:
 
 
 def _contributing(places: list[Walk], mask: tuple[bool, ...]) -> Iterator[str]:
-    """Yield modules through which the loss depends on parameters, for certain, if these branches run."""
+    """Yield modules through which the loss certainly depends on parameters if these branches run."""
     for place in places:
         if place.node["kind"] != "group":
             yield place.fqn
@@ -296,7 +296,7 @@ def _legal_world(case: Case) -> WorldSpec:
 
 def leaves_unused(case: Case) -> bool:
     """Whether some parameter may get no gradient while another of its unit does."""
-    # A loss that goes past a unit's output leaves the unit's last part without a gradient.
+    # A loss that bypasses a unit's output leaves the unit's last part without a gradient.
     leaving = {"unused_parameters", "loss_bypasses_output"}
     if case.model.tree is None:
         model = MODELS.get(case.model.name)
@@ -309,7 +309,7 @@ def leaves_unused(case: Case) -> bool:
 
 
 def _stateless(optimizer: OptimizerSpec) -> OptimizerSpec:
-    """Plain SGD, to which a gradient of zeros and none at all are the same."""
+    """Plain SGD, for which a gradient of zeros and no gradient are the same."""
     if optimizer.name == "sgd" and set(optimizer.arguments) <= {"lr"}:
         return optimizer
     return OptimizerSpec("sgd", {"lr": optimizer.arguments.get("lr", 0.1)})
@@ -325,11 +325,11 @@ def needs_of_case(case: Case) -> frozenset[str]:
         return frozenset(needs | _needs_of_zoo(case))
     units = () if case.strategy == "no_shard" and not case.wrapping.units else case.wrapping.units
     if case.wrapping.policy is not None:
-        # Which modules a policy takes is the implementation's affair: whatever could be needed is.
+        # The implementation decides which modules a policy takes: assume that everything possible is needed.
         needs |= needs_of(case.model.tree, unit_names(case.model.tree))
     needs |= needs_of(case.model.tree, units)
     if "grouped_units" in case.wrapping.settings:
-        # Which modules are one unit then is the implementation's affair.
+        # The implementation then decides which modules form one unit.
         needs |= needs_of(case.model.tree, ()) & {"mixed_dtype_units", "frozen_mixed_unit"}
     for later in plans_of(case)[1:]:
         needs |= needs_of(case.model.tree, later)
@@ -341,10 +341,10 @@ def needs_of_case(case: Case) -> frozenset[str]:
 
 
 def _recomputes_unseen(case: Case, units: tuple[str, ...]) -> bool:
-    """Whether a module runs again inside a unit of which nobody sees that its backward begins.
+    """Whether a module runs again inside a unit whose start of backward cannot be seen.
 
-    Its outputs are in objects of the user's own, or a tensor that it kept is used instead. A unit that runs again as a whole
-    is gathered by its own forward.
+    The unit's outputs are in objects of the user's own classes, or a tensor that it kept is used instead. A unit that runs again
+    as a whole is gathered by its own forward.
     """
     tree, plan = case.model.tree, case.wrapping
     groups = [place for place in every(walk(tree)) if place.node["kind"] == "group"]
@@ -366,7 +366,7 @@ def _needs_of_zoo(case: Case) -> set[str]:
     is_grouped = "grouped_units" in case.wrapping.settings
     if all(set(model.units) <= set(units) for units in plans_of(case)) and not is_grouped:
         return needs
-    # Parts that are units of their own in the plan that the zoo suggests may meet in one unit.
+    # Parts that are separate units in the zoo's suggested plan may meet in one unit.
     needs |= {"mixed_dtype_units"} if "mixed_dtypes" in model.traits else set()
     return needs | ({"frozen_mixed_unit"} if "frozen" in model.traits else set())
 

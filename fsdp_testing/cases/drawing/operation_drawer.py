@@ -15,7 +15,7 @@ _SCALES = (2.0, 0.25, 8.0)
 
 
 class OperationDrawer:
-    """Draws operations for one case, and what they have in common.
+    """Draws operations for one case, and their common parts.
 
     Args:
         choices: Source.
@@ -49,11 +49,11 @@ class OperationDrawer:
         drawn = [self.operation()]
         while len(drawn) < longest and self.choices.more(10):
             drawn.append(self.operation())
-        # One of these two, since no case is without a meaning for them: the normal form may drop any other.
+        # One of these two, since they have a meaning in every case: the normal form may drop any other.
         if not any(isinstance(operation, ForwardBackward | Forward) for operation in drawn):
             drawn[self.choices.integer(0, len(drawn) - 1)] = ForwardBackward.draw(self)
         if "op.cast" in self.swarm:
-            # Where alone it has a meaning: before gradients, and before the optimizer is built of the old parameters.
+            # Only here it has a meaning: before gradients, and before the optimizer is built from the old parameters.
             drawn = [Move(self.choices.pick(("float32", "float64"))), BuildOptimizer(), *drawn[: longest - 2]]
         return tuple(drawn)
 

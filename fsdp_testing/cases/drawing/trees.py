@@ -8,7 +8,7 @@ from fsdp_testing.cases.drawing.choices import Choices
 from fsdp_testing.cases.drawing.features import Swarm
 from fsdp_testing.cases.models.tree_schema import legal_tree
 
-# Even, odd, one, fewer than ranks; more than these add shapes, and DTensor thinks about each new shape for milliseconds.
+# Even, odd, one, fewer than ranks; more would add shapes, and each new shape costs DTensor milliseconds.
 _USUAL_WIDTHS = (4, 5, 1, 3)
 _WIDTHS = (4, 5, 1, 2, 3, 6, 7, 8)
 _LARGE = 48
@@ -38,7 +38,7 @@ class _TreeDrawer:
         ]
         self._shapes = [shape for feature, shape in _SHAPES.items() if feature in swarm]
         self._leaves += ["scale"] if self._shapes else []
-        # One width that recurs, so that residuals, ties and repeated calls fit often.
+        # One recurring width, so that residuals, ties and repeated calls often fit.
         self._usual = self._choices.pick(_WIDTHS if self._choices.chance(4) else _USUAL_WIDTHS)
         self._branches = 0
         self._forced: int | None = None
@@ -54,7 +54,7 @@ class _TreeDrawer:
         return self._usual
 
     def nodes(self, least: int, most: int, depth: int) -> list[Node]:
-        """Draw a list that goes on or ends after each node, so that what shrinks can leave any of them out."""
+        """Draw a list that may end after each node, so that shrinking can leave out any node."""
         made: list[Node] = []
         while len(made) < least or (len(made) < most and self._choices.more(3)):
             node = self._node(made, depth)
@@ -125,7 +125,7 @@ class _TreeDrawer:
         return node
 
     def _fill(self, node: Node, depth: int) -> None:
-        """Draw what is inside a group; where its output must fit its input, every width inside is that of the input."""
+        """Draw the inside of a group; if its output must fit its input, every width inside equals that of the input."""
         entering, before = self._current, self._forced
         fits = len(node) > 1
         self._forced = entering if fits else before

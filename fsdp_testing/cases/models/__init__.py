@@ -1,4 +1,4 @@
-"""The models that are judged: small ones with one trait each and two real ones, none of which knows that sharding exists.
+"""The models for checks: small ones with one trait each and two real ones; none contains code for sharding.
 
 `MODELS[name]` gives a `ZooModel`: `build(seed, dtype)`, `make_input(seed, rank, step, batch, dtype)`, `loss(output)`.
 """

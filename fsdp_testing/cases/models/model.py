@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 LARGE = "large"
-"""Trait of models that random cases leave out: each would take seconds."""
+"""Trait of models that random cases leave out, since each takes seconds."""
 
 
 class Inputs(NamedTuple):
-    """What to call the model with: `model(*inputs.args, **inputs.kwargs)`."""
+    """Arguments of the model: `model(*inputs.args, **inputs.kwargs)`."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -38,16 +38,16 @@ class ZooModel:
     Attributes:
         name: Key in the registry.
         summary: The trait in one sentence.
-        construct: Makes the module with whatever values; `build` replaces them.
+        construct: Makes the module with any values; `build` replaces them.
         make_input: `(seed, rank, step, batch, dtype, **options) -> Inputs`; any batch size, 0 included.
-        units: FQNs worth wrapping, outermost first (the root is always a unit besides).
+        units: FQNs worth wrapping, outermost first (the root is always a unit too).
         traits: What the model has, for choosing models by trait.
-        needs: Capabilities without which no claim covers this model.
+        needs: Capabilities that an implementation must claim for this model.
         arguments: Keyword arguments of `build`, each with the values it may take (first: the default).
         input_options: The same for `make_input`.
-        finish: Called with the module and dtype after the values are set, for what `module.to(dtype)` undid.
-        elementwise_before: Linear layers between which and the linear layer before there is nothing but elementwise functions.
-        constructed: The floating-point dtype of what `construct` makes, but for parts that `finish` gives another one;
+        finish: Called with the module and dtype after the values are set, to redo what `module.to(dtype)` undid.
+        elementwise_before: Linear layers with only elementwise functions between them and the linear layer before.
+        constructed: The floating-point dtype of what `construct` makes, except for parts whose dtype `finish` sets;
             None if it is torch's default.
     """
 
@@ -90,7 +90,7 @@ Construct = TypeVar("Construct", bound=Callable[..., nn.Module])
 
 
 class Family(list[ZooModel]):
-    """The models of one file, in the order in which they stand there."""
+    """The models of one file, in file order."""
 
     def model(
         self,
@@ -133,8 +133,8 @@ class Wired(nn.Module):
     """Parts, and one expression that calls them.
 
     Args:
-        flow: Called with the module and its inputs; it finds parts as attributes at each call: an implementation may have
-            put another module in the place of one.
+        flow: Called with the module and its inputs; it looks up parts as attributes at each call, since an implementation
+            may have replaced one.
         **parts: Modules and parameters by name.
     """
 

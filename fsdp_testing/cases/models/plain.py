@@ -60,7 +60,7 @@ def huge() -> nn.Module:
 
 
 class Clipped(nn.Linear):
-    """A layer that keeps its weights small by itself."""
+    """A layer that limits the size of its own weights."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A drawn module tree, plain data, becomes a model of the zoo."""
+"""Turns a drawn module tree, plain data, into a model of the zoo."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tree_model(tree: Any) -> ZooModel:
     Raises:
         InvalidRecord: The data is no tree.
     """
-    # Asked at every forward of a case with one and the same object: kept by identity, which needs no reading.
+    # Called at every forward of a case with the same object: cached by identity, without reading it.
     known = _LATEST.get(id(tree))
     if known is not None and known[0] is tree:
         return known[1]
@@ -54,7 +54,7 @@ def _tree_model(text: str) -> ZooModel:
     check_tree(tree)
     tree = legal_tree(tree)
     specs = parameters(tree)
-    # Without `needs`: what a tree needs depends on the units that are wrapped: see `needs_of`.
+    # Without `needs`: a tree's needs depend on the wrapped units, see `needs_of`.
     return ZooModel(
         name="tree",
         summary="A module tree drawn by the fuzzer.",
@@ -149,7 +149,7 @@ def _needs_of_parameters(specs: Sequence[ParameterSpec], units: tuple[str, ...])
         tags |= {"shared_parameters"} if len({spec.module for spec in several}) > 1 else set()
         if len({unit_of(spec.module, units) for spec in several}) > 1:
             tags.add("shared_across_units")
-            # Whose it is then, one of its units' or the lowest unit's around them, is the implementation's affair.
+            # The implementation decides whether one of its units owns it, or the lowest unit around them.
             around = [u for u in units if all(f"{spec.module}.".startswith(f"{u}.") for spec in several)]
             places.append((max(around, key=len, default=""), several[0]))
     dtypes: dict[str, set[str]] = {}

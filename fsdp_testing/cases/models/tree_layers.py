@@ -70,8 +70,8 @@ class TreeScale(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.to(x.dtype)
-        # A parameter without elements takes part all the same: its sum is zero.
-        # Bounded, since the module may be called again and again on its own output.
+        # A parameter without elements also takes part: its sum is zero.
+        # Bounded, since the module may be called repeatedly on its own output.
         return torch.tanh(x) * (1 + (weight if weight.numel() else weight.sum()))
 
 
@@ -88,7 +88,7 @@ class TreeNorm(nn.Module):
 
 
 class TreeConv(nn.Module):
-    """A one-dimensional convolution along the width, whatever it is; the mean over its channels."""
+    """A one-dimensional convolution along any width; the mean over its channels."""
 
     def __init__(self, _width: int, channels: int, kernel: int) -> None:
         super().__init__()
@@ -141,12 +141,12 @@ class TreeBuffer(nn.Module):
             value.mul_(0.5).add_(x.detach().sum(0).to(value.dtype), alpha=0.125)
         if self.training and self._style == "counter":
             value.add_(1)
-        # Not the buffer itself: a later forward changes it in place, and autograd must not see that.
+        # A copy: a later forward changes the buffer in place, and autograd must not see that.
         return x + 0.1 * value.clone().to(x.dtype).tanh()
 
 
 class TreeDropout(nn.Module):
-    """Drops a quarter in training, whatever the width."""
+    """Drops a quarter in training, at any width."""
 
     def __init__(self, _width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The layers of a drawn model come together: groups make them and call them in order."""
+"""Groups of a drawn model: they make layers and call them in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Use = tuple[bool, ...]
 
 
 class Nodes(list[Node]):
-    """Nodes as a module keeps them: shared by its copies, since nobody changes them."""
+    """A module's nodes: shared by its copies, since they never change."""
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Nodes:
         return self
@@ -35,14 +35,14 @@ LEAVES: Mapping[str, type[nn.Module]] = {
 
 
 def options_of(node: Node) -> dict[str, Any]:
-    """Return the options with which the layer of a node is made; flags that have their defaults are left out."""
+    """Return the options of a node's layer, without flags that have their defaults."""
     fields = [name for name in SCHEMA[node["kind"]] if name not in ("tie", "frozen", "dtype")]
     options = {name: get(node, name) for name in fields if name in node or not isinstance(get(node, name), bool)}
     return options | ({"dtype": getattr(torch, node["dtype"])} if node.get("dtype") else {})
 
 
 class TreeGroup(nn.Module):
-    """Calls its nodes in order; how it is called itself, its caller reads from its node."""
+    """Calls its nodes in order; its caller reads from its node how to call the group."""
 
     kept: torch.Tensor | None
 
@@ -104,7 +104,7 @@ def run(parent: nn.Module, nodes: list[Node], x: torch.Tensor, ids: torch.Tensor
     """Call the modules of `nodes` in order."""
     known = {node["name"]: node for node in nodes}
     for node in nodes:
-        # Looked up at each call: an implementation may have put another module in this one's place.
+        # Looked up at each call: an implementation may have replaced the module.
         module = getattr(parent, node["name"])
         if node["kind"] == "again":
             node = known[get(node, "of")]
@@ -133,7 +133,7 @@ def _call_group(module: nn.Module, node: Node, x: torch.Tensor, ids: torch.Tenso
 
 
 def _taken(module: nn.Module, node: Node, result: Any, before: torch.Tensor) -> torch.Tensor:
-    """What the caller makes of a group's output."""
+    """Return what the caller makes of a group's output."""
     if get(node, "keeps"):
         return _take_kept(module)
     if get(node, "view"):
@@ -143,7 +143,7 @@ def _taken(module: nn.Module, node: Node, result: Any, before: torch.Tensor) -> 
 
 
 def _take_kept(module: nn.Module) -> torch.Tensor:
-    """The intermediate that a group kept instead of what it returned, wherever a wrapper has put the group."""
+    """Return the intermediate that a group kept, wherever a wrapper has put the group."""
     for inner in module.modules():
         if isinstance(inner, TreeGroup) and inner.kept is not None:
             kept, inner.kept = inner.kept, None  # else the graph of this step would live until the next

@@ -2,9 +2,9 @@
 
 A drawn model is plain JSON data: `{"width": 5, "output": "tensor", "nodes": [...]}`. The nodes are called one after the
 other on a running tensor of shape `[rows, width]`; a group is a module of its own with nodes inside. Only output widths
-are written down, input widths follow from what comes before, so that any node, group or field may be deleted: what no
-longer makes sense where it stands (a residual around a change of width, an alias of a node that is gone) is dropped by
-`legal_tree`, the one function that decides.
+are written down; input widths follow from earlier nodes. So any node, group or field may be deleted: `legal_tree`, the one
+function that decides, drops parts that no longer make sense (a residual around a change of width, an alias of a deleted
+node).
 
 Names of nodes are attribute names, so that the FQN of a module is the path of names to its node.
 """
@@ -65,7 +65,7 @@ def get(node: Mapping[str, Any], name: str) -> Any:
 
 
 def check_tree(tree: Any, where: str = "case.model.tree") -> None:
-    """Check that `tree` is data of the right form; whether each part makes sense is `legal_tree`'s affair.
+    """Check that `tree` is data of the right form; `legal_tree` decides whether each part makes sense.
 
     Raises:
         InvalidRecord: Every offender is listed.
@@ -78,7 +78,7 @@ def check_tree(tree: Any, where: str = "case.model.tree") -> None:
 
 
 def check_case_with_tree(case: Case, where: str) -> None:
-    """Check what must hold of a case as a whole, its tree included, which is plain data until a model is made of it.
+    """Check rules for a case as a whole, including its tree, which is plain data until a model is made from it.
 
     Raises:
         InvalidRecord: Every offender is listed.
@@ -139,10 +139,10 @@ def _problems_of_fields(node: Node, where: str) -> Iterator[str]:
 
 
 def legal_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree with everything dropped that has no meaning where it stands; a legal tree comes back equal.
+    """Return the tree without parts that have no meaning where they are; a legal tree is returned equal.
 
-    Every forward of the result uses at least one trainable parameter with elements: an optimizer over nothing is an
-    error, and so is a rank without anything to reduce among others that have.
+    Every forward of the result uses at least one trainable parameter with elements: an optimizer without parameters is an
+    error, and so is a rank with nothing to reduce among others that reduce.
     """
     width = tree["width"]
     nodes, out = _legal_nodes(tree["nodes"], width, set())
@@ -194,7 +194,7 @@ def _legal_group(node: Node, width: int, tied: set[tuple[Any, ...]]) -> tuple[No
     if after != width:
         group |= {"calls": 1, "branch": -1, "residual": False}
     if get(group, "dropped"):
-        # Its output is not looked at, so nothing about the output matters.
+        # Its output is unused, so nothing about the output matters.
         group |= {"residual": False, "returns": "tensor", "view": False, "keeps": False, "calls": 1}
         after = width
     if get(group, "calls") > 1:
@@ -222,7 +222,7 @@ class ParameterSpec:
         shape: Its shape.
         frozen: It starts with `requires_grad=False`.
         dtype: Dtype of its own, or empty.
-        tie: What it is tied by; equal for parameters that are one.
+        tie: Key of its tie; equal for parameters that are the same tensor.
         strided: It is stored transposed.
     """
 
@@ -245,7 +245,7 @@ class ParameterSpec:
 
 @dataclass(slots=True)
 class Walk:
-    """A node where it stands: its FQN and the width that enters it."""
+    """A node in its place: its FQN and its input width."""
 
     node: Node
     fqn: str
@@ -285,7 +285,7 @@ def every(places: list[Walk]) -> Iterator[Walk]:
 
 
 def parameters(tree: Mapping[str, Any]) -> list[ParameterSpec]:
-    """Return every parameter of a legal tree, once for each name that it has."""
+    """Return every parameter of a legal tree, once for each of its names."""
     return [spec for place in every(walk(tree)) for spec in _parameters_of(place)]
 
 

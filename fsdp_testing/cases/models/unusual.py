@@ -67,7 +67,7 @@ class TableOnly(nn.Module):
         if self.training:
             self.mask.copy_(self.mask.roll(1))
             self.table.mul_(0.5)
-        # Not the buffers themselves: a later forward changes them in place, and autograd must not see that.
+        # Copies: a later forward changes the buffers in place, and autograd must not see that.
         return torch.where(self.mask.clone(), x, x * self.table.clone().to(x.dtype))
 
 
@@ -87,7 +87,7 @@ def batch_norm() -> nn.Module:
     """Batch statistics: buffers that each rank computes from its own inputs."""
 
     def flow(m: Any, x: torch.Tensor) -> torch.Tensor:
-        # An empty batch has no statistics; torch refuses one, so the layer is passed by.
+        # An empty batch has no statistics and torch refuses it, so the layer is skipped.
         hidden = m.first(x)
         return m.second(torch.tanh(m.norm(hidden) if len(x) > 1 or not m.training else hidden))
 
@@ -162,7 +162,7 @@ def frozen_bias() -> nn.Module:
     input_options={"use": ((True, False, True), (True, True, True), (False, True, False), (False, False, False))},
 )
 def conditional() -> nn.Module:
-    """Units that run or not, as each input says; one that never runs."""
+    """Units that run or not, depending on the input, and one that never runs."""
 
     def flow(m: Any, x: torch.Tensor, use: tuple[bool, ...]) -> torch.Tensor:
         x = torch.tanh(m.trunk(x))
@@ -196,7 +196,7 @@ class Gated(nn.Module):
     input_options={"use": ((True, False), (True, True), (False, True), (False, False))},
 )
 def partly_used() -> nn.Module:
-    """Units that always run, with parameters inside that are used or not."""
+    """Units that always run, with parameters that are used or not."""
     flow = lambda m, x, use: m.second(torch.tanh(m.first(x, use[0])), use[1])
     return Wired(flow, first=Gated(), second=Gated())
 
@@ -246,7 +246,7 @@ def opaque_output() -> nn.Module:
 
 @ZOO.model("returned_parameters", float_input(5), ("stem", "table", "last"), "uneven", "parameter_outputs")
 def returned_parameters() -> nn.Module:
-    """A unit that returns its parameter and a part of it, which are used outside of it."""
+    """A unit that returns its parameter and a part of it, which are used outside the unit."""
 
     def flow(m: Any, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(m.stem(x))
@@ -273,7 +273,7 @@ class Remembering(nn.Module):
         return torch.tanh(self.outer(self.hidden))
 
     def take(self) -> torch.Tensor | None:
-        """Return what forward kept, once. A method: an attribute that is set through a wrapper may stay on the wrapper."""
+        """Return what forward kept, once. It is a method because an attribute set through a wrapper may stay on the wrapper."""
         kept, self.hidden = self.hidden, None  # else the graph of this step would live until the next
         return kept
 
@@ -317,7 +317,7 @@ class Coder(nn.Module):
 
 @ZOO.model("methods", float_input(6), ("stem", "coder", "last"), "methods", "forward_methods")
 def methods() -> nn.Module:
-    """A unit whose methods are called in place of its forward, twice in one forward of the model."""
+    """A unit whose methods are called instead of its forward, twice in one forward of the model."""
     return Wired(
         lambda m, x: m.last(m.coder.decode(m.coder.encode(torch.tanh(m.stem(x))))),
         stem=square(6),

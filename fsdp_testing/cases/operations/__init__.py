@@ -1,4 +1,4 @@
-"""What a training program may consist of: one class for each operation, with all that is known of it.
+"""The operations of a training program: one class for each, with everything known about it.
 
 A new operation is a class in one of these files, an entry in `ALL`, and a test. Standard library at import: records and
 reports need no torch.
@@ -29,14 +29,14 @@ ALL: tuple[type[Operation], ...] = (
     Move, SeveralForwards, Reload, Interrupt, UnshardFirst, AssignData, ReplaceParameters,
     LocalMicroBatches, Save, UnusualBackward, TrainElsewhere, EditGradients, Restore,
 )  # fmt: skip
-"""Every operation, the simplest first: a drawn program that shrinks moves towards the front."""
+"""Every operation, the simplest first: shrinking moves a drawn program towards the front."""
 
 
 def by_kind(operations: Iterable[type[Operation]]) -> dict[str, type[Operation]]:
     """Return operations by their tag.
 
     Raises:
-        InvalidRecord: Some leave a facet unsaid, or have the tag of another one; all are listed.
+        InvalidRecord: Operations lack a facet, or share a tag; all are listed.
     """
     found: dict[str, type[Operation]] = {}
     problems = []

@@ -1,4 +1,4 @@
-"""What a user does to parameters between micro-batches: gather, edit, replace, give new storage, freeze, thaw, move, cast."""
+"""Operations of a user on parameters between micro-batches: gather, edit, replace, give new storage, freeze, thaw, move, cast."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FACTORS = (0.5, -1.0, 1.25)
 
 
 def _shown(full: Mapping[str, torch.Tensor]) -> Values:
-    """Return what a rank was shown of every parameter, before it is edited: a write-back takes its own span of it alone."""
+    """Return what a rank was shown of every parameter before the edit: a write-back takes only the rank's own span."""
     return {f"full.{fqn}": parameter.detach().clone() for fqn, parameter in full.items()}
 
 
@@ -77,14 +77,14 @@ class EditFullParameters(OfPatterns):
 
 @dataclass(frozen=True, slots=True)
 class ReplaceParameters(OfPatterns):
-    """Gathers the full parameters, puts other ones with values multiplied by a factor in their place, and releases them.
+    """Gathers the full parameters, replaces them by new ones with values multiplied by a factor, and releases them.
 
-    Shared parameters are left out: replaced in one of their places only they would be two.
+    Shared parameters are left out: replaced in only one place, they would become two.
 
     Attributes:
         patterns: Which parameters.
         factor: What their values are multiplied by.
-        storage: The parameters stay, and are given new storage.
+        storage: The parameters stay, and get new storage.
     """
 
     kind: ClassVar[str] = "replace_parameters"
@@ -135,9 +135,9 @@ class UnshardFirst(TrainingPass):
     Attributes:
         batch: Inputs.
         units: FQNs of the units; the root is the empty string.
-        reshard: They are released again before the micro-batch.
-        asynchronous: The gathers are only begun. Those of every second unit are waited for by hand, those of the others by
-            their forward; before units are released all are waited for.
+        reshard: The units are released again before the micro-batch.
+        asynchronous: The gathers are only begun. Every second unit's gather is waited for by hand, the others by their
+            forward; before units are released all are waited for.
     """
 
     kind: ClassVar[str] = "unshard_first"
@@ -197,7 +197,7 @@ class AssignData(ForwardPass):
         patterns: Which parameters.
         factor: What their values are multiplied by.
         batch: Inputs of the forward.
-        in_place: The values change where they are, as an optimizer changes them.
+        in_place: The values change in place, as an optimizer changes them.
     """
 
     kind: ClassVar[str] = "assign_data"
@@ -229,9 +229,9 @@ class AssignData(ForwardPass):
         if context.tree is None:
             return self
         if context.low_precision:
-            return None  # gathered parameters may be shown rounded, and what is made of them is then as rough
+            return None  # gathered parameters may be shown rounded, and so are values made from them
         patterns = context.used_patterns(self.patterns)
-        # Every unit runs, since one that does not may notice its new storage later.
+        # Every unit runs, since an unused unit may notice its new storage later.
         return replace(self, patterns=patterns, batch=replace(self.batch, usage=())) if patterns else None
 
     def simpler(self) -> Iterator[Operation]:
@@ -249,7 +249,7 @@ class AssignData(ForwardPass):
 
     def replay(self, replay: Replay) -> Results:
         replay.scale(self.patterns, self.factor)
-        # In training mode, as on the ranks; the graph that this builds is used by nobody.
+        # In training mode, as on the ranks; the graph that this builds is not used.
         return Forward(self.batch).replay(replay)
 
 
@@ -296,11 +296,11 @@ class Thaw(Freeze):
 
 @dataclass(frozen=True, slots=True)
 class Move(Operation):
-    """`module.to` the device where it is already, which touches every parameter and must change none.
+    """`module.to` its present device, which touches every parameter and must change none.
 
     Attributes:
-        dtype: `module.to` this dtype as well, for good: inputs have it from here on. Gradients and the optimizer are
-            not carried over, so it comes before both.
+        dtype: `module.to` this dtype too, for good: later inputs have it. Gradients and the optimizer are not carried
+            over, so it comes before both.
     """
 
     kind: ClassVar[str] = "move"
@@ -316,7 +316,7 @@ class Move(Operation):
         return self.dtype
 
     def normalise(self, context: ProgramContext) -> Operation | None:
-        # Only what is the first thing done with a model has one meaning for everyone.
+        # Only as a model's first operation does it mean the same for every implementation.
         return self if not self.dtype or (context.begins and context.may_be_cast(self.dtype)) else Move()
 
     def simpler(self) -> Iterator[Operation]:

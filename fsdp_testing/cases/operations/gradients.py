@@ -1,4 +1,4 @@
-"""What a user does to the gradients of some parameters while those of the others stay."""
+"""An operation of a user on the gradients of some parameters, while other gradients stay."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EDITS = ("zeros", "none", "halved")
 
 @dataclass(frozen=True, slots=True)
 class EditGradients(OfPatterns):
-    """Changes the reduced gradients of the parameters that match; those of the others stay.
+    """Changes the reduced gradients of the parameters that match; other gradients stay.
 
     Attributes:
         patterns: Which parameters.
@@ -40,7 +40,7 @@ class EditGradients(OfPatterns):
 
     @classmethod
     def weight(cls, swarm: Swarm) -> int:
-        return 0  # a campaign's case of a seed stays what it was; every pair is asked
+        return 0  # so that a campaign's seed still gives the same case; `run --pairs` asks every pair
 
     @classmethod
     def draw(cls, drawer: OperationDrawer) -> EditGradients:

@@ -29,11 +29,11 @@ class ForwardPass(Operation):
     passes: ClassVar[int | None] = 0
 
     def most_passes(self, uses: int, *, frees_early: bool) -> int | None:
-        # What runs several times may be freed and gathered again each time, in forward and in backward.
+        # A unit that runs several times may be freed and gathered again each time, in forward and in backward.
         return uses * len(self.batches())
 
     def may_stay_unsharded(self, before: frozenset[str], *, frees_early: bool, backward: bool) -> frozenset[str] | None:
-        # The root (its name is empty) ends forward last and begins backward first: it may stay, with every strategy.
+        # The root (empty name) ends forward last and begins backward first: it may stay gathered with every strategy.
         return before | {""} if frees_early else None
 
 
@@ -95,7 +95,7 @@ class ForwardBackward(TrainingPass):
 
     def may_stay_unsharded(self, before: frozenset[str], *, frees_early: bool, backward: bool) -> frozenset[str] | None:
         if self.no_sync and backward and not frees_early:
-            # While gradients await their reduction, only a strategy that frees after forward gives parameters back.
+            # While gradients await reduction, only a strategy that frees after forward reshards parameters.
             return None
         return TrainingPass.may_stay_unsharded(self, before, frees_early=frees_early, backward=backward)
 
@@ -244,7 +244,7 @@ class SeveralForwards(SeveralMicroBatches):
         return cls(_several(drawer), drawer.choices.chance(2))
 
     def normalise(self, context: ProgramContext) -> Operation | None:
-        # One process refuses it, too: the second forward changes what the backward of the first one reads.
+        # One process refuses it too: the second forward changes what the first backward reads.
         return ForwardBackward(self.micro_batches[0]) if context.edits_in_forward else self
 
     def simpler(self) -> Iterator[Operation]:
@@ -253,7 +253,7 @@ class SeveralForwards(SeveralMicroBatches):
         yield replace(self, micro_batches=tuple(batch.plain() for batch in self.micro_batches))
 
     def most_passes(self, uses: int, *, frees_early: bool) -> int | None:
-        # The first backward frees what the next one needs, with every strategy.
+        # With every strategy the first backward frees what the next one needs.
         return uses * len(self.micro_batches) * 2
 
     def _backwards(self) -> list[int]:
@@ -287,11 +287,11 @@ class SeveralForwards(SeveralMicroBatches):
 
 @dataclass(frozen=True, slots=True)
 class LocalMicroBatches(SeveralMicroBatches):
-    """Several micro-batches inside one `no_sync`, as accumulation is written by hand; their gradients stay local.
+    """Several micro-batches inside one `no_sync`, as in hand-written accumulation; their gradients stay local.
 
     Attributes:
         micro_batches: One for each micro-batch.
-        nested: Each but the last is inside a `no_sync` of its own within that one: leaving the inner one changes nothing.
+        nested: Each except the last is inside its own inner `no_sync`, whose end must change nothing.
     """
 
     kind: ClassVar[str] = "local_micro_batches"

@@ -1,11 +1,11 @@
-"""What an operation of a training program says of itself, and the inputs of its micro-batches.
+"""The base of a training program's operations, and the inputs of their micro-batches.
 
 An operation is data: what it does depends on its own fields and the case, never on its position, so that deleting any
-other operation leaves its inputs unchanged. All that is known of one stands in its class: the record, how it is drawn
-and made legal, what it needs and costs, what sentences and scripts call it, how it becomes simpler, what it does on a
-rank and in the oracle. `FACETS` names what every class must say; the rest has a default here.
+other operation leaves its inputs unchanged. Its class holds everything about it: the record, how it is drawn and made
+legal, what it needs and costs, its names in sentences and scripts, how it becomes simpler, what it does on a rank and in
+the oracle. `FACETS` names what every class must define; the rest has a default here.
 
-Whoever runs, draws or judges hands itself in: this package imports none of them, and torch only where numbers are made.
+Callers that run, draw or judge pass themselves in: this package imports none of them, and torch only to make numbers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Batch:
         usage: Which optional branches of the model run, one mask for all ranks or one per rank (cycled); an empty tuple
             uses all. Models without branches ignore it.
         scale: Factor on the inputs, so that micro-batches can be distinguished by magnitude.
-        alike: Every rank has the inputs of rank 0, so that gradients that nobody reduces are the mean as well.
+        alike: Every rank has the inputs of rank 0, so that unreduced gradients also equal the mean.
     """
 
     seed: int
@@ -92,10 +92,10 @@ GRADIENTS_ALIKE = (
     '"assumes that [gradients] will be modified by the optimizer in all processes in the same way": '
     "https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html"
 )
-"""Why nobody may step by gradients that no reduction has made alike, nor scale them by a norm of each rank's own."""
+"""Why no program may step by unreduced gradients, which differ between ranks, or scale them by each rank's own norm."""
 
 FACETS = ("draw", "weight", "simpler", "passes", "run", "replay")
-"""What every operation says for itself: for these there is no answer that is right for an operation that is silent."""
+"""What every operation must define, because no default would be right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +105,10 @@ class Operation:
     Attributes:
         kind: Its tag in documents and reports.
         needs: Capabilities an implementation must claim for this operation, whatever its fields.
-        features: What must be on for it, or a variant of it, to be drawn, each with the capabilities that it needs.
-        drawn_with: Features of which one must be on for the operation to be drawn at all; empty for its own.
+        features: Features that must be on to draw it or a variant, each with the capabilities that it needs.
+        drawn_with: The operation is drawn only if one of these features is on; empty means its own features.
         share: Its chances in one draw then.
-        passes: How often it gathers each unit, beside forwards and backwards; None if that is not known.
+        passes: How often it gathers each unit besides forwards and backwards; None if unknown.
         forbidden_while_pending: Which documentation forbids it while gradients of a `no_sync` micro-batch await reduction;
             empty if none does.
         needs_optimizer: It has no meaning before the optimizer is built.
@@ -117,7 +117,7 @@ class Operation:
         writes_parameters: It changes numbers of parameters that the implementation shards.
         runs_backward: It runs a backward over each of its micro-batches.
         runs_forward_alone: It runs a forward that no backward follows.
-        renews_model: The model and its optimizer are other objects afterwards.
+        renews_model: The model and its optimizer are new objects afterwards.
         observes: Every rank reports its pieces after it, in every run.
     """
 
@@ -164,7 +164,7 @@ class Operation:
         return self.with_batches(lambda batch: dataclasses.replace(batch, usage=batch.usage[:1]))
 
     def required(self) -> frozenset[str]:
-        """Return the capabilities that this very operation needs."""
+        """Return the capabilities that this operation needs."""
         return self.needs.union(*(batch.required() for batch in self.batches()))
 
     def pending_after(self, pending: bool) -> bool:
@@ -172,11 +172,11 @@ class Operation:
         return pending
 
     def requires_grad_change(self) -> tuple[tuple[str, ...], bool] | None:
-        """Return the patterns of parameters whose `requires_grad` it sets, and to what; None if it sets none."""
+        """Return the patterns of parameters whose `requires_grad` it sets, and the value; None if it sets none."""
         return None
 
     def new_units(self) -> tuple[str, ...] | None:
-        """Return the inner units of the model that it leaves, if it wraps a new one by another plan."""
+        """Return the inner units of the model afterwards, if it wraps a new model by another plan."""
         return None
 
     def other_plans(self) -> tuple[tuple[str, ...], ...]:
@@ -185,7 +185,7 @@ class Operation:
         return () if units is None else (units,)
 
     def groups(self, size: int) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks, of `size`, that it makes a process group of."""
+        """Return the ranks, of `size`, for which it makes a process group."""
         return ()
 
     def new_dtype(self) -> str | None:
@@ -196,7 +196,7 @@ class Operation:
 
     @classmethod
     def weight(cls, swarm: Swarm) -> int:
-        """Return how many of the chances of one draw fall to it."""
+        """Return its number of chances in one draw."""
         return cls.share if any(feature in swarm for feature in cls.drawn_with or cls.features) else 0
 
     @classmethod
@@ -209,7 +209,7 @@ class Operation:
         return self
 
     def changes_ignored(self) -> tuple[str, ...]:
-        """Return patterns: of a parameter outside the implementation that matches one, no numbers can be expected."""
+        """Return patterns of parameters for which no numbers can be expected if they are outside the implementation."""
         return ()
 
     def simpler(self) -> Iterator[Operation]:
@@ -222,7 +222,7 @@ class Operation:
         return False
 
     def other_settings(self) -> Iterator[tuple[str, Operation]]:
-        """Yield it with one setting changed, and that setting's name: what an implementation may have done instead."""
+        """Yield (operation with one setting changed, the setting's name): what an implementation may have done instead."""
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
             if isinstance(value, bool):
@@ -231,7 +231,7 @@ class Operation:
     # ------------------------------------------------------------------------------------------- memory and wire
 
     def most_passes(self, uses: int, *, frees_early: bool) -> int | None:
-        """Return how often each unit may be gathered; None if nothing is known of its communication.
+        """Return how often each unit may be gathered; None if its communication is unknown.
 
         Args:
             uses: How often one forward may run a part of the model.
@@ -244,10 +244,10 @@ class Operation:
         return 0
 
     def may_stay_unsharded(self, before: frozenset[str], *, frees_early: bool, backward: bool) -> frozenset[str] | None:
-        """Return the units whose full parameters may be there when it is over; None for any.
+        """Return the units whose full parameters may be in memory afterwards; None for any.
 
         Args:
-            before: The units whose full parameters were there when it began.
+            before: The units whose full parameters were in memory before.
             frees_early: The strategy frees parameters after forward.
             backward: A backward ran in it.
         """
@@ -260,11 +260,11 @@ class Operation:
         return self.kind
 
     def words(self) -> str:
-        """Return what a sentence calls it: eval-forward, forward-backward in no_sync, step."""
+        """Return its name in a sentence: eval-forward, forward-backward in no_sync, step."""
         return self.kind
 
     def shape(self) -> str:
-        """Return the kind, local micro-batches distinguished, as schedules are compared."""
+        """Return the kind, with local micro-batches distinguished, for comparing schedules."""
         return f"{self.kind}(no_sync)" if self.pending_after(False) else self.kind
 
     def text(self, index: int) -> str:
@@ -279,10 +279,10 @@ class Operation:
         return f"operation {index} {self.kind}({', '.join(shown)})"
 
     def script_lines(self, name: str) -> list[str] | None:
-        """Return what it is in a script with torch alone, as lines of a function over `one`.
+        """Return its code in a script with torch alone, as lines of a function over `one`.
 
         Args:
-            name: What it is called in the script's report.
+            name: Its name in the script's report.
 
         Returns:
             Source without indentation; None, as here, if a plain script cannot do it. `one` has the methods of the script's own
@@ -293,22 +293,22 @@ class Operation:
     # ------------------------------------------------------------------------------------------- what it does
 
     def run(self, program: RankProgram) -> Values | None:
-        """Do it to the wrapped model of one rank, and return what it gives, by name.
+        """Run it on the wrapped model of one rank, and return its results by name.
 
         Collectives: those of the implementation; every rank runs the same operation.
         """
         raise NotImplementedError
 
     def replay(self, replay: Replay) -> Results | None:
-        """Do it to the oracle's one process, and return what every rank must give.
+        """Run it in the oracle's one process, and return what every rank must give.
 
-        Where bounds of the quantities it writes are known they are noted by `replay.allow`.
+        It notes known bounds of the quantities that it writes with `replay.allow`.
         """
         raise NotImplementedError
 
 
 class Silent(Operation):
-    """An operation that communicates nothing, and that nothing could be left out of."""
+    """An operation without communication and without a simpler form."""
 
     __slots__ = ()
     passes: ClassVar[int | None] = 0
@@ -332,8 +332,8 @@ class OfPatterns(Operation):
 
 
 def missing_facets(operation: type[Operation]) -> list[str]:
-    """Return the facets that `operation` leaves unsaid."""
-    # What can be made without arguments is drawn so, and what has features of its own is drawn with those.
+    """Return the facets that `operation` lacks."""
+    # An operation without required arguments is drawn without them; one with its own features is drawn with these.
     said = {"weight"} if operation.drawn_with or operation.features else set()
     said |= set() if any(item.default is dataclasses.MISSING for item in dataclasses.fields(operation)) else {"draw"}
     said |= {name for cls in operation.__mro__[: operation.__mro__.index(Operation)] for name in vars(cls)}

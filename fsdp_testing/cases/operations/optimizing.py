@@ -36,7 +36,7 @@ class ZeroGrad(Silent):
         return cls(drawer.pick_by_feature({"op.zero_grad": True, "op.zero_grad_zeros": False}))
 
     def pending_after(self, pending: bool) -> bool:
-        # Whether zeros in place of what awaits reduction are a gradient of zeros or none is each implementation's own.
+        # Implementations differ on whether zeroed pending gradients are a gradient of zeros or none.
         return pending and not self.set_to_none
 
     def token(self) -> str:
@@ -101,15 +101,15 @@ class Step(Silent):
 
 @dataclass(frozen=True, slots=True)
 class IdleStep(Silent):
-    """Makes the state of an optimizer that has none by a step on gradients of zeros with learning rate 0.
+    """Creates an optimizer's missing state by a step on gradients of zeros with learning rate 0.
 
-    No case asks for it: one process does it where somebody wants to know whether an implementation has done it.
+    No case contains it: one process runs it to find out whether an implementation has done the same.
     """
 
     needs_optimizer: ClassVar[bool] = True
 
     def run(self, program: RankProgram) -> None:
-        """Do nothing: it is never asked of ranks."""
+        """Do nothing: ranks never run it."""
 
     def replay(self, replay: Replay) -> None:
         optimizer = replay.optimizer
@@ -180,7 +180,7 @@ class SetLr(Silent):
 
 @dataclass(frozen=True, slots=True)
 class Observe(Silent):
-    """A marked point: every rank reports its local pieces here, without communication or change of state."""
+    """A marked point: every rank reports its local pieces, without communication or change of state."""
 
     kind: ClassVar[str] = "observe"
     features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.observe": ()}
@@ -218,7 +218,7 @@ class Clip(Operation):
         return cls(drawer.choices.pick((0.5, 0.01, 1e6)), drawer.choices.pick(_NORMS))
 
     def normalise(self, context: ProgramContext) -> Operation | None:
-        # torch's own clipping of plain tensors knows no largest element of none.
+        # torch's own clipping of plain tensors cannot take the largest of no elements.
         return replace(self, norm_type=2.0) if math.isinf(self.norm_type) and context.has_empty else self
 
     def simpler(self) -> Iterator[Operation]:

@@ -1,4 +1,4 @@
-"""Saving and loading: the model and the optimizer go on as new ones, for a while elsewhere too."""
+"""Saving, and loading into a new model and optimizer, on other ranks too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ELSEWHERE = ("full_shard", "shard_grad_op", "no_shard")
 
 @dataclass(frozen=True, slots=True)
 class Reload(Operation):
-    """Saves model and optimizer, builds everything anew from other values, loads, and goes on with the new ones.
+    """Saves model and optimizer, rebuilds both from other values, loads, and goes on with the new ones.
 
     Gradients are gone afterwards; a new optimizer has an empty state and the case's learning rate.
 
@@ -29,8 +29,8 @@ class Reload(Operation):
         form: `full`, `sharded` or `local` model state.
         optimizer: Optimizer state is saved and loaded too, if there is an optimizer.
         units: Inner units of the new model; None keeps the plan. Another plan needs the full form.
-        through: Between saving and loading one process without sharding loads what was saved, trains a step on these
-            inputs (those of rank 0), and saves: the state comes from a world of another size. Needs the full form.
+        through: Between saving and loading, one process without sharding loads the state, trains a step on these inputs
+            (those of rank 0), and saves: the state comes from a world of another size. Needs the full form.
     """
 
     kind: ClassVar[str] = "reload"
@@ -90,8 +90,8 @@ class Reload(Operation):
 
     def normalise(self, context: ProgramContext) -> Operation | None:
         if context.low_precision or context.has_buffers_of_ranks:
-            return None  # saved state that the ranks would have to agree about, and do not
-        # Every rank plays the one process, which computes with what its own ranks counted.
+            return None  # saved state on which the ranks must agree, and do not
+        # Every rank acts as the one process, which computes with its own rank's counts.
         through = self.through if self.through is None or not context.counts_runs else None
         units = self.units if self.units is None else context.units_of_plan(self.units)
         return replace(self, units=units, through=through)
@@ -125,7 +125,7 @@ class Reload(Operation):
             state, moments = program.train_in_one_process(self.through, state, moments, flags)
         adapter.finish(model)
         if self.units is not None:
-            # It stays the plan: a later reload that names none keeps this one.
+            # This plan stays: a later reload without a plan keeps it.
             program.case = replace(program.case, wrapping=replace(program.case.wrapping, units=self.units))
         program.rebuild(flags)
         load(program.model, state)
@@ -153,17 +153,17 @@ class Reload(Operation):
 
 @dataclass(frozen=True, slots=True)
 class TrainElsewhere(Operation):
-    """Saves model and optimizer; some of the ranks load that into new ones, train a step, save; all load it into new ones.
+    """Saves model and optimizer. Some ranks load the state into new ones, train a step and save; all load that into new ones.
 
     So the state goes to another number of ranks, plan and strategy, and back. Gradients are gone afterwards.
 
     Attributes:
         batch: Inputs of the step; the ranks that train have those of the first ranks.
-        ranks: How many train, at least one and not all: a world of one rank has nobody else.
-        last: Those at the end train; rank 0 is not among them.
+        ranks: How many train, at least one and not all: a world of one rank has no others.
+        last: The last ranks train, without rank 0.
         units: Inner units of their model; None keeps the plan.
         strategy: Of their model.
-        directory: States go through directories of `torch.distributed.checkpoint`, in shards; else as full states in memory.
+        directory: States go through directories of `torch.distributed.checkpoint`, in shards; otherwise as full states in memory.
     """
 
     kind: ClassVar[str] = "train_elsewhere"

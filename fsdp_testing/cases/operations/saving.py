@@ -1,4 +1,4 @@
-"""Saving, and loading what was saved into the same model and optimizer."""
+"""Saving, and loading the saved state into the same model and optimizer."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Save(Operation):
 class Restore(Operation):
     """Loads what the last `Save` saved into the same model, and into its optimizer if that was saved; gradients are gone.
 
-    So training is rolled back: whatever ran since has left its numbers and its memory in the model.
+    So training is rolled back: later operations have left their numbers and their memory in the model.
     """
 
     kind: ClassVar[str] = "restore"
@@ -114,7 +114,7 @@ class Restore(Operation):
         assert program.save_point is not None, _HAS_SAVED
         form, state, optimizer = program.save_point
         program.zero_grad(set_to_none=True)
-        # Copied: an implementation may keep what it loads as its own memory, and the state may be loaded once more.
+        # Copied: an implementation may keep loaded tensors as its own memory, and the state may be loaded again.
         getattr(adapter, f"load_{form}_state_dict")(model, _copied(state))
         if optimizer is not None and program.optimizer is not None:
             adapter.load_full_optimizer_state(model, program.optimizer, _copied(optimizer))
@@ -130,7 +130,7 @@ class Restore(Operation):
 
 
 def _copied(state: Any) -> Any:
-    """Return a saved state in memory of its own; sharded tensors keep their process groups."""
+    """Return a copy of a saved state; sharded tensors keep their process groups."""
     import torch
 
     if isinstance(state, torch.Tensor):
@@ -143,9 +143,9 @@ def _copied(state: Any) -> Any:
 
 
 def saved(program: RankProgram, operation: Save | Reload) -> tuple[Any, Any, Values]:
-    """Return the states of model and optimizer (None: not asked), and what their full forms hold.
+    """Return the states of model and optimizer (None: not asked for), and the contents of their full forms.
 
-    A rank that loads what it saved itself sees no other's: only these values show what the others have.
+    A rank that loads its own state sees no other rank's: only these values show what the others have.
     """
     import torch
 
@@ -159,7 +159,7 @@ def saved(program: RankProgram, operation: Save | Reload) -> tuple[Any, Any, Val
         for name, entry in entries.items() if fqn in shapes else ():
             if entry is not None:
                 tensor = torch.as_tensor(entry)
-                # Complete is enough: an implementation may save what it holds flat as it is.
+                # Completeness is enough: an implementation may save flat parameters as they are.
                 flat = tensor.shape == (shapes[fqn].numel(),)
                 held[f"optimizer.{name}.{fqn}"] = tensor.reshape(shapes[fqn]) if flat else tensor
     values = {name: value.detach().clone() for name, value in held.items() if isinstance(value, torch.Tensor)}
@@ -169,7 +169,7 @@ def saved(program: RankProgram, operation: Save | Reload) -> tuple[Any, Any, Val
 
 
 def _as_numbers(unknown: Iterable[str]) -> Tensor:
-    """Return a sentence's text: which names a state has, those of the plain module and others."""
+    """Return a text with the names in a state, those of the plain module and others."""
     import torch
 
     return torch.tensor(list(" and ".join(("the module's names", *unknown)).encode()), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Micro-batches that do not run as one forward through the wrapper and one backward of its loss, or that the user's code ends."""
+"""Micro-batches other than one forward through the wrapper and one backward of its loss, or that the user's code interrupts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Interrupt(Operation):
     """The user's own code raises on every rank, in a forward or in its backward; then gradients are cleared.
 
     Attributes:
-        batch: Inputs; every rank uses the same branches, else the ranks would part by the user's own doing.
+        batch: Inputs; every rank uses the same branches, otherwise the user's own code would make the ranks differ.
         place: Which module without children raises, counted in module order and wrapped around.
         backward: It raises when the gradient of its output is known, instead of before its forward.
         where: In an ordinary `step`, in one inside `no_sync`, or in an open `summon` (then no forward runs at all).
@@ -76,7 +76,7 @@ class Interrupt(Operation):
         yield replace(self, backward=False)
 
     def may_stay_unsharded(self, before: frozenset[str], *, frees_early: bool, backward: bool) -> frozenset[str] | None:
-        return None  # what is open when the user's code raises is given back when it next runs
+        return None  # units gathered when the user's code raises are released when the model next runs
 
     def token(self) -> str:
         where = "" if self.where == "step" else f",{self.where}"
@@ -108,7 +108,7 @@ class Interrupt(Operation):
     def replay(self, replay: Replay) -> None:
         replay.refresh()
         for rank, replica in enumerate(replay.replicas if self.where != "summon" else ()):
-            # A forward that is interrupted has computed up to there: buffers may have changed. The backward changes none.
+            # An interrupted forward has run up to there: buffers may have changed. The backward changes none.
             handle = None if self.backward else self._raise_in(replica, [])
             with suppress(Interruption):
                 (replay.interrupted if self.backward else replay.forward)(rank, self.batch)
@@ -194,7 +194,7 @@ class UnusualBackward(TrainingPass):
         return cls(batch, drawer.pick_by_feature(dict(zip(cls.features, FORMS))))
 
     def normalise(self, context: ProgramContext) -> Operation | None:
-        # Second derivatives through casts are rounded where each implementation casts.
+        # Second derivatives are rounded at casts, whose places differ between implementations.
         return ForwardBackward(self.batch) if self.form in ("penalty", "of_inputs") and context.low_precision else self
 
     def simpler(self) -> Iterator[Operation]:
@@ -207,7 +207,7 @@ class UnusualBackward(TrainingPass):
 
     def may_stay_unsharded(self, before: frozenset[str], *, frees_early: bool, backward: bool) -> frozenset[str] | None:
         if self.form == "outdated":
-            return None  # what is under way when backward is refused is given back when the model next runs
+            return None  # units gathered when backward is refused are released when the model next runs
         return TrainingPass.may_stay_unsharded(self, before, frees_early=frees_early, backward=backward)
 
     def token(self) -> str:

@@ -1,4 +1,4 @@
-"""What a training loop does to parameters by itself. Kept apart, since what torch raises here is the implementation's.
+"""Code of a training loop that changes parameters. Kept apart, since exceptions here count against the implementation.
 
 These are the lines that a user of the implementation writes. An exception that torch raises in one of them is about the
 tensors that the implementation hands out; in any other file of the engine it would be the harness's own mistake.
@@ -38,7 +38,7 @@ def scale(parameters: Iterable[torch.Tensor], factor: float) -> None:
 
 
 def edit_gradients(parameters: Iterable[nn.Parameter], edit: str) -> None:
-    """Change gradients where they are: halve them, set them to zeros, or take them away."""
+    """Change gradients in place: halve them or set them to zeros; or set them to None."""
     import torch
 
     with torch.no_grad():
@@ -81,12 +81,12 @@ def replace_parameters(
 
 
 def part(model: nn.Module, name: str) -> nn.Module:
-    """Return what stands in the wrapped model for the module that was called `name`: its wrapper, if it has one."""
+    """Return the module of the wrapped model that was called `name`: its wrapper, if it has one."""
     return next(m for fqn, m in model.named_modules() if f".{fqn}".endswith(f".{name}"))
 
 
 def substitute(model: nn.Module, name: str, other: nn.Module | None, factor: float) -> None:
-    """Put another module, or for None other parameters with the numbers times `factor`, in the place of one."""
+    """Replace a module by another, or for None replace its parameters by new ones with the numbers times `factor`."""
     from torch import nn
 
     outer, _, last = name.rpartition(".")
@@ -99,21 +99,21 @@ def substitute(model: nn.Module, name: str, other: nn.Module | None, factor: flo
 
 
 class NotRaised(Exception):
-    """What the user's own code raised did not reach who called it."""
+    """An exception of the user's own code did not reach its caller."""
 
 
 def expect_nothing_held_back(raised: Sequence[Exception]) -> None:
-    """Look at what the user's own code raised and nobody got to see.
+    """Look for exceptions of the user's own code that did not reach the caller.
 
     Raises:
-        NotRaised: There is such an exception.
+        NotRaised: There is one.
     """
     if raised:
         raise NotRaised(f"expected {raised[0]!r} to reach who called the model, got no exception. Let it through.")
 
 
 class NotRefused(Exception):
-    """A backward ran on values that its forward did not compute with, and nothing was said."""
+    """A backward ran on values other than those of its forward, and raised no error."""
 
 
 def expect_refusal(backward: Callable[[], None]) -> None:

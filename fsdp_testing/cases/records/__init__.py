@@ -1,4 +1,4 @@
-"""Values that everything else speaks in: cases, observations, verdicts, findings, reports. Standard library only."""
+"""Values that all rooms exchange: cases, observations, verdicts, findings, reports. Standard library only."""
 
 from fsdp_testing.cases.operations import (
     OPERATIONS,

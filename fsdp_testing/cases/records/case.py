@@ -1,7 +1,7 @@
-"""What is run, exactly: one case is one value, and one value is one JSON document.
+"""A case determines a run exactly: one case is one value, and one value is one JSON document.
 
-The same case gives the same collectives and the same numbers on every run. Nothing in a case names an implementation:
-any of them may be asked to run it.
+The same case gives the same collectives and the same numbers on every run. A case names no implementation: any
+of them can run it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Case:
 
 
 def check_case(case: Case, where: str = "case") -> None:
-    """Check what must hold of a case as a whole, whatever its program.
+    """Check what must hold for a case as a whole, whatever its program.
 
     Raises:
         InvalidRecord: Every offender is listed.

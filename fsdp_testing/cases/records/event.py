@@ -53,7 +53,7 @@ class OperationEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class WaitEvent(Event):
-    """The rank has waited for a collective; `time` is when it began to, `seconds` how long it took."""
+    """The rank has waited for a collective from `time` on, for `seconds`."""
 
     seconds: float
 
@@ -63,7 +63,7 @@ E = TypeVar("E", bound=Event)
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The events of all ranks of one run: `ranks[r]` holds those of rank r in the order they happened there."""
+    """The events of all ranks of one run: `ranks[r]` holds the events of rank r in order."""
 
     ranks: tuple[tuple[Event, ...], ...]
 

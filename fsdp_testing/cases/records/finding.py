@@ -1,6 +1,6 @@
-"""What diverged, where first, by how much, how it is run again, the least that shows it, and how a user's list expects it.
+"""Findings: what diverged first, where, by how much, how to run it again, its shortest schedule, and expected failures.
 
-A case on an implementation has one judgement, whoever ran it (a check, a campaign, a certificate).
+A case on an implementation has one judgement, whether a check, a campaign or a certificate ran it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Measure(enum.StrEnum):
     """What is counted."""
 
     KEPT_PARAMETERS = "kept_parameters"
-    """Bytes of full parameters that are in memory when the operation is over."""
+    """Bytes of full parameters that are in memory when the operation ends."""
     UNIT_GATHERS = "unit_gathers"
     """How often one unit is gathered."""
     GATHERED_BYTES = "gathered_bytes"
@@ -41,13 +41,13 @@ class Overrun:
 
     Attributes:
         measure: What is counted.
-        operation: In which operation, or after which for memory; -1 for wrapping.
+        operation: Index of the operation, or for memory of the operation before; -1 for wrapping.
         rank: On which rank.
-        measured: How much it is, in bytes or times; 0 for memory whose bytes nobody knows.
-        limit: How much there may be, in the same unit.
-        units: Units concerned (FQN, the root's is empty), each with its bytes (0: not known); empty where the whole
+        measured: Amount, in bytes or times; 0 for memory of unknown size.
+        limit: Allowed amount, in the same unit.
+        units: Units concerned (FQN, the root's is empty), each with its bytes (0: not known); empty if the whole
             model is meant.
-        before: All of `units` were gathered when the operation began, and it gathered none of them itself.
+        before: All of `units` were gathered before the operation began, and it gathered none of them itself.
     """
 
     measure: Measure
@@ -99,18 +99,18 @@ class Overrun:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedFailure:
-    """One known failure of one check, and how it fails: whatever fails otherwise is new.
+    """One known failure of one check, and how it fails: a failure of any other kind is new.
 
     Attributes:
         reason: What goes wrong, in one sentence.
-        kind: In which way it fails.
-        quantity: Sort of quantity that is wrong (`output`, `gradient is None`); of an exception its type and the beginning of
+        kind: Kind of failure.
+        quantity: Sort of quantity that is wrong (`output`, `gradient is None`); for an exception its type and the start of
             its message (`ValueError: expected a`), numbers as `#` and quoted words as `_`.
         operation: Kind of the operation after which it shows (`step`), or `build` or `end`.
         parameter: Name of the parameter, as a pattern (fnmatch); empty for any.
-        cause: What the account says was done instead, or a part of it, as a pattern (fnmatch); empty for any.
-        page: File or address where it is written up.
-        issue: Where it is reported.
+        cause: What was done instead, according to the account, or a part of it, as a pattern (fnmatch); empty for any.
+        page: File or address that describes it.
+        issue: Address of its report.
     """
 
     reason: str
@@ -147,11 +147,11 @@ class Explanation:
         left_out: How many operations of the original program are not needed.
         runs: How many programs were run to find out.
         seconds: Time that took.
-        complete: Whether every single operation that remains is needed; else time or runs were used up.
+        complete: Whether every remaining operation is needed; otherwise time or runs were used up.
         place: The first module whose numbers are wrong, in a sentence; empty if none was seen.
-        unexplained: Why nobody looked for its cause, where others were looked for.
-        wrong_on: Ranks on which anything diverges there, where numbers were compared: those that are left out are right.
-        happened: What was done wrong, as a clause of the sentence; empty where nothing that was tried gives these numbers.
+        unexplained: Why its cause was not examined, if other causes were.
+        wrong_on: Ranks on which anything diverges there, if numbers were compared: all other ranks are right.
+        happened: What was done wrong, as a clause of the sentence; empty if no tried mistake gives these numbers.
         portrait: The shortest schedule as it ran, if the implementation can be traced.
     """
 
@@ -179,11 +179,11 @@ class Finding:
         ranks: Ranks concerned, of the quantity that leads.
         explanation: One sentence for people: the place, and the statement.
         case: The case, for the replay line.
-        max_error: Largest absolute difference; None where a difference has no size (None-ness, dtype, exception).
+        max_error: Largest absolute difference; None if the difference has no size (None-ness, dtype, exception).
         bound: The bound it exceeds.
-        bound_derivation: How the bound came about.
+        bound_derivation: Derivation of the bound.
         detail: Tracebacks, the account of all ranks; may be long.
-        cause: Findings of one implementation with the same cause have one root cause; empty if nobody looked for it.
+        cause: Findings of one implementation with the same cause have one root cause; empty if it was not examined.
         shortest: The shortest schedule that shows it, on one finding of each cause.
         statement: What is wrong, without its place.
         sort: Sort of quantity (`gradient`, `value`, `optimizer exp_avg`, `output`, ...), or the type of an exception;
@@ -195,8 +195,8 @@ class Finding:
         unexplained: Why nobody looked for its cause, where others were looked for.
         wrong_on: Ranks on which anything diverges there, where numbers were compared: those that are left out are right.
         happened: What was done wrong, as a clause, where that was asked for to know the failure again.
-        expected: The entry of the user's list that it is; None for a new failure.
-        refused: The implementation says that it cannot, by NotImplementedError.
+        expected: The matching entry of the user's list; None for a new failure.
+        refused: The implementation refuses by NotImplementedError.
     """
 
     kind: FailureKind
@@ -251,17 +251,17 @@ NOTHING_COMPARED = Tally()
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What is known of one case on one implementation.
+    """The judgement of one case on one implementation.
 
     Attributes:
         verdict: `PASS`, `FAIL` or `UNKNOWN`.
-        finding: What refutes; of `FAIL` only.
-        reason: Reason for no verdict, in a sentence; of `UNKNOWN` only.
+        finding: What refutes the claim; only for `FAIL`.
+        reason: Reason for no verdict, in a sentence; only for `UNKNOWN`.
         detail: The rest of the reason: a traceback, the account of all ranks.
         tally: What was compared.
-        account: What became of all ranks of the batch, where one was lost.
+        account: Fate of all ranks of the batch, if one was lost.
         fast: The fast path alone found everything right.
-        incomplete: Not every rank reported, and nobody said what became of the others.
+        incomplete: Not every rank reported, and the fate of the others is unknown.
     """
 
     verdict: Verdict
@@ -290,7 +290,7 @@ class Judgement:
 
     @property
     def cause(self) -> str | None:
-        """Return by how much communication is too much: the cause, as far as a judge knows it; None where nobody has looked."""
+        """Return the excess of communication: the cause, as far as a judge knows it; None if it was not examined."""
         return self.overrun.more if self.overrun is not None and self.overrun.more else None
 
     @property
@@ -300,10 +300,10 @@ class Judgement:
 
     @property
     def loses_ranks(self) -> bool:
-        """Whether it fails by the loss of a rank."""
+        """Whether the failure is the loss of a rank."""
         return self.finding is not None and self.finding.kind in LOSES_RANKS
 
     @property
     def only_model_stays(self) -> bool:
-        """Whether all is right but for the model, which outlives its case."""
+        """Whether everything is right except that the model outlives its case."""
         return self.finding is not None and self.finding.kind == FailureKind.LEAKED and self.finding.sort == "model"

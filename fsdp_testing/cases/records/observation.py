@@ -1,8 +1,8 @@
-"""What a rank reports about its own state, and what each operation cost it.
+"""A rank's report on its own state, and the cost of each operation.
 
 Local pieces only: a rank names which elements of which original parameter it holds, as half-open spans of the flattened
-parameter, and their values. Reading them needs no communication and changes nothing, so that looking does not mend a
-stale state. Tensors are typed `Any`: records depend on the standard library alone.
+parameter, and their values. Reading them needs no communication and changes nothing, so that observing does not repair a
+stale state. Tensors are typed `Any`: records depend only on the standard library.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class OperationAccount:
         index: Position in the program; -1 for wrapping.
         backward: Whether a backward ran in it.
         gathered: Units that were gathered, once for each time.
-        held: Units whose full parameters are in memory when it is over, each with their bytes (0: not known).
+        held: Units whose full parameters are in memory when it ends, each with their bytes (0: not known).
         gather_bytes: Size of the result of each all-gather.
         reduction_bytes: Size of each reduction's input.
     """
@@ -40,7 +40,7 @@ class OperationAccount:
 
 
 def wire_bytes(dtype: str, numel: int) -> int:
-    """Return the bytes of `numel` elements; of a dtype that nobody names each is one byte."""
+    """Return the bytes of `numel` elements; one byte each for an unknown dtype."""
     return numel * _BYTES.get(dtype, 1)
 
 
@@ -161,7 +161,7 @@ class RaisedError:
 
 @dataclass(frozen=True, slots=True)
 class RankObservation:
-    """All that one rank reports of one case; `leaks` is what the case left behind in the process, where somebody looked."""
+    """The report of one rank on one case; `leaks` is what the case leaked in the process, if that was checked."""
 
     rank: int
     results: tuple[OperationResult, ...] = ()
@@ -171,7 +171,7 @@ class RankObservation:
     leaks: tuple[str, ...] = ()
 
     def extended(self, kind: type[Extended], **more: Any) -> Extended:
-        """Return it as an observation of a class that has `more` to report."""
+        """Return it as an observation of a class with `more` fields."""
         return kind(**{item.name: getattr(self, item.name) for item in fields(RankObservation)}, **more)
 
 
@@ -179,7 +179,7 @@ Extended = TypeVar("Extended", bound=RankObservation)
 
 
 OUTLIVES = "the model stays in memory after its case: something still refers to it"
-"""What is reported as left behind where it is the case's model."""
+"""The reported leak when it is the case's model."""
 
 PARAMETERS_OUTLIVE = (
     "parameters: the model is dropped, and a parameter stays in memory with its gradient; "
@@ -190,7 +190,7 @@ PARAMETERS_OUTLIVE = (
 
 @dataclass(frozen=True, slots=True)
 class CaseRecord:
-    """All that a judge reads of one case on one rank, whoever ran it; what is None was not observed, and is not judged.
+    """Everything that a judge reads about one case on one rank; a field of None was not observed, and is not judged.
 
     Attributes:
         index: Place of the case in its batch.
@@ -198,7 +198,7 @@ class CaseRecord:
         collectives: Per group key, number of collectives issued and a digest of what they were, up to the end of the
             case, counted from the start of the batch.
         groups: Per group key, the ranks of the world that are its members.
-        leaks: What the case left behind in the process.
+        leaks: What the case leaked in the process.
         accounts: What operations put on the wire and left in memory, where the implementation reports its units.
     """
 

@@ -1,4 +1,4 @@
-"""What came out of a run: one result per implementation and check, and the report over all of them."""
+"""The results of a run: one per implementation and check, and the report over all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORMAT = Format("fsdp_testing/report", 3)
 
 @dataclass(frozen=True, slots=True)
 class CaseOutcome:
-    """What one case gave. `error` is set only if nothing could be said (then the verdict is `UNKNOWN`)."""
+    """The result of one case. `error` is set only without a verdict (`UNKNOWN`)."""
 
     identity: str
     verdict: Verdict
@@ -40,13 +40,13 @@ class CheckResult:
         meaning: One line.
         capabilities: Tags that the check needs.
         verdict: After expected failures were applied.
-        explanation: One sentence: the first finding, or what is not claimed, or what is unknown.
+        explanation: One sentence: the first finding, the unclaimed capability, or what is unknown.
         findings: First divergence of every failing case.
         cases: One outcome per case.
         expected: The user's reasons, if a failure was expected.
         seconds: Wall time spent.
         not_run: Number of cases that were not run, by reason.
-        remark: Why a failure is not the one that was expected, or which expected one did not show.
+        remark: Why a failure is not the expected one, or which expected failure did not show.
     """
 
     implementation: str
@@ -70,7 +70,7 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a run was to judge, of each implementation; a part of a run has that of the whole.
+    """What a run must judge for each implementation; a part of a run has the request of the whole run.
 
     Attributes:
         checks: Names of the checks, in their order.
@@ -91,14 +91,14 @@ class RunReport:
         results: In the order they were run.
         implementations: Requested names, in that order.
         environment: Versions and machine facts that a reader needs (`torch`, `python`, `platform`, ...).
-        world_sizes: Requested sizes; `CheckResult.world_sizes` has those on which cases ran.
+        world_sizes: Requested sizes; `CheckResult.world_sizes` has the sizes on which cases ran.
         backend: Backend run.
         seconds: Wall time of the whole run.
         portraits: Traces of a short run of implementations that report their units, if requested.
         shard: `(i, n)`: only the i-th of n parts of a run, counted from 1; empty for a whole one.
         tensor_parallel: How many ranks held one model together.
         own_names: Adapters' own names, if they differ from the requested names.
-        request: What was to be judged; None in reports of earlier versions.
+        request: What was requested; None in reports of earlier versions.
         since: Implementation and check -> the date since when it fails, if earlier reports were compared.
     """
 

@@ -1,4 +1,4 @@
-"""What an implementation did with its units in one short run, ready to be drawn.
+"""The trace of an implementation's units in one short run, ready to be drawn.
 
 Times are seconds since the first event of any rank, on a clock that the ranks share. Spans are half-open. A portrait
 decides nothing: verdicts come from checks.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fsdp_testing.cases.records.case import Case
 
 LANES = ("forward", "backward", "collective", "wait", "gathered", "operation")
-"""What a stretch shows: computing forward or backward in a unit, a collective from its issue until it is done, waiting
+"""Meaning of a stretch: computing forward or backward in a unit, a collective from its issue until it is done, waiting
 for other ranks, a unit holding its full parameters, an operation of the program."""
 
 
@@ -84,7 +84,7 @@ class UnitPortrait:
         return max(map(self.shard, range(len(self.held))), default=0)
 
     def padding(self, rank: int) -> int:
-        """Elements by which the shard of `rank` is shorter than the longest: what equal shards are padded with."""
+        """Elements by which the shard of `rank` is shorter than the longest: the padding of equal shards."""
         return self.longest - self.shard(rank)
 
 
@@ -99,7 +99,7 @@ class Portrait:
         ranks: By rank.
         units: In the implementation's own order.
         bound_bytes: How many bytes of parameters the strategy lets a rank hold.
-        bound_text: How that bound came about.
+        bound_text: Derivation of that bound.
         remark: What went wrong while it was taken; empty if nothing did.
     """
 

@@ -1,12 +1,12 @@
-"""Which operations of a program take part and which are void: one function decides for everyone.
+"""Decides which operations of a program run and which are void: one function for all callers.
 
-A case is legal whatever its program: an operation that documentation forbids where it stands, or whose object is not
-there, is *void*, and nobody runs it. So deleting any operation leaves a legal case, which is what shrinking needs. Whatever
-nobody forbids is asked.
+A case is legal whatever its program: an operation that documentation forbids in its place, or whose object is missing, is
+*void* and is not run. So deleting any operation leaves a legal case, which shrinking needs. Everything that documentation
+does not forbid is run.
 
-- While gradients of a `no_sync` micro-batch await reduction, what says so (`Operation.forbidden_while_pending`, with the
-  link) is void. Everything else runs, clearing, freezing, editing, saving and moving included; each implementation keeps
-  the parts of a pending gradient where it likes, so none of them is compared until they are reduced.
+- While gradients of a `no_sync` micro-batch await reduction, an operation with `Operation.forbidden_while_pending` (a link)
+  is void. Everything else runs, including clearing, freezing, editing, saving and moving. Each implementation keeps the
+  parts of a pending gradient where it likes, so they are compared only after the reduction.
 - Before the program has built the optimizer there is none to step or to change the learning rate of (`needs_optimizer`).
 """
 
@@ -26,7 +26,7 @@ class PlannedOperation:
     Attributes:
         index: Its position in the case's program; `len(program)` for the observation that ends every case.
         operation: The operation.
-        void: Why nobody runs it; the empty string if it runs.
+        void: Why it is not run; the empty string if it runs.
         pending: Whether gradients await reduction after it, so that gradients are not compared there.
     """
 

@@ -1,4 +1,4 @@
-"""What a case is made of besides its program: the model, its wrapping, the world, dtypes and the optimizer, each a value."""
+"""The parts of a case besides its program: the model, its wrapping, the world, dtypes and the optimizer, each a value."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from fsdp_testing.base.document import ADDED_LATER
 
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-"""Half the distance from 1 to the next number, by dtype name. To first order k roundings of terms of magnitude m are off by at
-most k * u * m (Higham, "Accuracy and Stability of Numerical Algorithms", chapter 3): every bound is derived so."""
+"""Half the distance from 1 to the next number, by dtype name. To first order the error of k roundings of terms of magnitude m is
+at most k * u * m (Higham, "Accuracy and Stability of Numerical Algorithms", chapter 3): every bound is derived from this."""
 
 UNDERFLOW = {"float64": 2.0**-1074, "float32": 2.0**-150, "float16": 2.0**-25, "bfloat16": 2.0**-134}
-"""Half the smallest positive number (for float64 that number itself): what rounding a number near 0 may be off."""
+"""Half the smallest positive number (for float64 that number itself): the largest error of rounding a number near 0."""
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 OPTIMIZERS = ("sgd", "adamw", "adam", "lars")
@@ -54,7 +54,7 @@ SETTINGS: dict[str, str] = {
     "rank_0_state": "whole state is loaded from rank 0, the only one that has it",
     "assigned_state": "tensors of a state in shards take the place of parameters, instead of being copied into them",
 }
-"""Options of some implementations, off by default, that change no number but for `divide_factor`; each is a capability."""
+"""Options of some implementations, off by default, that change no number (except `divide_factor`); each is a capability."""
 
 Scalar = str | int | float | bool | None
 
@@ -104,13 +104,13 @@ class WrappingPlan:
         ignored: FQNs of modules whose parameters stay outside.
         checkpointed: FQNs of modules whose forward is computed again in backward.
         checkpoint_reentrant: By running a backward inside the backward, as torch's older way does.
-        checkpoint_outside: Around what wrapping made of the module, instead of inside it.
+        checkpoint_outside: Around the wrapped module, instead of inside it.
         forward_prefetch: Asks for units to be gathered ahead in forward.
         backward_prefetch: `pre`, `post` or `none`: when the next unit of a backward is gathered.
         sync_module_states: Ranks begin with different values, and wrapping gives all of them those of rank 0.
         meta_init: Modules are on the meta device, and wrapping has them initialised.
         settings: Names of options that change no number (`SETTINGS`).
-        layouts: `(FQN of a module, one of LAYOUTS)`: what tensor parallelism makes of modules before they are wrapped.
+        layouts: `(FQN of a module, one of LAYOUTS)`: how tensor parallelism cuts modules before they are wrapped.
     """
 
     units: tuple[str, ...] = ()
@@ -135,8 +135,8 @@ class WorldSpec:
         size: How many in all.
         backend: Of their groups.
         mesh: Shape of the device mesh: (size,) or (replicas, shards).
-        tensor_parallel: How many of them hold one model together, which the plan's `layouts` cut; the model is wrapped
-            over the others, and ranks r and s have the same inputs where r // tensor_parallel == s // tensor_parallel.
+        tensor_parallel: How many of them share one model, which the plan's `layouts` cut; the model is wrapped over the
+            other axis, and ranks r and s have the same inputs if r // tensor_parallel == s // tensor_parallel.
     """
 
     size: int
@@ -146,7 +146,7 @@ class WorldSpec:
 
     @property
     def replicas(self) -> int:
-        """How many ranks have inputs of their own."""
+        """Number of different rank inputs."""
         return self.size // self.tensor_parallel
 
     @property
@@ -155,7 +155,7 @@ class WorldSpec:
         return self.mesh or (self.size,)
 
     def of_one_model(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold one model together with `rank`; none without tensor parallelism."""
+        """The ranks that share one model with `rank`; none without tensor parallelism."""
         first = rank // self.tensor_parallel * self.tensor_parallel
         return tuple(range(first, first + self.tensor_parallel)) if self.tensor_parallel > 1 else ()
 

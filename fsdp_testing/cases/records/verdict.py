@@ -1,4 +1,4 @@
-"""What a check may say, how several verdicts become one, and the ways in which a case fails: one list for every report and rule.
+"""The verdicts of a check, how several become one, and the kinds of failure: one list for every report and rule.
 
 The core is three-valued: a claim holds (`PASS`), is refuted (`FAIL`), or has no verdict (`UNKNOWN`: the check
 crashed, the pool was lost, an adapter misbehaved). `NOT_CLAIMED` means that nothing was asked, because the
@@ -28,8 +28,8 @@ class Verdict(enum.Enum):
         return self not in (Verdict.FAIL, Verdict.UNKNOWN)
 
 
-# Strongest first. One refuting case refutes the claim whatever the others say; a case without a verdict forbids
-# to say that the claim holds; cases that were not asked say nothing.
+# Strongest first. One refuting case refutes the claim whatever the others say; one case without a verdict prevents a
+# pass; unclaimed cases do not count.
 _MERGE_ORDER = (
     Verdict.FAIL,
     Verdict.UNKNOWN,
@@ -41,7 +41,7 @@ _MERGE_ORDER = (
 
 
 def merge(verdicts: Iterable[Verdict]) -> Verdict:
-    """Return the one verdict of several cases; of none at all it is `UNKNOWN`, for nothing was shown."""
+    """Return the one verdict of several cases; without any case `UNKNOWN`, since nothing was shown."""
     found = set(verdicts)
     return next((verdict for verdict in _MERGE_ORDER if verdict in found), Verdict.UNKNOWN)
 
@@ -56,14 +56,14 @@ _FORMER = {"desynchronised": "uncoordinated"}
 
 
 class FailureKind(enum.StrEnum):
-    """What sort of failure it is; documents of earlier versions may call `uncoordinated` `desynchronised`."""
+    """Kind of failure; documents of earlier versions may call `uncoordinated` `desynchronised`."""
 
     DIVERGED = "diverged"
-    """Numbers are not those of the oracle."""
+    """Numbers differ from the oracle's."""
     DISAGREED = "disagreed"
     """Ranks contradict one another."""
     MISSING = "missing"
-    """A rank did not report it, or no rank has it."""
+    """A rank did not report the quantity, or no rank has it."""
     RAISED = "raised"
     """Every rank raised."""
     ONE_RAISED = "one_raised"
@@ -71,17 +71,17 @@ class FailureKind(enum.StrEnum):
     UNCOORDINATED = "uncoordinated"
     """Ranks issued different collectives, or events in an order that sharding forbids."""
     RACE = "race"
-    """Nothing orders two uses of memory on different streams."""
+    """Two uses of memory on different streams are unordered."""
     KEPT = "kept"
-    """Full parameters stay in memory that must be given up."""
+    """Full parameters stay in memory that must be freed."""
     EXCESS = "excess"
     """More is communicated than the strategy needs."""
     LEAKED = "leaked"
-    """State of the process, or the model itself, outlives the case."""
+    """State of the process, or the model, outlives the case."""
     DIED = "died"
     """A process ended."""
     HUNG = "hung"
-    """A process did not come back in time."""
+    """A process did not finish in time."""
 
     @classmethod
     def _missing_(cls, value: object) -> FailureKind | None:
@@ -92,14 +92,14 @@ RAISES = frozenset({FailureKind.RAISED, FailureKind.ONE_RAISED})
 """Exceptions, on all ranks or on some."""
 
 LOSES_RANKS = frozenset({FailureKind.DIED, FailureKind.HUNG})
-"""Failures that cost a process; an overloaded machine can cause one, too."""
+"""Failures that cost a process; an overloaded machine can also cause one."""
 
 ENDS_RANKS = LOSES_RANKS | {FailureKind.ONE_RAISED, FailureKind.UNCOORDINATED}
-"""Failures after which the ranks cannot go on together."""
+"""Failures after which the ranks cannot continue together."""
 
 
 class Mismatch(enum.StrEnum):
-    """In what a quantity differs from what is expected of it."""
+    """How a quantity differs from the expected one."""
 
     NUMBERS = "is off"
     NONE = "is None"

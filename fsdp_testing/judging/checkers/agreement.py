@@ -27,11 +27,11 @@ def compare(expectation: Expectation, ranks: Sequence[RankObservation], comparis
     tally = Compared()
     last = min((rank.error.index for rank in ranks if rank.error is not None), default=None)
     for point in expectation.points:
-        # Ranks stopped in the operation that raised: from there on each stands somewhere else.
+        # Ranks stopped in the operation that raised: after it each is at a different place.
         if last is not None and point.index >= last:
             break
         _check_point(tally, point, expectation, ranks, comparison)
-        # What follows is a consequence: everything later was computed from this.
+        # Later divergences are consequences: everything later was computed from this.
         if tally.divergences:
             break
     return tally
@@ -63,7 +63,7 @@ def _check_point(
 def review(
     case: Case, expectation: Expectation, ranks: Sequence[RankObservation], comparison: Comparison, about: str
 ) -> tuple[Finding | None, Compared]:
-    """Compare what ranks report of something besides the case itself.
+    """Compare ranks' reports on something other than the case itself.
 
     Args:
         case: The case.
@@ -76,7 +76,7 @@ def review(
         The finding that leads, if anything diverges, and what was compared.
 
     Raises:
-        HarnessError: Something passes that nothing follows from.
+        HarnessError: A comparison passes but decides nothing.
     """
     tally = compare(expectation, ranks, comparison)
     if not tally.divergences:
@@ -87,13 +87,13 @@ def review(
 
 
 def agrees(expectation: Expectation, ranks: Sequence[RankObservation], comparison: Comparison) -> bool:
-    """Return whether something is compared, and all of it agrees for certain."""
+    """Return whether anything was compared, and everything certainly agrees."""
     tally = compare(expectation, ranks, comparison)
     return tally.comparisons > 0 and not tally.divergences and not tally.undecided
 
 
 def require_decided(tally: Compared) -> None:
-    """Demand that what passed was decided.
+    """Demand that every passed comparison decides something.
 
     Raises:
         HarnessError: Numbers are within their bound only because it admits nearly everything.

@@ -1,7 +1,7 @@
 """What a checker reports: one divergence, with its size, its place and its ranks.
 
-A difference within its bound passes, unless it is nearly as large as the numbers compared: a program that amplifies
-roundings so much has a bound that would admit a sum for a mean, and a pass would claim what nobody saw.
+A difference within its bound passes, unless it is nearly as large as the numbers compared. A program that amplifies roundings
+that much has a bound that would accept a sum for a mean, so its pass would prove nothing.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ DECISIVE = 1 / 16
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """One quantity at one point that is not as it must be.
+    """One wrong quantity at one point.
 
     Attributes:
         kind: `diverged` (from the oracle), `disagreed` (ranks among themselves), `missing` (not reported, or on no rank).
         quantity: What.
         index: Operation after which it was seen.
-        ranks: Whose it is.
+        ranks: Ranks that hold it.
         sentence: What is wrong with it, without subject: "is off by 0.5".
         mismatch: In what it differs.
         max_error: Largest absolute difference, where one exists.
         bound: The admissible difference there.
-        derivation: How the bound came about.
+        derivation: Derivation of the bound.
     """
 
     kind: FailureKind
@@ -66,7 +66,7 @@ class Compared:
         divergences: Found, in order.
         comparisons: Number of tensors compared.
         worst_ratio: Largest error in units of its bound, over what passed with a bound above zero.
-        undecided: What is within its bound, and yet too different for anybody to call it equal.
+        undecided: Differences within their bound but too large to count as equal.
     """
 
     divergences: list[Divergence] = field(default_factory=list)
@@ -103,7 +103,7 @@ class Compared:
 
     def within(self, point: ExpectedPoint, quantity: Quantity, ranks: tuple[int, ...], difference: Difference) -> None:
         """Record a comparison that passed, and mark it undecided if the bound was too wide to mean anything."""
-        # Of what passed alone: a divergence would hide how near the rest came to its bounds.
+        # Only passed comparisons: a divergence would hide how close the rest came to its bounds.
         self.worst_ratio = max(self.worst_ratio, difference.ratio)
         if difference.error == 0.0 and not difference.blank:
             return

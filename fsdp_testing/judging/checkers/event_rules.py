@@ -41,7 +41,7 @@ class BrokenRule:
 
 
 def check_lifecycle(history: History) -> tuple[BrokenRule, ...]:
-    """Return what breaks this: every gather is followed by a free before the next gather, and no free comes without a gather."""
+    """Return a violation of this rule: a free comes between two gathers, and no free without a gather."""
     broken: list[BrokenRule] = []
     for rank in range(len(history.ranks)):
         gathered: dict[str, int] = {}
@@ -64,7 +64,7 @@ def unsharded_before(history: History, operation: int) -> dict[str, tuple[int, .
     for rank in range(len(history.ranks)):
         gathered: dict[str, bool] = {}
         for event in history.units(rank):
-            # The last transition before the operation decides; what happens during it comes too late.
+            # The last transition before the operation decides; transitions during it come too late.
             if event.operation < operation and event.transition in ("gather", "free"):
                 gathered[event.unit] = event.transition == "gather"
         for unit in sorted(unit for unit, open_now in gathered.items() if open_now):
@@ -78,7 +78,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class TracedObservation(RankObservation):
-    """What a rank reports that recorded what it did: events, units with their parameters, shapes of parameters."""
+    """The report of a rank with a trace: events, units with their parameters, shapes of parameters."""
 
     events: tuple[Event, ...] = ()
     units: Units = ()
@@ -94,7 +94,7 @@ Rule = Callable[[Case, Sequence[TracedObservation]], Finding | None]
 
 
 def review(rules: Sequence[Rule], case: Case, ranks: Sequence[RankObservation]) -> Finding | None:
-    """Return the first thing that breaks one of `rules`; nothing is judged of ranks without a trace."""
+    """Return the first violation of one of `rules`; ranks without a trace are not judged."""
     traced = [rank for rank in ranks if isinstance(rank, TracedObservation)]
     if len(traced) < len(ranks):
         return None

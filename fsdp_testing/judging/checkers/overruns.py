@@ -33,7 +33,7 @@ from fsdp_testing.oracle.models import most_uses
 from fsdp_testing.oracle.quantities import Expectation
 
 FLAG_BYTES = 16
-"""A collective of no more than this is a flag or a norm, and moves no parameter or gradient."""
+"""A collective up to this size is a flag or a norm, and moves no parameter or gradient."""
 
 _FREES_AFTER_FORWARD = ("full_shard", "hybrid_shard")
 _KEEPS = {"kept_after_backward", "partial_reshard", "single_units"}
@@ -42,7 +42,7 @@ _KEEPS = {"kept_after_backward", "partial_reshard", "single_units"}
 
 @dataclass(frozen=True, slots=True)
 class CommunicationBudget:
-    """What one pass over the parameters takes at most.
+    """The most that one pass over the parameters may take.
 
     Attributes:
         uses: How often a forward may run one part of the model.
@@ -79,7 +79,7 @@ def first_overrun(
 def _of_rank(
     case: Case, rank: int, accounts: Sequence[OperationAccount], budget: CommunicationBudget | None
 ) -> Iterator[Overrun]:
-    # What an operation finds unsharded it may leave so.
+    # An operation may leave units unsharded that it finds unsharded.
     before: frozenset[str] = frozenset()
     for account in accounts:
         operation = case.program[account.index] if 0 <= account.index < len(case.program) else None
@@ -146,7 +146,7 @@ _ALIGNMENT_BYTES = 16
 
 
 def budget_of(case: Case) -> CommunicationBudget | None:
-    """Return the most that one pass takes; None where nobody can say: models of the zoo, and recomputed activations."""
+    """Return the most that one pass takes; None if unknown: models of the zoo, and recomputed activations."""
     if case.model.tree is None or case.wrapping.checkpointed:
         return None
     specs = {spec.tie or spec.fqn: spec for spec in parameters(case.model.tree)}

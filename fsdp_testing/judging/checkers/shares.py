@@ -1,4 +1,4 @@
-"""How many elements of the parameters a rank holds: right numbers do not show an implementation that never shards."""
+"""Checks how many elements of the parameters a rank holds: right numbers do not show an implementation that never shards."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def review_ignored(case: Case, ranks: Sequence[RankObservation], _expectation: E
     (batch,) = (batch for operation in case.program for batch in operation.batches())
     for rank in ranks:
         parameters = rank.snapshots[0].parameters
-        # What is not observed is not judged.
+        # Unobserved quantities are not judged.
         if all(each.grad_pieces is None for each in parameters.values()):
             continue
         own, bound = models.gradients_of_rank(case, batch, rank.rank)

@@ -100,7 +100,7 @@ class StateCheck:
     def run(self) -> None:
         """Compare every quantity that is asked for, in the oracle's order."""
         checks = {"value": self._value}
-        # What awaits reduction is each rank's own, and nobody's gradient yet.
+        # Pending gradients are each rank's own, not yet the reduced gradient.
         checks |= {"gradient": self._gradient} if self.comparison.gradients and not self.point.pending else {}
         checks |= {"optimizer": self._optimizer} if self.comparison.optimizer else {}
         checks |= {"buffer": self._buffer} if self.comparison.buffers else {}
@@ -149,7 +149,7 @@ class StateCheck:
         elif without and not by_rank:
             self.tally.count()
         else:
-            # Where one rank has none, the others' numbers are those that stand beside its zeros.
+            # If one rank has none, the others' numbers stand beside its zeros.
             zeros = [(rank, parameter.pieces) for rank, parameter in self._observed(quantity.name) if rank in without]
             by_rank += [(rank, [replace(p, value=torch.zeros_like(p.value)) for p in pieces]) for rank, pieces in zeros]
             self._pieces(quantity, sorted(by_rank, key=lambda entry: entry[0]), expected)
@@ -193,9 +193,9 @@ class StateCheck:
             compare_tensor(self.tally, self.point, quantity._replace(rank=rank), actual, expected)
 
     def _states_of_nothing(self) -> None:
-        """Report optimizer state that one process has none of: a parameter that is trained later would begin with it.
+        """Report optimizer state that one process lacks: a parameter that is trained later would begin with it.
 
-        State of zeros is what every optimizer begins with.
+        State of zeros is every optimizer's initial state.
         """
         expected = {
             (quantity.name, quantity.part) for quantity in self.point.quantities if quantity.kind == "optimizer"

@@ -6,5 +6,5 @@
   `DTensorTestBase` and the rest).
 - `deepspeed_classes`: classes in the style of DeepSpeed's `DistributedTest`.
 
-Only the launching of processes is replaced. What the classes do before and after it, in which process, is theirs.
+Only the launch of processes is replaced. What the classes do before and after it, and in which process, is unchanged.
 """

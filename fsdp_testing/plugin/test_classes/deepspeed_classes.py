@@ -1,9 +1,9 @@
 """Starts the processes of classes in the style of DeepSpeed's `DistributedTest` on the pool.
 
-DeepSpeed's base class and its copies work out fixtures and the size of the world in the controlling process, and give
-`_launch_daemonic_procs` or `_launch_non_daemonic_procs` the number of processes that are to call `_dist_run`. These two
-are replaced; so `DistributedFixture`, lists of sizes, marks and skips are the class's own. The name of the file that
-says `file://` where the group is made, is passed on as it is.
+DeepSpeed's base class and its copies compute fixtures and the size of the world in the controlling process. They then give
+`_launch_daemonic_procs` or `_launch_non_daemonic_procs` the number of processes that must call `_dist_run`. Only these two
+are replaced, so `DistributedFixture`, lists of sizes, marks and skips keep the class's code. The name of the file for the
+group's `file://` address is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fsdp_testing.ranks.pool.channel import dumps
 from fsdp_testing.ranks.pool.hygiene import ENDS_WITH_PROCESS
 from fsdp_testing.ranks.pool.targets import Target
 
-__tracebackhide__ = True  # pytest shows the frames of whoever called, and what their ranks raised; not ours
+__tracebackhide__ = True  # pytest shows the caller's frames and the ranks' errors, not these frames
 
 _LAUNCHERS = ("_launch_daemonic_procs", "_launch_non_daemonic_procs")
 _NEEDED = (*_LAUNCHERS, "_dist_run", "_dist_destroy")
@@ -29,7 +29,7 @@ def take_over(cls: type) -> None:
     """Run a class of this style, and those that share its base, on the pool. Repeated calls have no effect.
 
     Raises:
-        InvalidArgument: The class starts its processes in another way.
+        InvalidArgument: The class starts its processes in a different way.
     """
     missing = [name for name in _NEEDED if not hasattr(cls, name)]
     if missing:
@@ -45,7 +45,7 @@ def take_over(cls: type) -> None:
 
 
 def _launch(instance: Any, size: int, *arguments: Any) -> None:
-    """Call `_dist_run` of the instance in `size` processes of the pool; in place of both launchers."""
+    """Call `_dist_run` of the instance in `size` processes of the pool; replaces both launchers."""
     cls = type(instance)
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     attributes = {"reuse_dist_env": False, "non_daemonic_procs": False}

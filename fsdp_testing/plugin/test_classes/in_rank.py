@@ -1,4 +1,4 @@
-"""What a process of the pool runs in place of a process that a test class would have started."""
+"""Code of a pool's process that replaces a process of a test class."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def exit_of(call: Callable[[], object], error_code: int, quiet: frozenset[int] |
 
     Args:
         call: What the process does.
-        error_code: The exit code by which it says that the test raised.
-        quiet: Exit codes, beside 0, after which the others go on; after any other they are stopped. None: after any.
+        error_code: The exit code that means that the test raised.
+        quiet: Exit codes besides 0 after which the others go on; after any other they are stopped. None: after any.
 
     Raises:
-        Exception: What the test raised, whether it came out or became the `error_code`.
+        Exception: The test's exception, whether it left the call or became the `error_code`.
     """
     try:
         call()
@@ -64,7 +64,7 @@ def exit_of(call: Callable[[], object], error_code: int, quiet: frozenset[int] |
 def run_process(
     holder: Target, method: str, calls: list[tuple[tuple[Any, ...], dict[str, Any]]], error_code: int, quiet: Any
 ) -> Any:
-    """Call a class method as the process of this rank; the argument None stands for the pipe.
+    """Call a class method as this rank's process; an argument of None is replaced by the pipe.
 
     Args:
         holder: The class.
@@ -82,7 +82,7 @@ def run_process(
 
 
 def begin_class(holder: Target, method: str, size: int, rendezvous: str, quiet: frozenset[int]) -> Any:
-    """Make the group of a class whose processes stay for all of its tests."""
+    """Make the group of a class whose processes stay for all its tests."""
     cls: Any = resolve(holder)
     cls.rank, cls.world_size = current_world().rank, size
     return exit_of(lambda: getattr(cls, method)(cls.rank, size, rendezvous), -1, quiet)

@@ -1,8 +1,8 @@
-"""N processes of a test class on the pool, and whether all of them ended well.
+"""Runs N processes of a test class on the pool, and judges all of them.
 
-A test class of MultiProcess style expects new processes for each test. They are forked from a fork server that has imported
-what the controlling process has of torch, its test classes included. It is not the one of tests marked `world`: those
-do not want torch's test classes, whose import changes settings of torch for good.
+A test class of MultiProcess style expects new processes for each test. Their fork server has imported the same modules of
+torch as the controlling process, including torch's test classes. Tests marked `world` use a different fork server, because
+the import of torch's test classes changes settings of torch for good.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsdp_testing.errors import PoolBroken, WorldFailed
 from fsdp_testing.ranks.pool import Fate, Pool, PooledWorld, RankOutcome, WorldOutcome
 from fsdp_testing.ranks.pool.outcome import left_behind, rank_names
 
-__tracebackhide__ = True  # pytest shows the frames of whoever called, and what their ranks raised; not ours
+__tracebackhide__ = True  # pytest shows the caller's frames and the ranks' errors, not these frames
 
 _IMPORTED_AHEAD = ("torch", "numpy", "expecttest")
 # They start processes, threads or a web server when they are imported.
@@ -33,7 +33,7 @@ class LeftBehindWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How one process ended: its exit code, and why it skipped, where it did."""
+    """How one process ended: its exit code, and why it skipped, if it did."""
 
     code: int = 0
     why: str = ""
@@ -41,10 +41,10 @@ class Ended:
 
 @dataclass(slots=True)
 class Settings:
-    """What the command line says of tests on ranks.
+    """The command line's options for tests on ranks.
 
     Attributes:
-        timeout: Seconds until a process counts as hung, where that is less than what the class says.
+        timeout: Seconds until a process counts as hung, if fewer than the class allows.
         strict: Whether a test that leaks state fails.
     """
 
@@ -56,7 +56,7 @@ settings = Settings()
 
 
 class _OwnPool:
-    """The pool of test classes, made at the first need."""
+    """The pool of test classes, made when first needed."""
 
     def __init__(self) -> None:
         self.pool: Pool | None = None
@@ -73,7 +73,7 @@ class _OwnPool:
         try:
             return self.get().world(size, "bare", "fresh")
         except PoolBroken:
-            # What was imported ahead started threads, or failed; ranks import it themselves then.
+            # The import ahead started threads, or failed; then ranks import the modules themselves.
             self.close()
             self.pool = Pool()
             self.pool.coverage = self.coverage
@@ -89,13 +89,13 @@ own_pool = _OwnPool()
 
 
 def _imported_here() -> list[str]:
-    """Return what this process has imported of torch, in the order in which it began to."""
+    """Return the modules of torch that this process has imported, in the order in which the imports began."""
     found = (name for name in list(sys.modules) if name.partition(".")[0] in _IMPORTED_AHEAD)
     return [name for name in found if not name.startswith(_NEVER)]
 
 
 class Processes:
-    """N processes, each of which knows its place by the variables that a launcher sets, and none of which has a group."""
+    """N processes without a group, each of which knows its place from a launcher's variables."""
 
     def __init__(self, size: int) -> None:
         self._world = own_pool.world(size)
@@ -117,14 +117,14 @@ class Processes:
             args: Sent to each process.
             name: The test, for messages.
             timeout: Seconds until a process counts as hung; None: no limit.
-            accepted: Which exit codes the test declares to be good; None: those that all processes end with alike.
+            accepted: Exit codes that the test declares good; None: any code that all processes share.
             lasting: As in `PooledWorld.execute`; None: nothing is compared.
 
         Returns:
             How each process ended, by rank.
 
         Raises:
-            WorldFailed: A process raised, died or hung, or they did not end alike.
+            WorldFailed: A process raised, died or hung, or they ended differently.
         """
         __tracebackhide__ = True
         limits = [limit for limit in (timeout, settings.timeout) if limit is not None]
@@ -151,7 +151,7 @@ class Processes:
 
 
 def _ended(rank: RankOutcome, accepted: Callable[[int], bool] | None) -> Ended | None:
-    """Return how a process ended, None for one that ended badly."""
+    """Return how a process ended; None if it ended badly."""
     if isinstance(rank.value, Ended):
         return rank.value if accepted is None or accepted(rank.value.code) else None
     if rank.fate is Fate.DIED and accepted is not None:
@@ -169,7 +169,7 @@ def _signal_number(name: str) -> int:
 
 
 def _exit_codes(outcome: WorldOutcome) -> str:
-    """Return a line that says which processes ended with which exit code; empty where none ended with one."""
+    """Return a line that says which processes ended with which exit code; empty if none has one."""
     by_code: dict[int, list[int]] = {}
     for rank in outcome.ranks:
         if isinstance(rank.value, Ended):

@@ -1,12 +1,12 @@
-"""Starts the processes of torch's multi-process test classes on the pool. No other file knows their private names.
+"""Starts the processes of torch's multi-process test classes on the pool. Only this file knows their private names.
 
-torch's classes are replaced in few places, in the controlling process alone:
+It replaces few methods of torch's classes, in the controlling process alone:
 
 - `MultiProcessTestCase`: `_spawn_processes` notes what each process is to call, `_join_processes` has it called in new
-  processes, judges every one of them and lets the class check the exit codes. All else, `setUp`, `tearDown` and what a
-  process calls (`_run`) included, is the class's own.
-- `MultiProcContinuousTest`: `_spawn_processes` takes processes that stay for the class, and stand for its queues: what is
-  put in is the next test, what is got out is its end.
+  processes, judges every one of them and lets the class check the exit codes. Everything else is the class's own,
+  including `setUp`, `tearDown` and what a process calls (`_run`).
+- `MultiProcContinuousTest`: `_spawn_processes` takes processes that stay for the class and replaces its queues: `put` gives
+  the next test, `get` waits for its end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fsdp_testing.plugin.test_classes.processes import Ended, Processes
 from fsdp_testing.ranks.pool.hygiene import ENDS_WITH_PROCESS
 from fsdp_testing.ranks.pool.targets import Target, target_of
 
-__tracebackhide__ = True  # pytest shows the frames of whoever called, and what their ranks raised; not ours
+__tracebackhide__ = True  # pytest shows the caller's frames and the ranks' errors, not these frames
 
 _HOME = "torch.testing._internal.common_distributed"
 _IN_RANK = "fsdp_testing.plugin.test_classes.in_rank"
@@ -39,7 +39,7 @@ def loaded() -> bool:
 
 
 def take_over() -> None:
-    """Have torch's multi-process test classes run on the pool; again and again is once."""
+    """Make torch's multi-process test classes run on the pool. Repeated calls have no effect."""
     from torch.testing._internal import common_distributed as home
 
     case: Any = home.MultiProcessTestCase
@@ -80,14 +80,14 @@ class _Noted:
         self.pid = id(self)
 
     def start(self) -> None:
-        """Wait for the test's own turn: all processes begin at once."""
+        """Do nothing: all processes begin together when the test joins them."""
 
     def terminate(self) -> None:
-        """Nothing runs any more when a class asks for it."""
+        """Do nothing: all processes have ended when a class calls this."""
 
 
 def _note_processes(case: Any) -> None:
-    """In place of `MultiProcessTestCase._spawn_processes`."""
+    """Replaces `MultiProcessTestCase._spawn_processes`."""
     if type(case)._join_processes is not _run_processes:
         raise HarnessError(_refusal(case, "a class that overrides _join_processes"))
     case._start_processes(_Noted)
@@ -96,7 +96,7 @@ def _note_processes(case: Any) -> None:
 
 
 def _fail_unless(case: Any, ran: Callable[[], bool]) -> None:
-    """Let a test fail that comes to its end without that any process ran."""
+    """Fail a test that ends although no process ran."""
     call = case._callTestMethod
 
     def check(method: Callable[[], object]) -> None:
@@ -154,7 +154,7 @@ def _expected(case: Any, fn: Callable[[], object]) -> tuple[int, ...]:
 
 
 def _accepted(case: Any, fn: Callable[[], object]) -> Callable[[int], bool] | None:
-    """Return which exit codes the test declares to be good for any process; None where it declares none."""
+    """Return the exit codes that the test declares good for any process; None if it declares none."""
     if fn in case.skip_return_code_checks:
         return lambda code: True
     special = _expected(case, fn)
@@ -169,14 +169,14 @@ def _raise_skip(first: Ended, *, only_generic: bool = False) -> None:
 
 
 def _fail_for_certain(case: Any, error: WorldFailed) -> None:
-    """Let a test fail of which a process died or hung, also one that is marked `expectedFailure`."""
+    """Fail a test if one of its processes died or hung, even if it is marked `expectedFailure`."""
     outcome = getattr(case, "_outcome", None)
     if outcome is not None and was_lost(error):
         outcome.expecting_failure = False
 
 
 class _Kept:
-    """The processes of a class of continuous style; to the class, its only process and the two queues of that."""
+    """The processes of a class of continuous style; the class sees one process and its two queues."""
 
     def __init__(self, cls: Any, size: int) -> None:
         self._cls, self._size = cls, size
@@ -188,7 +188,7 @@ class _Kept:
         self.ran = False
 
     def put(self, test_id: str | None) -> None:
-        """Note which test is to run next; None: the last one is over."""
+        """Note the next test; None: the last one has ended."""
         self._test_id, self.ran = test_id or "", False
 
     def get(self, timeout: float | None = None) -> str:
@@ -197,7 +197,7 @@ class _Kept:
         After a failure the next test gets new processes, where torch would skip the rest of the class.
         """
         __tracebackhide__ = True
-        del timeout  # of one look into a queue
+        del timeout  # of one wait on a queue
         self.ran = True
         try:
             self._run(self._test_id)
@@ -216,7 +216,7 @@ class _Kept:
             self._processes = Processes(self._size)
             self._rendezvous = _empty_file()
             arguments = holder, "_init_pg", self._size, self._rendezvous, quiet
-            # The group, and what else a class makes for all its tests, is nothing that a test left behind.
+            # The group and other objects that a class makes for all its tests are no leaks of a test.
             begun = self._processes.run(f"{_IN_RANK}:begin_class", *arguments, name=name, timeout=timeout)
             self._skipped = begun[0] if begun[0].code else None
         ended = self._skipped
@@ -234,7 +234,7 @@ class _Kept:
             raise AssertionError(f"every process ended with exit code {ended.code}")
 
     def join(self) -> None:
-        """End them; the class calls it when its last test is over."""
+        """End the processes; the class calls it after its last test."""
         if self._processes is not None:
             self._processes.close()
             self._processes = None
@@ -247,14 +247,14 @@ def _empty_file() -> str:
 
 
 def _keep_processes(cls: Any, world_size: int) -> None:
-    """In place of `MultiProcContinuousTest._spawn_processes`."""
+    """Replaces `MultiProcContinuousTest._spawn_processes`."""
     kept = _Kept(cls, int(world_size))
     cls.processes = cls.task_queues = cls.completion_queues = [kept]
     cls.rdvz_file = _empty_file()
 
 
 def _watched(set_up: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return a `setUp` of the continuous class that knows which test begins, and looks whether it ran."""
+    """Return a `setUp` of the continuous class that notes the test and checks that it ran."""
 
     @functools.wraps(set_up)
     def watch(case: Any) -> None:

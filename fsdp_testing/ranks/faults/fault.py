@@ -28,9 +28,9 @@ _KINDS = {
 }
 OF_CALLS = ("corrupt", "drop", "reorder")
 SILENT = ("crash", "hang", "stop")
-"""After these a rank does nothing any more."""
+"""After one of these a rank does nothing more."""
 NOT_ISSUED = {"drop", "reorder"}
-"""A collective with one of these is not issued where it is called."""
+"""These keep a collective from being issued where it is called."""
 _SIZES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _NUMBER = r"\d+(?:\.\d+)?"
 _VALUES = {
@@ -58,7 +58,7 @@ class Fault:
     Attributes:
         kind: What happens.
         value: Seconds or bytes, where the kind has any.
-        rank: On which rank; None for every one.
+        rank: On which rank; None for every rank.
         place: Where: "collective", "step", "save" or "load"; empty for at once.
         at: The number of that place.
         text: As it was written.
@@ -76,7 +76,7 @@ class Fault:
         """Read a fault, for a world of `size` ranks where there is one yet.
 
         Raises:
-            InvalidArgument: It is none, or its rank is not there; the message lists kinds and places.
+            InvalidArgument: The text is not a fault, or the world has no such rank; the message lists kinds and places.
         """
         match = _TEXT.fullmatch(text)
         kind, value, places = match.groups() if match else ("", None, None)
@@ -99,7 +99,7 @@ class Fault:
         return cls(kind, amount, rank, place, at, text)
 
     def reached_in(self, output: str) -> bool:
-        """Return whether what a rank wrote to its standard error says that it came to this fault."""
+        """Return whether a rank's standard error says that the rank reached this fault."""
         return f"{MARK} {self.text} is here" in output
 
     def __str__(self) -> str:
@@ -107,10 +107,10 @@ class Fault:
 
 
 def check_together(faults: Sequence[Fault]) -> None:
-    """Refuse faults at one place of one rank of which the second cannot come about; others come about in their order.
+    """Refuse two faults at one place of one rank if the first rules out the second; other faults happen in their order.
 
     Raises:
-        InvalidArgument: There are such.
+        InvalidArgument: A fault rules out a later one.
     """
     for first, second in combinations(faults, 2):
         if (first.place, first.at) != (second.place, second.at) or not first.place:
@@ -133,7 +133,7 @@ class Active(Protocol):
     """An injection that lasts."""
 
     def come_to(self, place: str, what: str) -> None:
-        """Come to the next one of these places, and have the faults come about that are due there."""
+        """Count the next of these places, and inject the faults that are due there."""
 
     def end(self) -> list[Fault]:
         """Put everything back, and return the faults that were not reached."""

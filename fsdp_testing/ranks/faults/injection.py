@@ -1,7 +1,7 @@
 """Injects faults into this rank.
 
-Nothing of this is installed while no fault is: where one is, the recorder of the ledger, methods of torch's groups, a hook of
-optimizers, `torch.save` and `torch.load` are stood in for until the injection ends.
+Without faults nothing is installed. A fault replaces the ledger's recorder, methods of torch's groups, a hook of optimizers,
+`torch.save` and `torch.load` until the injection ends.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 
 def inject(faults: Iterable[Fault], rank: int) -> Injection:
-    """Inject what of these faults is this rank's, from now until the injection, the test or the job ends.
+    """Inject this rank's faults among these, from now until the injection, the test or the job ends.
 
     Raises:
-        InvalidArgument: Two of them cannot come about together.
+        InvalidArgument: Two of them cannot both happen.
     """
     faults = list(faults)
     check_together(faults)
@@ -74,7 +74,7 @@ class Injection(AbstractContextManager["Injection"]):
         self._stack = ExitStack()
 
     def begin(self) -> None:
-        """Install what the faults need, and let those come about that have no place."""
+        """Install what the faults need, and inject those without a place."""
         places = {fault.place for fault in self._faults}
         kinds = {fault.kind for fault in self._faults}
         if "collective" in places:
@@ -98,7 +98,7 @@ class Injection(AbstractContextManager["Injection"]):
         import torch.distributed as dist
 
         for _, issue in self._held if dist.is_initialized() else ():
-            _deliver(issue)  # none came to be issued before it, and its peers wait
+            _deliver(issue)  # no collective was issued before it, and its peers wait
         return [fault for number, fault in enumerate(self._faults) if number not in self._reached]
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -106,24 +106,24 @@ class Injection(AbstractContextManager["Injection"]):
         if unreached and kind is None:
             raise HarnessError(never_reached(unreached))
 
-    # -------------------------------------------------------------------------------------------- what comes about
+    # -------------------------------------------------------------------------------------------- injection
 
     def _due(self, place: str) -> list[Fault]:
-        """Return the faults that the next one of these places has."""
+        """Return the faults at the next of these places."""
         number = self._seen[place] + FIRST[place]
         return [fault for fault in self._faults if (fault.place, fault.at) == (place, number)]
 
     def come_to(self, place: str, what: str) -> None:
-        """Come to the next one of these places."""
+        """Count the next of these places."""
         faults = self._due(place)
         self._seen[place] += 1
         for fault in faults:
-            if fault.kind != "reorder":  # comes about with the collective that is issued before this one
+            if fault.kind != "reorder":  # happens with the collective that is issued before this one
                 self._come_about(fault, f"{what} #{fault.at}" if place != "step" else f"before step {fault.at}")
 
     def _note(self, fault: Fault, where: str) -> None:
         self._reached.update(number for number, other in enumerate(self._faults) if other is fault)
-        # On the descriptor: the rank may be gone a moment later, and its code may have put another stream in the place of ours.
+        # On the descriptor: the rank may die a moment later, and its code may have replaced the stream object.
         os.write(2, f"{MARK} {fault.text} is here: {where}\n".encode())
 
     def _come_about(self, fault: Fault, where: str) -> None:
@@ -209,7 +209,7 @@ class Injection(AbstractContextManager["Injection"]):
                     self._held.append((fault, lambda: method(group, *args, **kwargs)))
                 not_issued |= fault.kind in NOT_ISSUED
             if not_issued:
-                for injection in active:  # nothing underneath hears of it, and each counts what the program calls
+                for injection in active:  # no lower layer sees the call, and each counts what the program calls
                     injection.come_to("collective", name)
                 return _nothing_issued(args)
             held, self._held = self._held, []
@@ -244,7 +244,7 @@ class Injection(AbstractContextManager["Injection"]):
                 time.sleep(fault.value)
 
     def _save(self, save: Callable[..., None], obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        """Write half, come to the place, write the rest: what dies in between leaves half a file, as a real one does."""
+        """Write half, inject the fault, write the rest: a rank that dies in between leaves half a file, as in a real crash."""
         corrupted, buffer = any(fault.kind == "corrupt" for fault in self._due("save")), io.BytesIO()
         save(obj, buffer, *args, **kwargs)
         data, half = bytearray(buffer.getvalue()), len(buffer.getvalue()) // 2
@@ -286,7 +286,7 @@ def _contribution(name: str, group: Any, args: tuple[Any, ...]) -> list[Any]:
 
 
 def _corrupt(tensors: Sequence[Any], fault: Fault) -> None:
-    """Add 1 to the first number, in memory that nobody who watches versions of tensors hears of."""
+    """Add 1 to the first number in memory, without changing the tensor's version."""
     import torch
 
     tensor = next((tensor for tensor in tensors if tensor.numel()), None)
@@ -302,7 +302,7 @@ def _corrupt(tensors: Sequence[Any], fault: Fault) -> None:
 
 
 def _nothing_issued(args: tuple[Any, ...]) -> Any:
-    """Return the work of a collective that is not issued: over at once, with its outputs as they are."""
+    """Return the work of a collective that is not issued: it completes at once and leaves its outputs as they are."""
     import torch
     import torch.distributed as dist
 

@@ -1,9 +1,9 @@
 """The steps of a training, counted as `train` counts them: not each call of each optimizer is one.
 
 What optimizers do between two backward passes is one step, and an optimizer that steps again begins another. So does one that is
-given a closure, whose backward passes are part of its step. An optimizer that steps others, or the step of its base class, inside
-its own step is one. A call that only has state made is none: torch does that when it saves and loads, and so does a call without
-any gradient before the first backward pass.
+given a closure, whose backward passes are part of its step. An optimizer that steps others, or its base class, within its step
+makes one step. A call that only creates state is no step: torch makes such calls when it saves and loads, and a call without any
+gradient before the first backward pass only creates state too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsdp_testing.base.compat import in_backward, makes_state_only, running
 
 @contextmanager
 def at_each_step(listener: Callable[[Any], None]) -> Iterator[None]:
-    """Call `listener` with the optimizer that begins each step of a training, before it, while the context lasts."""
+    """Before each step of a training call `listener` with the optimizer that begins it, while the context lasts."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -39,7 +39,7 @@ def at_each_step(listener: Callable[[Any], None]) -> Iterator[None]:
 
 
 class _Steps:
-    """Which optimizers have stepped since the last backward pass, and which calls of `step` are under way."""
+    """The optimizers that have stepped since the last backward pass, and the running calls of `step`."""
 
     def __init__(self, listener: Callable[[Any], None]) -> None:
         self._listener = listener

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from fsdp_testing.ranks.ledger.records import WAITS_FOR_ALL, WAITS_FOR_NOBODY, Call
 
 _MOST_CALLS = 20_000
-# Every rank may send another number of elements, and one whose own splits are even need not name them.
+# Each rank may send a different number of elements, and a rank with even splits need not name them.
 _UNEVEN = ("all_to_all_single", "all_to_all")
 
 
-# The signature and the text are made once for each call that is different here.
+# Cached: the signature and the text are made once per distinct call.
 _known: dict[tuple[Any, ...], Call] = {}
 
 
@@ -55,13 +55,13 @@ def _make_call(key: tuple[Any, ...], waits_for: int) -> Call:
 
 @functools.lru_cache(maxsize=1024)
 def on_meta(call: Call) -> Call:
-    """Return the same collective of tensors on the meta device: torch takes it and moves nothing, so no peer can join it."""
+    """Return the same collective on the meta device: torch accepts it and moves nothing, so no peer can join it."""
     return Call((*call.what, "meta"), f"{call.text} on the meta device (moves nothing)", WAITS_FOR_NOBODY)
 
 
 # By number: hashing and comparing the compiled enum costs more than the rest of the record.
 _OP_TEXT = {kind.value: name.lower() for name, kind in dist.ReduceOp.RedOpType.__members__.items()}
-# The hash of a reduce op is its number, and cheaper to come by than the number.
+# The hash of a reduce op is its number, and cheaper to get.
 _HASH_IS_NUMBER = all(hash(dist.ReduceOp(kind)) == kind.value for kind in (dist.ReduceOp.SUM, dist.ReduceOp.MAX))
 
 

@@ -1,4 +1,4 @@
-"""Proves deadlocks: somebody this rank is about to wait for is stuck until this rank does something else.
+"""Proves deadlocks: a rank that this rank is about to wait for is stuck until this rank does something else.
 
 Rank r is stuck on rank s when r waits in a collective that needs s and that s has not issued. Starting from this rank,
 which is about to wait and will issue nothing more, the ranks stuck on it, directly or through others, are certain to stay
@@ -55,7 +55,7 @@ class Deadlocks:
         return False
 
     def find(self, line: Any, awaited: int, epoch: int) -> list[tuple[int, Waiting, int]]:
-        """Find the chain of waits (rank, wait, rank it waits for) from somebody this rank awaits back to this rank, or none."""
+        """Find a chain of waits (rank, wait, rank it waits for) from a rank that this one awaits back to this one, or none."""
         stuck: dict[int, tuple[Waiting, int]] = {}
         while True:
             self._cross()
@@ -73,7 +73,7 @@ class Deadlocks:
             if rank == self._rank or rank in stuck or area.epoch() & 0xFFFFFFFF != epoch:
                 continue
             waiting = area.waiting()
-            # Its wait has to be in the last collective of that group: else it has come out of it and goes on.
+            # Its wait must be in the last collective of that group: otherwise the rank has left that wait and goes on.
             if waiting is None or not waiting.alone or area.issued(waiting.group_key) != waiting.number:
                 continue
             members = self._members_of(area, waiting.group_key)

@@ -9,7 +9,7 @@ Three ways lead to a backend, each watched where it is cheapest:
    microseconds on every collective, so they are installed when the first such caller appears, not before. Calls
    that came by 1 or 2 are already recorded and pass through.
 
-Installed in the process that ranks are forked from and never removed; without an active recorder they only hand on.
+Installed in the process that ranks are forked from and never removed; without an active recorder they only pass calls on.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def activate(recorder: Recorder | None) -> None:
     """Send every collective of this process to `recorder`; None stops recording."""
     global _active
     install()
-    # Another recorder is another world, in which members have other ranks.
+    # A new recorder means a new world, in which members have other ranks.
     forget_groups()
     _identities.clear()
     _active = recorder
 
 
 def _stop_in_child() -> None:
-    # A forked child shares the ledger's memory with the rank, and is none.
+    # A forked child shares the ledger's memory with the rank but is not a rank.
     global _active
     _active = None
 
@@ -89,7 +89,7 @@ def active_recorder() -> Recorder:
 
 @contextmanager
 def listen(listener: Listener) -> Iterator[None]:
-    """Call `listener` with every collective of this rank while the context lasts; without a recorder there is nothing.
+    """Call `listener` with every collective of this rank while the context lasts.
 
     Raises:
         HarnessError: Outside a rank, where no recorder is active.
@@ -103,7 +103,7 @@ def listen(listener: Listener) -> Iterator[None]:
 
 
 def forget_groups() -> None:
-    """Forget the process groups seen so far; called between jobs, since numbers start anew."""
+    """Forget the process groups seen so far; called between jobs, since numbers restart."""
     _lines.clear()
 
 
@@ -148,7 +148,7 @@ def _recording(name: str, method: Callable[..., Any], reader: Callable[..., Any]
         if recorder is None or _passing.recorded:
             return method(group, *args, **kwargs)
         try:
-            # torch.distributed gives one argument by name, the options of a barrier.
+            # torch.distributed passes one argument by name: the options of a barrier.
             read = reader(group, *args) if not kwargs else reader(group, *args, **kwargs)
         except Exception:  # noqa: BLE001 - arguments that are no collective's: torch says what is wrong with them
             return method(group, *args, **kwargs)
@@ -160,9 +160,9 @@ def _recording(name: str, method: Callable[..., Any], reader: Callable[..., Any]
         call, blocking = read
         if recorder.record(line, call, blocking, (name, group, args)):
             return method(group, *args, **kwargs)
-        # Remembered: when another thread has used the group before torch refuses this call, nothing is taken back.
+        # If another thread uses the group before torch refuses this call, nothing is taken back.
         number = line.number
-        # The operator underneath would record the call once more; as long as C++ callers are not watched there is none.
+        # The operator underneath would record the call again; it is watched only once a C++ caller has appeared.
         if _watching_cpp:
             _passing.recorded = True
         try:
@@ -183,7 +183,7 @@ def _recording(name: str, method: Callable[..., Any], reader: Callable[..., Any]
 
 
 def _call_watched(method: Callable[..., Any], group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `method` in a way that torch.distributed does not; the operator underneath says what it is."""
+    """Call `method` in a way that torch.distributed does not; the operator underneath identifies the collective."""
     _watch_cpp()
     pending_reduce_op.name = reduce_op_among(args, kwargs)
     try:
@@ -225,7 +225,7 @@ def _kernel(operator: Any, reader: OperatorReader) -> Callable[..., Any]:
 
 
 def _only_traced(value: Any) -> bool:
-    """Return whether a collective moves nothing: on the meta device, where FakeTensorMode ends up."""
+    """Return whether a collective moves nothing, because its tensors are on the meta device (as in FakeTensorMode)."""
     first = value[0] if isinstance(value, (list, tuple)) and value else value
     return isinstance(first, torch.Tensor) and first.device.type == "meta"
 
@@ -259,7 +259,7 @@ def _make_line(group: Any) -> Line | None:
     # One process stands for a rank of any world (backend `fake`), and no peer compares.
     alone = not recorder.compare and recorder.world_size == 1
     if not alone and (dist.get_rank() != recorder.rank or dist.get_world_size() != recorder.world_size):
-        # The default group was replaced by one with other ranks: members no longer have ranks of the world.
+        # The default group was replaced by one with other ranks: members cannot be mapped to ranks of the world.
         return None
     earlier = _identities.get(id(group))
     if earlier is not None:
@@ -268,7 +268,7 @@ def _make_line(group: Any) -> Line | None:
         members = tuple(dist.get_process_group_ranks(group))
         backends, name = str(dist.get_backend_config(group)), group.group_name
     except (KeyError, ValueError, RuntimeError):
-        return None  # a group that torch.distributed does not know, made by hand
+        return None  # a hand-made group that torch.distributed does not know
     # "cpu:gloo,cuda:nccl" and the like
     configuration = {part.rpartition(":")[2] for part in backends.split(",")}
     identity = group_identity(name, members, dist.get_world_size(), configuration <= _HOST_BACKENDS)

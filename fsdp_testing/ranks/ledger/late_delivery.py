@@ -1,12 +1,12 @@
-"""Delivers the result of an asynchronous collective no sooner than somebody waits for it.
+"""Delivers the result of an asynchronous collective only when the caller waits for it.
 
-A collective between processes of one machine is often over before the caller's next line, so that code which forgot to
-wait computes the right numbers nearly every time. Inside `deliver_late` the backend works on memory of ours. The memory
-that the caller gave holds NaN (every bit set) from the call on, and the result is copied there by `wait`. What reads
-sooner, or never waits, reads NaN every time.
+A collective between processes of one machine often completes before the caller's next line, so code that forgot to wait
+computes the right numbers nearly every time. Inside `deliver_late` the backend works on memory of ours. The caller's memory
+holds NaN (every bit set) from the call on, and `wait` copies the result there. Code that reads sooner, or never waits, reads
+NaN every time.
 
-Only what is asynchronous, on the CPU and in contiguous memory is delivered late. A future delivers when it completes:
-the backend calls its callbacks.
+Only asynchronous collectives of contiguous CPU memory are delivered late. A future delivers when it completes: the backend
+calls its callbacks.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ def wanted(name: str) -> bool:
 
 
 def call_late(name: str, method: Callable[..., Any], group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `method`, which is asynchronous, on memory of ours; `args` as `torch.distributed` gives them."""
+    """Call the asynchronous `method` on memory of ours; `args` as `torch.distributed` passes them."""
     outputs = _OUTPUTS[name](args)
     if not outputs or not all(map(_can_wait, outputs)):
         return method(group, *args, **kwargs)
-    # What is reduced or sent in place is the input too: our memory begins with it.
+    # An in-place reduction or send reads its output too: our memory starts as a copy of it.
     in_place = name in _IN_PLACE
     with torch.no_grad():
         stand_ins = [
             output.detach().clone() if in_place else torch.empty(output.shape, dtype=output.dtype, device="cpu")
             for output in outputs
         ]
-    # An input that lies in the memory of an output (a gather in place) may be read after that was hidden.
+    # An input inside the memory of an output (an in-place gather) may be read after that memory was hidden.
     hidden = {output.untyped_storage().data_ptr() for output in outputs}
     given = [_apart(value, hidden) for value in _with_outputs(args, stand_ins)]
     work = method(group, *given, **kwargs)
@@ -95,7 +95,7 @@ _IN_PLACE = frozenset({"allreduce", "broadcast"})
 
 
 def _with_outputs(args: tuple[Any, ...], outputs: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Return the arguments with other outputs, in the shape that the method takes them."""
+    """Return the arguments with these outputs instead, in the form that the method takes."""
     given = args[0]
     if isinstance(given, Tensor):
         return (outputs[0], *args[1:])
@@ -105,7 +105,7 @@ def _with_outputs(args: tuple[Any, ...], outputs: Sequence[Tensor]) -> tuple[Any
 
 
 def _apart(value: Any, hidden: set[int]) -> Any:
-    """Return an argument whose tensors lie in no storage that is hidden, copies where they did."""
+    """Return an argument with copies of those tensors that lie in hidden storage."""
     if isinstance(value, list):
         return [_apart(each, hidden) for each in value]
     if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in hidden:
@@ -126,17 +126,17 @@ class Delivery:
     def __init__(self, output: Tensor, stand_in: Tensor, *, hide: bool) -> None:
         self.output = output
         self._stand_in: Tensor | None = stand_in
-        # Remembered: by the time the result is there the output may have other memory, and the old one another owner.
+        # Remembered: when the result arrives the output may have new memory, and the old memory a new owner.
         self._address = output.data_ptr()
         if hide:
-            # By address: nobody who watches operators or versions of tensors is to see this copy.
+            # By address: modes that watch operators, and version counters, must not see this copy.
             ctypes.memset(self._address, _ALL_BITS, output.nbytes)
 
     def finish(self) -> None:
         """Copy the result, once.
 
         Raises:
-            RuntimeError: The output has other memory than when the collective began, which would have been written to.
+            RuntimeError: The output's memory, to which the collective writes, was replaced since the collective began.
         """
         stand_in, self._stand_in = self._stand_in, None
         if stand_in is None:
@@ -169,7 +169,7 @@ class LateWork(dist.Work):
         return done
 
     def synchronize(self) -> None:
-        """Deliver if the collective is over by then: on the CPU this does not wait."""
+        """Deliver if the collective has completed: on the CPU this does not wait."""
         self._work.synchronize()
         self.is_completed()
 
@@ -179,7 +179,7 @@ class LateWork(dist.Work):
         self._deliver()
 
     def is_completed(self) -> bool:
-        """Return whether the collective is over; who asks and hears that it is may read the result."""
+        """Return whether the collective has completed; if so, deliver, since the caller may now read the result."""
         done: bool = self._work.is_completed()
         if done:
             self._deliver()
@@ -201,7 +201,7 @@ class LateWork(dist.Work):
         return int(self._work.source_rank())
 
     def get_future(self) -> Any:
-        """Return a future of the outputs that delivers when the collective is over."""
+        """Return a future of the outputs that delivers when the collective completes."""
         outputs = [delivery.output for delivery in self._deliveries]
 
         def delivered(future: Any) -> list[Tensor]:

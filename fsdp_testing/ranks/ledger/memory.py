@@ -1,4 +1,4 @@
-"""Where the ledger lies: in one shared-memory file per world, which outlives any rank.
+"""The ledger's memory: one shared-memory file per world, which outlives any rank.
 
 One area per rank; only that rank writes it, everybody reads it:
 
@@ -13,10 +13,10 @@ the last one's entries. The file is sparse: memory is used only for what was wri
 
 Peers read without a lock, so every record is written in an order that shows a half-written one: an entry has its
 stamp (number and epoch) first and last, and the meta word of a wait is cleared before its group changes. Aligned words are
-stored whole. In which order they arrive is nothing that a processor promises, so whatever decides crosses the fence
+stored whole. No processor promises in which order they arrive, so every decision crosses the fence
 (`ledger.fence`): between writing and comparing, between the contents of a table and its length, between emptying the tables
-and the new epoch. What an owner has not crossed the fence with yet may be read in part; readers look again after a
-millisecond, which is ten thousand times as long as a store is on its way.
+and the new epoch. Readers may see part of what an owner wrote since its last crossing. They look again after a millisecond, ten
+thousand times as long as a store takes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fsdp_testing.ranks.ledger.fence import Fence
 GROUPS = 1024
 RING = 128
 _WORD = 8
-# Stamp, signature, moment, description, call site, stamp: the same word first and last shows an entry that is half-written.
+# Stamp, signature, moment, description, call site, stamp: if the first and last words differ, the entry is half-written.
 _ENTRY = struct.Struct("<QQQIIQ")
 _PROGRESS = struct.Struct("<QQ")
 _LENGTH = struct.Struct("<H")
@@ -64,8 +64,8 @@ class Entry:
 class Waiting:
     """The blocking collective that a rank issued last.
 
-    `awaited` is the one rank it cannot do without, or `ANYBODY` when that is every member; `alone` says that the rank
-    had one Python thread, so that nobody else in it can issue what others wait for.
+    `awaited` is the one rank that it needs, or `ANYBODY` when it needs every member; `alone` says that the rank had one Python
+    thread, so that no other thread can issue what others wait for.
     """
 
     group_key: int
@@ -96,7 +96,7 @@ class LedgerMemory:
 
     def close(self) -> None:
         """Unmap; areas are unusable afterwards. Safe to call twice."""
-        # Views first: memory that something still refers to cannot be unmapped.
+        # Views first: referenced memory cannot be unmapped.
         self._words.release()
         self.fence.close()
         self._map.close()
@@ -105,8 +105,8 @@ class LedgerMemory:
 class Area:
     """One rank's part, read by anyone.
 
-    `words` is all shared memory as 64-bit words; `entry_word` and `waiting_word` say where to look, for the reader that
-    cannot afford a call.
+    `words` is all shared memory as 64-bit words; `entry_word` and `waiting_word` say where to look, for readers that cannot
+    afford a call.
     """
 
     def __init__(self, memory: mmap.mmap, words: memoryview, fence: Fence, index: int) -> None:
@@ -123,7 +123,7 @@ class Area:
     def inside_word(self) -> int:
         """Index in `words` of the stamp of the collective that torch has not yet taken, nor refused; 0 for none.
 
-        The next word is the same stamp once the owner insists on it: it compares, and knows no reason why torch would
+        The next word is the same stamp once the owner insists on it: the owner compares it, and knows no reason for torch to
         refuse it.
         """
         return self._head + _INSIDE
@@ -138,7 +138,7 @@ class Area:
         return self.words[self._head + _EPOCH]
 
     def uncompared(self) -> int:
-        """Return how many groups found no room in the table during this job; their collectives were not recorded."""
+        """Return how many groups did not fit in the table during this job; their collectives were not recorded."""
         return self.words[self._head + _OVERFLOW]
 
     def refused(self) -> int:
@@ -160,7 +160,7 @@ class Area:
         return None
 
     def _written(self, length: int) -> int:
-        """Return the length of a table in this job, such that what it counts can be read; the epoch was looked at before."""
+        """Return the length of a table in this job, read so that its rows can be read; the caller has checked the epoch."""
         self._fence.cross()
         count = self.words[self._head + length]
         self._fence.cross()
@@ -211,10 +211,10 @@ class OwnArea(Area):
     """One rank's part, as that rank itself writes it; nobody else may."""
 
     def start_job(self, epoch: int) -> bool:
-        """Forget the groups of the last job.
+        """Clear the groups of the last job.
 
         Returns:
-            True when the strings were forgotten too, to make room: ids that the owner knows are void then.
+            True when the strings were cleared too, to make room; the owner's ids are then void.
         """
         words, head = self.words, self._head
         words[head + _WAIT_META] = 0
@@ -222,12 +222,12 @@ class OwnArea(Area):
         words[head + _OVERFLOW] = 0
         words[head + _REFUSED] = 0
         words[head + _INSIDE] = words[head + _MEANT] = 0
-        # Strings outlive jobs, so that each is written once; they are given up only when they take half of their room.
+        # Strings outlive jobs, so that each is written once; they are cleared only when they fill half of their room.
         crowded = words[head + _STRING_BYTES] > _STRINGS_BYTES // 2
         if crowded:
             words[head + _STRINGS] = 0
             words[head + _STRING_BYTES] = 0
-        # The epoch comes last: whoever reads the new one finds empty tables, never the last job under this one's number.
+        # The epoch comes last: readers of the new epoch find empty tables, never the last job's entries under it.
         self._fence.cross()
         words[head + _EPOCH] = epoch
         return crowded
@@ -240,20 +240,20 @@ class OwnArea(Area):
             return None
         at = self._table + slot * _TABLE_WORDS
         words[at], words[at + 1], words[at + 2] = key, 0, 0
-        # The slot before its count: whoever reads the new count finds the key.
+        # The slot before its count: readers of the new count find the key.
         self._fence.cross()
         words[self._head + _GROUPS_USED] = slot + 1
         return slot
 
     def put_entry(self, slot: int, entry: tuple[int, int, int, int, int, int], digest: int) -> None:
         """Write `entry` (stamp, signature, moment, description, call site, stamp), then its group's count and digest."""
-        # The entry, then the count that speaks of it; a reader that has to be sure of this order has crossed the fence.
+        # The entry, then its count; a reader that relies on this order has crossed the fence.
         number = entry[0] >> NUMBER_BITS
         _ENTRY.pack_into(self._map, self._rings + (slot * RING + number % RING) * _ENTRY.size, *entry)
         _PROGRESS.pack_into(self._map, (self._table + slot * _TABLE_WORDS + 1) * _WORD, number, digest)
 
     def withdraw_entry(self, slot: int, number: int, digest: int) -> None:
-        """Take back collective `number`, the last one of its group; `digest` is that of those before."""
+        """Take back collective `number`, the last of its group; `digest` is the group's digest without it."""
         at = self.entry_word(slot, number)
         # Both stamps: neither half may pass for the whole. Then the count, so that the number can be given again.
         self.words[at] = self.words[at + ENTRY_WORDS - 1] = 0
@@ -269,7 +269,7 @@ class OwnArea(Area):
         words[head + _WAIT_META] = number << NUMBER_BITS | awaited << 1 | alone
 
     def put_refused(self) -> None:
-        """Say that the last collective recorded was refused: it is no part of any agreement."""
+        """Record that the last collective was refused: it takes no part in comparisons."""
         self.words[self._head + _WAIT_META] = self.words[self._head + _INSIDE] = 0
         self.words[self._head + _REFUSED] += 1
 
@@ -295,5 +295,5 @@ class OwnArea(Area):
 
 
 def stamp(number: int, epoch: int) -> int:
-    """Return what marks an entry as collective `number` of job `epoch`: one word, so that it is read whole."""
+    """Return the stamp of collective `number` of job `epoch`: one word, so that it is read whole."""
     return number << NUMBER_BITS | epoch & 0xFFFFFFFF

@@ -1,8 +1,8 @@
-"""Messages from one rank to another that this rank began and never waited for.
+"""Finds messages between ranks that this rank began and never waited for.
 
-What nobody waits for stays under way: gloo gives a message that was sent to whoever receives next, and a receive that was
-left takes the message that is sent next. So a later call would get another one's numbers, or wait for ever.
-Only messages of CPU memory are watched: there, and only there, waiting is what completes one.
+A message without a wait stays pending: gloo hands a leaked send to the next receive, and a leaked receive takes the next
+message. A later call would then get the wrong numbers, or wait forever. Only messages of CPU memory are watched: only there
+does the wait complete the message.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 import torch.distributed as dist
 
 _METHODS = ("send", "recv", "recv_anysource")
-# Holds works, and with them their tensors, that their callers have dropped: they are under way all the same.
+# Keeps works, and their tensors, that the callers have dropped: the messages are still pending.
 _under_way: list[tuple[Any, str]] = []
 
 
 def watch() -> None:
-    """Put noting methods in place of those of `ProcessGroup`; once per process, and inherited by a fork of it."""
+    """Replace methods of `ProcessGroup` by ones that note messages; once per process, and inherited by its forks."""
     for name in _METHODS:
         if name in dist.ProcessGroup.__dict__:
             setattr(dist.ProcessGroup, name, _noting(name, getattr(dist.ProcessGroup, name)))
 
 
 def pending() -> list[tuple[Any, str]]:
-    """Return (work, what it is) of every message that was begun and not waited for."""
+    """Return (work, description) of every message that was begun and not waited for."""
     if _under_way:
         _under_way[:] = [message for message in _under_way if not message[0].is_completed()]
     return list(_under_way)

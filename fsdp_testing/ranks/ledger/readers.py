@@ -1,4 +1,4 @@
-"""What a call of a collective means, whichever way it comes: a table for each of the three ways, over the same kinds.
+"""Reads what a call of a collective means: one table for each of the three ways to call, over the same kinds.
 
 - Methods of `ProcessGroup`, as `torch.distributed` calls them: tensors, then an options object that says the rest.
 - `c10d::*` operators, as C++ calls them. They carry the reduce op as an object that Python cannot open: `pending_reduce_op`
@@ -90,7 +90,7 @@ def _to_root(name: str, tensors: Any, root: int, rank: int, *detail: Any) -> Cal
 
 
 def _all_to_all_single(tensor: torch.Tensor, *, even: bool) -> Call:
-    # With splits it may exchange nothing with some members.
+    # With splits a rank may exchange nothing with some members.
     key = ("all_to_all_single", (), tensor.dtype, tensor.shape)
     return call_for(key, WAITS_FOR_ALL if even else WAITS_FOR_NOBODY)
 

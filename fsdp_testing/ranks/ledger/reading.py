@@ -36,12 +36,12 @@ class RankLedger:
     """What one rank issued in a job.
 
     Attributes:
-        begun: Whether the rank has begun the job at all.
+        begun: Whether the rank has begun the job.
         entries: The last collectives over all groups, oldest first.
         issued: Collectives by group key.
         digests: One number for the whole sequence by group key, equal on ranks that issued the same.
         members: Ranks of the world in each group, by group key.
-        uncompared: Groups that found no room in the ledger; nothing is known of them.
+        uncompared: Groups that did not fit in the ledger; nothing is known about them.
     """
 
     begun: bool
@@ -53,7 +53,7 @@ class RankLedger:
 
 
 class AreaView:
-    """The ledger of a rank on this machine, as it is at the moment of asking; empty when it has not begun job `epoch`."""
+    """The present ledger of a rank on this machine; empty when the rank has not begun job `epoch`."""
 
     def __init__(self, area: Area) -> None:
         self._area = area
@@ -63,7 +63,7 @@ class AreaView:
         area = self._area
         if area.epoch() != epoch:
             return RankLedger(False, (), {}, {}, {})
-        # Strings first: a group or a text that is added meanwhile stays without a name, and gets no wrong one.
+        # Strings first: a group or a text added during the read gets no name rather than a wrong one.
         strings = area.strings()
         groups = area.groups()
         entries: list[CollectiveRecord] = []

@@ -27,10 +27,10 @@ from fsdp_testing.ranks.ledger.refusals import torch_refuses
 
 _MASK = (1 << 64) - 1
 _PAUSE_SECONDS = 0.001
-# An entry that is being replaced looks like another one for as long as a store is on its way: a difference has to show in so
-# many readings, a pause apart.
+# During a store a half-replaced entry looks like a different one: a difference must show in this many readings, a pause
+# apart.
 _READINGS = 3
-# So long may torch be asked whether it takes a call: an exception with a C++ backtrace takes long on a busy machine.
+# How long torch may take to refuse a call: an exception with a C++ backtrace is slow on a busy machine.
 _ASKING_SECONDS = 3.0
 _NO_SITE = (0, "?", None)
 
@@ -81,7 +81,7 @@ class Recorder:
         # Starts of file names of code that issues collectives for others: torch, this package, what wraps calls.
         torch = importlib.util.find_spec("torch")
         here = Path(__file__).parent
-        # What stands in for functions of torch while a training is watched is no caller either.
+        # Replacements of torch's functions while a training is watched are no callers either.
         folders = [
             str(here),
             str(here.parents[1] / "train"),
@@ -110,7 +110,7 @@ class Recorder:
         return {key: line.number for key, line in self._lines.items()}
 
     def line(self, group: GroupIdentity) -> Line:
-        """Return the line of `group` in this job, begun if need be."""
+        """Return the line of `group` in this job; begin one if there is none."""
         # Two threads may use a group for the first time at once, and it must get one slot.
         with self._rare:
             line = self._lines.get(group.key)
@@ -129,7 +129,7 @@ class Recorder:
         Args:
             line: The group's.
             call: What is about to be issued.
-            blocking: Whether the calling thread will wait for it.
+            blocking: Whether the calling thread will wait for the collective.
             attempt: Method, group and arguments, for the question whether torch will take them at all.
 
         Returns:
@@ -146,7 +146,7 @@ class Recorder:
         signature, description = self._known.get(call) or self._learn(call)
         mark = number << 32 | self._epoch
         line.digest_before = line.digest
-        # Of numbers alone: unlike a text, they have the same hash in every process.
+        # Numbers only: unlike texts, they have the same hash in every process.
         digest = line.digest = hash((line.digest, signature)) & _MASK
         site, where, _ = self._call_site()
         if self.listener is not None:
@@ -160,7 +160,7 @@ class Recorder:
         self._cross()
         words, key = self._words, line.group.key
         for peer in line.peers:
-            # A peer that is not in this job, or has not used the group, is passed over: it compares with this rank when it comes.
+            # Skip a peer that is not in this job or has not used the group: it will compare itself with this rank later.
             theirs = peer[1]
             if theirs is None:
                 theirs = self._find_peer(peer, key)
@@ -169,7 +169,7 @@ class Recorder:
             at = peer[0].entry_word(theirs, number)
             # Last word first: the order opposite to writing shows an entry that is being replaced.
             if words[at + 4] == mark and words[at + 1] != signature and words[at] == mark:
-                # Nothing will be issued here, so nobody disagrees: ranks try what torch refuses at different moments.
+                # Nothing will be issued, so no rank disagrees: ranks try refused calls at different moments.
                 if attempt is not None and torch_refuses(*attempt):
                     self.withdraw(line, number)
                     return True
@@ -179,12 +179,12 @@ class Recorder:
         return False
 
     def taken(self) -> None:
-        """Torch has taken the collective recorded last: it is issued."""
+        """Mark the last recorded collective as issued: torch has accepted it."""
         self._words[self._inside] = 0
 
     def withdraw(self, line: Line, number: int) -> None:
         """Take back collective `number`: torch refuses the call, so nothing is issued."""
-        # First: nobody may take this rank for stuck in a call that torch has refused.
+        # First: no rank may see this rank stuck in a call that torch has refused.
         self._area.withdraw_waiting()
         if line.slot is not None and line.number == number:
             line.number -= 1
@@ -259,11 +259,11 @@ class Recorder:
         words[self._inside + 1] = mark
         asking = time.monotonic() + _ASKING_SECONDS
         for reading in range(_READINGS):
-            # Two ranks that both insist do not wait for each other.
+            # If both ranks insist, they do not wait for each other.
             while words[inside] == mark and words[inside + 1] != mark and time.monotonic() < asking:
                 time.sleep(_PAUSE_SECONDS)
             self._cross()
-            # Withdrawn, or read while it was written: no difference after all.
+            # Withdrawn, or read while half-written: no difference.
             if words[at + 4] != mark or words[at + 1] == signature or words[at] != mark:
                 words[self._inside + 1] = 0
                 return

@@ -8,7 +8,7 @@ from typing import Any
 
 WAITS_FOR_ALL = -1
 WAITS_FOR_NOBODY = -2
-# A label that lists more would leave too little room for the members themselves in a string of the ledger.
+# A longer label would leave too little room for the members in a string of the ledger.
 _LISTED_RANKS = 16
 
 
@@ -41,9 +41,9 @@ class Call:
     """One collective about to be issued; calls are compared by identity, the interception makes each once.
 
     `what` is everything that must be equal on all members: operation, reduce op, root, dtype and sizes. `text` shows
-    it. `waits_for` is whom a synchronous call cannot return without: every member (`WAITS_FOR_ALL`), one member by its
-    rank in the group (the root of a broadcast), or `WAITS_FOR_NOBODY` (the root itself, who only sends). What a backend
-    merely happens to wait for does not count.
+    it. `waits_for` names the members without which a synchronous call cannot return: all (`WAITS_FOR_ALL`), one, by its rank
+    in the group (the root of a broadcast), or none (`WAITS_FOR_NOBODY`: the root itself, which only sends). Members that a
+    backend merely happens to wait for do not count.
     """
 
     what: tuple[Any, ...]
@@ -55,7 +55,7 @@ def group_facts(strings: list[str]) -> dict[int, tuple[str, tuple[int, ...]]]:
     """Return label and members of every group that a rank's strings name, by key."""
     named = (text.split("\x00") for text in strings if text.startswith("\x00"))
     return {
-        # What one process stands for (backend `fake`) may be larger than what fits; nobody asks for its members.
+        # A simulated world (backend `fake`) may have too many members to fit; no reader needs them.
         int(key): (label, tuple(int(part) for part in members.split(",") if part))
         for _, key, label, members in named
     }

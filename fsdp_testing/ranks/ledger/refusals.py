@@ -1,8 +1,8 @@
-"""Whether torch will refuse a call whatever the peers do; asked only when the ranks disagree about it.
+"""Predicts whether torch will refuse a call whatever the peers do; used only when the ranks disagree about it.
 
 A test may try calls that torch must refuse. Ranks do so at different moments, so one may have gone on to its next
-collective while another still tries: that is no disagreement, since nothing will be issued. Pure: it reads arguments.
-What torch refuses later, while it waits for the work (a reduce op that does not fit the dtype), was issued on every rank.
+collective while another still tries. That is no disagreement, since nothing will be issued. Pure: it only reads arguments.
+Calls that torch refuses only while it waits for the work (a reduce op that does not fit the dtype) were issued on every rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks on demand: a fork server, worlds that are kept and replaced, and the account of what every rank did."""
+"""Ranks on demand: a fork server, kept worlds and their replacement, and the account of what every rank did."""
 
 from fsdp_testing.ranks.pool.controller import Pool, default_pool
 from fsdp_testing.ranks.pool.jobs import Failed

@@ -1,6 +1,6 @@
-"""A world under torchrun: the processes that torchrun made; none is started here, and its exit status judges.
+"""A world under torchrun: its ranks are torchrun's processes, and torchrun's exit status is the verdict.
 
-Every process runs the call once; results go to all of them. A process in which it raises leaves with that error, and
+Every process runs the call once, and all get the results. A process in which the call raises exits with that error, and
 torchrun's agent ends the others, which may wait for it in a collective.
 """
 
@@ -29,7 +29,7 @@ def run_attached(
 
     Args:
         launch: How torchrun started this process.
-        function: As in `run_ranks`; it need not be importable, since it is not sent anywhere.
+        function: As in `run_ranks`, but it need not be importable, since it is not sent.
         call: Its arguments.
         size: Must be the number of torchrun's processes.
         backend: A backend whose ranks are processes.
@@ -54,7 +54,7 @@ def run_attached(
     try:
         value = (resolve(target_of(function)) if isinstance(function, str) else function)(*args, **kwargs)
     finally:
-        # This process lives on: what the function injected must not reach its later calls.
+        # This process lives on: faults that the function injected must not reach later calls.
         unreached = end_all()
     if unreached:
         raise HarnessError(never_reached(unreached))
@@ -65,7 +65,7 @@ def join(launch: Launch, backend: str) -> world_place.World:
     """This process's view of torchrun's world; the first call makes the group, and every process must come here.
 
     Raises:
-        InvalidArgument: For a backend of one process, or another one than the first call named.
+        InvalidArgument: For a backend of one process, or a different backend than in the first call.
         BackendUnavailable: With the reason.
     """
     if not world_place.inside_rank():
@@ -89,7 +89,7 @@ def _joined(launch: Launch, name: str) -> world_place.World:
     if reason is not None:
         raise BackendUnavailable(f"backend {name!r} cannot run a world of {launch.world_size} here: {reason}.")
     devices = backend.device_count() if backend.device_count is not None else 0
-    # torchrun gives every local rank a number of its own; where there are fewer devices, local ranks share them in turn.
+    # torchrun numbers the local ranks; if there are fewer devices, local ranks share them in turn.
     index = launch.local_rank % devices if devices else launch.local_rank
     if backend.prepare is not None:
         backend.prepare(RankPlace(launch.rank, launch.world_size, index))
@@ -97,7 +97,7 @@ def _joined(launch: Launch, name: str) -> world_place.World:
         # The agent's own store, as torchrun means it to be used.
         dist.init_process_group(backend.torch_backend, init_method="env://")
         # A gloo thread that is alive when the interpreter ends can abort the process (pytorch #179291, #190489), and torchrun
-        # would call that a failure. Only of a group made here: what the user made is the user's to end.
+        # would call that a failure. Only for a group made here: users destroy their own groups.
         atexit.register(_leave)
     device = backend.device_type if backend.device_type == "cpu" else f"{backend.device_type}:{index}"
     return world_place.World(launch.rank, launch.world_size, name, device)

@@ -20,7 +20,7 @@ class Cause:
         raise NotImplementedError
 
     def clause_of(self, ranks: Sequence[int]) -> str:
-        """Return what the sentence says of `ranks`, which had not ended; empty if it is not about exactly these."""
+        """Return what the sentence says about `ranks`, which had not ended; empty if it is not about exactly these ranks."""
         del ranks
         return ""
 
@@ -29,7 +29,7 @@ class Cause:
 class Unfinished:
     """Ranks that had not ended when another one failed.
 
-    `collective` is what the first of them waited in: a peer never joined it. None when none is known to wait.
+    `collective` is the one in which the first of them waited and which a peer never joined; None when none is known to wait.
     """
 
     ranks: tuple[int, ...]
@@ -43,9 +43,9 @@ class Unfinished:
 
 @dataclass(frozen=True, slots=True)
 class EndedBadly(Cause):
-    """`ranks` died, raised or returned a failure alike, and `first` of them first.
+    """`ranks` died, raised or returned a failure in the same way, `first` before the others.
 
-    `everyone` when all of several raised; `unfinished` are the others that had not ended by then.
+    `everyone` when every rank of several raised; `unfinished` are the ranks that had not ended by then.
     """
 
     ranks: tuple[int, ...]
@@ -65,7 +65,7 @@ class EndedBadly(Cause):
 
 @dataclass(frozen=True, slots=True)
 class Refused(Cause):
-    """`rank` refused a collective before it began, because a peer had issued another one; `error` says which."""
+    """`rank` refused a collective before it began, because a peer had issued a different one; `error` says which."""
 
     rank: int
     error: ErrorRecord
@@ -92,9 +92,9 @@ class GaveUp(Cause):
 
 @dataclass(frozen=True, slots=True)
 class Diverged(Cause):
-    """Ranks issued different collectives on a group, and nobody refused: all wrote at one moment.
+    """Ranks issued different collectives on a group, and none refused, because all wrote at the same moment.
 
-    `number` is the first place where they differ, with the record of each rank there; 0 when it is no longer recorded.
+    `number` is the first collective that differs, with the record of each rank; 0 when it is no longer recorded.
     """
 
     group: str
@@ -136,7 +136,7 @@ class Stuck(Cause):
 
 @dataclass(frozen=True, slots=True)
 class Hung(Cause):
-    """`ranks` did not end within `deadline` seconds; those `behind` had issued the fewest collectives of them.
+    """`ranks` did not end within `deadline` seconds; the ranks `behind` had issued the fewest collectives.
 
     `last` holds for every rank of the world what it issued last.
     """
@@ -167,7 +167,7 @@ def _issued_last(rank: int, record: CollectiveRecord | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Uneven(Cause):
-    """All returned, but not after equally many collectives of a group; `counts` by rank, infinite where unknown."""
+    """All returned, but issued different numbers of collectives of a group; `counts` by rank, infinite where unknown."""
 
     group: str
     counts: tuple[tuple[int, float], ...]
@@ -188,8 +188,8 @@ class NotJoined(Cause):
         return f"{rank_names(self.ranks)} did not join the world within {self.seconds:g} s"
 
 
-# What gloo and the store say when a peer has gone, or has not come in time. Both raise a bare RuntimeError or DistError, so that
-# their text is all there is to go by. It decides which error leads a report, never a verdict.
+# Messages of gloo and the store when a peer has gone, or has not come in time. Both raise a bare RuntimeError or DistError, so
+# only the text tells. It decides which error leads a report, never a verdict.
 _PEER_GONE = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -216,7 +216,7 @@ def cause_of(ranks: Sequence[RankOutcome], members: Members, deadline: float | N
     """
     died = sorted((r for r in ranks if r.fate is Fate.DIED), key=lambda r: r.finished_at)
     raised = sorted((r for r in ranks if r.fate is Fate.RAISED), key=lambda r: (_is_consequence(r), r.finished_at))
-    # What is raised after the first death is its echo, whatever it says.
+    # An exception after the first death is its echo, whatever its text.
     own = [r for r in raised if not _is_consequence(r) and not (died and r.finished_at > died[0].finished_at)]
     for rank in ranks:
         if rank.error is not None and rank.error.type_name == "CollectiveMismatch":
@@ -310,7 +310,7 @@ def _hung_cause(ranks: Sequence[RankOutcome], deadline: float | None) -> Cause |
 
 
 def _uneven_cause(ranks: Sequence[RankOutcome], members: Members) -> Cause | None:
-    """All returned, but not after the same collectives: somebody issued one that nobody waited for."""
+    """All returned, but after different collectives: a rank issued one that no rank waited for."""
     for key, group in members.items():
         counts = {rank.rank: _issued(rank, key) for rank in ranks if rank.rank in group}
         if len({count for count in counts.values() if count != float("inf")}) > 1:
@@ -329,7 +329,7 @@ def _label(ranks: Sequence[RankOutcome], key: int) -> str:
 
 
 def first_difference(ranks: Sequence[RankOutcome], members: Members) -> Diverged | None:
-    """Return different collectives at the same place of a group, where nobody refused: all wrote at the same moment."""
+    """Return different collectives at the same place of a group that no rank refused, because all wrote at the same moment."""
     for key, group in members.items():
         if not _digests_differ(ranks, key, group):
             continue

@@ -1,7 +1,7 @@
 """Messages between controller and rank: length-prefixed pickles over one inherited socket pair.
 
-Trust: the socket is a nameless pair that only the controller and its own child hold, so a pickle can come from
-nobody else. Tensors travel as raw bytes with dtype and shape, not through `torch.load`.
+Trust: only the controller and its own child hold the nameless socket pair, so no other process can send a pickle.
+Tensors travel as raw bytes with dtype and shape, not through `torch.load`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsdp_testing.ranks.pool.targets import MAIN_COPY
 
 _HEADER = struct.Struct("<Q")
 _CHUNK = 1 << 20
-# Nearly all messages are shorter. Memory of a megabyte would be mapped, and given back, for each of them.
+# Nearly all messages are shorter. A megabyte would be mapped and unmapped for each of them.
 _FIRST_CHUNK = 1 << 16
 
 
@@ -48,7 +48,7 @@ def reduce_tensor(tensor: Any) -> tuple[Any, ...]:
     import torch
 
     try:
-        data = tensor.detach().numpy().tobytes()  # most of what ranks report, and several times as fast
+        data = tensor.detach().numpy().tobytes()  # most of what ranks report; this path is several times as fast
     except (
         TypeError,
         RuntimeError,
@@ -66,7 +66,7 @@ def of_main(qualname: str) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickle that sends plain strided tensors as bytes (on CPU, contiguous), and names what a script defines."""
+    """Pickle that sends plain strided tensors as bytes (on CPU, contiguous), and objects of a script by name."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, (type, types.FunctionType)):
@@ -102,7 +102,7 @@ Source = int | _HasDescriptor
 
 
 def readable(descriptor: Source, seconds: float = 0.0) -> bool:
-    """Wait until there is something to read, or nothing can come any more; False when `seconds` are over."""
+    """Wait until there is something to read or the peer has gone; False after `seconds`."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN | select.POLLHUP)
     return bool(poll.poll(max(0.0, seconds) * 1000))
@@ -112,8 +112,8 @@ class Channel:
     """One end of a controller-rank connection.
 
     The controller reads with `take_ready` (never blocks, tolerates a peer that stops in the middle of a message);
-    a rank reads with `receive` (blocks until a message or the end of the controller). What is no message of ours (a rank
-    whose code wrote to the descriptor) closes the channel, and `problem` says so.
+    a rank reads with `receive` (blocks until a message or the end of the controller). Bytes that are no message (a rank's
+    code wrote to the descriptor) close the channel, and `problem` says so.
     """
 
     def __init__(self, sock: socket.socket, *, send_timeout: float | None = None) -> None:
@@ -137,7 +137,7 @@ class Channel:
         self.send_data(dumps(message))
 
     def send_data(self, data: bytes) -> None:
-        """Send a message that `dumps` has serialised; one for several ranks is serialised once."""
+        """Send a message that `dumps` has serialised; a message for several ranks is serialised once."""
         header = _HEADER.pack(len(data))
         # Set by each call for itself: sending may wait, reading in the controller must not, and both use one socket.
         self._sock.settimeout(self._send_timeout)
@@ -178,7 +178,7 @@ class Channel:
             if not data:
                 self._closed = True
             self._pending += data
-        # After the end of the stream as well: what a rank said before it died counts.
+        # After the end of the stream too: what a rank sent before it died counts.
         messages: list[Any] = []
         try:
             while (message := self._next()) is not None:
@@ -211,7 +211,7 @@ class Channel:
         if len(self._pending) < end:
             return None
         data = self._pending[_HEADER.size : end]
-        # Taken out before it is read: what is no pickle must not be met again.
+        # Removed before it is read: bytes that are no pickle must not be read again.
         del self._pending[:end]
         return (loads(data),)
 

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 MOST_PROCESSES = 256
 _MOST_IDLE_RANKS = 64
 _DESCRIPTORS = 6
-# So long may other workers' tests take until their devices are free.
+# How long to wait until the tests of other workers free their devices.
 _DEVICE_SECONDS = 600.0
-# What ranks are made with and watched by. Windows has none of it, macOS some: asked when ranks are, never at import.
+# The system calls that ranks need. Windows has none of them, macOS some: checked when ranks are made, never at import.
 _NEEDED = ((os, "fork"), (os, "register_at_fork"), (os, "memfd_create"), (socket, "SOCK_SEQPACKET"), (select, "poll"))
 
 
@@ -44,9 +44,9 @@ class Pool:
     Attributes:
         owner: The process that made it.
         coverage: How ranks measure it, if they do.
-        run: Names the run of pytest-xdist of which this process is a worker; empty elsewhere.
+        run: Name of the pytest-xdist run in which this process is a worker; empty elsewhere.
         hosts: Processes of a launcher that fork ranks too.
-        given_up: Why there are no worlds any more; empty while there are.
+        given_up: Why the pool lends no more worlds; empty while it lends.
     """
 
     def __init__(self, preload_modules: Sequence[str] = ()) -> None:
@@ -81,8 +81,8 @@ class Pool:
     def add_preparation(self, target: str, argument: str) -> None:
         """Call "package.module:function" with a text in the fork server before its first fork; only before it started.
 
-        For what every rank would make alike, such as a pytest session. It must not compute, nor start threads; when it
-        raises, ranks do without.
+        For objects that every rank would make in the same way, such as a pytest session. It must not compute or start threads; if
+        it raises, ranks do without.
         """
         self._preparations = (*(p for p in self._preparations if p[0] != target), (target, argument))
 
@@ -92,7 +92,7 @@ class Pool:
             self.server()
 
     def server(self) -> ForkServer:
-        """Return the fork server, started if it is not there (any more)."""
+        """Return the fork server; start it if it is not running."""
         with self._lock:
             if self._server is not None and not self._server.alive:
                 self._server.close()
@@ -104,7 +104,7 @@ class Pool:
 
     @contextlib.contextmanager
     def lend(self, size: int, backend: str = "gloo", isolation: str = "warm") -> Iterator[PooledWorld]:
-        """Lend a world of `size` ranks until the block ends, however it ends; arguments and errors are those of `world`."""
+        """Lend a world of `size` ranks until the block ends; arguments and errors are those of `world`."""
         world = self.world(size, backend, isolation)
         try:
             yield world
@@ -143,10 +143,10 @@ class Pool:
                 self._worlds.remove(world)
                 self._worlds.append(world.lend())
                 return world
-        # Outside the lock: devices may be waited for ten minutes, and threads that need none must not wait with this one.
+        # Outside the lock: this may wait ten minutes for devices, and threads that need none must not wait with it.
         lease = self._lease_of(key)
         with self._lock:
-            # The store of a world without a group would keep what an earlier test wrote, and the next group would find that.
+            # The store of a world without a group would keep an earlier test's keys, and the next group would read them.
             reusable = isolation == "warm" and backend_named(backend).makes_group
             try:
                 world = PooledWorld(self, key, reusable=reusable, lease=lease)
@@ -166,7 +166,7 @@ class Pool:
         return world
 
     def _lease_of(self, key: WorldKey) -> Lease | None:
-        """Take devices for a world, where workers of pytest-xdist run side by side; elsewhere worlds may share them."""
+        """Take devices for a world when pytest-xdist workers run side by side; otherwise worlds may share them."""
         backend = backend_named(key.backend)
         if backend.device_count is None or self.hosts is not None or env.get("PYTEST_XDIST_WORKER") is None:
             return None
@@ -177,7 +177,7 @@ class Pool:
         try:
             return self._slots.take(key.size, 0.0)
         except PoolBroken:
-            # What nobody uses here goes first: others wait for it as this process waits for theirs.
+            # End this process's idle worlds first: other processes wait for their devices, as this one waits for theirs.
             for idle in self.worlds():
                 if idle.has_devices and not idle.busy:
                     idle.leave()
@@ -192,7 +192,7 @@ class Pool:
             if world.key == key and world.reusable and world.trusted and not world.busy:
                 if world.whole:
                     return world
-                # A rank ended while nothing ran in it; no call is to blame.
+                # A rank ended while it was idle; no call is to blame.
                 world.discard()
         return None
 
@@ -206,25 +206,25 @@ class Pool:
                 if surplus <= 0:
                     break
                 surplus -= len(world.pids)
-                # Taken under the lock, so that nobody is lent it; ended outside, since ranks may have something to save.
+                # Taken under the lock, so that no thread borrows it; ended outside, since ranks may have something to save.
                 world.lend()
                 leaving.append(world)
         for world in leaving:
             world.leave()
 
     def give_up(self, why: str) -> None:
-        """End what runs, and lend no world any more: a host has vanished, or the launcher ends all."""
+        """End the running calls and lend no more worlds: a host has vanished, or the launcher ends the run."""
         self.given_up = self.given_up or why
         for world in self.worlds():
             if world.busy:
                 world.kill_ranks()
 
     def shared_directory(self, prefix: str, base: str | None = None) -> str:
-        """Make a directory that the ranks of every host see; whoever asks removes it.
+        """Make a directory that the ranks of every host see; the caller removes it.
 
         Args:
             prefix: Of its name.
-            base: Where, if it can be there; by default among temporary files, or in the current directory.
+            base: Parent folder, if possible; by default the temporary folder, or the current directory.
 
         Raises:
             PoolBroken: Some hosts see neither.
@@ -250,7 +250,7 @@ class Pool:
             self._worlds.remove(world)
 
     def note(self, key: WorldKey, outcome: WorldOutcome, modules: Iterable[str]) -> None:
-        """Learn from an outcome: what ranks had to import themselves, and which backend cannot run."""
+        """Note from an outcome which modules ranks had to import, and which backend cannot run."""
         with self._lock:
             reason = unavailable_reason(outcome)
             if reason:
@@ -263,7 +263,7 @@ class Pool:
             return tuple(self._worlds)
 
     def close(self) -> None:
-        """End every rank and the fork server; the pool can be used again and starts anew."""
+        """End every rank and the fork server; the pool starts again on its next use."""
         if os.getpid() != self.owner:
             return
         with self._lock:
@@ -282,12 +282,12 @@ class Pool:
 
 
 def missing_system_calls() -> tuple[str, ...]:
-    """Return the names of what ranks are made with and this system does not have."""
+    """Return the names of system calls that ranks need and this system lacks."""
     return tuple(f"{module.__name__}.{name}" for module, name in _NEEDED if not hasattr(module, name))
 
 
 def platform_refusal() -> str | None:
-    """Return why no rank can be made on this system; None where it can."""
+    """Return why no rank can be made on this system; None if it can."""
     missing = missing_system_calls()
     if not missing:
         return _no_temporary_files()
@@ -298,7 +298,7 @@ def platform_refusal() -> str | None:
 
 
 def _no_temporary_files() -> str | None:
-    """Say where a directory for temporary files was looked for; None where there is one (torch itself needs it)."""
+    """Say where a directory for temporary files was looked for; None if there is one (torch itself needs it)."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError as error:
@@ -310,7 +310,7 @@ def _no_temporary_files() -> str | None:
 
 
 def unavailable_reason(outcome: WorldOutcome) -> str:
-    """Why the world's backend cannot run on this machine; empty when that is not what happened."""
+    """Why the world's backend cannot run on this machine; empty for any other outcome."""
     for rank in outcome.ranks:
         if rank.error is not None and rank.error.type_name == "BackendUnavailable" and not rank.began:
             return rank.error.message

@@ -1,8 +1,8 @@
-"""Lends devices: worlds of the workers of a user's pytest-xdist sessions take theirs one by one, and none twice.
+"""Lends devices to the worlds of a user's pytest-xdist workers, so that no two worlds use the same device.
 
-A device is a file that its holder has locked. The kernel gives the lock back when the holder's process ends, however it
-ends, so that no device is lost. All of a world's devices are taken by one worker after the other: who is first in the
-queue waits for as many as it needs, and nobody overtakes it.
+A device is a file that its holder has locked. The kernel releases the lock when the holder's process ends, so no device is
+lost. Workers queue for all of a world's devices: the first in the queue waits for as many as it needs, and no worker
+overtakes it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DeviceSlots:
     """The devices of one machine, as the processes that share `folder` lend them to worlds.
 
     Args:
-        folder: A directory of this user's; made if it is not there. Its files stay, empty: to remove one is to lend it twice.
+        folder: A directory of this user; made if missing. Its empty files stay: removing one would lend its device twice.
         count: Number of devices.
     """
 
@@ -54,7 +54,7 @@ class DeviceSlots:
         """Wait until `size` devices are free, and take them.
 
         Args:
-            size: Number of devices; more than there are means all of them, which the world's ranks then share.
+            size: Number of devices; if there are fewer, all of them, which the world's ranks then share.
             seconds: How long to wait.
 
         Raises:
@@ -87,7 +87,7 @@ class DeviceSlots:
                 locks.update({} if lock is None else {device: lock})
 
     def awaited(self) -> bool:
-        """Return whether somebody waits for devices: then a world that nobody uses is to end, not to be kept."""
+        """Return whether a process waits for devices: then idle worlds end instead of being kept."""
         lock = self._try("queue")
         if lock is not None:
             os.close(lock)

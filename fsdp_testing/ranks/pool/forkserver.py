@@ -1,11 +1,11 @@
-"""The process that ranks are forked from: it has imported and never computed.
+"""The process that ranks are forked from: it has imported torch and never computed.
 
 A process that has run one parallel operation holds threads which do not survive a fork, so pytest's own process is
 never forked. This one imports torch and forks. It is single-threaded by rule.
 
-Modules that ranks had to import themselves are imported by a successor: a fork of this process that nobody waits for.
-When it is through, and still single-threaded, the controller asks it for ranks instead; when an import started threads, it
-is dropped and names the module. So no request ever waits for such an import.
+A successor imports the modules that ranks had to import themselves: it is a fork of this process, and no request waits for
+it. When it is done and still single-threaded, the controller asks it for ranks instead. If an import started threads, it
+names the module and is dropped.
 
 Requests come over one inherited SEQPACKET socket. Its end of file, or the end of the controller's process (a forked child
 of the controller may hold a copy of the socket), means that every rank is to be killed.
@@ -47,7 +47,7 @@ def main(control_fd: int, setup_fd: int, controller_pid: int) -> NoReturn:
         setup_fd: A file with JSON: sys_path, modules to import, preparations to call.
         controller_pid: The process that started this one.
     """
-    gc.disable()  # imports make what stays: looking through it again and again is a tenth of the time that torch takes
+    gc.disable()  # imported objects stay: collecting them again and again takes a tenth of torch's import time
     begin(control_fd, read_setup(setup_fd), watch_process(controller_pid))
 
 
@@ -60,7 +60,7 @@ def read_setup(setup_fd: int) -> dict[str, Any]:
 
 
 def begin(control_fd: int, settings: dict[str, Any], controller: int | None) -> NoReturn:
-    """Import and prepare what the controller wants, then serve; `controller` is a descriptor that tells of its end."""
+    """Import and prepare what the controller wants, then serve; `controller` is a descriptor that becomes readable at its end."""
     sys.path[:] = settings["sys_path"]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = _ServerLoop(socket.socket(fileno=control_fd), controller)
@@ -68,7 +68,7 @@ def begin(control_fd: int, settings: dict[str, Any], controller: int | None) -> 
         import_ahead(module)
     for target, argument in settings["preparations"]:
         module, _, function = target.partition(":")
-        # Likewise: a rank makes for itself what was not made here.
+        # Likewise: if this fails, each rank makes it itself.
         with contextlib.suppress(Exception):
             getattr(importlib.import_module(module), function)(argument)
     signal.alarm(0)
@@ -76,7 +76,7 @@ def begin(control_fd: int, settings: dict[str, Any], controller: int | None) -> 
 
 
 def watch_process(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when process `pid`, the parent, ends; None where the kernel has no such thing.
+    """Return a descriptor that becomes readable when process `pid`, the parent, ends; None if the kernel has no such call.
 
     Not PR_SET_PDEATHSIG: that fires when the *thread* of the parent that made this process ends, and a pool may be first
     used in any thread.
@@ -99,7 +99,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of grandchildren whose parent ends, so that what a test left behind can be found."""
+    """Become the parent of grandchildren whose parent ends, so that processes leaked by a test can be found."""
     _prctl(36, 1)
 
 
@@ -135,7 +135,7 @@ class _ServerLoop:
     def serve(self, more: dict[str, Any] | None = None) -> NoReturn:
         """Say that imports are done, then answer requests for ever."""
         adopt_orphans()
-        # A page that this writes to is written once here, not once in every rank. A rank does it itself when it failed here.
+        # This writes its pages once here instead of once in every rank. If it fails here, each rank does it itself.
         with contextlib.suppress(Exception):
             from fsdp_testing.ranks.ledger import interception
             from fsdp_testing.ranks.pool import hygiene
@@ -144,9 +144,9 @@ class _ServerLoop:
             hygiene.remember()
         self._modules = frozenset(sys.modules)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-        # Does nothing, and must be there: Python writes to the descriptor only for signals that it handles.
+        # Must exist though it does nothing: Python writes to the descriptor only for signals that it handles.
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        # What lives now is left out of later collections, which would write to each object, and so copy its page, in every rank.
+        # Freeze live objects: later collections would write to each, and so copy its page, in every rank.
         gc.collect()
         gc.freeze()
         large_pages.collapse()
@@ -180,7 +180,7 @@ class _ServerLoop:
             message = json.loads(data[1:])
             pid = self._fork(message, fds) if data[:1] == FORK else self._fork_successor(message, fds)
         except (OSError, ValueError) as error:
-            # No process or no descriptor left: said to the one who asked, while other worlds go on.
+            # No process or descriptor left: report it to the requester, while other worlds go on.
             for fd in fds:
                 with contextlib.suppress(OSError):
                     os.close(fd)
@@ -200,7 +200,7 @@ class _ServerLoop:
                 status = 0
             finally:
                 os._exit(status)
-        # Here and in the child: whoever runs first, the group is there before anybody signals it.
+        # Here and in the child: whichever runs first, the group exists before it is signalled.
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
         # Stays open: the end of the rank is written there.
@@ -226,7 +226,7 @@ class _ServerLoop:
         worker.main(fds, self._modules)
 
     def _leave_server(self, server_pid: int) -> None:
-        """Give up, in a child, what belongs to the server."""
+        """Release, in a child, what belongs to the server."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         die_with_parent(server_pid)
@@ -261,12 +261,12 @@ class _ServerLoop:
                 return
             pid = ended.si_pid
             if pid in self._children:
-                # While the rank is a zombie its number is its own: nobody else's process group is hit.
+                # While the rank is a zombie its number is not reused: no other process group is hit.
                 with contextlib.suppress(OSError):
                     os.killpg(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
             pipe = self._children.pop(pid, None)
-            # Before the controller hears of the end: what the rank left running must not reach into the next call.
+            # Before the controller learns of the end: processes that the rank leaked must not disturb the next call.
             self._kill_orphans()
             if pipe is not None:
                 with contextlib.suppress(OSError):
@@ -274,7 +274,7 @@ class _ServerLoop:
                 os.close(pipe)
 
     def _kill_orphans(self) -> None:
-        """End what ended ranks left behind in sessions of their own: it has become this process's child."""
+        """End processes that ended ranks leaked in other sessions: they have become this process's children."""
         for pid in children():
             if pid not in self._children:
                 with contextlib.suppress(OSError):
@@ -314,16 +314,16 @@ def _succeed(control: socket.socket, controller: int | None, modules: list[str])
 
 
 def import_ahead(module: str) -> None:
-    """Import a module; one that fails is left to the rank that needs it, which will say so."""
+    """Import a module; if that fails, the rank that needs the module will report it."""
     with contextlib.suppress(Exception):
         importlib.import_module(module)
 
 
 @contextlib.contextmanager
 def _unheard() -> Iterator[None]:
-    """Drop what imports that nobody asked for warn of.
+    """Silence the warnings of imports that the user did not ask for.
 
-    By descriptor: the stream object stays the same for the log handlers that modules make, the filters for those they add.
+    It redirects the descriptor: log handlers that modules make keep the stream object, and warning filters that they add stay.
     """
     sys.stderr.flush()
     stderr = os.dup(2)

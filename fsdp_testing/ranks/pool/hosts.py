@@ -5,7 +5,7 @@ not take its host with it, and a launcher ends everything when one of its proces
 are its part of a world; ranks of one world lie on as many hosts as there are.
 
 Trust is the launcher's: whoever can read its store knows the token, and can have code run here. It is for a network of
-one's own, as the store is.
+your own, as the store is.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _CONNECT_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a process of the launcher runs, as it says itself.
+    """Where a process of the launcher runs, as it reports itself.
 
     Attributes:
         number: Among the launcher's processes; 0 controls.
         machine: Name of its host.
         node: Number of its host, where the launcher gives one.
         address: At which the others reach it.
-        port: Where it waits for the controlling process; 0 in that.
-        processors: That it may use.
+        port: Where it waits for the controlling process; 0 for the controlling process.
+        processors: Number that it may use.
     """
 
     number: int
@@ -60,14 +60,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class PathQuestion:
-    """Asks a host whether it sees this file."""
+    """Ask a host whether it sees this file."""
 
     path: str
 
 
 @dataclass(eq=False, slots=True)
 class Host:
-    """A serving process, as the controlling one has it. The connection to it stays open as long as both are there."""
+    """The controlling process's view of a serving process. Their connection stays open while both live."""
 
     place: Place
     token: bytes
@@ -92,13 +92,13 @@ class Host:
         return RemoteRank(str(self.place), _connected(self.place, self.token), request)
 
     def sees(self, path: str) -> bool:
-        """Return whether a file of this host is there under the same name."""
+        """Return whether that host sees a file of this host under the same name."""
         with self._asking:
-            with suppress(OSError):  # who is gone gives no answer
+            with suppress(OSError):  # a lost host gives no answer
                 self.control.send(PathQuestion(path))
             limit = time.monotonic() + _CONNECT_SECONDS
             while not self.control.closed and readable(self.control, limit - time.monotonic()):
-                # One that came too late for an earlier question is passed over.
+                # Skip a late answer to an earlier question.
                 if (answer := dict(self.control.take_ready())).keys() & {path}:
                     return bool(answer[path])
             return False
@@ -112,16 +112,16 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """The processes of a launcher: the controlling one's own place, and the others in the order of their numbers."""
+    """The processes of a launcher: the place of the controlling process, and the others by number."""
 
     here: Place
     others: tuple[Host, ...]
 
     def layout(self, size: int, turn: int) -> tuple[Host | None, ...]:
-        """Return who forks each rank of a world; None: this process.
+        """Return the process that forks each rank of a world; None: this process.
 
-        Ranks lie side by side in the order of processes. A world that does not need all of them begins at another one each
-        `turn`, so that worlds under way at a time are on different hosts.
+        Ranks are placed side by side in the order of processes. A world that does not need all of them starts at another process
+        each `turn`, so that concurrent worlds are on different hosts.
         """
         count = 1 + len(self.others)
         first = 0 if size >= count else turn
@@ -129,7 +129,7 @@ class Hosts:
         return tuple(None if number == 0 else self.others[number - 1] for number in numbers)
 
     def placed(self, boot: Bootstrap, layout: Sequence[Host | None]) -> Bootstrap:
-        """Complete what a rank of a world is sent: how it reaches the others, and how many of them are on its machine."""
+        """Complete the bootstrap of a rank: how it reaches the others, and how many of them are on its machine."""
         places = [host.place if host is not None else self.here for host in layout]
         machines = [place.machine for place in places]
         boot = replace(boot, ranks_here=machines.count(machines[boot.rank]))
@@ -148,11 +148,11 @@ class Hosts:
         return (self.here, *(host.place for host in self.others))
 
     def blind_to(self, path: str) -> tuple[str, ...]:
-        """Return the names of the hosts on which `path` of this host is not there."""
+        """Return the names of the hosts that lack `path`."""
         return tuple(str(host.place) for host in self.others if not host.sees(path))
 
     def lost(self) -> tuple[Host, ...]:
-        """Return those that have gone."""
+        """Return the lost hosts."""
         return tuple(host for host in self.others if host.lost)
 
     def describe(self) -> str:
@@ -168,7 +168,7 @@ class Meeting:
     """The launcher's store, in which every process finds the others.
 
     Raises:
-        PoolBroken: There is no store in time.
+        PoolBroken: The store does not answer in time.
     """
 
     def __init__(self, launch: Launch, patience: timedelta) -> None:
@@ -184,7 +184,7 @@ class Meeting:
             meetings = dist.PrefixStore(f"fsdp_testing/{launch.attempt}", store)
             # Commands that one script runs one after the other meet in the same store.
             turn = meetings.add(f"meetings/{launch.rank}", 1)
-        except Exception as error:  # of no class that all releases of torch have
+        except Exception as error:  # its class differs between releases of torch
             raise PoolBroken(
                 f"{launch.launcher}: expected a store at {self._where} (MASTER_ADDR, MASTER_PORT) within "
                 f"{patience.total_seconds():.0f} s, got {type(error).__name__}: {str(error).splitlines()[0]}. Start "
@@ -197,11 +197,11 @@ class Meeting:
         self._store.set(name, text)
 
     def get(self, name: str, patience: timedelta) -> str | None:
-        """Return what another process sent; None if it did not in time."""
+        """Return what another process sent; None if nothing came in time."""
         try:
             self._store.wait([name], patience)
             return bytes(self._store.get(name)).decode()
-        except Exception:  # likewise; a store that has gone is noticed by its silence
+        except Exception:  # likewise; a lost store is noticed by its silence
             return None
 
     def here(self, port: int) -> Place:
@@ -232,7 +232,7 @@ def own_address(launch: Launch) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Return the network interface that has `address`; empty when it cannot be found, and gloo has to choose."""
+    """Return the network interface that has `address`; empty when none is found, so that gloo chooses."""
     if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         return "lo"
     import fcntl

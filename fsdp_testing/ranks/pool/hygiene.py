@@ -1,13 +1,13 @@
-"""Compares a rank after a job with what it was before, and puts back what can be put back.
+"""Compares a rank's state before and after a job, and restores what can be restored.
 
-Cheap comparisons come first: a job that leaves nothing behind pays for reading some hundred values twice. Only a
-difference is examined, named and undone. Random generators are not compared: every job starts from seeds, so that a
-test draws the same numbers alone, in any order, and on a kept or a new rank.
+Cheap comparisons come first: for a clean job, a few hundred values are read twice. Only a difference is examined, named
+and undone. Random generators are not compared: every job starts from seeds, so that a test draws the same numbers alone,
+in any order, and on a kept or a new rank.
 
-Names that lead elsewhere are compared too: modules that were removed or replaced, and functions that others stand in for.
-Watched are namespaces of torch and of Python in which tests replace things, and the code under test: every module that comes
-neither with Python nor with torch nor from an installed package, with its classes. A dictionary says whether it was changed
-at all since it was read last; what it holds is looked at only then.
+Names are compared too: removed or replaced modules, and replaced functions. The comparison watches namespaces of torch and of
+Python in which tests replace things, and the code under test: every module, with its classes, that comes neither with Python
+nor with torch nor from an installed package. A dictionary's version says whether it changed since the last reading; its
+contents are read only then.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ _MORE = (
 _NAMED = 5
 _NOTHING = object()
 
-#: What a namespace holds, by name: what is called there, None for anything else, so that no tensor is kept alive.
+#: What a namespace holds, by name: its callables, and None for anything else, so that no tensor is kept alive.
 Content = dict[str, Any]
 
 
 class _Namespace:
-    """A module, a class, or the table of modules, and what it held when it was read last."""
+    """A module, a class, or the table of modules, and its contents at the last reading."""
 
     __slots__ = ("_all", "_content", "_names", "_state", "_values", "_version", "place")
 
@@ -101,7 +101,7 @@ class _Watched:
             self._watch(owner)
 
     def current(self) -> list[_Namespace]:
-        """Return all of them, those in modules that were imported meanwhile included."""
+        """Return all namespaces, including those of newly imported modules."""
         if len(sys.modules) != len(self._known):
             for name, module in list(sys.modules.items()):
                 if name not in self._known:
@@ -142,12 +142,12 @@ def _modules() -> Content:
 
 
 def remember() -> None:
-    """Read everything once, in the process that ranks are forked from: what stays as it is, no rank has to touch."""
+    """Read everything once, in the process that ranks are forked from, so that ranks need not touch unchanged namespaces."""
     _contents(), _modules()
 
 
 def _replaced(before: list[Content], now: list[Content]) -> Iterator[tuple[Any, str, Any]]:
-    """Yield (namespace, name, earlier value) of what is called and that another object has taken the place of.
+    """Yield (namespace, name, earlier value) for each callable that another object has replaced.
 
     The earlier value is `_NOTHING` where a class hides what it inherits.
     """
@@ -192,7 +192,7 @@ def _put_contents(before: list[Content], now: list[Content]) -> None:
 
 
 def _lost_modules(before: Content, now: Content) -> list[str]:
-    # A file of the same name in another folder took its place when the controller asked for a function of it.
+    # A file of the same name in another folder replaced it when the controller asked for one of its functions.
     return [
         name
         for name, module in before.items()
@@ -203,11 +203,11 @@ def _lost_modules(before: Content, now: Content) -> list[str]:
 
 
 def _holds_modules_alone(module: Any) -> bool:
-    """Whether it is a package that has no code: setuptools, once imported, puts another `backports` into its place."""
+    """Whether it is a package without code: setuptools, once imported, replaces such a `backports`."""
     if not isinstance(module, types.ModuleType) or not hasattr(module, "__path__"):
         return False
     for name, value in vars(module).items():
-        # A `__getattr__` of its own is code, too.
+        # Its own `__getattr__` is code, too.
         about_itself = name.startswith("__") and name.endswith("__") and not isinstance(value, types.FunctionType)
         if not about_itself and not isinstance(value, types.ModuleType):
             return False
@@ -242,7 +242,7 @@ PROBES: tuple[Probe, ...] = (
     *_NAME_PROBES,  # after settings that hold a name too: `torch.Storage` follows the default dtype
     *LEFTOVER_PROBES,
 )
-# What is nobody's concern after a call whose process ends with it: all but what ends badly, or not at all, with the process.
+# Kinds that do not matter when the process ends with its call: all but those that keep the process from ending well.
 ENDS_WITH_PROCESS = frozenset(probe.kind for probe in PROBES) - {
     "process group",
     "child process",
@@ -269,17 +269,17 @@ def seed_generators(seed: int) -> None:
 
 
 class Snapshot:
-    """The state of this process at one moment; `restore` compares with the present."""
+    """The state of this process at one moment; `restore` compares it with the current state."""
 
     def __init__(self, ignore: frozenset[str] = frozenset()) -> None:
         self._ignore = ignore
         self._values: list[Any] = [read() for read in _READERS]
 
     def restore(self) -> tuple[Dirt, ...]:
-        """Put back what differs and name it.
+        """Restore what differs and name it.
 
         Returns:
-            One record for each difference; `restored` is False for what only a new process is free of.
+            One record for each difference; `restored` is False if only a new process is free of it.
         """
         try:
             now = [read() for read in _READERS]
@@ -290,7 +290,7 @@ class Snapshot:
         return tuple(self._examine(now))
 
     def accept(self, before: Snapshot, after: Snapshot) -> None:
-        """Take over what changed between two other snapshots: it is to stay."""
+        """Take over the changes between two other snapshots: they stay."""
         for i, (old, new) in enumerate(zip(before._values, after._values, strict=True)):
             if old != new:
                 self._values[i] = new
@@ -309,7 +309,7 @@ class Snapshot:
                 dirt.extend(_clean(PROBES[i], self._values[i], value))
         if any(PROBES[i].kind == "process group" for i in suspects):
             compat.forget_dtensor_layouts()
-            # A group holds its connections open, for a while also after it was destroyed; the group itself is reported.
+            # A group holds its connections open, even for a while after its destruction; the group itself is reported.
             dirt = [entry for entry in dirt if not (entry.kind == "open file" and entry.what.endswith("]"))]
         return dirt
 
@@ -336,7 +336,7 @@ def _clean(probe: Probe, before: Any, now: Any) -> list[Dirt]:
         probe.put_back(before, now)
     except Exception as error:
         return [Dirt(probe.kind, f"{text}; restoring it failed: {error}", restored=False) for text in texts]
-    # Described again after the repair: what still differs could not be put back.
+    # Described again after the repair: what still differs could not be restored.
     left = set(probe.describe(before, probe.read()))
     return [Dirt(probe.kind, text, restored=text not in left) for text in texts]
 

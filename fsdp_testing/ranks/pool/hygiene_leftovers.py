@@ -1,7 +1,7 @@
-"""Finds what a job left of the operating system: threads, child processes, open files, temporary files.
+"""Finds what a job leaked: threads, child processes, open files, temporary files.
 
-Everything that is compared before and after a job is a `Probe`: how to read it, name a change, and put it back. Nearly all
-are settings, which have a value, or things of which there may be more than before.
+Everything compared before and after a job is a `Probe`: how to read it, name a change, and restore it. Nearly all are
+settings, which have a value, or things that a job may add.
 
 Imports no torch: the fork server, and with it the controller, asks for `children`.
 """
@@ -34,10 +34,10 @@ class Probe:
     Attributes:
         kind: Word for it in a report.
         read: Returns a value that `==` compares; costs microseconds, since every job pays for it twice.
-        put_back: Called with (before, now); None when only a new process is as before.
+        put_back: Called with (before, now); None when only a new process has the earlier state.
         describe: Called with (before, now); yields one text for each difference.
-        collect_first: Whether garbage that awaits collection may look like a leak, so that it is collected and the
-            value read again before anything is said.
+        collect_first: Whether uncollected garbage may look like a leak. If so, garbage is collected and the value read again
+            before a report.
     """
 
     kind: str
@@ -57,13 +57,13 @@ class Setting:
 
 
 def attribute(owner: Any, name: str, label: str = "") -> Setting:
-    """Return the setting that an attribute of a module, class or object is."""
+    """Return a setting for an attribute of a module, class or object."""
     label = label or f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
     return Setting(label, lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
 
 
 def list_attribute(owner: Any, name: str, label: str = "") -> Setting:
-    """Return a setting that holds the contents of a list; restoring it keeps the list itself."""
+    """Return a setting for the contents of a list; restoring it keeps the list itself."""
     label = label or f"{owner.__name__}.{name}"
     return Setting(
         label, lambda: list(getattr(owner, name)), lambda value: getattr(owner, name).__setitem__(slice(None), value)
@@ -71,7 +71,7 @@ def list_attribute(owner: Any, name: str, label: str = "") -> Setting:
 
 
 def settings_probe(kind: str, settings: Sequence[Setting]) -> Probe:
-    """Return one probe over several settings: read together, named and put back one by one."""
+    """Return one probe over several settings: read together, named and restored one by one."""
     getters = tuple(setting.get for setting in settings)
 
     def changed(before: list[Any], now: list[Any]) -> Iterator[tuple[Setting, Any, Any]]:
@@ -104,14 +104,14 @@ def leftovers_probe(
     lost: str = "",
     collect_first: bool = False,
 ) -> Probe:
-    """Return a probe over things of which a job may leave more than there were.
+    """Return a probe over things that a job may leak.
 
     Args:
         kind: As in `Probe`.
         read: Returns all there are now.
-        name: Says what one of them is; empty for what may stay.
-        remove: Ends one of them; None when only a new process is free of it.
-        lost: What to say of one that is gone; empty when that is nothing to report.
+        name: Describes one thing; empty if it may stay.
+        remove: Ends one thing; None when only a new process is free of it.
+        lost: What to say about a lost thing; empty when a loss is not reported.
         collect_first: As in `Probe`.
     """
 
@@ -127,24 +127,24 @@ def leftovers_probe(
     return Probe(kind, read, put_back if remove is not None else None, describe, collect_first)
 
 
-# A thread that was asked to stop gets this long to do so before it counts as left behind.
+# A thread that was asked to stop has this long before it counts as leaked.
 _THREAD_GRACE_SECONDS = 0.2
-# One that wants to run and gets no turn, on a busy machine, is no less about to stop.
+# On a busy machine a thread may be about to stop and get no turn.
 _THREAD_LATE_SECONDS = 5.0
 # The moment in which a new process has neither its parent's command line nor its own.
 _EXEC_SECONDS = 0.1
 # Made once per process by the standard library for as long as it lives.
 _LASTING_CHILDREN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-# Caches that torch.compile keeps between processes on purpose.
+# torch.compile keeps these caches between processes on purpose.
 _LASTING_FILES = ("torchinductor_",)
 _LIMITS = ("AS", "CORE", "CPU", "DATA", "FSIZE", "MEMLOCK", "NOFILE", "NPROC", "STACK")
-# So many descriptors are named one by one; and libraries may keep so many of devices, events and memory for good.
+# This many descriptors are named one by one; libraries may keep this many of devices, events and memory for good.
 _NAMED = 10
 _KEPT_DESCRIPTORS = 64
 
 
 class PrivateTemporaryDirectory:
-    """The rank's own directory for temporary files, so that what is left in it was left by this rank."""
+    """The rank's own directory for temporary files, so that any file left in it is this rank's."""
 
     def __init__(self) -> None:
         self.path: Path | None = None
@@ -179,7 +179,7 @@ def _wants_to_run(thread: threading.Thread) -> bool:
 
 
 def thread_count() -> int:
-    """Return the threads of this process, those that Python does not know included."""
+    """Return the threads of this process, including those unknown to Python."""
     try:
         return len(os.listdir("/proc/self/task"))
     except FileNotFoundError:
@@ -187,7 +187,7 @@ def thread_count() -> int:
 
 
 def children() -> list[int]:
-    """Return the child processes of this one, those that ended and were not waited for included."""
+    """Return the child processes of this process, including ended ones that were not waited for."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -228,13 +228,13 @@ def _end(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     except (ProcessLookupError, ChildProcessError):
-        return  # it had ended, or somebody else waited for it
+        return  # it had ended, or other code waited for it
 
 
 def _descriptors() -> list[str]:
     try:
         numbers = os.listdir("/proc/self/fd")
-    except OSError:  # none is left to read the folder with
+    except OSError:  # no descriptor is left to read the folder with
         return [str(number) for number in range(resource.getrlimit(resource.RLIMIT_NOFILE)[0]) if _is_open(number)]
     # The listing itself held the lowest free number, which the next file opened will get.
     lowest_free = os.dup(2)
@@ -254,7 +254,7 @@ def _is_open(number: int) -> bool:
 def _tell_descriptors(before: Sequence[str], now: Sequence[str]) -> Iterator[str]:
     new = sorted(set(now) - set(before), key=int)
     named = list(filter(None, map(_descriptor, new)))
-    # Apart: process groups hold sockets, which end in a bracket as their names do.
+    # Separate: process groups hold sockets, whose names end in a bracket.
     sockets = [text for text in named if text.endswith("]")]
     for texts, ending in (
         ([text for text in named if text not in sockets], "on files"),
@@ -268,7 +268,7 @@ def _tell_descriptors(before: Sequence[str], now: Sequence[str]) -> Iterator[str
 
 
 def _descriptor(number: str) -> str:
-    """Return what an open descriptor leads to; empty for one that is gone or that libraries keep for good."""
+    """Return what an open descriptor leads to; empty if it is closed or a library keeps it for good."""
     try:
         kind = os.fstat(int(number)).st_mode
         name = str(Path(f"/proc/self/fd/{number}").readlink())

@@ -41,24 +41,24 @@ _SIGNALS = (
     signal.SIGUSR1, signal.SIGSEGV, signal.SIGUSR2, signal.SIGPIPE, signal.SIGALRM, signal.SIGTERM, signal.SIGCHLD,
     signal.SIGCONT, signal.SIGTSTP, signal.SIGVTALRM, signal.SIGPROF, signal.SIGWINCH,
 )  # fmt: skip
-# Without the enum that Python's own function makes of what C keeps: a fifth of what a clean comparison cost.
+# Skips the enum that Python's own function makes: that was a fifth of the cost of a clean comparison.
 _handler_of = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 
 
 def _installed(folder: Path) -> set[str]:
-    """Return where the paths begin of what `pip install --target` put beside modules of the user; site-packages count whole."""
+    """Return the path prefixes of what `pip install --target` put beside the user's modules; site-packages count whole."""
     records = folder.glob("*.dist-info/RECORD") if folder.name not in ("site-packages", "dist-packages") else ()
     tops = [re.findall(r"^[^/,\n]+/?", record.read_text("utf-8", "replace"), re.MULTILINE) for record in records]
     return {f"{folder.absolute()}/{top}" for listed in tops for top in listed}
 
 
-# Parts of the paths of files that are no code under test. Who builds torch has it in a checkout, outside of any of them.
+# Parts of paths of files that are not code under test. A self-built torch lies in a checkout, outside all of them.
 INSTALLED = (
     "/site-packages/", "/dist-packages/", f"{sysconfig.get_path('stdlib')}/", f"{Path(torch.__file__).parent}/", "<",
     *(top for folder in map(Path, sys.path) for top in _installed(folder)))  # fmt: skip
 # pytest names the running test and its phase here, and changes it itself.
 _CURRENT_TEST = b"PYTEST_CURRENT_TEST"
-# torch.compile sets these once, when it is imported: taking them away would break it, naming them would blame the test.
+# torch.compile sets these once, on import: removing them would break it, and naming them would blame the test.
 _SET_BY_IMPORT = (b"TORCHINDUCTOR_CACHE_DIR", b"TRITON_CACHE_DIR")
 
 
@@ -98,7 +98,7 @@ def _working_directory() -> str:
 
 
 def _install(number: int, handler: Any) -> None:
-    # None stands for a handler that was not installed from Python, which nobody can install again.
+    # None stands for a handler that was not installed from Python, which Python cannot install again.
     if handler is not None:
         signal.signal(number, handler)
 
@@ -127,7 +127,7 @@ def _umask() -> int:
 
 
 class _Hook:
-    """A hook that pytest may put in place anew for every phase of a test: any two of pytest's count as the same."""
+    """A hook that pytest may replace for every phase of a test: any two of pytest's hooks count as the same."""
 
     __slots__ = ("_of_pytest", "value")
 
@@ -151,7 +151,7 @@ def _hook(owner: Any, name: str) -> Setting:
 
 
 class _ExitHandlers:
-    """What this rank was asked to call when it ends, which it never does: a rank leaves without ceremony."""
+    """Functions registered with atexit, which a rank never calls: it leaves through `os._exit`."""
 
     def __init__(self) -> None:
         self._functions: list[Any] = []
@@ -174,7 +174,7 @@ class _ExitHandlers:
         self._functions.remove(function)
 
     def name(self, function: Any) -> str:
-        """Return what a function is; empty for one of a library, which registers one for good when it is first used."""
+        """Return the name of a function; empty for a library's, which is registered for good on first use."""
         inner = getattr(function, "func", function)  # of a partial
         code = getattr(getattr(inner, "__func__", inner), "__code__", None)
         if code is None or any(part in code.co_filename for part in INSTALLED):
@@ -243,7 +243,7 @@ def _set_numpy_errors(handling: Any) -> None:
 
 
 def _start_method() -> str:
-    # One that nobody has set, and one that was only looked at, are the same.
+    # An unset value and one that was only read are the same.
     return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
@@ -350,7 +350,7 @@ def _hooks() -> list[tuple[int, int]]:
 def _groups() -> tuple[Any, list[Any], int]:
     if not dist.is_available() or not dist.is_initialized():
         return None, [], 0
-    # The count differs also when a group was made and destroyed again, which is no dirt but explains open sockets.
+    # The count also differs when a group was made and destroyed again, which is no leak but explains open sockets.
     return dist.group.WORLD, list(compat.process_groups()), compat.process_group_count()
 
 

@@ -18,9 +18,9 @@ LOOPBACK = "127.0.0.1"
 class Bootstrap:
     """What a new rank needs to join its world.
 
-    `devices` are those that the world has for itself, which its ranks use in turn; without any, its ranks use all there are.
-    The rank with number 0 serves the world's store at `store_host`; `interface` is the one that gloo is to use (empty: gloo
-    chooses), and `ranks_here` says how many of the world are on this machine.
+    `devices` belong to the world alone, and its ranks use them in turn; if empty, its ranks use all devices.
+    Rank 0 serves the world's store at `store_host`; gloo uses `interface` (empty: gloo chooses), and `ranks_here` is the
+    number of the world's ranks on this machine.
     """
 
     rank: int
@@ -40,7 +40,7 @@ class Bootstrap:
 
 @dataclass(frozen=True, slots=True)
 class StandInRank:
-    """Another rank and size for a single-process world (fake backend)."""
+    """A new rank and size for a single-process world (fake backend)."""
 
     rank: int
     size: int
@@ -49,7 +49,7 @@ class StandInRank:
 class Job(NamedTuple):
     """Call `target` with `arguments` (args and kwargs, serialised once for all ranks).
 
-    The state of the process is compared and put back, except the kinds in `lasting`; None: it is left alone.
+    The state of the process is compared and restored, except the kinds in `lasting`; None: nothing is compared.
     `sys_path`, `environment` (None removes a variable) and `directory` say what changed in the controller since the last
     job, so that a kept rank sees what a new one would.
     """
@@ -66,7 +66,7 @@ class Job(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The end of a job on one rank; number 0 is a new rank's: it is in its world, or `error` says why it is not.
+    """The end of a job on one rank; number 0 comes from a new rank: it has joined its world, or `error` says why not.
 
     `payload` is the serialised result, made in the rank so that its errors stay there. `worn` ranks have too many threads left.
     """
@@ -93,6 +93,6 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A target returns this to say: done, and the result is a failure; the other ranks get the grace period only."""
+    """A target returns this to mark its result as a failure; the other ranks then get only the grace period."""
 
     value: Any = field(default=None)

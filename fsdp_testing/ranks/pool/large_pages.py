@@ -13,15 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _LARGE = 2 << 20
-# Linux 6.1; older kernels answer EINVAL and nothing has happened.
+# Linux 6.1; older kernels answer EINVAL and change nothing.
 _MADV_COLLAPSE = 25
 
 
 def collapse() -> int:
-    """Ask the kernel to put this process's own memory into large pages; to be called before many forks.
+    """Ask the kernel to put this process's own memory into large pages; call it before many forks.
 
     Returns:
-        Large pages that it agreed to; 0 where the kernel, or this system, has no such thing.
+        Number of large pages made; 0 if the kernel or this system has none.
     """
     if mmap.PAGESIZE != 4096:
         return 0
@@ -35,7 +35,7 @@ def collapse() -> int:
 
 
 def _private_memory(listing: str) -> Iterator[int]:
-    """Return the addresses of the whole large pages inside writable memory that no file stands behind."""
+    """Return the addresses of the whole large pages inside writable memory without a file behind it."""
     for line in listing.splitlines():
         addresses, rights, _, _, _, *path = line.split(maxsplit=5)
         if rights != "rw-p" or (path and path[0] != "[heap]"):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fsdp_testing.ranks.pool.cause import Cause
 
 _SHOWN_CHARACTERS = 20_000
-# How a rank came to call what it was given: frames of ours, of pytest, of its start, and of every import on the way.
+# Frames above a rank's function: ours, pytest's, those of its start, and of every import on the way.
 _HERE = Path(__file__).parent
 _MACHINERY = (
     f'"{_HERE}/',
@@ -44,10 +44,10 @@ class Dirt:
     """One difference between a rank before and after a job.
 
     Attributes:
-        kind: What sort of thing, from a small vocabulary ("environment", "default dtype", "process group", "thread",
+        kind: From a small vocabulary ("environment", "default dtype", "process group", "thread",
             "child process", "file descriptor", ...).
-        what: The thing itself with its values before and after, as text.
-        restored: True when the rank is again as it was; False when only a new process is.
+        what: The thing with its values before and after, as text.
+        restored: True when the rank has its earlier state again; False when only a new process has.
     """
 
     kind: str
@@ -78,7 +78,7 @@ class RankOutcome:
 
     `stdout` and `stderr` hold everything written on the rank's descriptors 1 and 2 during the job, C++ included.
     `collectives` are the last ones issued, oldest first; per group key, `issued` counts all of them and `digests`
-    holds one number for the whole sequence, equal on ranks that issued the same. `uncompared` groups found no room in the
+    holds one number for the whole sequence, equal on ranks that issued the same. `uncompared` groups did not fit in the
     ledger. `began` is False for a rank that never reached the call; `finished_at` is on the system's monotonic clock.
     """
 
@@ -143,7 +143,7 @@ def rank_names(ranks: Iterable[int]) -> str:
 
 
 def left_behind(dirt: Iterable[tuple[int, Iterable[Dirt]]]) -> list[str]:
-    """Return one line for each thing that ranks left behind, from (rank, what it left); equal things once."""
+    """Return one line for each thing that ranks leaked, from (rank, thing); equal things once."""
     ranks_of: dict[str, list[int]] = {}
     for rank, entries in dirt:
         for entry in dict.fromkeys(map(str, entries)):
@@ -182,7 +182,7 @@ class WorldOutcome:
 
     @property
     def all_good(self) -> bool:
-        """Whether every rank is good, be it that they disagree."""
+        """Whether every rank is good, even if the ranks disagree."""
         return all(rank.good for rank in self.ranks)
 
     @property
@@ -206,7 +206,7 @@ class WorldOutcome:
 
 
 def account_lines(rank: RankOutcome) -> list[str]:
-    """Return error, last collectives and stack of a rank, without the frames by which its code came to be called."""
+    """Return error, last collectives and stack of a rank, without the frames above its function."""
     lines = _without(_MACHINERY, rank.error.traceback) if rank.error is not None else []
     if rank.fate is not Fate.RETURNED and rank.collectives:
         lines.append("last collectives:")
@@ -219,7 +219,7 @@ def account_lines(rank: RankOutcome) -> list[str]:
 
 
 def _without(hidden: Sequence[str], trace: str) -> list[str]:
-    """Return the lines of a traceback or stack; with a frame go its lines of source. All of them if no frame is left."""
+    """Return the lines of a traceback or stack without hidden frames and their source; all lines if no frame would be left."""
     shown: list[str] = []
     dropping = False
     for line in trace.rstrip().splitlines():

@@ -23,7 +23,7 @@ FIRST = (
     "numpy.random",
 )
 TRAINING = ("torch._dynamo",)
-"""What the first optimizer of a rank imports (a second of CPU time), for callers all of whose ranks train."""
+"""Imports of a rank's first optimizer (a second of CPU time), for callers whose ranks all train."""
 
 _FAMILIES = (
     "torch",
@@ -39,7 +39,7 @@ _FAMILIES = (
     "optree",
     "einops",
     "triton",
-    # What a test's own file imports, and so each new rank that imports a function from there.
+    # Imports of a test's own file, and so of each new rank that imports a function from it.
     "pytest",
     "_pytest",
     "pluggy",
@@ -51,15 +51,15 @@ _NEVER = (
     "torch._inductor.compile_worker",
     "torch.testing._internal",
     "torch.utils.tensorboard",
-    "_pytest.pytester",  # a plugin by choice: pytest rewrites its assertions when it loads it, and warns if it is there already
+    "_pytest.pytester",  # optional plugin: pytest rewrites its assertions when loading it, and warns if it is already imported
     "antigravity",
     "this",
 )
 
 
 def to_import_ahead(reported: Iterable[str]) -> list[str]:
-    """Return which of the modules that a rank imported a successor is to import, in which order."""
-    # Importers begin before what they import: from the back, imports come in small steps, and a thread has one culprit.
+    """Return those of a rank's imported modules that a successor should import, in order."""
+    # Importers start before their imports: in reverse, imports come in small steps, and one module is to blame for a thread.
     return [name for name in reversed(list(reported)) if _allowed(name)]
 
 

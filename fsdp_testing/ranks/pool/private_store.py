@@ -1,9 +1,9 @@
-"""The store in which the ranks of a world meet, unseen by anybody else on this machine: a memory file without a name.
+"""The store in which the ranks of a world meet, hidden from other users of this machine: a memory file without a name.
 
 torch's own store listens on a port of the loopback address: every user of the machine can connect to it, list its keys, read
-and write them. This one is a log in a memory file of which only the controller's children hold a descriptor. Each rank keeps
-what it has read of it. torch's `FileStore` could use the same file, but looks into it a hundred times a second only; here the
-kernel wakes who waits.
+and write them. This store is a log in a memory file, and only the controller's children hold its descriptor. Each rank keeps
+what it has read. torch's `FileStore` could use the same file, but polls it only a hundred times a second; here the kernel
+wakes a waiting rank.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import torch.distributed as dist
 
 _HEADER = struct.Struct("<Ii")
 _REMOVED = -1
-# The file begins with how often it was written to.
+# The file begins with the number of writes.
 _COUNTER_BYTES = 8
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 _WAIT, _WAKE, _EVERYBODY = 0, 1, 0x7FFFFFFF
-# Woken or not, who waits looks so often; where the number of the system call is not known, that is all there is.
+# A waiting rank polls this often, woken or not; if the system call's number is unknown, it only polls.
 _LONGEST_PAUSE = 0.25 if _FUTEX is not None else 1e-3
 
 
@@ -39,14 +39,14 @@ class _Timespec(ctypes.Structure):
 class PrivateStore(dist.Store):
     """A store of `torch.distributed` in the file behind `descriptor`; one object per process, which must outlive its groups.
 
-    A lock of the file keeps writers apart and readers away from what is half-written. A rank that dies gives it back.
+    A file lock keeps writers apart, and readers from half-written data. It is released when its rank dies.
     """
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
-        # Opened again: a lock belongs to what was opened, and an inherited descriptor is the same for all ranks.
+        # Opened again: a lock belongs to the open file, which ranks would share through the inherited descriptor.
         self._file = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-        os.posix_fallocate(self._file, 0, _COUNTER_BYTES)  # of several that do it each finds what it needs
+        os.posix_fallocate(self._file, 0, _COUNTER_BYTES)  # if several ranks do this, each finds what it needs
         self._writes = ctypes.c_uint32.from_buffer(mmap.mmap(self._file, _COUNTER_BYTES))
         self._call_kernel = ctypes.CDLL(None).syscall
         self._values: dict[str, bytes] = {}
@@ -59,19 +59,19 @@ class PrivateStore(dist.Store):
             self._append(key, _bytes(value))
 
     def get(self, key: str) -> bytes:
-        """Return a value, once somebody has written it."""
+        """Return a value, once a rank has written it."""
         self.wait([key])
         return self._values[key]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, 0 where there is none, and return the sum."""
+        """Add to a number, by default 0, and return the sum."""
         with self._locked(fcntl.LOCK_EX):
             total = int(self._values.get(key, b"0")) + amount
             self._append(key, str(total).encode())
         return total
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Write `desired` where `expected` is, or where nothing is and nothing is expected; return what is there then."""
+        """Write `desired` if the value is `expected`, or if there is none and none is expected; return the value after that."""
         with self._locked(fcntl.LOCK_EX):
             there = self._values.get(key)
             if there == _bytes(expected) or (there is None and not expected):
@@ -79,7 +79,7 @@ class PrivateStore(dist.Store):
             return self._values.get(key, _bytes(expected))
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Write behind what is there."""
+        """Append to a value."""
         with self._locked(fcntl.LOCK_EX):
             self._append(key, self._values.get(key, b"") + _bytes(value))
 
@@ -94,7 +94,7 @@ class PrivateStore(dist.Store):
     deleteKey = delete_key  # noqa: N815 - the name by which C++ asks
 
     def num_keys(self) -> int:
-        """Return how many values there are."""
+        """Return the number of values."""
         self._catch_up()
         return len(self._values)
 
@@ -106,12 +106,12 @@ class PrivateStore(dist.Store):
         return list(self._values)
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all are there."""
+        """Return whether all exist."""
         self._catch_up()
         return all(key in self._values for key in keys)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Return several values, once all are there."""
+        """Return several values, once all exist."""
         self.wait(keys)
         return [self._values[key] for key in keys]
 
@@ -122,19 +122,19 @@ class PrivateStore(dist.Store):
                 self._append(key, _bytes(value))
 
     def has_extended_api(self) -> bool:
-        """Return whether `append`, `multi_get` and `multi_set` are there."""
+        """Return whether `append`, `multi_get` and `multi_set` are supported."""
         return True
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all are there.
+        """Wait until all exist.
 
         Raises:
-            DistStoreError: They are not in time; by default that is the timeout of the store.
+            DistStoreError: Some do not exist in time; the default is the store's timeout.
         """
         allowed = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]  # of the base class
         limit = time.monotonic() + allowed.total_seconds()
         while True:
-            # Read before looking: a write in between changes it, and the kernel puts nobody to sleep whose number is old.
+            # Read the count before checking: a write in between changes it, and with an old count the kernel does not sleep.
             writes = self._writes.value
             if self.check(keys):
                 return
@@ -145,7 +145,7 @@ class PrivateStore(dist.Store):
             self._sleep(writes, min(left, _LONGEST_PAUSE))
 
     def _sleep(self, writes: int, seconds: float) -> None:
-        """Sleep until somebody writes, unless somebody has since there were so many `writes`."""
+        """Sleep until the next write; return at once if there are more than `writes` already."""
         if _FUTEX is None:
             time.sleep(seconds)
             return
@@ -159,7 +159,7 @@ class PrivateStore(dist.Store):
 
     @contextmanager
     def _locked(self, kind: int) -> Iterator[None]:
-        """Keep others away, and have read all that they wrote."""
+        """Lock the file, and read all that others wrote."""
         with self._threads:
             fcntl.flock(self._file, kind)
             try:

@@ -1,4 +1,4 @@
-"""One rank's process, as the controller watches and ends it, and what it hands to it."""
+"""One rank's process: the controller starts, watches and ends it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RankProcess:
             self.channel = Channel(mine, send_timeout=_SEND_SECONDS)
             self._status, status_write = os.pipe()
             undo.callback(os.close, self._status)
-            # Asked again and again whether there is news; never waited for.
+            # Polled for news; never waited for.
             os.set_blocking(self._status, False)
             self._files: dict[str, int] = {}
             for name in _OUTPUTS:
@@ -56,7 +56,7 @@ class RankProcess:
 
     @property
     def sources(self) -> tuple[Channel | int, ...]:
-        """What becomes readable when there is news of the rank; the last one when it has ended."""
+        """Descriptors that become readable when there is news of the rank; the last one when it has ended."""
         return self.channel, self._status
 
     def read_exit(self) -> Exit | None:
@@ -75,7 +75,7 @@ class RankProcess:
         return not self._closed and self.read_exit() is None and not self.channel.at_end()
 
     def computes(self) -> bool:
-        """Return whether one of its threads runs or wants to run, at this moment; one that waits for a peer does not."""
+        """Return whether one of its threads runs or is ready to run now; a thread that waits for a peer does not count."""
         try:
             threads = list(Path(f"/proc/{self.pid}/task").iterdir())
         except OSError:  # it has ended since
@@ -93,7 +93,7 @@ class RankProcess:
                 os.kill(self.pid, signal.SIGUSR1)
 
     def kill(self) -> None:
-        """End the rank and its process group; the fork server ends what is left when it notices.
+        """End the rank and its process group; the fork server ends the rest when it notices.
 
         A rank that has ended is not signalled: its number may be another process's by now.
         """
@@ -113,10 +113,10 @@ class RankProcess:
         return b"".join(parts).decode("utf-8", "replace")
 
     def empty_output(self) -> None:
-        """Give memory of long output back; only while the rank runs nothing."""
+        """Free the memory of long output; only while the rank is idle."""
         for name, fd in self._files.items():
             if self._seen[name] > _KEPT_BYTES:
-                # Only because it is open for appending does the next write begin at the new end.
+                # The next write begins at the new end only because the file is open for appending.
                 os.ftruncate(fd, 0)
                 self._seen[name] = 0
 
@@ -132,7 +132,7 @@ class RankProcess:
 
 
 def memory_file(name: str) -> int:
-    """Return a descriptor of a file in memory, to which what is written is appended."""
+    """Return a descriptor of a file in memory, open for appending."""
     import fcntl
 
     fd = os.memfd_create(f"fsdp_testing-{name}", os.MFD_CLOEXEC)
@@ -155,7 +155,7 @@ def _exit_from(report: str) -> Exit:
 
 
 def listening_socket(address: str = LOOPBACK) -> socket.socket:
-    """Return a socket on a port the kernel chose, already listening: nobody can take the port from under us."""
+    """Return a listening socket on a port that the kernel chose, so that no other process can take the port."""
     sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     sock.bind((address, 0))
     sock.listen(1024)
@@ -163,10 +163,10 @@ def listening_socket(address: str = LOOPBACK) -> socket.socket:
 
 
 def loopback() -> str:
-    """Return the address at which processes of this machine reach one another: of version 4, or where that is not there, 6.
+    """Return the address at which processes of this machine reach one another: IPv4, or IPv6 if there is none.
 
     Raises:
-        PoolBroken: There is none.
+        PoolBroken: There is neither.
     """
     problem: OSError | None = None
     for address in (LOOPBACK, "::1"):
@@ -194,11 +194,11 @@ def start_rank(
     """Fork a rank and tell it where it belongs; returns it with the port of its world's store, if that has one.
 
     Args:
-        server: Who forks.
-        boot: What the rank is told.
+        server: The fork server.
+        boot: The rank's bootstrap.
         ledger: Descriptor of its world's ledger, and the rank's own area.
-        serves_store: It is to serve a store that others reach by network.
-        store: The file of a store that nobody else reaches.
+        serves_store: Whether the rank serves a store that others reach by network.
+        store: The file of a private store.
     """
     with contextlib.ExitStack() as undo:
         more, port = {} if store is None else {"store": store}, boot.store_port

@@ -1,4 +1,4 @@
-"""A rank that another host runs, watched over one connection to the process that serves there.
+"""A rank on another host, watched over one connection to that host's serving process.
 
 That process (`fsdp_testing.ranks.pool.serving`) forks the rank as this one would, hands jobs on, and sends notes: the rank's
 reports, what it wrote, its ledger, its end. When the connection ends before that note, the rank is
@@ -51,7 +51,7 @@ class StartRank:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The answer: the rank's process, the port of the world's store if it serves that, or why there is none."""
+    """The answer: the rank's process, the port of the world's store if the rank serves it, or why there is no rank."""
 
     pid: int = 0
     store_port: int = 0
@@ -60,7 +60,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What there is to say of a rank; `now` is the serving host's monotonic clock, which is not the controller's."""
+    """News of a rank; `now` is read on the serving host's monotonic clock, which is not the controller's."""
 
     reports: tuple[Report, ...] = ()
     exit: Exit | None = None
@@ -72,7 +72,7 @@ class Note:
 
 
 def keep_alive(sock: socket.socket) -> socket.socket:
-    """Have the kernel notice a peer that vanished and sent nothing."""
+    """Have the kernel notice a peer that vanished silently."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for name, value in _KEEPALIVE:
@@ -82,7 +82,7 @@ def keep_alive(sock: socket.socket) -> socket.socket:
 
 
 class _RankChannel(Channel):
-    """Gives the reports that come in notes, and the notes to their rank.
+    """Passes notes to their rank, and returns the reports in them.
 
     `started` is the host's answer to `StartRank`, once it has come; the first notes may come with it.
     """
@@ -92,7 +92,7 @@ class _RankChannel(Channel):
         self._take = take
         self._reports: list[Any] = []
         self.started: Started | None = None
-        self._sending = threading.RLock()  # the launcher's signal may come while this very thread sends
+        self._sending = threading.RLock()  # the launcher's signal may arrive while this thread sends
 
     def send_data(self, data: bytes) -> None:
         """Send one message; several threads may."""
@@ -110,26 +110,26 @@ class _RankChannel(Channel):
             self.problem = self.problem or note.problem
 
     def wait_for_start(self) -> Started:
-        """Return the host's answer, or one that says that there is none."""
+        """Return the host's answer, or one that says that none came."""
         limit = time.monotonic() + _START_SECONDS
         while self.started is None and not self.closed and readable(self.fileno(), limit - time.monotonic()):
             self.pump()
         return self.started or Started(problem="no answer")
 
     def take_ready(self) -> list[Any]:
-        """Return every report that has come by now."""
+        """Return every report that has arrived."""
         self.pump()
         reports, self._reports = self._reports, []
         return reports
 
 
 class RemoteRank:
-    """One rank's process on another host; its world sees no difference to `RankProcess`.
+    """One rank's process on another host; to its world it looks like a `RankProcess`.
 
     Args:
         host: Name of the serving process, for messages.
         sock: A connection to it on which the token was sent.
-        start: What is to be started.
+        start: The rank to start.
 
     Attributes:
         lost: Whether the host vanished before it said how the rank ended.
@@ -150,7 +150,7 @@ class RemoteRank:
         self._waiting_for_look = False
         self._killed = False
         self.channel = _RankChannel(sock, self._take)
-        with contextlib.suppress(OSError):  # a host that is gone gives no answer
+        with contextlib.suppress(OSError):  # a lost host gives no answer
             self.channel.send(start)
         started = self.channel.wait_for_start()
         if started.problem:
@@ -159,7 +159,7 @@ class RemoteRank:
         self.pid, self.store_port = started.pid, started.store_port
 
     def _take(self, note: Note) -> None:
-        # Hosts have clocks of their own: moments move by how far these are apart, and by the time that the note took.
+        # Hosts have different clocks: shift moments by their difference, and by the time that the note took.
         ahead = time.monotonic() - note.now
         if note.exit is not None:
             self._exit = replace(note.exit, moment=note.exit.moment + ahead)
@@ -172,7 +172,7 @@ class RemoteRank:
 
     @property
     def sources(self) -> tuple[Channel | int, ...]:
-        """What becomes readable when there is news of the rank, its end included."""
+        """Descriptors that become readable when there is news of the rank, including its end."""
         return (self.channel,)
 
     def read_exit(self) -> Exit | None:
@@ -197,7 +197,7 @@ class RemoteRank:
         """Ask for the ledger and output as they are now; a host that does not answer is lost.
 
         Args:
-            wait: For the answer. Else it comes in its time, and nothing is asked while one is on its way.
+            wait: Wait for the answer. Otherwise it arrives later, and no new question is sent before.
         """
         now = time.monotonic()
         if self._exit is not None or (not wait and (self._waiting_for_look or now - self._looked < _LOOK_SECONDS)):
@@ -213,7 +213,7 @@ class RemoteRank:
             self.read_exit()
 
     def computes(self) -> bool:
-        """Return whether it is known to compute: never, since asking the host takes longer than the answer is true."""
+        """Return whether the rank is known to compute: never, since the host's answer would be out of date on arrival."""
         return False
 
     def request_stacks(self) -> None:
@@ -230,7 +230,7 @@ class RemoteRank:
             self.channel.send(order)
 
     def take_output(self, name: str) -> str:
-        """Return the text that has come since the last call from `stdout`, `stderr` or `stacks`."""
+        """Return the text of `stdout`, `stderr` or `stacks` that has arrived since the last call."""
         self.channel.pump()
         return self._output.pop(name, "")
 
@@ -239,5 +239,5 @@ class RemoteRank:
         self._output.clear()
 
     def close(self) -> None:
-        """Close the connection, at which the host ends the rank if it is still there."""
+        """Close the connection; the host then ends the rank if it still runs."""
         self.channel.close()

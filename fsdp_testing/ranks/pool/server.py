@@ -26,7 +26,7 @@ _READY_SECONDS = 120.0
 _FORK_SECONDS = 60.0
 _LOOK_SECONDS = 0.5
 _MOST_LOOKS = 6
-#: So many modules are worth a process more, and the tenth of a second that its memory takes to be put into large pages.
+#: This many modules are worth another process, and the tenth of a second to put its memory into large pages.
 WORTH_A_SUCCESSOR = 20
 _STOPPED = ("T", "t")
 _PACKAGE = Path(__file__).parents[2]
@@ -42,9 +42,9 @@ class ForkServer:
         """Start it.
 
         Args:
-            modules: What it imports at once.
-            preparations: What it calls then.
-            run: Names a run of pytest-xdist, whose workers fork their servers from one process; empty for a server of one's own.
+            modules: Imported at once.
+            preparations: Called after the imports.
+            run: Name of a pytest-xdist run, whose workers fork their servers from one process; empty for a server of its own.
         """
         self._lock = threading.Lock()
         self._ready = False
@@ -81,7 +81,7 @@ class ForkServer:
         try:
             process = zygote.ask(run, theirs, setup, self._setup["environment"]) if run else None
             if process is None:
-                # The last number lets anybody who reads the command line see whether the controller is still there.
+                # The last number lets readers of the command line see whether the controller still runs.
                 command = f"{COMMAND}({theirs.fileno()}, {setup}, {os.getpid()})"
                 process = subprocess.Popen(
                     # -P: with -c alone the current folder would come before the controller's path, and its modules with it.
@@ -131,7 +131,7 @@ class ForkServer:
                     return int(answer)
                 if not self._retired or self._process.poll() is not None:
                     raise PoolBroken(self._lost(why))
-                # The successor ended by itself; its predecessor is still there.
+                # The successor ended; its predecessor still runs.
                 self._control.close()
                 self._control = self._retired.pop()
 
@@ -160,7 +160,7 @@ class ForkServer:
         self._ready = True
 
     def _answer_of_zygote(self) -> bytes:
-        """Return what its fork says first; where it refuses, has gone or is silent, start a server of one's own."""
+        """Return the first message of the zygote's fork; if the zygote refuses, has gone or is silent, start a new server."""
         try:
             message = self._answer(4096, zygote.PATIENCE)
         except TimeoutError:
@@ -173,7 +173,7 @@ class ForkServer:
         return message
 
     def _answer(self, size: int, seconds: float) -> bytes:
-        """Return the next message of the server, empty at its end; one that somebody has stopped is told to go on.
+        """Return the next message of the server, empty at its end; resume a stopped server.
 
         Raises:
             OSError: It does not answer.
@@ -191,7 +191,7 @@ class ForkServer:
         return self._control.recv(size)
 
     def import_ahead(self, reported: Iterable[str]) -> None:
-        """Begin to import, in a successor, what ranks reported that they had to import; nobody waits for it."""
+        """Start a successor that imports the modules that ranks had to import; do not wait for it."""
         with self._lock:
             self._wanted.update(dict.fromkeys(preload.to_import_ahead(reported)))
             if not self._ready or self._successor is not None or len(self._wanted) < WORTH_A_SUCCESSOR:
@@ -199,14 +199,14 @@ class ForkServer:
             self._begin_successor(self._wanted)
 
     def expect(self, modules: Iterable[str]) -> None:
-        """Import `modules` before the next fork, which waits for that: all of the ranks to come would have to."""
+        """Import `modules` before the next fork, which waits for it: otherwise all later ranks would import them."""
         with self._lock:
             self._expected += modules
 
     def _import_expected(self) -> None:
         if not self._expected:
             return
-        self._await_successor(_READY_SECONDS)  # of one that is under way already, it will be the child
+        self._await_successor(_READY_SECONDS)  # it will be a child of the successor that is already importing
         wanted, refused = dict.fromkeys([*self._wanted, *self._expected]), -1
         self._expected.clear()
         while len(self._refused) > refused:  # another attempt without the module that starts threads
@@ -232,7 +232,7 @@ class ForkServer:
         self._successor = mine
 
     def _welcome_successor(self) -> None:
-        """Use the successor from now on, if it is through with its imports and fit to fork."""
+        """Use the successor from now on, if it has finished its imports and can fork."""
         if self._successor is None or not readable(self._successor.fileno()):
             return
         successor, self._successor = self._successor, None
@@ -247,7 +247,7 @@ class ForkServer:
         if answer.get("threads") != 1:
             successor.close()
             return
-        # The predecessor stays: the ranks that it forked are its children, and nobody else hears of their ends.
+        # The predecessor stays: it is the parent of the ranks it forked, and only a parent learns of their ends.
         self._retired.append(self._control)
         self._control, self._current = successor, answer["pid"]
 
@@ -268,11 +268,11 @@ class ForkServer:
 
     @property
     def alive(self) -> bool:
-        """True while the process runs and has kept its word."""
+        """True while the process runs and answers as expected."""
         return not self._broken and self._process.poll() is None
 
     def close(self) -> None:
-        """End the fork server; every rank that is still there is killed by it."""
+        """End the fork server, which kills every remaining rank."""
         if os.getpid() != self._owner:
             return
         # End of file is the order to end, and to kill every rank.
@@ -280,12 +280,12 @@ class ForkServer:
             if control is not None:
                 control.close()
         if state_of(self._process.pid) in _STOPPED:
-            self._process.kill()  # it cannot hear that its end has come
+            self._process.kill()  # it cannot read the order to end
         try:
             self._process.wait(5.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # of the zygote's: it is its child to wait for
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the zygote's child: only the zygote waits for it
                 self._process.wait()
 
 
@@ -308,7 +308,7 @@ def _has_other_copy(entry: str) -> bool:
 
 
 def _memory_file(text: str) -> int:
-    # Not an argument of the command: those are limited in length, and for everybody to see.
+    # Not an argument of the command: those are limited in length and public.
     descriptor = os.memfd_create("fsdp_testing-setup", os.MFD_CLOEXEC)
     with open(descriptor, "w", encoding="utf-8", closefd=False) as stream:
         stream.write(text)

@@ -48,7 +48,7 @@ _OUTPUTS = ("stdout", "stderr", "stacks")
 def gathered(launch: Launch, pool: Pool, patience: timedelta = PATIENCE) -> Iterator[Hosts]:
     """Meet the other processes, and have `pool` use them while the context is open; in the controlling process.
 
-    The launcher's SIGTERM ends no report: what runs on ranks ends at once and is not judged, and nothing more is begun.
+    After the launcher's SIGTERM the report is still written: running calls end at once and are not judged, and none starts.
 
     Raises:
         PoolBroken: Names the processes that did not come in time.
@@ -66,7 +66,7 @@ def gathered(launch: Launch, pool: Pool, patience: timedelta = PATIENCE) -> Iter
     if main:
         before = signal.signal(signal.SIGTERM, on_sigterm)
     if pool.worlds():
-        pool.close()  # worlds that were made before would be lent again, on this host alone
+        pool.close()  # worlds made before would be lent again, on this host alone
     pool.hosts = hosts
     try:
         yield hosts
@@ -111,7 +111,7 @@ def _gather(launch: Launch, patience: timedelta) -> Hosts:
 
 
 def serve(launch: Launch, pool: Pool, patience: timedelta = PATIENCE) -> None:
-    """Serve ranks until the controlling process lets this one go.
+    """Serve ranks until the controlling process releases this one.
 
     Raises:
         PoolBroken: The controlling process did not come in time, or vanished.
@@ -156,8 +156,8 @@ class _Relay:
     quiet: int = 0
 
     def note(self, *, look: bool = False) -> Note:
-        """Return all there is to say now."""
-        ended = self.rank.read_exit()  # first: what the rank said before its end is there by then
+        """Return the rank's news."""
+        ended = self.rank.read_exit()  # first: by then everything that the rank sent before its end has arrived
         reports = tuple(self.rank.channel.take_ready())
         output = {name: text for name in _OUTPUTS if (text := self.rank.take_output(name))}
         return Note(
@@ -170,7 +170,7 @@ class _Relay:
         )
 
     def hand_on(self, message: object) -> bool:
-        """Do what the controlling process says; False when the rank is to be ended."""
+        """Carry out messages of the controlling process; False when the rank must end."""
         if message == Order.KILL:
             return False
         if message == Order.LOOK:
@@ -183,12 +183,12 @@ class _Relay:
                 self.job = message.number
                 self.rank.take_output("stacks")
                 self.rank.empty_output()
-            with contextlib.suppress(OSError):  # a rank that is gone is known by its exit status
+            with contextlib.suppress(OSError):  # a dead rank is known by its exit status
                 self.rank.channel.send(message)
         return True
 
     def send_stacks(self) -> None:
-        """Send what has been written since the last time; a stack that is complete comes no further."""
+        """Send the output since the last time; a complete stack grows no more."""
         text = self.rank.take_output("stacks")
         self.quiet = 0 if text else self.quiet + 1
         if text:
@@ -211,7 +211,7 @@ class _Server:
         self._ledgers: dict[int, _Ledger] = {}
 
     def run(self, patience: float) -> None:
-        """Serve until the controlling process says that it is over.
+        """Serve until the controlling process ends the run.
 
         Raises:
             PoolBroken: It did not come within `patience` seconds, or ended silently.
@@ -237,7 +237,7 @@ class _Server:
                     self._guarded(relay, relay.send_stacks)
 
     def _accept(self) -> None:
-        """Take a connection whose first bytes are the token: the first one controls, each other one is a rank's."""
+        """Accept a connection whose first bytes are the token: the first connection controls, each later one is for a rank."""
         with contextlib.suppress(OSError):
             sock, _ = self._listener.accept()
             sock.settimeout(_HANDSHAKE_SECONDS)
@@ -284,7 +284,7 @@ class _Server:
             self._selector.register(source, selectors.EVENT_READ, relay)
 
     def _obey(self, control: Channel) -> bool:
-        """Do what the controlling process asks of this host; False when it lets this process go."""
+        """Do what the controlling process asks of this host; False when it releases this process."""
         for message in control.take_ready():
             if message is None:
                 return False
@@ -301,7 +301,7 @@ class _Server:
             self._guarded(relay, lambda: self._from_rank(relay, source))
 
     def _guarded(self, relay: _Relay, step: Callable[[], None]) -> None:
-        """Take a step of a relay; the end of its connection is the end of its rank."""
+        """Run one step of a relay; when its connection ends, its rank ends."""
         try:
             step()
         except OSError:

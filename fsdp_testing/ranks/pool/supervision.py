@@ -25,14 +25,14 @@ from fsdp_testing.ranks.pool.processes import RankProcess
 from fsdp_testing.ranks.pool.remote_rank import RemoteRank
 
 GRACE_SECONDS = 0.5
-# On a busy machine a rank is seconds behind another one. It is to raise what that raised, not to be found waiting.
+# On a busy machine a rank lags seconds behind another. It should raise the same error, not be found waiting.
 _LATE_SECONDS = 5.0
 _IDLE_SECONDS = 0.25
 _POLL_SECONDS = 0.1
 _LOOK_SECONDS = 0.02
 _STACK_SECONDS = 0.8
 _QUIET_LOOKS = 20  # 10 ms apart; a busy machine stops a rank between any two lines of its stack
-_OUTERMOST = re.compile(r'  File "<string>", line \d+ in <module>\n\Z')  # what the fork server was started with
+_OUTERMOST = re.compile(r'  File "<string>", line \d+ in <module>\n\Z')  # the fork server's own command
 _JOIN_SECONDS = 60.0
 _EXIT_SECONDS = 5.0
 
@@ -65,9 +65,9 @@ class _RankWatch:
 class Supervision:
     """One job on one world, from sending to the outcome.
 
-    `joined` says that every rank is in its world already; a new world has its own time to come together, before the
-    job's clock starts. `lockstep` says that ranks are to issue the same collectives: one that left early is bad news.
-    `patient`: nobody is stopped for bad news; who fails leaves, as a launcher's process does, so that peers lose its connections.
+    `joined` says that every rank has joined its world; a new world has its own time to join, before the job's clock
+    starts. `lockstep` says that ranks must issue the same collectives: a rank that left early is bad news. `patient`: no rank is
+    stopped for bad news; a failed rank exits, as a launcher's process does, so that peers lose its connections.
     """
 
     processes: Sequence[RankProcess | RemoteRank]
@@ -85,7 +85,7 @@ class Supervision:
     def run(self) -> WorldOutcome:
         """Send the job once all are in the world, watch it, and judge every rank.
 
-        Kills nobody: the owner of the world does, when not `ok`.
+        Kills no rank: the owner of the world does, when not `ok`.
         """
         started = time.monotonic()
         watches = [_RankWatch(process, joined=self.joined) for process in self.processes]
@@ -100,7 +100,7 @@ class Supervision:
             raise
         running = [watch for watch in watches if not watch.ended]
         for watch in running:
-            # The last news of a rank on another host, before anything is done to it; here nothing is to be waited for.
+            # The last news of a rank on another host, before it is touched; on this machine this does not wait.
             watch.process.look(wait=True)
             if isinstance(watch.process, RemoteRank):
                 watch.exit = watch.process.read_exit()  # its host may have vanished
@@ -110,12 +110,12 @@ class Supervision:
         if running:
             self._take_stacks(running)
         late = [watch for watch in running if not watch.joined] if passed_deadline else []
-        # A rank that waits for a late one to come into the world does not hang.
+        # A rank that waits for a late one to join the world does not hang.
         hung = (late or running) if passed_deadline else []
         outcomes = tuple(
             self._outcome(watch, ledger, hung=watch in hung) for watch, ledger in zip(watches, ledgers, strict=True)
         )
-        # Where ranks need not issue the same collectives, nothing follows from what one of them lacks.
+        # If ranks may issue different collectives, a missing one proves nothing.
         members: dict[int, tuple[int, ...]] = {}
         if self.lockstep:
             for ledger in ledgers:
@@ -137,20 +137,20 @@ class Supervision:
         return "\n".join(lines)
 
     def _send(self, watches: list[_RankWatch]) -> None:
-        # Only when all are in the world: a rank that dies in its call must not break the joining of another, which would
-        # then be reported as a rank that could not join.
+        # Only when all have joined: otherwise a rank that dies in its call could break the joining of another, and that one
+        # would be reported as unable to join.
         job = dumps(self.job)
         for watch in watches:
-            # A rank that is gone is known by its exit status, not by the failed write.
+            # A dead rank is known by its exit status, not by the failed write.
             with contextlib.suppress(OSError):
                 watch.process.channel.send_data(job)
 
     def _watch(self, watches: list[_RankWatch], started: float) -> bool:
         """Wait until all have ended, or the grace period or deadline ends; True when the deadline did it."""
-        # Two clocks, one after the other: coming into the world takes none of the time that the call has.
+        # Two clocks, one after the other: joining the world uses none of the call's time.
         deadline: float | None = started + _JOIN_SECONDS
         stop_at: float | None = None
-        # Most jobs are over by then, and reading ledgers would take time from ranks that are about to end.
+        # Most jobs have ended by then, and reading ledgers would take time from ranks that are about to end.
         look_at = started + _LOOK_SECONDS
         # Not epoll, which takes a system call for each source: nearly always a job ends after the first few events.
         with selectors.PollSelector() as selector:
@@ -193,7 +193,7 @@ class Supervision:
         for watch in watches:
             for source in watch.process.sources:
                 selector.register(source, selectors.EVENT_READ, watch)
-            # Reading its old output may have taken in what a new rank said, and nothing is left that would wake us.
+            # Reading old output may have consumed a new rank's message, and then nothing would wake us.
             if isinstance(watch.process, RemoteRank):
                 self._take_news(selector, watch)
 
@@ -212,7 +212,7 @@ class Supervision:
         for key, _ in selector.select(max(0.0, min(limits)) if limits else None):
             watch: _RankWatch = key.data
             if key.fileobj is not watch.process.channel:
-                # What the rank said before its end is still in the channel, and a report outranks the exit status (`_ending`).
+                # The rank's last messages are still in the channel, and a report outranks the exit status (`_ending`).
                 watch.exit = watch.process.read_exit()
                 self._forget(selector, key.fileobj)
             self._take_news(selector, watch)
@@ -257,15 +257,15 @@ class Supervision:
             # Counts are cheap and nearly always say that nothing is missing; members are read only where a count lags behind.
             members = process.ledger.read(epoch, 1).members
             for key, missing in behind.items():
-                # A full ledger does not say how often its rank used the group.
+                # A full ledger does not show how often its rank used the group.
                 countable = [peer for peer in missing if key in issued[peer] or not gone[peer].uncompared()]
                 if any(peer in members.get(key, ()) for peer in countable):
                     return True
         return False
 
     def _account_to_come(self, running: list[_RankWatch], now: float, stop_at: float) -> bool:
-        """Look who computes; once the grace period is over, return whether some rank is about to give its account."""
-        # Where waiting is spinning, on devices, nobody can say.
+        """Check which ranks compute; after the grace period, return whether some rank is about to report."""
+        # On devices a waiting rank spins, so this cannot tell.
         if backend_named(self.backend).device_type == "cpu":
             for watch in running:
                 if watch.process.computes():
@@ -280,8 +280,8 @@ class Supervision:
 
     def _take_stacks(self, watches: list[_RankWatch]) -> None:
         for watch in watches:
-            # Read before: Python walks the frames of other threads while these run, which may end the process. What it says
-            # then ("Segmentation fault") is no output of the job.
+            # Read before: Python walks the frames of running threads, which may crash the process. Its message then
+            # ("Segmentation fault") is not the job's output.
             watch.output = {name: watch.process.take_output(name) for name in ("stdout", "stderr")}
             watch.process.request_stacks()
         limit = time.monotonic() + _STACK_SECONDS
@@ -320,9 +320,9 @@ class Supervision:
 
 
 def _ending(watch: _RankWatch, *, hung: bool) -> dict[str, Any]:
-    """Return the fate of a rank, with what it came with, as fields of `RankOutcome`."""
-    # By what is known best: how joining failed, the rank's own report, its exit, garbage in its channel. Only a rank of which
-    # nothing came hung, or was stopped.
+    """Return the fate of a rank and its result as fields of `RankOutcome`."""
+    # Most reliable first: how joining failed, the rank's own report, its exit, garbage in its channel. Only a rank without any of
+    # these hung or was stopped.
     report, left, garbled = watch.report, watch.exit, watch.process.channel.problem
     if watch.join_problem is not None:
         return _raised(watch.join_problem)

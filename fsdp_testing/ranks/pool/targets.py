@@ -23,7 +23,7 @@ MAIN_COPY = "__rank_main__"
 _MOST_DECORATORS = 50
 
 replaced_modules: set[str] = set()
-"""Names under which `resolve` put one module in place of another: files of one name in different folders."""
+"""Names under which `resolve` replaced one module by another: files of one name in different folders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def _import(target: Target) -> Any:
 
 
 def _is_other(module: types.ModuleType, path: str | None) -> bool:
-    """Return whether the module of that name is another file's: two test folders may hold files of one name."""
+    """Return whether the module of that name belongs to another file: two test folders may hold files of one name."""
     file = getattr(module, "__file__", None)
     if path is None or file is None or not path.endswith(".py"):
         return False
@@ -168,7 +168,7 @@ def _load(name: str, path: str | None, *names: str) -> types.ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        # A half-run module is not to be found by the next call.
+        # The next call must not find a half-run module.
         for alias, old in before.items():
             if old is None:
                 sys.modules.pop(alias, None)
@@ -179,7 +179,7 @@ def _load(name: str, path: str | None, *names: str) -> types.ModuleType:
 
 
 def _add_parents(name: str) -> None:
-    """Make the packages that `name` lies in known, empty where they cannot be imported, as pytest's importlib mode does.
+    """Register the parent packages of `name`, empty if they cannot be imported, as pytest's importlib mode does.
 
     Without them nothing of the module can be pickled: `__import__("tests.test_x")` looks for `tests` even when
     `tests.test_x` is known.
@@ -191,7 +191,7 @@ def _add_parents(name: str) -> None:
     try:
         importlib.import_module(parent)
     except ImportError:
-        sys.modules[parent] = types.ModuleType(parent, "A folder of tests that is no package one can import.")
+        sys.modules[parent] = types.ModuleType(parent, "A folder of tests that is not an importable package.")
 
 
 def _import_main(path: str | None) -> types.ModuleType:

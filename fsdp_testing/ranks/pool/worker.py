@@ -31,8 +31,8 @@ from fsdp_testing.ranks.pool.targets import resolve
 
 _flush_c = ctypes.CDLL(None).fflush
 _MOST_NEW_THREADS = 64
-"""A rank with more than so many is not lent again. Gloo keeps three for a group that something still holds, destroyed or not,
-and torch frees nothing that a hook of a parameter holds together with that parameter."""
+"""A rank with more threads than this is not lent again. Gloo keeps three for a group that is still referenced, destroyed or not,
+and torch never frees a reference cycle through a hook of a parameter."""
 RECORDED_COLLECTIVES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 """How many collectives torch's flight recorder keeps, by its name today and its older one."""
 COLLECTIVES_KEPT = 500
@@ -44,8 +44,8 @@ def main(fds: dict[str, int], modules: frozenset[str]) -> None:
 
     Args:
         fds: Inherited descriptors: conn, stdout, stderr, stacks, ledger and, for rank 0, listen.
-        modules: What was imported when the rank was forked. Not read off `sys.modules` here: to touch each of some
-            thousand names is to copy the memory page of each.
+        modules: What was imported when the rank was forked. Not read from `sys.modules` here: touching each of some thousand
+            names would copy its memory page.
     """
     _redirect(fds)
     channel = Channel(socket.socket(fileno=fds["conn"]))
@@ -59,7 +59,7 @@ def main(fds: dict[str, int], modules: frozenset[str]) -> None:
         except BackendUnavailable as error:
             channel.send(Report(error=ErrorRecord("BackendUnavailable", str(error), str(error))))
             return
-        except BaseException as error:  # whatever it is, the controller hears of it
+        except BaseException as error:  # the controller gets every error
             text = f"the rank could not join its world: {type(error).__name__}: {_text_of(error)}"
             channel.send(Report(error=ErrorRecord("WorldNotJoined", text, traceback.format_exc())))
             return
@@ -79,7 +79,7 @@ def _redirect(fds: dict[str, int]) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.close(null)
-    # A segfault under test is expected: no core file is to be left behind.
+    # A segfault under test is expected: leave no core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     for name, number in (("stdout", 1), ("stderr", 2)):
         os.dup2(fds[name], number)
@@ -88,7 +88,7 @@ def _redirect(fds: dict[str, int]) -> None:
         with contextlib.suppress(AttributeError, OSError):
             stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]  # TextIOWrapper at run time
     faulthandler.enable(file=2, all_threads=True)
-    # The handler runs in C without the GIL: it answers also for a rank that is stuck inside an extension.
+    # The handler runs in C without the GIL, so it also answers for a rank that is stuck inside an extension.
     faulthandler.register(signal.SIGUSR1, file=fds["stacks"], all_threads=True, chain=False)
 
 
@@ -184,7 +184,7 @@ class _Rank:
             world_size=size,
             is_master=rank == 0,
             wait_for_workers=False,
-            # Code that makes a store at MASTER_PORT itself finds this one, in the same process, instead of a port in use.
+            # Code that makes a store at MASTER_PORT finds this one, in the same process, instead of a port in use.
             multi_tenant=not backend.makes_group,
             **listen,  # type: ignore[arg-type]  # one keyword of an untyped pybind constructor
         )
@@ -218,15 +218,15 @@ class _Rank:
         world_place.enter(world_place.World(place.rank, place.size, current.backend, self._device, pooled=True))
 
     def run(self, job: Job) -> Report:
-        """Run one job: clean state before, call, put state back, report."""
+        """Run one job: clean state before, call, restore state, report."""
         from fsdp_testing.ranks.ledger import interception
         from fsdp_testing.ranks.pool.hygiene import take_snapshot
 
-        # Before the snapshot: what has changed in the controller is no leak of this call.
+        # Before the snapshot: the controller's changes are no leaks of this call.
         self._follow(job)
         if job.place is not None:
             self._move(job.place)
-        # Before anything of the call: from now on peers find this rank in the job, and its numbers begin at 1.
+        # Before the call starts: from now on peers find this rank in the job, and its numbers begin at 1.
         self._recorder.start_job(job.number)
         snapshot = None if job.lasting is None else take_snapshot(ignore=job.lasting)
         started = time.perf_counter()
@@ -239,9 +239,9 @@ class _Rank:
                 os.write(2, problem.traceback.encode())
             os._exit(1 if failed else 0)
         seconds = time.perf_counter() - started
-        # Before cleaning up: which rank ended first decides which one leads the account.
+        # Before cleaning up: the rank that ended first leads the account.
         finished = time.monotonic()
-        # Before the report: with it the controller reads what was written, C's buffers included.
+        # Before the report: on its arrival the controller reads the output, including C's buffers.
         _flush_c(None)
         _flush()
         dirt = () if snapshot is None else _restored(snapshot)
@@ -290,7 +290,7 @@ def _call(job: Job) -> tuple[bytes, bool, ErrorRecord | None]:
     failed = isinstance(value, Failed)
     try:
         return dumps(value.value if isinstance(value, Failed) else value), failed, None
-    except Exception as error:  # a value's own reduction may raise anything
+    except Exception as error:  # the value's own reduction may raise anything
         note = TypeError(
             f"{job.target} returned a {type(value).__name__} that cannot be sent to the controller "
             f"({type(error).__name__}: {_text_of(error)}). Return plain data and tensors."

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fsdp_testing.ranks.pool.controller import Pool
 
 _LEAVE_SECONDS = 5.0
-# pytest sets it anew for every phase of every test, for itself.
+# pytest sets it for every phase of every test.
 _NOT_FOLLOWED = (b"PYTEST_CURRENT_TEST", b"GLOO_SOCKET_IFNAME")
 
 
@@ -48,10 +48,10 @@ class PooledWorld:
     Attributes:
         key: Size and backend.
         reusable: Whether the world is lent again after it was given back.
-        trusted: False once anything went wrong in it or was left behind; it is not lent again then.
+        trusted: False once anything failed or leaked in it; then it is not lent again.
         busy: Whether it is on loan.
-        patient: Whether ranks end by themselves until it is given back: who fails leaves, nobody is stopped before the timeout.
-        before_leaving: Called with the world when it is about to end and its ranks still answer.
+        patient: Whether ranks end on their own until it is given back: a failed rank exits, none is stopped before the timeout.
+        before_leaving: Called with the world shortly before it ends, while its ranks still answer.
     """
 
     def __init__(self, pool: Pool, key: WorldKey, *, reusable: bool, lease: Lease | None = None) -> None:
@@ -153,7 +153,7 @@ class PooledWorld:
         name: str = "",
         lasting: frozenset[str] | None = frozenset(),
     ) -> WorldOutcome:
-        """Call `target(*args, **kwargs)` on every rank and wait for the end of it, whatever that is.
+        """Call `target(*args, **kwargs)` on every rank and wait until all have ended.
 
         Args:
             target: An importable function, or "package.module:function".
@@ -161,11 +161,11 @@ class PooledWorld:
             kwargs: Likewise.
             timeout: Seconds until a rank counts as hung, from the moment when all are in the world; None: no limit.
             name: Shown in messages.
-            lasting: Kinds of process state (as in `hygiene.PROBES`) that the call may change for good; what else it changed
-                is put back and reported. None: nothing is compared.
+            lasting: Kinds of process state (as in `hygiene.PROBES`) that the call may change for good; other changes are
+                restored and reported. None: nothing is compared.
 
         Returns:
-            The account of every rank. When it is not `ok`, or something was left dirty, the world is not lent again.
+            The account of every rank. When it is not `ok`, or something leaked, the world is not lent again.
 
         Raises:
             UnsendableFunction, InvalidArgument: Before anything is sent.
@@ -187,7 +187,7 @@ class PooledWorld:
             outcome = self._supervise(*call)
             unbegun = not any(rank.began for rank in outcome.ranks) and any(r.fate is Fate.DIED for r in outcome.ranks)
             if unbegun and self._before and not self.before_leaving:
-                # The ranks had gone before any of them began: nothing of the call has happened, nor is anything lost.
+                # The ranks had died before any of them began the call: it can be repeated on a new world.
                 self._replace_processes()
                 outcome = self._supervise(*call)
             self._before = name or str(reference)
@@ -209,7 +209,7 @@ class PooledWorld:
         if not outcome.ok or any(rank.dirt for rank in outcome.ranks):
             self.trusted = False
         garbled = any(rank.error is not None and rank.error.type_name == "ChannelGarbled" for rank in outcome.ranks)
-        # Where a rank died, hung or was stopped nobody knows where the others are: no second call on any of them.
+        # After a rank died, hung or was stopped, the state of the others is unknown: no second call on any of them.
         if garbled or any(rank.fate not in (Fate.RETURNED, Fate.RAISED) for rank in outcome.ranks):
             self.discard()
 
@@ -232,7 +232,7 @@ class PooledWorld:
             outcome = supervision.run()
             finished = True
         finally:
-            # Ctrl-C, or an error of ours, leaves ranks in an unknown place.
+            # Ctrl-C, or an error of ours, leaves ranks in an unknown state.
             if not finished:
                 self.discard()
         self._joined = supervision.joined
@@ -244,7 +244,7 @@ class PooledWorld:
         return outcome
 
     def _refuse_what_was_lost(self, outcome: WorldOutcome) -> None:
-        """Judge nothing that ran while a host vanished or the launcher ended the run.
+        """Refuse to judge a call during which a host vanished or the launcher ended the run.
 
         Raises:
             PoolBroken: It names the ranks and hosts; the verdict is unknown.
@@ -281,7 +281,7 @@ class PooledWorld:
             # Closed once all ranks are forked: each has a copy of its own.
             opened.callback(os.close, ledger_fd)
             store = None
-            # Ranks of other hosts, and code that makes groups as under torchrun, can only be reached by network.
+            # Ranks of other hosts, and code that makes groups as under torchrun, need a store on the network.
             if self._lockstep and self._pool.hosts is None:
                 store = memory_file("store")
                 opened.callback(os.close, store)
@@ -310,11 +310,11 @@ class PooledWorld:
         return {os.fsdecode(name): os.fsdecode(now[name]) if name in now else None for name in changed} or None
 
     def distrust(self) -> None:
-        """Have this world replaced once it is given back: a user of it knows that it is no longer clean."""
+        """Have this world replaced once it is given back; for users that know it is no longer clean."""
         self.trusted = False
 
     def release(self) -> None:
-        """Give the world back; ends it when it is not to be lent again."""
+        """Give the world back; ends it if it cannot be lent again."""
         if os.getpid() != self._owner:
             return
         if self._single:
@@ -322,16 +322,16 @@ class PooledWorld:
         if not self.trusted or not self.reusable or (self._lease is not None and self._pool.devices_awaited()):
             self.leave()
         self.patient = False
-        # Last: from now on another thread may be lent it.
+        # Last: from now on another thread may borrow it.
         self.busy = False
 
     def leave(self) -> None:
-        """End the ranks; gracefully where there is something to lose (coverage, fixtures that live in them)."""
+        """End the ranks; gracefully if there is something to lose (coverage, fixtures that live in them)."""
         if os.getpid() != self._owner:
             return
         try:
             while self.before_leaving and self._processes:
-                # Taken out before it is called: a callback may end the world, which calls the others.
+                # Removed before it is called: a callback may end the world, which calls the others.
                 self.before_leaving.pop(0)(self)
             if self._pool.coverage is not None:
                 self._close_gracefully()
@@ -348,22 +348,22 @@ class PooledWorld:
                 readable(process.sources[-1], limit - time.monotonic())
 
     def kill_ranks(self) -> None:
-        """Kill the ranks of a world in which another thread waits for a call; that thread notices, and releases the rest.
+        """Kill the ranks of a world while another thread waits for a call in it; that thread notices, and releases the rest.
 
-        Their descriptors stay open until then: a selector never hears of one that is closed under it, and its thread would
-        wait for the deadline of the call.
+        Their descriptors stay open until then: a selector does not notice a closed descriptor, and its thread would wait for
+        the deadline of the call.
         """
         self.trusted = False
         for process in self._processes:
             process.kill()
 
     def discard(self) -> None:
-        """Kill what is left of the ranks and release everything; safe to call twice."""
+        """Kill the remaining ranks and release everything; safe to call twice."""
         if os.getpid() != self._owner:
             return
         self.trusted = False
         self.before_leaving.clear()
-        # Exchanged first: who comes second, from another thread or a callback, finds nothing left to do.
+        # Exchanged first: a second caller, from another thread or a callback, finds nothing left to do.
         processes, self._processes = self._processes, []
         for process in processes:
             process.kill()

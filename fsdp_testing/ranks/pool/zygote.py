@@ -1,10 +1,10 @@
 """One process that has imported torch, from which the fork servers of all workers of pytest-xdist are forked.
 
-Each worker would import torch a second time otherwise: nearly two seconds of processor time, and the memory for it. The first
-worker that needs ranks binds a socket named after the run and starts this process with it. Every worker, the first one too,
-connects to the socket, in whose queue it waits while torch is imported, and sends what its own fork server needs: its end of the
-control socket, and the setup. The fork that it gets is its own from then on. This process ends with the last worker that is
-connected; none can outlive the run. A worker that is refused, or whose request is lost, starts a fork server by itself.
+Otherwise each worker would import torch a second time: nearly two seconds of processor time, and its memory. The first worker
+that needs ranks binds a socket named after the run and starts this process with it. Every worker connects to the socket, waits in
+its queue while torch is imported, and sends what its fork server needs: the server's end of the control socket, and the setup.
+From then on that fork belongs to the worker. This process ends with the last connected worker, so it cannot outlive the run. A
+worker that is refused, or whose request is lost, starts its own fork server.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from fsdp_testing.ranks.pool.hygiene_leftovers import thread_count
 
 COMMAND = "from fsdp_testing.ranks.pool.zygote import main; main"
 PATIENCE = 60.0
-"""So many seconds a worker waits for its server, and the zygote for its imports and for its first worker."""
+"""Seconds that a worker waits for its server, and the zygote for its imports and for its first worker."""
 _REQUEST_SECONDS = 10.0
-# Names that each worker has for itself, and that nothing reads when it is imported.
+# Variables that differ between workers, and that no import reads.
 _OF_WORKERS = ("PYTEST_", "COV_CORE_")
 
 
 class ForkedServer:
-    """A worker's end of a fork server that the zygote makes for it; in the place of a `Popen`.
+    """A worker's end of a fork server that the zygote makes for it; replaces a `Popen`.
 
     Attributes:
         pid: Its process number; 0 until it has said so.
@@ -48,13 +48,13 @@ class ForkedServer:
         self._watched: int | None = None
 
     def begin(self, pid: int) -> None:
-        """Watch the process from now on: it has said that it is ready."""
+        """Watch the process, which has reported that it is ready, from now on."""
         self.pid = pid
         with contextlib.suppress(AttributeError, OSError):
             self._watched = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
-        """Return None while it runs, or is yet to begin; nobody but its parent learns how it ended."""
+        """Return None while it runs or has not begun; only its parent learns how it ended."""
         return None if not self.pid or not self._ended(0.0) else -1
 
     def _ended(self, seconds: float) -> bool:
@@ -88,7 +88,7 @@ _silent: set[str] = set()
 
 
 def give_up(run: str) -> None:
-    """Ask the zygote of a run no more: it does not answer, as one that somebody has stopped."""
+    """Stop asking the zygote of a run, which does not answer, for example because it is stopped."""
     _silent.add(run)
 
 
@@ -100,10 +100,10 @@ def state_of(pid: int) -> str:
 
 
 def ask(run: str, control: socket.socket, setup: int, environment: dict[str, str]) -> ForkedServer | None:
-    """Ask the zygote of a run for a fork server; None where there is none to ask, and none can be started.
+    """Ask the zygote of a run for a fork server; None if there is no zygote and none can be started.
 
     Args:
-        run: What names the run.
+        run: Name of the run.
         control: The server's end of the socket that requests come over.
         setup: A file with JSON, as for `forkserver.main`, with the variables of the worker.
         environment: Of the zygote, if this worker starts it.
@@ -128,7 +128,7 @@ def ask(run: str, control: socket.socket, setup: int, environment: dict[str, str
 
 
 def inherited() -> dict[str, Any]:
-    """Return what a process has from the one that starts it, besides its environment."""
+    """Return what a process inherits from its parent besides the environment."""
     umask = os.umask(0o077)
     os.umask(umask)
     names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
@@ -141,7 +141,7 @@ def inherited() -> dict[str, Any]:
 
 
 def _inherit(worker: dict[str, Any]) -> None:
-    """Have it as if that worker had started this process.
+    """Take it over, as if that worker had started this process.
 
     Raises:
         OSError, ValueError: This process may not.
@@ -189,14 +189,14 @@ def main(listening_fd: int, setup_fd: int, starter_pid: int) -> NoReturn:
     sys.path[:] = settings["sys_path"]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, _reap)
-    # Of the kernel: an import that hangs may never come back to Python.
+    # The kernel's alarm: a hanging import may never return to Python.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(int(PATIENCE))
     for module in settings["modules"]:
         forkserver.import_ahead(module)
     signal.alarm(0)
     if thread_count() > 1:
-        os._exit(1)  # each worker's own server says which module is to blame
+        os._exit(1)  # each worker's own server reports the module to blame
     _Zygote(socket.socket(fileno=listening_fd), settings["sys_executable"], starter).serve()
 
 
@@ -281,11 +281,11 @@ class _Zygote:
             return
         signal.alarm(
             int(PATIENCE)
-        )  # until it serves nobody watches it: an import that hangs must not outlive the worker
+        )  # no process watches it until it serves: a hanging import must not outlive the worker
         forkserver.begin(fds[0], settings, process)
 
     def _differs(self, environment: dict[str, str]) -> bool:
-        """Whether a variable is another one than when this process imported, which may have read it."""
+        """Whether a variable has changed since the imports of this process, which may have read it."""
         known = [{name: value for name, value in each.items() if not name.startswith(_OF_WORKERS)}
                  for each in (self._environment, environment)]  # fmt: skip
         return known[0] != known[1]

@@ -1,4 +1,4 @@
-"""What one rank issued, in the order in which the host issued it: the input of `races`."""
+"""The work of one rank, in the order in which the host issued it: the input of `races`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Allocated:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """The host gives a block back: from now on the stream that it came from may use its memory for something else."""
+    """The host frees a block: from now on the stream that it came from may reuse its memory."""
 
     block: int
     site: Site
@@ -52,7 +52,7 @@ class Freed:
 
 @dataclass(frozen=True, slots=True)
 class UseRecorded:
-    """`record_stream`: when the block is freed, the allocator waits for what `stream` was given until then."""
+    """`record_stream`: when the block is freed, the allocator waits for the work issued on `stream` until then."""
 
     block: int
     stream: int

@@ -1,13 +1,13 @@
-"""Observe what a rank issues on which stream: on the CPU, as if it were a device with streams, or on a device.
+"""Observes what a rank issues on which stream: on a device, or on the CPU as if it were a device with streams.
 
 The device's module (`torch.cpu`, `torch.cuda`, a vendor's) gets recorded streams and events, and all work really runs on one
-stream. A dispatch mode sees each operator with the tensors that it reads and writes. On a device, what the host itself reads
-and writes is its own, as if on a stream: a copy that does not block it, to or from pinned memory, is not over until it waits.
-A collective runs on a stream of its group, as NCCL's do, from the current stream's state until somebody waits for it; one
-that does not return before it is over runs on the current stream. What C++ code issues and waits for by itself (DDP's
-reducer) is taken to be waited for at once: its waits cannot be seen.
+stream. A dispatch mode sees each operator with the tensors that it reads and writes. On a device the host counts as a stream for
+its own reads and writes: a non-blocking copy to or from pinned memory is not complete until the host waits.
+A collective runs on a stream of its group, as NCCL's do, from the current stream's state until a wait for it; a collective
+that returns only when complete runs on the current stream. Collectives that C++ code issues and awaits (DDP's reducer) count as
+awaited at once, since their waits cannot be seen.
 
-The numbers are those of an unobserved run. Do not observe inside `deliver_late`, whose copies nobody sees.
+The numbers are those of an unobserved run. Do not observe inside `deliver_late`, whose copies the observation cannot see.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from fsdp_testing.ranks.streams.simulated import Event, Stream, StreamContext
 
 @contextmanager
 def observe(device: torch.device | str = "cpu") -> Iterator[History]:
-    """Record what this thread, and the autograd engine for it, issues on which stream while the context lasts.
+    """Record what this thread and its autograd engine issue on which stream while the context lasts.
 
-    Make the model, or at least run its first step, inside: streams that were made before are not recorded ones.
+    Make the model, or at least run its first step, inside: streams made earlier are not recorded.
 
     Args:
         device: Where the rank computes.
@@ -54,7 +54,7 @@ def observe(device: torch.device | str = "cpu") -> Iterator[History]:
             "The streams of such a device cannot be checked; have its package register a module with them."
         )
     with operators_run_by(partial(run_noted, StreamRecorder(History(), kind))):
-        torch.empty(0)  # the first operator under a mode makes torch import its compiler, which is not to be observed
+        torch.empty(0)  # the first operator under a mode makes torch import its compiler, which must not be observed
     history = History()
     recorder = StreamRecorder(history, kind)
     with ExitStack() as stack:
@@ -68,7 +68,7 @@ def observe(device: torch.device | str = "cpu") -> Iterator[History]:
 
 
 def _replacements(recorder: StreamRecorder, module: Any) -> Iterator[Any]:
-    """Yield what stands in torch's place while a rank is observed, as context managers."""
+    """Yield context managers that replace parts of torch while a rank is observed."""
 
     def current_stream(device: Any = None) -> Stream:
         return recorder.current
@@ -113,7 +113,7 @@ def _replacements(recorder: StreamRecorder, module: Any) -> Iterator[Any]:
 
 
 def _of_fsdp1(record_stream: Callable[[Tensor, Stream], None]) -> Iterator[Any]:
-    """FSDP1 calls record_stream on devices that it knows only; its own functions hold this one under their name for it."""
+    """FSDP1 calls record_stream only on devices that it knows; its functions hold this one under another name."""
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith(
             "torch.distributed.fsdp."
@@ -136,7 +136,7 @@ def _resizing(recorder: StreamRecorder, method: Callable[..., Any]) -> Callable[
 
 def _waiting(recorder: StreamRecorder, method: Callable[..., Any]) -> Callable[..., Any]:
     def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-        # gloo copies a result to its place when it is waited for; a device has it there.
+        # gloo copies a result to its place at the wait; on a device it is already there.
         before, recorder.silent = recorder.silent, True
         try:
             result = method(work, *args, **kwargs)

@@ -1,8 +1,8 @@
-"""Accesses to memory that nothing orders, and how far the host runs ahead: vector clocks over a recorded history.
+"""Finds unordered accesses to memory, and how far the host runs ahead: vector clocks over a recorded history.
 
-Each stream counts its work. A clock says, for each stream, up to which piece of work everything is known to be done. A wait
-takes over the clock of what is waited for. An access is ordered after an earlier one if the clock of its stream knows the
-earlier one to be done (Lamport 1978; torch's CUDA sanitizer, pytorch PR 83984, decides alike).
+Each stream counts its work. A clock holds, for each stream, the last piece of work known to be done. A wait takes over the clock
+of what it waits for. An access is ordered after an earlier one if its stream's clock knows that the earlier one is done
+(Lamport 1978; torch's CUDA sanitizer, pytorch PR 83984, decides in the same way).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GATHERS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One access as it is reported: what did it, on which stream, called where."""
+    """One access as reported: the operation, its stream and where it was called."""
 
     name: str
     stream: str
@@ -46,7 +46,7 @@ class Use:
     site: Site
 
     def __str__(self) -> str:
-        """Return it with its place in the code."""
+        """Return the access with its place in the code."""
         verb = "writes" if self.writes else "reads"
         return f"{self.name} {verb} on {self.stream}" + "".join(f"\n      {place}" for place in self.site)
 
@@ -89,7 +89,7 @@ class Race:
 
 @dataclass(slots=True)
 class _Done:
-    """An access that a later one has to be ordered after."""
+    """An access that a later one must be ordered after."""
 
     tick: int
     stream: int
@@ -115,7 +115,7 @@ class _Block:
         owner: The stream whose pool it comes from, and goes back to.
         accesses: Uses that a later one may have to be ordered after.
         recorded: Streams given to `record_stream`.
-        former: Uses of freed memory that it may lie in, until its first use was compared with them.
+        former: Uses of freed memory that the block may reuse, until its first use is compared with them.
     """
 
     label: str
@@ -127,12 +127,12 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class FullBuffers:
-    """How many full parameters a device may still use when an all-gather begins, as late as the host lets it be.
+    """How many full parameters a device may still use when an all-gather begins, if it lags as far as the host allows.
 
     Attributes:
-        held: The most that were not freed.
-        occupied: The most that were not freed, or whose last use the host did not know to be over.
-        site: Where the all-gather was called that made it so many.
+        held: The largest number not freed.
+        occupied: The largest number not freed, or freed while their last use may not have been complete.
+        site: Call of the all-gather that reached that number.
     """
 
     held: int = 0
@@ -190,7 +190,7 @@ class _Judge:
         return self._blocks.setdefault(block, _Block(f"block {block}", 0))
 
     def _work(self, work: Work) -> None:
-        # What the host has waited for is done before anything that it issues now.
+        # Work that the host has waited for is done before anything that it issues now.
         self._join(work.stream, self._clock(HOST))
         clock = self._clock(work.stream)
         clock[work.stream] = tick = clock.get(work.stream, 0) + 1
@@ -249,7 +249,7 @@ class _Judge:
             for before in block.accesses:
                 uses[before.stream] = max(uses.get(before.stream, 0), before.tick)
             self._released.append(uses)
-        # The allocator itself waits for what recorded streams have done by now, and for what that came after.
+        # The allocator waits for the work of recorded streams so far, and for everything ordered before it.
         clocks = [self._clock(stream) for stream in sorted(block.recorded)]
         self._former.setdefault(block.owner, []).extend(
             _Former(before, block.label, site)
@@ -259,7 +259,7 @@ class _Judge:
         )
 
     def _race(self, race: Race) -> None:
-        # Of a list of parameters each one races at the same two places.
+        # In a list, every parameter races at the same two places.
         self._races.setdefault((race.earlier, race.later, bool(race.reused)), race)
 
     def _use(self, done: _Done) -> Use:
@@ -280,7 +280,7 @@ def _supersedes(now: _Done, before: _Done) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StreamAccount:
-    """What a history says, small enough to be reported.
+    """The judgement of a history, small enough to report.
 
     Attributes:
         streams: Names of the streams that were given work.

@@ -1,4 +1,4 @@
-"""What a rank issues, noted: each operator and collective with the memory that it reads and writes, and memory that is freed."""
+"""Notes what a rank issues: each operator and collective with the memory that it reads and writes, and freed memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FULL_SWEEP = 1000
 _HERE = str(Path(__file__).parent)
 _OURS = Path(__file__).parents[2]
 _TORCH = str(Path(torch.__file__).parent)
-# Code that hands calls on; a place in it says nothing about who issued the work.
+# Code that passes calls on; a place in it does not tell which code issued the work.
 _PASSED_OVER = (
     _HERE,
     *(f"{_OURS}/{room}/" for room in ("train", "ranks/pool")),
@@ -96,7 +96,7 @@ _COLLECTIVES: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class _TrackedBlock:
-    """Memory that is in use: what identifies it, its number in the history and whose pool it is of."""
+    """Memory in use: its identity, its number in the history and the stream whose pool it comes from."""
 
     key: int
     number: int
@@ -104,14 +104,14 @@ class _TrackedBlock:
 
 
 class StreamRecorder(Device):
-    """The device of an observed rank: also knows blocks of memory, and collectives that nobody has waited for."""
+    """The device of an observed rank: also knows blocks of memory, and collectives that no code has waited for."""
 
     def __init__(self, history: History, kind: str = "cpu") -> None:
         self._kind = kind
         self._settle = getattr(torch, kind).synchronize
         self._blocks: dict[int, _TrackedBlock] = {}
         self._references: dict[int, Any] = {}
-        self._shared: dict[int, Any] = {}  # of blocks that more streams than one have used
+        self._shared: dict[int, Any] = {}  # of blocks that several streams have used
         self._until_full_sweep = _FULL_SWEEP
         self._made = 0
         self._pending: dict[int, tuple[Any, Event]] = {}
@@ -124,14 +124,14 @@ class StreamRecorder(Device):
         super().__init__(history)
 
     def note(self, entry: Entry) -> None:
-        """Add an entry, after the release of what was freed before it."""
+        """Add an entry, after noting blocks that were freed before it."""
         self.sweep()
         super().note(entry)
 
     def sweep(self) -> None:
-        """Note which blocks nobody refers to any more.
+        """Note the blocks that are no longer referenced.
 
-        When a block that one stream alone has used is freed is no matter; such blocks are looked at now and then.
+        For a block that only one stream has used the time of its release does not matter; such blocks are checked now and then.
         """
         self._until_full_sweep -= 1
         references = self._shared
@@ -141,7 +141,7 @@ class StreamRecorder(Device):
             self.freed(key)
 
     def freed(self, key: int) -> None:
-        """Note that a block was given back."""
+        """Note that a block was freed."""
         block = self._blocks.pop(key, None)
         self._references.pop(key, None)
         self._shared.pop(key, None)
@@ -149,14 +149,14 @@ class StreamRecorder(Device):
             self.history.entries.append(Freed(block.number, _site()))
 
     def close(self) -> None:
-        """Forget what is still held; what is freed afterwards is nobody's concern."""
+        """Forget the blocks still held; their release does not matter."""
         self._until_full_sweep = 0
         self.sweep()
         for kept in (self._pending, self._blocks, self._references, self._shared):
             kept.clear()
 
     def block(self, tensor: Tensor, made: bool = False) -> _TrackedBlock:
-        """Return the block that a tensor lies in; a new one begins on the current stream if it was `made` just now."""
+        """Return the block that a tensor lies in; a new block begins on the current stream if the tensor was `made` just now."""
         storage = tensor.untyped_storage()
         key = storage_key(storage)
         block = self._blocks.get(key)
@@ -171,7 +171,7 @@ class StreamRecorder(Device):
         return block
 
     def settle(self) -> None:
-        """Let the device really be done: whatever the host is told to wait for, it may read next."""
+        """Really wait for the device: the host may next read anything that it waited for."""
         if self._kind != "cpu":
             self._settle()
 
@@ -193,7 +193,7 @@ class StreamRecorder(Device):
         """Note a piece of work."""
         accesses: list[Access] = []
         for tensor, writing in [(each, False) for each in reads] + [(each, True) for each in writes]:
-            # A tensor without elements, or without memory, is used by nobody.
+            # A tensor without elements or memory is not used.
             if tensor.numel() == 0 or tensor.device.type == "meta":
                 continue
             block, size = self.block(tensor), tensor.element_size()
@@ -220,7 +220,7 @@ class StreamRecorder(Device):
         return event
 
     def issuer(self, tensors: Sequence[Tensor]) -> int:
-        """Who issues a collective of these tensors, and waits for it: the host between tensors of its own."""
+        """Return the issuer of a collective of these tensors, which also waits for it: the host for the host's own tensors."""
         return HOST if tensors and all(map(self.on_host, tensors)) else self.current.number
 
     def pend(self, work: Any, event: Event) -> None:
@@ -259,14 +259,14 @@ def run_noted(recorder: StreamRecorder, operator: Operator, args: tuple[Any, ...
         return result
     if operator.namespace == "_c10d_functional":
         return _functional(recorder, operator, args, kwargs)
-    # Inputs first: what the operator is the last to refer to is noted before it may be freed.
+    # Inputs first: memory whose last reference is the operator's is noted before it may be freed.
     reads, writes = _touched(operator, args, kwargs)
     arguments = {_key(tensor) for tensor in _tensors((args, kwargs))}
     for tensor in (*reads, *writes):
         recorder.block(tensor)
     result = operator.call(*args, **kwargs)
     if operator.name == "lift_fresh":
-        recorder.block(result, made=True)  # of `torch.tensor`, which makes it out of sight, just now
+        recorder.block(result, made=True)  # of `torch.tensor`, which has just made it unseen
     made = [each for each in _tensors(result) if each.numel() and _key(each) not in arguments]
     for tensor in made:
         recorder.block(tensor, made=True)
@@ -332,7 +332,7 @@ def _touched(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         tensors = _tensors(args[place] if place < len(args) else kwargs.get(name))
         if written:
             writes += tensors
-        elif not shared:  # an argument that is only shared is looked at by nobody: the operator is a view
+        elif not shared:  # an argument that is only shared is not read: the operator is a view
             reads += tensors
     return reads, writes
 
@@ -344,7 +344,7 @@ def _tensors(value: Any) -> list[Tensor]:
         value = value.values()
     elif not isinstance(value, (list, tuple)):
         return []
-    # Most parts are tensors or plain values: these are not asked by a call each.
+    # Most parts are tensors or plain values: no call for each of these.
     tensors: list[Tensor] = []
     for each in value:
         if isinstance(each, (Tensor, list, tuple, dict)):
@@ -369,6 +369,6 @@ def _site() -> Site:
 
 @functools.cache
 def _place(code: CodeType, line: int) -> str:
-    """Return a place as text; empty for code that hands calls on. Asked for each frame of each operator."""
+    """Return a place as text; empty for code that passes calls on. Called for each frame of each operator."""
     passed_over = code.co_filename.startswith(_PASSED_OVER)
     return "" if passed_over else f"{code.co_filename}:{line} in {code.co_qualname}"

@@ -1,7 +1,7 @@
-"""Streams and events that compute nothing and note who waits for whom.
+"""Streams and events that compute nothing and note which stream waits for which.
 
 They have the methods of `torch.cuda.Stream` and `torch.cuda.Event` that sharding code calls. While a rank is observed they
-stand in `torch.cpu`, whose own do nothing.
+replace those of `torch.cpu`, which do nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Device:
         self.default = Stream(self, "the default stream")
 
     def note(self, entry: Entry) -> None:
-        """Add an entry to the history; overridden where something has to be noted before it."""
+        """Add an entry to the history; overridden to note something before it."""
         self.history.entries.append(entry)
 
     def settle(self) -> None:
@@ -86,7 +86,7 @@ class Event:
         self._device.note(EventWaited(self.number, HOST))
 
     def query(self) -> bool:
-        """Wait for the event and return True: whoever hears that it is over may read what it stands for."""
+        """Wait for the event and return True: the caller may then read the results of its work."""
         self.synchronize()
         return True
 

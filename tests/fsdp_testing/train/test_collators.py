@@ -35,9 +35,7 @@ def judge(*arguments):
 def test_a_statistic_of_each_ranks_rows_is_unknown(arguments):
     report = judge(*arguments)
     assert report.verdict is Verdict.UNKNOWN, str(report)
-    says = (
-        r"given the ranks' batches as they are. But collate_fn makes other rows .*differs: .* at step .*own statistic"
-    )
+    says = r"on the ranks' own batches. But from the rows .* collate_fn makes other rows.*differs: .* at step .*own statistic"
     assert re.search(says, str(report)), str(report)
 
 

@@ -1,4 +1,4 @@
-"""Every axis of a case: `AXES`, which whoever draws, shrinks, reports or runs goes through."""
+"""Every axis of a case: `AXES`, the list that drawing, shrinking, reporting and running use."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What may vary in a case besides its model and its program: each axis is one class, and all that is known of it stands there.
+"""What may vary in a case besides its model and its program: each axis is one class that holds everything about it.
 
-An axis says which capabilities its values need and which values are legal, how it is drawn, what tags, sentences and scripts
-call it, how it becomes simpler, whether the numbers of one process depend on it, and what an implementation is told of it.
-Whoever draws, shrinks, reports or runs goes through `AXES` (`cases/records/axes`). What depends on the modules of a tree
-(which layouts have a meaning, which units are optional) is known where trees are: `cases/drawing`, `judging/tags.py`.
+An axis defines the capabilities of its values, the legal values, how it is drawn, its names in tags, sentences and scripts,
+how it becomes simpler, whether the numbers of one process depend on it, and what an implementation is told about it.
+Drawing, shrinking, reporting and running go through `AXES` (`cases/records/axes`). Facts that depend on the modules of a tree
+(which layouts have a meaning, which units are optional) are in `cases/drawing` and `judging/tags.py`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Step = tuple[tuple[Any, ...], "Case"]
 
 
 class Axis:
-    """Base of all axes; what a method does not say changes nothing.
+    """Base of all axes; the methods' defaults change nothing.
 
     Attributes:
-        features: What must be on for a value that is not plain to be drawn, each with the capabilities that it needs.
+        features: Features that must be on to draw a value that is not plain, each with the capabilities that it needs.
         rare: Its features are switched on less often: they make others unreachable, or slow.
-        over_one_axis: Its features are not drawn where several ranks hold one model together.
-        scripted: Scripts that show a failure with torch alone know the values that need a capability.
+        over_one_axis: Its features are not drawn when several ranks share one model.
+        scripted: Scripts that show a failure with torch alone support the values that need a capability.
     """
 
     features: Mapping[str, tuple[str, ...]] = {}
@@ -45,7 +45,7 @@ class Axis:
         return ()
 
     def draw(self, case: Case, choices: Choices, swarm: Swarm) -> Case:
-        """Return the case with a value that is drawn."""
+        """Return the case with a drawn value."""
         return case
 
     def tags(self, case: Case) -> Iterable[str]:
@@ -57,7 +57,7 @@ class Axis:
         return ()
 
     def plain(self, case: Case) -> Case:
-        """Return the case with the simplest value, where that leaves the model and its units as they are."""
+        """Return the case with the simplest value, if that leaves the model and its units unchanged."""
         return case
 
     def for_oracle(self, case: Case) -> Case:
@@ -65,11 +65,11 @@ class Axis:
         return case
 
     def text(self, case: Case) -> str:
-        """Return what a sentence calls the value; empty for one that is usual."""
+        """Return the value's name in a sentence; empty for a usual value."""
         return ""
 
     def setup(self, case: Case) -> Mapping[str, Any]:
-        """Return the fields of `adapters.protocol.Setup` by which an implementation is told."""
+        """Return the fields of `adapters.protocol.Setup` that tell an implementation the value."""
         return {}
 
 
@@ -86,14 +86,14 @@ def planned(case: Case, **changes: Any) -> Case:
 
 @dataclass(frozen=True)
 class Option(Axis):
-    """Something that wrapping is asked for by one field of `WrappingPlan`, and that needs one capability.
+    """An option of wrapping: one field of `WrappingPlan`, which needs one capability.
 
     Attributes:
         field: Of the plan.
         claim: The capability.
         values: The plain one first.
-        feature: For which it is drawn; empty for an option that only checks ask for.
-        meaning: Of the capability, where `CAPABILITIES` does not have it itself.
+        feature: Its feature when drawn; empty for an option that only checks use.
+        meaning: Of the capability, if `CAPABILITIES` lacks it.
         told: A field of `Setup` has the same name and value.
     """
 

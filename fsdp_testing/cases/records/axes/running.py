@@ -82,7 +82,7 @@ class Numbers(Axis):
 
 
 class World(Axis):
-    """How many ranks there are, and how many of them hold one model together, which the scope of a campaign says."""
+    """How many ranks there are, and how many of them share one model, which the scope of a campaign sets."""
 
     scripted = True
 
@@ -214,7 +214,7 @@ class Optimizer(Axis):
     def draw(self, case: Case, choices: Choices, swarm: Swarm) -> Case:
         kinds = swarm.among(self.features)
         lr = choices.pick((0.05, 0.01))
-        # Adam divides by |g| + eps: with a small eps a gradient that is zero but for rounding makes a step of full size.
+        # Adam divides by |g| + eps: with a small eps, a gradient that is zero up to rounding makes a full-size step.
         options = {
             "": OptimizerSpec("sgd", {"lr": lr}),
             "optimizer.momentum": OptimizerSpec("sgd", {"lr": lr, "momentum": 0.9, "weight_decay": 0.01}),

@@ -85,7 +85,7 @@ class Layouts(Axis):
     def simpler(self, case: Case) -> Iterable[Step]:
         plan = dict(case.wrapping.layouts)
         for fqn, layout in plan.items():
-            # Paired ones, whose partner would have no meaning alone, become whole on their own first.
+            # Paired layouts, whose partner would have no meaning alone, are first replaced by ones for whole activations.
             others = {**plan, fqn: layout.removesuffix("_cut")}
             ways = [others] if others != plan else []
             ways += [{**others, fqn: "replicated"}] if layout != "replicated" else []
@@ -98,7 +98,7 @@ class Layouts(Axis):
 
 
 class Checkpointed(Axis):
-    """Modules whose forward is computed again in backward."""
+    """Modules whose forward is recomputed in backward."""
 
     def needs(self, case: Case) -> Iterable[str]:
         again = "activation_checkpointing", "reentrant_checkpointing"
