@@ -223,8 +223,9 @@ def check_backend(name: str, size: int) -> None:
 
 
 def expectations(path: Path | None, names: tuple[str, ...], tensor_parallel: int = 1) -> dict[str, dict[str, Any]]:
-    """Expected failures of the implementations that are run; tables of others are ignored, unless they name no check. With
-    tensor parallelism only the table `[NAME.tensor_parallel]` applies.
+    """Expected failures of the implementations that are run; tables of others are ignored, unless they name no check.
+
+    With tensor parallelism only the table `[NAME.tensor_parallel]` applies.
 
     A page that lies beside the list is named by its path, so that it can be opened from here.
 

@@ -1,5 +1,6 @@
-"""A result for readers: one model, which `terminal.py` prints and `html.py` writes as a page. Pure functions build a `Sheet`
-from the result of a command (`conformance.py`, `parity.py`, `search/*`, `train/report.py`). `kind` is a class of the style
+"""A result for readers: one model, which `terminal.py` prints and `html.py` writes as a page.
+
+Pure functions build a `Sheet` from the result of a command (`conformance.py`, `parity.py`, `search/*`, `train/report.py`). `kind` is a class of the style
 sheet and a style of the terminal: a verdict's value, or one of `said` (what matters), `meaning` (what explains).
 """
 
@@ -125,8 +126,9 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Blocks that a page folds unless `unfolded`, and that a terminal shows only in full. `page_only`: never shown in a
-    terminal, because it holds pictures or a document for another command.
+    """Blocks that a page folds unless `unfolded`, and that a terminal shows only in full.
+
+    `page_only`: never shown in a terminal, because it holds pictures or a document for another command.
     """
 
     title: str
