@@ -1,7 +1,8 @@
 """A result for readers: one model, which `terminal.py` prints and `html.py` writes as a page.
 
-Pure functions build a `Sheet` from the result of a command (`conformance.py`, `parity.py`, `search/*`, `train/report.py`). `kind` is a class of the style
-sheet and a style of the terminal: a verdict's value, or one of `said` (what matters), `meaning` (what explains).
+Pure functions build a `Sheet` from the result of a command (`conformance.py`, `parity.py`, `search/*`, `train/report.py`).
+`kind` is a class of the style sheet and a style of the terminal: a verdict's value, or one of `said` (what matters), `meaning`
+(what explains).
 """
 
 from __future__ import annotations
