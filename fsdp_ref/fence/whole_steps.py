@@ -1,8 +1,8 @@
-"""Optimizers whose step needs whole parameters, over shards.
+"""Refuses shards to optimizers whose step needs whole parameters.
 
-A rank steps what it holds. That gives the step of one process if each element moves by its own gradient and state alone. An
-optimizer that uses norms, rows or products of whole parameters would step each shard by that shard's own, silently (Zhao et
-al., "PyTorch FSDP", section 7.2.1). Those of torch are refused; of others nobody can tell.
+A rank steps the elements that it holds. That equals the step of one process if each element depends only on its own gradient
+and state. An optimizer that uses norms, rows or products of whole parameters would step each shard by that shard's own,
+silently (Zhao et al., "PyTorch FSDP", section 7.2.1). Torch's optimizers of this kind are refused; others cannot be recognised.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NEEDS_WHOLE: Final = (Adafactor, LBFGS, Muon)
 
 
 def watch_steps(_: Unit) -> None:
-    """From now on look at optimizers before they step."""
+    """From now on check optimizers before they step."""
     _watch_once()
 
 
@@ -34,7 +34,7 @@ def _watch_once() -> None:
 
 
 def refuse_shards(optim: Optimizer, *_: Any) -> None:
-    """Refuse a step that would take shards, or parameters joined to a flat one, for whole parameters.
+    """Refuse a step that would treat shards, or several parameters in a flat one, as whole parameters.
 
     Raises:
         UnsupportedError: ``optim`` is Adafactor, LBFGS or Muon, and has such a parameter.

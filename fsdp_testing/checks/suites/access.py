@@ -39,7 +39,7 @@ OUTPUTS: tuple[Check, ...] = (
           *(cases("containers", *iterations(2), arguments={"container": container})
             for container in MODELS["containers"].arguments["container"]),
           source="pytorch issue 77812; PR 173415, 174692"),
-    check("outputs.parameters", "A parameter that a unit returns can be used outside the unit, and gets the gradient of that use.",
+    check("outputs.parameters", "A parameter that a unit returns can be used outside it, and gets the gradient of that use.",
           cases("returned_parameters", *iterations(2)), source="torch.nn.Module.forward"),
     check("outputs.opaque_objects", "Units that return objects of a user's class train as in one process.",
           cases("opaque_output", *iterations(2)), source="pytorch PR 173415"),

@@ -88,7 +88,7 @@ MIXED_PRECISION: tuple[Check, ...] = (
     lowered("mixed_precision.unit_inputs", "Only the root casts inputs: inner units receive what the model passes them.",
             stored_in_float32("precise_input", *iterations(2), precision=_LOW),
             source="torch.distributed.fsdp.MixedPrecision, cast_forward_inputs", needs={"nested_wrapping"}),
-    lowered("mixed_precision.changed_in_forward", "After a forward the stored weights keep the digits that the compute dtype lacks.",
+    lowered("mixed_precision.changed_in_forward", "After a forward, weights keep the digits that the compute dtype lacks.",
             stored_in_float32("self_clipping", *iterations(3), optimizer=PLAIN_SGD, precision=_LOW),
             source="torch.nn.Module: parameters are the module's own", needs={"forward_edits"}),
     lowered("mixed_precision.thawed",
