@@ -115,7 +115,7 @@ def not_drawn(plan: Plan) -> list[str]:
         lines.append(f"{features}: {', '.join(sorted(missing))}")
     if undrawable:
         lines.append(
-            f"{adapter.name} claims some of these ({', '.join(sorted(undrawable))}): they are judged by gradients, which its "
+            f"{adapter.name} does claim some of these ({', '.join(sorted(undrawable))}): they are judged by gradients, which its "
             "adapter does not show. Give it local_pieces."
         )
     return lines

@@ -76,8 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The arguments after the program's name; `None` takes them from the command line.
     """
     if arguments is None:
-        # Before it ends Python collects garbage several times: a third of a second once torch is imported. It also flushes open
-        # files, so only a process of our own may skip this.
+        # Before it ends Python collects garbage several times: a third of a second once torch is imported. It also finalises
+        # objects, such as files with unflushed text, so only a process of our own may skip this.
         atexit.register(gc.freeze)
     for stream in (sys.stdout, sys.stderr):
         # Names, paths and messages may hold characters that the terminal's encoding lacks: escape them instead of failing.

@@ -130,7 +130,7 @@ def _parts(norm: Norm, gradients: Mapping[str, torch.Tensor], units: Mapping[str
 def _sums_of_powers(
     whole: float, powers: Mapping[str, float], gradients: Mapping[str, torch.Tensor], units: Mapping[str, str]
 ) -> dict[str, float]:
-    """Sums of powers, each with the set of gradients that it would be the norm of."""
+    """Sums of powers, by the norm that each would give."""
     sums = {f"the norm of all gradients, each counted {often} times": whole * often for often in range(2, 9)}
     groups: dict[str, set[str]] = {}
     for fqn, gradient in gradients.items():

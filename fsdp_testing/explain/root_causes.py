@@ -197,7 +197,7 @@ class _Explainer:
                 if self._budget.exhausted:
                     self.left.append(failing)
                     continue
-                # Replicated values may differ between ranks in a failure that shows as a divergence if each rank holds a part.
+                # One defect may make ranks disagree about replicated values, and show as a divergence if each rank holds a part.
                 kind = FailureKind.DIVERGED if fine.alike.kind in WRONG_NUMBERS else fine.alike.kind
                 alike = by_look.setdefault(fine.alike._replace(kind=kind), [])
                 cause = self._same(failing, alike) or self._new(failing, alike)

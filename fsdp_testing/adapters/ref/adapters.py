@@ -108,7 +108,7 @@ _NOT_CLAIMED = frozenset(
         # FSDP's API has no option for this.
         "error_if_nonfinite",
         "mixed_dtype_units",
-        # A module that has run once cannot become part of a larger root.
+        # A unit that has run alone is a root, and cannot become part of a larger tree.
         "inner_forward",
         "unit_alone",
         # A unit keeps the parameters that it flattened.

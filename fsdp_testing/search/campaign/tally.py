@@ -77,7 +77,7 @@ class CampaignTally:
         return self.exit_code_for(self.verdicts)
 
     def exit_code_for(self, verdicts: Mapping[Verdict, int]) -> int:
-        """Return the exit code for the verdicts of all runs; this run may have added only unknown cases and remarks."""
+        """Return the exit code for the verdicts of all runs; an earlier finding that this run met again counts as a failure."""
         code = 1 if self.found_before else exit_code_of(verdicts, self.discovered)
         return code or (3 if self.unjudged else 0)
 

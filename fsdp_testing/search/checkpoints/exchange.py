@@ -267,7 +267,7 @@ def _result(place: Place, item: Item, judgement: Judgement) -> Result:
 
 
 def _is_refusal(finding: Finding) -> bool:
-    """Whether every rank raised alike before training continued: no rank trains on with wrong numbers."""
+    """Whether every rank raised alike, in saving or loading or with NotImplementedError: no rank trains on wrong numbers."""
     early = finding.operation_text in (Stage.SAVING, Stage.LOADING) or finding.quantity == "NotImplementedError"
     return finding.kind == FailureKind.RAISED and early
 
