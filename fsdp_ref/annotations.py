@@ -1,8 +1,8 @@
-"""What has been applied to a module, and where in a tree the units are.
+"""Annotations of modules: the APIs applied to a module, and the units in a tree.
 
-A module carries up to three things of ours in its ``__dict__``, outside its parameters, buffers and children: the unit
-that it is, the units that own its parameters, and an ordered registry of the composable APIs that were applied to it.
-They live on the module, not in a table of ours, so that they die with it and are copied with it.
+A module carries up to three annotations in its ``__dict__``, outside its parameters, buffers and children: its own unit, the
+units that own its parameters, and an ordered registry of the composable APIs that were applied to it. They live on the module,
+not in a global table, so that they die with it and are copied with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REPLICATE: Final = "replicate"
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """Return the unit that ``module`` is: a wrapper module, or a module that the composable API was applied to."""
+    """Return the unit of ``module``: a wrapper module, or a module that the composable API was applied to."""
     return module.__dict__.get(UNIT_KEY)
 
 
@@ -52,7 +52,7 @@ def register(module: nn.Module, api: str, state: object) -> None:
 
 
 def unregister(module: nn.Module, api: str) -> None:
-    """Take back :func:`register`; a module without any API carries nothing of ours."""
+    """Undo :func:`register`; a module without any API carries no registry."""
     registry = module.__dict__.get(REGISTRY_KEY, {})
     registry.pop(api, None)
     if not registry:
@@ -68,8 +68,8 @@ def walk(root: nn.Module, stop_at: Callable[[nn.Module], bool]) -> Iterator[tupl
     """Yield modules as (name, module) in the order of ``named_modules(remove_duplicate=False)``.
 
     Args:
-        root: The first one; its children are visited whatever it is.
-        stop_at: Says of a module below ``root`` that what is below it is not visited. Torch's own walk enters every subtree,
+        root: The first module; its children are always visited.
+        stop_at: Whether the walk skips everything below this module. Torch's own walk enters every subtree,
             by generators as deep as the tree: units made from the inside out would cost the third power of their number.
     """
     stack = [("", root)]
@@ -92,7 +92,7 @@ def is_unit(module: nn.Module) -> bool:
 def units_under(root: nn.Module) -> list[tuple[str, nn.Module, Unit]]:
     """Return every unit at or below ``root`` as (name, module, unit), depth first, without duplicates.
 
-    A replicated subtree belongs to another parallelism, units inside it included (pytorch PR 91044).
+    A replicated subtree, including the units inside it, belongs to another parallelism (pytorch PR 91044).
     """
     units: dict[nn.Module, tuple[str, nn.Module, Unit]] = {}
     for name, module in walk(root, is_replicated):
@@ -121,7 +121,7 @@ def outermost_units(module: nn.Module, api: str) -> list[Unit]:
     if own is not None:
         return [own]
     found: list[tuple[str, Unit]] = []
-    for name, _, unit in units_under(module):  # depth first: what is below the last one comes right after it
+    for name, _, unit in units_under(module):  # depth first: everything below a unit comes right after it
         if not found or not name.startswith(found[-1][0] + "."):
             found.append((name, unit))
     if not found:

@@ -93,18 +93,18 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often ``tensor`` was changed in place; 0 for one made for inference, which nobody counts."""
+    """Return how often ``tensor`` was changed in place; 0 for an inference tensor, which has no counter."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def after_optimizer_steps(callback: Callable[..., None]) -> None:
-    """Run ``callback(optimizer, args, kwargs)`` after each step of any optimizer of this process; once, however often asked."""
+    """Run ``callback(optimizer, args, kwargs)`` after each step of any optimizer of this process; registered only once."""
     if callback not in optimizer_hooks.values():
         register_optimizer_step_post_hook(callback)
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor in place of the result of a functional collective that nobody has waited for."""
+    """Wait for the result of a functional collective, if ``tensor`` is one, and return a plain tensor."""
     module = sys.modules.get(
         "torch.distributed._functional_collectives"
     )  # who made such a tensor imported it; slow to import
@@ -117,7 +117,7 @@ def keep_compiler_out() -> None:
     """Let ``torch.compile`` trace no function of this package, and go on to trace what it calls: the user's modules.
 
     Traced, the runtime broke into hundreds of graphs, and ended in errors of the compiler. torch has no public name for this.
-    The compiler is not imported for it: where it is not there yet, it is told when it comes.
+    The compiler is not imported for this: it is told when it is imported later.
     """
     if rules := sys.modules.get(_TRACE_RULES):
         rules.add(__package__)
@@ -129,7 +129,7 @@ _TRACE_RULES: Final = "torch._dynamo.trace_rules"
 
 
 class _CompilerComes(MetaPathFinder):
-    """Tells torch's compiler of this package when it is imported, and is gone then."""
+    """Tells torch's compiler about this package when the compiler is imported, then removes itself."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -161,7 +161,7 @@ _profiler: Final[Any] = torch.autograd.profiler
 def labelled(event: str, unit: str) -> AbstractContextManager[object]:
     """Return a range ``FSDP::event (unit)`` of torch's profiler.
 
-    Without a profiler it is nothing and costs reading torch's flag once; a range that nobody records costs microseconds.
+    Without a profiler it does nothing, because an unrecorded range would cost microseconds.
     """
     if not _profiler._is_profiler_enabled:
         return _NOT_PROFILED
@@ -204,10 +204,10 @@ def method_called_on(objects: Collection[object]) -> str:
 
 
 class RunningCall:
-    """A Python call that is on the stack now; says later whether it has ended, by whatever way.
+    """A Python call that is on the stack now; tells later whether it has ended, in whatever way.
 
     torch skips the hooks after a call that raised (those after forward for a ``BaseException``, those after collecting
-    a state for any): who waits for such a hook learns here that it will not come.
+    a state for any); this call shows that such a hook will not run.
     """
 
     def __init__(self, frame: FrameType) -> None:

@@ -27,17 +27,17 @@ class UnitState(Enum):
     """
 
     SHARDED = auto()
-    """Nobody: the storage of the full buffer is freed."""
+    """No owner: the storage of the full buffer is freed."""
     GATHERING = auto()
-    """The collective that fills the buffer: it is allocated, and nobody may read it. Only waiting or giving up ends it."""
+    """The collective that fills the buffer: it is allocated, and must not be read. Only waiting or dropping it ends this."""
     UNSHARDED = auto()
-    """Whoever computes next: the buffer is filled and rests, before forward, between forward and backward, or after a
+    """The next computation: the buffer is filled and idle, before forward, between forward and backward, or after a
     forward that no backward follows. An optimizer step makes it out of date, so the next forward of the tree drops it."""
     ACCUMULATING = auto()
     """The accumulation: a backward without synchronisation left the buffer filled for the next forward. No step may come
     before a backward with synchronisation, so the next forward of the tree keeps it."""
     FORWARD = auto()
-    """The module's forward: modules show tracked views of the buffer. Nobody else gives it up until the call ends."""
+    """The module's forward: modules show tracked views of the buffer. It is not released until the call ends."""
     BACKWARD = auto()
     """Autograd, from the first gradient or saved parameter that it asks for until the unit's gradients are complete."""
     SUMMONED = auto()
@@ -47,7 +47,7 @@ class UnitState(Enum):
 
 
 class ReshardReason(Enum):
-    """Why a unit gives its full parameters up; see ``runtime.unit.Unit.reshard`` for what follows."""
+    """Why a unit releases its full parameters; see ``runtime.unit.Unit.reshard`` for what follows."""
 
     AFTER_FORWARD = auto()
     """The unit's forward ended. The strategy decides."""
@@ -64,7 +64,7 @@ class ReshardReason(Enum):
 _S = UnitState
 TRANSITIONS: Final[Mapping[UnitState, frozenset[UnitState]]] = {
     _S.SHARDED: frozenset({_S.GATHERING, _S.SUMMONED}),
-    # GATHERING -> SHARDED: a prefetch that nobody used, or an exception while the gather was in flight.
+    # GATHERING -> SHARDED: an unused prefetch, or an exception while the gather was in flight.
     _S.GATHERING: frozenset({_S.UNSHARDED, _S.SHARDED}),
     _S.UNSHARDED: frozenset({_S.FORWARD, _S.BACKWARD, _S.ACCUMULATING, _S.SHARDED, _S.SUMMONED}),
     _S.ACCUMULATING: frozenset({_S.FORWARD, _S.BACKWARD, _S.SHARDED, _S.SUMMONED}),
@@ -75,7 +75,7 @@ TRANSITIONS: Final[Mapping[UnitState, frozenset[UnitState]]] = {
 }
 
 READABLE: Final = frozenset({_S.UNSHARDED, _S.ACCUMULATING, _S.FORWARD, _S.BACKWARD})
-"""States in which the full buffer is filled for certain, and belongs to computation."""
+"""States in which the full buffer is certainly filled, and belongs to computation."""
 
 
 class LifeCycle:

@@ -1,1 +1,1 @@
-"""Full parameters in users' hands, and what becomes of their edits."""
+"""Full parameters in users' hands, and how their edits are kept."""

@@ -1,10 +1,10 @@
-"""Full parameters shown to users, and what becomes of their edits.
+"""Full parameters shown to users, and how their edits are kept.
 
 The full parameters are gathered in full precision into a buffer of their own, whatever state the unit is in, so that a
 unit which stays unsharded between forward and backward is not disturbed. Edits survive however they were made: in
 place, by ``.data =``, or by putting another parameter on the module.
 
-Everything that can be refused is refused before the first collective, on every rank alike.
+All refusals come before the first collective, on every rank alike.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from fsdp_ref.storage.views import flat_views
 
 @dataclass(frozen=True, slots=True)
 class SummonOptions:
-    """What a user asks for; the fields but the last are those of ``summon_full_params``.
+    """The user's options; all fields but the last are those of ``summon_full_params``.
 
     Attributes:
-        gather: fill what is shown. Without, nothing is sent: what is shown has the shapes of full parameters alone, for who
-            reads the shard and, with ``writeback``, writes there.
+        gather: fill the parameters. Without it nothing is sent: the parameters have only their full shapes, for a caller that
+            reads the shard and, with ``writeback``, writes to it.
     """
 
     recurse: bool = True
@@ -59,7 +59,7 @@ def summon(module: nn.Module, options: SummonOptions) -> Iterator[None]:
     """Show full parameters of the units at or below ``module`` while the context lasts.
 
     Raises:
-        UnshardConflictError: a unit runs forward or backward, or its parameters are summoned already.
+        UnshardConflictError: a unit runs forward or backward, or its parameters are already summoned.
         UnsupportedError: options that exclude one another.
 
     Collectives:
@@ -75,7 +75,7 @@ def summon(module: nn.Module, options: SummonOptions) -> Iterator[None]:
         close_ended(unit)
     _check(units, options)
     for unit in units:
-        # Before the first is summoned: cleaning up after a failed pass gives up what every unit of the tree has.
+        # Before the first summon: cleaning up after a failed pass frees the full parameters of every unit of the tree.
         root = lazy_init(unit)
         root.recover()
         for look in root.guards.tree_used:
@@ -142,13 +142,13 @@ def _summoned(unit: Unit, options: SummonOptions) -> Iterator[None]:
         finally:
             summoned.keep_edits(resumes)
     finally:
-        # The unit's own buffer was left alone, and so is what was gathered in it before.
+        # The unit's own buffer was left alone, so its gathered values stay valid.
         unit.life.move(resumes, unit.name)
         summoned.close()
 
 
 class _Summoned:
-    """One unit's full parameters while a user has them; tensors that he keeps stay valid copies."""
+    """One unit's full parameters while a user has them; tensors that the user keeps stay valid copies."""
 
     def __init__(self, unit: Unit, handle: FlatHandle, options: SummonOptions) -> None:
         self._unit = unit
@@ -159,7 +159,7 @@ class _Summoned:
         self._shown: list[nn.Parameter] = []
         self._grads: FullGradients | None = None
         self._was_full = False
-        # Versions before, and the counters of what is shown: which parameters were edited?
+        # Versions before, and counters of the shown tensors, to find the edited parameters.
         self._before: list[int] = []
         self._counted: list[int] = []
 
@@ -195,7 +195,7 @@ class _Summoned:
             return
         if self._options.gather or not handle.sharded:
             self._views = flat_views(self._full_F, handle.layout)
-        else:  # shapes alone, over one element
+        else:  # only shapes, over one element
             self._views = [self._full_F[0].expand(spec.shape) for spec in handle.layout.params]
         self._shown = handle.originals.show_summoned(self._views)
         self._counted = [compat.version_of(param) for param in self._shown]
@@ -217,7 +217,7 @@ class _Summoned:
         return torch.empty(1, dtype=handle.shard_S.dtype, device=device)
 
     def keep_edits(self, resumes: UnitState) -> None:
-        """Write what the user made of the parameters to the shard, and to the unit's own buffer if that is filled."""
+        """Write the user's values to the shard, and to the unit's own buffer if that is filled."""
         handle = self._handle
         problem: Exception | None = None
         edited: list[int] = []
@@ -239,7 +239,7 @@ class _Summoned:
                     handle.shard_S[: span.numel].copy_(self._full_F[span.as_slice()])
                 elif self._full_F is not handle.shard_S:
                     handle.shard_S.copy_(self._full_F)
-                # After the copies, which a flat parameter counts: edits that nobody made count for nothing.
+                # After the copies, which raise a flat parameter's counter: a copy without an edit must not count.
                 handle.versions.settle(self._before, changed)
                 if resumes in READABLE and handle.needs_buffer:
                     handle.full_F().copy_(self._full_F)
@@ -253,7 +253,7 @@ class _Summoned:
             raise problem
 
     def _collect(self) -> list[int]:
-        """Copy into the buffer what the user replaced instead of editing in place; return the originals that changed."""
+        """Copy replaced parameters into the buffer, besides edits in place; return the originals that changed."""
         handle = self._handle
         replaced: dict[int, tuple[str, Tensor]] = {}
         bad: list[str] = []
@@ -286,7 +286,7 @@ class _Summoned:
         return sorted({*replaced, *in_place})
 
     def _broadcast(self, edited: list[int]) -> list[int]:
-        """Give every rank what rank 0 made of the parameters, and return which ones it edited.
+        """Give every rank rank 0's values of the parameters, and return which ones it edited.
 
         First to the replicas, then within the shard group.
         """

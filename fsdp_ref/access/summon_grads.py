@@ -48,7 +48,7 @@ class FullGradients:
         handle.gather_into(self._full_F, part_S)
         unused = grads.sum.marks.unused(self._full_F).tolist()
         by_any = {owner for owner, by_none in zip(grads.sum.marks.owners, unused) if not by_none}
-        # A parameter without elements has no mark, and what this rank says of one that it has no piece of may be old.
+        # A parameter without elements has no mark, and this rank's record for a parameter without a local piece may be old.
         params = handle.layout.params
         self._used = [i in by_any or (used and not params[i].numel) for i, used in enumerate(grads.sum.used)]
 
@@ -76,7 +76,7 @@ class FullGradients:
                     view.copy_(param.grad)
             span = handle.shard_map.shard_span(handle.shard_rank)
             if handle.grads.local_F is None:
-                # A rank that was shown nothing keeps what there was.
+                # A rank that was shown no gradient keeps its own.
                 used = [param.grad is not None for param in params] or list(self._used)
                 handle.grads.sum.replace_reduced(self._full_F[span.as_slice()], used)
 

@@ -1,1 +1,1 @@
-"""Where units meet the autograd graph: what it holds of them, the hooks on it, and what it saves of their parameters."""
+"""The interface of units to the autograd graph: its references to units, its hooks, and the parameters that it saves."""

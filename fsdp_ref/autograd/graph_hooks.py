@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 
 class TakenInputs:
-    """The inputs of one forward call that require grad, to know them again among its outputs."""
+    """The inputs of one forward call that require grad, to recognise them among its outputs."""
 
     __slots__ = ("_taken",)
 
     def __init__(self, *values: Any) -> None:
         self._taken: dict[int, tuple[Tensor, int]] = {}
         if torch.is_grad_enabled():
-            # The tensors themselves, too: while they are kept, nothing else gets their ids.
+            # Keep the tensors too, so that their ids are not reused.
             inputs = [t for t in tensors_in(*values) if t.requires_grad]
             self._taken = {id(t): (t, t._version) for taken in inputs for t in with_base(taken)}
 
     def gives_back(self, output: Tensor) -> bool:
-        """Whether an output is one of the inputs, or their base, as it came; one that was changed in place since is not."""
+        """Whether an output is an unchanged input, or the base of one; an input changed in place does not count."""
         # By object, not by memory: a view of an input is an output of its own, with a node that backward reaches first.
         _, version = self._taken.get(id(output), (None, -1))
         return version == output._version
@@ -73,7 +73,7 @@ class InputsWatch:
         ]
 
     def arrived(self, index: int) -> None:
-        """The gradient of input ``index`` is there."""
+        """The gradient of input ``index`` has arrived."""
         task = compat.graph_task_id()
         # A pass that died, or that did not reach all inputs, leaves no count behind for the next one.
         if task != self._task:
@@ -91,6 +91,6 @@ class InputsWatch:
 
 def _announce(watch: weakref.ref[InputsWatch], index: int, grad: Tensor) -> None:
     found = watch()
-    # None: the graph that the watch belonged to is gone, and this gradient is of another use of the input.
+    # None: the watch's graph has been freed, and this gradient comes from another use of the input.
     if found is not None:
         found.arrived(index)

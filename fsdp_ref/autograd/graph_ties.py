@@ -1,4 +1,4 @@
-"""The link between a unit and the autograd graph, which must not keep each other alive for ever.
+"""The link between a unit and the autograd graph, which must not keep each other alive forever.
 
 The collector does not see references that go through autograd's nodes, so a cycle through one is never freed. Hence:
 units hold nothing that leads to a graph (views are remembered weakly; the graph's own hooks hold them), and a graph
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class GraphTie:
-    """What the graph of one forward pass holds of one unit.
+    """The reference of one forward pass's graph to one unit.
 
     Attributes:
         held: the unit, which the tie keeps alive; None once a backward pass has gone through the graph.
@@ -33,7 +33,7 @@ class GraphTie:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = weakref.ref(unit)
-        # Strongly until a backward has run: a function may build a model, and return its loss alone.
+        # Strongly until a backward has run: a function may build a model, and return only its loss.
         self.held: Unit | None = unit
 
     def loosen(self) -> None:
@@ -44,7 +44,7 @@ class GraphTie:
         """Return the unit, for a backward pass that runs now; the pass loosens the tie when it ends.
 
         Raises:
-            FsdpRuntimeError: the model is gone.
+            FsdpRuntimeError: the model was deleted.
         """
         unit = self._unit()
         if unit is None:
@@ -53,21 +53,21 @@ class GraphTie:
                 "earlier backward pass through the same graph, or after the forward pass that made it had failed. "
                 "Keep a reference to the model."
             )
-        # Loosened at the end of the pass and not now: a pass may come to one unit several times.
+        # Loosened at the end of the pass, not now: a pass may reach one unit several times.
         if unit.root is not None:
             unit.root.went_through(self)
         return unit
 
 
 class PassRecord:
-    """What one unit needs of one forward pass for as long as the graph of it lives; hooks on its outputs hold it.
+    """The state of one unit's forward pass, as long as its graph lives; hooks on its outputs hold it.
 
     Attributes:
         views: the views of the full parameters that the pass computed with.
         round: the forward pass of the whole tree.
         tracked: whether autograd tracks the views.
         aliases: what the views consist of: plain tensors over the full buffer.
-        watch: reports when the gradients of the inputs are there, for units that train nothing.
+        watch: reports when the gradients of the inputs have arrived, for units that train nothing.
     """
 
     __slots__ = ("__weakref__", "_nodes", "_versions", "aliases", "round", "tracked", "views", "watch")
@@ -111,14 +111,14 @@ class GraphSide:
         self._gradient_record: weakref.ref[PassRecord] | None = None
 
     def tie(self) -> GraphTie:
-        """Return what the graph of the present forward pass holds of the unit."""
+        """Return the tie of the current forward pass's graph."""
         # One for all graphs of a round: one backward through any of them loosens it, and a later forward makes a new one.
         if self._tie is None or self._tie.held is None:
             self._tie = GraphTie(self._unit)
         return self._tie
 
     def loosen(self) -> None:
-        """The forward pass was given up: what is left of its graph does not keep the unit alive."""
+        """The forward pass was abandoned: the rest of its graph does not keep the unit alive."""
         if self._tie is not None:
             self._tie.loosen()
 
@@ -137,7 +137,7 @@ class GraphSide:
         return None if self._gradient_record is None else self._gradient_record()
 
     def remember(self, record: PassRecord) -> None:
-        """Know a forward pass for as long as somebody else (an open call, the graph) holds its record."""
+        """Remember a forward pass as long as an open call or the graph holds its record."""
         # Weakly: the unit must not lead to a graph (see above).
         self._record = weakref.ref(record)
         # A pass under no_grad has no backward: it leaves alone what the backward of an earlier pass runs again.

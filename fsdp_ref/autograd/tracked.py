@@ -9,8 +9,8 @@ hook on an accumulator is needed, and unused parameters arrive as None.
 leads to these. The node therefore has them as inputs, and gives them no gradient: the runtime does, once it is reduced.
 
 [Note: saved parameters] Autograd saves views of full parameters for backward, and FSDP frees them in between. While a
-root runs forward, saved tensors are therefore packed: a view of a unit's buffer becomes a note of where it lies
-(:class:`SavedView`) and is made anew when backward asks for it, gathering the parameters if they are gone. Backward may
+root runs forward, saved tensors are therefore packed: a view of a unit's buffer becomes a note of its place
+    (:class:`SavedView`) and is recreated when backward needs it, gathering the parameters if they were freed. Backward may
 so start anywhere: at a cached intermediate, at an in-place changed view of an output, twice, or in another order than
 forward ran (pytorch issues 136861, 173709, 181832). Other saved tensors pass through; their version is checked as
 autograd itself would (it does not, once hooks are in force). Those of parameters are checked by [Note: versions].
@@ -53,7 +53,7 @@ class TrackedParams(torch.autograd.Function):
             held: what users hold of them (see [Note: chosen parameters]).
         """
         handle = unit.handle
-        # None stays None: zeros in its place would make a parameter that nobody used look used (see [Note: marks of use]).
+        # None stays None: zeros would make an unused parameter look used (see [Note: marks of use]).
         ctx.set_materialize_grads(False)
         # The tie and not the unit: the node may outlive the model, or be stored in it (see ``graph_ties``).
         ctx.tie = unit.graph.tie()
@@ -87,7 +87,7 @@ def _chosen(ctx: Any, unit: Unit, grads: tuple[Tensor | None, ...]) -> tuple[Ten
         FsdpRuntimeError: the pass is one of ``torch.autograd.grad`` for such a parameter.
     """
     if unit.root is None or compat.pass_reaches(unit.root.anchor_node):
-        return grads  # nobody can choose the anchor: whatever leads to leaves runs
+        return grads  # users cannot choose the anchor: whatever leads to leaves runs
     _, *held = ctx.next_functions
     try:
         chosen = [node is not None and compat.pass_reaches(node) for node, _ in held]
@@ -103,7 +103,7 @@ def _chosen(ctx: Any, unit: Unit, grads: tuple[Tensor | None, ...]) -> tuple[Ten
 
 
 class _Values:
-    """Which values of a parameter autograd saved: it refuses others in one process, and so do we."""
+    """The version of a parameter that autograd saved: like autograd in one process, we refuse other values."""
 
     __slots__ = ("_handle", "_position", "_saved", "_version", "_versions")
 
@@ -119,10 +119,10 @@ class _Values:
         """Check that the parameter still has them.
 
         Raises:
-            ParametersChangedError: it was changed in place, by the forward that saved it or by anybody since.
+            ParametersChangedError: it was changed in place, by the forward that saved it or later.
         """
         handle = self._handle()
-        # The model is gone, and with it everybody who could change a parameter.
+        # The model was deleted, so nothing can change a parameter.
         if handle is None:
             return
         handle.versions.check(self._versions, self._position)
@@ -154,7 +154,7 @@ class SavedView:
         self.values.check()
         there = handle.unsharded and self.full_precision == handle.full_precision
         if not compat.in_backward() and not there:
-            # Somebody inspects the graph: what they read is theirs, and the unit stays as it is.
+            # A user inspects the graph: the user gets a copy, and the unit stays as it is.
             return self._view(handle.gathered_copy(self.dtype))
         if self.full_precision != handle.full_precision:
             handle.set_full_precision(self.full_precision)
@@ -191,11 +191,11 @@ def pack_with(units_by_storage: UnitsByStorage) -> Callable[[Tensor], Any]:
         # What lies in the buffer is the local tensor; the DTensor around it has no storage of its own.
         local = local_of(tensor) if spread else tensor
         if type(local) is not Tensor or local.layout is not torch.strided:
-            # A parameter that no unit manages; what counts the changes of other kinds of tensors is theirs to know.
+            # A parameter that no unit manages; other kinds of tensors count their own changes.
             return tensor, compat.version_of(tensor) if type(tensor) is nn.Parameter else -1
         # Without its node: an operation that saves its own output would otherwise hold itself, and never be freed.
         kept = tensor if tensor.is_leaf else tensor.detach()
-        # By storage: modules save views of views (a transposed weight), which lie in the unit's buffer all the same.
+        # By storage: modules save views of views (a transposed weight), which also lie in the unit's buffer.
         key = compat.storage_key(local)
         units = known()
         unit = None if units is None else units.get(key)
@@ -214,7 +214,7 @@ def unpack_with(demand: Callable[[Unit], None]) -> Callable[[Any], Tensor]:
     def unpack(packed: Any) -> Tensor:
         if type(packed) is SavedView:
             return packed.restore(demand)
-        # -1: somebody else counts the changes of such a tensor, or nobody.
+        # -1: we do not count the changes of such a tensor.
         tensor, version = packed
         if type(version) is _Values:
             version.check()

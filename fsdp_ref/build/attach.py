@@ -1,8 +1,8 @@
-"""Planned units become real ones.
+"""Makes the planned units.
 
-The one path behind the wrapper and the composable API. First everything is decided and checked (``ignored``,
-``targets``, ``plan``, ``resolve``): a call that is refused has changed nothing. Then values come from where they are,
-and units are made, children first.
+The one path behind the wrapper and the composable API. First everything is decided and checked (``ignored``, ``targets``,
+``plan``, ``resolve``), so a refused call has changed nothing. Then parameters get their values, and units are made, children
+first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Connect = Callable[[PlannedUnit], nn.Module]
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Collect no cycles meanwhile: of many small objects that all stay, each collection walks the whole heap for nothing."""
+    """Disable the garbage collector in the context: construction makes many objects that all stay, so collecting is useless."""
     paused = gc.isenabled()
     gc.disable()
     try:
@@ -58,9 +58,9 @@ def attach(
         module: What the API was called on.
         options: Keyword arguments of its unit (see ``resolve.UnitOptions``), which a policy may override per module.
         connect: Lets calls reach a unit.
-        policy: What becomes units below; None for nothing.
+        policy: Chooses the units below; None for no units.
         ignored: What to leave alone.
-        composable: Units already below are kept beside what the policy chooses.
+        composable: Existing units below are kept beside the policy's choice.
 
     Raises:
         FsdpError: A refused call; the module is as it was.

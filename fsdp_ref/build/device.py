@@ -48,7 +48,7 @@ def explicit_device(device_id: object) -> torch.device | None:
     if device.type == "cpu":
         return CPU  # tensors on the CPU have no index
     if not all(hasattr(getattr(torch, device.type, None), name) for name in _COUNTING):
-        return device  # who registered the device counts none: its own errors speak
+        return device  # the registered backend counts no devices: leave errors to it
     _refuse_missing(device_id, device.type, device.index)
     if device.index is not None:
         return device
@@ -62,7 +62,7 @@ def explicit_device(device_id: object) -> torch.device | None:
 
 
 def _accelerator() -> str:
-    """Return the type of this process's accelerator: the one that a number names."""
+    """Return the type of this process's accelerator, to which device numbers refer."""
     current = torch.accelerator.current_accelerator()
     return "cuda" if current is None else current.type
 
@@ -88,10 +88,10 @@ def compute_device(
     """Return the device that a unit computes on.
 
     Args:
-        asked: What the user asked for.
+        asked: The user's choice.
         params: The unit's parameters; those on the meta device do not count.
         needs_cuda: The group communicates tensors on CUDA only.
-        offload: Parameters live on the CPU outside computation, so that being there says nothing.
+        offload: Parameters live on the CPU outside computation, so their device does not decide.
 
     Returns:
         ``asked``; without it the accelerator where the parameters are; else the CPU, or the current CUDA device for a

@@ -1,7 +1,7 @@
 """Modules and parameters that the user wants left alone.
 
 Ignored modules keep plain parameters: not flattened, not sharded, not reduced. Everything below an ignored module is
-ignored too, except units that are already there, which stay managed.
+ignored too, except existing units, which stay managed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Ignored:
 
     def union(self, others: Iterable[Ignored]) -> Ignored:
         """Return these together with ``others`` (a parent inherits what its nested units ignore)."""
-        # Units of one call share one object, and most ignore nothing: a model of many units is not many unions.
+        # Units of one call share one object, and most ignore nothing, which avoids a union for each unit.
         different = {id(other): other for other in others if other.modules or other.params}
         if not different:
             return self
@@ -81,7 +81,7 @@ def resolve_ignored(
             UserWarning,
             stacklevel=3,
         )
-    # Below units that are there already nothing is looked for: they have it (``Ignored.union``).
+    # Existing units are not searched: they already know what they ignore (``Ignored.union``).
     found = dict.fromkeys(module for _, module in walk(root, has_its_own))
     roots = [*modules, *(module for module in found if module is not root and is_replicated(module))]
     below = {child for module in roots for child in module.modules() if unit_of(child) is None or is_replicated(module)}
@@ -90,7 +90,7 @@ def resolve_ignored(
 
 
 def has_its_own(module: nn.Module) -> bool:
-    """Return whether an API was applied to ``module`` before, which then knows what it ignores."""
+    """Return whether an API was already applied to ``module``, so that it knows what it ignores."""
     return is_unit(module) or is_replicated(module)
 
 

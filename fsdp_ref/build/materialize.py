@@ -1,7 +1,7 @@
 """The values of parameters before they are flattened.
 
-From the meta device they get storage and initial values; then they move to the device of computation; then, when asked
-for, every rank takes rank 0's values. Nothing that is ignored, or that belongs to a unit made before, is touched.
+Parameters on the meta device get storage and initial values; then they move to the device of computation; then, if requested,
+every rank takes rank 0's values. Ignored parameters, and those of existing units, are not touched.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ def _warn_of_reset(classes: str, why: object) -> None:
 
 
 def materialize_units(units: Sequence[ResolvedUnit], ignored: Ignored) -> dict[nn.Module, list[ManagedParam]]:
-    """Give storage and values to what is on the meta device; return each unit's parameters as they are then.
+    """Give storage and values to parameters on the meta device; return each unit's resulting parameters.
 
     With ``param_init_fn`` it is called on every module of the unit, breadth first; without, each module that has
     parameters or buffers of its own on the meta device gets memory and ``reset_parameters()``. Tied parameters stay tied.
 
     Raises:
-        FsdpError: The parameters that came cannot be flattened, or are not those that were there.
-        Exception: Whatever the user's function raises. Either way every module has its own tensors again.
+        FsdpError: The new parameters cannot be flattened, or differ from the previous ones.
+        Exception: Whatever the user's function raises. In both cases every module has its own tensors again.
     """
     if not any(_on_meta(module, ignored) for each in units for module in each.planned.modules):
         return {each.planned.module: list(each.planned.params) for each in units}
     with _put_back_on_failure(units):
         touched = {module for each in units for module in _initialized(each, ignored)}
-        # Once all are initialized: a tied parameter may hang on modules of several units.
+        # After all are initialized: a tied parameter may be on modules of several units.
         _check_places(units, touched, ignored)
         return {each.planned.module: _read_again(each, touched) for each in units}
 
@@ -99,7 +99,7 @@ def _put_back_on_failure(units: Sequence[ResolvedUnit]) -> Iterator[None]:
 
 
 def _initialized(unit: ResolvedUnit, ignored: Ignored) -> list[nn.Module]:
-    """Initialize the unit's modules if one of them is on the meta device; return those that may have other tensors now."""
+    """Initialize the unit's modules if one of them is on the meta device; return those that may have new tensors."""
     planned = unit.planned
     depth = {module: name.count(".") + bool(name) for name, module in planned.module.named_modules()}
     modules = sorted(planned.modules, key=depth.__getitem__)  # breadth first
@@ -118,7 +118,7 @@ def _initialized(unit: ResolvedUnit, ignored: Ignored) -> list[nn.Module]:
 
 @contextmanager
 def _ignored_params_kept(modules: Sequence[nn.Module], ignored: Ignored) -> Iterator[None]:
-    """Initializing a module writes all of its parameters, those that somebody asked us to leave alone included."""
+    """Initializing a module writes all of its parameters, including those that the caller asked to leave alone."""
     kept = [
         (module, name, param, param.data, None if param.is_meta else param.detach().clone())
         for module in modules
@@ -152,7 +152,7 @@ def _check_places(units: Sequence[ResolvedUnit], touched: set[nn.Module], ignore
 
 
 def _read_again(unit: ResolvedUnit, touched: set[nn.Module]) -> list[ManagedParam]:
-    """Tie what was tied, and check what came: initializing may have put other parameters on the modules."""
+    """Restore ties and check the new parameters: initializing may have put other parameters on the modules."""
     planned, config = unit.planned, unit.config
     if touched.isdisjoint(site.module for managed in planned.params for site in managed.sites):
         return list(planned.params)
@@ -208,7 +208,7 @@ def move_states(unit: PlannedUnit, device: torch.device, ignored: Ignored) -> No
 
 
 def check_broadcastable(unit: PlannedUnit, device: torch.device) -> None:
-    """Refuse to broadcast what would stay on the CPU over a group that computes elsewhere.
+    """Refuse to broadcast tensors that would stay on the CPU over a group that computes elsewhere.
 
     Raises:
         FsdpValueError: Parameters or buffers of the unit are on the CPU.
@@ -225,7 +225,7 @@ def check_broadcastable(unit: PlannedUnit, device: torch.device) -> None:
 def broadcast_states(params: Sequence[ManagedParam], modules: Sequence[nn.Module], config: UnitConfig) -> None:
     """Give all ranks rank 0's parameters and buffers: first along the replicas, then in the shard group.
 
-    Before that, what is the same on all ranks of a tensor-parallel axis comes from the first of them.
+    Before that, tensors that are equal on a tensor-parallel axis are broadcast from its first rank.
 
     Collectives:
         Those of ``broadcast_tensors`` over each of these groups. All ranks must call.

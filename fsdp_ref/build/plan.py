@@ -3,11 +3,11 @@
 The one plan behind the wrapper and the composable API: a list of units in depth-first order, each with the parameters
 it will flatten. Reads a module tree and decides; it moves no tensor and changes no module.
 
-[Note: ownership] A parameter belongs to the nearest unit at or above the module that has it. One that hangs in
-several places belongs to the lowest unit that contains them all: the last common element of the chains of units that
-lead from the root to each place. It is flattened there once, and each place is one of its sites. So it is for the
-units of one call. A unit that an earlier call made keeps what it flattened: optimizers, other ranks and the user have
-its shard by now, so a parameter that it would have to share is refused, with both units named.
+[Note: ownership] A parameter belongs to the nearest unit at or above the module that has it. One that is registered in several
+places belongs to the lowest unit that contains them all: the last common element of the chains of units that lead from the root
+to each place. It is flattened there once, and each place is one of its sites. This holds for the units of one call. A unit that
+an earlier call made keeps what it flattened: optimizers, other ranks and the user have its shard by now, so a parameter that it
+would have to share is refused, with both units named.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def make_plan(
 
 
 def _owner_of(root: nn.Module, param: nn.Parameter) -> str:
-    """Name the unit below ``root`` that ``param`` belongs to, and what it calls it."""
+    """Name the unit below ``root`` that owns ``param``, and the parameter's name there."""
     for name, _, unit in units_under(root):
         for original, fqn in zip(unit.handle.originals.params, unit.handle.fqns):
             if original is param:
@@ -151,7 +151,7 @@ def _owner_of(root: nn.Module, param: nn.Parameter) -> str:
 def _walk(root: nn.Module, targets: frozenset[nn.Module], ignored: Ignored) -> _Walk:
     """Visit every path (shared modules once per path) and note each parameter's places.
 
-    Subtrees of ignored modules, of replicated modules and of units that are already there are not entered.
+    Subtrees of ignored modules, replicated modules and existing units are not entered.
     """
     walk = _Walk()
     chains: dict[str, tuple[tuple[nn.Module, str], ...]] = {}

@@ -1,7 +1,7 @@
-"""The settings that each planned unit is made with, and what is refused.
+"""The settings of each planned unit, and their checks.
 
-Everything that an application may refuse is refused here or before, so that a refused module is as it was and the
-corrected call works. Options are read once per unit; what outlives construction is one frozen ``UnitConfig``.
+All refusals happen here or before, so that a refused module is unchanged and the corrected call works. Options are read once
+per unit; what outlives construction is one frozen ``UnitConfig``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class UnitOptions:
-    """What users, and policies for one module, may say about a unit: keyword arguments of the wrapper, with its defaults.
+    """Options of a unit that users and policies may set: keyword arguments of the wrapper, with its defaults.
 
     Read once; what outlives construction is the unit's ``UnitConfig``.
     """
@@ -100,7 +100,7 @@ class ResolvedUnit:
         config: Settings for life.
         extensions: Those of its parameters that are more than a plain tensor, by name.
         init: Initializes modules that are on the meta device; None for their own way.
-        moves: What the unit manages is moved to its device.
+        moves: The unit's tensors are moved to its device.
         broadcasts: All ranks start from rank 0's values.
     """
 
@@ -117,21 +117,21 @@ def resolve_units(plan: WrapPlan, *, automatic: bool, composable: bool) -> list[
 
     Args:
         plan: Which units there are and what they own.
-        automatic: A policy wraps, so that hybrid groups that nobody gave may be made.
+        automatic: A policy wraps, so missing hybrid groups may be made.
         composable: The composable API was called on the root of the plan.
 
     Raises:
         FsdpError: Options that cannot be read, contradict one another or do not fit the unit's parameters.
 
     Collectives:
-        Hybrid strategies without groups make them, when nothing is left to refuse: all ranks must call.
+        Hybrid strategies without groups make them after all checks: all ranks must call.
     """
     groups, devices = _Groups(automatic=automatic), _Devices()
     drafts: list[tuple[PlannedUnit, UnitOptions, torch.device]] = []
     for unit in plan.units:
         options = UnitOptions.read(unit.options, full_precision=unit.full_precision)
         drafts.append((unit, options, _check(unit, options, groups, devices[options.device_id], plan.ignored)))
-    # Making groups is what a refused call could not take back, hence last.
+    # Last, because a refused call could not undo the making of groups.
     final = [groups.final(options) for _, options, _ in drafts]
     extensions = [_extensions(unit, given) for (unit, _, _), (given, _) in zip(drafts, final)]
     axis = _tensor_axis([extension for found in extensions for extension in found.values()])
@@ -184,7 +184,7 @@ def _tensor_axis(extensions: Sequence[ParameterExtension]) -> dist.ProcessGroup 
 def _check(
     unit: PlannedUnit, options: UnitOptions, groups: _Groups, asked: torch.device | None, ignored: Ignored
 ) -> torch.device:
-    """Refuse what cannot be built; return the device of computation."""
+    """Refuse units that cannot be built; return the device of computation."""
     params, names = [planned.param for planned in unit.params], unit.fqns
     given, backend = groups.given(options)
     if params:
@@ -208,7 +208,7 @@ def _check(
 
 
 class _Devices(dict[Any, "torch.device | None"]):
-    """The devices that an application names; each is read, and warned of, once."""
+    """The devices that an application names; each is read once, with at most one warning."""
 
     def __getitem__(self, device_id: object) -> torch.device | None:
         key = repr(device_id)
@@ -231,7 +231,7 @@ class _Groups:
         return id(options.process_group), id(options.device_mesh), options.sharding_strategy
 
     def given(self, options: UnitOptions) -> tuple[DataParallelGroups | None, str]:
-        """Read the groups that were given; return them and the backend of these, or of those that are still to be made."""
+        """Read the given groups; return them and their backend, or the backend of groups that are still to be made."""
         key = self._request(options)
         if key not in self._given:
             self._given[key] = resolve_groups(

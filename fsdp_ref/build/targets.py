@@ -2,9 +2,9 @@
 
 A policy is either an object with ``_run_policy(root_module, ignored_modules, root_kwargs) -> {module: kwargs}``, asked
 once about the whole tree, or a callable ``(module, recurse, nonwrapped_numel) -> bool``, asked on the way down whether
-to descend and on the way up whether to wrap what is left. Both are recognised by what they offer and not by class, so
-that torch's own policies work. Modules that mixed precision leaves in full precision are added, and units that are already in
-the tree sorted out. Decides only; nothing is changed.
+to descend and on the way up whether to wrap what is left. Both are recognised by their methods and not by class, so that
+torch's own policies work. Modules that mixed precision leaves in full precision are added, and existing units are removed. This
+module only decides; it changes nothing.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""The forms of ``state_dict()``, returned as set and loaded again.
+"""The forms of ``state_dict()``, saved and loaded.
 
-Through the module's own state-dict hooks, the same for the wrapper and the composable API and unit by unit. Every module that
-shows parameters of a unit has them, so that the state of any part is right. The outermost one opens the unit. For full
-state it summons the full parameters, and beside the state itself only this unit and those around it are full. For sharded
+It works unit by unit through the module's own state-dict hooks, the same for the wrapper and the composable API. Every module
+that shows parameters of a unit has the hooks, so that the state of any part is right. The outermost one opens the unit. For
+full state it summons the full parameters, and beside the state itself only this unit and those around it are full. For sharded
 state ranks exchange rows for pieces of flat shards (see ``rows``), and parameters are shown without values, unless other code
 than ``nn.Module``'s sees them: then they are summoned too. For local state nothing is gathered. Then each module turns its own
 entries into the form (see ``shards``), or its form into what ``nn.Module`` copies; missing and unexpected keys, and sizes, are
 reported by ``nn.Module``. Names lose the wrappers' prefixes.
 
-Collectives over the unit's shard group: full, one all-gather for each unit; sharded, one exchange instead, to load one for
-each module, one of descriptions for each tree of units and, for each parameter that is laid out otherwise, an all-gather. All
-ranks must call, ``rank0_only`` included. Local: none.
+Collectives over the unit's shard group: full, one all-gather for each unit; sharded, one exchange instead, to load one for each
+module, one of descriptions for each tree of units and, for each parameter with another layout, an all-gather. All ranks must
+call, also with ``rank0_only``. Local: none.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class OpenState:
         managed = enumerate(unit.handle.originals.managed)
         self.indices = {(site.module, site.name): index for index, each in managed for site in each.sites}
         self.errors: list[str] = []
-        # With what each is a copy of: a user's method may make that, and its memory would be given out again.
+        # Keep the source of each copy: a user's method may have made it, and its memory would be reused.
         self._copies: dict[object, tuple[Tensor, Tensor]] = {}
         self.running = RunningCall.of_outermost_module_method()
 
@@ -84,7 +84,7 @@ class OpenState:
         return Spread(self._unit.handle)
 
     def entry(self, shown: Tensor, place: tuple[nn.Module, str]) -> Tensor:
-        """Return the entry of a summoned parameter, whose memory goes; one for all names of a tied parameter."""
+        """Return the entry of a summoned parameter, whose memory will be freed; one for all names of a tied parameter."""
         originals = self._unit.handle.originals
         index = self.indices[place]
         extension = originals.extensions[index]
@@ -122,7 +122,7 @@ def install(unit: Unit) -> None:
     names: dict[nn.Module, list[str]] = {module: [] for module in (unit.holder, *unit.modules)}
     sites = [site for managed in unit.handle.originals.managed for site in managed.sites]
     elsewhere = {site.module for site in sites} - set(names)
-    if elsewhere:  # a tied parameter, in modules of units below: whoever is around them summons this unit first
+    if elsewhere:  # a tied parameter, in modules of units below: a surrounding module summons this unit first
         around = [module for module in unit.module.modules() if not elsewhere.isdisjoint(module.modules())]
         names |= {module: [] for module in around if module not in names}
     for site in sites:
@@ -197,7 +197,7 @@ def _open(unit: Unit, module: nn.Module, *, loading: bool) -> None:
 
 
 def _check(unit: Unit, module: nn.Module, *, loading: bool) -> None:
-    """Refuse what cannot be saved or loaded now.
+    """Refuse units that cannot be saved or loaded now.
 
     Raises:
         UnshardConflictError: Forward or backward runs, or a user has summoned parameters that would have to be cut or replaced.
@@ -249,7 +249,7 @@ def _left_to_rank_zero(unit: Unit) -> bool:
 
 
 def _takes_part(unit: Unit) -> bool:
-    """Return whether this rank has parts of what rank 0 returns of the unit."""
+    """Return whether rank 0's entries of the unit have parts on this rank."""
     return bool(unit.handle.originals.extended) and unit.config.groups.is_first
 
 
@@ -300,7 +300,7 @@ def _convert(unit: Unit, open_state: OpenState, module: nn.Module, state: dict[s
 
 
 def _finish(unit: Unit, state: dict[str, Any], prefix: str) -> None:
-    """Do what the options say of all entries at and below a unit: another rank has them, or they go to the CPU."""
+    """Apply the options to all entries at and below a unit: drop them for another rank, or move them to the CPU."""
     offload = unit.state_dict_settings.state_dict_config.offload_to_cpu
     if not (offload or _left_to_rank_zero(unit)):
         return
@@ -324,7 +324,7 @@ def _before_load(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, *reports: list[str]
 ) -> None:
     closed = _closed_units(module, loading=True)
-    # Whoever is open around has compared what is below it.
+    # A surrounding visit has already compared its entries.
     trees = [[unit] if unit.root is None else unit.root.units for unit in closed]
     compared = {each.config.groups.shard for tree in trees for each in tree if _is_open(each)}
     for unit in closed:
@@ -347,7 +347,7 @@ def _before_load(
             continue
         own = state.get(prefix + FLAT_PARAM) if module is unit.module else None
         if isinstance(own, Tensor) and own.data_ptr() == unit.handle.shard_S.data_ptr():
-            del state[prefix + FLAT_PARAM]  # ``set_model_state_dict`` hands over what the model has, too
+            del state[prefix + FLAT_PARAM]  # ``set_model_state_dict`` also passes the model's own entries
         if open_state.rows is not None:
             load_shard(unit.handle, module, {name: open_state.indices[module, name] for name in names}, state, prefix)
         for name in names:

@@ -62,7 +62,7 @@ class Original:
 
     @property
     def extension(self) -> ParameterExtension | None:
-        """What is special about it; None for a plain tensor."""
+        """Its extension; None for a plain tensor."""
         return None if self.handle is None else self.handle.originals.extensions[self.index]
 
     @property
@@ -172,7 +172,7 @@ def _held(prefix: str, unit: Unit, place: Mapping[nn.Module, int]) -> Iterator[t
 
 
 def _outside(model: nn.Module, units: Sequence[Unit], place: Mapping[nn.Module, int]) -> Iterator[tuple[int, Original]]:
-    """Return the parameters that no unit holds: ignored, replicated, or of modules around the units."""
+    """Return the parameters outside all units: ignored, replicated, or of modules around the units."""
     nearest = {module: unit for unit in units for module in unit.modules}
     names: dict[nn.Parameter, list[str]] = {}
     first: dict[nn.Parameter, int] = {}

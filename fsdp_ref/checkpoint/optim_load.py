@@ -1,8 +1,8 @@
-"""State by name becomes what this rank's optimizer loads.
+"""Turns state by name into this rank's optimizer state.
 
-Every rank cuts the elements of its own shards out of whole values, one parameter and entry at a time: from a dictionary
-that it has, from DTensors that are gathered, or from what rank 0 broadcasts. Names, shapes and settings are compared with
-the model first, and all that is wrong is listed at once.
+Every rank cuts the elements of its own shards out of whole values, one parameter and entry at a time: from its own dictionary,
+from gathered DTensors, or from rank 0's broadcasts. Names, shapes and settings are compared with the model first, and all
+problems are listed at once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def load_optim_state(
     *,
     named: bool = False,
 ) -> dict[str, Any]:
-    """Return what this rank's optimizer can load.
+    """Return the state that this rank's optimizer can load.
 
     Args:
         index: the model.
@@ -122,7 +122,7 @@ class _Loading:
         return {name: number for number, group in enumerate(groups) for name in group["params"]}
 
     def problems(self) -> list[str]:
-        """Compare names, shapes and dtypes with the model and one another; return all that does not fit."""
+        """Compare names, shapes and dtypes with the model and one another; return all problems."""
         known, listed = self.index.by_name(), self._listed()
         problems = [f"{name}: no parameter of the model" for name in listed if name not in known]
         if "param_groups" in self.saved:
@@ -222,7 +222,7 @@ class _Loading:
                 piece = self._cut(original, whole) if piece is None else piece
                 if stepped.flat is None:
                     state[name] = piece
-                else:  # what no original has stays zero
+                else:  # gaps and padding stay zero
                     if name not in state:
                         state[name] = torch.zeros_like(stepped.flat.shard_S, dtype=piece.dtype)
                     stepped.flat.originals.pieces_of(state[name])[original.index].copy_(piece)
@@ -265,7 +265,7 @@ class _Loading:
         return piece_of(handle, original.index, whole).to(home, copy=True)
 
     def of_users(self) -> dict[str, Any]:
-        """Return what is in the state beside parameters."""
+        """Return the entries that belong to no parameter."""
         known, listed = self.index.by_name(), self._listed()
         found = {key: value for key, value in self.saved["state"].items() if key not in known and key not in listed}
         if found:

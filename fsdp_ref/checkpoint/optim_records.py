@@ -1,4 +1,4 @@
-"""What ranks tell one another of their optimizer state before they put it together, and where they disagree."""
+"""The records of optimizer state that ranks exchange before combining it, and their differences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COMPARED: Final = (bool, int, float, complex, str, type(None))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """What ranks tell one another of one entry.
+    """A rank's record of one entry.
 
     Attributes:
         dtype: of a tensor that is shaped like this rank's piece of the parameter; None for anything else.
@@ -29,7 +29,7 @@ class Entry:
     value: Any = None
 
     def differs(self, other: Entry) -> bool:
-        """Return whether two ranks have different things. Objects that cannot be compared are taken for equal."""
+        """Return whether two ranks' values differ. Objects that cannot be compared count as equal."""
         if self.dtype is not None or other.dtype is not None:
             return self.dtype != other.dtype
         return _differ(self.value, other.value)
@@ -37,7 +37,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """What a rank has of one original: the number of its parameter group, and its entries; None for none."""
+    """A rank's state of one original: the number of its parameter group, and its entries; None for no state."""
 
     group: int | None
     entries: dict[str, Entry] | None
@@ -63,7 +63,7 @@ def _differ(mine: Any, others: Any) -> bool:
 
 
 def entry_of(original: Original, value: Any) -> Entry:
-    """Return what this rank tells of one entry of one original that a unit holds."""
+    """Return this rank's record of one entry of an original in a unit."""
     if not isinstance(value, Tensor):
         return Entry(None, value)
     assert original.handle is not None  # records are made of what units hold
@@ -73,7 +73,7 @@ def entry_of(original: Original, value: Any) -> Entry:
 
 
 def _as_values(entries: dict[str, Entry] | None, plain: set[str]) -> dict[str, Entry] | None:
-    """Take what is a value elsewhere for one here, too, where a single element looked like a piece."""
+    """Treat a single element that looked like a piece as a value if it is a value on another rank."""
     if entries is None or not plain:
         return entries
     return {
@@ -101,12 +101,12 @@ def _has_elements(entry: Entry) -> bool:
 
 
 def plain_names(records: Iterable[Record]) -> set[str]:
-    """Return the names of entries that somewhere are not shaped like a piece, and so nowhere."""
+    """Return the names of entries that are no pieces, because on some rank their shape is not a piece's."""
     return {name for record in records for name, entry in (record.entries or {}).items() if entry.dtype is None}
 
 
 def merged(records: Sequence[Record], holders: Iterable[int], plain: set[str]) -> tuple[Record, list[str]]:
-    """Return what ranks have of one original, and how some differ from the first.
+    """Return the ranks' combined record of one original, and how some ranks differ from the first.
 
     Args:
         records: by rank.

@@ -1,9 +1,9 @@
-"""The state that ranks keep for their shards becomes the state that one process would have, by name.
+"""Turns the state of the ranks' shards into the state that one process would have, by name.
 
 Unit by unit and entry by entry: the pieces of one entry (say ``exp_avg``) of one unit are gathered into one buffer, copied
-out parameter by parameter, and forgotten before the next. What is not shaped like the parameter (a step count, a flag, an
-entry of the user's) is copied as it is. Ranks first tell one another what they have, so that a rank whose shard holds
-nothing of a parameter returns its state too, and ranks that disagree are named instead of mixed.
+out parameter by parameter, and dropped before the next. An entry with another shape than the parameter (a step count, a flag, a
+user's entry) is copied unchanged. Ranks first exchange records of their entries, so that a rank without elements of a parameter
+returns its state too, and an error names ranks that disagree.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def save_optim_state(
     saving = _Saving(index, form, own)
     try:
         saving.read(optim)
-    except FsdpValueError as error:  # the others must not wait for a rank that raises: it tells them first
+    except FsdpValueError as error:  # a rank that raises tells the others first, so that they do not wait for it
         saving.unread = str(error)
     saving.exchange()
     state = saving.collect()
@@ -115,7 +115,7 @@ def save_optim_state(
 
 @dataclass(slots=True, eq=False)
 class _Saving:
-    """One saving: what this rank has, then what all have, then the values."""
+    """One save: this rank's entries, then the entries of all ranks, then the values."""
 
     index: ModelIndex
     form: Form
@@ -151,7 +151,7 @@ class _Saving:
         return found
 
     def exchange(self) -> None:
-        """Learn what the other ranks of each unit have, and compare.
+        """Exchange records with the other ranks of each unit, and compare.
 
         Collectives:
             One exchange of objects over each shard group.
@@ -179,7 +179,7 @@ class _Saving:
             self._place_elsewhere([original for _, original in members], of_ranks, [each for _, _, each in per_rank])
         axis = [] if self.index.groups.tensor is None else [self.index.groups.tensor]
         for group in [*per_group, *per_group, *axis] if len(per_group) > 1 else axis:
-            # Twice over all groups: what one of them found every rank of another learns, before some wait for others.
+            # Twice over all groups: every rank learns the problems of other groups before any rank waits.
             found = gather_objects((unread, problems), group)
             unread = [text for theirs, _ in found for text in theirs]
             problems = [problem for _, theirs in found for problem in theirs]
@@ -250,7 +250,7 @@ class _Saving:
     def _whole(
         self, handle: FlatHandle, name: str, dtype: torch.dtype, having: Sequence[Original]
     ) -> dict[Original, Tensor]:
-        """Return one entry of a unit's originals in their own shapes; views of memory that is gone after this entry."""
+        """Return one entry of a unit's originals in their own shapes; views of memory that is freed after this entry."""
         if not handle.sharded:
             return {original: self.local[original][name] for original in having}
         device = handle.config.device
@@ -268,7 +268,7 @@ class _Saving:
     def _returned(
         self, handle: FlatHandle, name: str, dtype: torch.dtype, having: Sequence[Original]
     ) -> dict[Original, Any]:
-        """Return copies of one entry of a unit's originals in the wanted form; the unit's whole buffer goes with the call."""
+        """Return copies of one entry of a unit's originals in the wanted form; the unit's whole buffer is freed on return."""
         if self.form.sharded and handle.sharded:
             return self._chunks(handle, name, dtype, having)
         views = self._whole(handle, name, dtype, having)
@@ -295,7 +295,7 @@ class _Saving:
         return {o: chunk.cpu() if self.form.offload else chunk for o, chunk in zip(having, chunks, strict=True)}
 
     def of_users(self) -> dict[str, Any]:
-        """Return what the user keeps in the state beside parameters."""
+        """Return the user's entries that belong to no parameter."""
         found = {str(key): value for key, value in self.own["state"].items() if _clean(key) not in self.by_key}
         if found:
             warnings.warn(
@@ -309,8 +309,8 @@ class _Saving:
     def param_groups(self) -> list[dict[str, Any]]:
         """Return the settings of each group with the names of its parameters.
 
-        What this rank leaves out, because it has no element of it, is in the first group with the settings that it has
-        on other ranks.
+        A parameter that this rank leaves out, because it has no element of it, is in the first group with its settings on other
+        ranks.
         """
         groups = [
             (_settings(group), [o for key in group["params"] for o in self._stepped(key).originals])
@@ -325,7 +325,7 @@ class _Saving:
         saved: list[dict[str, Any]] = []
         for settings, members in groups:
             if self.elsewhere or any(each.optimized is not each.param for each in members):
-                # Optimizers say nothing of the order inside of a flat parameter, nor of what they leave out.
+                # Optimizers do not know the order inside a flat parameter, nor the parameters that they leave out.
                 members = [original for original in self.index.originals if original in set(members)]
             names = [original.name for original in members]
             called = {"param_names": list(names)} if "param_names" in settings else {}

@@ -1,6 +1,6 @@
 """Sources of the state that an optimizer loads, and how each rank gets a whole entry from one.
 
-From a dictionary of its own, by gathering DTensors, or from rank 0. What cannot be read is refused before ranks wait for
+A rank reads its own dictionary, gathers DTensors, or receives from rank 0. Unreadable state is refused before ranks wait for
 one another.
 """
 
@@ -29,12 +29,12 @@ class Source(Enum):
     SHARDS = auto()
     """DTensors, or whole values, under the same names on each rank."""
     FIRST_RANK = auto()
-    """Whole values on rank 0; what other ranks pass is not looked at."""
+    """Whole values on rank 0; the arguments of other ranks are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What a tensor is, without its values."""
+    """The metadata of a tensor, without its values."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -51,7 +51,7 @@ Fetch = Callable[[str, str, Any], Tensor]
 
 
 def malformed(saved: Any, source: Source) -> str:
-    """Return why a dictionary is no state by name from this source; nothing if it is."""
+    """Return why a dictionary is not state by name from this source; nothing if it is."""
     if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
         got = listing(saved) if isinstance(saved, Mapping) else f"a {type(saved).__name__}"
         return (
@@ -94,7 +94,7 @@ def malformed(saved: Any, source: Source) -> str:
 
 
 def compare_names(index: ModelIndex, saved: Any, problem: str) -> None:
-    """Refuse on all ranks what one of them could not load: they would wait for one another's gathers."""
+    """Refuse state on all ranks if one of them cannot load it; the others would hang in gathers."""
     state = {} if problem else saved["state"]
     mine = problem or [
         (key, [(name, _laid_out(each)) for name, each in value.items()] if isinstance(value, Mapping) else None)
@@ -117,7 +117,7 @@ def _laid_out(value: Any) -> str:
 
 
 def of_all_ranks(index: ModelIndex, problems: list[str]) -> list[str]:
-    """Return what does not fit on any rank.
+    """Return the problems of all ranks.
 
     Collectives:
         One exchange over the shard group of the outermost unit, one over its replicas, one over its tensor-parallel axis.

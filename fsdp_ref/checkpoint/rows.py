@@ -1,8 +1,8 @@
 """From flat shards to rows of each parameter, and back.
 
 A sharded state has each parameter cut along its first dimension; flat shards are cut wherever the flat parameter is, inside
-of rows too. Both are known by arithmetic, so each rank sends every other one just what that lacks, once, and no rank has a
-parameter whole. Only a parameter whose elements are not stored in row-major order is sent whole to be cut.
+of rows too. Arithmetic gives both cuts, so each rank sends every other rank exactly the elements that it lacks, once, and no
+rank has a whole parameter. Only a parameter whose elements are not stored in row-major order is sent whole to be cut.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Parts: TypeAlias = "Iterable[tuple[int, Tensor]]"
 
 
 class Rows:
-    """How the parameters of one unit lie on ranks: by flat shards, and by rows. Ranks count within the shard group."""
+    """The layout of one unit's parameters on ranks: by flat shards, and by rows. Ranks count within the shard group."""
 
     def __init__(self, handle: FlatHandle) -> None:
         self._handle = handle
@@ -41,7 +41,7 @@ class Rows:
         return spec.contiguous and bool(spec.shape)
 
     def _step(self, index: int) -> int:
-        """Return how many elements of the flat parameter a rank's rows are; the last ranks may have fewer."""
+        """Return the number of elements in a rank's rows; the last ranks may have fewer."""
         spec = self._layout.params[index]
         if not self.by_interval(index) or not spec.numel:
             return spec.numel
@@ -96,7 +96,7 @@ class Rows:
         return {index: self._shaped(index, rows) for index, rows in flat.items()}
 
     def into_pieces(self, rows: Mapping[int, Tensor], pieces: Mapping[int, Tensor]) -> None:
-        """Write what this rank's shard has of parameters.
+        """Write the parameters' elements in this rank's shard.
 
         Args:
             rows: by the parameter's index this rank's rows of it; only such as are intervals (:meth:`by_interval`).
@@ -121,14 +121,14 @@ class Rows:
         return full[self._me * count : (self._me + 1) * count].clone(memory_format=torch.contiguous_format)
 
     def _exchange(self, given: Parts, taken: Parts) -> None:
-        """Send flat tensors and fill others; what this rank has itself is copied while the rest is on its way."""
+        """Send flat tensors and fill others; this rank's own part is copied while the rest is in flight."""
         to, of = self._by_rank(given), self._by_rank(taken)
         own, own_places = to[self._me], of[self._me]
         to[self._me] = of[self._me] = []
         given_bytes, taken_bytes = ([sum(part.numel() for part in parts) for parts in by] for by in (to, of))
         device = self._handle.config.device
         with torch.no_grad():
-            # One byte to itself: no backend need take an empty message, and torch's fake one does not.
+            # One byte to itself: a backend need not accept empty messages, and torch's fake backend does not.
             given_bytes[self._me] = taken_bytes[self._me] = 1
             byte = torch.zeros(1, dtype=torch.uint8, device=device)
             to[self._me], of[self._me] = [byte], [torch.empty_like(byte)]

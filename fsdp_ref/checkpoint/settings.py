@@ -1,6 +1,6 @@
 """The form that state dicts of a tree have: who sets it, and for how long.
 
-Each unit has settings of its own, so that a mixed tree may save each part its own way; users set them for all units at or
+Each unit has its own settings, so that a mixed tree may save each part in its own form; users set them for all units at or
 below a module. torch's enum and configuration objects are accepted. Nothing here communicates.
 Source: ``torch.distributed.fsdp.FullyShardedDataParallel`` for names, order of arguments, defaults and errors.
 """
@@ -91,7 +91,7 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """Set the form of state dicts inside the context; afterwards each unit has its own again, even after an exception.
+    """Set the form of state dicts inside the context; afterwards each unit's own form is restored, even after an exception.
 
     Arguments and errors as for :func:`set_state_dict_type`, but units may have different forms before.
     """

@@ -1,4 +1,4 @@
-"""This rank's part of a state that no rank has whole, and how parts are put together again.
+"""This rank's part of a sharded state, and how parts are put together again.
 
 Both forms are DTensors, so that they carry their global shape and their ranks, and that
 ``torch.distributed.checkpoint`` saves them once and loads them on any number of ranks.
@@ -8,7 +8,7 @@ have a short one or none. Flat shards are cut elsewhere, inside of rows, so near
 ranks: the unit is gathered whole, as for computing, and each rank copies its rows. A scalar is on every rank.
 
 Local: the flat parameter is one tensor of one dimension, and each rank's chunk is its flat shard without right padding.
-Nothing travels, and nobody but a unit of the same layout over as many ranks can read it.
+Nothing is sent, and only a unit of the same layout over as many ranks can read it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 
 class Spread:
-    """Over which ranks, and how, the entries of one unit are spread.
+    """The ranks and the layout over which one unit's entries are spread.
 
-    The user's own mesh where the unit was given one, so that its axes keep their names: (replicate, shard) for hybrid
-    strategies. Otherwise a mesh of the shard group alone, which every replica has its own of.
+    The user's own mesh if the unit was given one, so that its axes keep their names: (replicate, shard) for hybrid strategies.
+    Otherwise a mesh of the shard group, a separate one for every replica.
 
     Attributes:
         mesh: the ranks.
@@ -112,7 +112,7 @@ def compare_ranks(
     per_rank = gather_objects([what + where for what, where in mine], group)
     odd = _odd(per_rank)
     if axis is not None:
-        # What is not cut over the axis lies on other ranks for each of its ranks.
+        # An entry that is not cut over the axis is on different ranks for each rank of the axis.
         parts = gather_objects(([what for what, _ in mine], odd), axis)
         odd = [line for _, lines in parts for line in lines] or _odd([what for what, _ in parts])
     if odd:
@@ -124,7 +124,7 @@ def compare_ranks(
 
 
 def _odd(per_rank: Sequence[Sequence[str]]) -> list[str]:
-    """Return which entries not all ranks of a group have."""
+    """Return the entries that at least one rank lacks."""
     if all(lines == per_rank[0] for lines in per_rank):
         return []
     common = set(per_rank[0]).intersection(*per_rank[1:])
@@ -133,7 +133,7 @@ def _odd(per_rank: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _of_another_rank(value: Any) -> str:
-    """Return whose chunk ``value`` is unless it is this rank's: a rank may have read the file of another."""
+    """Return the owner of chunk ``value`` if it is not this rank: a rank may have read another rank's file."""
     place = value.device_mesh.get_coordinate()
     rank = None if place is None else int(value.device_mesh.mesh[tuple(place)])
     return "" if rank == dist.get_rank() else f", the chunk of rank {rank}"

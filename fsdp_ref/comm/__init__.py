@@ -1,1 +1,1 @@
-"""How do bytes get from rank to rank: groups, collectives, streams and communication hooks."""
+"""Communication between ranks: groups, collectives, streams and communication hooks."""

@@ -1,12 +1,12 @@
-"""The bytes that go on the wire, and how.
+"""The collectives: what is sent, and how.
 
 Every collective of training, summoning and gathered state is issued here. (Elsewhere groups are made, DTensors gather
 themselves, and torch's Join and users' hooks communicate.) The algorithm is an object chosen per backend
 (:func:`collectives_for`); each call carries the name of the unit that it is for, under which a profiler shows it.
 
-All calls are asynchronous where the backend allows and return a :class:`Pending`; whoever needs the result waits, as
-late as correctness allows. Until then the tensors of the call belong to the communication: nobody writes to what is
-sent, and nobody reads what is received.
+All calls are asynchronous where the backend allows and return a :class:`Pending`; the caller waits for the result as late as
+correctness allows. Until then the tensors of the call belong to the communication: do not write to sent tensors, and do not
+read received ones.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Done:
 
 
 class Started:
-    """A communication, and what is left to do with what it brought.
+    """A communication, and the remaining work on its result.
 
     Args:
         work: the communication; some backends leave it out when nothing is to be done.
-        then: what is left, done once by whoever waits first, on the stream that is current then.
+        then: the remaining work, done once by the first waiter, on its current stream.
     """
 
     def __init__(self, work: dist.Work | Pending | None, then: Callable[[], object] | None = None) -> None:
@@ -110,7 +110,7 @@ class Collectives:
         return Started(compat.reduce_scatter_flat(out, full, group))
 
     def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, op: str) -> Pending:
-        # In place: the caller keeps the tensor, and nobody reads it before the wait.
+        # In place: the caller keeps the tensor, and does not read it before the wait.
         reduce_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
         return Started(dist.all_reduce(tensor, op=reduce_op, group=group, async_op=True))
 
@@ -139,7 +139,7 @@ class GlooCollectives(Collectives):
             return Done()
         if group.size() == 2:
             return self._sum_with_other(out, full, group)
-        # Belongs to the exchange until somebody waits: only then may another reduction take it.
+        # Belongs to the exchange until the wait: only then may another reduction use it.
         received = self._scratch.take(full.numel(), full.dtype, full.device)
         work = dist.all_to_all_single(as_bytes(received), as_bytes(full), group=group, async_op=True)
 
@@ -154,7 +154,7 @@ class GlooCollectives(Collectives):
         return Started(work, add_in_rank_order)
 
     def _sum_with_other(self, out: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
-        """Of two ranks each sends the other's chunk, straight to where the sum will be; its own never moves."""
+        """With two ranks, each sends the other's chunk directly to the place of the sum; its own chunk never moves."""
         mine, other = group.rank(), 1 - group.rank()
         # ``full`` is padded to a multiple of the ranks: both chunks have the size of ``out``.
         chunks = full.chunk(2)
@@ -180,7 +180,7 @@ class GlooCollectives(Collectives):
 
     @staticmethod
     def _gather_from_other(out: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
-        """Of two ranks each sends its shard to the other and copies its own: no buffer, no byte sent to itself."""
+        """With two ranks, each sends its shard to the other and copies its own: no buffer, no byte sent to itself."""
         mine, other = group.rank(), 1 - group.rank()
         chunks = out.chunk(2)
         sizes = [shard.nbytes if rank == other else 0 for rank in range(2)]

@@ -79,7 +79,7 @@ def resolve_groups(
     Raises:
         ConfigError: both given; hybrid without groups; a mesh or group of the wrong form.
     """
-    # Before anything is read of either: which of them was meant nobody knows.
+    # Before reading either: it is unknown which one was meant.
     if process_group is not None and device_mesh is not None:
         raise ConfigError(
             "Cannot pass both process_group and device_mesh at the same time: expected one of them, got both. "
@@ -194,7 +194,7 @@ def make_groups(shard_size: int) -> DataParallelGroups:
 
 
 def effective_strategy(strategy: ShardingStrategy, groups: DataParallelGroups) -> ShardingStrategy:
-    """Return the strategy that the groups allow, and warn where it is not the one asked for.
+    """Return the strategy that the groups allow, and warn if it is not the requested one.
 
     One rank has nothing to shard: it becomes NO_SHARD. Hybrid sharding over several replicas stays hybrid whatever
     the size of its shard group, because its gradients must still be averaged over the replicas.

@@ -1,4 +1,4 @@
-"""Units over parameters that tensor parallelism has cut already.
+"""Units over parameters that tensor parallelism has already cut.
 
 ``torch.distributed.tensor.parallel.parallelize_module`` makes parameters DTensors over one axis of a device mesh; units are
 made over the other. [Note: two axes] Each rank flattens its local tensors, so that a unit's shard group are the ranks with
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 DTensor: TypeAlias = Any
-"""torch needs half a second to import its module, and whoever has a DTensor has imported it."""
+"""torch needs half a second to import the module, and a caller with a DTensor has already imported it."""
 
 
 def is_dtensor(value: object) -> bool:
@@ -57,7 +57,7 @@ def over(
 
 
 def rebuilder(value: DTensor) -> Callable[[Tensor], Tensor]:
-    """Return what makes a DTensor like ``value`` of a local tensor."""
+    """Return a function that makes a DTensor like ``value`` from a local tensor."""
     mesh, placements, shape, stride = value.device_mesh, value.placements, value.shape, value.stride()
     return lambda local: over(local, mesh, placements, shape, stride)
 
@@ -82,7 +82,7 @@ class TensorAxis:
     def of(cls, mesh: DeviceMesh, shard: dist.ProcessGroup) -> TensorAxis:
         """Return the axis, one for all parameters of all units; it keeps both groups, so that their ids are theirs."""
         key = id(mesh.get_group()), id(shard)
-        # An entry lives as long as an axis does, which holds both groups: a key can never mean groups that are gone.
+        # An entry lives as long as its axis, which holds both groups: a key never refers to deleted groups.
         found = cls._known.get(key)
         if found is None:
             found = cls._known[key] = cls(mesh, shard)

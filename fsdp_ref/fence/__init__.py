@@ -1,7 +1,7 @@
-"""Guards that find mistakes of users while units train. Without them the core computes the same numbers and says nothing.
+"""Guards that find mistakes of users while units train. Without them the core computes the same numbers silently.
 
-Each guard is one file. The APIs put all of them up; :func:`remove` and :func:`install` are the one switch, for trees and
-units made from then on.
+Each guard is one file. The APIs install all of them; :func:`remove` and :func:`install` are the one switch, for trees and units
+made from then on.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _WATCHES: Final = (watch_modules, watch_optimizers, watch_steps)
 
 
 def install() -> None:
-    """Watch what is made from now on."""
+    """Watch trees and units that are made from now on."""
     TREE_GUARDS[:] = _GUARDS
     UNIT_WATCHES[:] = _WATCHES
     PARAM_GUARDS[:] = [refuse_outside_gradients]
 
 
 def remove() -> None:
-    """Watch nothing that is made from now on."""
+    """Do not watch trees and units that are made from now on."""
     TREE_GUARDS.clear()
     UNIT_WATCHES.clear()
     PARAM_GUARDS.clear()

@@ -1,4 +1,4 @@
-"""Refuses torch's checkpoint functions the own state of an optimizer of sharded parameters.
+"""Stops torch's checkpoint functions from saving or loading the raw state of an optimizer of sharded parameters.
 
 ``torch.distributed.checkpoint.state_dict`` recognises torch's own sharded classes, and takes the state of any other model's
 optimizer for whole values: saved that way, it is one rank's pieces under the names of whole parameters. Its functions are
@@ -28,7 +28,7 @@ _known: Final[WeakSet[Optimizer]] = WeakSet()
 
 
 def watch_optimizers(_: Unit) -> None:
-    """From now on notice optimizers of sharded parameters when they step."""
+    """From now on detect optimizers of sharded parameters when they step."""
     _watch_once()
 
 
@@ -48,7 +48,7 @@ def guard(optim: Optimizer, *_: Any) -> None:
 
 
 def sends_from_rank0() -> bool:
-    """Return whether torch's functions load now what rank 0 alone has (``StateDictOptions(broadcast_from_rank0=True)``)."""
+    """Return whether torch's functions now load a state of rank 0 alone (``StateDictOptions(broadcast_from_rank0=True)``)."""
     return any(getattr(call.f_locals.get("options"), "broadcast_from_rank0", False) for call in calls_of(_TORCH))
 
 

@@ -1,9 +1,9 @@
 """Trainable parameters that no unit manages, because modules were changed after sharding.
 
-Units keep to the parameters that they flattened. One that comes later, with a module that takes another's place or by
-``register_parameter``, would be trained on each rank alone: nobody gathers it or averages its gradient, and no number
-says so. What is compared is places (a module and a name), since another parameter in a managed place is taken over
-(``handle.writeback``), while a managed parameter that moved elsewhere is not.
+A unit manages only the parameters that it flattened. A later parameter, of a replacing module or from ``register_parameter``,
+would be trained on each rank alone: it is not gathered, its gradient is not averaged, and no error says so. What is compared is
+places (a module and a name), since another parameter in a managed place is taken over (``handle.writeback``), while a managed
+parameter that moved elsewhere is not.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TreeWatch(Guard):
         self._frozen: list[tuple[nn.Module, str]] = []
 
     def forward_begins(self) -> None:
-        """Check that units manage what is trained; each rank finds out by itself.
+        """Check that units manage all trained parameters; each rank checks alone.
 
         Raises:
             FsdpRuntimeError: There are trainable parameters that no unit manages or ignores, or units that came after the
@@ -111,7 +111,7 @@ def _places(unit: Unit) -> Iterator[tuple[nn.Module, str]]:
 def _ours(holder: nn.Module) -> dict[nn.Module, str]:
     """Return the modules whose parameters units should manage, each once, with clean names.
 
-    Left out is what another parallelism has, and ignored modules with all that is below them, units apart.
+    Modules of another parallelism are left out, and so is everything below ignored modules except units.
     """
     unit = unit_of(holder)
     ignored = unit.ignored.modules if unit is not None and unit.ignored else frozenset()

@@ -1,4 +1,4 @@
-"""Optimizers whose step needs whole parameters, over shards.
+"""Refuses shards to optimizers whose step needs whole parameters.
 
 A rank steps what it holds. That gives the step of one process if each element moves by its own gradient and state alone. An
 optimizer that uses norms, rows or products of whole parameters would step each shard by that shard's own, silently (Zhao et
@@ -37,7 +37,7 @@ _OF_DEVICES: Final = {"fused", "capturable", "foreach"}
 
 
 def watch_steps(_: Unit) -> None:
-    """From now on look at optimizers before they step."""
+    """From now on check optimizers before they step."""
     _watch_once()
 
 
@@ -47,7 +47,7 @@ def _watch_once() -> None:
 
 
 def refuse_shards(optim: Optimizer, *_: Any) -> None:
-    """Refuse a step that would take shards, or parameters joined to a flat one, for whole parameters.
+    """Refuse a step that would treat shards, or several parameters in a flat one, as whole parameters.
 
     Raises:
         UnsupportedError: ``optim`` has such a parameter, and is Adafactor, LBFGS or Muon, or was seen to need whole ones.

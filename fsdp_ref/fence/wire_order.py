@@ -53,7 +53,7 @@ class _Comparison:
     """What one group compares after one backward pass.
 
     Attributes:
-        group: who; None for this rank alone, which has nobody to compare with.
+        group: the ranks; None for this rank alone, which has no other rank to compare with.
         own: this rank's fingerprint, without what it heard from another group.
         notes: what it is a fingerprint of.
         sent: the largest fingerprint of all ranks, and minus the smallest.
@@ -79,7 +79,7 @@ class _Comparison:
         )
 
     def differs(self) -> Tensor:
-        """Return whether ranks differ, once the sum is there; the host does not wait for a device."""
+        """Return whether ranks differ, once the maximum has arrived; the host does not wait for a device."""
         if self.pending is None or self.sent is None or self.expected is None:
             return torch.zeros((), dtype=torch.bool, device=self.own.device)
         self.pending.wait()
@@ -265,7 +265,7 @@ def _name(unit: Unit) -> str:
 
 
 def _first_difference(per_rank: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
-    """Name the first place at which a rank did something else than the first rank."""
+    """Name the first collective at which a rank did something other than the first rank."""
     first = per_rank[0]
     places = [
         (next((i for i, (one, two) in enumerate(zip(first, each)) if one != two), min(len(first), len(each))), rank)

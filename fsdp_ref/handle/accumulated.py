@@ -30,8 +30,8 @@ class Uses:
 
     Attributes:
         by_this_rank: per original.
-        unused_by_all: per marked element of the shard, whether no rank has one; on the device, so that nobody waits for it.
-            None where this rank knows enough.
+        unused_by_all: per marked element of the shard, whether no rank has one; on the device, so that the host does not wait.
+            None if this rank knows enough.
     """
 
     by_this_rank: Sequence[bool]
@@ -51,8 +51,7 @@ class Accumulated:
     Attributes:
         reduced_S: reduced part, shard-sized with right padding; None without one.
         used: per original whether the reduced part has a gradient of any rank for it, as far as was read.
-        rest_S: what rounding took from a sum whose dtype is narrower than that of its summands; valid while nobody wrote to
-            the sum.
+        rest_S: the rounding error of a sum whose dtype is narrower than its summands'; valid while the sum is unchanged.
         arriving: the reduced part may still be on its way to the host.
         local_F: local part, full-sized with all padding, in the wider of the dtypes of parameters and of reduction, so
             that many small gradients are not rounded away; None without one.
@@ -74,7 +73,7 @@ class Accumulated:
         self.local_F: Tensor | None = None
         self.used = self._nobody()
         self.local_used = self._nobody()
-        # Read when users are given the gradients and not before: who reads waits for the device.
+        # Read only when users get the gradients: reading waits for the device.
         self._unread: list[Tensor] = []
 
     def _nobody(self) -> list[bool]:
@@ -117,7 +116,7 @@ class Accumulated:
     def local_digests(self) -> Tensor:
         """Return per original whether its local part is anything but zero, and a sum of its bits, ``(2, originals)``.
 
-        Nobody waits for the device.
+        The host does not wait for the device.
         """
         assert self.local_F is not None  # the caller looked
         as_bits = self.local_F.view(_INTEGER_OF[self.local_F.element_size()])
@@ -162,7 +161,7 @@ class Accumulated:
         self._unread.clear()
 
     def drop_arriving(self, trainable: Sequence[bool]) -> None:
-        """Forget what may still be on its way: the pass failed, and nobody waits for it."""
+        """Forget a part that may still be in flight: the pass failed, and its result is not awaited."""
         if self._unread:
             self._unread.clear()
             # Who used what is on the device, which may wait for ranks that will not come: zeros are shown rather than nothing.

@@ -86,11 +86,11 @@ class FlatHandle:
         # Until a root adopts the unit nothing overlaps: what is gathered before that runs on the current stream.
         self.streams: Streams = Streams()
         self.life = LifeCycle()
-        # The gather under way: set where it is issued, taken by whoever waits first. Until then the backend writes to
+        # The gather in flight: set where it is issued, taken by the first waiter. Until then the backend writes to
         # the buffer and reads ``_cast_S``.
         self._pending: Pending | None = None
         # One per dtype, for as long as the original dtype stays: modules, records and autograd hold views of these very storages,
-        # which are refilled in place, so a buffer is never exchanged for another while somebody may look through a view.
+        # which are refilled in place, so a buffer is never exchanged for another while a view of it may be in use.
         self._buffers: dict[torch.dtype, FlatBuffer] = {}
         # Made once for each buffer: a view outlives frees and refills, since the storage object stays.
         self._views: dict[torch.dtype, list[Tensor]] = {}
@@ -102,7 +102,7 @@ class FlatHandle:
         self._set_dtype(full_precision=False)
         requires_grad = any(managed.param.requires_grad for managed in params)
         self.flat_param: nn.Parameter = FlatParameter(self.shard_S, requires_grad=requires_grad)
-        # Before anybody sees it: units made around this one must leave it alone.
+        # Before it becomes visible: units made around this one must leave it alone.
         mark_flattened(self.flat_param, sharded=self.sharded)
         self.originals = Originals(self, params)
         self.grads = Gradients(self, self.originals)
@@ -199,15 +199,14 @@ class FlatHandle:
         Collectives:
             One all-gather over the shard group, when sharded. All of its ranks must call.
         """
-        # By the state and not by the storage: a buffer that waits to be freed still has its memory, and nobody may
-        # read it.
+        # By the state and not by the storage: a buffer that waits to be freed still has its memory, but must not be read.
         if self.life.state is not UnitState.SHARDED:
             return False
         self.life.move(UnitState.GATHERING, self.name)
         # Before the shard is read: an edit that comes while the gather runs is later than what it brings.
         self.versions.note_gather()
         if not self.needs_buffer:
-            return True  # computation reads the shard, which nobody frees
+            return True  # computation reads the shard, which is never freed
         buffer, dtype = self.buffer(self.compute_dtype), self.compute_dtype
         try:
             with self.streams.pre_unshard(), torch.no_grad():
@@ -224,7 +223,7 @@ class FlatHandle:
             # A cast or fetched copy is read by the collective on other streams: it lives until the gather is waited for.
             self._cast_S = source_S
         except BaseException:
-            # Nothing will fill the buffer. Whoever comes next gathers anew instead of waiting for this.
+            # Nothing will fill the buffer. The next user gathers again instead of waiting for this gather.
             self._pending = self._cast_S = None
             self.streams.free_rest()  # the buffer may be among them: then it is still read
             buffer.free()
@@ -274,7 +273,7 @@ class FlatHandle:
                 try:
                     pending.wait()
                 except BaseException:
-                    # Nobody knows what the buffer holds: whoever comes next gathers anew. Buffer and source keep their
+                    # The content of the buffer is unknown: the next user gathers again. Buffer and source keep their
                     # memory until then, since the backend may still write to the one and read the other.
                     self.life.move(UnitState.SHARDED, self.name)
                     raise
@@ -290,7 +289,7 @@ class FlatHandle:
         if self.life.state is UnitState.SHARDED or self.life.state is UnitState.SUMMONED:
             return
         if self.life.state is UnitState.GATHERING:
-            # Freed before the wait, the buffer would be written to when its memory is somebody else's.
+            # Freed before the wait, the buffer would be written to after its memory was reused.
             self._wait_for_gather()
         if self.needs_buffer:
             # Views of the buffer, in modules' and in autograd's hands, outlive its memory: the next gather fills it in place.

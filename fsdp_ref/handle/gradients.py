@@ -4,7 +4,7 @@ Users see the local part of the gradient while there is one, as DDP users do, an
 ``accumulated``). They change gradients between passes: set them to None, zero them, replace them. :meth:`Gradients.absorb`
 reads those changes before the values are used again, so what users see is the truth.
 
-A flat parameter has one gradient for all of its originals, with zeros for those that nobody used.
+A flat parameter has one gradient for all of its originals, with zeros for unused ones.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Gradients:
         self._given: list[Tensor | None] = []
         self._given_ptrs: list[int] = []
         self._given_versions: list[int] = []
-        # Digests of the local part as it was given while a reduced part existed; on the device, so that nobody waits for them.
+        # Digests of the local part as published while a reduced part existed; on the device, so that the host does not wait.
         self._given_digests: Tensor | None = None
 
     @property
@@ -102,7 +102,7 @@ class Gradients:
             self._remember()
 
     def drop_arriving(self) -> None:
-        """Forget a reduced part that may still be on its way: the pass failed, and nobody waits for it."""
+        """Forget a reduced part that may still be in flight: the pass failed, and its result is not awaited."""
         self.sum.drop_arriving(self._originals.trainable())
 
     def spoil(self, problem: Tensor) -> None:
@@ -135,10 +135,10 @@ class Gradients:
         self._give(grads)
 
     def publish_failed(self) -> None:
-        """Give users what a failed pass has completed, unless they may have cleared it already.
+        """Give users the gradients that a failed pass has completed, unless they may have cleared them already.
 
-        On a device autograd's own thread runs the pass, and we hear of its failure when users may have gone on: what they
-        cleared must not come back. Who has no gradients then, gets none.
+        On a device autograd's own thread runs the pass, and its failure is noticed when users may have gone on: cleared
+        gradients must not come back. A parameter without a gradient gets none.
         """
         if self._handle.config.device.type != "cpu" and all(param.grad is None for param in self._shown_params):
             # They cleared all of it: that is how ``zero_grad`` looks from here.
@@ -159,7 +159,7 @@ class Gradients:
         """
         changed = []
         params = self._shown_params
-        # Nothing was given yet: a gradient that is there all the same is a user's.
+        # Nothing was published yet, so an existing gradient is a user's.
         given, pointers = self._given or [None] * len(params), self._given_ptrs
         for index, param in enumerate(params):
             grad = param.grad
@@ -190,7 +190,7 @@ class Gradients:
 
     def _remember(self) -> None:
         """Remember the gradients as they are now: later differences are the user's."""
-        # Counting costs time in every pass, and nobody else asks.
+        # Counting costs time in every pass, and only this case needs it.
         if self.sum.both or self.sum.rest_S is not None:
             self._given_versions = self._versions()
         self._given_digests = self.sum.local_digests() if self.sum.both else None

@@ -141,7 +141,7 @@ class Originals:
 
     def present(self, index: int) -> bool:
         """Return whether this rank holds any of original ``index``; all of them hold all of an empty parameter."""
-        # Empty ones are everybody's, as in one process, where an optimizer steps them too.
+        # All ranks hold empty parameters, as in one process, where an optimizer steps them too.
         return not self._handle.sharded or index in self.pieces or not self._handle.layout.params[index].numel
 
     def forget_views(self) -> None:
@@ -158,7 +158,7 @@ class Originals:
         for param in self.params:
             mark_flattened(param, sharded=self._handle.sharded)
         if self.use_orig_params:
-            # The same objects as before: whoever built an optimizer first holds them.
+            # The same objects as before: an optimizer built earlier holds them.
             self._point_at(self.shard_views())
             self._writers.show(self.params)
         else:
@@ -227,7 +227,7 @@ class Originals:
                     guard_param(shown[index], self._handle.fqns[index])
             self._writers.show(shown)
         else:
-            # Not both at once: who walks over parameters in a summon finds each element once.
+            # Not both at once: a walk over parameters in a summon finds each element once.
             set_flat_param(self._handle.module, FLAT_PARAM, None)
             reshape_sites(self.managed, shown, registered=True)
         self.shown = Shown.SUMMONED

@@ -63,13 +63,13 @@ def set_aside(handle: FlatHandle) -> None:
         for hooks, taken in ((tensor_hooks, users), (later, dict(later))):
             if taken:
                 handle.originals.hooks_aside.append((hooks, taken))
-                # In the dictionary that torch reads: it is the same object when hooks are put back, with what came meanwhile.
+                # In the dictionary that torch reads: it is the same object when hooks are put back, with the hooks added since.
                 for key in taken:
                     del hooks[key]
 
 
 def put_back(handle: FlatHandle) -> None:
-    """Have users' hooks where users put them, before those that came meanwhile."""
+    """Put users' hooks back, before hooks that were added since."""
     for hooks, taken in handle.originals.hooks_aside:
         newer = {key: hook for key, hook in hooks.items() if not isinstance(hook, OwnHook)}
         for key in newer:

@@ -1,4 +1,4 @@
-"""All ranks learn which parameters no rank used, without a message of its own.
+"""Tells all ranks which parameters no rank used, without an extra message.
 
 [Note: marks of use] By the sign of a zero. In IEEE arithmetic adding -0.0 changes nothing, and a sum is -0.0 only where
 all summands are. A rank without a gradient for a parameter sends -0.0 in the parameter's first element of each shard; a
@@ -76,7 +76,7 @@ class UsageMarks:
         return mask
 
     def unused(self, flat: Tensor, *, shard: bool = False) -> Tensor:
-        """Return which marked elements say that no rank has a gradient; on the device, so that nobody waits for it."""
+        """Return which marked elements say that no rank has a gradient; on the device, so that the host does not wait."""
         marks = flat.index_select(0, self._mine if shard else self._places)
         # The sign alone is not enough: a gradient may be negative.
         return marks.signbit().logical_and_(marks == 0)

@@ -52,11 +52,11 @@ class ParameterVersions:
         _handles.add(handle)
 
     def now(self) -> list[int]:
-        """Return the present versions."""
+        """Return the current versions."""
         return [compat.version_of(param) + added for param, added in zip(self._handle.originals.held, self._added)]
 
     def note_gather(self) -> None:
-        """The full buffer holds, or is about to hold, the present values."""
+        """The full buffer holds, or is about to hold, the current values."""
         self.of_buffer, self._stepped = self.now(), False
 
     def new_pass(self) -> None:

@@ -1,4 +1,4 @@
-"""What users did to the parameters since the last pass is taken over.
+"""Takes over the users' changes of parameters since the last pass.
 
 Between iterations users replace a parameter's data, put another ``nn.Parameter`` on a module, or cast the whole
 model. Before each gather those changes are copied into the shard (or refused, by name). In-place edits need nothing:
@@ -107,7 +107,7 @@ def check_unchanged(handle: FlatHandle) -> None:
 def _same_memory(param: Tensor, view: Tensor) -> bool:
     if param.shape != view.shape:
         return False
-    # A rank that holds nothing of a parameter must notice what the others notice: they gather anew.
+    # A rank without elements of a parameter must notice the same changes as the others, which gather again.
     return param.data_ptr() == view.data_ptr() if view.numel() else storage_key(param) == storage_key(view)
 
 
@@ -223,7 +223,7 @@ def _copy_full(handle: FlatHandle, values: dict[int, Tensor]) -> None:
     views = handle.compute_views()
     # Every rank is taken to have assigned the same full values: each keeps its own piece, and nothing is sent.
     for index, value in values.items():
-        # The full buffer is this handle's and rests: it is filled, no gather writes to it, and nobody computes.
+        # The full buffer is idle: it is filled, no gather writes to it, and nothing computes with it.
         views[index].copy_(value)
     write_back(handle, values)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def peak_bytes(
     units: Sequence[UnitLayout], *, strategy: str, library: str = "fsdp_ref", has_streams: bool = False
 ) -> int | None:
-    """Return the most bytes of full parameters in any step but the first, whose order of units nobody knows yet.
+    """Return the most bytes of full parameters in any step but the first, in which the order of units is not known yet.
 
     The reference and FSDP1 gather the next unit while one computes. On a device with streams the reference also keeps the
     unit before, which kernels may still read. FSDP2 copies parameters out of what it gathered, and keeps that until the

@@ -1,1 +1,1 @@
-"""What happens in forward and backward, in which order, and who waits for whom."""
+"""The runtime of forward and backward: its steps, their order, and their waits."""

@@ -2,8 +2,8 @@
 
 *Pre-backward* (a hook on each output, or the first saved parameter that backward asks for): gather, show views for
 forwards that checkpointing runs again, gather ahead. *Post-backward* (the unit's node in the graph, see ``tracked``):
-all gradients are there; give parameters up and reduce. *End* (once per outermost pass): wait for reductions, give up
-whatever is left, hand gradients to users.
+all gradients have arrived; release parameters and reduce. *End* (once per outermost pass): wait for reductions, release the
+remaining parameters, publish gradients.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def hook_outputs(unit: Unit, output: Any, inputs: TakenInputs) -> Any:
 
 
 def _output_reached(tie: GraphTie, _: PassRecord | None, grad: Tensor) -> None:
-    """The gradient of an output is there: the unit's backward begins (once, however many outputs it has).
+    """The gradient of an output has arrived: the unit's backward begins (once, however many outputs it has).
 
     Collectives:
         An all-gather over the shard group unless parameters are there; maybe another unit's. All ranks must call.
@@ -79,7 +79,7 @@ def _output_reached(tie: GraphTie, _: PassRecord | None, grad: Tensor) -> None:
 
 
 def demand(unit: Unit) -> None:
-    """Backward reads a parameter of ``unit`` that is not there: gather it, wherever backward is."""
+    """Backward reads a sharded parameter of ``unit``: gather it, wherever backward is."""
     root = unit.root
     assert root is not None  # the unit ran forward
     _enter(root, unit, root.enter_backward())
@@ -151,7 +151,7 @@ def _frozen_done(unit: Unit) -> None:
 
 
 def on_gradients(unit: Unit, grads: tuple[Tensor | None, ...]) -> None:
-    """All gradients of this graph for the parameters of ``unit`` are there.
+    """All gradients of this graph for the parameters of ``unit`` have arrived.
 
     Collectives:
         When synchronising, those of ``GradSync.reduce``. All ranks must call.
@@ -186,7 +186,7 @@ def _complete(root: Root, unit: Unit, local: list[Tensor | None]) -> None:
         unit.note(UnitEventKind.POST_BACKWARD)
         # First, so that the next gather and the reduction find the memory of this unit's parameters free.
         unit.reshard(ReshardReason.AFTER_BACKWARD)
-        # Then the gather, which backward waits for next; nobody waits for the reduction before the pass ends.
+        # Then the gather, which backward waits for next; the reduction is not awaited before the pass ends.
         prefetch.in_backward(root, unit, BackwardPrefetch.BACKWARD_POST)
         if unit.sync_gradients:
             root.sync.reduce(unit, local)
@@ -244,7 +244,7 @@ def end_backward(root: Root) -> None:
 def _reduce_leftovers(root: Root) -> None:
     """Reduce what no_sync left in units that this synchronising pass did not use.
 
-    A unit may have been used in the first micro-batches of an accumulation only; nobody would reduce it later.
+    A unit may have been used only in the first micro-batches of an accumulation; it would never be reduced later.
 
     Collectives:
         Those of ``GradSync.reduce``, in the order of units; ranks agree, because gathers in forward made them agree.

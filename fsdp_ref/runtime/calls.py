@@ -1,4 +1,4 @@
-"""Forward calls of units that are open, and how one is closed, whatever way it ends.
+"""Open forward calls of units, and how each is closed, whatever way it ends.
 
 A call ends by ``close``, by ``abort`` when it raised, or not at all: torch runs the hooks of the composable API for an
 ``Exception`` only, so that Ctrl-C leaves the call open. It is noticed at the next use of the tree, because the Python
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 class Visit(Protocol):
-    """Somebody has full parameters of one unit between passes, and may be gone without closing it."""
+    """A use of one unit's full parameters between passes, which may end without being closed."""
 
     running: RunningCall
     """The call that it lasts for."""
 
     def close(self) -> None:
-        """Keep edits, and give full parameters up."""
+        """Keep edits, and release full parameters."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +65,7 @@ class Frame:
     inputs: TakenInputs = field(default_factory=TakenInputs)
 
     def compute(self) -> None:
-        """The module's forward is about to run; full parameters are there."""
+        """The module's forward is about to run; parameters are unsharded."""
         if self.unit.life.state in {UnitState.BACKWARD, UnitState.ACCUMULATING}:
             self.resumes = self.unit.life.state
         self.unit.life.move(UnitState.FORWARD, self.unit.name)
@@ -79,7 +79,7 @@ def close(frame: Frame) -> None:
             # Before the state moves: until then the buffer is this call's own.
             _keep_edits(unit, frame.root, frame.record)
         unit.life.move(frame.resumes, unit.name)
-    # A call that was aborted from outside is gone already.
+    # A call that was aborted from outside was already removed.
     if frame in frame.root.calls:
         frame.root.calls.remove(frame)
     frame.context.close()
@@ -118,7 +118,7 @@ def abort(frame: Frame) -> None:
         # The tree's forward ended here as well: gathers ahead of units that will not run are freed.
         frame.root.end_forward()
         for each in frame.root.units:
-            # What the module stored on its way here holds the beginning of a graph that nobody will run backward.
+            # Tensors that the module stored so far hold the beginning of a graph that backward will never run.
             each.graph.loosen()
 
 

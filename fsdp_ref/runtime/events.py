@@ -1,4 +1,4 @@
-"""What units do, step by step, for whoever wants to watch.
+"""Events of units, step by step, for observers.
 
 A recorder subscribes; nothing needs to be patched. Without subscribers an event costs one truth test.
 """
@@ -21,9 +21,9 @@ class UnitEventKind(Enum):
     PRE_BACKWARD = auto()
     """The unit's backward begins (once per backward)."""
     POST_BACKWARD = auto()
-    """All gradients of the unit's parameters are there."""
+    """All gradients of the unit's parameters have arrived."""
     UNSHARD = auto()
-    """The unit asks for its full parameters (they may be there already, or a prefetch asks early)."""
+    """The unit requests its full parameters (they may already be unsharded, or a prefetch requests early)."""
     GATHER = auto()
     """The all-gather is issued. Earlier than UNSHARD where communication is overlapped without being asked to."""
     RESHARD = auto()

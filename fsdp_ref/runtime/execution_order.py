@@ -1,6 +1,6 @@
 """The order in which units run, and what comes next.
 
-Records positions only; whoever gathers ahead asks :meth:`ExecutionOrder.next_forward` and
+Records positions only; prefetching uses :meth:`ExecutionOrder.next_forward` and
 :meth:`ExecutionOrder.next_backward`. Guards compare it between ranks.
 """
 
@@ -13,7 +13,7 @@ class ExecutionOrder:
     """Unit indices in order of execution.
 
     The order before forward is fixed by the first whole forward pass; a second record follows the latest pass, for
-    overlap that nobody asked for. The order after forward, which backward walks in reverse, is new in every pass.
+    overlap without a request. The order after forward, which backward walks in reverse, is new in every pass.
 
     Attributes:
         running: units entered so far in the present forward.

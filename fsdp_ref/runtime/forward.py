@@ -174,7 +174,7 @@ def exit_forward(frame: Frame, output: Any) -> Any:
         except BaseException:
             calls.abort(frame)
             raise
-        # Other hooks than ours were in force: autograd holds views, and only the end of backward knows that nobody reads them.
+        # Hooks other than ours were in force: autograd holds views, and only the end of backward knows that they are unused.
         unit.unguarded = frame.record is not None and frame.record.tracked and not root.saves_views()
         # Edits are kept in here, from the buffer that the next lines may free.
         calls.close(frame)

@@ -78,7 +78,7 @@ class _Reduction:
             handle.grads.add_reduced(self._out_S, uses)
 
     def _wait(self) -> None:
-        # Whoever waits for the result has nothing left that the remaining sums could overlap with.
+        # The waiter has no work left that could overlap with the remaining sums.
         while self._rest:
             self.advance()
         self._pending.wait()
@@ -206,7 +206,7 @@ def gather_local(
         flat_F = SCRATCH.take(handle.shard_map.padded_numel, dtype, handle.config.device)
         fill_flat(flat_F, handle.layout, grads, divisor)
     else:
-        # Made by kernels of the current stream in an earlier backward; nobody else has it any more.
+        # Made by kernels of the current stream in an earlier backward; there is no other reference.
         handle.streams.used_by_reduce(kept_F)
         flat_F = kept_F
         if kept_F.dtype != dtype or handle.sharded:

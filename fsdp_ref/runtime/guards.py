@@ -80,7 +80,7 @@ class Guards:
 
     def __init__(self, guards: Sequence[Guard] = ()) -> None:
         self.members = tuple(guards)
-        # By name, once for each tree: a moment that nobody watches is an empty list in the hot path.
+        # By name, once for each tree: an unwatched moment is an empty list in the hot path.
         self.tree_used = [g.tree_used for g in guards if _overrides(g, "tree_used")]
         self.forward_begins = [g.forward_begins for g in guards if _overrides(g, "forward_begins")]
         self.unit_begins = [g.unit_begins for g in guards if _overrides(g, "unit_begins")]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def in_forward(root: Root, unit: Unit) -> None:
-    """Gather ahead at the forward of ``unit``, whose own parameters are there."""
+    """Gather ahead at the forward of ``unit``, whose own parameters are unsharded."""
     explicit = unit.config.forward_prefetch or unit.forward_targets is not None
     if unit.forward_targets is not None:
         targets: Sequence[Unit] = unit.forward_targets

@@ -53,7 +53,7 @@ def close_ended(unit: Unit) -> None:
 
 
 _ENDING = threading.RLock()
-"""Held while a failed pass is cleaned up: by autograd's thread of a device, or by whoever uses the units next."""
+"""Held while a failed pass is cleaned up: by autograd's device thread, or by the next user of the units."""
 
 
 class _PassEnd:
@@ -86,8 +86,7 @@ class Root:
         guards: what looks for mistakes of users (see ``guards``).
         round: counts outermost forward passes.
         calls: forward calls that are open now, outermost first.
-        visits: units whose full parameters somebody reads or writes between passes (a state that is collected), with how
-            that ends.
+        visits: units whose full parameters are read or written between passes (to collect a state), with how that ends.
         in_pass: units that took part in the present backward pass.
         open_records: forwards of units, kept until the forward of the whole tree ends; later the graph keeps them.
         partial: units whose gradients came from passes inside the present one, which may bring more.
@@ -188,7 +187,7 @@ class Root:
         self.streams.gather_after_compute()
 
     def watch_saved_tensors(self) -> AbstractContextManager[object]:
-        """Return the context in which saved views of parameters are packed; somebody else's hooks have precedence.
+        """Return the context in which saved views of parameters are packed; other saved-tensor hooks have precedence.
 
         Hooks do not nest (the innermost pair serves alone), and checkpointing or offloading of activations must see
         every tensor: under such hooks the units rely on the pre-backward hooks of their outputs.
@@ -198,12 +197,12 @@ class Root:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def saves_views(self) -> bool:
-        """Return whether what autograd saves now is packed by :meth:`watch_saved_tensors`, and not by somebody else's hooks."""
+        """Return whether :meth:`watch_saved_tensors` packs the tensors that autograd saves now, and not other hooks."""
         hooks = compat.saved_tensor_hooks()
         return hooks is not None and hooks[0] is self._pack
 
     def end_forward(self) -> None:
-        """The outermost forward call ended: free gathers that nobody used. What the graph needs it keeps by now."""
+        """The outermost forward call ended: free unused gathers. The graph now keeps what it needs."""
         # Outputs have their hooks, which keep the records from here on; a graph that is dropped drops them.
         self.open_records.clear()
         for unit in self.units:
@@ -274,9 +273,9 @@ class Root:
     def backward_failed(self, task: int) -> None:
         """A backward pass died of an exception: users see parameters, and the gradients that were complete, at once.
 
-        Whatever waits for other ranks is left to :meth:`recover`, so that the exception is not delayed.
+        Work that waits for other ranks is left to :meth:`recover`, so that the exception is not delayed.
         """
-        with _ENDING:  # whoever hears of it second waits until the first one is through
+        with _ENDING:  # the second thread to notice waits for the first
             if self._passes.pop(task, None) is not None and not self._live_passes():
                 self._give_back()
 
@@ -302,7 +301,7 @@ class Root:
         self._ties[tie] = None
 
     def _loosen(self) -> None:
-        # Last of all: until here whoever is called back may ask a tie for its unit, which nobody else may hold any more.
+        # Last: until here callbacks may ask a tie for its unit, and the tie may hold the only reference.
         for tie in self._ties:
             tie.loosen()
         self._ties.clear()

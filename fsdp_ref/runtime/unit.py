@@ -2,7 +2,7 @@
 
 A unit ties a module to its handle (of no elements for a unit that owns no parameters), to its settings and to the root that
 it runs under. The wrapper and the composable API make the same units; only how forward reaches them differs. Where it is
-in its life is one ``states.UnitState``; :meth:`Unit.reshard` is the one way to give full parameters up.
+in its life is one ``states.UnitState``; :meth:`Unit.reshard` is the only way to release full parameters.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 
 _AT_REST: Final = frozenset({UnitState.GATHERING, UnitState.UNSHARDED, UnitState.ACCUMULATING})
-"""States in which full parameters wait for whoever computes next."""
+"""States in which full parameters wait for the next computation."""
 
 
 class Ahead(Enum):
     """Why full parameters are gathered ahead of need."""
 
     OVERLAP = auto()
-    """Only the bytes start early: whoever needs them asks for them as if nothing had happened."""
+    """Only the bytes start early: the unit's own forward still requests them as usual."""
     PREFETCH = auto()
     """The runtime, for the next unit: its UNSHARD event is out."""
     USER = auto()
@@ -57,7 +57,7 @@ class Unit:
 
     Attributes:
         life: where the unit is in its life, shared with the handle.
-        ahead: who asked for full parameters ahead of need; None for nobody.
+        ahead: why full parameters were requested ahead of need; None if they were not.
         state_dict_settings: in which form its state is saved and loaded.
         awaits_backward: an output of the latest forward may be differentiated.
         reshards_after_forward: whether full parameters are freed after forward; None: as the strategy says, and not the root's.
@@ -161,7 +161,7 @@ class Unit:
             self._make_way()
         elif ahead is Ahead.PREFETCH or (ahead is None and self.ahead is not Ahead.PREFETCH and not handle.empty):
             self.note(UnitEventKind.UNSHARD, prefetch=ahead is Ahead.PREFETCH)
-        # Bytes that started early are no promise to anybody: an edit before the forward still drops them.
+        # Bytes that started early are no promise: an edit before the forward still drops them.
         if ahead is not Ahead.OVERLAP:
             self.ahead = ahead
         # The event tells of the step, also where nothing travels; guards hear only of what was sent.
@@ -234,7 +234,7 @@ class Unit:
         return [view.clone() for view in views] if self.root is None or self.root.creates_graph else views
 
     def drop_out_of_date(self) -> None:
-        """Free full parameters that were gathered before the parameters were changed; who needs them gathers anew.
+        """Free full parameters that were gathered before the parameters were changed; the next use gathers again.
 
         The views that the pass computes with stay: they lie over the same buffer.
         """
@@ -263,7 +263,7 @@ class Unit:
         if handle.compute_dtype != handle.precision.original:
             return
         if self.config.use_orig_params and all(param.grad is None for param in handle.originals.params):
-            # The originals share the buffer from here on: whoever frees it looks first for edits (``keep_full_edits``).
+            # The originals share the buffer from here on: before it is freed, edits are kept (``keep_full_edits``).
             handle.originals.show_full()
 
     def _frees_after_forward(self, handle: FlatHandle) -> bool:
@@ -274,13 +274,13 @@ class Unit:
         # Where no output can be differentiated no backward will come that frees (one that enters elsewhere gathers anew).
         for_good = not torch.is_grad_enabled() or not self.awaits_backward
         if for_good and self.unguarded:
-            # Under somebody else's hooks autograd holds the views themselves, and an output of a kind that nobody looks
-            # into (an object of the user's) may lead there: the end of backward frees.
+            # Under other saved-tensor hooks autograd holds the views themselves, and an output that cannot be searched (a
+            # user's object) may lead to them: the end of backward frees.
             return False
         return for_good or (self._reshards_after_forward and not (self.is_root and self.reshards_after_forward is None))
 
     def _frees_after_backward(self, handle: FlatHandle) -> bool:
-        # A low-precision copy that nobody gathers (NO_SHARD) is out of date after the next optimizer step.
+        # A low-precision copy that is not gathered (NO_SHARD) is out of date after the next optimizer step.
         copied = not handle.sharded
         unused = self.life.state is UnitState.GATHERING
         if copied or unused:

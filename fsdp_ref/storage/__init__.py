@@ -1,4 +1,4 @@
-"""Where do parameters and gradients live: sites on modules, flat buffers, views, precision, offloading.
+"""The storage of parameters and gradients: sites on modules, flat buffers, views, precision, offloading.
 
-Knows tensors and modules, and nothing of ranks.
+Knows tensors and modules, but no ranks.
 """

@@ -1,6 +1,6 @@
 """The extension point for parameters that are more than one plain tensor.
 
-The extension point of the flat parameter. A parameter that is one tensor of this rank's needs nothing. For one that is
+A plain tensor of this rank needs no extension. For one that is
 more (a part of a tensor that other ranks have other parts of) an extension says how it becomes the plain tensor that is
 flattened, how a view of the flat tensor becomes what modules compute with, and what its states are. Tensor parallelism is
 built in (``comm.tensor_parallel``); :func:`register_parameter_extension` adds others.
@@ -69,7 +69,7 @@ class ParameterExtension(ABC):
 
 
 Factory = Callable[[Tensor, Any], ParameterExtension | None]
-"""Asked about each parameter and the unit's ``comm.groups.DataParallelGroups``; None: not one of its kind."""
+"""Called with each parameter and the unit's ``comm.groups.DataParallelGroups``; returns None for other kinds."""
 
 _factories: list[Factory] = []
 
@@ -85,10 +85,10 @@ def register_parameter_extension(factory: Factory) -> Callable[[], None]:
 
 
 def has_factories() -> bool:
-    """Return whether anybody is to be asked."""
+    """Return whether any factory is registered."""
     return bool(_factories)
 
 
 def registered_extension(param: Tensor, groups: Any) -> ParameterExtension | None:
-    """Return what the first registered factory says of a parameter that has something to say."""
+    """Return the extension of a parameter from the first factory that gives one."""
     return next((found for factory in _factories if (found := factory(param, groups)) is not None), None)

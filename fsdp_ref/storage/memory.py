@@ -24,7 +24,7 @@ from fsdp_ref.compat import storage_key
 
 
 class FlatBuffer:
-    """One flat tensor that is allocated only while somebody needs it.
+    """One flat tensor that is allocated only while it is needed.
 
     Attributes:
         tensor: the flat tensor; reading it while it is not allocated is undefined behaviour.
@@ -46,12 +46,12 @@ class FlatBuffer:
         return self._storage.size() == self._nbytes
 
     def allocate(self) -> None:
-        """Give the storage its memory, with undefined content; nothing happens when it has it."""
+        """Allocate the memory, with undefined content; nothing happens if it is already allocated."""
         if not self.allocated:
             self._storage.resize_(self._nbytes)
 
     def free(self) -> None:
-        """Take the memory away; nothing happens when it is gone."""
+        """Free the memory; nothing happens if it is already freed."""
         if self._nbytes and self.allocated:
             self._storage.resize_(0)
 
@@ -88,7 +88,7 @@ class ScratchPool:
         return buffer
 
     def give(self, buffer: Tensor) -> None:
-        """Hand a taken buffer back; nobody may use it afterwards."""
+        """Give a taken buffer back; do not use it afterwards."""
         if buffer.device.type != "cpu":
             return
         if self.free_bytes + buffer.nbytes > self._spare * self._largest_bytes:
@@ -114,7 +114,7 @@ def _pinned_exists(device_type: str) -> bool:
     try:
         torch.empty(1, pin_memory=True)
     except (RuntimeError, NotImplementedError):
-        return False  # an accelerator whose allocator of pinned memory nobody registered: copies block the host
+        return False  # an accelerator without a registered allocator of pinned memory: copies block the host
     return True
 
 

@@ -112,7 +112,7 @@ def _map_dataclass(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     }
     if all(new[name] is old[name] for name in old) and all(mapped[key] is items[key] for key in items):
         return value
-    # The type that decides how memory is made: Python refuses another's ``__new__``, and the class's own wants arguments.
+    # The built-in base's ``__new__``: Python refuses another type's, and the class's own may require arguments.
     maker: Any = next(base for base in type(value).__mro__ if not base.__flags__ & _HEAP_TYPE)
     result = maker.__new__(type(value))
     for key, item in mapped.items():

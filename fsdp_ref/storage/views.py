@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from fsdp_ref.layout import FlatLayout, ParamSpec
 from fsdp_ref.storage.extension import ParameterExtension
 
-_FLATTENED = (
-    "_fsdp_flattened"  # torch's FSDP1 sets it too: units around leave such parameters alone, whoever holds them
-)
+_FLATTENED = "_fsdp_flattened"  # torch's FSDP1 sets it too: surrounding units leave such parameters alone
 _BY_US = "_fsdp_ref_flattened"
 
 
@@ -152,7 +150,7 @@ def reshape_sites(params: Sequence[ManagedParam], values: Sequence[Tensor], *, r
 
 
 def overrides_setattr(module: nn.Module) -> bool:
-    """Return whether the class of ``module`` wants to hear of attributes being set (recurrent layers do)."""
+    """Return whether the class of ``module`` watches attribute assignment (recurrent layers do)."""
     return type(module).__setattr__ is not nn.Module.__setattr__
 
 

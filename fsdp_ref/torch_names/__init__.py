@@ -1,4 +1,4 @@
-"""What exists only because torch has it: names that tools and older programs read. No core module needs any of it."""
+"""Names that exist only for compatibility with torch: tools and older programs read them. No core module needs them."""
 
 from fsdp_ref.handle.marked_parameter import DESCRIBERS
 from fsdp_ref.torch_names.inclusive_view import describe

@@ -43,8 +43,8 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
     """Scale all gradients at or below ``module`` so that their joint norm over all ranks is at most ``max_norm``.
 
     Shards count once over their shard group. What several ranks have whole counts once: with NO_SHARD, in the replicas of hybrid
-    sharding, and plain parameters on a tensor-parallel axis. Padding does not count. Nobody averages the gradients of ignored
-    parameters, so they may differ by rank: what counts is their mean, which one process would compute, and each rank scales
+    sharding, and plain parameters on a tensor-parallel axis. Padding does not count. The gradients of ignored parameters are
+    not averaged, so they may differ by rank: what counts is their mean, which one process would compute, and each rank scales
     its own by the common factor.
 
     Args:
@@ -131,7 +131,7 @@ def _parts(root: Root) -> list[GradientPart]:
 
 
 def _usual_dtype(root: Root, own: Sequence[nn.Parameter]) -> torch.dtype | None:
-    """Return the dtype that all gradients of the tree have, on all ranks, unless somebody replaced one; None for several."""
+    """Return the dtype of all gradients of the tree on all ranks, unless users replaced some; None for several dtypes."""
     dtypes = {param.dtype for param in (*own, *_unmanaged(root, replicated=True))}
     dtypes |= {unit.handle.precision.grad for unit in root.units if any(unit.handle.originals.trainable())}
     return dtypes.pop() if len(dtypes) == 1 else None

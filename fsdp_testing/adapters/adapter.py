@@ -29,7 +29,7 @@ EmitUnit = Callable[[str, str, tuple[str, ...]], None]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 LEFT_OUT: Any = None
-"""In the place of a method that `Adapter.of` fills in."""
+"""Placeholder for a method that `Adapter.of` fills in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ class TorchStyle:
     built_on: str = ""
 
     def __post_init__(self) -> None:
-        """Note the own name, so that a variant keeps it."""
+        """Record the name in `built_on`, so that a variant keeps it."""
         if not self.built_on:
             object.__setattr__(self, "built_on", self.name)
 
@@ -174,7 +174,7 @@ class Adapter(TorchStyle):
         )
 
     def drawable(self, tensor_parallel: int = 1) -> frozenset[str]:
-        """Return the claims that drawn cases may ask for: all but those that only gradients decide, if it shows none."""
+        """Return the claims that drawn cases may use: without those that only gradients decide, if it shows no gradients."""
         claims = self.claimed(tensor_parallel)
         return claims if self.observes_gradients else claims - JUDGED_BY_GRADIENTS
 
@@ -208,7 +208,7 @@ class Adapter(TorchStyle):
 
 
 def _dtype(implementation: object) -> str:
-    """Return the widest dtype, which must be one that cases know."""
+    """Return the widest dtype, which must be a dtype of cases."""
     given: object = getattr(implementation, "widest_dtype", "float64")
     if given not in DTYPES:
         raise InvalidImplementation(

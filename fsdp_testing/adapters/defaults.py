@@ -1,7 +1,7 @@
 """What the harness does where an adapter leaves a method out.
 
 Torch-style models name their methods alike (`no_sync`, `clip_grad_norm_`), have parameters that are complete or are
-DTensors, and can be gathered. These defaults use that and nothing of any one implementation.
+DTensors, and can be gathered. These defaults use only that, and nothing specific to one implementation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def methods(implementation: object, given: _Given) -> dict[str, Callable[..., An
 
     filled: dict[str, Callable[..., Any]] = {
         "no_sync": _own_no_sync(name),
-        "unshard_async": given.get("unshard", _missing(name, "unshard")),  # which leaves nothing to wait for
+        "unshard_async": given.get("unshard", _missing(name, "unshard")),  # nothing is left to wait for
         "clip_grad_norm": clip_grad_norm,
         "local_pieces": local,
         "full_parameters": _gathering_full_parameters(local),
@@ -74,13 +74,13 @@ OPTIONAL_WITHOUT_DEFAULT = (
 
 
 def _zero_grad(model: nn.Module, optimizer: torch.optim.Optimizer | None, set_to_none: bool) -> None:
-    """Through the optimizer where there is one, as training loops do; it clears exactly the parameters it owns."""
+    """Clear through the optimizer if there is one, as training loops do; it clears exactly its own parameters."""
     owner: Any = model if optimizer is None else optimizer
     owner.zero_grad(set_to_none=set_to_none)
 
 
 def checkpointing_outside(wrap: Callable[[nn.Module, Setup], nn.Module]) -> Callable[[nn.Module, Setup], nn.Module]:
-    """`wrap`, and then recomputation around what it made of the modules, where the setup asks for that."""
+    """`wrap`, and then recomputation around the wrapped modules if the setup requests it."""
 
     def wrap_then_checkpoint(module: nn.Module, setup: Setup) -> nn.Module:
         if not (setup.checkpointed and setup.checkpoint_outside):
@@ -133,7 +133,7 @@ def _default_local_pieces(given: _Given) -> Callable[[nn.Module], Mapping[str, t
         def through_gathering(model: nn.Module) -> Mapping[str, tuple[Piece, ...]]:
             flags = {fqn: parameter.requires_grad for fqn, parameter in named(model)}
             with full_parameters(model, writeback=False) as full:
-                # Cloned: the complete tensors may be freed or overwritten as soon as the context is left.
+                # Cloned: the complete tensors may be freed or overwritten when the context ends.
                 copied = {fqn: tensor.detach().clone() for fqn, tensor in full.items()}
                 flags = {fqn: flags.get(fqn, tensor.requires_grad) for fqn, tensor in full.items()}
             return {fqn: (pieces.whole(tensor.requires_grad_(flags[fqn])),) for fqn, tensor in copied.items()}

@@ -1,4 +1,4 @@
-"""The protocol of an implementation: what it offers, and what it learns about its world.
+"""The protocol of an implementation: its methods, and the setup that it is given.
 
 An implementation is any object with `name`, `capabilities` and `wrap`; nothing is inherited. Everything else is optional
 (`fsdp_testing.adapters.adapter.TorchStyle` has every method with its meaning): a claimed capability names the methods that it
@@ -82,7 +82,7 @@ class WrapPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Everything that `wrap` is told; equal on every rank except for `rank` and `device`.
+    """The arguments of `wrap`; equal on every rank except `rank` and `device`.
 
     Attributes:
         rank: This rank in `group`.
@@ -113,7 +113,7 @@ class Setup:
             modules that are not ignored are on the meta device. None if they have values.
         forward_prefetch: Prefetch in forward, if the implementation has the option.
         backward_prefetch: One of "pre", "post", "none".
-        forward_methods: `(FQN, method)` of what the model calls beside `forward`: registered as one that computes, where the
+        forward_methods: `(FQN, method)` of methods that the model calls besides `forward`: the adapter registers them, if the
             implementation needs that.
         leaves_unused: A micro-batch may leave a parameter without a gradient on some rank.
         settings: Options that change no number (`fsdp_testing.cases.records.specs.SETTINGS`), by name.

@@ -39,7 +39,7 @@ class Registration:
 
 
 def registrations() -> dict[str, tuple[Registration, ...]]:
-    """Every registered name with all that claim it (more than one is a conflict, reported when the name is loaded)."""
+    """Every registered name with its registrations (several are a conflict, reported when the name is loaded)."""
     found = [Registration(name, target, _BUILT_IN_ORIGIN) for name, target in BUILT_IN.items()]
     for point in metadata.entry_points(group=ENTRY_POINT_GROUP):
         origin = point.dist.name if point.dist is not None else "unknown distribution"

@@ -96,7 +96,7 @@ def modules_of(reference: str) -> list[str]:
 
 
 def _by_reference(adapter: Adapter) -> tuple[Callable[..., Adapter], tuple[str]]:
-    """How an adapter is pickled: its methods are closures, which another process finds by the name alone."""
+    """Pickles an adapter by its name: its methods are closures, which another process can only find by name."""
     if not adapter.reference:
         raise InvalidImplementation(
             f"implementation {adapter.name!r}: expected an adapter loaded by its name or import string, got one made from "

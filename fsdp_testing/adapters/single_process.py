@@ -1,7 +1,7 @@
 """Data parallelism as its definition says: every rank trains a whole copy, and gradients are averaged after backward.
 
-This is what one process computes on all the data, spread over ranks and nothing more: no buckets, no overlap, no
-shards. A check that fails here is wrong itself, which makes it the specificity control of every suite.
+This is the computation of one process on all the data, spread over ranks: no buckets, no overlap, no shards. A check that fails
+here is itself wrong, so this adapter is the specificity control of every suite.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Averaging:
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
         self.enabled = True
-        # Weakly: the hooks on the parameters keep this object alive, through C++ where the collector does not see it.
+        # Weakly: the parameters' hooks keep this object alive, through C++ references that the collector does not see.
         self._module = ref(module)
         self._group = group
         self._queued = False
@@ -47,11 +47,11 @@ class _Averaging:
 
     def _parameters(self) -> list[nn.Parameter]:
         module = self._module()
-        # Frozen ones too: what was frozen while its gradient awaits reduction is reduced with the others.
+        # Frozen ones too: a parameter frozen while its gradient awaits reduction is reduced with the others.
         return [] if module is None else list(module.parameters())
 
     def watch_parameters(self) -> None:
-        """Hook new parameters; called in every forward, since one may have been thawed."""
+        """Hook new parameters; called in every forward, because one may have been thawed."""
         self._queued = False  # a backward that raised has left it set
         for parameter in self._parameters():
             if parameter.requires_grad and id(parameter) not in self._hooked:
@@ -88,7 +88,7 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
         )
     checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
     group = setup.group
-    # The module is the one that is called: a deep copy takes the hook along, and averages for itself.
+    # Use the module that is called: a deep copy has the hook too, and averages its own gradients.
     module.register_forward_pre_hook(lambda called, _args: _averaging_of(called, group).watch_parameters())
     _averaging_of(module, group)
     return module
@@ -102,7 +102,7 @@ def _averaging_of(module: nn.Module, group: dist.ProcessGroup | None) -> _Averag
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backwards inside leave the gradients as they are on this rank."""
+    """Backwards inside leave this rank's gradients unreduced."""
     averaging = _AVERAGING[model]
     before, averaging.enabled = averaging.enabled, False
     try:

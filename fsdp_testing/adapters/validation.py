@@ -1,13 +1,13 @@
-"""Examines an adapter, so that its own mistakes are not taken for those of the implementation behind it.
+"""Examines an adapter, so that its own mistakes are not blamed on the implementation behind it.
 
-What can only be the adapter's fault ends the run here: names, spans, methods that are promised and missing. What the
-implementation may do as well, such as changing values, buffers or flags while wrapping, is a check's business
-(`construction.keeps_numbers`, `construction.keeps_buffers`) and has a verdict. One case of the former looks like the
-latter, values shown at the wrong place: it counts as the adapter's where the adapter shows the right ones by another way.
+Mistakes that only the adapter can make end the run here: names, spans, promised methods that are missing. Mistakes that the
+implementation may make too, such as changing values, buffers or flags while wrapping, belong to checks
+(`construction.keeps_numbers`, `construction.keeps_buffers`) and get a verdict. Values shown at the wrong place may be either:
+they are the adapter's mistake if the adapter shows the right values in another way.
 
 Two steps. `check_claims` reads the adapter alone. `examine_on_rank` runs on every rank of a small world: it wraps the
-simplest models and examines what comes back, before any gradient is computed. `validate` does both and raises
-`InvalidImplementation` with everything that was found.
+simplest models and examines the result, before any gradient is computed. `validate` does both and raises
+`InvalidImplementation` with every problem.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def validate(adapter: Adapter, run_on_ranks: Callable[..., list[Any]], world_siz
 
 
 def _account(failed: WorldFailed) -> str:
-    """Return what the ranks that raised said, each text once; the whole account where one died, or none raised.
+    """Return the errors that ranks raised, each text once; the whole account if a rank died, or none raised.
 
-    What the others raise after a death (that a connection was closed) is no cause.
+    Errors of other ranks after a death (a closed connection) are not causes.
     """
     ranks = getattr(failed.outcome, "ranks", ())
     dead = [rank for rank in ranks if rank.fate == "died"]
@@ -141,7 +141,7 @@ def _examine(adapter: Adapter, model: ZooModel, rank: int, size: int, mesh: Devi
         found += [] if found else _broken_methods(adapter, wrapped, original)
         adapter.finish(wrapped)
     except Exception as error:
-        # Raised and not returned: other ranks may wait for this one in a collective, and the world must end for all.
+        # Raise instead of returning: other ranks may wait for this one in a collective, and the whole world must end.
         last = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{model.name}: {type(error).__name__}: {error} (at {last.filename}:{last.lineno})"
         raise InvalidImplementation(text) from error
@@ -172,7 +172,7 @@ def _wrong_content(adapter: Adapter, wrapped: nn.Module, original: nn.Module) ->
         yield "named_parameters gives no parameter, so there is nothing for an optimizer"
     problems = [p for fqn, pieces in local.items() if fqn in expected for p in _wrong_spans(fqn, pieces, expected[fqn])]
     yield from problems
-    # Every rank takes part, also one that has found something: the others wait for it.
+    # Every rank takes part, even one that has found a problem: the others wait for it.
     gathered: list[dict[str, list[tuple[int, int]]] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, {fqn: [(p.start, p.stop) for p in pieces] for fqn, pieces in local.items()})
     ranks = [part for part in gathered if part is not None]
@@ -210,7 +210,7 @@ def _wrong_spans(fqn: str, pieces: tuple[Piece, ...], parameter: nn.Parameter) -
 def _misplaced(
     adapter: Adapter, wrapped: nn.Module, local: Mapping[str, tuple[Piece, ...]], expected: Mapping[str, nn.Parameter]
 ) -> Iterator[str]:
-    """Parameters whose pieces show other values than they have, as the adapter's own `full_parameters` shows.
+    """Parameters whose pieces show wrong values, compared with the adapter's own `full_parameters`.
 
     Collectives: those of `full_parameters`, where the adapter has one; every rank calls.
     """

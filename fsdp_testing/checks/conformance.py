@@ -38,14 +38,14 @@ from fsdp_testing.ranks.pool import Pool, default_pool
 
 
 class RunListener(Protocol):
-    """What a run reports while it goes on; a listener observes and never changes the run."""
+    """Progress events of a run; a listener observes and never changes the run."""
 
     def planned(self, total: int) -> None:
-        """`total` pairs of check and implementation will be judged."""
+        """Called once: `total` pairs of check and implementation will be judged."""
         ...
 
     def started(self, implementation: str, check: str) -> None:
-        """Hear that this pair runs now."""
+        """Called when this pair starts."""
         ...
 
     def finished(self, result: CheckResult) -> None:
@@ -127,7 +127,7 @@ def run_conformance(
         world_sizes=where.sizes(*selected),
         backend=backend,
         tensor_parallel=tensor_parallel,
-        # One by one: they show times.
+        # One by one, because they show times.
         portraits=tuple(_portraits(adapters, where, runner, selected)) if portraits else (),
         seconds=time.perf_counter() - start,
         shard=shard,
@@ -142,7 +142,7 @@ def _heard(
     listener: RunListener | None,
     runner: CaseRunner,
 ) -> Iterator[CheckResult]:
-    """Yield the result of each pair as the user expects it, and let the listener hear when it is its turn."""
+    """Yield the result of each pair with the user's expectations, and inform the listener at its turn."""
     for name, check in pairs:
         if listener is not None:
             listener.started(name, check.name)
@@ -155,13 +155,13 @@ def _heard(
 
 
 def expecting(result: CheckResult, expectation: Expectation, runner: CaseRunner) -> CheckResult:
-    """Return a result as a user sees it who expects these failures; causes are looked for only where an entry names one."""
+    """Apply the user's expected failures to a result; causes are searched for only if an entry names one."""
     how, inquiry = how_of(result.check), Inquiry(runner, result.implementation)
     return as_expected(result, expectation, lambda finding: happened(inquiry, finding, how) if how is not None else "")
 
 
 def how_of(check: str) -> JudgeSettings | None:
-    """How a check judges single programs; None for one that judges in a way of its own."""
+    """How a check judges single programs; None for a check with its own judge."""
     found = CHECKS.get(check)
     return JudgeSettings(found.comparison, found.mode) if found is not None and found.judge is None else None
 
@@ -194,20 +194,20 @@ def run_check(
     stop_at_first: bool = False,
     expected: Expectation | None = None,
 ) -> CheckResult:
-    """Judge one check on one implementation, without looking for causes but those that an expected failure names.
+    """Judge one check on one implementation; only causes that an expected failure names are searched for.
 
     Args:
         name: Implementation.
         check: Name of the check.
-        world_sizes: Numbers of ranks, as for `run_conformance`, and so the next two.
-        tensor_parallel: How many of them hold one model together, as for `run_conformance`.
+        world_sizes: Numbers of ranks, as for `run_conformance`.
+        tensor_parallel: How many ranks share one model, as for `run_conformance`.
         backend: Backend of the worlds.
         runner: Where cases run; by default `shared_runner()`.
         stop_at_first: Run no further case of the check once one has refuted it.
         expected: How it is known to fail.
 
     Raises:
-        InvalidArgument: As `run_conformance`, and so the others.
+        InvalidArgument: As `run_conformance`, which also raises the other errors.
     """
     adapters = load_all((name,))
     selected = select_checks((check,))
@@ -241,8 +241,8 @@ def run_case(name: str, case: Case, *, runner: CaseRunner | None = None, **compa
 def shared_runner() -> CaseRunner:
     """Return the runner of this process's pool.
 
-    Whoever judges one check after another shares it, and with it what the oracle has computed (which is the same for
-    every implementation, strategy and wrapping) and which adapters have been examined.
+    Consecutive checks share it, and with it the oracle's results (the same for every implementation, strategy and wrapping) and
+    the record of examined adapters.
     """
     return _runner_on(default_pool())
 
@@ -272,8 +272,9 @@ def load_all(names: Sequence[str]) -> dict[str, Adapter]:
 
 
 _EXAMINED: WeakKeyDictionary[CaseRunner, Shared[None]] = WeakKeyDictionary()
-"""By reference and world size the adapters that were found fit on a runner's ranks: an adapter is loaded once in a
-process, so that nothing about it changes between two checks. What was found unfit is examined again."""
+"""Adapters that were found fit on a runner's ranks, by reference and world size. A process loads an adapter once, so it cannot
+change between two checks. An unfit adapter is examined again.
+"""
 _EXAMINED_KEPT = 1024
 
 
@@ -285,7 +286,7 @@ def _examine(
     Raises:
         InvalidImplementation: What the adapter itself does wrong, everything in one message.
     """
-    runner.pool.expect(suites.__name__)  # what checks run on ranks lies there
+    runner.pool.expect(suites.__name__)  # the functions that checks run on ranks are there
     if where.backend != "gloo":
         return  # the examination is about names and values on the CPU; other devices have checks of their own
     size = min(where.sizes(*selected))
@@ -300,7 +301,7 @@ def _examine(
             for _ in examined:
                 pass
     except PoolBroken:
-        # Where there are no worlds any more each check says so, and files are written: a host has vanished.
+        # If a host has vanished and no world starts, each check reports it, and files are still written.
         if not runner.pool.given_up:
             raise
 
@@ -332,7 +333,7 @@ def _sizes(world_sizes: Iterable[int]) -> tuple[int, ...]:
 
 
 def _place(world_sizes: Iterable[int] | None, backend: str, tensor_parallel: int, selected: Sequence[Check]) -> Where:
-    """Where to judge; refuses a backend that cannot run there, or computes no real values."""
+    """Return where to judge; refuses a backend that cannot run there, or that computes no real values."""
     where = Where(None if world_sizes is None else _sizes(world_sizes), backend, tensor_parallel)
     sizes = where.sizes(*selected)
     odd = [size for size in sizes if tensor_parallel < 1 or size % tensor_parallel]
@@ -354,7 +355,7 @@ def _place(world_sizes: Iterable[int] | None, backend: str, tensor_parallel: int
 
 
 def environment() -> dict[str, str]:
-    """Return when, of which commit and by which command something runs, and the versions and the machine."""
+    """Return date, commit and command of a run, the versions and the machine."""
     from importlib import metadata
 
     import torch

@@ -28,7 +28,7 @@ BAD = (WRONG, LOST)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of one collective with one dtype: a word of this module, and why."""
+    """The result of one collective with one dtype: a word of this module, and the reason."""
 
     collective: str
     dtype: str
@@ -40,7 +40,7 @@ def check_backend(name: str) -> None:
     """Refuse a backend that cannot be compared here.
 
     Raises:
-        InvalidArgument: No such backend, or one whose collectives move nothing.
+        InvalidArgument: There is no such backend, or its collectives move nothing.
         BackendUnavailable: It cannot run so many ranks here.
     """
     backend = backend_named(name)
@@ -75,7 +75,7 @@ def _answer(dtype: str, expected: dict[str, list[str]] | str, got: dict[str, lis
 
 
 def _asked(collective: str, backend: str) -> dict[str, list[str]] | str:
-    """Return for each dtype what all ranks have at each size; or what became of the ranks."""
+    """Return the results of all ranks at each size, by dtype; or what happened to the ranks."""
     from fsdp_testing import run_ranks
 
     try:
@@ -93,7 +93,7 @@ def _joined(ranks: list[str]) -> str:
 
 # ------------------------------------------------------------------------------------------------ on the ranks
 def on_rank(collective: str, device: str) -> dict[str, list[str]]:
-    """Return, by dtype and size, the first numbers and a digest of what this rank has after the collective; every rank."""
+    """Return, by dtype and size, the first numbers and a digest of this rank's result; every rank calls."""
     return {dtype: [_one(collective, dtype, size, device) for size in SIZES] for dtype in DTYPES}
 
 
@@ -101,7 +101,7 @@ def _one(collective: str, dtype: str, size: int, device: str) -> str:
     import torch
     import torch.distributed as dist
 
-    # No two neighbours, and no two ranks, have the same; twice the largest fits in every dtype.
+    # Neighbours differ, and so do ranks; twice the largest number fits in every dtype.
     numbers = (torch.arange(RANKS * size, device=device) * 7 + 3 * dist.get_rank()) % 31
     try:
         made = COLLECTIVES[collective](numbers.to(getattr(torch, dtype))).cpu()
@@ -119,7 +119,7 @@ def _reduced(numbers: torch.Tensor, operation: str) -> torch.Tensor:
 
 
 def _rooted(numbers: torch.Tensor, name: str) -> torch.Tensor:
-    """Broadcast from, or reduce to, the last rank; what others have after a reduce is nobody's business."""
+    """Broadcast from, or reduce to, the last rank; after a reduce only the root's result counts."""
     import torch.distributed as dist
 
     getattr(dist, name)(numbers, RANKS - 1)

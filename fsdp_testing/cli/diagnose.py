@@ -42,7 +42,7 @@ def add(commands: Subparsers[Command]) -> Command:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Read, print, and say what is wrong."""
+    """Read the dumps, print the diagnosis, and return the exit code."""
     from fsdp_testing.base.document import Format
     from fsdp_testing.ranks.dumps import diagnose, read_dumps
     from fsdp_testing.report.terminal import open_console

@@ -20,7 +20,7 @@ def add(commands: Subparsers[Command]) -> Command:
         commands,
         "doctor",
         "check this machine",
-        "Look at everything that ranks need: torch, backends, ports, memory, limits, leftover processes.",
+        "Check everything that ranks need: torch, backends, ports, memory, limits, leftover processes.",
         example="fsdp-verify doctor\nfsdp-verify doctor --backend nccl",
     )
     text = "run each collective of this backend instead, by dtype and size, and compare with gloo"
@@ -46,7 +46,7 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _compared(name: str, console: Output) -> int:
-    """Print what each collective of a backend gives: 0 if nothing is wrong, 1 if something is, 3 if nothing was compared."""
+    """Print the result of each collective of a backend: 0 if all are right, 1 if one is wrong, 3 if nothing was compared."""
     from itertools import groupby
 
     from fsdp_testing.cli import collectives

@@ -1,6 +1,6 @@
-"""What can be wrong with a machine that ranks are to run on: one function for each part of it, each returns one symptom.
+"""Examinations of a machine that is to run ranks: one function for each part of it, each returns one symptom.
 
-Nothing here changes the machine, and nothing but the last takes more than a moment; `doctor` prints what these find.
+Nothing here changes the machine, and only the last one takes more than a moment. `doctor` prints the symptoms.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHARED_MEMORY_BYTES = 64 * MIB
 OPEN_FILES = 1024
 TRIAL_SECONDS = 30.0
 SLOW_SECONDS = 10.0
-# Variables that change what ranks do, and that people forget in their shells.
+# Variables that change what ranks do, and that are easily forgotten in a shell.
 NOTABLE = (
     "FSDP_",
     "GLOO_",
@@ -49,7 +49,7 @@ class Condition(Enum):
     """How an examined part of the machine is."""
 
     GOOD = "good"
-    ODD = "odd"  # works, but slower or with less than a user may expect
+    ODD = "odd"  # works, but slower than you may expect, or with less room
     BROKEN = "broken"
 
 
@@ -70,14 +70,14 @@ broken = functools.partial(Symptom, Condition.BROKEN)
 def examine() -> Iterator[tuple[str, Symptom]]:
     """Yield what is examined and what was found, in the order in which a fault would explain the later ones.
 
-    Nothing is broken where the trial world works: what looks so is odd then.
+    If the trial world works, nothing is broken: what looked broken is only odd.
     """
     symptoms = {examination: _symptom_of(examination) for examination in EXAMINATIONS}
     trial = symptoms.get(trial_world)
     works = trial is not None and trial.condition is not Condition.BROKEN
     for examination, symptom in symptoms.items():
         spared = works and symptom.condition is Condition.BROKEN
-        account = f"{symptom.account}; ranks work all the same" if spared else symptom.account
+        account = f"{symptom.account}; ranks work anyway" if spared else symptom.account
         name = examination.__name__.replace("_", " ")
         yield name, odd(account, symptom.remedy) if spared else symptom
 
@@ -149,7 +149,7 @@ def host_name() -> Symptom:
 
 
 def shared_memory() -> Symptom:
-    """Room in /dev/shm, where NCCL and the workers of a DataLoader keep things; ranks themselves do without."""
+    """Room in /dev/shm, which NCCL and the workers of a DataLoader use; ranks do not need it."""
     place = Path("/dev/shm")
     if not place.is_dir() or not os.access(place, os.W_OK):
         account = f"{place} is not writable: NCCL and the workers of a DataLoader need it, ranks do not"
@@ -162,7 +162,7 @@ def temporary_files() -> Symptom:
     place, wanted = Path(tempfile.gettempdir()), env.get("TMPDIR")
     if wanted and place != Path(wanted).absolute():
         return odd(
-            f"TMPDIR={wanted} cannot be written to, {place} is taken instead", "Make that directory, or unset TMPDIR."
+            f"TMPDIR={wanted} cannot be written to, {place} is used instead", "Make that directory, or unset TMPDIR."
         )
     return _room(place, "Make room, or point TMPDIR elsewhere.")
 
@@ -217,7 +217,7 @@ def memory() -> Symptom:
 
 
 def leftover_ranks() -> Symptom:
-    """Fork servers and ranks of this user whose controller is gone, whoever has adopted them."""
+    """Fork servers and ranks of this user whose controller has ended, whichever process adopted them."""
     leftovers = sorted(_leftovers())
     if not leftovers:
         return good("none")
@@ -243,7 +243,7 @@ def _leftovers() -> Iterator[tuple[int, str]]:
             parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
             controllers[int(entry.name)] = int(made[1]), command[:120]
         except (OSError, ValueError, IndexError):
-            continue  # it ended meanwhile
+            continue  # it has ended since
     for number, (controller, command) in controllers.items():
         ancestor = parents[number]
         while ancestor in parents:
@@ -255,7 +255,7 @@ def _leftovers() -> Iterator[tuple[int, str]]:
 
 def environment() -> Symptom:
     """Variables that change what ranks do."""
-    launch = env.launched()  # raises, and so reports, what is inconsistent
+    launch = env.launched()  # raises if variables contradict one another, which reports them
     values = {name: value for name, value in sorted(env.snapshot().items()) if name.startswith(NOTABLE)}
     if launch is not None:
         return good(f"rank {launch.rank} of {launch.world_size} under {launch.launcher}")

@@ -1,4 +1,4 @@
-"""`fsdp-verify fuzz NAME`: look for divergences that nobody wrote a check for."""
+"""`fsdp-verify fuzz NAME`: search for divergences that no check covers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def add(commands: Subparsers[Command]) -> Command:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Run a campaign: 0 if all that ran passed or failed as is known, 1 if something else failed, 3 if a case is unknown."""
+    """Run a campaign: 0 if every case passed or is a known failure, 1 if another case failed, 3 if a case is unknown."""
     if options.exhibits is not None and options.name is None:
         warn_old_spelling("fuzz --exhibits", "museum --exhibits")
         limit = ["--cases", str(options.examples)] if options.examples else []
@@ -106,7 +106,7 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def not_drawn(plan: Plan) -> list[str]:
-    """Return what no case of a plan asks for, with the reason."""
+    """Return the features that no case of a plan uses, with the reason."""
     adapter, missing = plan.implementation, plan.scope.not_claimed()
     undrawable = adapter.claimed(plan.scope.tensor_parallel) - adapter.drawable(plan.scope.tensor_parallel)
     lines = []
@@ -115,14 +115,14 @@ def not_drawn(plan: Plan) -> list[str]:
         lines.append(f"{features}: {', '.join(sorted(missing))}")
     if undrawable:
         lines.append(
-            f"some of these {adapter.name} does claim ({', '.join(sorted(undrawable))}): they are judged by gradients, which its "
+            f"{adapter.name} does claim some of these ({', '.join(sorted(undrawable))}): they are judged by gradients, which its "
             "adapter does not show. Give it local_pieces."
         )
     return lines
 
 
 def campaigned(plan: Plan, console: Output, *, scripts: bool = True) -> CampaignTally:
-    """Run a campaign, tell each finding when it is made, and run their scripts at the end; return what happened."""
+    """Run a campaign, print each finding as it comes, and run their scripts at the end; return the counts."""
     from fsdp_testing.ranks.pool import default_pool
     from fsdp_testing.report.progress import Display
     from fsdp_testing.report.terminal import print_sheet
@@ -154,14 +154,14 @@ def batches_at_a_time(asked: int | None, largest: int) -> int:
     """Return how many batches to have under way, whose largest world has `largest` ranks; usually half the processors.
 
     Raises:
-        InvalidArgument: More are asked for than there is room for.
+        InvalidArgument: More were requested than there is room for.
     """
     room = capacity_here(largest)
     return room.jobs(asked, max(2, room.processors // 2))
 
 
 def state_folder(home: Path, name: str, shard: tuple[int, int], tensor_parallel: int) -> Path:
-    """Return the folder of a campaign for which none was named."""
+    """Return the default folder of a campaign."""
     folder = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
     folder += "-shard-{}-of-{}".format(*shard) if shard != (1, 1) else ""
     folder += f"-tensor-parallel-{tensor_parallel}" if tensor_parallel > 1 else ""
@@ -199,7 +199,7 @@ def _plan(options: argparse.Namespace, adapter: Adapter) -> Plan:
 
 
 class _Findings:
-    """Tells each finding when it is made, and how far the campaign is."""
+    """Prints each finding as it comes, and the progress of the campaign."""
 
     def __init__(self, display: Display) -> None:
         self._display = display

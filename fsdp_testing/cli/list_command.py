@@ -54,7 +54,7 @@ def _short_implementations() -> Iterator[tuple[str, str]]:
 
 
 def _short(kind: str) -> Iterator[tuple[str, str]]:
-    """Yield names in one row for those that belong together; torch, which takes seconds, is not imported."""
+    """Yield names, those that belong together in one row. Does not import torch, which takes seconds."""
     names = json.loads((resources.files("fsdp_testing.cli") / "names.json").read_text(encoding="utf-8"))
     if kind == "checks":
         yield from ((suite, ", ".join(checks)) for suite, checks in names["checks"].items())
@@ -120,7 +120,7 @@ LISTS: dict[str, tuple[tuple[str, ...], Rows]] = {
     "models": (("trait",), _models),
     "backends": (("here",), _backends),
 }
-"""Of each kind the columns of its table, and its rows."""
+"""The columns and the rows of each kind's table."""
 SHORT: dict[str, tuple[tuple[str, ...], Rows]] = {
     "implementations": (("registered by",), _short_implementations),
     "checks": (("names",), partial(_short, "checks")),

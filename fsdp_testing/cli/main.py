@@ -1,8 +1,7 @@
 """The command line: its commands, and the exit code of each.
 
-0: all claims hold. 1: a check failed. 2: bad usage or a bad adapter. 3: a verdict is unknown, the harness itself
-failing included. 130: interrupted. Every error that a user can mend is one message on standard error, without a
-traceback.
+0: all claims hold. 1: a check failed. 2: bad usage or a bad adapter. 3: a verdict is unknown, including a failure of the
+    harness itself. 130: interrupted. An error that you can fix is one message on standard error, without a traceback.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ COMMANDS: tuple[ModuleType, ...] = (
     plan,
     doctor,
 )
-# Commands that use the processes of a launcher, and one that each of them may run for itself.
+# Commands that use the processes of a launcher, and one that each process may run on its own.
 _ON_RANKS = ("run", "train", "fuzz", "certify", "checkpoints", "parity")
 _ALONE = ("doctor",)
 BAD_USAGE = 2
@@ -74,19 +73,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     Args:
-        arguments: Those after the program's name; `None` takes them from the command line.
+        arguments: The arguments after the program's name; `None` takes them from the command line.
     """
     if arguments is None:
-        # Python looks through all that is alive several times before it ends: a third of a second once torch is there. It also
-        # finalises what it finds, such as files with a last buffer: only a process that is ours may do without.
+        # Before it ends Python collects garbage several times: a third of a second once torch is imported. It also finalises
+        # objects, such as files with unflushed text, so only a process of our own may skip this.
         atexit.register(gc.freeze)
     for stream in (sys.stdout, sys.stderr):
-        # Names, paths and messages may hold what the terminal's encoding cannot show; escaping it beats dying of it.
+        # Names, paths and messages may hold characters that the terminal's encoding lacks: escape them instead of failing.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
         options = parser().parse_args(arguments)
-    except SystemExit as end:  # argparse has already said what it had to say
+    except SystemExit as end:  # argparse has already printed its message
         return end.code if isinstance(end.code, int) else BAD_USAGE
     # Import strings name modules of the user's own project, as `python -m` would find them.
     here = str(Path.cwd())
@@ -105,14 +104,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _say("interrupted", INTERRUPTED)
     except BrokenPipeError:
-        # Whoever read our output has gone (`| head`); Python must not complain again while it flushes at exit.
+        # The reader of our output has ended (`| head`); Python must not complain again while it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNKNOWN
     return code
 
 
 def _execute(options: argparse.Namespace) -> int:
-    """Run the command; under a launcher its first process does, and the others serve ranks to it."""
+    """Run the command; under a launcher the first process runs it, and the others serve it ranks."""
     code: int
     launch = env.launched()
     if launch is None or launch.world_size == 1 or options.command in _ALONE:
@@ -138,7 +137,7 @@ def _execute(options: argparse.Namespace) -> int:
 
 
 class _OneSentence(argparse.ArgumentParser):
-    """Says what is wrong with the arguments in one line, without a page of usage before it; commands inherit that."""
+    """Reports wrong arguments in one line, without a page of usage before it; commands inherit this."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_USAGE, f"{self.prog}: error: {message}. `{self.prog} --help` says what it takes.\n")

@@ -1,4 +1,4 @@
-"""`fsdp-verify museum`: real bugs of the field, which the harness must catch; a checkout's tests have them."""
+"""`fsdp-verify museum`: real bugs of the field, which the harness must catch; they are in the tests of a checkout."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def museum() -> Path:
 
 
 def add(commands: Subparsers[Command]) -> Command:
-    """Declare the command, which hands on all that follows it."""
+    """Declare the command, which passes on all arguments after it."""
     command = commands.add_parser(
         "museum",
         help="plant real bugs that the harness must catch (in a checkout)",
-        prefix_chars="+",  # so that options, --help among them, are left for whoever knows them
+        prefix_chars="+",  # so that all options, including --help, reach the parser of the tests
         add_help=False,
     )
     command.add_argument("arguments", nargs="*")
@@ -35,7 +35,7 @@ def add(commands: Subparsers[Command]) -> Command:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Judge the planted bugs and say what escaped."""
+    """Judge the planted bugs and report those that escaped."""
     return planted_bugs(options.arguments)
 
 
@@ -43,7 +43,7 @@ def planted_bugs(arguments: Sequence[str]) -> int:
     """Run the command of the checkout's tests: 0 if nothing escaped, 1 if something did.
 
     Raises:
-        InvalidArgument: No checkout is there.
+        InvalidArgument: There is no checkout.
     """
     path = museum()
     if not path.is_file():
@@ -53,6 +53,6 @@ def planted_bugs(arguments: Sequence[str]) -> int:
         )
     try:
         code: int = runpy.run_path(str(path))["main"](arguments)
-    except SystemExit as end:  # its parser has already said what it had to say
+    except SystemExit as end:  # its parser has already printed its message
         return end.code if isinstance(end.code, int) else 2
     return code

@@ -10,8 +10,8 @@ from fsdp_testing.cli.options import Command, Subparsers, declare
 from fsdp_testing.errors import InvalidArgument
 
 DESCRIPTION = """\
-Write the skeleton of an adapter for an implementation that keeps a flat shard on each rank: two functions are left to fill
-in, the arithmetic of spans is there. A file that exists is never overwritten.
+Write the skeleton of an adapter for an implementation that keeps a flat shard on each rank: you fill in two functions, and the
+arithmetic of spans is done. An existing file is never overwritten.
 """
 SKELETON = '''\
 """How fsdp-verify sees @NAME@: fill in `wrap` and `layout`, then `fsdp-verify run @MODULE@:IMPLEMENTATION`."""

@@ -1,6 +1,6 @@
-"""Options that several commands have. One spelling for one thing, and the old ones for one version more.
+"""Options that several commands share: one spelling for each, and the old ones for one more version.
 
-`--timeout`: seconds until a rank counts as hung. `--jobs`: how much goes on at a time. `--seed`: what choices follow from.
+`--timeout`: seconds until a rank counts as hung. `--jobs`: how many run at a time. `--seed`: determines all random choices.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Command = argparse.ArgumentParser
 def declare(
     commands: Subparsers[Command], name: str, summary: str, description: str, *, example: str, epilog: str = ""
 ) -> Command:
-    """Declare a command: its name, and what its help says, in paragraphs as wide as the terminal; examples keep their lines."""
+    """Declare a command: its name and its help, in paragraphs as wide as the terminal; examples keep their lines."""
     width = shutil.get_terminal_size().columns - 2  # as argparse does for options
 
     def filled(text: str) -> str:
@@ -125,7 +125,7 @@ def add_jobs(group: argparse._ActionsContainer, what: str) -> argparse.Action:
 
 
 def capacity_here(largest: int) -> Capacity:
-    """Return how many jobs have room, each with a world of `largest` ranks, on the hosts that ranks have."""
+    """Return how many jobs fit on the hosts of the ranks, each with a world of `largest` ranks."""
     from fsdp_testing.judging.worlds import capacity
     from fsdp_testing.ranks.pool import default_pool
 
@@ -139,7 +139,7 @@ def add_seed(group: argparse._ActionsContainer, text: str) -> argparse.Action:
 
 
 def add_old_spelling(group: argparse._ActionsContainer, old: str, action: argparse.Action) -> None:
-    """Accept `old` for the option of `action` too, with a warning and out of sight of the help, for one version."""
+    """Also accept `old` for the option of `action`, for one version: with a warning, and hidden from the help."""
     parse: Any = action.type
 
     def renamed(text: str) -> Any:

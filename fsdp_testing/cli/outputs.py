@@ -1,4 +1,4 @@
-"""The end that every command has: its sheet is printed, files are written and named, the last line has the exit code."""
+"""The end of every command: print its sheet, write and name its files, and give the exit code in the last line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fsdp_testing.report.terminal import Output
 
 _SUMMARY_LENGTH = 500_000
-"""GitHub shows no summary of a step above 1 MiB."""
+"""GitHub does not show a step summary above 1 MiB."""
 
 
 def add_html(group: argparse._ActionsContainer) -> argparse.Action:
@@ -31,11 +31,11 @@ def add_json(group: argparse._ActionsContainer, what: str) -> argparse.Action:
 
 
 def checked_outputs(options: argparse.Namespace) -> dict[str, Path]:
-    """Return the files that are asked for, by option, before anything runs.
+    """Return the requested files, by option, before anything runs.
 
     Raises:
         InvalidArgument: One could not be written afterwards.
-        MissingExtra: A page is asked for, and nothing can make it.
+        MissingExtra: A page was requested, but the extra that writes pages is not installed.
     """
     from fsdp_testing.report.files import check_writable
 
@@ -61,14 +61,14 @@ def present(
     page: Callable[[], Sheet] | None = None,
     full: bool = False,
 ) -> int:
-    """Print a result, write it in the forms that are asked for, and return its exit code, which the last line says.
+    """Print a result, write it in the requested forms, and return its exit code, which is in the last line.
 
     Args:
         sheet: What is printed.
         console: Where to.
         paths: The files, by option.
         texts: What is written, by option; `--html` writes a sheet as a page.
-        page: Gives that sheet, if it is another one.
+        page: Gives the sheet of the page, if it is not `sheet`.
         full: Print complete accounts.
     """
     from fsdp_testing.report.files import write_atomically
@@ -84,7 +84,7 @@ def present(
 
 
 def _add_to_job_summary(sheet: Sheet, console: Output) -> None:
-    """Append what is printed to the page of a GitHub job; a verdict does not depend on whether that can be written."""
+    """Append the printed text to the page of a GitHub job; no verdict depends on whether this can be written."""
     from fsdp_testing.base import env
     from fsdp_testing.report.terminal import LOG_WIDTH, Output, print_sheet
 
@@ -93,7 +93,7 @@ def _add_to_job_summary(sheet: Sheet, console: Output) -> None:
         return
     text = io.StringIO()
     print_sheet(sheet, Output(file=text, highlight=False, width=LOG_WIDTH))
-    # A message may hold a fence of its own: the page's has to be longer.
+    # A message may contain a fence: the page's fence must be longer.
     fence = "`" * (1 + max(2, *map(len, re.findall("`+", f"`{text.getvalue()}"))))
     table = text.getvalue()[:_SUMMARY_LENGTH]
     try:

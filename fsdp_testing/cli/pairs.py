@@ -1,4 +1,4 @@
-"""`fsdp-verify run NAME --pairs`: legal cases that hold every pair of traits, and the matrix of what became of the pairs."""
+"""`fsdp-verify run NAME --pairs`: legal cases that contain every pair of traits, and the matrix of their results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHRINK_SECONDS = 20.0
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Ask every pair: 0 if each case passes or fails as is known, 1 if one fails otherwise, 3 if one is unknown."""
+    """Judge every pair: 0 if each case passes or is a known failure, 1 if another case fails, 3 if one is unknown."""
     from fsdp_testing.adapters import registry
     from fsdp_testing.checks.conformance import environment
     from fsdp_testing.report.terminal import open_console

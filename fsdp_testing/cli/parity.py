@@ -1,6 +1,6 @@
 """`fsdp-verify parity NAME NAME`: unit and event order of two implementations.
 
-Exit code 0 if every case shows the same order, 1 if one differs or breaks a rule of its own.
+Exit code 0 if every case shows the same order, 1 if one differs or breaks a rule.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def add(commands: Subparsers[Command]) -> Command:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Compare, print, and say what differs."""
+    """Compare, print the differences, and return the exit code."""
     from fsdp_testing.explain.trace.order_parity import compare_case, parity_cases
     from fsdp_testing.report.parity import parity_sheet
     from fsdp_testing.report.progress import Display

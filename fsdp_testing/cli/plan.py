@@ -1,4 +1,4 @@
-"""`fsdp-verify plan`: the layout that the reference draws (`python -m fsdp_ref.plan`), of the built-in models too."""
+"""`fsdp-verify plan`: the layout that the reference draws (`python -m fsdp_ref.plan`), also of the built-in models."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def _replay(console: Output, recorded: Recorded, options: argparse.Namespace) ->
     if word == PASSED and not known:
         word = UNKNOWN
         lines.append(
-            f"  {recorded.check}, which it failed, is no check of this version, and may ask more than its numbers"
+            f"  {recorded.check}, which the case failed, is not a check of this version; it may have judged more than the numbers"
         )
     console.say(f"case {recorded.case.identity} on {name}: {word}")
     for line in lines:
@@ -85,7 +85,7 @@ def _replay(console: Output, recorded: Recorded, options: argparse.Namespace) ->
 
 
 def _judge_of(name: str) -> tuple[bool, Judge | None]:
-    """Return whether this version has a check, and how that judges a case, where it asks more than its numbers."""
+    """Return whether this version has a check, and how it judges a case, if it judges more than the numbers."""
     from fsdp_testing.checks.suites import CHECKS
     from fsdp_testing.judging.case_runner import ORDINARY
 
@@ -95,7 +95,7 @@ def _judge_of(name: str) -> tuple[bool, Judge | None]:
 
 
 def _account(runs: Sequence[tuple[JudgedCase, str]]) -> tuple[str, list[str]]:
-    """Return the word for what the runs gave, and what there is to say of them."""
+    """Return the word for the result of the runs, and the details."""
     words = [_WORDS.get(judged.verdict.value, UNKNOWN) for judged, _ in runs]
     lines = []
     for (judged, _), each in list(zip(runs, words))[: None if len(set(words)) > 1 else 1]:

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 PLAIN = (2,)
-"""World sizes over tensor parallelism and of backends whose ranks need devices; else each check has its own."""
+"""World sizes with tensor parallelism, or on backends whose ranks need devices; otherwise each check has its own."""
 _BESIDE = "tensor_parallel"
-"""Name of the table, inside that of an implementation, which counts over tensor parallelism."""
+"""Name of the table, inside that of an implementation, that applies with tensor parallelism."""
 
 DESCRIPTION = """\
 Compare implementations with a single-process oracle, check by check, and report what holds, what diverges, by how much
@@ -98,7 +98,7 @@ def add(commands: Subparsers[Command]) -> Command:
 
 
 def add_report_outputs(command: Command) -> None:
-    """Declare in which forms a report may be written."""
+    """Declare the forms of the report."""
     out = command.add_argument_group("output")
     add_html(out)
     add_json(out, "the report")
@@ -132,7 +132,7 @@ def execute(options: argparse.Namespace) -> int:
     from fsdp_testing.checks.conformance import select_checks
     from fsdp_testing.checks.suites.run import Where
 
-    # A name that is no check's ends the run before there are ranks.
+    # An unknown check ends the run before any rank starts.
     chosen = select_checks(options.check, extended=options.extended or not options.world_size)
     options.world_size = options.world_size or _usual(options)
     largest = max(Where(options.world_size).sizes(*chosen))
@@ -164,12 +164,12 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _usual(options: argparse.Namespace) -> tuple[int, ...] | None:
-    """Return the world sizes of a run whose user names none; None for those of each check."""
+    """Return the default world sizes of a run; None for those of each check."""
     return None if options.backend == "gloo" and options.tensor_parallel == 1 else PLAIN
 
 
 def earlier_report(options: argparse.Namespace) -> RunReport | None:
-    """Return the report that the new one is to be compared with, if one is named.
+    """Return the report to compare the new one with, if one is named.
 
     Raises:
         InvalidArgument: It cannot be read.
@@ -190,7 +190,7 @@ def present_report(
     paths: Mapping[str, Path],
     earlier: RunReport | None = None,
 ) -> int:
-    """Print a report, write it in the forms that are asked for, and return its exit code."""
+    """Print a report, write it in the requested forms, and return its exit code."""
     from fsdp_testing.report.comparing import comparison, dated
     from fsdp_testing.report.conformance import complete_sheet
     from fsdp_testing.report.junit import junit_text
@@ -209,7 +209,7 @@ def _sheet(report: RunReport, options: argparse.Namespace, *changes: Section) ->
 
 
 def check_backend(name: str, size: int) -> None:
-    """Refuse a backend that is not there, or cannot run so many ranks here, once instead of once per check.
+    """Refuse a backend that does not exist, or cannot run so many ranks here, once instead of once per check.
 
     Raises:
         InvalidArgument: No such backend.
@@ -223,9 +223,9 @@ def check_backend(name: str, size: int) -> None:
 
 
 def expectations(path: Path | None, names: tuple[str, ...], tensor_parallel: int = 1) -> dict[str, dict[str, Any]]:
-    """Expected failures of the implementations that are run; tables of others are left alone, unless they name no check.
+    """Expected failures of the implementations that are run; tables of others are ignored, unless they name no check.
 
-    Over tensor parallelism the table `[NAME.tensor_parallel]` counts, and it alone.
+    With tensor parallelism only the table `[NAME.tensor_parallel]` applies.
 
     A page that lies beside the list is named by its path, so that it can be opened from here.
 
@@ -239,7 +239,7 @@ def expectations(path: Path | None, names: tuple[str, ...], tensor_parallel: int
     own, beside = tables(_document(path))
     listed = [*own.items(), *beside.items()]
     wrong = [f"[{name}]" for name, table in listed if not isinstance(table, dict)]
-    # Of those that are run the judge says what is wrong, with everything else that is.
+    # For the implementations of this run the judge reports these errors, together with all others.
     others = [(name, table) for name, table in listed if name not in names and isinstance(table, dict)]
     wrong += [f"[{name}] {check}" for name, table in others for check in table if check not in CHECKS]
     if wrong:
@@ -265,9 +265,9 @@ def expectations(path: Path | None, names: tuple[str, ...], tensor_parallel: int
 
 
 def unknown_tables(path: Path | None, names: tuple[str, ...]) -> list[str]:
-    """Tables of a list of expected failures that belong to no implementation that is run or registered here.
+    """Tables of expected failures for implementations that are neither part of this run nor registered here.
 
-    An import string may be another run's.
+    An import string may belong to another run.
     """
     from fsdp_testing.adapters import registry
 
@@ -276,7 +276,7 @@ def unknown_tables(path: Path | None, names: tuple[str, ...]) -> list[str]:
 
 
 def _document(path: Path) -> dict[str, Any]:
-    """The entries by check that a file has, or that follow from its list of defects."""
+    """The entries of a file by check, or those that follow from its list of defects."""
     from fsdp_testing.base.document import load_toml, read_text
     from fsdp_testing.checks.findings.known import is_list, read_list, tables_of
 
@@ -286,7 +286,7 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def tables(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tables of a list of expected failures by implementation: without tensor parallelism, and over it."""
+    """Return the tables of expected failures by implementation: without tensor parallelism, and with it."""
     own, beside = dict(document), {}
     for name, table in document.items():
         if isinstance(table, dict) and _BESIDE in table:
@@ -315,7 +315,7 @@ def judged(
                 expected_failures=expected,
                 shard=options.shard,
                 extended=options.extended,
-                # A failure that was injected has no other cause.
+                # An injected failure has no other cause.
                 explain=0.0 if options.fault else options.explain,
                 portraits=options.html is not None,
                 listener=progress,

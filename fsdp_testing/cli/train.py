@@ -1,4 +1,4 @@
-"""`fsdp-verify train SCRIPT ARGS...`: a training script that nobody changed on N ranks, against one process."""
+"""`fsdp-verify train SCRIPT ARGS...`: an unmodified training script on N ranks, against one process."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def add(commands: Subparsers[Command]) -> Command:
         action="store_true",
         help="also record streams on each number of ranks: a race fails (docs/streams.md)",
     )
-    option("--show-output", action="store_true", help="print what the script writes, after each run of it")
+    option("--show-output", action="store_true", help="print the script's output after each run")
     option("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     option("script", metavar="SCRIPT")
     option("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
@@ -81,14 +81,14 @@ def add(commands: Subparsers[Command]) -> Command:
 
 
 def _add_relations(option: Callable[..., argparse.Action]) -> list[argparse.Action]:
-    """Declare what must change nothing beside the number of ranks; each option has a value."""
+    """Declare the changes, besides the number of ranks, that must not matter; each option has a value."""
     return [
         option(
             "--resume-at",
             type=count,
             default=0,
             metavar="K",
-            help="also stop before step K (from 0), resume, and compare with the run that was not stopped",
+            help="also stop before step K (from 0), resume, and compare with the uninterrupted run",
         ),
         option(
             _ARGUMENTS,
@@ -190,7 +190,7 @@ def execute(options: argparse.Namespace) -> int:
 
 
 class _Listener:
-    """Shows which run of the script is under way, and what it wrote where that was asked for."""
+    """Shows which run of the script is under way, and its output if requested."""
 
     def __init__(self, progress: Display, console: Output, *, shows: bool) -> None:
         self._progress, self._console, self._shows = progress, console, shows

@@ -24,7 +24,7 @@ class ComparedPiece:
         span: First element, and the one after the last, in row-major order.
         got: Its numbers, flat; None for a gradient that is None.
         due: What they should be; None likewise.
-        bound: How far off they may be, one number or one for each element.
+        bound: The largest allowed error, one number or one for each element.
         own: The spans of this parameter that the rank has; of a result that holds whole parameters, too.
     """
 
@@ -38,13 +38,13 @@ class ComparedPiece:
 
     @property
     def actual(self) -> torch.Tensor:
-        """The numbers, in the dtype that is due; asked only where both are numbers."""
+        """The rank's numbers in the expected dtype; used only if both sides are numbers."""
         assert self.got is not None
         return self.got.to(self.expected.dtype)
 
     @property
     def expected(self) -> torch.Tensor:
-        """What is due; asked only where that is numbers."""
+        """The expected numbers; used only if numbers are expected."""
         assert self.due is not None
         return self.due
 
@@ -57,7 +57,7 @@ class ComparedPiece:
 
     @property
     def of_another_dtype(self) -> bool:
-        """Whether it has another dtype than is due; gradients, optimizer state and norms may have one of their own."""
+        """Whether the dtype is wrong; gradients, optimizer state and norms may have a dtype of their own."""
         compared = self.quantity.kind in ("value", "buffer", "result") and self.quantity.name != "total_norm"
         return compared and self.got is not None and self.due is not None and self.got.dtype != self.due.dtype
 
@@ -66,7 +66,7 @@ class ComparedPiece:
         return whole.reshape(-1)[self.span[0] : self.span[1]]
 
     def is_like(self, variant: Expected) -> bool:
-        """Whether it is what another run gives, within that run's bound."""
+        """Whether it equals the result of another run, within that run's bound."""
         if self.got is None or variant.value is None:
             return self.got is variant.value
         if variant.value.numel() < self.span[1]:
@@ -105,7 +105,7 @@ def _part(bound: float | torch.Tensor, span: Span) -> float | torch.Tensor:
 
 
 def _pieces(rank: RankObservation, point: ExpectedPoint, quantity: Quantity) -> Iterator[ObservedPiece]:
-    """What one rank reports of one quantity."""
+    """One rank's report of one quantity."""
     if quantity.kind == "result":
         result = next((result for result in rank.results if result.index == point.index), None)
         yield from _whole(None if result is None else result.values.get(quantity.name))

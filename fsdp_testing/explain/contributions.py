@@ -2,8 +2,8 @@
 
 A gradient is a sum of terms: one for each backward of each rank (and, where needed, for each use of the parameter). One
 process knows them one by one. The wrong numbers are decomposed into them by least squares: where the terms are linearly
-independent the weights are unique, and those of a sound gradient are all the same. Weights are taken for what happened
-only if they are small fractions of it, and if the sum with just these weights is what the ranks have, within the bound.
+independent the weights are unique, and those of a sound gradient are all the same. Weights count as an explanation only if they
+are simple fractions, and if the sum with exactly these weights equals the ranks' numbers within the bound.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsdp_testing.oracle.quantities import Expected
 
 _LARGEST_DENOMINATOR = 64
 _NEAR = 1e-6
-"""How near a weight is to its fraction at least, if it is 1. The bound of the comparison decides whether it is right."""
+"""The largest distance between a weight and its fraction, if it is 1. The bound of the comparison decides whether it is right."""
 _DEPENDENT = 1e-9
 """Singular values below this share of the largest: terms that cannot be distinguished."""
 
@@ -40,8 +40,8 @@ class Weight:
         micro_batch: Which of its micro-batches.
         rank: Whose inputs.
         use: Which use of the parameter; None for all of them.
-        due: 1, or 0 for a term that has no part in the gradient (one that was cleared).
-        got: The weight in what the ranks have.
+        due: 1, or 0 for a term that does not belong to the gradient (one that was cleared).
+        got: The weight in the ranks' gradient.
     """
 
     operation: int
@@ -54,11 +54,11 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Contributions:
-    """What a wrong gradient is the sum of.
+    """The terms of a wrong gradient.
 
     Attributes:
         weights: Of every term.
-        fqns: The parameters of which that was found.
+        fqns: The parameters with these weights.
         uses: How often each backward used each of these parameters; 0 if not all of them equally often.
         ranks: The ranks whose gradient this is; empty for all.
     """
@@ -70,12 +70,12 @@ class Contributions:
 
     @property
     def wrong(self) -> tuple[Weight, ...]:
-        """The terms that count otherwise than they should."""
+        """The terms with a wrong weight."""
         return tuple(weight for weight in self.weights if weight.got != weight.due)
 
     @property
     def shape(self) -> frozenset[tuple[Fraction, Fraction]]:
-        """How terms are weighted wrongly: the same for one defect on any model."""
+        """The kinds of wrong weights: equal for one defect on any model."""
         return frozenset((weight.due, weight.got) for weight in self.wrong)
 
 
@@ -86,7 +86,7 @@ def contributions(
     terms: Sequence[GradientTerm],
     unit_roundoff: float = 0.0,
 ) -> Contributions | None:
-    """Return what the wrong gradients after operation `index` are the sum of, or None if that is not certain.
+    """Return the terms of the wrong gradients after operation `index`, or None if they are not certain.
 
     Args:
         index: Operation after which gradients are wrong.
@@ -128,7 +128,7 @@ def _decoded_over_ranks(
         summed = sums.setdefault((operation, micro_batch, -1, None), nothing)
         for fqn in wanted:
             summed[fqn] += column[fqn]
-    # As many numbers as sums are met by some weights whatever they are.
+    # With as many unknowns as equations some weights always fit.
     certain = sum(int(got[fqn].isfinite().sum()) for fqn in wanted) > len(sums)
     decoded = _decoded(sums, wanted, got, size, unit_roundoff) if certain else None
     if decoded is None:
@@ -140,7 +140,7 @@ def _decoded_over_ranks(
 def _first_wrong(
     parts: Sequence[tuple[int, tuple[Weight, ...] | None]], fqns: tuple[str, ...], uses: int
 ) -> Contributions | None:
-    """What the first rank with wrong weights has, with the other ranks that have the same."""
+    """The weights of the first rank with wrong ones, and the other ranks that have the same."""
     for _, weights in parts:
         if weights is not None and _any_wrong(weights):
             ranks = tuple(number for number, weights_of in parts if weights_of == weights)
@@ -158,7 +158,7 @@ def _uses(terms: Iterable[GradientTerm], fqns: Iterable[str]) -> int:
 
 
 def _flat(rank: RankObservation, index: int, due: Gradients) -> dict[str, torch.Tensor]:
-    """The gradients of one rank, flat and in float64; what it does not have is NaN."""
+    """The gradients of one rank, flat and in float64; elements that it does not have are NaN."""
     snapshot = next((reported for reported in rank.snapshots if reported.index == index), None)
     result: dict[str, torch.Tensor] = {}
     for fqn, expected in due.items():
@@ -166,7 +166,7 @@ def _flat(rank: RankObservation, index: int, due: Gradients) -> dict[str, torch.
         parameter = snapshot.parameters.get(fqn) if snapshot is not None else None
         if parameter is not None:
             for piece in parameter.pieces if parameter.grad_pieces is None else parameter.grad_pieces:
-                # Where there is no gradient, there is nothing of any term.
+                # A missing gradient contains no term.
                 flat[piece.start : piece.stop] = 0.0 if parameter.grad_pieces is None else piece.value.double()
         result[fqn] = flat
     return result
@@ -187,7 +187,7 @@ def _merged(ranks: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]
 def _columns(
     terms: Iterable[GradientTerm], fqns: Sequence[str], due: Gradients, *, by_use: bool
 ) -> dict[_Key, dict[str, torch.Tensor]]:
-    """The terms, flat; those that nothing of these parameters comes from are left out."""
+    """The terms, flat; terms that contribute nothing to these parameters are left out."""
     columns: dict[_Key, dict[str, torch.Tensor]] = {}
     for term in terms:
         for fqn in fqns:
@@ -214,7 +214,7 @@ def _decoded(
         return None
     solver = torch.linalg.pinv(matrix / largest) / largest[:, None]
     solved = solver @ torch.stack([due, have], dim=1)[known]
-    # A sound term counts once in the mean over ranks; where no term is due, nothing else tells.
+    # A sound term counts once in the mean over ranks; if no term is expected, this is the only reference.
     unit = float(solved[:, 0].abs().max()) if bool(due[known].any()) else 1.0 / size
     # Rounded each time that a term is added, divided or cast.
     rounded = (len(columns) + size + 2) * unit_roundoff * unit * matrix.abs().sum(dim=1)

@@ -1,9 +1,9 @@
 """Finds what one process would have to do to give the wrong numbers of a failure.
 
-The oracle runs the program again with one operation left out, or done with another setting. Where the implementation's
-numbers are, within the bound, what the oracle gives then, that is what happened, such as a step that the weights in use
-do not show. The same for units that kept their weights over a step while others did not, and for ranks that began with
-values of their own. A wrong gradient is taken apart into the terms that it is the sum of (`contributions`).
+The oracle runs the program again with one operation left out, or with another setting. If its result equals the
+implementation's numbers within the bound, that is the hypothesis: for example, a step had no effect on the weights in use.
+Other hypotheses: some units kept their weights over a step, or ranks began with their own values. A wrong gradient is
+decomposed into its terms (`contributions`).
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ from fsdp_testing.oracle.gradient_terms import GradientTerm
 from fsdp_testing.oracle.quantities import Comparison, Expectation, Expected, ExpectedPoint
 
 Oracle = Callable[[Case], Expectation]
-"""Runs a case in one process, freely, and looks after every operation."""
+"""Runs a case in one process, freely, with a snapshot after every operation."""
 
 UnshardedUnits = Callable[[int], Mapping[str, Sequence[str]]]
 """Units that are gathered when an operation begins, with the names of their parameters."""
 
 GRADIENT_IS_NONE = "unused_gradient_is_none"
 _PRESUMED = {("zero_grad", "set_to_none"): frozenset({GRADIENT_IS_NONE})}
-"""What is presumed, besides what an operation needs, by a sentence that it works as if another setting had been asked for."""
+"""Claims that a sentence about another setting presumes, besides those that the operation needs."""
 
 _SUMS = (Mismatch.NUMBERS, Mismatch.NONE, Mismatch.NOT_NONE)
-"""In what a gradient differs that is another sum; of no terms at all, where it is None."""
+"""Kinds of divergence of a gradient with wrong terms; a None gradient has no terms."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What one process can be asked.
+    """The sources of one-process results.
 
     Attributes:
         oracle: Runs a case.
         terms: What each backward added to gradients up to an operation.
         starts: What each rank's model begins with, by name; given whether it is the new one of an operation that renews it.
         besides: What the check does besides the program, in words, and the oracle of the program alone; None if nothing.
-        claimed: What the implementation claims; no cause is named that presumes more. None where that is not known.
+        claimed: The implementation's claims; no cause is named that presumes more. None if unknown.
     """
 
     oracle: Oracle
@@ -77,17 +77,17 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """What the wrong numbers are equal to.
+    """A hypothesis: what the wrong numbers are equal to.
 
     Attributes:
-        left_out: Index of the operation without which one process gives the same; -1 if it is something else.
-        kinds: Sorts of the quantities that are alike (`result`, `state` for a saved one, `gradient`, `value`, ...).
-        units: Units for which alone the step `left_out` had no effect; empty if for all.
-        contributions: What wrong gradients are the sum of.
-        pattern: What they are like, element by element.
-        ranks: The ranks on which alone it is so; empty for all.
-        happened: What else was done, as a clause.
-        confirmed: What confirms it: the wrong quantity, as the sentence goes on, "is ...".
+        left_out: Index of the operation without which one process gives the same; -1 for another hypothesis.
+        kinds: Kinds of the quantities that agree (`result`, `state` for a saved one, `gradient`, `value`, ...).
+        units: The only units for which the step `left_out` had no effect; empty if for all.
+        contributions: The terms of wrong gradients.
+        pattern: The pattern of the wrong numbers, element by element.
+        ranks: The only affected ranks; empty for all.
+        happened: What was done instead, as a clause.
+        confirmed: The confirmation: how a sentence about the wrong quantity continues, "is ...".
     """
 
     left_out: int
@@ -101,7 +101,7 @@ class Hypothesis:
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What is the same for one defect on schedules of one shape."""
+        """A key that is equal for one defect on schedules of one shape."""
         likeness = self.contributions and self.contributions.shape, self.pattern and self.pattern.kind
         return self.left_out, self.kinds, self.happened, *likeness
 
@@ -157,14 +157,14 @@ class WrongNumbers:
         self._kinds = frozenset("state" if q.name.startswith("state.") else q.kind for q in wanted)
 
     def hypothesis(self, unsharded: UnshardedUnits) -> Hypothesis | None:
-        """Return what the numbers are equal to, or None if to nothing that is tried.
+        """Return what the numbers are equal to, or None if no hypothesis fits.
 
-        In lockstep no operation is left out: each begins with the state that the implementation was in.
+        In lockstep no operation is left out: each begins with the implementation's state.
         """
         point, free = self._point, not self._comparison.lockstep
         wrong = {piece.quantity for piece in self._wrong}
         if point is None or not self._wrong or {piece.quantity for piece in self._pieces} != wrong:
-            return None  # something else than numbers differs as well
+            return None  # not only numbers differ
         cause = self._besides(point) or self._contributions(point) or self._begun()
         if cause is None and free:
             cause = self._other_program(point) or self._stale_units(point, unsharded)
@@ -200,7 +200,7 @@ class WrongNumbers:
         names = {piece.quantity.name for piece in self._wrong}
         zeros = " of zeros" if not any(bool(piece.got.any()) for piece in self._wrong if piece.got is not None) else ""
         if zeros and (self._comparison.none_is_zero or not self._sources.claims(GRADIENT_IS_NONE)):
-            return None  # zeros are as good as none then, and explain nothing
+            return None  # zeros and None are equivalent here, and explain nothing
         operation = self._case.program[point.index] if point.index < len(self._case.program) else None
         if operation is not None and not operation.runs_backward:
             what = f"{_name(self._case, point.index)}, gives parameters gradients{zeros} that no backward computed"
@@ -229,10 +229,10 @@ class WrongNumbers:
         """
         for index in range(min(self._index, len(self._case.program) - 1), -1, -1):
             operation, name = self._case.program[index], _name(self._case, index)
-            # An operation that is left out gives no result.
+            # An operation that was left out gives no result.
             left_out = index != point.index or point.snapshot
             if left_out and self._is_like(self._replaced(index, Observe()), point):
-                # State that was right when that operation was over has lost it since.
+                # State that was right after that operation has lost its effect since.
                 lost = index < point.index and point.snapshot
                 what = f"what {name}, did to {kinds_text(self._kinds)} is lost" if lost else ""
                 return Hypothesis(index, self._kinds, ranks=self._affected(), happened=what)
@@ -271,7 +271,7 @@ class WrongNumbers:
         return None
 
     def _besides(self, point: ExpectedPoint) -> Hypothesis | None:
-        """Whether what the check does besides the program changed nothing."""
+        """Whether the check's extra action, besides the program, had no effect."""
         if self._sources.besides is None:
             return None
         what, oracle = self._sources.besides
@@ -357,7 +357,7 @@ class WrongNumbers:
         return any(math.prod(p.shape) and all(piece.stop <= piece.start for piece in p.pieces) for p in parameters)
 
     def _pattern(self, point: ExpectedPoint) -> Hypothesis | None:
-        """What everything that is wrong is like, if all is like the same."""
+        """The pattern of all wrong numbers, if they share one."""
         pattern = pattern_of(self._pieces, point.quantities)
         return None if pattern is None else Hypothesis(-1, self._kinds, pattern=pattern, ranks=self._affected())
 
@@ -371,7 +371,7 @@ class WrongNumbers:
 
 
 def _decided(piece: ComparedPiece, variant: Expected | None) -> bool:
-    """Whether numbers are those of another run, and that run's bound leaves no doubt."""
+    """Whether the numbers equal those of another run, and that run's bound leaves no doubt."""
     if variant is None or not piece.is_like(variant):
         return False
     if variant.value is None or not variant.value.numel() or piece.got is None or not variant.value.is_floating_point():

@@ -2,8 +2,8 @@
 
 Where the casts of wrong numbers are known one by one, it replays the same operations, each from the implementation's own state,
 with other casts: gradients reduced in another dtype, local micro-batches added up in one, divided at another place, or nothing
-computed in a lower one. At two ranks equality is to the bit, so that what agrees is what happened. Of a reduction the dtype
-must have been on the wire: another defect may give the same bits. Where nothing agrees, nothing is said.
+computed in a lower one. At two ranks equality is to the bit, so agreement identifies the cause. The dtype of a reduction must
+also have been seen on the wire, because another defect may give the same bits. If no cast agrees, nothing is said.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Inquiry:
         return self._runner.on_ranks(function, *args, size=size, backend=backend)
 
     def hypothesis(self, finding: Finding, how: JudgeSettings, traced: Trace | None) -> Hypothesis | None:
-        """What the wrong numbers are equal to; which units were unsharded is known from the trace."""
+        """What the wrong numbers are equal to; the trace shows which units were unsharded."""
         if finding.kind not in WRONG_NUMBERS:
             return None
 
@@ -119,13 +119,13 @@ class Inquiry:
         return None
 
     def cause(self, finding: Finding, how: JudgeSettings, like: Hypothesis | None) -> tuple[Hypothesis | None, str]:
-        """Return what wrong numbers are equal to, and the cast that gives them in words, of all that is tried."""
-        # A cast that gives the very numbers says more than what they are like.
+        """Return the hypothesis for the wrong numbers, and the cast that gives them, in words."""
+        # A cast that gives exactly these numbers says more than a pattern.
         cast = self._cast(finding, how) if like is None or like.pattern is not None else ""
         return (self._luck(finding, how) if like is None and not cast else like), cast
 
     def _luck(self, finding: Finding, how: JudgeSettings) -> Hypothesis | None:
-        """Whether the failure is gone where results arrive at once, or where fresh memory holds what it may."""
+        """Whether the failure vanishes if results arrive at once, or if fresh memory is not filled with garbage."""
         if finding.kind not in WRONG_NUMBERS or how.mode != ORDINARY:
             return None
         for late, garbage, what in (
@@ -154,7 +154,7 @@ class Inquiry:
         return expected
 
     def _cast(self, finding: Finding, how: JudgeSettings) -> str:
-        """In which dtype, or where, it was done instead, where the casts of wrong numbers are known one by one."""
+        """The dtype or place that was used instead, if the casts of the wrong numbers are known one by one."""
         case = how.mode.seen_as(finding.case)
         decidable = how.comparison.lockstep or (case.mixed_precision is None and case.model.dtype != "float64")
         if finding.kind not in WRONG_NUMBERS or how.mode.expect is not None or not decidable:
@@ -180,10 +180,10 @@ class Inquiry:
         return ""
 
     def module(self, finding: Finding, how: JudgeSettings) -> str:
-        """Which module is the first whose numbers are wrong; empty if that is not seen, or not with modules watched."""
+        """The first module with wrong numbers; empty if none shows, or if the failure vanishes when modules are watched."""
         if finding.kind not in WRONG_NUMBERS or how.mode != ORDINARY:
             return ""
-        with suppress(HarnessError):  # what cannot be watched is explained without it
+        with suppress(HarnessError):  # a case that cannot be watched is explained without modules
             case, watched = finding.case, RunMode(job=rank_jobs.run_watched)
             judged = self.judge(case, replace(how, mode=watched))
             ranks = [rank for rank in judged.ranks if isinstance(rank, WatchedObservation)]
@@ -206,13 +206,13 @@ class Inquiry:
         return expected
 
     def traced(self, finding: Finding) -> Trace | None:
-        """What each rank did in the case of a finding; None where that cannot be traced."""
+        """The ranks' actions in the case of a finding; None if it cannot be traced."""
         claimed = "unit_trace" in registry.adapter_of(self._name).capabilities
         if not claimed or finding.kind in RAISES:
             return None
-        with suppress(HarnessError):  # what cannot be traced is explained without it
+        with suppress(HarnessError):  # a case that cannot be traced is explained without a trace
             traced = trace(self._name, finding.case, self._on_ranks)
-            # The first run of a schedule connects and allocates; nobody wants that drawn.
+            # The first run of a schedule connects and allocates, which must not be in the drawing.
             return trace(self._name, finding.case, self._on_ranks) if self._draw else traced
         return None
 
@@ -240,7 +240,7 @@ _AS_SAID = Otherwise()
 
 @dataclass(frozen=True, slots=True)
 class _Cast:
-    """What may have been done: in words, the case that says it, how else it is replayed, and the dtype it needs on the wire."""
+    """A possible cast: in words, as a case, as a kind of replay, and the dtype that it needs on the wire."""
 
     words: str
     precision: MixedPrecisionSpec

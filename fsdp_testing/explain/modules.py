@@ -1,8 +1,8 @@
-"""Names the first module whose numbers are wrong, by what each computes with and gives, in the order in which it arises.
+"""Names the first module whose numbers are wrong, by the inputs and outputs of each module in the order of computation.
 
-The inputs and parameters of each call, its outputs and their gradients are compared with those of one process. Where all
-of them are right, it is what the operation left: gradients of parameters, or what a step made of them. Only what was
-seen is said.
+The inputs and parameters of each call, its outputs and their gradients are compared with those of one process. If all of them
+are right, the fault is in the result of the operation: gradients of parameters, or parameters after a step. Only observed facts
+are reported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsdp_testing.oracle.quantities import Expected, Quantity
 from fsdp_testing.oracle.tensors import Difference, difference
 
 Shown = Mapping[Seen, torch.Tensor]
-"""What a rank shows of the calls of its modules."""
+"""The quantities of a module call that a rank reports."""
 
 STATE = {"gradient": "the gradient of its {}", "value": "its {}", "buffer": "its buffer {}"}
 
@@ -55,7 +55,7 @@ def first_wrong_module(
         return ""
     beyond = [(tensor, gap) for tensor, gap in compared if gap.exceeded]
     if beyond:
-        # Ranks compute side by side: first is what is first on any of them.
+        # Ranks compute in parallel: take the first wrong value on any rank.
         order = {
             tensor: position
             for rank in range(len(ranks))
@@ -74,7 +74,7 @@ def first_wrong_module(
 
 
 def _compared(ranks: Sequence[Shown], tensor: Seen, expectation: Expected) -> Difference | None:
-    """How far a tensor is from one process; None where a rank did not show it, or in another form."""
+    """The error of a tensor against one process; None if a rank did not show it, or showed it in another form."""
     got = ranks[tensor.rank].get(tensor)
     value = expectation.value
     if got is None or value is None or got.shape != value.shape or got.dtype != value.dtype:
@@ -83,7 +83,7 @@ def _compared(ranks: Sequence[Shown], tensor: Seen, expectation: Expected) -> Di
 
 
 def _like(tensor: Seen, ranks: Sequence[Shown], calls: Mapping[Seen, Expected]) -> str:
-    """What a parameter is like with which a module computes; empty if like nothing that is tried."""
+    """The pattern of a parameter that a module computes with; empty if no pattern fits."""
     expectation = calls[tensor]
     if tensor.what not in (PARAMETER, INPUT) or expectation.value is None:
         return ""
@@ -126,7 +126,7 @@ def _of_state(case: Case, last: int, now: Sequence[Seen], right: set[Seen], wron
     if not sort or "result" in sorts or last >= len(case.program):
         return ""
     divergences = [divergence for divergence in wrong if divergence.quantity.kind == sort]
-    # Gradients come into being from the last module to the first.
+    # Gradients are computed from the last module to the first.
     used = {_fqn(tensor): position for position, tensor in enumerate(now) if tensor.what == PARAMETER}
     first = divergences[0]
     if sort == "gradient":
@@ -146,7 +146,7 @@ def _of_state(case: Case, last: int, now: Sequence[Seen], right: set[Seen], wron
 
 
 def _what_is_right(own: Sequence[Seen], right: set[Seen]) -> str:
-    """What a module shows that is as in one process on every rank; empty where something was not compared."""
+    """The quantities of a module that are right on every rank; empty if one was not compared."""
     whats = {tensor.what for tensor in own} - {tensor.what for tensor in own if tensor not in right}
     if OUTPUT not in whats:
         return ""

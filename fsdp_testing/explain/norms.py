@@ -1,7 +1,7 @@
-"""Names of what a wrong total norm is: of some of the gradients, of one rank's own, by another power, or more than a norm.
+"""Explains a wrong total norm: the norm of some gradients, of one rank's own, with another power, or plus an earlier norm.
 
-A p-norm is a sum of powers: what is there beyond the right sum, or lacks, is compared with what each parameter, module and
-dtype adds to it. Said only if one alone accounts for it, within the bound.
+A p-norm is a sum of powers: the excess over the right sum, or the lack, is compared with the share of each parameter, module
+and dtype. It is named only if exactly one share accounts for it, within the bound.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Norm:
     Attributes:
         got: What a rank has.
         due: What it should be.
-        bound: How far off it may be.
+        bound: The largest allowed error.
         p: Which norm.
         dtype: In which dtype one process has it.
     """
@@ -69,8 +69,8 @@ def norm_of_what(
         norm: The norm.
         gradients: Those that are measured, by FQN, in one process.
         mine: What the rank has of them; None if that is not known.
-        earlier: Norms that were asked for before, by operation.
-        lacks_elements: The ranks with a wrong norm are just those that have no element of some parameter.
+        earlier: Earlier norms, by operation.
+        lacks_elements: The ranks with a wrong norm are exactly those that have no element of some parameter.
         units: The unit that each of the gradients is in, where that is known.
     """
     if norm.got == 0.0:
@@ -81,7 +81,7 @@ def norm_of_what(
         return "1, because any number to the power 1/p is 1 for infinite p"
     if not norm.due or not math.isfinite(norm.due) or not math.isfinite(norm.got) or not gradients:
         return ""
-    # Asked first: one element may be in two norms, and look like a gradient that counts twice.
+    # First: one element may be in two norms, and look like a gradient that counts twice.
     summed = list(_with_an_earlier_one(norm, earlier))
     if len(summed) == 1:
         return summed[0]
@@ -119,7 +119,7 @@ def _other_norms(
 def _parts(norm: Norm, gradients: Mapping[str, torch.Tensor], units: Mapping[str, str]) -> Iterator[str]:
     powers = {fqn: float((gradient.double().abs() ** norm.p).sum()) for fqn, gradient in gradients.items()}
     whole = sum(powers.values())
-    # How far the power of a norm may be off that is itself off by the bound.
+    # The error of a norm's power if the norm is off by the bound.
     room = norm.p * max(norm.got, norm.due) ** (norm.p - 1) * norm.bound
     if abs(whole - norm.due**norm.p) <= room:
         for words, power in _sums_of_powers(whole, powers, gradients, units).items():
@@ -130,7 +130,7 @@ def _parts(norm: Norm, gradients: Mapping[str, torch.Tensor], units: Mapping[str
 def _sums_of_powers(
     whole: float, powers: Mapping[str, float], gradients: Mapping[str, torch.Tensor], units: Mapping[str, str]
 ) -> dict[str, float]:
-    """Sums of powers by what they would be the norm of."""
+    """Sums of powers, by the norm that each would give."""
     sums = {f"the norm of all gradients, each counted {often} times": whole * often for often in range(2, 9)}
     groups: dict[str, set[str]] = {}
     for fqn, gradient in gradients.items():

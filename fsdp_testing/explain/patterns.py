@@ -1,7 +1,7 @@
-"""Names what wrong numbers are like, element by element: rounded, scaled, in other places, or those of something else.
+"""Names the pattern of wrong numbers, element by element: rounded, scaled, in other places, or those of another quantity.
 
-Each pattern is tried against what one process has, on what every rank holds, and taken only if every element of
-everything that is wrong agrees, within the bound.
+Each pattern is tried on one process's values for every rank, and accepted only if every element of every wrong quantity agrees
+within the bound.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fsdp_testing.oracle.quantities import Expected, Quantity
 from fsdp_testing.oracle.tensors import difference
 
 _ENOUGH = 2
-"""Elements without which any two numbers are a multiple of one another."""
+"""The fewest elements for which a common factor means anything."""
 _ROUNDINGS = 4
 """Of one element that is computed from the expected one, in its own dtype."""
 _LARGEST_DENOMINATOR = 8
 
 Like = Callable[[ComparedPiece], torch.Tensor | None]
-"""What a rank would have; None where the pattern has no meaning."""
+"""The numbers that a rank would have; None if the pattern has no meaning."""
 
 _Candidate = tuple[str, str, Like, bool]
 """Kind, words, the numbers, and whether they are computed (and so rounded) or copied."""
@@ -33,10 +33,10 @@ _Candidate = tuple[str, str, Like, bool]
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What wrong numbers are like.
+    """The pattern of wrong numbers.
 
     Attributes:
-        kind: The same word for all quantities that one defect makes wrong.
+        kind: One word for all quantities that a defect makes wrong.
         words: After "is": "1/2 times the right values".
     """
 
@@ -45,7 +45,7 @@ class Pattern:
 
 
 def pattern_of(pieces: Sequence[ComparedPiece], expected: Mapping[Quantity, Expected]) -> Pattern | None:
-    """Return what all wrong numbers are like, or None if like nothing that is tried.
+    """Return the pattern of all wrong numbers, or None if no pattern fits.
 
     Args:
         pieces: What ranks hold of the quantities that are wrong, right pieces included.
@@ -68,7 +68,7 @@ def pattern_of(pieces: Sequence[ComparedPiece], expected: Mapping[Quantity, Expe
 
 
 def _count(wrong: Sequence[ComparedPiece]) -> int:
-    """How many numbers there are; what several ranks have of the same is one."""
+    """The number of elements; elements that several ranks hold count once."""
     return sum(stop - start for _, _, _, start, stop in {(*piece.quantity[:3], *piece.span) for piece in wrong})
 
 
@@ -117,7 +117,7 @@ def _other_dtype(wrong: Sequence[ComparedPiece]) -> Pattern | None:
 
 
 def _last_place(wrong: Sequence[ComparedPiece]) -> Pattern | None:
-    """As near to the right values as to anything else: said only of neighbours of the right numbers."""
+    """Numbers next to the right ones in floating point; no other pattern could be told apart from them."""
     for piece in wrong:
         size = piece.expected.abs()
         step = torch.nextafter(size, torch.full_like(size, torch.inf)) - size
@@ -129,7 +129,7 @@ def _last_place(wrong: Sequence[ComparedPiece]) -> Pattern | None:
 def _candidates(
     wrong: Sequence[ComparedPiece], pieces: Sequence[ComparedPiece], expected: Mapping[Quantity, Expected]
 ) -> Iterator[_Candidate]:
-    """Yield what may have happened, each with the numbers that would be right if it had."""
+    """Yield the patterns, each with the numbers that it would give."""
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         if all(torch.finfo(dtype).eps > torch.finfo(piece.expected.dtype).eps for piece in wrong):
             yield "rounded", f"the right values, rounded to {_name(dtype)}", partial(_rounded, dtype), True
@@ -194,7 +194,7 @@ def _stepped(
 
 
 def _of_another(wrong: Sequence[ComparedPiece], expected: Mapping[Quantity, Expected]) -> Iterator[_Candidate]:
-    """What is due of another quantity of the same kind: another parameter, or another state of the same one."""
+    """The right values of another quantity of the same kind: another parameter, or another state of the same parameter."""
     first = wrong[0].quantity
     for quantity, due in expected.items():
         alike = quantity.kind == first.kind and quantity.rank in (-1, first.rank) and quantity != first
@@ -202,7 +202,7 @@ def _of_another(wrong: Sequence[ComparedPiece], expected: Mapping[Quantity, Expe
         if not alike or due.value is None or not (state or quantity.part == first.part):
             continue
         if not state and len({piece.quantity.subject for piece in wrong}) > 1:
-            continue  # which belongs to which is anybody's guess
+            continue  # the assignment is ambiguous
         words = f"the right values of {quantity.part if state else quantity}"
 
         def like(piece: ComparedPiece, quantity: Quantity = quantity, *, state: bool = state) -> torch.Tensor | None:

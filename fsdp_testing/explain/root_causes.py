@@ -1,11 +1,10 @@
 """Groups the failures of a run by root cause, and puts one explanation on the findings that belong to each.
 
-Findings of one implementation that look alike are candidates for one cause. Of each such set one is reduced to its
-shortest schedule. Another one belongs to the same cause if that schedule, taken from its own program, shows the same
-failure on its own model and strategy, or if it is itself reduced to a schedule of the same shape; and if the wrong
-numbers of both are not known to be equal to different things. Of findings in the same place (parameter, model, strategy)
-it is enough that the program holds the schedule.
-A reduced failure is worded in one or two sentences: schedule, what is wrong, by how much, and what it is like.
+Findings of one implementation that look alike are candidates for one cause. One of each such set is reduced to its shortest
+schedule. Another finding belongs to the same cause if that schedule, taken from its own program, shows the same failure on its
+own model and strategy, or if its own shortest schedule has the same shape. The hypotheses for both must not contradict one
+another. For the same parameter, model and strategy it is enough that the program contains the schedule.
+A reduced failure is described in one or two sentences: schedule, wrong quantity, error, and pattern.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from fsdp_testing.judging.signature import FineSignature, Signature, fine_signat
 from fsdp_testing.oracle.quantities import Comparison
 
 REDUCIBLE = frozenset(FailureKind) - LOSES_RANKS
-"""Kinds of findings that may be run again often; each death or hang costs a world and a deadline."""
+"""Kinds of findings that are cheap to run again; a death or hang costs a world and a deadline."""
 
 
 _PATIENCE = 5.0
@@ -52,7 +51,7 @@ HowOf = Callable[[str], JudgeSettings | None]
 
 @dataclass(slots=True)
 class _Failing:
-    """A finding, and where it stands among the results."""
+    """A finding, and its position among the results."""
 
     result: int
     number: int
@@ -66,7 +65,7 @@ class _RootCause:
 
     Attributes:
         label: Unique for an implementation.
-        explanation: Of the finding that was reduced.
+        explanation: Of the reduced finding.
         hypothesis: What its wrong numbers are equal to, if that was found.
         members: The findings that belong to it.
     """
@@ -81,7 +80,7 @@ class _RootCause:
         return _shape(self.explanation.case)
 
     def contained(self, finding: Finding) -> bool:
-        """Whether the program of a finding holds the schedule, up to where it fails; asked of one fully reduced only."""
+        """Whether the program of a finding contains the schedule, up to the failure; only for a fully reduced schedule."""
         if finding.operation < 0 or not self.explanation.complete:
             return True
         begun = replace(finding.case, program=finding.case.program[: finding.operation + 1])
@@ -100,9 +99,9 @@ def explain_results(
 
     Args:
         results: What a run gave.
-        how_of: How each check judges.
+        how_of: The way in which each check judges.
         runner: Runs programs.
-        seconds: For the failures of one implementation, in seconds of an idle machine; of what is not reached a finding says so.
+        seconds: For the failures of one implementation, in seconds of an idle machine; a finding says if it was not reached.
         draw: Take a portrait of each shortest schedule, where the implementation can be traced.
     """
     changed: dict[tuple[int, int], Finding] = {}
@@ -184,7 +183,7 @@ class _Explainer:
     left: list[_Failing] = field(default_factory=list)
     """Failures that the budget did not reach."""
     _added_up: list[_RootCause] = field(default_factory=list)
-    """Causes of which it is known what wrong gradients are the sum of: the same sum is the same cause, however it looks."""
+    """Causes with known terms of wrong gradients: the same terms mean the same cause, whatever the finding looks like."""
 
     def causes(self, places: Sequence[_Failing]) -> list[_RootCause]:
         """Return every root cause found, each with the findings that belong to it."""
@@ -198,7 +197,7 @@ class _Explainer:
                 if self._budget.exhausted:
                     self.left.append(failing)
                     continue
-                # Where ranks hold the same, they may disagree in what diverges where each holds a part.
+                # One defect may make ranks disagree about replicated values, and show as a divergence if each rank holds a part.
                 kind = FailureKind.DIVERGED if fine.alike.kind in WRONG_NUMBERS else fine.alike.kind
                 alike = by_look.setdefault(fine.alike._replace(kind=kind), [])
                 cause = self._same(failing, alike) or self._new(failing, alike)
@@ -216,7 +215,7 @@ class _Explainer:
     def _same(self, failing: _Failing, causes: Sequence[_RootCause]) -> _RootCause | None:
         """The cause whose schedule shows this failure too, with numbers that do not contradict it.
 
-        Wrong gradients may look different (None, other numbers, not alike on all ranks) and be the same wrong sum.
+        Wrong gradients may look different (None, other numbers, different on each rank) and still be the same wrong sum.
         """
         if failing.how is None:
             return None
@@ -234,7 +233,7 @@ class _Explainer:
         return None
 
     def _new(self, failing: _Failing, causes: list[_RootCause]) -> _RootCause:
-        """The cause of a failure that is reduced now: a new one, unless it ends where another one did."""
+        """The cause of a failure that is reduced now: a new one, unless its schedule equals that of a known cause."""
         if failing.how is None:
             return self._as_it_is(failing.finding, causes)
         budget = self._budget.part()
@@ -264,7 +263,7 @@ class _Explainer:
         return self._cause(short, explanation, causes, like)
 
     def _as_it_is(self, finding: Finding, causes: list[_RootCause]) -> _RootCause:
-        """A failure of a check that judges in a way of its own: reported, not reduced."""
+        """A failure of a check with its own judge: reported, not reduced."""
         sentence = (
             f"{render(finding, None, {})} The check judges several runs together, so the schedule is not shortened."
         )
@@ -301,7 +300,7 @@ def render(finding: Finding, like: Hypothesis | None, unsharded: UnshardedUnits,
 
     Args:
         finding: The finding; its case is the shortest one.
-        like: What the wrong numbers are equal to.
+        like: The hypothesis for the wrong numbers.
         unsharded: Units that were gathered when the operation without effect began, with the ranks on which they were.
         cast: Which cast gives these numbers, in mixed precision; empty if none does.
     """
@@ -322,7 +321,7 @@ def render(finding: Finding, like: Hypothesis | None, unsharded: UnshardedUnits,
 
 def _what_is_wrong(finding: Finding) -> str:
     if finding.max_error is None:
-        # Without the place, which the schedule has just said.
+        # Without the place, which the schedule has just named.
         return finding.statement or finding.explanation
     size = f"max error {finding.max_error:.3g}"
     if finding.bound is not None:

@@ -1,1 +1,1 @@
-"""What people and machines read of a result: one sheet, printed and written as a page; JUnit; progress; files."""
+"""The forms of a result for people and machines: one sheet, printed and written as a page; JUnit; progress; files."""

@@ -1,8 +1,8 @@
 """The root causes of the failures in a report. Pure: findings grouped, one account for each group.
 
-Where causes were looked for (`fsdp_testing.explain`), findings say which they belong to. Others are put together only
-if they look the same in every respect (kind, quantity, name, first operation, model, strategy), or have the very same
-account and error, to the bit, whatever the strategy.
+Where causes were searched for (`fsdp_testing.explain`), each finding names its cause. Other findings are grouped only if they
+agree in every respect (kind, quantity, name, first operation, model, strategy), or if account and error are equal to the bit,
+whatever the strategy.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Cause:
 
     @property
     def unexplained(self) -> str:
-        """Why nobody looked for it; empty where somebody did, or where that was not asked for."""
+        """Why the cause was not searched for; empty if it was, or if no search was requested."""
         return "" if self.explanation else next((f.unexplained for f in self.findings if f.unexplained), "")
 
     @property
     def scope(self) -> str:
-        """Where it shows: models and strategies."""
+        """The models and strategies that show it."""
         models = ", ".join(dict.fromkeys(finding.case.model.name for finding in self.findings))
         strategies = ", ".join(dict.fromkeys(finding.case.strategy for finding in self.findings))
         cases = len(self.findings)

@@ -1,4 +1,4 @@
-"""What changed since an earlier report: which failures are new, which are gone, and since when the others are there."""
+"""Changes since an earlier report: new failures, fixed failures, and the first date of the others."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ BROKEN = (*TROUBLE, Verdict.EXPECTED_FAILURE)
 
 
 def dated(report: RunReport, earlier: RunReport) -> RunReport:
-    """Return the report with the date since when each check does not hold, as far back as earlier reports say it.
+    """Return the report with the date since which each check has not held, as far back as earlier reports go.
 
-    A check that fails by other causes than before fails since this report.
+    A check that now fails for other causes counts as failing since this report.
     """
     others = _other_causes(report, earlier)
     known = [result for result in earlier.results if result.verdict in BROKEN and not _all_other(others, result)]
@@ -68,23 +68,23 @@ def _lines(
             yield f"changed: {key} was {summary.WORDS[before.verdict]}, is {summary.WORDS[new[key].verdict]}"
         elif key in others and new[key].verdict is before.verdict is Verdict.EXPECTED_FAILURE:
             sentence = others[key].findings[0].explanation.strip() or summary.sentence(new[key])
-            yield f"changed: {key} is expected, and fails otherwise than before: {sentence}"
+            yield f"changed: {key} is expected, and fails in another way than before: {sentence}"
 
 
 def _is_worse(before: Verdict, after: Verdict) -> bool:
-    """Whether a check that has no verdict or fails now did not do so before; what was unknown may be refuted now."""
+    """Whether a check fails or has no verdict now but did not before; an unknown check may be refuted now."""
     return before not in TROUBLE or (before is Verdict.UNKNOWN and after is Verdict.FAIL)
 
 
 def _sizes_left_out(before: CheckResult, after: CheckResult) -> str:
-    """Numbers of ranks on which a check did not hold, and on which it was not asked again, though it was on others."""
+    """World sizes on which a check did not hold before and did not run now, although it ran on others."""
     broken = {case.world_size for case in before.cases if case.verdict in BROKEN}
     broken |= {finding.case.world.size for finding in before.findings}
     return listed(map(str, sorted(broken - {*after.world_sizes}))) if after.world_sizes else ""
 
 
 def _elsewhere(report: RunReport, earlier: RunReport) -> Iterator[str]:
-    """In what the earlier run was another one: then a failure that is gone may only not have been asked for."""
+    """How the settings of the earlier run differ: a failure that is missing now may simply not have been tested."""
     then, now = (listed(map(str, sorted(run.world_sizes))) for run in (earlier, report))
     if then != now:
         yield f"which ran on worlds of {then or 'no size'}, this one on {now or 'no size'}"
@@ -96,14 +96,14 @@ def _elsewhere(report: RunReport, earlier: RunReport) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Others:
-    """The findings of a check that are like none which it had in the earlier report, and whether these are all that it has."""
+    """The findings of a check that resemble none in the earlier report, and whether they are all of its findings."""
 
     findings: tuple[Finding, ...]
     all: bool
 
 
 def _other_causes(report: RunReport, earlier: RunReport) -> dict[str, _Others]:
-    """Return the findings that have another cause than those before, of each check that has some and had some."""
+    """Return the findings with a new cause, for each check that had findings before and has some now."""
     names, names_then = _names(report), _names(earlier)
     then = {
         _key(result): [
@@ -131,7 +131,7 @@ def _cause(result: CheckResult, finding: Finding) -> tuple[str, str]:
 
 
 def _names(report: RunReport) -> dict[tuple[str, str], str]:
-    """Return what was done wrong, by cause, where that is named."""
+    """Return what was done wrong, by cause, for the causes that have a name."""
     named = {}
     for result in report.results:
         for finding in result.findings:
@@ -150,7 +150,7 @@ def _all_other(others: dict[str, _Others], result: CheckResult) -> bool:
 
 
 def _is_excused(before: Verdict, after: Verdict) -> bool:
-    """Whether a list that has grown, or a claim that was dropped, is all that changed: either would hide a failure."""
+    """Whether the list of expected failures grew or a claim was dropped: either would hide a failure."""
     if after is Verdict.EXPECTED_FAILURE:
         return before is not after
     held = before in (Verdict.PASS, Verdict.STALE)

@@ -1,6 +1,6 @@
-"""The sheets of a run: in short, for a terminal, and complete, for a page and for those who ask for all of it.
+"""The sheets of a run: a short one for a terminal, and a complete one for a page or on request.
 
-The complete one answers first whether the run can be trusted, what is broken, and what is to be done.
+The complete sheet first answers whether you can trust the run, what is broken, and what to do.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ BRIEF = {
 TITLES = {
     Verdict.FAIL: "new failures",
     Verdict.UNKNOWN: "unknown, so neither pass nor fail",
-    Verdict.STALE: "stale: expected to fail, and do not",
+    Verdict.STALE: "stale: expected to fail, but do not",
     Verdict.EXPECTED_FAILURE: "known failures, as expected",
 }
 HINT = "--full shows every check and complete accounts, --html DIR draws them"
-# In short: how many causes are shown at length, and how many checks still make a table of their own.
+# Short sheet: how many causes are shown at length, and how many checks still get a table of their own.
 CAUSES_AT_LENGTH = 3
 ROWS_AT_SIGHT = 10
-# Complete: what the first answers name, and how many of the longest checks are listed.
+# Complete sheet: how many items the first answers name, and how many of the longest checks are listed.
 CAUSES_AT_SIGHT = 4
 SLOWEST = 10
 
 
 def short_sheet(report: RunReport, *changes: Section) -> Sheet:
-    """Return `changes`, what is new by its cause, what has no verdict, what is stale, and known failures by their page."""
+    """Return `changes`, new failures by cause, checks without a verdict, stale expectations, and known failures by page."""
     report = replace(report, own_names={})
     failures = Failures(report)
     stale = [
@@ -105,7 +105,7 @@ def _failed(failures: Failures, results: tuple[CheckResult, ...]) -> Iterator[Bl
 
 
 def _unknown(failures: Failures, results: tuple[CheckResult, ...]) -> Iterator[Block]:
-    """Results that say the same are shown once."""
+    """Show results with the same text once."""
     for _, (first, *others) in _grouped(results, lambda result: (result.implementation, summary.sentence(result))):
         article = failures.result(first, findings=1)
         same = [Line(f"the same: {listed(result.check for result in others)}")] if others else []
@@ -113,7 +113,7 @@ def _unknown(failures: Failures, results: tuple[CheckResult, ...]) -> Iterator[B
 
 
 def _known_lines(failures: Failures) -> list[Line]:
-    """Return a line for each known failure, and one for each way in which it fails where there are several."""
+    """Return a line for each known failure, and a line for each way in which it fails if there are several."""
     lines = []
     for _, group in failures.known:
         lines.append(Line(f"  {len(group.results):>3}  {group.sentence}"))
@@ -123,7 +123,7 @@ def _known_lines(failures: Failures) -> list[Line]:
 
 
 def complete_sheet(report: RunReport, *changes: Section) -> Sheet:
-    """Return everything that is known of a run, after the `changes` since an earlier one."""
+    """Return everything that is known about a run, after the `changes` since an earlier one."""
     failures = Failures(report)
     words = tuple((summary.WORDS[verdict], summary.MEANINGS[verdict]) for verdict in Verdict)
     legend = Facts(words, tuple(verdict.value for verdict in Verdict))
@@ -149,7 +149,7 @@ def complete_sheet(report: RunReport, *changes: Section) -> Sheet:
 
 
 def _rest(*sections: Section) -> Section:
-    """Return what few readers look for, folded."""
+    """Return the details that few readers need, folded."""
     blocks = tuple(section for section in sections if section.blocks)
     titles = ", ".join(section.title[0].lower() + section.title[1:] for section in blocks)
     return Section("Everything else", (Fold(titles.capitalize(), blocks),))
@@ -182,7 +182,7 @@ def _cards(report: RunReport) -> Group:
 
 
 def _broken(report: RunReport, failures: Failures) -> Iterator[Line]:
-    """What is new, unknown or stale, and of what is known the reasons where nothing is new."""
+    """What is new, unknown or stale; if nothing is new, also the reasons of the known failures."""
     if failures.new:
         yield Line(f"New: {_costs(failures)}.", "said")
     for anchor, cause in failures.new[:CAUSES_AT_SIGHT]:
@@ -195,7 +195,7 @@ def _broken(report: RunReport, failures: Failures) -> Iterator[Line]:
             links.append(Link(f"{numbered(count, 'check')} {summary.WORDS[verdict]}", verdict.value))
     if failures.known:
         count, reasons = report.count(Verdict.EXPECTED_FAILURE), numbered(len(failures.known), "reason")
-        links.append(Link(f"Known, and expected: {numbered(count, 'check')} for {reasons}", "known"))
+        links.append(Link(f"Known and expected: {numbered(count, 'check')} for {reasons}", "known"))
     if not failures.new:
         links += [Link(group.reason, anchor) for anchor, group in failures.known[:CAUSES_AT_SIGHT]]
     yield from (Line("", links=(link,)) for link in links)

@@ -1,4 +1,4 @@
-"""Accounts of what failed in a run: of one cause, one known failure, and one result. Each is an article of a sheet."""
+"""Accounts of one cause, one known failure, or one result of a run. Each is an article of a sheet."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Failures:
         self.known = [(f"k{index}", group) for index, group in enumerate(summary.known_failures(report))]
 
     def own(self, name: str) -> str:
-        """Return what an adapter calls itself."""
+        """Return the name that an adapter gives itself."""
         return self._report.own_names.get(name, name)
 
     def anchor(self, result: CheckResult) -> str:
@@ -98,7 +98,7 @@ class Failures:
         return Article(group.reason, tuple(blocks), owners, Verdict.EXPECTED_FAILURE.value, anchor, severity=cost)
 
     def result(self, result: CheckResult, findings: int = FINDINGS) -> Article:
-        """Everything that a reader needs about one result that did not simply pass."""
+        """Everything that a reader needs to know about one result other than a plain pass."""
         verdict = result.verdict
         blocks: list[Block] = [Line(result.meaning, "meaning"), Line(summary.sentence(result), "said")]
         if result.expected:
@@ -132,12 +132,12 @@ class Failures:
 
 
 def _overlap(some: tuple[Finding, ...], others: tuple[Finding, ...]) -> bool:
-    """Whether a finding is in both; by identity, for comparing two that are equal takes long."""
+    """Whether a finding is in both; by identity, because comparing equal findings takes long."""
     return not {id(finding) for finding in some}.isdisjoint(map(id, others))
 
 
 def _facts(finding: Finding, sentence: str) -> Facts:
-    """The facts of a failing case; `sentence` is what the reader has read already."""
+    """The facts of a failing case; `sentence` has already been shown to the reader."""
     pairs = {
         str(finding.kind): finding.explanation if finding.explanation != sentence else "",
         "first at": summary.place_text(finding),
@@ -150,7 +150,7 @@ def _facts(finding: Finding, sentence: str) -> Facts:
 
 
 def _case(finding: Finding, result: CheckResult, of: int) -> Iterator[Block]:
-    """The facts of a failing case, with the account of the ranks at length where it is the only one."""
+    """The facts of a failing case, with the full account of the ranks if it is the only case."""
     yield _facts(finding, summary.sentence(result))
     if finding.detail:
         yield Fold("Account of all ranks", (Listing(finding.detail),), unfolded=of == 1)
@@ -159,8 +159,8 @@ def _case(finding: Finding, result: CheckResult, of: int) -> Iterator[Block]:
 
 
 def entry(result: CheckResult, *, unfolded: bool = False) -> Fold:
-    """What a person pastes into the list of expected failures, if the failure is known."""
-    # Over tensor parallelism a list's own table of the implementation counts (`cli.run.expectations`).
+    """The entry that you paste into the list of expected failures, if the failure is known."""
+    # With tensor parallelism a separate table of the implementation applies (`cli.run.expectations`).
     beside = any(finding.case.world.tensor_parallel > 1 for finding in result.findings)
     table = result.implementation + ".tensor_parallel" * beside
     title = f"To expect this failure, add to --expected-failures under [{table}]:"
@@ -172,14 +172,15 @@ def _steps(cause: Cause) -> Steps:
     finding = next((finding for finding in cause.findings if finding.shortest is not None), cause.findings[0])
     everyone = range(finding.case.world.size)
     wrong = finding.wrong_on or finding.ranks or tuple(everyone)
-    # A rank is right where its numbers were compared and agree; one that waits for another, or that another contradicts, may be.
+    # A rank is right if its numbers were compared and agree. A rank that waits for another, or that another contradicts, may be
+    # right.
     others = False if finding.wrong_on and finding.kind == FailureKind.DIVERGED else None
     ranks = tuple((rank, True if rank in wrong else others) for rank in everyone)
     sentence = finding.statement or finding.explanation
     if cause.explanation is None:
         return Steps((summary.operation_place(finding),), 0, ranks, sentence, single=True)
     lines = cause.explanation.schedule
-    # Schedules are reduced after the finding was made, so that the number of the operation may have changed.
+    # The schedule was shortened after the finding, so the index of the operation may have changed.
     wanted = _without_number(finding.operation_text.removeprefix("operation "))
     like = [index for index, line in enumerate(lines) if _without_number(line) == wanted]
     return Steps(lines, like[-1] if like else None, ranks, sentence)
@@ -198,7 +199,7 @@ def _drawn(cause: Cause, *, unfolded: bool = False) -> list[Block]:
 
 
 def drawings(portrait: Portrait, wrong: int | None = None) -> tuple[Picture, ...]:
-    """Return who computes and waits, what is held, and where the elements live; `wrong` is the index of an operation."""
+    """Return the drawings of activity, memory and layout; `wrong` is the index of an operation."""
     does, held = f"{timeline.account(portrait)}.", f"{live_bytes.account(portrait)}: {portrait.bound_text}."
     units = f"{len(portrait.units)} units on {len(portrait.ranks)} ranks; padding is hatched."
     return (

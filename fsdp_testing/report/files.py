@@ -1,7 +1,7 @@
 """An output file appears all at once or not at all.
 
-Every report is written to a temporary file beside its target and renamed over it, so that a reader never sees half a
-report and an interrupted run leaves the previous one whole.
+Every report is written to a temporary file beside its target and then renamed. A reader never sees half a report, and an
+interrupted run leaves the previous report whole.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fsdp_testing.errors import InvalidArgument
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Find out before a long run that its report could not be written afterwards.
+    """Check before a long run that its report can be written afterwards.
 
     Args:
         path: The file to be written; missing parent directories are made.
@@ -44,7 +44,7 @@ def write_atomically(path: Path, text: str, option: str = "report") -> None:
     temporary = _beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A path or message may hold bytes that are no UTF-8; a report that shows them escaped beats none.
+        # A path or message may contain bytes that are not UTF-8; the report shows them escaped.
         with temporary.open("x", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             file.write(text)
             file.flush()
@@ -53,7 +53,7 @@ def write_atomically(path: Path, text: str, option: str = "report") -> None:
     except OSError as error:
         raise _unwritable(path, option, error) from error
     finally:
-        with suppress(OSError):  # after a success it is gone, after a failure the folder may never have been there
+        with suppress(OSError):  # after a success it is renamed; after a failure the folder may never have existed
             temporary.unlink()
 
 

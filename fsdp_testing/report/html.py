@@ -1,4 +1,4 @@
-"""A sheet as one file that people send to each other: self-contained HTML, styles and script inside.
+"""A sheet as one self-contained HTML file, with styles and script inside.
 
 The page needs no network and no script to be read; the script adds filtering, jumping between troubles by key, and
 copying of commands. Everything that comes from a run is escaped by the template engine.
@@ -23,7 +23,7 @@ from fsdp_testing.report.summary import ADDRESS
 
 def html_text(sheet: Sheet) -> str:
     """Return the page."""
-    # Templates escape whatever they are given, and fail on a name that they are not given.
+    # Templates escape every value, and fail on an undefined name.
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_without_control
     )
@@ -44,7 +44,7 @@ def html_text(sheet: Sheet) -> str:
 
 
 def _sections(blocks: Iterable[Block]) -> Iterator[Section]:
-    """Yield sections, those that are folded away among them."""
+    """Yield sections, including the folded ones."""
     for block in blocks:
         if isinstance(block, Section):
             yield block
@@ -59,7 +59,7 @@ def _has_trouble(section: Section) -> bool:
 def linked(text: str, pages: dict[str, str]) -> Markup:
     """Return the text, escaped, with its web addresses as links, and links to the pages of the documentation that it names.
 
-    These pages are added to `pages`, and are part of the file: it is read on machines that have no other.
+    These pages are added to `pages` and become part of the file: its reader may have no copy of the documentation.
     """
 
     def link(piece: str) -> Markup:

@@ -1,8 +1,8 @@
 """A report for continuous-integration servers: JUnit XML, one suite per implementation.
 
 `pass` is a passed test; `fail` a failure; `unknown` an error; `not claimed` and an expected failure are skipped, with
-the reason; a stale expectation passes and says so in its output. An implementation of which no claim was checked has an
-error beside its skipped tests, for the run has no verdict on it.
+the reason; a stale expectation passes and says so in its output. An implementation without a checked claim gets an error beside
+its skipped tests, because the run has no verdict on it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _OUTCOMES = {
     Verdict.NOT_CLAIMED: ("skipped", "not_claimed"),
     Verdict.EXPECTED_FAILURE: ("skipped", "expected_failure"),
 }
-"""Element and type of a verdict that is no passed test."""
+"""Element and type of each verdict other than a passed test."""
 
-# What XML 1.0 cannot hold, not even escaped: control characters of captured output, lone surrogates.
+# XML 1.0 cannot hold these even escaped: control characters of captured output, lone surrogates.
 UNPRINTABLE = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 

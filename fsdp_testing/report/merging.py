@@ -1,7 +1,6 @@
-"""The parts of one whole, put together: each once, in the order of one run.
+"""Merges the parts of one whole: each part once, in the order of one run.
 
-The parts of a run, of a certificate and of a campaign are refused and put in order here; each says what it was asked
-(`Part.alike`).
+Parts of a run, a certificate or a campaign are checked and ordered here; each states its settings (`Part.alike`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TypeVar
 from fsdp_testing.cases.records import CheckResult, Request, RunReport, Verdict
 from fsdp_testing.errors import InvalidArgument
 
-# So many parts in a row are named one by one.
+# Up to this many adjacent parts are named one by one.
 _MISSING_BY_NAME = 3
 _ANOTHER_RUN = "Give the reports of one run, all of one version."
 _ALIKE_ENVIRONMENT = ("fsdp-testing", "torch", "python")
@@ -26,8 +25,8 @@ P = TypeVar("P")
 def merged(reports: Mapping[str, RunReport]) -> RunReport:
     """Return the report of the whole run.
 
-    Results are those of one run, in its order; a check of which its part has no result is unknown. Causes were looked for in
-    each part by itself: those with the same name are shown as one. `seconds` is what the parts took together.
+    Results have the order of a single run; a check without a result in its part is unknown. Each part searched for causes on
+    its own; causes with the same name are shown as one. `seconds` is the sum over the parts.
 
     Args:
         reports: The reports of all parts, by where they come from.
@@ -56,7 +55,7 @@ def merged(reports: Mapping[str, RunReport]) -> RunReport:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What shows whether parts belong together: which one it is, `(i, n)` or empty, and what all have alike, by name."""
+    """Facts that decide whether parts belong together: the index `(i, n)` or empty, and the shared settings by name."""
 
     shard: tuple[int, ...]
     alike: Mapping[str, object]
@@ -67,7 +66,7 @@ def in_order(given: Mapping[str, P], part_of: Callable[[P], Part], advice: str) 
 
     Args:
         given: The parts, by where they come from.
-        part_of: What shows which part one is.
+        part_of: Gives the facts of a part.
         advice: What to give instead of what is refused.
 
     Raises:
@@ -87,7 +86,7 @@ def added(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
 
 
 def versions_of(environment: Mapping[str, str]) -> dict[str, object]:
-    """Return the versions that all parts have alike, by name."""
+    """Return the versions that all parts share, by name."""
     return {name: environment.get(name, "") for name in _ALIKE_ENVIRONMENT}
 
 
@@ -126,7 +125,7 @@ def _problems(given: Mapping[str, Part]) -> Iterator[str]:
 
 def _missing_parts(there: Sequence[int], of: int) -> Iterator[str]:
     for before, after in pairwise([0, *there, of + 1]):
-        # A damaged report may say that there are a thousand million.
+        # A damaged report may claim a thousand million parts.
         if after - before - 1 > _MISSING_BY_NAME:
             yield f"parts {before + 1} to {after - 1} of {of} are missing"
         else:
@@ -157,13 +156,13 @@ def _alike(report: RunReport) -> dict[str, object]:
 
 
 def _pairs(report: RunReport) -> list[tuple[str, str]]:
-    """What the whole run was to judge, in its order."""
+    """The pairs that the whole run had to judge, in order."""
     checks = report.request.checks if report.request is not None else ()
     return [(name, check) for name in report.implementations for check in checks]
 
 
 def _strangers(path: str, part: RunReport) -> Iterator[str]:
-    """Results that a part has twice, or that belong to another one."""
+    """Results that a part has twice, or that belong to another part."""
     number, of = part.shard
     own = _pairs(part)[number - 1 :: of]
     counted = Counter((result.implementation, result.check) for result in part.results)

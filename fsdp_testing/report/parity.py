@@ -1,4 +1,4 @@
-"""A comparison of orders as people read it: each case with its two sequences side by side, what differs marked."""
+"""The sheet of a comparison of orders: each case with its two sequences side by side, differences marked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = {"≠": "expected_failure", "<": "fail", ">": "pass"}
 
 
 def parity_sheet(cases: Sequence[CaseParity], names: tuple[str, str], *, full: bool = False) -> Sheet:
-    """Return what two implementations do in another order.
+    """Return the sheet of differences in order between two implementations.
 
     Args:
         cases: What was compared.
@@ -71,7 +71,7 @@ def _table(comparison: OrderComparison, names: tuple[str, str], *, full: bool) -
 
 
 def by_rows(comparisons: Sequence[OrderComparison]) -> list[tuple[OrderComparison, tuple[int, ...]]]:
-    """Comparisons, those of ranks that show the same rows shown once, with these ranks; those that differ first."""
+    """Comparisons, differing ones first; ranks with the same rows share one, which names them."""
     groups: dict[tuple[str, tuple[OrderRow, ...]], list[OrderComparison]] = {}
     for comparison in comparisons:
         groups.setdefault((comparison.aspect, comparison.rows), []).append(comparison)

@@ -1,4 +1,4 @@
-"""What a person sees while a command goes on: one moving line in a terminal, lines in a log file."""
+"""The progress of a command: one moving line in a terminal, lines in a log file."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from fsdp_testing.report import summary
 from fsdp_testing.report.sheet import numbered
 from fsdp_testing.report.terminal import STYLES, Output, plain
 
-# Printed the moment they are known; everything else waits for the table.
+# Printed immediately; everything else waits for the table.
 AT_ONCE = (Verdict.FAIL, Verdict.UNKNOWN, Verdict.STALE)
 LOG_SECONDS = 30.0
-"""So often a log file gets a line of long work."""
+"""Seconds between two lines of a long stage in a log file."""
 ESTIMATE_SECONDS = 3.0
-"""After so long a stage says how long the rest of it will take."""
+"""Seconds after which a stage shows its remaining time."""
 
 
 class Display:
     """The stages of a command, and how far each is; as a context manager it leaves the terminal as it was.
 
-    In a terminal one line moves: the stage, how much is done, what was found so far. Elsewhere nothing moves: each stage is a
-    line when it begins, and so is how far it is, every `LOG_SECONDS`.
+    In a terminal one line moves: the stage, how much is done, what was found so far. Elsewhere a stage prints a line when it
+    begins, and its progress every `LOG_SECONDS`.
 
     Args:
         console: Where to.
@@ -51,7 +51,7 @@ class Display:
         self._progress.stop()
 
     def stage(self, name: str, total: int | None = None) -> None:
-        """Show that a stage begins, of `total` units where that is known."""
+        """Show that a stage begins, of `total` units if that is known."""
         self._stage, self._stage_begun, self._estimated, self._done_before = name, time.monotonic(), False, None
         self._progress.reset(self._task, description=name, total=total)
         self.log(name)
@@ -67,7 +67,7 @@ class Display:
             self.log(text)
 
     def _rest(self, done: int, total: int | None) -> str:
-        """Return how long the rest of the stage will take, at the pace since it began; empty where that is not known."""
+        """Return the remaining time of the stage, at its pace so far; empty if unknown."""
         if self._done_before is None:
             self._done_before = done
         here, seconds = done - self._done_before, time.monotonic() - self._stage_begun
@@ -77,7 +77,7 @@ class Display:
         return f"about {left:.0f} s left" if left < 90 else f"about {left / 60:.0f} min left"
 
     def now(self, text: str) -> None:
-        """Show what goes on at this moment; a log file does not hear of it."""
+        """Show the current activity; not written to a log file."""
         self._progress.update(self._task, description=text)
 
     def log(self, line: str) -> None:
@@ -89,14 +89,14 @@ class Display:
 
 @dataclass(slots=True)
 class _Suite:
-    """How far one suite of one implementation is."""
+    """The progress of one suite of one implementation."""
 
     started: int = 0
     results: list[CheckResult] = field(default_factory=list)
 
 
 class ProgressListener(Display):
-    """A `RunListener`: a line for each suite of each implementation when it is through, and for trouble at once."""
+    """A `RunListener`: prints a line for each finished suite of each implementation, and trouble at once."""
 
     def __init__(self, console: Output) -> None:
         super().__init__(console, "checks")
@@ -127,7 +127,7 @@ class ProgressListener(Display):
         self.now(f"{len(self.results)} of {self._total} {implementation} {check}{f' ({trouble})' if trouble else ''}")
 
     def finished(self, result: CheckResult) -> None:
-        """Keep it, count it, and print trouble at once."""
+        """Keep and count the result, and print trouble at once."""
         self.results.append(result)
         self._open.setdefault((result.implementation, summary.suite_of(result.check)), _Suite()).results.append(result)
         self._progress.update(self._task, completed=len(self.results), total=self._total or None)
@@ -142,11 +142,11 @@ class ProgressListener(Display):
                 self.stage(f"looking for the causes of what failed ({numbered(failed, 'check')})")
 
     def _close_suites(self, but: tuple[str, str] | None = None) -> None:
-        """Print each suite of which nothing runs any more; `but` has only begun."""
+        """Print each suite that has finished; `but` has only begun."""
         for key, suite in list(self._open.items()):
             if key != but and (but is None or len(suite.results) >= suite.started):
                 del self._open[key]
-                # Of what nothing was asked nothing is told; it is counted at the end.
+                # A suite without a claimed check gets no line; it is counted at the end.
                 if any(result.verdict is not Verdict.NOT_CLAIMED for result in suite.results):
                     done = f"{len(self.results)} of {self._total}" if self._total else f"{len(self.results)}"
                     seconds = sum(result.seconds for result in suite.results)

@@ -1,8 +1,8 @@
-"""A result as people read it: one model, which `terminal.py` prints and `html.py` writes as a page.
+"""A result for readers: one model, which `terminal.py` prints and `html.py` writes as a page.
 
-Pure functions build a `Sheet` from what a command computed (`conformance.py`, `parity.py`, `search/*`,
-`train/report.py`). `kind` is a class of the style sheet and a style of the terminal: a verdict's value, or one of
-`said` (what matters), `meaning` (what explains).
+Pure functions build a `Sheet` from the result of a command (`conformance.py`, `parity.py`, `search/*`, `train/report.py`).
+`kind` is a class of the style sheet and a style of the terminal: a verdict's value, or one of `said` (what matters), `meaning`
+(what explains).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Rows under one title; without a title they are the whole table. A page folds those at which nobody must look."""
+    """Rows under one title; without a title they are the whole table. A page folds rows that need no attention."""
 
     rows: tuple[Row, ...]
     title: str = ""
@@ -70,7 +70,7 @@ class RowGroup:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows by columns, which have numbers in place of names in a terminal that is too narrow.
+    """Rows by columns; in a terminal that is too narrow, columns have numbers instead of names.
 
     `heading` is that of the rows' labels; `key` says what cells mean, `brief_key` where they are brief; `numbers` stand at
     the right of their columns.
@@ -91,8 +91,8 @@ class Steps:
 
     Attributes:
         lines: Each operation.
-        wrong: Index of the one at which it goes wrong; None where nobody knows.
-        ranks: There: each rank, and whether it is wrong; None where nothing says so.
+        wrong: Index of the operation at which it goes wrong; None if unknown.
+        ranks: Each rank at that operation, and whether it is wrong; None if unknown.
         mistake: What is wrong there.
         single: Whether it is one operation of a longer program.
     """
@@ -115,7 +115,7 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A drawing for a page; a terminal shows its `table`, if it has one. The colours of what is `timed` need a key."""
+    """A drawing for a page; a terminal shows its `table`, if it has one. The colours of a `timed` drawing need a key."""
 
     svg: str
     caption: str
@@ -127,9 +127,9 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """What a page folds away unless `unfolded`, and a terminal leaves out unless it is to be complete.
+    """Blocks that a page folds unless `unfolded`, and that a terminal shows only in full.
 
-    `page_only`: no terminal shows it, for it holds pictures, or a document for another command.
+    `page_only`: never shown in a terminal, because it holds pictures or a document for another command.
     """
 
     title: str
@@ -141,7 +141,7 @@ class Fold:
 
 @dataclass(frozen=True, slots=True)
 class Article:
-    """One failure, cause, or verdict: whose, what (a word, a sentence, or both), what it costs, and the facts."""
+    """One failure, cause, or verdict: its owner, a word or a sentence or both, its cost, and the facts."""
 
     heading: str
     blocks: tuple[Block, ...]
@@ -154,7 +154,7 @@ class Article:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One subject in a line, with the shares of what came of it."""
+    """One subject in a line, with the shares of its results."""
 
     title: str
     sentence: str
@@ -207,7 +207,7 @@ class Sheet:
         headline: What a reader of the page should know first; the conclusion where it is empty.
         foot: The last words of the page.
         environment: When, of what, by which command and with which versions it was made.
-        known: Whether some of what was checked is known to be wrong, though the exit code is 0.
+        known: Whether there are known failures, although the exit code is 0.
     """
 
     title: str

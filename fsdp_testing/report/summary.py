@@ -1,4 +1,4 @@
-"""A run in rows, tallies and sentences. Pure: sheets and JUnit hold what is computed here, so that they cannot disagree."""
+"""A run in rows, tallies and sentences. Pure: sheets and JUnit show what is computed here, so they cannot disagree."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fsdp_testing.cases.records import (
 )
 from fsdp_testing.report.sheet import listed, numbered
 
-# Order in which a reader wants them: what is wrong, what is unclear, what was foreseen.
+# In order of interest: wrong, unclear, foreseen.
 ATTENTION = (Verdict.FAIL, Verdict.UNKNOWN, Verdict.STALE, Verdict.EXPECTED_FAILURE)
 
 WORDS = {
@@ -60,24 +60,24 @@ SEVERITIES = {
     "needs memory": {FailureKind.KEPT, FailureKind.LEAKED},
     "slower": {FailureKind.EXCESS},
 }
-"""What a failure costs whoever trains, the worst first; the last that has its kind is that of a finding."""
+"""The cost of a failure for the user, worst first; a finding has the last cost that lists its kind."""
 
 
 def severity(findings: Iterable[Finding]) -> str:
-    """Return the worst that findings cost; empty where there are none."""
+    """Return the worst cost of the findings; empty if there are none."""
     costs = {[name for name, kinds in SEVERITIES.items() if finding.kind in kinds][-1] for finding in findings}
     return next((name for name in SEVERITIES if name in costs), "")
 
 
 def severities(groups: Iterable[Iterable[Finding]]) -> str:
-    """Return how many groups of findings cost what, the worst first."""
+    """Return how many groups of findings have each cost, worst first."""
     counts = Counter(map(severity, groups))
     return ", ".join(f"{counts[name]} {name}" for name in SEVERITIES if counts[name])
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """How the checks of one implementation came out. `asked` counts all but those not claimed."""
+    """The results of the checks of one implementation. `asked` counts all but those not claimed."""
 
     implementation: str
     asked: int
@@ -99,7 +99,7 @@ class Tally:
             Verdict.NOT_CLAIMED: "not claimed",
         }
         parts += [f"{self.counts[verdict]} {word}" for verdict, word in words.items() if self.counts[verdict]]
-        parts += [f"{self.in_part} asked without cases that need what it does not claim"] if self.in_part else []
+        parts += [f"{self.in_part} asked without the cases that need unclaimed capabilities"] if self.in_part else []
         return ", ".join(parts)
 
 
@@ -113,7 +113,7 @@ class Known:
         results: The checks that fail so, in the order of the run.
         threads: Other addresses that the entries name.
         findings: The failing cases.
-        looks: How they fail, each with the number of cases.
+        looks: The ways in which they fail, each with the number of cases.
     """
 
     page: str
@@ -125,7 +125,7 @@ class Known:
 
     @property
     def sentence(self) -> str:
-        """What is known, on which implementations, and where it is written up."""
+        """The known failure, its implementations, and where it is documented."""
         whose = ", ".join(dict.fromkeys(result.implementation for result in self.results))
         return f"{self.reason} ({whose})" + (f": {page(self.page)}" if self.page else "")
 
@@ -161,7 +161,7 @@ def _known(members: list[tuple[ExpectedFailure, CheckResult, Finding]]) -> Known
 
 
 def _entry_in(text: str, finding: Finding) -> ExpectedFailure:
-    """The entry that a report of an earlier version has as text: a reason, and the page that it names."""
+    """The entry that a report of an earlier version stores as text: a reason, and the page that it names."""
     match = PAGE.search(text)
     if match is None:
         return ExpectedFailure(text, finding.kind)
@@ -175,7 +175,7 @@ def implementations(report: RunReport) -> tuple[str, ...]:
 
 
 def by_check(report: RunReport) -> dict[str, dict[str, CheckResult]]:
-    """Return check -> implementation -> its result, in the order in which they were asked."""
+    """Return check -> implementation -> result, in the order of the run."""
     cells: dict[str, dict[str, list[CheckResult]]] = {}
     for result in report.results:
         cells.setdefault(result.check, {}).setdefault(result.implementation, []).append(result)
@@ -183,7 +183,7 @@ def by_check(report: RunReport) -> dict[str, dict[str, CheckResult]]:
 
 
 def _decisive(results: list[CheckResult]) -> CheckResult:
-    """Of several results of one check on one implementation the one that decides: no verdict hides a worse one."""
+    """Return the deciding one of several results of a check on one implementation: no verdict hides a worse one."""
     worst = merge(result.verdict for result in results)
     return next(result for result in results if result.verdict is worst)
 
@@ -227,12 +227,12 @@ def attention(report: RunReport, verdict: Verdict) -> tuple[CheckResult, ...]:
 
 
 def report_exit_code(report: RunReport) -> int:
-    """Return the documented exit code, and 3 where an implementation was asked for but no claim of it was checked at all."""
+    """Return the documented exit code, which is 3 if no claim of a requested implementation was checked."""
     return report.exit_code or (3 if idle(report) or not report.results else 0)
 
 
 def idle(report: RunReport) -> list[str]:
-    """Return implementations of which no claim was checked; of a part of a run none: another part may have checked them."""
+    """Return implementations without a checked claim; none for a part of a run, because another part may have checked them."""
     return (
         []
         if report.shard not in ((), (1, 1))
@@ -275,12 +275,12 @@ def headline(report: RunReport) -> str:
 
 
 def sizes_run(report: RunReport) -> tuple[int, ...]:
-    """Return the numbers of ranks on which cases ran: of those of the run, some may have none."""
+    """Return the world sizes on which cases ran; some sizes of the run may have none."""
     return tuple(sorted({size for result in report.results for size in result.world_sizes}))
 
 
 def trust(report: RunReport) -> Iterator[str]:
-    """Return how much was compared with what, how close the closest came, and what was not looked at, a sentence each."""
+    """Return what was compared, how close the closest pass came, and what was not checked, a sentence each."""
     cases = [case for result in report.results for case in result.cases]
     sizes = listed(sizes_run(report)) or "no"
     compared = sum(case.comparisons for case in cases)
@@ -320,7 +320,7 @@ def circumstances(report: RunReport) -> str:
 
 # ------------------------------------------------------------------------------------------------ one failure
 def size_text(finding: Finding) -> str:
-    """By how much against which bound; empty where the difference has no size."""
+    """The error against its bound; empty if the difference has no size."""
     if finding.max_error is None:
         return ""
     text = f"max error {finding.max_error:.3g}"
@@ -369,7 +369,7 @@ def replay_line(result: CheckResult, report: RunReport) -> str:
 
 
 def sentence(result: CheckResult) -> str:
-    """Why the verdict is what it is, in one line; never empty. What is longer is shown below it (`accounts`)."""
+    """The reason of the verdict in one line; never empty. Longer text is shown below it (`accounts`)."""
     known = [result.explanation, *(finding.explanation for finding in result.findings)]
     known += [case.error for case in result.cases]
     text = next((text.strip() for text in known if text.strip()), MEANINGS[result.verdict])
@@ -377,14 +377,14 @@ def sentence(result: CheckResult) -> str:
     first, last = lines[0], lines[-1].strip()
     if "Traceback" not in text:
         return first
-    # Of an account with a traceback the first line says where, the last one what; one may hold the other.
+    # In an account with a traceback the first line says where, and the last one what; one may contain the other.
     if first.startswith("Traceback") or first in last:
         return last
     return first if last in first else f"{first}: {last}"
 
 
 def accounts(result: CheckResult) -> tuple[str, ...]:
-    """Return the reasons why there is no verdict, at length and each once: the explanation, then the errors of cases."""
+    """Return the reasons for the missing verdict in full, each once: the explanation, then the errors of cases."""
     texts = [result.explanation] if "\n" in result.explanation.strip() else []
     texts += [case.error for case in result.cases if case.error]
     return tuple(text for text in dict.fromkeys(texts) if text.strip() != sentence(result))

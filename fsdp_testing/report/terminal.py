@@ -1,4 +1,4 @@
-"""A sheet in a terminal: every block in its width, text that can be copied, nothing that steers the cursor."""
+"""A sheet in a terminal: blocks fit its width, text can be copied, and no text can move the cursor."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from fsdp_testing.report.sheet import (
     listed,
 )
 
-# Colour repeats what the word says; colour alone says nothing.
+# Colour repeats a word; nothing is shown by colour alone.
 STYLES = {
     "pass": "green",
     "fail": "bold red",
@@ -46,7 +46,7 @@ STYLES = {
     "known": "bold green",
     "bad": "bold red",
 }
-"""Style of a kind; what has none is plain."""
+"""Style of a kind; plain if it has none."""
 HEAD_LINES = 4
 TAIL_LINES = 12
 LOG_WIDTH = 120
@@ -56,7 +56,7 @@ class Output(Console):
     """A console that shows names and messages as they are, but no control character of theirs."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Draw; whatever a text holds, only what rich itself draws moves the cursor or sets a style."""
+        """Draw; only rich's own output moves the cursor or sets a style, whatever a text contains."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 

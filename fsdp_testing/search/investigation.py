@@ -1,6 +1,6 @@
-"""The investigation of a case that fails: it runs alone, is compared with what is known, and is shrunk if it is new.
+"""Investigates a failing case: runs it alone, compares it with known failures, and shrinks it if it is new.
 
-Every search investigates so, and keeps what it learned in `Causes`: what is known need not run alone to be counted.
+Every search does this, and keeps the results in `Causes`: a known failure need not run alone to be counted.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from fsdp_testing.judging.known import KnownFailures, Rule
 from fsdp_testing.judging.signature import Signature
 
 _HUNG_SECONDS = 5.0
-"""When a case counts as hung while it shrinks; what is left in the end is confirmed with the deadline of the campaign."""
+"""Seconds after which a case counts as hung while it shrinks; the final case is confirmed with the campaign's deadline."""
 
 _PLACE_ALONE = "`"
-"""How a cause begins that says in which module numbers are wrong first, and not what they are."""
+"""Beginning of a cause that names the first module with wrong numbers, and not what the numbers are."""
 
 
 def attempts_on(runner: CaseRunner, name: str) -> Attempt:
-    """Return what runs the attempts of shrinking a failure of an implementation; one death or hang is taken for one."""
+    """Return the runner of shrinking attempts for an implementation; a single death or hang counts without confirmation."""
 
     def attempt(cases: Sequence[Case], wanted: Signature) -> list[tuple[Case, Signature | None]]:
         until = wanted if wanted.kind in ENDS_RANKS else None
@@ -42,7 +42,7 @@ def attempts_on(runner: CaseRunner, name: str) -> Attempt:
 
 
 def told_apart(case: Case) -> Case:
-    """Return the case with other numbers in each micro-batch: of equal ones, what stays and what counts twice look alike."""
+    """Return the case with different numbers in each micro-batch: with equal ones, a stale and a doubled gradient look alike."""
     seeds = itertools.count(1)
     renumbered = (operation.with_batches(lambda batch: replace(batch, seed=next(seeds))) for operation in case.program)
     return replace(case, program=tuple(renumbered))
@@ -53,10 +53,10 @@ class Suspect:
     """A case that failed among others.
 
     Attributes:
-        case: It.
+        case: The case.
         signature: What the failure looks like.
         reason: The first fact that differs.
-        account: What became of the ranks, where one was lost.
+        account: What happened to the ranks, if one was lost.
     """
 
     case: Case
@@ -72,7 +72,7 @@ class Suspect:
 
 
 class Causes:
-    """The causes of failures that are known by now, and how they look among other cases.
+    """The known causes of failures, and their signatures in a batch.
 
     Attributes:
         rules: Known failures, and a rule of each confirmed discovery.
@@ -83,15 +83,15 @@ class Causes:
         self._names: dict[Signature, set[str]] = {}
 
     def by_looks(self, signature: Signature, case: Case, at: int | None = None) -> Rule | None:
-        """Return the rule of a failure that looked so among other cases, and was another one alone."""
+        """Return the rule of a failure that had this signature in a batch, and another one alone."""
         return self.rules.fitting(self._names.get(signature, ()), case, at)
 
     def learn(self, signature: Signature, name: str) -> None:
-        """Note that the failure of a rule may look so among other cases."""
+        """Record that the failure of a rule may have this signature in a batch."""
         self._names.setdefault(signature, set()).add(name)
 
     def add(self, discovery: Discovery, signature: Signature) -> Rule:
-        """Take up the rule of a confirmed discovery, which looked so among other cases, and return it."""
+        """Add and return the rule of a confirmed discovery, which had this signature in a batch."""
         rule = discovery.rule()
         self.rules = self.rules.with_rule(rule)
         self.learn(signature, rule.name)
@@ -100,12 +100,12 @@ class Causes:
 
 @dataclass(frozen=True, slots=True)
 class Investigated:
-    """What was made of a suspect: a discovery, a known failure, or neither.
+    """The result of an investigation: a discovery, a known failure, or neither.
 
     Attributes:
-        signature: What it looked like among other cases.
-        discovery: What it is; not confirmed if it passes alone.
-        known: The known failure that it is.
+        signature: Its signature in a batch.
+        discovery: The finding; not confirmed if it passes alone.
+        known: The matching known failure.
     """
 
     signature: Signature
@@ -133,7 +133,7 @@ class Investigator:
         """Return what a suspect is; None if it cannot be judged alone."""
         met_as = suspect.signature
         watch = Watch(operations=True, models=met_as.kind == FailureKind.LEAKED)
-        # It is itself the repetition of what was met among others.
+        # This run already repeats the failure of the batch.
         (alone,) = runner.impatient().judge_batch(self.name, [suspect.case], watch)
         signature = alone.signature
         if signature is None:
@@ -148,7 +148,7 @@ class Investigator:
         shrunk = shrink(suspect.case, signature, attempts, self.shape, self.fair, self.seconds)
         (last,) = runner.impatient().judge_batch(self.name, [shrunk.case], watch)
         if last.signature != signature and shrunk.case != suspect.case:
-            # A shorter case that holds takes nothing back of the whole one.
+            # A shorter case that passes does not refute the failure of the whole one.
             (last,) = runner.impatient().judge_batch(self.name, [suspect.case], watch)
         confirmed = last.signature == signature
         kept = last if confirmed else alone
@@ -165,7 +165,7 @@ class Investigator:
             kept.judgement.overrun,
             self._cause(runner, kept.case) if confirmed and signature.kind in WRONG_NUMBERS else "",
         )
-        # While it shrank it may have turned into what is known already.
+        # While shrinking, it may have turned into a known failure.
         cause = kept.judgement.cause if kept.judgement.cause is not None else discovery.cause
         again = known.recognize(signature, kept.features, cause) if confirmed else None
         if again is None and confirmed and (not cause or cause.startswith(_PLACE_ALONE)):
@@ -173,7 +173,7 @@ class Investigator:
         return Investigated(met_as, discovery, again)
 
     def _gone_without(self, runner: CaseRunner, kept: JudgedCase, known: KnownFailures) -> Rule | None:
-        """The rule that knows the looks of the simplest case, which passes without what brings that failure about."""
+        """The rule that matches the simplest case, if that case passes without the rule's cause."""
         assert kept.signature is not None
         for rule in known.recognizing(kept.signature, kept.features):
             variant = rule.variant(kept.case)
@@ -186,7 +186,7 @@ class Investigator:
         return None
 
     def _recognized(self, runner: CaseRunner, alone: JudgedCase, known: KnownFailures) -> Rule | None:
-        """The rule that knows a failure, by its cause where the rule names one."""
+        """The rule that matches a failure, by its cause if the rule names one."""
         signature, judgement = alone.signature, alone.judgement
         assert signature is not None
         rule = known.recognize(signature, alone.features, judgement.cause)
@@ -195,7 +195,7 @@ class Investigator:
         return known.recognize(signature, alone.features, self._cause(runner, alone.case))
 
     def _cause(self, runner: CaseRunner, case: Case) -> str:
-        """What the wrong numbers are equal to; a world that is lost on the way leaves it unknown."""
+        """What the wrong numbers are equal to; unknown if a world is lost on the way."""
         try:
             with suppress(HarnessError):
                 return cause_of(runner, self.name, told_apart(case)) or cause_of(runner, self.name, case)

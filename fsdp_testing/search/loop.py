@@ -1,6 +1,6 @@
-"""The loop of every search: a source gives batches of cases, threads have them judged, and the source takes in the answers.
+"""The loop of every search: a source gives batches of cases, threads have them judged, and the source takes in the results.
 
-A source lives in one thread, the caller's: it needs no lock. Its jobs run in threads that only wait for worlds of their own.
+A source is used only in the caller's thread, so it needs no lock. Its jobs run in threads that only wait for their worlds.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class Source(Protocol[A]):
     """Where cases come from; every method is called from the thread of the loop."""
 
     def next_job(self) -> Callable[[], A] | None:
-        """Return the next job; None while there is none, until another answer was taken in."""
+        """Return the next job; None if there is none until another result was taken in."""
 
     def take(self, answer: A) -> None:
         """Take in what a job returned."""
 
     def save(self) -> None:
-        """Write down what is known by now; called every few seconds, and at the end, however that comes."""
+        """Save the current results; called every few seconds, and at the end, also after an error."""
 
 
 class Budget:
-    """What a search may take.
+    """The limits of a search.
 
     Args:
         seconds: Time at most; None for no limit.
@@ -60,20 +60,20 @@ class Budget:
         return most if self._seconds is None else min(max(0.0, self._seconds - self.spent), most)
 
     def time_is_up(self, share: float = 1.0) -> bool:
-        """Return whether so large a share of the time is over."""
+        """Return whether this share of the time is over."""
         return self._seconds is not None and self.spent >= share * self._seconds
 
     @property
     def enough(self) -> bool:
-        """Return whether so many cases were begun as there may be."""
+        """Return whether the allowed number of cases was begun."""
         return self._cases is not None and self.begun >= self._cases
 
 
 def search(source: Source[A], worlds: Worlds, jobs: int) -> None:
-    """Keep up to `jobs` jobs of a source under way until it has none any more and all are done.
+    """Keep up to `jobs` jobs of a source running until it has no more and all are done.
 
-    If this is interrupted, the ranks of jobs under way are ended, no thread is left, and the source is saved: what was under
-    way has no verdict then, and is run by the next search.
+    On an interrupt the ranks of running jobs are ended, all threads end, and the source is saved. Cases of these jobs have no
+    verdict; the next search runs them.
 
     Args:
         source: Gives jobs.
@@ -96,7 +96,7 @@ def search(source: Source[A], worlds: Worlds, jobs: int) -> None:
                 source.save()
                 saved = time.monotonic()
     except BaseException:
-        # Threads end only once their ranks do, and one may just have begun on another world: asked again until none is left.
+        # A thread ends only after its ranks, and may just have started on another world: repeat until no thread is left.
         worlds.interrupt()
         while wait(running, timeout=INTERRUPT_SECONDS).not_done:
             worlds.interrupt()

@@ -1,6 +1,6 @@
 """The parts of one search become that search: each part once, of one subject, or refused by number (`report/merging.in_order`).
 
-Parts of a campaign are the directories that `fuzz --shard --state` wrote, and become a campaign that goes on where they
+Parts of a campaign are the directories that `fuzz --shard --state` wrote; they become a campaign that continues where they
 ended. Parts of a certificate are the documents that `certify --shard --json` wrote.
 """
 
@@ -26,7 +26,7 @@ _WHOLE = "Remove the folder, or copy it whole."
 
 
 def total(values: Iterable[Any]) -> Any:
-    """Return the sum of what parts have: numbers are added, mappings entry by entry, and sequences joined in order."""
+    """Return the sum of the parts' values: numbers are added, mappings entry by entry, and sequences are joined in order."""
     whole, *others = values
     for other in others:
         if isinstance(whole, Mapping):
@@ -42,7 +42,7 @@ def total(values: Iterable[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class MergedCampaign:
-    """What the parts gave together; `repeated` counts findings that an earlier part has too."""
+    """The merged results; `repeated` counts findings that an earlier part has too."""
 
     state: State
     discoveries: tuple[Discovery, ...]
@@ -50,7 +50,7 @@ class MergedCampaign:
 
     @property
     def exit_code(self) -> int:
-        """Return what one campaign would return for all cases of all parts: 3 if it has a list, and not all of that ran."""
+        """Return the exit code of one campaign on all cases of all parts: 3 if it has a list of cases and not all of them ran."""
         code = exit_code_of(self.state.counts(), list(self.discoveries))
         return code or (3 if self.state.listed and self.state.unfinished else 0)
 
@@ -71,7 +71,7 @@ def merge_campaigns(parts: Iterable[Path], into: Path) -> MergedCampaign:
         )
     discoveries: dict[object, Discovery] = {}
     repeated = 0
-    # All is read before anything is written.
+    # Read everything before writing anything.
     copies: list[tuple[str, list[tuple[str, str]]]] = []
     for path in map(Path, ordered):
         for folder in findings_in(path):
@@ -94,7 +94,7 @@ def merge_campaigns(parts: Iterable[Path], into: Path) -> MergedCampaign:
 def joined(states: Sequence[State]) -> State:
     """Return the state of the whole campaign; `states` are those of its parts, in their order.
 
-    Parts draw about as fast as one another; what a slower one has still to draw is left for the whole.
+    Parts draw at about the same pace; the numbers that a slower part has not drawn yet are left for the whole.
     """
     of = len(states)
     drawn = max(
@@ -135,7 +135,7 @@ _ADDED = ("asked", "earlier", "verdicts", "faces", "reasons", "unconfirmed", "un
 def merge_certificates(parts: Mapping[str, Summary]) -> Summary:
     """Return the certificate of the whole cube, or of the whole sample.
 
-    A part that has not come to its end leaves cells that have not run; the certificate says how many.
+    An unfinished part leaves cells that have not run; the certificate says how many.
 
     Raises:
         InvalidArgument: A part is missing or there twice, or parts are not of one certificate; every offender is listed.
@@ -156,7 +156,7 @@ def _alike(part: Summary) -> dict[str, object]:
 
 
 def _causes(given: Iterable[CellCause]) -> tuple[CellCause, ...]:
-    """Return each cause once: the same known failure, or what looks alike in the same simplest cell."""
+    """Return each cause once: causes are equal if they name the same known failure, or look alike in the same simplest cell."""
     causes: dict[tuple[str, ...], CellCause] = {}
     for cause in given:
         key = (cause.known or cause.cell.name, cause.signature)

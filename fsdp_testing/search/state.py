@@ -1,8 +1,8 @@
-"""The state of one search on disk: a verdict on every case that ran, so that the next run goes on where this one ended.
+"""The state of one search on disk: a verdict on every case that ran, so that the next run continues where this one ended.
 
 One document for every source of cases. A source numbers its cases; the document has one letter for each number. A pass is
-written down as such: a number without a verdict says nothing, whatever else is lost. The file is written as a whole or not
-at all, so that an interruption at any moment leaves the old or the new content.
+recorded explicitly: a number without a verdict says nothing, whatever else is lost. The file is written completely or not at
+all, so an interruption at any moment leaves the old or the new content.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fsdp_testing.report.files import write_atomically
 
 FORMAT = Format("fsdp_testing/search_state", 1)
 SOURCE = "source"
-"""Name in a subject of the digest of the implementation's text, and of the harness that judges it."""
+"""Name of the entry in a subject for the digest of the implementation's text and of the harness that judges it."""
 _OF_EARLIER_VERSIONS = ("fsdp_testing/fuzz_state", "fsdp_testing/certificate_state")
 LOCK_FILE = "lock"
 _ADVICE = "Give another --state directory, or remove that one to start over."
@@ -39,9 +39,9 @@ _ADVICE = "Give another --state directory, or remove that one to start over."
 _LETTERS = {"p": Verdict.PASS, "f": Verdict.FAIL, "u": Verdict.UNKNOWN, "e": Verdict.EXPECTED_FAILURE}
 _LETTER_OF = {verdict: letter for letter, verdict in _LETTERS.items()}
 OPEN = "."
-"""Stands for a case that has no verdict yet."""
+"""The letter of a case without a verdict."""
 FORMER = "-"
-"""Stands for a case that ran on another subject: it is not run again, and nothing is said of it."""
+"""The letter of a case that ran on another subject: it is not run again, and has no verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,10 @@ class Reason:
     """Why a case does not pass.
 
     Attributes:
-        text: The first fact that differs, or what hindered the judge.
+        text: The first fact that differs, or why there is no verdict.
         looks: Kind, quantity and operation of a failure, else empty.
-        confirmed: It failed alike again, alone.
-        refused: The implementation says that it cannot.
+        confirmed: It failed in the same way again, alone.
+        refused: The implementation refuses the case with an error.
     """
 
     text: str
@@ -67,19 +67,19 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a search knows, over all its runs.
+    """The results of a search, over all its runs.
 
     Attributes:
-        subject: What its verdicts are about, by name: implementation, versions, digests, what its cases follow from.
-        shard: `(i, n)`: its cases are the i-th of n parts, and numbered from 0 in it.
+        subject: What its verdicts are about, by name: implementation, versions, digests, settings of its cases.
+        shard: `(i, n)`: its cases are the i-th of n parts, numbered from 0 within the part.
         verdicts: One letter for each case, by number.
         reasons: Why cases do not pass, by number; a source may keep that elsewhere.
-        variants: Verdicts on cases that have no number: others without what brought a known failure about.
+        variants: Verdicts on cases without a number: variants without the cause of a known failure.
         known: How many cases failed by each known failure.
-        not_investigated: Cases that failed like others, and were not looked at themselves.
-        suspects: Numbers of cases that failed, or of which a variant did, and that nobody had investigated when the run ended.
-        suspect_variants: How many variants failed and were not investigated likewise.
-        listed: How many cases the whole search has, all parts together; 0 where that is left open.
+        not_investigated: Cases that failed like others, and were not investigated.
+        suspects: Numbers of cases that failed, or whose variant failed, and that were not yet investigated when the run ended.
+        suspect_variants: How many failed variants were not yet investigated.
+        listed: How many cases the whole search has, all parts together; 0 if open-ended.
         turns: In which run the example of each known failure ran last, the first run being 0.
         runs: Runs so far.
         seconds: Time spent.
@@ -105,7 +105,7 @@ class State:
         return tuple(number for number, letter in enumerate(self.verdicts) if letter == OPEN)
 
     def reopened(self) -> State:
-        """Return what the next run goes on with: suspects run again, for they fail and nobody has found out how."""
+        """Return the state for the next run: suspects run again, because they fail and were not investigated."""
         letters = list(self.verdicts)
         for number in self.suspects:
             letters[number] = OPEN
@@ -133,8 +133,8 @@ class Verdicts:
     """The verdicts of a search while it runs, by number of the case; for one thread.
 
     Args:
-        letters: As a state has them.
-        reasons: Likewise.
+        letters: The verdicts, as in a state.
+        reasons: The reasons, as in a state.
     """
 
     def __init__(self, letters: str = "", reasons: Mapping[int, Reason] | None = None) -> None:
@@ -150,16 +150,16 @@ class Verdicts:
 
     @property
     def letters(self) -> str:
-        """Return one letter for each case, as a state has them."""
+        """Return one letter for each case, as in a state."""
         return self._letters.decode("ascii")
 
     def add_case(self) -> int:
-        """Return the number of one case more, which has no verdict yet."""
+        """Return the number of one more case, which has no verdict yet."""
         self._letters.append(ord(OPEN))
         return len(self._letters) - 1
 
     def take(self, number: int, verdict: Verdict, reason: Reason | None = None) -> None:
-        """Take in the verdict on a case, and why it is none that passes; what was said of it before is gone."""
+        """Record the verdict on a case, and the reason if it does not pass; this replaces any earlier verdict."""
         self._letters[number] = ord(_LETTER_OF[verdict])
         self.reasons.pop(number, None)
         if reason is not None:
@@ -179,10 +179,10 @@ class Verdicts:
 
 @contextmanager
 def held(directory: Path) -> Iterator[None]:
-    """Keep other processes from a state directory meanwhile: the last to write would win, and verdicts of the other be gone.
+    """Lock a state directory against other processes. Without the lock the last writer wins, and verdicts of the other are lost.
 
     Raises:
-        InvalidArgument: Another process is at it.
+        InvalidArgument: Another process uses it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK_FILE).open("a") as lock:
@@ -235,12 +235,12 @@ def read_state(file: Path) -> State:
 
 
 def write_state(file: Path, state: State) -> None:
-    """Write a state, as a whole or not at all."""
+    """Write a state, completely or not at all."""
     write_atomically(file, FORMAT.write(state), option="--state")
 
 
 def changes(subject: Mapping[str, str], state: State, shard: tuple[int, int] = (1, 1)) -> dict[str, str]:
-    """Return what of a state is not as it is asked now, by name, in words."""
+    """Return how a state differs from the current settings, by name, in words."""
     wrong = {
         name: f"{name}: expected {subject.get(name, 'nothing')!r}, got {state.subject.get(name, 'nothing')!r}"
         for name in {**subject, **state.subject}
@@ -254,10 +254,10 @@ def changes(subject: Mapping[str, str], state: State, shard: tuple[int, int] = (
 
 
 def refuse(file: Path, wrong: Mapping[str, str]) -> None:
-    """Refuse a state that is of something else.
+    """Refuse a state of another subject or part.
 
     Raises:
-        InvalidRecord: There is anything wrong.
+        InvalidRecord: Anything differs.
     """
     if wrong:
         what = "; ".join(wrong.values())
@@ -265,15 +265,15 @@ def refuse(file: Path, wrong: Mapping[str, str]) -> None:
 
 
 def refuse_changed(subject: Mapping[str, str], source: str) -> None:
-    """Refuse to write down verdicts whose ranks may have run another text than the subject says: new ranks read it anew.
+    """Refuse to save verdicts if the source has changed: new ranks read it again, so they may have run other code.
 
     Raises:
-        InvalidArgument: The source is another one by now.
+        InvalidArgument: The source has changed.
     """
     if subject.get(SOURCE) != source:
         raise InvalidArgument(
-            "source: expected text that stays while it is judged, got a change of the implementation or of fsdp-testing. "
-            "Verdicts since the last one that was saved are left out. Run it again."
+            "source: expected no change during the run, got a change of the implementation or of fsdp-testing. "
+            "Verdicts since the last save are lost. Run it again."
         )
 
 
@@ -286,8 +286,8 @@ _IMPORT_BY_NAME = re.compile(rb"(?:import_module|__import__)\(\s*[\"']([\w.]+)[\
 def source_digest(adapter: Adapter) -> str:
     """Return a digest that changes with the text of the implementation, of what it imports, or of the harness.
 
-    The text is that of all Python files of the package of its adapter, of this one, and of every package or module that is
-    not installed and that these import, also inside functions. What is installed besides counts by its version.
+    The text is that of all Python files of its adapter's package, of this package, and of every package or module that is not
+    installed and that these import, also inside functions. Installed packages count by their version.
     """
     total = hashlib.sha256(f"torch {torch.__version__}".encode())
     own = [module.partition(".")[0] for module in registry.modules_of(adapter.reference) if module]
@@ -312,7 +312,7 @@ def source_digest(adapter: Adapter) -> str:
 
 
 def _place(name: str) -> Path | None:
-    """Return folder or file of a package or module; None for one that is not there, or is no Python text."""
+    """Return folder or file of a package or module; None if it does not exist or is not Python text."""
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):

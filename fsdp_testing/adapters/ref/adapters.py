@@ -46,7 +46,7 @@ def handles(model: nn.Module) -> Iterator[tuple[str, FlatHandle]]:
 
 
 def originals(prefix: str, handle: FlatHandle) -> Iterator[FlatOriginal]:
-    """Yield every original of a flat parameter with its place in the whole and in this rank's shard."""
+    """Yield every original of a flat parameter with its offsets in the flat parameter and in this rank's shard."""
     mine = {piece.param_index: piece for piece in handle.shard_map.param_spans(handle.shard_rank)}
     for index, spec in enumerate(handle.layout.params):
         piece, cut = mine.get(index), handle.originals.extensions[index]
@@ -73,7 +73,7 @@ def flat_units(model: nn.Module) -> Iterator[FlatUnit]:
     """Yield every flat parameter as it is on this rank now."""
     for prefix, handle in handles(model):
         found = tuple(originals(prefix, handle))
-        # Whether the user has cleared every gradient since: the handle reads that before its next use, not at once.
+        # Whether the user has cleared every gradient since: the handle checks this at its next use, not at once.
         params = handle.originals.params if handle.originals.use_orig_params else [handle.flat_param]
         unsharded = handle.grads.local_F is not None and any(param.grad is not None for param in params)
         sharded = handle.originals.shown is Shown.SHARDED
@@ -83,7 +83,7 @@ def flat_units(model: nn.Module) -> Iterator[FlatUnit]:
             shard_S=handle.shard_S.detach(),
             unsharded_grad=unsharded,
             reduced_S=handle.grads.reduced_S if unsharded else None,
-            # Storage that users gave a parameter (a cast does) becomes the shard's at its next use only.
+            # New storage of a parameter (a cast makes one) becomes the shard's only at its next use.
             values={
                 one.fqn: flat_pieces.in_storage_order(one.parameter)
                 for one in found
@@ -96,7 +96,7 @@ _SETTINGS_OF_BOTH = frozenset({"default_device", "default_groups", "own_state", 
 
 _SETTINGS_OF_METHODS = frozenset({"divide_factor", "kept_after_backward", "single_units"})
 
-#: What the methods offer that `fully_shard` alone gives to modules.
+#: Capabilities of the methods that only `fully_shard` gives to modules.
 _BY_METHODS = _SETTINGS_OF_METHODS | {"explicit_unshard"}
 
 _NOT_CLAIMED = frozenset(
@@ -105,15 +105,15 @@ _NOT_CLAIMED = frozenset(
         "unused_parameters_differ",
         # A rank steps the elements that it holds, and such optimizers are refused.
         "whole_parameter_steps",
-        # FSDP's API has no word for this.
+        # FSDP's API has no option for this.
         "error_if_nonfinite",
         "mixed_dtype_units",
-        # A module that has run once is no longer the root of what is around it.
+        # A unit that has run alone is a root, and cannot become part of a larger tree.
         "inner_forward",
         "unit_alone",
-        # Units keep to the parameters that they flattened.
+        # A unit keeps the parameters that it flattened.
         "modules_replaced",
-        # That a backward begins is seen by the gradients of a unit's outputs.
+        # A unit notices the beginning of backward by the gradients of its outputs.
         "hidden_recomputation",
         *set(SETTINGS) - _SETTINGS_OF_BOTH - _SETTINGS_OF_METHODS,
     }
@@ -189,7 +189,7 @@ def _as_composable(module: nn.Module, setup: Setup, name: str, options: dict[str
         policy = _ByFunction(policy)
     precision = options.get("mixed_precision")
     if precision is not None and name and setup.wrap_root:
-        # Each module that it is applied to counts as a root; to the harness only the outermost one does.
+        # The API treats each module that it is applied to as a root; the harness only the outermost one.
         options["mixed_precision"] = replace(precision, cast_root_forward_inputs=False)
     options = _left_out(setup, options) | _FSDP.strategy(setup, name, "strategy")
     unit: Any = fsdp_ref.fully_shard(module, **options, **({} if policy is None else {"policy": policy}))
@@ -244,7 +244,7 @@ def sharded_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Every rank gives the complete state and takes its part of it."""
+    """Every rank passes the complete state and takes its part of it."""
     fsdp_ref.optim_state_dict_to_load(model, optimizer, dict(state), load_directly=True)
 
 
@@ -261,7 +261,7 @@ def units(model: nn.Module) -> list[tuple[str, tuple[str, ...]]]:
 
 def trace_units(model: nn.Module, emit: Callable[[str, str, tuple[str, ...]], None]) -> AbstractContextManager[None]:
     """Subscribe to the reference's own unit events."""
-    # A root names its units at its first use; what is gathered by hand before that would be told without a name.
+    # A root names its units at its first use; a gather by hand before that would be reported without a name.
     for name, _, unit in units_under(model):
         if unit.root is None:
             unit.name = unit.handle.name = naming.original(name)
@@ -271,7 +271,7 @@ def trace_units(model: nn.Module, emit: Callable[[str, str, tuple[str, ...]], No
         if not event.fqns:
             return
         transition = _TRANSITIONS.get(event.kind)
-        # A unit whose shard is the whole parameter asks like the others, and fills no memory.
+        # A unit whose shard is the whole parameter also reports unshard, but fills no memory.
         if transition is not None and (transition != "gather" or gathering.get(naming.original(event.unit), True)):
             emit(naming.original(event.unit), transition, ())
         if event.kind is UnitEventKind.RESHARD and event.freed:
@@ -296,7 +296,7 @@ def gathered_bytes(model: nn.Module) -> dict[str, int]:
 
 
 _HANDLES: weakref.WeakKeyDictionary[nn.Module, list[tuple[str, weakref.ref[FlatHandle]]]] = weakref.WeakKeyDictionary()
-"""Found once for each model, which takes longer than asking all of them. Weakly: handles keep the model alive."""
+"""Cached for each model, because the search is slow. Weakly, because handles keep the model alive."""
 
 
 _TRANSITIONS = {UnitEventKind.UNSHARD: "unshard", UnitEventKind.GATHER: "gather", UnitEventKind.RESHARD: "reshard"}
@@ -335,7 +335,7 @@ WRAPPER = _implementation("fsdp_ref-wrapper", partial(_as_wrapper, True), _BY_ME
 FLAT = _implementation(
     "fsdp_ref-flat",
     partial(_as_wrapper, False),
-    # One flat parameter has one gradient and one flag, and the original ones are not there between iterations.
+    # One flat parameter has one gradient and one flag, and the originals do not exist between iterations.
     without=frozenset(
         {"frozen_mixed_unit", "thawed_parameters", "unused_gradient_is_none", "data_assignment"}
         | {"gradient_edits", "in_place_edits"}

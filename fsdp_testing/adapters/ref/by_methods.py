@@ -1,4 +1,4 @@
-"""What the methods offer that `fully_shard` of the reference gives to modules, as an adapter has it."""
+"""Adapter functions over the methods that `fully_shard` of the reference gives to modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp_testing.adapters.protocol import Setup
 from fsdp_testing.adapters.shared import naming
 
 SETTINGS_OF: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
-"""What the case of each model asks for that `no_sync` and access to its state have to know."""
+"""Options of each model's case that `no_sync` and access to its state need."""
 
 _LOCAL: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models inside `no_sync` by methods."""
@@ -50,7 +50,7 @@ def no_sync(model: Any) -> Iterator[None]:
         with fsdp_ref.no_sync(model):
             yield
         return
-    if model in _LOCAL:  # inside another one, which ends it
+    if model in _LOCAL:  # inside an outer `no_sync`, which ends it
         yield
         return
 

@@ -12,7 +12,7 @@ from fsdp_testing.errors import InvalidArgument, InvalidImplementation
 
 
 def replace_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put `new` wherever `old` is registered below `root`, so that a module under two names stays one module."""
+    """Replace `old` by `new` wherever it is registered below `root`, so that a module with two names stays one module."""
     for parent in list(root.modules()):
         if parent is new:
             continue
@@ -24,7 +24,7 @@ def replace_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
 def innermost_first(root: nn.Module, units: Sequence[str]) -> list[tuple[str, nn.Module]]:
     """`(FQN, module)` of every unit, children before parents, each module once under its first name.
 
-    FQNs are the original ones; where recomputation was put around a module, that is the unit.
+    FQNs are the original ones; if a recomputation wrapper is around a module, the wrapper is the unit.
 
     Raises:
         InvalidArgument: A name is not a module below `root`; all are listed.
@@ -53,10 +53,10 @@ def checkpoint_modules(module: nn.Module, names: Sequence[str], *, reentrant: bo
 
 
 def checkpoint_outside(model: nn.Module, modules: Sequence[nn.Module], *, reentrant: bool = False) -> None:
-    """Do the same around what a wrapper made of these modules: the outermost of those with one original name.
+    """Do the same around the wrapped modules: around the outermost module with each original name.
 
     Raises:
-        InvalidImplementation: A module is not in the wrapped model any more.
+        InvalidImplementation: The wrapped model no longer contains a module.
     """
     names = {inner: naming.original(fqn) for fqn, inner in model.named_modules()}
     lost = [type(inner).__name__ for inner in modules if inner not in names]

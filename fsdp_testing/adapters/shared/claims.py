@@ -4,7 +4,7 @@ from __future__ import annotations
 
 EVERYWHERE = frozenset(
     {
-        "nested_wrapping",  # where everything is replicated units mean nothing, and naming some changes nothing
+        "nested_wrapping",  # without sharding units mean nothing, and naming some changes nothing
         "no_sync",
         "accumulate_without_no_sync",
         "forward_only",
@@ -31,7 +31,7 @@ EVERYWHERE = frozenset(
         "reordered_optimizer",
     }
 )
-"""Of torch's implementations all."""
+"""Claims of all of torch's implementations."""
 
 REPLICATED = EVERYWHERE | {
     "no_shard",
@@ -56,7 +56,7 @@ REPLICATED = EVERYWHERE | {
     "summon_writeback",
     "whole_parameter_steps",
 }
-"""What follows from every rank having everything."""
+"""Claims that follow from full replication."""
 
 SHARDED = EVERYWHERE | {
     "full_shard",
@@ -72,4 +72,4 @@ SHARDED = EVERYWHERE | {
     "unit_trace",
     "streams",
 }
-"""Of FSDP1 and FSDP2 both."""
+"""Claims of both FSDP1 and FSDP2."""

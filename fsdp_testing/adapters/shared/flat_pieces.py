@@ -33,8 +33,8 @@ class FlatOriginal:
         shard_start: Offset in this rank's shard; None if the rank holds none of it.
         first: First element of this rank's span, in storage order.
         count: Number of elements of the span.
-        part: Where tensor parallelism cut it: the shape of the uncut parameter, and the box of it that `shape` and `stride`
-            are about. Reports are about the uncut one.
+        part: For a parameter cut by tensor parallelism: the shape of the uncut parameter, and the box that `shape` and `stride`
+            describe. Reports are about the uncut parameter.
     """
 
     fqn: str
@@ -50,11 +50,11 @@ class FlatOriginal:
 
     @property
     def numel(self) -> int:
-        """Elements of what is flattened of the parameter."""
+        """Number of elements in the flat parameter."""
         return torch.Size(self.shape).numel()
 
     def places(self) -> torch.Tensor:
-        """Return the row-major place of each element in the whole parameter, in storage order."""
+        """Return the row-major index of each element in the whole parameter, in storage order."""
         whole, box = self.part or (self.shape, tuple((0, size) for size in self.shape))
         rows = torch.arange(torch.Size(whole).numel()).view(whole)
         order = torch.empty_strided(self.shape, self.stride, dtype=torch.int64)
@@ -72,8 +72,8 @@ class FlatUnit:
         shard_S: The rank's persistent shard.
         unsharded_grad: Whether the gradient that users see is this rank's own sum, laid out like the unsharded flat
             parameter and not reduced yet.
-        reduced_S: What had been reduced before that sum, if anything.
-        values: The span of an original, in storage order, where users see another one than the shard's.
+        reduced_S: The gradient that was reduced before that sum, if any.
+        values: The span of an original, in storage order, if users see another one than the shard's.
     """
 
     parameter: nn.Parameter
@@ -101,7 +101,7 @@ class FlatUnit:
 
 
 def methods(units: Callable[[nn.Module], Iterable[FlatUnit]]) -> dict[str, Any]:
-    """Return an adapter's methods that observe, of an implementation with these flat parameters; collectives: none."""
+    """Return the observing methods of an adapter with these flat parameters; collectives: none."""
     return {
         "local_pieces": lambda model: local_pieces(model, units(model)),
         "optimizer_pieces": lambda model, optimizer: optimizer_pieces(model, optimizer, units(model)),
@@ -109,7 +109,7 @@ def methods(units: Callable[[nn.Module], Iterable[FlatUnit]]) -> dict[str, Any]:
 
 
 def local_pieces(model: nn.Module, units: Iterable[FlatUnit]) -> Mapping[str, tuple[Piece, ...]]:
-    """Return what the rank has of each parameter; parameters outside every unit (ignored ones) are whole."""
+    """Return the rank's part of each parameter; parameters outside every unit (ignored ones) are whole."""
     result: dict[str, tuple[Piece, ...]] = {}
     flat: set[int] = set()
     for unit in units:

@@ -66,7 +66,7 @@ class FsdpNames:
             return apply(module, setup, "", options)
 
     def options(self, setup: Setup, name: str, ignored: list[nn.Module]) -> dict[str, Any]:
-        """Return the arguments for the unit `name` that the case asks for; what it leaves open is left to the defaults."""
+        """Return the arguments that the case sets for the unit `name`; all others keep their defaults."""
         strategy = setup.unit_strategies.get(name, setup.strategy)
         precision = setup.unit_precisions.get(name, setup.precision)
         prefetch = _PREFETCH.get(setup.backward_prefetch)
@@ -83,11 +83,11 @@ class FsdpNames:
         chosen = {option: value for option, value in asked.items() if value not in (None, False)}
         if setup.backward_prefetch != "pre":
             chosen["backward_prefetch"] = None if prefetch is None else self.api.BackwardPrefetch[prefetch]
-        # On a machine with an accelerator the default is to compute there, whatever the world's device is.
+        # On a machine with an accelerator the default is to compute there, even if the world's device is the CPU.
         return chosen | {"device_id": setup.device} | dict(setup.extra)
 
     def strategy(self, setup: Setup, name: str, option: str) -> dict[str, Any]:
-        """Return the strategy of the unit `name` as the argument `option`; nothing where it is the default."""
+        """Return the strategy of the unit `name` as the argument `option`; nothing if it is the default."""
         strategy = setup.unit_strategies.get(name, setup.strategy)
         return {} if strategy == "full_shard" else {option: self.api.ShardingStrategy[STRATEGIES[strategy]]}
 

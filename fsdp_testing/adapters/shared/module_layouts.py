@@ -1,7 +1,7 @@
-"""Cuts a module of a user's own over the tensor-parallel axis: its parameters become DTensors, and hooks its border.
+"""Cuts a user's own module over the tensor-parallel axis: its parameters become DTensors, and hooks convert inputs and outputs.
 
-torch's styles know a few classes of layers; these layouts are for any module whose weight is (outputs, inputs), or that
-is whole on all ranks. It needs torch alone: its text goes into the scripts of findings.
+torch's styles support a few classes of layers; these layouts fit any module whose weight is (outputs, inputs), or that is whole
+on all ranks. This module needs only torch: its text is copied into the scripts of findings.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DIMENSIONS: dict[str, tuple[int | None, int | None, int | None]] = {
     "sequence": (None, 0, None),
     "replicated": (None, None, None),
 }
-"""Which dimension of the weight, of the first input and of the output ranks divide, by layout; None: of none."""
+"""The dimensions of the weight, the first input and the output that ranks divide, by layout; None: not divided."""
 
 
 def cut_module(module: nn.Module, mesh: DeviceMesh, layout: str) -> None:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 INSERTED = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 
 
-@functools.lru_cache(maxsize=4096)  # asked for every event of every unit
+@functools.lru_cache(maxsize=4096)  # called for every event of every unit
 def original(fqn: str) -> str:
     """`fqn` without the components that wrappers insert."""
     return ".".join(part for part in fqn.split(".") if part not in INSERTED)

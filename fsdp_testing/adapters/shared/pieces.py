@@ -1,7 +1,6 @@
-"""Finds the span of a parameter that a tensor is, and joins spans to whole parameters.
+"""Finds the span of a parameter that a tensor holds, and joins spans to whole parameters.
 
-Reads plain tensors and DTensors in place. Nothing here communicates but `gather`, and nothing changes state but
-`scatter_back`.
+Reads plain tensors and DTensors in place. Only `gather` communicates, and only `scatter_back` changes state.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from fsdp_testing.adapters.protocol import Piece, StateEntry
 from fsdp_testing.errors import InvalidImplementation
 
 Box = tuple[tuple[int, int], ...]
-"""Per dimension of a whole tensor: first index and number of what is here."""
+"""Per dimension of a whole tensor: first index and length of this rank's part."""
 
 _AFTER_OTHERS = "_StridedShard"
 
 
 def whole(tensor: torch.Tensor) -> Piece:
-    """Return the piece of a rank that has all of a parameter."""
+    """Return the piece of a rank that has the whole parameter."""
     return Piece(tuple(tensor.shape), 0, tensor.numel(), tensor.detach(), requires_grad=tensor.requires_grad)
 
 
 def of_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, tuple[Piece, ...]]:
-    """Pieces of parameters that are complete on every rank, or DTensors."""
+    """Pieces of parameters that are whole on every rank, or DTensors."""
     return {fqn: of_parameter(parameter) for fqn, parameter in named}
 
 
 def of_parameter(parameter: torch.Tensor) -> tuple[Piece, ...]:
-    """Value and gradient of one parameter; the gradient has pieces of its own where its layout is another one."""
+    """Value and gradient of one parameter; the gradient has separate pieces if its layout differs."""
     values = of_tensor(parameter)
     if parameter.grad is None:
         return values
@@ -49,7 +48,7 @@ def of_parameter(parameter: torch.Tensor) -> tuple[Piece, ...]:
 
 
 def of_tensor(tensor: torch.Tensor) -> tuple[Piece, ...]:
-    """Pieces of one tensor, as values; of one that is sparse, as it is when dense."""
+    """Pieces of one tensor, as values; a sparse tensor counts as dense."""
     if not isinstance(tensor, DTensor):
         return (whole(tensor if tensor.layout is torch.strided else tensor.to_dense()),)
     shape, flag = tuple(tensor.shape), tensor.requires_grad
@@ -68,7 +67,7 @@ def local_box(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Place
         return tuple((0, 0) for _ in shape)
     box = [(0, size) for size in shape]
     kinds = [type(placement).__name__ for placement in placements]
-    # The strided kind cuts what the later axes have left: FSDP2 what tensor parallelism has cut before it.
+    # The strided kind cuts what later axes have left: FSDP2 shards parameters that tensor parallelism has already cut.
     for axis in sorted(range(len(kinds)), key=lambda axis: (kinds[axis] == _AFTER_OTHERS, axis)):
         placement = placements[axis]
         if placement.is_replicate():
@@ -107,7 +106,7 @@ def optimizer_state(
     """Return the optimizer's state by parameter name: tensors as pieces, single numbers as floats.
 
     Raises:
-        InvalidImplementation: A state of a DTensor is a plain tensor of another shape: nobody knows which part this rank has.
+        InvalidImplementation: A DTensor's state is a plain tensor of another shape, so this rank's part is unknown.
     """
     result: dict[str, dict[str, StateEntry]] = {}
     for fqn, parameter in named.items():
@@ -130,7 +129,7 @@ def optimizer_state(
 
 
 def gather(local: Mapping[str, tuple[Piece, ...]]) -> dict[str, torch.Tensor]:
-    """Return whole parameters from all ranks' pieces; what no rank has is NaN (or 0 for an integer parameter).
+    """Return whole parameters from all ranks' pieces; elements that no rank has are NaN (or 0 for an integer parameter).
 
     Collectives: one object all-gather on the default group; every rank calls.
     """

@@ -1,4 +1,4 @@
-"""Saves and loads state where every rank has everything, as without data parallelism."""
+"""Saves and loads replicated state, as without data parallelism."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Call the unwrapped module's `load_state_dict`, which refuses what does not fit. Collectives: none."""
+    """Call the unwrapped module's `load_state_dict`, which refuses state that does not fit. Collectives: none."""
     inside = naming.unwrapped(model)
     own = {naming.original(fqn): fqn for fqn in inside.state_dict()}
     inside.load_state_dict({own.get(fqn, fqn): tensor for fqn, tensor in state.items()})
 
 
 def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
-    """Return the optimizer's state by original name instead of by place. Collectives: none."""
+    """Return the optimizer's state by original name instead of by index. Collectives: none."""
     named = dict(naming.named_parameters(model))
     names = {parameter: fqn for fqn, parameter in named.items()}
     state = {fqn: copy.deepcopy(optimizer.state[p]) for fqn, p in named.items() if p in optimizer.state}
@@ -35,14 +35,14 @@ def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Put state and settings where the parameters of these names are. Collectives: none."""
+    """Load state and settings into the parameters of these names. Collectives: none."""
     named = dict(naming.named_parameters(model))
     names = {parameter: fqn for fqn, parameter in named.items()}
     for fqn, parameter in named.items():
         if fqn in state["state"]:
             optimizer.state[parameter] = copy.deepcopy(state["state"][fqn])
         else:
-            # Saved before its first step: what it has gathered since goes, as in torch's own `load_state_dict`.
+            # Saved before the first step: the state since then is dropped, as in torch's own `load_state_dict`.
             optimizer.state.pop(parameter, None)
     kept = {fqn: group for group in state["param_groups"] for fqn in group["params"]}
     for group in optimizer.param_groups:
@@ -56,4 +56,4 @@ METHODS: Mapping[str, Any] = {
     "full_optimizer_state": full_optimizer_state,
     "load_full_optimizer_state": load_full_optimizer_state,
 }
-"""These functions, as an adapter names them."""
+"""These functions under the adapter's names."""

@@ -1,7 +1,7 @@
 """Cuts a module over the tensor-parallel axis before it is wrapped, with torch's own `parallelize_module`, as users do.
 
-Where torch knows no such layer `module_layouts` cuts it. What comes of it are DTensors over that axis; an implementation
-that claims `tensor_parallel` shards them over the other.
+Layers that torch does not support are cut by `module_layouts`. The parameters become DTensors over that axis; an implementation
+that claims `tensor_parallel` shards them over the other axis.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _styles(layout: str) -> list[ParallelStyle]:
 
 
 def _share_again(module: nn.Module, before: dict[str, nn.Parameter]) -> None:
-    """Put one parameter wherever one was: each module that is cut has made its own."""
+    """Restore shared parameters: each cut module has made its own."""
     first: dict[int, nn.Parameter] = {}
     for fqn, parameter in before.items():
         owner, _, name = fqn.rpartition(".")

@@ -31,7 +31,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "gradient_views": {"gradient_as_bucket_view": True},
     "small_buckets": {"bucket_cap_mb": 1e-4},
 }
-"""What a setting of a case is among the arguments."""
+"""The argument for each setting of a case."""
 
 CAPABILITIES = (
     REPLICATED
@@ -41,7 +41,7 @@ CAPABILITIES = (
 
 
 def wrap(module: nn.Module, setup: Setup) -> nn.Module:
-    """DDP around the whole module; units and policies mean nothing to it.
+    """DDP around the whole module; it ignores units and policies.
 
     Collectives: DDP compares parameter shapes and, on construction, broadcasts rank 0's parameters and buffers.
     """

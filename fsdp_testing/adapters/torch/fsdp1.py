@@ -87,7 +87,7 @@ _FLAT_CLAIMS = frozenset({"local_state_dict"})
 _FSDP = FsdpNames(fsdp, fsdp.wrap)
 
 _SETTINGS: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
-"""What the case of each model asks for that access to its state has to know."""
+"""Options of each model's case that access to its state needs."""
 
 
 def wrap(module: nn.Module, setup: Setup, *, use_orig_params: bool) -> nn.Module:
@@ -105,7 +105,7 @@ def wrap(module: nn.Module, setup: Setup, *, use_orig_params: bool) -> nn.Module
                 options.pop(option, None)
         return FullyShardedDataParallel(unit, **options)
 
-    setup.refuse("torch-fsdp1", "tensor_mesh")  # what of a part a rank holds this adapter cannot say
+    setup.refuse("torch-fsdp1", "tensor_mesh")  # this adapter cannot tell which elements of a part a rank holds
     setup.refuse_settings("torch-fsdp1", *_SHARED_CLAIMS)
     model = _FSDP.wrap(module, setup, apply)
     _SETTINGS[model] = setup.settings
@@ -164,7 +164,7 @@ def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """What loads that state; every rank gives the complete tensors."""
+    """Load that state; every rank passes the complete tensors."""
     if "own_state" in _SETTINGS.get(model, ()):
         model.load_state_dict(dict(state))
     else:
@@ -179,7 +179,7 @@ def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """What loads that state; every rank gives the complete one."""
+    """Load that state; every rank passes the complete state."""
     if "own_state" not in _SETTINGS.get(model, ()):
         saved_state.load_full_optimizer_state(model, optimizer, state)
         return

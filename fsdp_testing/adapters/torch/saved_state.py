@@ -27,7 +27,7 @@ def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Every rank gives the complete tensors and takes its part of them."""
+    """Every rank passes the complete tensors and takes its part of them."""
     set_model_state_dict(model, dict(state), options=_FULL)
 
 
@@ -47,7 +47,7 @@ def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Every rank gives the complete state and takes its part of it."""
+    """Every rank passes the complete state and takes its part of it."""
     set_optimizer_state_dict(model, optimizer, dict(state), options=_FULL)
 
 
@@ -64,8 +64,8 @@ def load_sharded_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimi
 def split_division(world_size: int) -> Division:
     """About the square root of the world size before the sum and the rest after.
 
-    So 16 bits neither overflow nor underflow. The first factor doubles while it divides the world size and is smaller
-    than what is left of it.
+    So 16-bit values neither overflow nor underflow. The first factor doubles while it divides the world size and is smaller
+    than the rest.
     """
     before = 1
     while world_size % before == 0 and world_size / before > before:
@@ -83,4 +83,4 @@ METHODS: Mapping[str, Any] = {
     "sharded_optimizer_state": sharded_optimizer_state,
     "load_sharded_optimizer_state": load_sharded_optimizer_state,
 }
-"""The functions of state, as an adapter names them."""
+"""The functions for state, under the adapter's names."""

@@ -1,4 +1,4 @@
-"""When torch's FSDP1 and FSDP2 gather and free their units, seen from outside, since neither reports it.
+"""Watches when torch's FSDP1 and FSDP2 gather and free their units, because neither reports it.
 
 Transitions: `unshard` (asked for), `gather` (memory filled), `reshard` (given up), `free` (memory released). The
 functions watched are private; one that a torch release no longer has is reported, not skipped.
@@ -42,7 +42,7 @@ def _names(model: nn.Module) -> Mapping[nn.Module, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Watch:
-    """What is watched of one implementation.
+    """The watched parts of one implementation.
 
     Attributes:
         names: Units by the identity of the object that gathers and frees them.
@@ -56,7 +56,7 @@ class _Watch:
 
     @contextmanager
     def calls(self, owner: Any, function: str, place: int, before: str = "", after: str = "") -> Iterator[None]:
-        """Report calls of a function, whose argument at `place` is such an object, and what they do to its memory."""
+        """Report calls of a function, whose argument at `place` is such an object, and their effect on its memory."""
 
         def make(original: Any) -> Any:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ def fsdp1_units(model: nn.Module) -> Units:
 
 @contextmanager
 def fsdp1_trace(model: nn.Module, emit: Emit) -> Iterator[None]:
-    """Report to `emit` FSDP1's transitions: calls of its unshard and reshard, and what they really did."""
+    """Report to `emit` FSDP1's transitions: calls of its unshard and reshard, and their actual effect."""
     from torch.distributed.fsdp import FullyShardedDataParallel, _runtime_utils
 
     names, units = _names(model), FullyShardedDataParallel.fsdp_modules(model)
@@ -151,7 +151,7 @@ def fsdp2_units(model: nn.Module) -> Units:
 
 
 def fsdp2_gathered_bytes(model: nn.Module) -> dict[str, int]:
-    """Memory of FSDP2's gathered parameters, and of gathers that nobody has waited for."""
+    """Memory of FSDP2's gathered parameters, and of gathers that were not waited for."""
     from torch.distributed.fsdp import FSDPModule
 
     found: dict[str, int] = {}
@@ -187,7 +187,7 @@ def fsdp2_trace(model: nn.Module, emit: Emit) -> Iterator[None]:
         for owner in {type(group) for _, group in groups}:
             stack.enter_context(watch.calls(owner, "unshard", 0, before="unshard"))
             stack.enter_context(watch.calls(owner, "reshard", 0, after="reshard"))
-            # A gather that nobody waited for is dropped there: a prefetch that aimed at the wrong unit.
+            # A gather that was not waited for is dropped there: a prefetch of the wrong unit.
             stack.enter_context(watch.calls(owner, "finalize_backward", 0))
         yield
 

@@ -1,1 +1,1 @@
-"""What is known of a failure: its record, the rule that recognises it, the script that shows it."""
+"""Findings: the record of a failure, the rule that recognises it, the script that shows it."""

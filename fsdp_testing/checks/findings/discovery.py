@@ -1,4 +1,4 @@
-"""What is made of a failure: confirmed alone, shrunk, put into a sentence, written down so that anyone can run it."""
+"""The record of a failure: confirmed alone, shrunk, described in a sentence, saved so that anyone can run it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp_testing.judging.tags import tags, tokens
 
 FORMAT = Format("fsdp_testing/fuzz_finding", 1)
 
-# Tags that every case has one way or another; a rule made from a finding does not ask for them.
+# Tags that every case has in some form; a rule made from a finding does not require them.
 _PLAIN = ("strategy:full_shard", "world:2", "dtype:float64", "optimizer:sgd", "units:0", "node:linear")
 _CASES = ("case", "original")
 _PLAIN_NEEDS = ("needs:full_shard", "needs:uneven_parameters")
@@ -28,15 +28,15 @@ class Discovery:
     Attributes:
         implementation: Name.
         signature: What it looks like.
-        original: The case in which it was met.
+        original: The case that first showed it.
         case: The simplest case that fails in the same way.
         reason: First fact that differs.
-        account: What became of the ranks, where something did.
+        account: What happened to the ranks, if one was lost.
         confirmed: It fails in the same way alone in new processes.
         attempts: Cases run to shrink it.
         seconds: Time taken to shrink it.
-        overrun: The facts, where it is memory or communication beyond what would do.
-        cause: What one process would have to do to give the wrong numbers, where that is known.
+        overrun: The facts about excess memory or communication, if any.
+        cause: What one process would have to do to give the wrong numbers, if known.
     """
 
     implementation: str
@@ -53,13 +53,13 @@ class Discovery:
 
     @property
     def name(self) -> str:
-        """Return the name of its folder: what it looks like, and the identity of the case."""
+        """Return the name of its folder: its signature, and the identity of the case."""
         words = "".join(c if c.isalnum() else "-" for c in f"{self.signature.kind}-{self.signature.operation}")
         return f"{words}-{self.case.identity}"
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return what is equal for findings of one defect, as far as is known: signature, operations, what else is needed."""
+        """Return a key that findings of one defect share, as far as known: signature, operations, other needs."""
         needed = frozenset(
             tag for tag in tags(self.case) if not tag.startswith(("units:", "node:", "batch:", "world:"))
         )
@@ -70,7 +70,7 @@ class Discovery:
         return f"{self.implementation}: after {what or 'wrapping'}: {self.signature}. {self.reason}"
 
     def rule(self) -> Rule:
-        """Return the rule by which a campaign knows it when it meets it again: by its cause, where that was found."""
+        """Return the rule by which a campaign recognises it later: by its cause, if that was found."""
         names, cause = tokens(self.case), as_pattern(self.cause.partition("; ")[0])
         cause = cause if self.overrun is None else self.overrun.more
         plain = ("forward_backward", "step", "observe")
@@ -96,7 +96,7 @@ class Discovery:
             InvalidRecord: It is damaged or newer than this version.
         """
         body = FORMAT.read(text, where)
-        # A case is a document of its own inside this one, so that it can be taken out and run.
+        # The case is a complete document inside this one, so that it can be copied out and run.
         cases = {name: Case.from_json(body[name], f"{where}.{name}") for name in _CASES if name in body}
         for name, case in cases.items():
             check_case_with_tree(case, f"{where}.{name}")

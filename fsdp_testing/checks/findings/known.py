@@ -1,8 +1,8 @@
-"""What is known to fail: one list, a record for each defect, from which each command takes what it asks.
+"""Known failures: one list with a record for each defect, from which each command takes its part.
 
-`fuzz` and `certify` take the rules of an implementation, `run` what it expects of each check, `ci/known_defects.py` makes
-the tables of docs/findings. A user's list has this form, or one of the two that are older: rules alone (JSON), and entries
-by check (TOML).
+`fuzz` and `certify` take the rules of an implementation, `run` the expected failures of each check, and `ci/known_defects.py`
+makes the tables of docs/findings. A user's list has this form or one of two older ones: only rules (JSON), or entries by check
+(TOML).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Expected:
     """How checks fail because of a defect.
 
     Attributes:
-        on: Implementations; `NAME.tensor_parallel` is NAME over tensor parallelism.
+        on: Implementations; `NAME.tensor_parallel` is NAME with tensor parallelism.
         checks: Names of the checks, each of which fails in all these ways.
-        signatures: As of a rule.
-        tags: As of a rule, where only some cases of the checks fail so.
-        reason: What goes wrong here, where that is more than the defect says.
+        signatures: As in a rule.
+        tags: As in a rule, if only some cases of the checks fail this way.
+        reason: What goes wrong here, if the defect's reason is not enough.
     """
 
     on: tuple[str, ...]
@@ -49,18 +49,18 @@ class Defect:
     Attributes:
         name: Unique in the list.
         reason: What goes wrong, in one sentence.
-        page: Where it is written up, if not on the page NAME.md of docs/findings, or, of what was known before it was looked for
-            and has no finding of its own, in the script docs/findings/known/NAME.py alone: an address, or `none`.
+        page: An address, or `none`. Default: the page NAME.md of docs/findings; for a defect that was public before and has no
+            page, the script docs/findings/known/NAME.py.
         issue: Where it is reported, if one thread is about it.
-        affects: What has it, for people.
-        effect: What it does to a user, in a word or two: silent, or an error.
-        reported: The public record that names it, of a defect that was known before it was looked for.
+        affects: The affected software, for readers.
+        effect: Its effect on a user, in a word or two: silent, or an error.
+        reported: The public record of a defect that was known before.
         shown: A check and the implementation on which it fails because of it; `NAME+capability` is NAME asked for something
-            that it does not claim. Of defects whose check `expected` does not name.
+            that it does not claim. For defects whose check is not in `expected`.
         not_shown: Why no check shows it.
         found: How it was found, if neither by a check nor by a rule's program.
         expected: The checks in which it shows.
-        rules: How it shows in any case. Page and issue are the defect's where a rule has none.
+        rules: How it shows in any case. A rule without page and issue has those of the defect.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Defect:
                 yield replace(rule.of(name), page=rule.page or self.place, issue=rule.issue or self.issue)
 
     def expected_on(self, name: str) -> Iterator[tuple[str, Rule]]:
-        """Yield a check that fails because of it, with each way in which it does."""
+        """Yield each check that fails because of it, with each way in which it fails."""
         for entry in self.expected:
             reason = entry.reason or self.reason
             rule = Rule(self.name, reason, self.place, entry.signatures, tags=entry.tags, issue=self.issue)
@@ -97,7 +97,7 @@ class Defect:
 
     @property
     def implementations(self) -> list[str]:
-        """Return the implementations that have it, as far as it was seen."""
+        """Return the implementations on which it was seen."""
         named = [*(rule.on for rule in self.rules), *(entry.on for entry in self.expected), self.shown[1:]]
         return list(dict.fromkeys(name.partition(".")[0] for names in named for name in names))
 
@@ -125,12 +125,12 @@ def read_list(document: Mapping[str, Any], where: str) -> tuple[Defect, ...]:
 
 
 def rules_of(defects: Iterable[Defect], name: str) -> KnownFailures:
-    """Return what a list knows of cases of one implementation."""
+    """Return the rules of a list for one implementation."""
     return KnownFailures(tuple(rule for defect in defects for rule in defect.rules_on(name)))
 
 
 def tables_of(defects: Iterable[Defect]) -> dict[str, dict[str, Any]]:
-    """Return what a list expects of each check, by implementation, as a list of entries by check says it."""
+    """Return the expected failures of a list by implementation and check, in the form of a list of entries by check."""
     tables: dict[str, dict[str, Any]] = {}
     for defect in defects:
         for name in dict.fromkeys(name for entry in defect.expected for name in entry.on):
@@ -149,17 +149,17 @@ def shipped() -> tuple[Defect, ...]:
 
 
 def shipped_known(name: str) -> KnownFailures:
-    """Return the rules that ship with fsdp_testing for implementation `name`; none for one that we do not know."""
+    """Return the rules that ship with fsdp_testing for implementation `name`; none for an unknown one."""
     return rules_of(shipped(), name)
 
 
 def read_rules(text: str, where: str, name: str) -> KnownFailures:
-    """Read a file of rules, or those of a list for one implementation.
+    """Read a file of rules, or the rules of a list for one implementation.
 
     Raises:
-        InvalidRecord: It is neither, or damaged.
+        InvalidRecord: The file is neither, or damaged.
     """
-    if text.lstrip().startswith("{"):  # no TOML begins so
+    if text.lstrip().startswith("{"):  # TOML cannot begin like this
         return read_known(text, where)
     document = load_toml(text, where)
     return rules_of(read_list(document, where), name)

@@ -29,7 +29,7 @@ CONTAINERS = {
 }
 
 _OUTPUTS = {"named_tuple": tree_layers.Named, "dataclass": tree_layers.Record, "opaque": tree_layers.Opaque}
-"""Classes of the containers that a tree returns, where Python has none."""
+"""Classes of the containers that a tree returns, if Python has none."""
 
 
 def model_source(tree: Mapping[str, Any]) -> str:
@@ -57,7 +57,7 @@ def _build_source(tree: Mapping[str, Any]) -> str:
 
 
 def shared_again(tree: Mapping[str, Any]) -> list[str]:
-    """Return the lines that put one parameter wherever one is."""
+    """Return the lines that tie shared parameters."""
     lines: list[str] = []
     first: dict[tuple[Any, ...], str] = {}
     for spec in parameters(tree):

@@ -27,7 +27,7 @@ Judge = Callable[[CaseRunner, Adapter, Case], JudgedCase]
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A case from a file; and the implementation on which it was met, and the check that met it, if the file says so."""
+    """A case from a file, with its implementation and check if the file names them."""
 
     case: Case
     implementation: str = ""
@@ -67,7 +67,7 @@ def read_recorded(path: Path) -> list[Recorded]:
 
 
 def _checked(case: Case, path: Path) -> Case:
-    """Return a case that is run as it is written; refuse one of which parts would be dropped."""
+    """Return a case that runs exactly as written; refuse a case with parts that would be dropped."""
     check_case_with_tree(case, str(path))
     legal = legal_case(case)
     if legal != case:
@@ -99,10 +99,9 @@ def replay(
         adapter: The implementation.
         case: What to run.
         deadline: Seconds until a rank counts as hung.
-        check: How a check judges it, where that asks more than the numbers of the case as it is.
+        check: How a check judges it, if the check judges more than the numbers of the case.
 
-    Returns:
-        What it gave, and a digest of every bit that every rank reported; empty if a rank was lost.
+    Returns: The result, and a digest of every bit that every rank reported; empty if a rank was lost.
     """
     if check is not None:
         judged = check(CaseRunner(pool, timeout=deadline), adapter, case)
@@ -128,14 +127,14 @@ def _digest_of(ranks: Sequence[RankObservation]) -> str:
     total = hashlib.sha256()
     for seen in ranks:
         error = seen.error
-        # Of an exception its text is left out, which may name an address.
+        # Leave out the text of exceptions, which may contain an address.
         for part in _parts((seen.results, seen.snapshots, (error.index, error.type_name) if error else None)):
             total.update(part)
     return total.hexdigest()[:16]
 
 
 def _parts(value: Any) -> Iterator[bytes]:
-    """Yield every bit of a record: tensors as they lie in memory, mappings in the order of their keys."""
+    """Yield every bit of a record: tensors as stored in memory, mappings in the order of their keys."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().contiguous().reshape(-1)
         yield repr((tuple(value.shape), str(value.dtype))).encode()

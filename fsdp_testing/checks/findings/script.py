@@ -1,11 +1,10 @@
-"""Turns a finding into a script that anyone can run, with torch and the implementation and nothing of ours.
+"""Turns a finding into a script that anyone can run with torch and the implementation, without fsdp-testing.
 
-The script builds the model, runs the program on the ranks with the implementation and in one process without it, and
-says where the two part. What scripts have in common is the text of the modules of `script_parts`, which are linted and
-tested as they stand; only the model, the wrapping and the program are written for a case. What no number shows (memory that
-stays, what goes on the wire) is measured, and yielded like a result where it is beyond what would do. `script_for` returns None
-for what cannot be shown that way. Values of parameters and inputs are not those of the case, so a script is run before
-anyone says that it reproduces.
+The script builds the model, runs the program on ranks with the implementation and in one process without it, and says where the
+two differ. The common text of all scripts comes from the modules of `script_parts`, which are linted and tested themselves;
+only the model, the wrapping and the program are written for a case. Excess memory and communication, which no number shows, are
+measured and yielded like results. `script_for` returns None for a finding that cannot be shown that way. Parameters and inputs
+have other values than in the case, so a script must run before it counts as a reproduction.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from fsdp_testing.judging.signature import operation_kind
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a script measures.
+    """The measurement of a script.
 
     Attributes:
         operation: Which operation; None where nothing is measured.
@@ -47,7 +46,7 @@ class Measurement:
 
 
 def measurement_of(found: Discovery) -> Measurement | None:
-    """Return what the script of a finding measures; None where it cannot be measured with torch alone."""
+    """Return the measurement of a finding's script; None if torch alone cannot measure it."""
     if found.signature.kind not in (FailureKind.KEPT, FailureKind.EXCESS):
         return Measurement()
     overrun = found.overrun
@@ -78,7 +77,7 @@ _WIRE = {
 
 
 def _limit(case: Case, overrun: Overrun) -> int | None:
-    """What would do; for gathers of all units as torch does it, where the root stays between the directions."""
+    """The sufficient amount; for gathers of all units as in torch, where the root stays gathered until backward."""
     if overrun.measure is not Measure.UNIT_GATHERS:
         return overrun.limit
     budget = budget_of(case)
@@ -191,7 +190,7 @@ def script_for(found: Discovery) -> str | None:
     if family is None or case.model.tree is None:
         return None
     measurement = measurement_of(found)
-    # The script's own plain reload knows neither flags nor a later optimizer.
+    # The script's plain reload supports neither flags nor a later optimizer.
     renews = any(operation.renews_model for operation in case.program)
     others = any(operation.requires_grad_change() or operation.builds_optimizer for operation in case.program)
     unwritten = any(operation.script_lines("") is None for operation in case.program)
@@ -199,7 +198,7 @@ def script_for(found: Discovery) -> str | None:
     if measurement is None or unwritten or unknown or (renews and others):
         return None
     if case.world.tensor_parallel > 1 and measurement.before:
-        return None  # the script counts what goes over both axes
+        return None  # the script counts the collectives of both axes
     if not family.edits and any("summon_writeback" in operation.required() for operation in case.program):
         return None
     imports, wrap = family.wrap(case)
@@ -216,7 +215,7 @@ def script_for(found: Discovery) -> str | None:
 
 
 def _text(part: ModuleType) -> tuple[list[str], str]:
-    """The imports of a module, and what is left of its text without them and what it says of itself."""
+    """The imports of a module, and its text without imports and docstring."""
     source = inspect.getsource(part)
     lines = source.splitlines()
     imports: list[str] = []

@@ -1,4 +1,4 @@
-"""What users reach: outputs of units, full parameters, units gathered by hand, offloaded parameters; DDP beside them."""
+"""What users can access: outputs of units, full parameters, units gathered by hand, offloaded parameters; DDP beside them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OUTPUTS: tuple[Check, ...] = (
           *(cases("containers", *iterations(2), arguments={"container": container})
             for container in MODELS["containers"].arguments["container"]),
           source="pytorch issue 77812; PR 173415, 174692"),
-    check("outputs.parameters", "A parameter that a unit returns can be used outside of it, and gets the gradient of that.",
+    check("outputs.parameters", "A parameter that a unit returns can be used outside it, and gets the gradient of that use.",
           cases("returned_parameters", *iterations(2)), source="torch.nn.Module.forward"),
     check("outputs.opaque_objects", "Units that return objects of a user's class train as in one process.",
           cases("opaque_output", *iterations(2)), source="pytorch PR 173415"),
@@ -81,7 +81,7 @@ SUMMON: tuple[Check, ...] = (
                 optimizer=ADAMW),
           cases("mlp", *iteration(0), micro_batch(1), forward(7, "no_grad"), _assigned(8), Observe(), Step(), forward(9)),
           source="pytorch issue 151223"),
-    # Between forward and backward a strategy may show full parameters, which are freed later.
+    # Between forward and backward some strategies show full parameters, which are freed later.
     check("summon.changed_in_place", "Parameters that change in place after a forward without a backward keep the change.",
           cases("mlp deep_nest", *iteration(0), forward(7, "train"), AssignData(("*",), 0.5, Batch(8), in_place=True), Observe(),
                 *iteration(1)),
@@ -123,7 +123,7 @@ UNSHARDING: tuple[Check, ...] = (
     unsharded("unshard.sees_the_step", "A gather by hand gives the weights of the latest step.",
               cases("mlp", *iteration(0), forward(1), *_unsharded("mlp", 2), forward(3), *_unsharded("mlp", 4))),
 )  # fmt: skip
-"""Units gathered and released by hand: what a forward then finds, and what a step leaves in them."""
+"""Units gathered and released by hand: the next forward and the next step see the right weights."""
 
 offloaded = partial(cases, offload=True)
 
@@ -133,7 +133,7 @@ OFFLOAD: tuple[Check, ...] = (
     check("offload.no_sync", "Local micro-batches and a reduced one add up.",
           offloaded("mlp", *accumulated(0, 1), Observe(), Step(), ZeroGrad(), *iteration(2)),
           source="pytorch issue 98494, PR 100180"),
-    check("offload.without_no_sync", "Reduced micro-batches add up; the later does not replace the earlier.",
+    check("offload.without_no_sync", "Reduced micro-batches add up; a later one does not replace an earlier one.",
           offloaded("mlp", *micro_batches(0, 1), Observe(), Step()),
           source="pytorch issue 73784, PR 73535", needs={"accumulate_without_no_sync"}),
     check("offload.clipped", "Gradients on the CPU are clipped.",
@@ -142,7 +142,7 @@ OFFLOAD: tuple[Check, ...] = (
           offloaded("mlp", *iterations(2), dtype="float32", precision=MixedPrecisionSpec("bfloat16", "float32")),
           source="torch.distributed.fsdp.CPUOffloadPolicy, MixedPrecisionPolicy", comparison=LOCKSTEP),
 )  # fmt: skip
-"""CPU offload: where parameters live is no matter to the numbers."""
+"""CPU offload: the place of parameters does not change the numbers."""
 
 _PRECISIONS = (
     MixedPrecisionSpec("bfloat16"),
@@ -157,7 +157,7 @@ BESIDE: tuple[Check, ...] = (
     paired("beside_ddp.no_sync", "Local micro-batches and a reduced one give DDP's result.",
            cases("uneven", *accumulated(0, 1, 2), Observe(), Step(), ZeroGrad(), *accumulated(3, 4), Step(),
                  optimizer=ADAMW)),
-    # One reduction, from equal values: what two low precisions make of a difference in the last bit is bounded by nothing.
+    # One reduction, from equal values: low precision may amplify a difference in the last bit without any bound.
     paired("beside_ddp.mixed_precision", "A gradient computed and reduced in low precision equals DDP's, cast for "
         "cast.",
            *(cases("mlp", micro_batch(0), Observe(), dtype="float32", optimizer=PLAIN_SGD, precision=precision)

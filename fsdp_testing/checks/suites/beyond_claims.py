@@ -1,7 +1,7 @@
-"""What an implementation does with what it does not claim: a loud error is an honest limit, a wrong number a finding.
+"""Tests an implementation beyond its claims: a loud error is an honest limit, a wrong number a finding.
 
-Every check that one missing capability keeps from an implementation is asked of a variant of its adapter that claims that
-capability too: `fsdp_testing.checks.suites.beyond_claims:torch-fsdp1+several_forwards`.
+Every check that an implementation skips for one missing capability runs on a variant of its adapter that also claims it:
+`fsdp_testing.checks.suites.beyond_claims:torch-fsdp1+several_forwards`.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _SILENT = (FailureKind.DIVERGED, FailureKind.DISAGREED, FailureKind.MISSING)
 
 
 class Limit(enum.StrEnum):
-    """What became of a capability that is not claimed, the worst first."""
+    """The result for an unclaimed capability, worst first."""
 
     SILENT = "silent outside its claims"
-    """Wrong numbers and no word of it."""
+    """Wrong numbers without an error."""
     HANGS = "hangs or dies"
     """A rank did not come back, or the ranks' collectives did not match."""
     REFUSES = "refuses"
-    """An error says so."""
+    """A loud error."""
     TAKES_MORE = "takes more"
     """Right numbers, and more memory or communication than promised."""
     OPEN = "not decided"
-    """The probes decide nothing: the adapter has no method for it, or the numbers do not say."""
+    """The probes decide nothing: the adapter has no method for it, or the numbers are inconclusive."""
     WORKS = "works"
     """Every probe gave the right numbers."""
     NOT_ASKED = "no probe"
-    """No check can be asked: each needs other capabilities that are not claimed, too."""
+    """No check can run: each needs further unclaimed capabilities."""
 
 
 _ORDER = list(Limit)
@@ -52,9 +52,9 @@ class Probed:
 
     Attributes:
         capability: Its tag.
-        limit: The worst that any probe showed.
-        check: The probe that showed it, if there is one.
-        text: What it said: the error, or the wrong number.
+        limit: The worst result of any probe.
+        check: The probe that gave it, if there is one.
+        text: The error, or the wrong number.
     """
 
     capability: str
@@ -77,9 +77,9 @@ def __getattr__(name: str) -> Adapter:
 
 
 def probes(adapter: Adapter, capability: str) -> tuple[Check, ...]:
-    """Return the checks that `capability` alone keeps from `adapter`; of a strategy the plain training checks."""
+    """Return the checks that `adapter` skips only for lack of `capability`; for a strategy the plain training checks."""
     claimed = adapter.capabilities | {capability}
-    if capability == "tensor_parallel":  # a matter of the run, which no check asks for
+    if capability == "tensor_parallel":  # a setting of the run, which no check needs
         return tuple(c for c in CHECKS.values() if c.name.startswith("training.gradients") and c.needs <= claimed)
     strategies = tuple(name for name, tag in STRATEGIES.items() if tag == capability)
     if strategies:
@@ -93,11 +93,11 @@ def probes(adapter: Adapter, capability: str) -> tuple[Check, ...]:
 
 
 def probe(runner: CaseRunner, adapter: Adapter, capability: str) -> Probed:
-    """Ask the checks that `capability` alone keeps from `adapter`, strategy by strategy, up to the first wrong number."""
+    """Run the checks that `adapter` skips only for lack of `capability`, by strategy, up to the first wrong number."""
     claiming = registry.load(f"{__name__}:{adapter.reference}{_SEPARATOR}{capability}")
     worst = Probed(capability, Limit.NOT_ASKED)
     for check in probes(adapter, capability):
-        # An error under one strategy hides no wrong number under another one.
+        # An error under one strategy must not hide a wrong number under another.
         for strategy in (name for name in check.strategies if STRATEGIES[name] in claiming.capabilities):
             where = Where((4,)) if check.meshes else Where(None)
             where = Where((4,), tensor_parallel=2) if capability == "tensor_parallel" else where
@@ -113,9 +113,9 @@ def probe(runner: CaseRunner, adapter: Adapter, capability: str) -> Probed:
 def _probed(capability: str, result: CheckResult) -> Probed:
     if result.verdict is Verdict.FAIL:
         first = _worst(result.findings)
-        # Ranks that part are stopped by the ledger, which says so; without it they would wait for one another.
+        # The ledger stops ranks whose collectives differ, with an error; without it they would hang.
         parted = first.quantity.endswith(CollectiveMismatch.__name__)
-        # That a refusal did not come is an exception too.
+        # A missing refusal is an exception too.
         silent = first.kind in _SILENT or first.quantity.endswith(NotRefused.__name__)
         limit = Limit.SILENT if silent else Limit.REFUSES
         if first.kind in (FailureKind.KEPT, FailureKind.EXCESS):

@@ -29,21 +29,23 @@ from fsdp_testing.oracle.quantities import Comparison
 from fsdp_testing.oracle.setup import fitted
 
 FLAT = ("full_shard", "shard_grad_op", "no_shard")
-"""Strategies over one group of ranks; a check runs under each that is claimed."""
+"""Strategies over one group of ranks; a check runs under each claimed one."""
 
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
 
 ODD = (2, 3)
-"""World sizes of what depends on the number of ranks: divisions, padding, norms, spans that are saved. Two ranks hide much: they
-have one neighbour, one order of summation and an exact division, and powers of two divide most sizes."""
+"""World sizes of checks that depend on the number of ranks: divisions, padding, norms, saved spans. Two ranks hide much: each
+has one neighbour, one order of summation and an exact division, and powers of two divide most sizes.
+"""
 TWO_BY_TWO = (2, 4)
 """World sizes of hybrid sharding: only four ranks have groups of several ranks on both axes."""
 
 MOMENTUM = OptimizerSpec("sgd", {"lr": 0.05, "momentum": 0.9})
 PLAIN_SGD = OptimizerSpec("sgd", {"lr": 0.0625})
 ADAMW = OptimizerSpec("adamw", {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1})
-"""`eps` is large, so that a gradient that is zero but for rounding does not become a step of full size: Adam divides by
-`|g| + eps`, and nothing could be said of such a step."""
+"""`eps` is large, so that a gradient that is zero except for rounding does not become a full-sized step: Adam divides by `|g| +
+eps`, and such a step could not be judged.
+"""
 
 LOCKSTEP = Comparison(lockstep=True)
 """Each operation is judged from the implementation's own state before it."""
@@ -79,12 +81,12 @@ class Check:
     Attributes:
         name: `suite.check`, unique.
         meaning: The claim in one line.
-        cases: What decides it, at every place.
-        source: Where the behaviour is described or was once broken.
+        cases: The cases that decide it, at every place.
+        source: Where the behaviour is documented or was once broken.
         needs: Capabilities without which the check is not asked.
         comparison: How observations are compared with the oracle.
-        mode: How its cases are run, where they are not run as they are.
-        judge: Judges one case by itself, where that takes more than one run.
+        mode: How its cases are run, if not plainly.
+        judge: Judges one case, if that takes more than one run.
         profile: `default` runs always, `extended` when asked for.
         strategies: Strategies under which it runs, of those that are claimed.
         meshes: For hybrid strategies, the mesh shapes by world size.
@@ -140,13 +142,13 @@ class Check:
 
 
 def check(name: str, meaning: str, *cases: Iterable[Case], needs: Collection[str] = (), **options: Any) -> Check:
-    """Return a check; `partial` gives several of them a source or a way to run in common.
+    """Return a check; with `partial` several checks share a source or a mode.
 
     Args:
         name: `suite.check`, unique.
         meaning: The claim in one line.
-        cases: What decides it, as `cases` gives it.
-        needs: Capabilities without which the check is not asked, besides those that its cases ask for by themselves.
+        cases: The cases that decide it, as `cases` returns them.
+        needs: Capabilities without which the check does not run, besides those that its cases need.
         **options: The other fields of `Check`.
     """
     every_case = tuple(case for group in cases for case in group)
@@ -163,7 +165,7 @@ def cases(
     offload: bool = False,
     **model_fields: Any,
 ) -> tuple[Case, ...]:
-    """Return one program on each of several models, on two ranks until a place says otherwise.
+    """Return one program on each of several models, on two ranks unless a place changes that.
 
     Args:
         models: Names of zoo models, with spaces between.
@@ -195,15 +197,15 @@ def every_unit(model: str, **fields: Any) -> WrappingPlan:
 
 
 def needs_of(case: Case) -> frozenset[str]:
-    """Return every capability that a case needs, its model's included, but for the wrapping by hand.
+    """Return every capability that a case needs, including its model's, except the wrapping by hand.
 
-    An implementation that knows no units is given none: whole models are its claim.
+    An implementation without units gets none: it claims whole models.
     """
     return (case.required() | MODELS[case.model.name].needs) - {"nested_wrapping"}
 
 
 def adapt(case: Case, adapter: Adapter) -> Case:
-    """Return the case as this implementation runs it: fitted, and without inner units if it knows none."""
+    """Return the case as this implementation runs it: fitted, and without inner units if it has no units."""
     if "nested_wrapping" not in adapter.capabilities and case.wrapping.units:
         case = replace(case, wrapping=replace(case.wrapping, units=()))
     return fitted(case, adapter)
@@ -220,7 +222,7 @@ def no_sync_batch(seed: int, **batch: Any) -> ForwardBackward:
 
 
 def micro_batches(*seeds: int) -> tuple[Operation, ...]:
-    """Return micro-batches whose gradients are reduced, each by itself."""
+    """Return micro-batches whose gradients are reduced one by one."""
     return tuple(micro_batch(seed) for seed in seeds)
 
 
@@ -235,7 +237,7 @@ def forward(seed: int, mode: str = "eval", **batch: Any) -> Forward:
 
 
 def iteration(seed: int, *before_step: Operation, **batch: Any) -> tuple[Operation, ...]:
-    """Return one training iteration: micro-batch, whatever comes before the step, step, gradients cleared."""
+    """Return one training iteration: micro-batch, operations before the step, step, gradients cleared."""
     return micro_batch(seed, **batch), *before_step, Step(), ZeroGrad()
 
 

@@ -1,4 +1,4 @@
-"""Construction: wrapping changes where numbers live, and no number; first values are rank 0's, or the user's function's."""
+"""Construction: wrapping moves numbers but changes none; first values come from rank 0 or the user's function."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ documented = partial(check, source="https://pytorch.org/docs/stable/fsdp.html")
 
 
 def _started(models: str, **starts: Any) -> tuple[Case, ...]:
-    """With every unit and with none, where a model has units: what the root holds begins in another way than inner units."""
+    """With every unit and with none, if a model has units: the root initialises its parameters differently from inner units."""
     return tuple(
         case
         for model in models.split()
@@ -76,7 +76,7 @@ CHECKS: tuple[Check, ...] = (
           cases("batch_norm", micro_batch(0), Observe(), wrapping=WrappingPlan(units=("first", "second"), ignored=("norm",))),
           source="pytorch issue 98281", needs=_NESTED, comparison=Comparison(ignore=("layers.0.*", "norm.*")),
           mode=RunMode(review=shares.review_ignored)),
-    # Nobody reduces what is ignored: with equal inputs it is equal on all ranks without that.
+    # Ignored parameters are not reduced: with equal inputs their gradients are equal on all ranks anyway.
     check("wrapping.ignored_stepped",
           "One optimizer steps ignored parameters together with the others.",
           cases("mlp", *iteration(0, alike=True), *iteration(1, alike=True), wrapping=_IGNORING, optimizer=_AT_ONCE),
@@ -95,7 +95,7 @@ CHECKS: tuple[Check, ...] = (
                "Ranks that start with different buffers, saved or not and of every dtype, get rank 0's.",
                _started("buffers batch_norm", sync_module_states=True)),
     documented("construction.meta_parameters",
-               "Modules on the meta device are initialised by the user's function, and then train like any others.",
+               "Modules on the meta device are initialised by the user's function, and then train like other modules.",
                _started("deep_nest uneven", meta_init=True), _started_frozen(meta_init=True)),
     documented("construction.meta_buffers", "Buffers on the meta device are initialised with the parameters of their module.",
                _started("batch_norm", meta_init=True)),

@@ -1,7 +1,7 @@
 """Users' hooks that see gradients: one that reduces them in place of the implementation, and hooks on parameters.
 
-The hooks here are the user's: written with torch's public collectives, knowing nothing of any implementation. They
-average like the built-in reduction, average after casting to 16 bits, or keep something else than the mean.
+The hooks here are the user's: written with torch's public collectives, knowing nothing of any implementation. They average like
+the built-in reduction, average after casting to 16 bits, or return something other than the mean.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class HookCall:
 
 @dataclass(slots=True)
 class HookState:
-    """What the hook is given first, on every call: one object for all units."""
+    """The hook's first argument on every call: one object for all units."""
 
     way: Way
     group: dist.ProcessGroup
@@ -83,7 +83,7 @@ def reduce_gradient(state: HookState, gradient: torch.Tensor, output: torch.Tens
 
 
 class HookedProgram(RankProgram):
-    """A program that registers the hook when it has wrapped its model, and looks at the hook's calls where it is told to."""
+    """A program that registers the hook after wrapping its model, and checks the hook's calls where it is told to."""
 
     way = Way()
     looks = False
@@ -108,7 +108,7 @@ class HookedProgram(RankProgram):
 
 
 def _own_gradients(case: Case, rank: int) -> tuple[dict[int, float], int]:
-    """Sum of squares of this rank's own gradient at each reduction, without any other rank; parameters never step."""
+    """Sum of squares of this rank's own gradient at each reduction, computed without other ranks; parameters never step."""
     model = models.build_model(case)
     squares: dict[int, float] = {}
     for index, operation in enumerate(case.program):
@@ -125,9 +125,9 @@ def _own_gradients(case: Case, rank: int) -> tuple[dict[int, float], int]:
 def wrong_calls(case: Case, rank: int, calls: Sequence[HookCall]) -> Iterator[Remark]:
     """Yield what is wrong with the calls of a rank.
 
-    A hook is called once for every unit that holds trainable parameters of its own, in every backward that reduces, and never
-    else. What it is given is the unit's whole gradient on this rank: nothing lost, nothing doubled, not divided. The sum of
-    squares over all calls of one backward shows that, however an implementation cuts and pads its units.
+    A hook is called exactly once for every unit with trainable parameters of its own, in every backward that reduces. It
+    receives the unit's whole gradient on this rank: nothing lost, nothing doubled, not divided. The sum of squares over all
+    calls of one backward shows this, however an implementation cuts and pads its units.
     """
     owners = set()
     for name, parameter in models.build_model(case).named_parameters():
@@ -135,7 +135,7 @@ def wrong_calls(case: Case, rank: int, calls: Sequence[HookCall]) -> Iterator[Re
         owners |= {max(inside, key=len, default="")} if parameter.requires_grad else set()
     due, elements = _own_gradients(case, rank)
     remark = partial(Remark, quantity="calls of the communication hook")
-    # Missing and needless calls first: sums over too few or too many calls would only repeat that.
+    # First missing and superfluous calls: wrong sums would only repeat the same fault.
     for index in range(len(case.program)):
         count = sum(call.operation == index for call in calls)
         expected = len(owners) if index in due else 0
@@ -161,7 +161,7 @@ def wrong_calls(case: Case, rank: int, calls: Sequence[HookCall]) -> Iterator[Re
 
 
 def _as_reduced_in(wire: str, case: Case) -> Case:
-    """Return the case as the oracle sees it: gradients are reduced in `wire`, by whoever does it."""
+    """Return the case as the oracle sees it: gradients are reduced in `wire`, by the implementation or the hook."""
     return replace(case, mixed_precision=MixedPrecisionSpec(reduce_dtype=wire))
 
 
@@ -187,20 +187,20 @@ FACTOR = 2.0
 
 
 class ParameterHooksProgram(RankProgram):
-    """A program with a hook on every parameter; remarks what the hooks were given that is not as it must be.
+    """A program with a hook on every parameter; reports wrong arguments of the hooks.
 
     The last operation of its case reduces gradients, and no operation steps.
     """
 
     accumulated = False
-    """Whether hooks run once the gradient is accumulated, and look at `.grad`; else they are given the gradient."""
+    """Whether hooks run after accumulation and read `.grad`; else they receive the gradient."""
 
     def __init__(self, case: Case, adapter: Adapter, rank: int) -> None:
         super().__init__(case, adapter, rank)
         self.given: dict[tuple[int, str], list[torch.Tensor | None]] = {}
 
     def run(self, *, observe_all: bool = False) -> RankObservation:
-        """Run the case, and look at what hooks were given."""
+        """Run the case, and check the hooks' arguments."""
         observation = super().run(observe_all=observe_all)
         if observation.error is not None:
             return observation
@@ -261,7 +261,7 @@ OWN_GRADIENT = scaled(
 
 
 class ZeroingProgram(RankProgram):
-    """A program whose hooks make every gradient zero; of either sign, as multiplying by a mask of zeros does."""
+    """A program whose hooks make every gradient zero, of either sign, as multiplication by a mask of zeros does."""
 
     def _model_of(self, case: Case, flags: Mapping[str, bool]) -> nn.Module:
         model = super()._model_of(case, flags)

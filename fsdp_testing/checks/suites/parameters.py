@@ -1,4 +1,4 @@
-"""Parameters and buffers: unused, frozen, shared by modules, of odd sizes; and buffers, which are every rank's own."""
+"""Parameters and buffers: parameters that are unused, frozen, shared or of odd sizes; buffers, which each rank has its own."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from fsdp_testing.checks.suites.check import (
 )
 from fsdp_testing.oracle.quantities import Comparison
 
-# Plain SGD makes no difference between None and zeros; whether there is one is a check of its own. A parameter frozen
-# inside a unit that trains may be given zeros where one process leaves None.
+# For plain SGD None and zeros are the same; another check tells them apart. A parameter frozen inside a unit that trains may
+# get zeros where one process leaves None.
 lenient = partial(check, comparison=Comparison(none_is_zero=True))
 differing = partial(lenient, source="torch.nn.parallel.DistributedDataParallel, find_unused_parameters")
 
@@ -103,7 +103,7 @@ _HEAD, _BODY, _TAIL = ("layers.0.*",), ("layers.1.*",), ("layers.2.*",)
 FROZEN: tuple[Check, ...] = (
     check("frozen.unit_in_the_middle", "A frozen unit passes gradients on, gets none, and does not move.",
           cases("frozen_body", *iterations(3), optimizer=ADAMW), source="pytorch PR 101982, 110948"),
-    check("frozen.schedule", "A frozen unit in a schedule of local micro-batches and forward passes.",
+    check("frozen.schedule", "A frozen unit stays right in a schedule of local micro-batches and forward passes.",
           cases("frozen_body", *accumulated(0, 1), Step(), ZeroGrad(), forward(2), *iteration(3)),
           source="pytorch PR 101982"),
     check("frozen.units_at_the_start", "Frozen first units end the backward pass early, without errors.",
@@ -189,6 +189,6 @@ SIZES: tuple[Check, ...] = (
           cases("uneven one_element", *accumulated(0, 1), Clip(0.1), Step(), dtype="float32"),
           source="pytorch PR 88769", needs=_UNEVEN, sizes=ODD),
 )  # fmt: skip
-"""What the number of ranks does not divide, fewer elements than ranks, 0-dim, empty, strided."""
+"""Sizes that the number of ranks does not divide, fewer elements than ranks, 0-dim, empty, strided."""
 
 CHECKS = (*UNUSED, *FROZEN, *SHARED, *BUFFERS, *SIZES)

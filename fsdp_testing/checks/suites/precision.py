@@ -59,14 +59,14 @@ MIXED_PRECISION: tuple[Check, ...] = (
             *(stored_in_float32("mlp", *accumulated(0, 1), Observe(), Step(), ZeroGrad(), *micro_batches(2, 3),
                                 optimizer=PLAIN_SGD, precision=precision) for precision in (_BOTH, _LOW)),
             source="pytorch PR 91193", needs={"accumulate_without_no_sync"}),
-    # The sum of seventeen numbers of 8 bits fits into 24 bits, and into 8 it does not.
+    # The sum of seventeen 8-bit numbers fits into 24 bits, but not into 8.
     lowered("mixed_precision.local_sums",
             "Local micro-batches of a narrower dtype add up in the reduction dtype, in which their sum is exact.",
             stored_in_float32("mlp uneven", LocalMicroBatches(tuple(map(Batch, range(16)))), micro_batch(16), Observe(), Step(),
                               optimizer=PLAIN_SGD, precision=_BOTH),
             source="torch.distributed.fsdp.MixedPrecisionPolicy"),
-    # The gradient of the first layer's weight is as small as its inputs are: a few of float16's smallest steps, of which
-    # each division loses a part, so that it matters which are before the sum.
+    # The gradient of the first layer's weight is as small as its inputs: a few of float16's smallest steps. Each division loses
+    # a part of it, so it matters which divisions come before the sum.
     lowered("mixed_precision.smallest_numbers",
             "Gradients near float16's smallest numbers are divided before or after the sum, as the implementation "
             "states.",
@@ -85,10 +85,10 @@ MIXED_PRECISION: tuple[Check, ...] = (
             stored_in_float32("buffers", *iterations(2), precision=MixedPrecisionSpec(buffer_dtype="bfloat16"),
                               wrapping=WrappingPlan(units=("second",), ignored=("first",)), freeze=("first.*",)),
             source="torch.distributed.fsdp.MixedPrecision", needs={"nested_wrapping"}),
-    lowered("mixed_precision.unit_inputs", "The root alone casts inputs: inner units are given what the model passes them.",
+    lowered("mixed_precision.unit_inputs", "Only the root casts inputs: inner units receive what the model passes them.",
             stored_in_float32("precise_input", *iterations(2), precision=_LOW),
             source="torch.distributed.fsdp.MixedPrecision, cast_forward_inputs", needs={"nested_wrapping"}),
-    lowered("mixed_precision.changed_in_forward", "What a forward leaves of its weights keeps the digits that compute lacks.",
+    lowered("mixed_precision.changed_in_forward", "After a forward, weights keep the digits that the compute dtype lacks.",
             stored_in_float32("self_clipping", *iterations(3), optimizer=PLAIN_SGD, precision=_LOW),
             source="torch.nn.Module: parameters are the module's own", needs={"forward_edits"}),
     lowered("mixed_precision.thawed",
@@ -127,12 +127,12 @@ CLIPPING: tuple[Check, ...] = (
             source="pytorch PR 88955"),
     clipped("clipping.shared_parameters", "A shared parameter counts once.",
             stored_in_float32("tied_within", micro_batch(0), Clip(0.1), Observe(), Step())),
-    # Nobody reduces what is ignored: with equal inputs it is equal on all ranks without that.
+    # Ignored parameters are not reduced: with equal inputs their gradients are equal on all ranks anyway.
     clipped("clipping.ignored_trained", "Parameters that stay outside count in the norm once, and are scaled with the others.",
             *(stored_in_float32("mlp", micro_batch(0, alike=True), Clip(0.1, norm_type), Observe(), Step(),
                                 wrapping=_IGNORING, optimizer=PLAIN_SGD) for norm_type in _NORMS),
             source="https://pytorch.org/docs/stable/fsdp.html", needs={"nested_wrapping"}),
-    clipped("clipping.repeated", "Clipping gradients that are clipped already.",
+    clipped("clipping.repeated", "Gradients that are already clipped can be clipped again.",
             stored_in_float32("mlp", *iteration(0), micro_batch(1), Clip(0.5), Clip(0.1), Clip(0.1, 1.0), Step())),
     clipped("clipping.ranks_without_elements", "Ranks that hold no element of a parameter take part.",
             *(stored_in_float32("one_element", micro_batch(0), Clip(0.1, norm_type), Observe(), Step())
@@ -140,7 +140,7 @@ CLIPPING: tuple[Check, ...] = (
             source="torchrec PR 3199", needs={"uneven_parameters"}, sizes=ODD),
     clipped("clipping.double_precision", "Gradients in float64 are clipped by a norm in float64.", _by(2.0, "float64")),
     clipped("clipping.unit_dtypes", "Units of different dtypes share one norm.",
-            # Also with float32 beside float64: beside bfloat16 any bound admits a few hundredths.
+            # Also with float32 beside float64: beside bfloat16 any bound allows errors of a few hundredths.
             *(cases("two_dtypes", micro_batch(0), Clip(0.1, norm_type), Observe(), Step(), dtype=dtype)
               for dtype in ("float32", "float64") for norm_type in _NORMS),
             source="pytorch issue 171517, PR 173641", needs={"nested_wrapping"}),
@@ -184,6 +184,6 @@ PARAMETER_HOOKS: tuple[Check, ...] = (
           source="torch.Tensor.register_post_accumulate_grad_hook; torchrec PR 4268",
           needs={"accumulation_hooks", "accumulate_without_no_sync"}, mode=AFTER_ACCUMULATION),
 )  # fmt: skip
-"""Hooks that users register on parameters: what they are given, when, and whether what they return counts."""
+"""Hooks that users register on parameters: their arguments, when they run, and whether their result counts."""
 
 CHECKS = (*MIXED_PRECISION, *CLIPPING, *PARAMETER_HOOKS)

@@ -1,7 +1,8 @@
 """Programs that do more than a case's operations say, with the replay that does the same in one process.
 
-A model is copied, a part of it replaced or called alone; an optimizer has a part of the parameters; one replica evaluates
-alone; a gradient is made infinite and clipped; gradients are a multiple of the mean. A copy runs the micro-batch that the
+Examples: a model is copied, or a part of it is replaced or called alone; an optimizer has some of the parameters; one replica
+    evaluates alone; a gradient is made infinite and clipped; gradients are a multiple of the mean. A copy runs the micro-batch
+    that the
 original runs next, from the same values, so that the oracle's numbers for the original hold for the copy as well.
 """
 
@@ -33,7 +34,7 @@ from fsdp_testing.oracle.replay import Replay, ReplayPoint
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """What became of the copy on one rank.
+    """The result of the copy on one rank.
 
     Attributes:
         refused: The error that refused it; empty if there is a copy.
@@ -48,7 +49,7 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class CopyingObservation(RankObservation):
-    """What a rank reports that also copied its model."""
+    """The report of a rank that also copied its model."""
 
     copied: Copied | None = None
 
@@ -66,7 +67,7 @@ def review_copies(
     """
     at = _copied_at(case)
     if at is None:
-        return None  # a shortened case, which asks for no copy
+        return None  # a shortened case without a copy
     copies = [rank.copied if isinstance(rank, CopyingObservation) else None for rank in ranks]
     missing = tuple(rank for rank, copy in enumerate(copies) if copy is None)
     if missing:
@@ -139,11 +140,11 @@ class CopyingProgram(RankProgram):
         try:
             with self.adapter.no_sync(self.model) if label == COPY_IN_NO_SYNC else nullcontext():
                 twin = copy.deepcopy(self.model)
-        except Exception as refusal:  # whatever it raises, it refuses
+        except Exception as refusal:  # any exception counts as a refusal
             if not self.may_refuse:
                 raise
             refused = f"{type(refusal).__name__}: {refusal}"
-        # Told to all: where some refuse, the others would wait for them in the copy's first collective.
+        # Tell all ranks: if some refuse, the others would wait for them in the copy's first collective.
         told: list[str] = [""] * self.case.world.size
         dist.all_gather_object(told, refused)
         if any(told):
@@ -185,7 +186,7 @@ class PartsProgram(RankProgram):
 
 
 class ReplacingReplay(Replay):
-    """What takes a part's place has its numbers times a factor."""
+    """The replacement of a part has the part's numbers times a factor."""
 
     def _observed(self, index: int, *, pending: bool) -> ReplayPoint:
         label = getattr(self.case.program[index], "label", "") if index < len(self.case.program) else ""
@@ -224,7 +225,7 @@ PARTLY_OPTIMIZED = RunMode(rank_jobs.run_as, (PartlyOptimized, {}), rank_jobs.ex
 
 
 class FirstReplicaEvaluates(RankProgram):
-    """Before its program, the ranks of the first replica run a forward that the others do not run."""
+    """Before the program the ranks of the first replica run a forward that the others do not run."""
 
     def run_operations(self, *, observe_all: bool = False) -> None:
         if self.rank < self.case.world.mesh_shape[-1]:
@@ -257,15 +258,15 @@ def scaled(factor: float, **how: Any) -> RunMode:
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """Something wrong that a rank saw itself, where the numbers of the case do not show it.
+    """A fault that a rank noticed itself, because the numbers of the case do not show it.
 
     Attributes:
         operation: In or after which operation.
         quantity: What is wrong, in two or three words.
         statement: What is wrong with it.
-        error: How large a number is off, where it is one.
-        bound: How far that might be off.
-        derivation: How the bound came about.
+        error: The error, if a number is wrong.
+        bound: The largest allowed error.
+        derivation: The derivation of the bound.
     """
 
     operation: int
@@ -278,7 +279,7 @@ class Remark:
 
 @dataclass(frozen=True, slots=True)
 class RemarkedObservation(RankObservation):
-    """What a rank reports that looked for itself."""
+    """The report of a rank with its own remarks."""
 
     remarks: tuple[Remark, ...] = ()
 
@@ -306,11 +307,11 @@ _NORMS = (2.0, 1.0, math.inf)
 
 
 class PoisonedProgram(RankProgram):
-    """A program after which one gradient is not finite and is clipped by each norm; remarks what one process does otherwise."""
+    """A program that ends with one non-finite gradient, clipped by each norm; reports differences from one process."""
 
     value = math.inf
     raises = False
-    """Whether an error is asked for where the norm is not finite."""
+    """Whether `error_if_nonfinite` is set."""
 
     def run(self, *, observe_all: bool = False) -> RankObservation:
         """Run the case, then clip; remarks come last. Collectives: those of the norm, too."""
@@ -319,7 +320,7 @@ class PoisonedProgram(RankProgram):
             return observation
         noted: list[Remark] = []
         pieces = [piece for held in self.adapter.local_pieces(self.model).values() for piece in held]
-        # Views of this rank's gradients, and of each whether it has the parameter's first element.
+        # Views of this rank's gradients, each with whether it has the parameter's first element.
         grads = [(piece.start == 0 < piece.stop, piece.grad) for piece in pieces if piece.grad is not None]
         before = [grad.clone() for _, grad in grads]
         for norm_type in _NORMS:
@@ -340,7 +341,7 @@ class PoisonedProgram(RankProgram):
         norm, value = float(self.adapter.clip_grad_norm(self.model, 0.1, norm_type)), self.value
         if not (norm == value or (math.isnan(norm) and math.isnan(value))):
             yield f"a gradient is {value}, and the norm is {norm}"
-        # One process multiplies every gradient by 0.1 / (norm + 1e-6): by zero, or by what is no number.
+        # One process multiplies every gradient by 0.1 / (norm + 1e-6): by zero, or by NaN.
         finite = sum(int(((grad != 0) & grad.isfinite()).sum()) for grad in grads)
         if finite:
             yield f"a gradient is {value}, and {finite} elements are still finite and not zero, expected none"
@@ -358,5 +359,5 @@ class PoisonedProgram(RankProgram):
 
 
 def poisoned(value: float, *, raises: bool) -> RunMode:
-    """Return a mode in which one gradient becomes `value`, and an error is asked for or not."""
+    """Return a mode in which one gradient becomes `value`, with or without `error_if_nonfinite`."""
     return RunMode(rank_jobs.run_as, (PoisonedProgram, {"value": value, "raises": raises}), review=review_remarks)

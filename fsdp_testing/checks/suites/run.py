@@ -1,4 +1,4 @@
-"""One check judges one implementation: its cases at every place that is claimed, merged into one result."""
+"""One check judges one implementation: its cases at every claimed place, merged into one result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Where:
     tensor_parallel: int = 1
 
     def sizes(self, *checks: Check) -> tuple[int, ...]:
-        """Return the numbers of ranks on which these checks are asked."""
+        """Return the numbers of ranks on which these checks run."""
         if self.world_sizes is not None:
             return self.world_sizes
         return tuple(sorted({size for check in checks for size in check.sizes}))
@@ -64,7 +64,7 @@ def judge_check(
         check: The check.
         where: World sizes and backend.
         stop_at_first: Run no further case once one has refuted the claim.
-        past_hangs: Run the cases after one that hangs, too: where a hang is expected, it must not hide how they fail.
+        past_hangs: Also run the cases after a hang: an expected hang must not hide how they fail.
 
     Returns:
         The result; a check that crashes is `UNKNOWN` with its traceback, never an exception.
@@ -97,7 +97,7 @@ def _judge_all(
 ) -> list[JudgedCase]:
     """Judge the cases in order, up to the first that fails in a way that `ends` the check.
 
-    A hang does: the claim is refuted then, and each hang costs a deadline.
+    A hang ends it: the claim is refuted, and each hang costs a deadline.
     """
     judgements: list[JudgedCase] = []
     for case in cases:
@@ -116,7 +116,7 @@ def _crashed() -> str:
 
 
 def _cases(adapter: Adapter, check: Check, where: Where) -> tuple[list[Case], Counter[str]]:
-    """Return the cases that the implementation claims, and how many others which missing capabilities keep out."""
+    """Return the claimed cases, and for missing capabilities the number of cases that they exclude."""
     cases: list[Case] = []
     skipped: Counter[str] = Counter()
     for place in check.places(where.claimed(adapter), where.sizes(check), where.backend):

@@ -1,7 +1,7 @@
-"""What ranks did, and where: events and streams judged by the promises of sharding, real models, hybrid sharding.
+"""Judges what ranks did: events and streams against the promises of sharding, real models, hybrid sharding.
 
-The numbers of traces and streams are compared besides, and must hold first. Ranks on the CPU get streams and events that are
-recorded; what nobody waits for is a race on a device, whatever the numbers are here.
+The numbers of traced runs are compared too, and must hold first. Ranks on the CPU get streams and events that are recorded; an
+access without a wait is a race on a device, even if the numbers are right here.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ TRACES: tuple[Check, ...] = (
             cases("deep_nest", *accumulated(0, 1), Step(), forward(2, "no_grad"), *accumulated(3, 4)),
             source="torch.distributed: collectives of a group match in order", mode=traced(event_rules.same_collectives)),
     watched("trace.gathered_and_freed",
-            "Each unit is gathered and freed in turn, and after the last backward none is gathered.", _NEST,
+            "Units are gathered and freed in turn, and after the last backward no unit is gathered.", _NEST,
             mode=traced(event_rules.gathered_once, event_rules.all_freed), strategies=_SHARDED),
     watched("trace.held_while_used", "No module runs while the full parameters of its unit are freed.", _NEST,
             mode=traced(event_rules.held_while_used), strategies=_SHARDED),
@@ -82,7 +82,7 @@ TRACES: tuple[Check, ...] = (
             cases("mlp", *iterations(2)), cases("deep_nest", *iterations(2), wrapping=WrappingPlan(("inner",))),
             source=f"{_VLDB}.3.2; B009", mode=traced(event_rules.in_order), strategies=_SHARDED),
 )  # fmt: skip
-"""What ranks did, judged by the promises of sharding."""
+"""Ranks' actions, judged by the promises of sharding."""
 
 observed = partial(check, source=f"{_VLDB}.3; pytorch PR 177319", mode=STREAMS_OBSERVED, needs={"streams"})
 _UNITS = ("", *MODELS["deep_nest"].units)
@@ -156,7 +156,7 @@ hybrid = partial(
 
 
 def _combined(wrapping: WrappingPlan, *, alike: bool) -> Iterator[tuple[Case, ...]]:
-    """Yield cases; inputs are alike on all ranks where parameters are ignored, whose gradients nobody averages."""
+    """Yield cases; inputs are equal on all ranks if parameters are ignored, because their gradients are not averaged."""
     for norm_type in (2.0, math.inf):
         yield cases("mlp", no_sync_batch(0, alike=alike), micro_batch(1, alike=alike), Observe(), Clip(0.1, norm_type),
                     Observe(), Step(), dtype="float32", precision=MixedPrecisionSpec(None, "bfloat16"),

@@ -1,7 +1,7 @@
-"""State: what was saved is what is loaded, into a fresh instance, another wrapping, another number of ranks.
+"""State: the loaded state equals the saved one, in a fresh instance, another wrapping, another number of ranks.
 
-Loading is judged by what comes after it: the loaded model has the saved values, and goes on training as if it had never
-been saved. The instance that loads was built from other values, so that nothing comes from its construction. Across numbers
+Loading is judged by what follows: the loaded model has the saved values, and continues training as if it had never been saved.
+    The loading instance was built from other values, so nothing comes from its construction. Across numbers
 of ranks several worlds follow one another: each loads what the one before it saved and runs the case's program on the inputs of
 its own ranks. The oracle does the same with one model.
 """
@@ -64,7 +64,7 @@ from fsdp_testing.oracle.replay import Replay
 
 @dataclass(frozen=True, slots=True)
 class SavingObservation(RankObservation):
-    """A rank's report with the state that it saved: all ranks have the same state, so only rank 0 sends it."""
+    """A rank's report with its saved state: all ranks have the same state, so only rank 0 sends it."""
 
     saved: Saved | None = None
 
@@ -84,7 +84,7 @@ def judge_moved(
     saved: Saved | None = None
     judgements: list[JudgedCase] = []
     for stage, (ranks, parts) in enumerate(sizes):
-        # Other inputs in each world: a state that was not loaded must not give the same numbers.
+        # Different inputs in each world: a state that was not loaded must not give the same numbers.
         world = replace(case.world, size=ranks, tensor_parallel=parts)
         moved = [operation.with_batches(partial(_reseeded, 10 * stage)) for operation in case.program]
         cases.append(replace(case, world=world, program=tuple(moved)))
@@ -93,7 +93,7 @@ def judge_moved(
         judgements.append(runner.judge(adapter, cases[-1], comparison, mode=mode))
         observed = judgements[-1].ranks
         saved = next((rank.saved for rank in observed if isinstance(rank, SavingObservation) and rank.saved), None)
-        # A world that decides nothing decides for all: what comes after it may hold.
+        # A world without a verdict leaves the whole case without one, even if later worlds hold.
         if judgements[-1].verdict is not Verdict.PASS or saved is None:
             break
     return _merged(judgements)
@@ -121,7 +121,7 @@ class MovingProgram(RankProgram):
     saves_optimizer = True
 
     def run(self, *, observe_all: bool = False) -> RankObservation:
-        """Save the model and, if asked, the optimizer, when all went well; only rank 0 sends what all ranks have."""
+        """Save the model and, if asked, the optimizer, after a run without errors; only rank 0 sends the state."""
         observation = super().run(observe_all=observe_all)
         if observation.error is not None:
             return observation
@@ -131,11 +131,11 @@ class MovingProgram(RankProgram):
     def _save(self, optimizer: torch.optim.Optimizer | None) -> Saved:
         state = self.adapter.full_state_dict(self.model)
         kept = self.adapter.full_optimizer_state(self.model, optimizer) if optimizer is not None else None
-        # Copied: what was returned may be the model's own memory.
+        # Copied: the returned state may be the model's own memory.
         return Saved(copy.deepcopy(dict(state)), copy.deepcopy(kept))
 
     def build_optimizer(self) -> None:
-        """Load the model first: an optimizer may look at what it is given."""
+        """Load the model first: an optimizer may read its parameters."""
         if self.saved is not None:
             with self._inside():
                 self.adapter.load_full_state_dict(self.model, self.saved.model)
@@ -247,9 +247,9 @@ CHECKS: tuple[Check, ...] = (
             for freeze, after in (((), ()), (("layers.0.*",), ()), ((), (forward(5),))))),
     saved("full_state_dict.before_training", "A model can be saved and loaded before its first forward.",
           _before_training("full"), source="pytorch PR 90862"),
-    saved("full_state_dict.rolled_back", "A saved model, loaded into the model that was trained on since, is as it was saved.",
+    saved("full_state_dict.rolled_back", "Loading a saved model into the model that was trained on since restores it.",
           _rolled_back("full", "uneven buffers"), source="torch.nn.Module.load_state_dict", sizes=ODD),
-    saved("full_state_dict.rolled_back_after_evaluation", "State loads into a model that only ran a forward since.",
+    saved("full_state_dict.rolled_back_after_evaluation", "State loads into a model that has only run a forward since.",
           _rolled_back("full", "mlp uneven", forward(5)), source="torch.nn.Module.load_state_dict"),
     saved("full_state_dict.buffers", "Buffers are saved and loaded with the parameters, in their dtypes.",
           _model("full", "buffers"), source="pytorch issue 93391"),
@@ -283,7 +283,7 @@ CHECKS: tuple[Check, ...] = (
     saved("sharded_state_dict.before_training", "A model can be saved and loaded in shards before its first forward.",
           _before_training("sharded"), source="pytorch PR 90862"),
     saved("sharded_state_dict.rolled_back",
-          "A model saved in shards, loaded into the model that was trained on since, is as it was saved.",
+          "Loading a model saved in shards into the model that was trained on since restores it.",
           _rolled_back("sharded", "mlp uneven"), _rolled_back("sharded", "mlp", forward(5)),
           source="torch.nn.Module.load_state_dict", sizes=ODD),
     *(saved(f"sharded_state_dict.whole{of}", f"Shards of {what} hold the elements that they say they do.",
@@ -295,7 +295,7 @@ CHECKS: tuple[Check, ...] = (
     saved("local_state_dict.rolled_back", "Raw shards, loaded into the model that was trained on since, restore it.",
           _rolled_back("local", "mlp uneven"), source="torch.distributed.fsdp.LocalStateDictConfig", sizes=ODD),
     saved("optim_state.rolled_back",
-          "Model and optimizer, loaded into those that were trained on since, are as they were saved.",
+          "Loading model and optimizer into those that were trained on since restores them.",
           _rolled_back("full", "uneven", optimizer=ADAMW), _rolled_back("full", "mlp", SetLr(0.2), optimizer=_DECAYED),
           source="torch.optim.Optimizer.load_state_dict", sizes=ODD),
     saved("optim_state.rolled_back_to_the_start", "Loaded into an optimizer that stepped since, the state of one that never "

@@ -1,4 +1,4 @@
-"""Runs that look at saved state itself: what must be refused, dtypes, an optimizer in another order or with groups."""
+"""Runs that check saved state itself: state that must be refused, dtypes, an optimizer in another order or with groups."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ WRONG_STATES: Mapping[str, Callable[[State], State]] = {
     "state with an unknown parameter": _with_another,
     "state with a parameter of another shape": _misshapen,
 }
-"""What must be refused, by the label of the observation after which it is loaded. Each is a case, whose finding has this name."""
+"""State that must be refused, by the label of the observation after which it is loaded. Each is a case with this name."""
 
 
 class RemarkingProgram(RankProgram):
-    """A program after which a rank remarks what is wrong with what it can do then, such as saving and loading."""
+    """A program after which a rank tests further actions, such as saving and loading, and reports faults."""
 
     @property
     def quantity(self) -> str:
@@ -68,7 +68,7 @@ class RemarkingProgram(RankProgram):
 
 
 class RefusingProgram(RemarkingProgram):
-    """Loads what it saved, then the state that does not fit that the last observation names."""
+    """Loads its saved state, then the unfitting state that the last observation names."""
 
     @property
     def quantity(self) -> str:
@@ -81,7 +81,7 @@ class RefusingProgram(RemarkingProgram):
             return  # a shortened case, which names none
         with self._inside():
             saved = {fqn: tensor.detach().clone() for fqn, tensor in self.adapter.full_state_dict(self.model).items()}
-        self.adapter.load_full_state_dict(self.model, dict(saved))  # what refuses this refuses anything
+        self.adapter.load_full_state_dict(self.model, dict(saved))  # a loader that refuses this refuses anything
         wrong = WRONG_STATES[self.quantity](saved)
         try:
             self.adapter.load_full_state_dict(self.model, wrong)
@@ -165,7 +165,7 @@ def _grouped(
 
 
 class ShardsPlaced(RemarkingProgram):
-    """Compares the shards that it saved with the full state, each at the place that it names."""
+    """Compares its saved shards with the full state, each at the place that the shard names."""
 
     def statements(self) -> Iterator[str]:
         """Yield whose shards hold other elements."""
@@ -179,10 +179,10 @@ class ShardsPlaced(RemarkingProgram):
 
 
 def _pieces(part: Any) -> list[tuple[Any, torch.Tensor]]:
-    """Return what a rank saved of a tensor, each with its place in the whole."""
+    """Return a rank's saved parts of a tensor, each with its place in the whole."""
     if isinstance(part, DTensor):
         return [(..., part.full_tensor())]
-    # torch's older ShardedTensor says where each shard lies; what is not sharded is whole.
+    # torch's older ShardedTensor knows the place of each shard; other tensors are whole.
     shards = getattr(part, "local_shards", None)
     return [(..., part)] if shards is None else [(_place(shard.metadata), shard.tensor) for shard in shards()]
 

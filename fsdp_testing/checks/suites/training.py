@@ -174,7 +174,7 @@ ACCUMULATION: tuple[Check, ...] = (
             for reverse in (False, True)),
           source="pytorch issue 47260, 106637, 136861"),
 )  # fmt: skip
-"""Several micro-batches before a step, reduced each or only at the end, ending on either."""
+"""Several micro-batches before a step, each reduced or only the last, in any order."""
 
 
 def _between(*operations: Operation, models: str = "mlp deep_nest") -> tuple[Case, ...]:
@@ -193,7 +193,7 @@ def _between(*operations: Operation, models: str = "mlp deep_nest") -> tuple[Cas
 
 
 # "Gradients will be accumulated in module variables, which will later be synchronized in the first forward-backward pass
-# after exiting the context" (torch's FSDP and DDP): whatever comes between finds gradients that are there, or clears them.
+# after exiting the context" (torch's FSDP and DDP): any operation in between sees the gradients, or clears them.
 pending = partial(check, source="torch.distributed.fsdp.FullyShardedDataParallel.no_sync")
 
 PENDING: tuple[Check, ...] = (
@@ -213,7 +213,7 @@ PENDING: tuple[Check, ...] = (
     pending("accumulation.frozen", "A parameter that is frozen while its gradient awaits reduction is reduced with the others.",
             _between(Freeze(("layers.1.*",)), models="mlp")),
     pending("accumulation.interrupted",
-            "An exception after a local micro-batch, and cleared gradients, leave no trace of either.",
+            "An exception after a local micro-batch leaves no trace once gradients are cleared, nor does the micro-batch.",
             _between(Interrupt(Batch(7)), Interrupt(Batch(7), 1, backward=True))),
     pending("accumulation.cleared_after_reduction", "Clearing drops reduced gradients and those that await reduction.",
             cases("mlp deep_nest", micro_batch(0), no_sync_batch(1), ZeroGrad(), micro_batch(2), Observe(), Step(),
@@ -228,7 +228,7 @@ PENDING: tuple[Check, ...] = (
             cases("mlp deep_nest", no_sync_batch(0), BuildOptimizer(), micro_batch(1), Step(), ZeroGrad(),
                   micro_batch(2), Step(), optimizer=PLAIN_SGD)),
 )  # fmt: skip
-"""What a user does between a micro-batch in no_sync and the one that reduces: nothing of it is forbidden."""
+"""User actions between a micro-batch in no_sync and the one that reduces: all of them are allowed."""
 
 BACKWARDS: tuple[Check, ...] = (
     *(check(f"backward.{form}", meaning,
@@ -248,7 +248,7 @@ BACKWARDS: tuple[Check, ...] = (
         ("of_inputs", "Inputs that require gradients get those of this rank's own loss.", "torch.autograd.backward", set()),
         ("inner", "A forward of the module inside the wrapper is still reduced.", "torch.nn.parallel", set()),
     )),
-    # From before the first step, and later; nothing follows, which a failed backward need not allow.
+    # Before the first step, and later; nothing follows, because a failed backward need not allow it.
     check("backward.outdated",
           "A backward whose values a step has changed since forward is refused on every rank, as one process refuses it.",
           *(cases(model, *before, UnusualBackward(Batch(seed), "outdated"), optimizer=PLAIN_SGD)
@@ -256,7 +256,7 @@ BACKWARDS: tuple[Check, ...] = (
             for seed, before in ((1, [micro_batch(0)]), (2, [*iteration(0), micro_batch(1)]))),
           source="torch.autograd: saved tensors and in-place operations"),
 )  # fmt: skip
-"""Backwards that are not one backward of the wrapper's last forward: a second one, one of gradients, one elsewhere."""
+"""Backwards other than one backward of the wrapper's last forward: a second one, one of gradients, one elsewhere."""
 
 cleared = partial(check, source="torch.optim")
 _FORMS = (True, False)

@@ -1,4 +1,4 @@
-"""Users' own code: what raises, `module.to`, `copy.deepcopy`, parts of a model replaced by others or called alone."""
+"""Users' own code: exceptions, `module.to`, `copy.deepcopy`, parts of a model replaced by others or called alone."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ CONVERSION: tuple[Check, ...] = (
 )  # fmt: skip
 """What users do to modules besides training: `module.to`, `copy.deepcopy`."""
 
-# What an adapter shows of a part that gave way may be the part itself: what the model computes decides.
+# An adapter may still show the part that was replaced, so the model's results decide.
 replaced = partial(check, comparison=Comparison(ignore=(f"{PART}.*",)), mode=PARTS_REPLACED)
 
 PARTS_OF_MODELS: tuple[Check, ...] = (
@@ -141,7 +141,7 @@ PARTS_OF_MODELS: tuple[Check, ...] = (
           cases("mlp", Observe(ALONE), *iteration(0), Observe(ALONE), *iteration(1)),
           source="pytorch PR 90862, 87900", needs={"unit_alone", "nested_wrapping"}, mode=PARTS),
 )  # fmt: skip
-"""Parts of a wrapped model in users' hands: replaced by others, called by themselves."""
+"""Parts of a wrapped model in users' hands: replaced by others, or called directly."""
 
 
 class LendsInputs(RemarkingProgram):
@@ -150,7 +150,7 @@ class LendsInputs(RemarkingProgram):
     quantity = "inputs"
 
     def statements(self) -> Iterator[str]:
-        """Yield that the user's own tensors were written to, by forward or backward."""
+        """Report a user's tensor that forward or backward has written to."""
         batch = Batch(11)
         lent, kept = (models.make_inputs(self.case, batch, self.rank) for _ in range(2))
         with self._inside():
@@ -196,7 +196,7 @@ INPUTS: tuple[Check, ...] = (
           cases("container_inputs", *iterations(2), dtype="float32", precision=MixedPrecisionSpec("bfloat16")),
           source="pytorch PR 91078", comparison=LOCKSTEP),
 )  # fmt: skip
-"""What users pass to a model stays theirs."""
+"""Tensors that users pass to a model stay unchanged."""
 
 IN_NO_SYNC = (
     check("accumulation.stays_local", "In no_sync nothing is reduced.", cases("mlp", no_sync_batch(0), optimizer=PLAIN_SGD),

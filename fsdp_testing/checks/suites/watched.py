@@ -1,8 +1,8 @@
-"""Runs that are looked at besides their numbers: traced, with streams recorded, or beside DDP on the same ranks.
+"""Runs that are watched in addition to their numbers: traced, with recorded streams, or beside DDP on the same ranks.
 
 DDP is a second oracle, which shares no code with the first one and knows neither shards nor units. Both are right within the
-oracle's bound, so they are within twice that bound of one another; where DDP gave nothing, nothing is compared. In mixed
-precision it trains full parameters that are cast in each forward, and reduces in the dtype asked for by its own hook.
+oracle's bound, so they are within twice that bound of one another; where DDP has no value, nothing is compared. In mixed
+precision DDP trains full parameters that are cast in each forward, and its own hook reduces in the requested dtype.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TWICE = "twice the oracle's bound, since both are within it: "
 
 @dataclass(frozen=True, slots=True)
 class PairedObservation(RankObservation):
-    """What a rank reports that ran the case a second time, with DDP.
+    """The report of a rank that ran the case a second time, with DDP.
 
     Attributes:
         other: What it reported then.
@@ -56,10 +56,10 @@ def review_pair(case: Case, ranks: Sequence[RankObservation], expectation: Expec
     """Compare what the ranks hold with what DDP held at the same points.
 
     Raises:
-        HarnessError: DDP did not run the case, so that there is no second oracle; that is nobody's failure but ours.
+        HarnessError: DDP did not run the case, so there is no second oracle; this is a failure of the harness.
     """
     references = [rank.other for rank in ranks if isinstance(rank, PairedObservation) and rank.other is not None]
-    # Of a second oracle that fails nothing follows for the implementation.
+    # A failing second oracle says nothing about the implementation.
     wrong = tuple(rank.rank for rank in references if rank.error is not None)
     if len(references) != len(ranks) or wrong:
         got = next((rank.error.message for rank in references if rank.error is not None), "it reported nothing")
@@ -184,7 +184,7 @@ def traced(*rules: Rule) -> RunMode:
 
 @dataclass(frozen=True, slots=True)
 class StreamObservation(RankObservation):
-    """What a rank reports whose streams were recorded."""
+    """The report of a rank with recorded streams."""
 
     account: StreamAccount = StreamAccount((), 0, (), 0)
 
@@ -198,7 +198,7 @@ def run_observed(adapter: Adapter, case: Case, observe_all: bool) -> RankObserva
         InvalidImplementation: The adapter claims `streams`, and nothing ran on a second stream.
     """
     program = RankProgram(case, registry.adapter_of(adapter), current_world().rank)
-    # Late copies and garbage are writes that no device makes.
+    # Late copies and garbage are writes that no real device makes.
     program.late = program.garbage = False
     with observe(current_world().device) as history:
         result = rank_jobs.run_program(program, observe_all)
@@ -234,14 +234,14 @@ def no_races(case: Case, ranks: Sequence[RankObservation], _expected: Expectatio
 
 
 IN_FLIGHT = 2
-"""All-gathers that a limited host lets be in flight: FSDP1's number, which the reference keeps, too."""
+"""The most all-gathers in flight on a limited host: FSDP1's number, which the reference uses too."""
 
 
 def limited(case: Case, ranks: Sequence[RankObservation], _expected: Expectation) -> Finding | None:
-    """Return that the device may still use more full parameters than are held at once and `IN_FLIGHT`.
+    """Report a rank whose device may still use more full parameters than it holds at once plus `IN_FLIGHT`.
 
     Raises:
-        HarnessError: A rank made no all-gather that is known as one, so that nothing was counted.
+        HarnessError: A rank made no recognised all-gather, so nothing was counted.
     """
     accounts = [(rank.rank, rank.account.full_buffers) for rank in ranks if isinstance(rank, StreamObservation)]
     silent = [rank for rank, buffers in accounts if not buffers.held]

@@ -1,8 +1,8 @@
-"""Finds the parts that a failure needs: delta debugging, whoever runs the candidates.
+"""Finds the parts that a failure needs: delta debugging, with any runner of candidates.
 
-After Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", 2002, with one change: every single part
-is left out in an attempt of its own, many in one batch, and then all of those that nothing depended on are left out
-together, or half of them, and so on. A failure that needs a fixed set of parts is down to it after two batches.
+After Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", 2002, with one change: every single part is
+left out in a separate attempt, many in one batch. Then all parts that were not needed are left out together, or half of them,
+and so on. A failure that needs a fixed set of parts is reduced to it after two batches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Keeping = Callable[[list[Case]], list[Case]]
 
 
 class BudgetSpent(Exception):
-    """Nothing more is to be tried."""
+    """The budget is spent."""
 
 
 class Reduction(NamedTuple):
@@ -121,9 +121,9 @@ def joined(kind: Kind, case: Case, keys: Iterable[tuple[Any, ...]]) -> Case:
     Args:
         kind: Gave the keys for this case.
         case: Where to start.
-        keys: Which parts; one that is no longer there when its turn comes is passed over.
+        keys: Which parts; a part that no longer exists at its turn is skipped.
     """
-    # What comes later goes first: the places before it stay where they are.
+    # Remove later parts first, so that the indices of earlier ones stay valid.
     for key in sorted(keys, reverse=True):
         case = next((part.case for part in kind(case) if part.key == key), case)
     return case

@@ -1,7 +1,7 @@
 """The ways in which a case becomes simpler by one part, as steps; the boldest first, so that few attempts go far.
 
-Before it is taken apart piece by piece, much simpler cases are tried: most failures need two operations, the simplest settings
-and hardly any model. Asking for that outright costs a few attempts, where one part at a time costs dozens.
+Much simpler cases are tried before single parts are removed: most failures need two operations, the simplest settings and
+hardly any model. Trying these at once costs a few attempts; one part at a time costs dozens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FEW = 6
 
 
 def pairs(case: Case) -> Iterator[Reduction]:
-    """Yield the case without two of its operations: some are needed, or not, together only."""
+    """Yield the case without two of its operations: some can only be left out together."""
     length = len(case.program)
     for first in range(length if length > 2 else 0):
         for second in range(first + 1, length if length <= _FEW else min(first + 2, length)):
@@ -145,10 +145,10 @@ _SKELETONS: tuple[tuple[list[Node], tuple[str, ...]], ...] = (
     ([{"kind": "linear", "name": "a", "out": 2}, {"kind": "linear", "name": "b", "out": 2}], ("a",)),
     ([{"kind": "linear", "name": "a", "out": 2}, {"kind": "linear", "name": "b", "out": 2}], ("a", "b")),
 )
-"""Small models to which many failures do not mind being moved, with the units that are wrapped."""
+"""Small models on which many failures still show, with their units."""
 
 _LAYOUTS = ((("a", "colwise"), ("b", "rowwise")), (("a", "rowwise"), ("b", "colwise")))
-"""What is made of them over a second axis."""
+"""Their layouts over a second axis."""
 
 
 def on_small_models(case: Case) -> Iterator[Case]:
@@ -175,7 +175,7 @@ def _plain_settings(case: Case) -> Case:
 
 
 def beginnings(case: Case, signature: Signature) -> list[Case]:
-    """Return the case up to each operation after which it may be that the failure shows; the shortest first."""
+    """Return the case up to each operation after which the failure may show; the shortest first."""
     length = len(case.program)
     ends = [index + 1 for index, operation in enumerate(case.program) if operation.kind == signature.operation]
     ends = ends or sorted({length // 4, length // 2, 3 * length // 4, length} - {0})

@@ -22,7 +22,7 @@ from fsdp_testing.judging.signature import Signature, signature_of
 
 SECONDS = 20.0
 PATIENCE = 10
-"""How many times its seconds shrinking takes at most, on a machine however busy."""
+"""On a busy machine shrinking takes at most this many times its seconds."""
 
 _AT_ONCE = 12
 KINDS: tuple[Kind, ...] = (
@@ -33,7 +33,7 @@ KINDS: tuple[Kind, ...] = (
     reductions.trees,
     reductions.operations,
 )
-"""In which ways a case becomes simpler, in the order in which they are tried."""
+"""The ways to simplify a case, in the order in which they are tried."""
 
 Attempt = Callable[[Sequence[Case], Signature], Sequence[tuple[Case, Signature | None]]]
 """Runs cases of one world size, with a snapshot after every operation, and returns how each fails.
@@ -43,7 +43,7 @@ Where the signature that is looked for costs the ranks, what comes after the fir
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """What shrinking gave.
+    """The result of shrinking.
 
     Attributes:
         case: The simplest case found.
@@ -74,7 +74,7 @@ def shrink(
         attempt: Runs candidates.
         shape: Gives the legal case nearest to a reduced one.
         fair: Whether an implementation may be asked a case at all.
-        seconds: When an idle machine is content with what was found; a busy one is after `PATIENCE` times as long at the latest.
+        seconds: Time limit on an idle machine; a busy machine takes at most `PATIENCE` times as long.
     """
     budget = Budget.of_seconds(seconds)
     attempts = 0
@@ -125,13 +125,13 @@ RUNS_OF_ONE = 40
 """Programs run to shorten one failure."""
 
 RUNS_OF_A_HANG = 100
-"""What a rank that hangs is counted as: it costs a world and a deadline."""
+"""Number of runs that a hang counts as: it costs a world and a deadline."""
 
 _COSTS = {**dict.fromkeys(ENDS_RANKS, 10), FailureKind.HUNG: RUNS_OF_A_HANG}
-"""Runs that a failure is counted as beside its own, where it costs the ranks."""
+"""Extra runs that a failure counts as if it kills its ranks."""
 
 NOT_EXAMINED = "not examined (time)"
-"""What is said of a failure that the budget did not reach."""
+"""The remark on a failure that the budget did not reach."""
 
 
 class Budget:
@@ -141,7 +141,7 @@ class Budget:
 
     Args:
         runs: How many.
-        whole: The budget of which this one is a part; where that is used up, so is this.
+        whole: The budget that this one is a part of; if the whole is used up, so is this part.
     """
 
     def __init__(self, runs: int, whole: Budget | None = None) -> None:
@@ -152,11 +152,11 @@ class Budget:
 
     @classmethod
     def of_seconds(cls, seconds: float) -> Budget:
-        """A budget of what an idle machine runs in so many seconds."""
+        """A budget of the runs that an idle machine makes in this many seconds."""
         return cls(math.ceil(seconds * RUNS_PER_SECOND))
 
     def part(self, runs: int = RUNS_OF_ONE) -> Budget:
-        """A budget for one failure out of this one; whoever runs programs counts them here as well."""
+        """A part of this budget for one failure; its runs count here as well."""
         return Budget(runs, self)
 
     def count(self, runs: int = 1) -> None:
@@ -171,7 +171,7 @@ class Budget:
 
     @property
     def exhausted(self) -> bool:
-        """Whether it, or the whole of which it is a part, is used up."""
+        """Whether this budget, or the whole that it is part of, is used up."""
         return self.runs >= self._allowed or (self._whole is not None and self._whole.exhausted)
 
     @property

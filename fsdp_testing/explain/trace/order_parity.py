@@ -43,7 +43,7 @@ ASPECTS = {"requests": frozenset({"unshard", "reshard"}), "memory": frozenset({"
 
 @dataclass(frozen=True, slots=True)
 class CaseParity:
-    """One case on both implementations: its comparisons, and what each alone does wrong."""
+    """One case on both implementations: its comparisons, and the broken rules of each."""
 
     case: Case
     left: Trace
@@ -53,7 +53,7 @@ class CaseParity:
 
     @property
     def equal(self) -> bool:
-        """True when nothing differs and neither breaks a rule of its own."""
+        """True if nothing differs and neither implementation breaks a rule."""
         return not self.faults and all(comparison.equal for comparison in self.comparisons)
 
 

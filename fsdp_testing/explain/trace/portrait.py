@@ -1,4 +1,4 @@
-"""Makes of a history something to draw: stretches of time, bytes held, and who holds which elements.
+"""Turns a history into data for drawings: stretches of time, bytes held, and the elements on each rank.
 
 Pure but for `take`, which runs the one short program that is drawn.
 """
@@ -40,7 +40,7 @@ from fsdp_testing.explain.trace.run import OnRanks, Trace, trace
 MODEL = "mlp"
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 MOST_STRETCHES = 1000
-"""Of one rank; no picture shows more."""
+"""The most stretches of one rank that a picture shows."""
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -66,7 +66,7 @@ def portrait_case(strategy: str, size: int) -> Case:
 def take(name: str, case: Case, on_ranks: OnRanks) -> Portrait:
     """Run `case` on implementation `name` and draw it; a run that fails leaves a remark and no picture.
 
-    The case runs twice: the first time allocates, connects and imports, which is not what a reader asks for.
+    The case runs twice: the first run allocates, connects and imports, which must not be in the drawing.
     """
     try:
         trace(name, case, on_ranks)

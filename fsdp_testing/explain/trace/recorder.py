@@ -1,9 +1,9 @@
 """Collects the events of one rank: every source calls one recorder, which numbers and times them.
 
-What happens while the rank trains costs it one time stamp and one tuple; events are made of them when somebody asks.
+Each event costs the training rank one time stamp and one tuple; `Event` objects are made on request.
 
-Modules and waits are watched from outside, through public hooks and `Work.wait`; the graph's structure is left as it is.
-Waits inside C++ (DDP's reducer) are not seen.
+Modules and waits are watched from outside, through public hooks and `Work.wait`; the graph is not changed. Waits inside C++
+(DDP's reducer) are not recorded.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def watch_modules(recorder: TraceRecorder, names: Mapping[nn.Module, str]) -> It
             return
         recorder.autograd(names[module], "post_forward")
         reported: list[bool] = []
-        # Most modules give one tensor; walking a tree of one costs more than everything else here.
+        # Most modules return one tensor; walking a tree with one leaf costs more than everything else here.
         for leaf in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(lambda _grad, name=names[module]: first_gradient(name, reported))

@@ -90,7 +90,7 @@ def trace_case(adapter: Adapter, case: Case, observe_all: bool = False) -> RankT
     program = _TimedProgram(case, adapter, current_world().rank)
     recorder = program.recorder
     with ExitStack() as stack, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # as for programs that are judged: they decide nothing
+        warnings.simplefilter("ignore")  # warnings decide nothing, as in judged programs
         units: Units = []
         program.adapter = _watching_after_wrap(adapter, recorder, stack, units)
         stack.enter_context(interception.listen(recorder.collective))
@@ -122,7 +122,7 @@ class _TimedProgram(RankProgram):
 def _watching_after_wrap(adapter: Adapter, recorder: TraceRecorder, stack: ExitStack, units: Units) -> Adapter:
     """Return the adapter, with a `wrap` that switches unit and module sources on as soon as there is a model.
 
-    It notes the units then: later some may show their full parameters, whose names an adapter need not know.
+    It records the units at that moment: later some may show full parameters, whose names an adapter need not know.
     """
     original: Callable[..., nn.Module] = adapter.wrap
 

@@ -1,4 +1,4 @@
-"""The cube of small cases: one square for each world and face, shaded by what happens there."""
+"""The cube of small cases: one square for each world and face, shaded by its verdicts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHARACTER = 6.2
 ROW = 16
 HEAD = 40
 SHADES = {"fail": "fails", "unknown": "unknown", "refused": "refused", "pass": "holds"}
-"""Verdicts by how much they matter, each with its class: a square has that of the first that occurs in it."""
+"""Verdicts by importance, each with its class: a square gets the class of the first verdict that occurs in it."""
 
 
 def cube_picture(

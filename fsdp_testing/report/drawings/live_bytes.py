@@ -46,7 +46,7 @@ def _y(amount: float, highest: float) -> float:
 def _curve(drawing: Drawing, rank: RankPortrait, number: int, seconds: float, highest: float) -> None:
     scale = (WIDTH - LEFT - 8) / seconds
     points: list[tuple[float, float]] = []
-    # Ranks hold the same most of the time; a curve on another would hide it.
+    # Ranks mostly hold the same amount; one curve would hide another.
     shift = 1.6 * number
     for point in rank.live:
         x, y = LEFT + min(point.time, seconds) * scale, _y(point.amount, highest) + shift

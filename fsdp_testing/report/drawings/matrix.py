@@ -1,4 +1,4 @@
-"""The matrix of pairs: one square for each pair of traits, shaded by what became of it."""
+"""The matrix of pairs: one square for each pair of traits, shaded by its result."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def matrix_picture(
 
     Args:
         traits: In their order.
-        word: What became of the pair of a trait and one before it, by their places.
-        classes: Of the squares, by word; others stay empty.
+        word: The result of the pair of a trait and an earlier one, by their indices.
+        classes: Of the squares, by word; squares with other words stay empty.
         single: Words whose squares stand alone and say which pair they are; others are joined along a row.
     """
     drawing = Drawing(ROW * len(traits) + 4, "Which pairs of traits hold, fail, or did not run")

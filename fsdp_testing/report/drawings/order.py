@@ -1,4 +1,4 @@
-"""Two sequences side by side: equal steps joined by a line, what only one has standing alone."""
+"""Two sequences side by side: equal steps are joined by a line, others stand alone."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def shown_rows(rows: Sequence[OrderRow], *, full: bool) -> Iterator[tuple[str, s
     different = [index for index, row in enumerate(rows) if not row.same]
     near = {
         place for index in different for place in range(index - CONTEXT_ROWS, index + CONTEXT_ROWS + 1)
-    }  # of a comparison without differences nothing is near
+    }  # without differences no row is near one
     gap = 0
     for index, row in enumerate(rows):
         if not full and index not in near:

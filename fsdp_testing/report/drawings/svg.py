@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from markupsafe import Markup
 
 WIDTH = 960
-"""Of every drawing, in user units; the page scales it, and lets phones scroll it."""
+"""Width of every drawing, in user units; the page scales it, and phones can scroll it."""
 
 LEFT = 92
-"""Where what has a time axis or shards begins; labels stand left of it."""
+"""Left edge of time axes and shards; labels stand left of it."""
 
 LETTER = 6.4
 """Width of a letter at the usual size, roughly: a label that would not fit is left out."""
@@ -22,7 +22,7 @@ class Drawing:
 
     Args:
         height: In user units.
-        label: What it shows, for those who cannot see it.
+        label: What it shows, for readers who cannot see it.
     """
 
     def __init__(self, height: float, label: str) -> None:
@@ -96,7 +96,7 @@ def ticks(stop: float, count: int = 8) -> Iterator[float]:
 
 
 def bytes_text(count: float) -> str:
-    """Bytes as people write them."""
+    """Format bytes with a unit."""
     if count < 1024:
         return f"{count:g} B"
     power = min(int(math.log(count, 1024)), 4)

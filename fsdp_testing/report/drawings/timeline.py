@@ -48,7 +48,7 @@ def timeline(portrait: Portrait, wrong: int | None = None) -> Markup:
 
 
 def missing(portrait: Portrait, rank: RankPortrait) -> list[Stretch]:
-    """Return the collectives that the rank with most of them issued and this one did not, where they were there."""
+    """Return the collectives that this rank did not issue but the rank with the most collectives did, at their times there."""
     issued = {
         other.rank: [stretch for stretch in other.stretches if stretch.lane == "collective"] for other in portrait.ranks
     }
@@ -93,7 +93,7 @@ def _mark(drawing: Drawing, time: float, top: float, seconds: float) -> None:
 
 
 def name_of(stretch: Stretch) -> str:
-    """Return what a stretch is about; the root unit has no name of its own."""
+    """Return the name of the unit or operation of a stretch; the root unit has no name of its own."""
     return stretch.what or "(root)"
 
 

@@ -1,4 +1,4 @@
-"""The source of random cases: it draws, counts what is known, has investigated what is not, and goes on."""
+"""The source of random cases: it draws cases, counts known failures, has new ones investigated, and goes on."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Batch = list[tuple[QueuedCase, JudgedCase]]
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What became of a suspect; an example of a known failure was not queued."""
+    """The result on a suspect; an example of a known failure was not queued."""
 
     queued: QueuedCase | None
     investigated: Investigated | None
@@ -68,7 +68,7 @@ class Campaign:
         pool: Where worlds come from.
         on_progress: Called after every batch.
         on_finding: Called with each new finding; writes it down.
-        clock: Seconds, of which only differences count.
+        clock: Seconds; only differences count.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class Campaign:
         self._queue = CaseQueue(self._draw, self.verdicts, self._budget)
 
     def _load(self) -> State:
-        """What earlier runs left.
+        """The state that earlier runs left.
 
-        A part goes on with its own cases alone: `merge` counts its verdicts. A whole campaign goes on after a change, of the
-        options too, with the next number; what ran before the change says nothing of what is there now.
+        A part continues only with its own cases, because `merge` counts its verdicts. A whole campaign continues after a
+        change, also of options, with the next number; cases from before the change say nothing about the current code.
         """
         plan, subject = self._plan, self._plan.subject
         fresh = State(subject, plan.shard)
@@ -125,12 +125,12 @@ class Campaign:
         if not wrong:
             return state.reopened()
         if plan.listed:
-            return fresh  # each of its numbers is another case now
+            return fresh  # each number now stands for another case
         former = "".join(letter if letter == OPEN else FORMER for letter in state.verdicts)
         return replace(fresh, verdicts=former, turns=state.turns, runs=state.runs, seconds=state.seconds)
 
     def _found_earlier(self) -> KnownFailures:
-        """What earlier runs found is known now: met again, it is counted and not reported again."""
+        """Findings of earlier runs are known now: if met again, they are counted and not reported."""
         rules = []
         for folder in findings_in(self._plan.state):
             file = folder / "finding.json"
@@ -158,7 +158,7 @@ class Campaign:
         return self.tally
 
     def next_job(self) -> Callable[[], Batch | _Answer] | None:
-        """Return a suspect to be investigated, else the next batch: what is found is known to the batches after it."""
+        """Return a suspect to investigate, else the next batch: later batches know the findings."""
         if self._plan.stop_at_first and any(discovery.confirmed for discovery in self.tally.discovered):
             return None
         if self._suspects:
@@ -173,7 +173,7 @@ class Campaign:
         return lambda: list(zip(batch, judge(), strict=True))
 
     def take(self, answer: Batch | _Answer) -> None:
-        """Take in what a job gave, and keep the suspects that are worth investigating."""
+        """Take in the result of a job, and keep the suspects that are worth investigating."""
         if isinstance(answer, list):
             suspects = [pair for pair in answer if self._take_result(*pair)]
             self._suspects += suspects
@@ -184,7 +184,7 @@ class Campaign:
         self._on_progress(self.tally)
 
     def save(self) -> None:
-        """Write down verdicts, and what else the next run goes on with."""
+        """Write the verdicts, and whatever else the next run needs to continue."""
         before, tally = self._before, self.tally
         tally.seconds = self._budget.spent
         tally.worlds_lost = self._runner.worlds.lost
@@ -239,7 +239,7 @@ class Campaign:
     def _settle(
         self, queued: QueuedCase, verdict: Verdict, former: Verdict | None = None, why: Reason | None = None
     ) -> None:
-        """Note the verdict on a case; a suspect fails until it was investigated, and then has the verdict of that."""
+        """Record the verdict on a case; a suspect fails until its investigation gives the verdict."""
         counts = [self.tally.verdicts]
         if queued.number is not None:
             why = why or self.verdicts.reasons.get(queued.number)
@@ -257,7 +257,7 @@ class Campaign:
         tally.variants += queued.depth > 0
         rules = self._rules_of(judged)
         if rules and signature is not None:
-            # The case without what brings about each failure that this may be runs too, for what that may have hidden.
+            # For each possible known failure, run the case without its cause too: it may have hidden another failure.
             for rule in rules:
                 self._queue.add_variant(queued, rule, self._drawer.shape, self._fair)
             rule = rules[0]
@@ -268,20 +268,20 @@ class Campaign:
             tally.known[rule.name] += 1
             tally.found_before.update(self._earlier & {rule.name})
             self._settle(queued, self._known_by(rule), why=Reason(rule.name))
-            # What is known of some cases only says nothing of the models of others.
+            # A rule that covers only some cases says nothing about the models of others.
             self._watch_models &= not judgement.only_model_stays or bool(rule.operations or rule.tags)
             return False
         self._settle(queued, judged.verdict, why=_reason(judged))
         if judged.verdict is Verdict.UNKNOWN:
             self._take_unknown(judged)
         elif judgement.only_model_stays:
-            # One is enough: it is about the implementation, and watching on would find nothing else.
+            # One remark is enough: it is about the implementation, and more runs would find the same.
             first, self._watch_models = self._watch_models, False
             return first
         return signature is not None and self._is_worth_investigating(signature)
 
     def _known_by(self, rule: Rule) -> Verdict:
-        """What is said of a case that a rule knows: by what the campaign found itself, a case of a list fails."""
+        """The verdict on a case that a rule knows: a listed case fails if the campaign itself found the rule."""
         found = self._earlier.union(discovery.name for discovery in self.tally.discovered)
         return Verdict.FAIL if self._plan.listed and rule.name in found else Verdict.EXPECTED_FAILURE
 
@@ -294,14 +294,14 @@ class Campaign:
             write_files(self._plan.state / "unjudged", files)
 
     def _rules_of(self, judged: JudgedCase) -> list[Rule]:
-        """The rules that know a failure, as far as its looks say."""
+        """The rules that match the signature of a failure."""
         signature, judgement = judged.signature, judged.judgement
         if signature is None:
             return []
         if known := self._causes.rules.recognizing(signature, judged.features, judgement.cause):
             return known
         rule = self._causes.by_looks(signature, judged.case, judgement.operation)
-        # One in many is looked at itself: what looks so among others may by now be another failure.
+        # Investigate one in many: a failure with this signature in a batch may be another one by now.
         again = rule is not None and (self.tally.known[rule.name] + 1) % _INVESTIGATED_LATER_ONE_IN == 0
         return [rule] if rule is not None and not again else []
 
@@ -316,7 +316,7 @@ class Campaign:
             self.tally.unjudged["a suspect that could not be judged alone"] += 1
             verdict = Verdict.UNKNOWN
         elif answer.known is not None:
-            # The next one that looks so among other cases need not run alone to be known.
+            # The next failure with this signature in a batch need not run alone to be known.
             self._causes.learn(answer.signature, answer.known.name)
             counts = self.tally.known if answer.discovery is None else self.tally.duplicates
             counts[answer.known.name] += 1
@@ -324,7 +324,7 @@ class Campaign:
             verdict = self._known_by(answer.known)
             met_as = queued and self._causes.rules.recognizing(answer.signature, queued.case)
             if queued is not None and (answer.discovery is not None or not met_as):
-                # Known only once it is alone or short: the whole case may have failed by something else before.
+                # Known only when run alone or shortened: before, the whole case may have failed for another reason.
                 self._queue.add_variant(queued, answer.known, self._drawer.shape, self._fair)
         elif answer.discovery is not None:
             self._take_discovery(answer.discovery, answer.signature)
@@ -369,7 +369,7 @@ class Campaign:
 
 
 def _key(discovery: Discovery) -> object:
-    """Return what is equal for discoveries of one defect."""
+    """Return a key that discoveries of one defect share."""
     return discovery.key if discovery.confirmed else ("unconfirmed", discovery.signature)
 
 

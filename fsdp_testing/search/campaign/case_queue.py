@@ -1,4 +1,4 @@
-"""The order of random cases: each that is drawn runs once; those that may cost the ranks come rarely, and none is left out."""
+"""The order of random cases: each drawn case runs once; cases that may kill ranks come rarely, but all of them run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_testing.search.state import Verdicts
 
 BATCH = 24
 COSTLY_ONE_IN = 20
-"""At most so many cases that may cost the ranks are run while there are others."""
+"""While other cases wait, at most this many cases that may kill ranks are run."""
 _COSTLY_AT_ONCE = 2
 _VARIANTS_OF_ONE = 2
 
@@ -22,9 +22,9 @@ class QueuedCase(NamedTuple):
     """A case that is to be run.
 
     Attributes:
-        case: It.
-        number: From which it was drawn; None for a variant.
-        depth: 0 as drawn; 1 for a variant of a case in which a known failure was met, 2 for a variant of that.
+        case: The case.
+        number: The number from which it was drawn; None for a variant.
+        depth: 0 for a drawn case; 1 for a variant of a case with a known failure, 2 for a variant of such a variant.
         origin: Number of the case of which it is a variant.
     """
 
@@ -39,8 +39,8 @@ class CaseQueue:
 
     Args:
         draw: Gives the case of a number.
-        verdicts: Those on the cases that were drawn. What an earlier run drew and did not finish comes first.
-        budget: Cases and time; the time is looked at before each case.
+        verdicts: The verdicts on drawn cases. Cases that an earlier run drew but did not finish come first.
+        budget: Cases and time; the time is checked before each case.
     """
 
     def __init__(self, draw: Callable[[int], Case], verdicts: Verdicts, budget: Budget) -> None:
@@ -58,7 +58,7 @@ class CaseQueue:
     def add_variant(
         self, of: QueuedCase, rule: Rule, shape: Callable[[Case], Case], fair: Callable[[Case], bool]
     ) -> bool:
-        """Queue the case without what brought a known failure about; return whether there is such a case."""
+        """Queue the case without the cause of a known failure; return whether there is such a case."""
         variant = rule.variant(of.case) if of.depth < _VARIANTS_OF_ONE else None
         shaped = shape(variant) if variant is not None else None
         if shaped is None or not shaped.program or not fair(shaped):
@@ -84,7 +84,7 @@ class CaseQueue:
         waiting = self._waiting.pop(size, [])
         if waiting[BATCH:]:
             self._waiting[size] = waiting[BATCH:]
-        # What comes after a case that costs the ranks runs again on new ones: such cases come last.
+        # Cases after one that kills its ranks run again on new ranks, so such cases come last.
         return waiting[:BATCH] + self._costly.pop(size, [])
 
     def _fill(self, known: KnownFailures) -> bool:

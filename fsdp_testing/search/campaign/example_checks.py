@@ -1,4 +1,4 @@
-"""Examples of known failures, which run again before anything else does, within a share of the campaign."""
+"""Examples of known failures, which run before all other cases, within a share of the campaign."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_testing.judging.known import KnownFailures, Rule
 SHARE = 0.2
 """Part of the time, or of the cases, of a campaign that examples may take."""
 EXAMPLE_SECONDS = 5.0
-"""When an example counts as hung."""
+"""Seconds after which an example counts as hung."""
 _AT_ONCE = 8
 
 JudgeBatch = Callable[[list[Case], Watch], list[JudgedCase]]
@@ -21,14 +21,14 @@ JudgeBatch = Callable[[list[Case], Watch], list[JudgedCase]]
 
 @dataclass(slots=True)
 class Checked:
-    """What the examples gave.
+    """The results of the examples.
 
     Attributes:
         ran: Rules whose example ran.
         still: Rules whose example fails as they say.
         gone: Rules whose example passes.
         changed: Examples that fail in a way that their rule does not know.
-        undecided: Rules whose example gives no verdict, or loses ranks where the rule says nothing of that.
+        undecided: Rules whose example gives no verdict, or loses ranks although the rule does not say so.
         left: How many examples did not run.
     """
 
@@ -48,13 +48,13 @@ def check_examples(
     allowed: Callable[[int], bool],
     always: Collection[str] = (),
 ) -> Checked:
-    """Run examples, those first that have waited for the most campaigns.
+    """Run examples, first those that have waited for the most campaigns.
 
     Args:
         judge: Runs them and judges them.
         known: Whose examples.
         turns: Number of the campaign in which the example of each rule ran last.
-        fair: Whether the implementation may be asked a case.
+        fair: Whether the implementation claims everything that a case needs.
         allowed: Whether there is time for more, after so many examples.
         always: Rules whose example runs before all others, and each time.
     """
@@ -84,17 +84,17 @@ def _sort_in(checked: Checked, rule: Rule, judged: JudgedCase) -> None:
     elif judged.verdict is Verdict.PASS or judgement.only_model_stays:
         checked.gone.append(rule.name)
     elif signature is not None and signature.kind not in ENDS_RANKS:
-        # Ranks that are late on a crowded machine say nothing about a rule; another wrong number does.
+        # Late ranks on a crowded machine say nothing about a rule; a different wrong number does.
         checked.changed.append(judged)
     else:
         checked.undecided.append(rule.name)
 
 
 def _alike(due: list[tuple[Rule, Case]]) -> list[list[tuple[Rule, Case]]]:
-    """The examples in chunks that one batch can run, those first that are due first."""
+    """The examples in chunks that one batch can run, in the order in which they are due."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for place, (rule, case) in enumerate(due):
-        # A failure that costs the ranks makes all after it in its batch run again.
+        # A failure that kills its ranks makes all later cases of its batch run again.
         alone = rule.name if rule.ends_ranks or _leaks(rule) else ""
         alike.setdefault((case.world.size, alone), []).append(place)
     chunks = [places[at : at + _AT_ONCE] for places in alike.values() for at in range(0, len(places), _AT_ONCE)]

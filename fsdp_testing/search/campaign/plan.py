@@ -1,4 +1,4 @@
-"""What a campaign is asked to do, and what its verdicts are about."""
+"""The settings of a campaign, and the subject of its verdicts."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from fsdp_testing.search.state import SOURCE, source_digest
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a campaign is asked to do.
+    """The settings of a campaign.
 
     Attributes:
         implementation: What is examined; loaded by name, so that ranks find it too.
         scope: What may be drawn.
-        state: Where it keeps what it learns.
+        state: The directory of its results.
         seconds: When to end; None for no limit.
         examples: How many cases to draw at most; None for no limit.
-        seed: From which all choices follow.
+        seed: Determines all choices.
         lanes: Batches under way at a time.
         deadline: Seconds that one case may take.
         shrink_seconds: Time for shrinking one finding.
-        known: Failures to count and not to report.
+        known: Failures to count but not to report.
         stop_at_first: End with the first confirmed finding.
         shard: `(i, n)`: draw only every n-th case of the campaign, beginning with the i-th; `examples` counts those of all parts.
-        listed: The cases of the campaign, in place of random ones; then it is kept why one does not pass.
+        listed: The cases of the campaign, instead of random ones; then the reason is kept for each case that does not pass.
     """
 
     implementation: Adapter
@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def drawn_by(self) -> str:
-        """Return what cases follow from, besides the implementation, as text to compare."""
+        """Return the settings that determine the cases, besides the implementation, as text to compare."""
         scope = self.scope
         sizes, without = ",".join(map(str, scope.world_sizes)), ",".join(sorted(scope.excluded))
         axis = f", tensor parallelism over {scope.tensor_parallel}" if scope.tensor_parallel > 1 else ""
@@ -57,7 +57,7 @@ class Plan:
 
     @property
     def subject(self) -> dict[str, str]:
-        """Return what verdicts of the campaign are about, by name."""
+        """Return the subject of the campaign's verdicts, by name."""
         return {
             "implementation": self.implementation.reference,
             "cases by": self.drawn_by,

@@ -1,4 +1,4 @@
-"""The counts of one run of a campaign, what it discovered, and how people read that."""
+"""The counts and discoveries of one run of a campaign, and their sheet."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fsdp_testing.report.sheet import Line, Sheet, listed, numbered
 
 
 def exit_code_of(verdicts: Mapping[Verdict, int], discovered: list[Discovery]) -> int:
-    """Return 1 if a case fails that no known failure explains, 3 if a case is unknown or none passes or fails as known, else 0.
+    """Return 1 if a failing case is no known failure, 3 if one is unknown or none passes or is a known failure, else 0.
 
-    What fails among other cases and passes alone is neither right nor wrong: unknown.
+    A case that fails in a batch and passes alone is neither right nor wrong: unknown.
     """
     if verdicts.get(Verdict.FAIL) or any(discovery.confirmed for discovery in discovered):
         return 1
@@ -25,18 +25,18 @@ def exit_code_of(verdicts: Mapping[Verdict, int], discovered: list[Discovery]) -
 
 @dataclass(slots=True)
 class CampaignTally:
-    """What has happened in this run.
+    """The counts of this run.
 
     Attributes:
         drawn: Cases drawn.
         run: Cases run and judged, variants included.
-        variants: Cases of those that are others without what brought a known failure about.
-        operations: Operations in them.
-        verdicts: Verdicts on them; an expected failure is one by a known failure.
-        discovered: What was found, each defect once.
+        variants: How many of them were variants without the cause of a known failure.
+        operations: Operations in all cases.
+        verdicts: Verdicts on all cases; an expected failure is a known failure.
+        discovered: The findings, each defect once.
         duplicates: How often each was met again.
-        not_investigated: Suspects like others that were investigated: cases that fail, each for a reason that nobody looked for.
-        found_before: What an earlier run of the campaign found and this one met again, with how often.
+        not_investigated: Suspects that look like investigated ones: failing cases whose own cause is unknown.
+        found_before: Findings of an earlier run that this run met again, with counts.
         unjudged: Why some cases could not be judged.
         known: How many cases failed by each known failure.
         postponed: How many cases were put off for each known failure that costs the ranks.
@@ -73,16 +73,16 @@ class CampaignTally:
 
     @property
     def exit_code(self) -> int:
-        """Return 1 if a case failed that no known failure explains, 3 if one is unknown or none passed, else 0."""
+        """Return 1 if a failing case is no known failure, 3 if one is unknown or none passed, else 0."""
         return self.exit_code_for(self.verdicts)
 
     def exit_code_for(self, verdicts: Mapping[Verdict, int]) -> int:
-        """Return that for verdicts of all runs, to which this one may have added nothing but what else it met."""
+        """Return the exit code for the verdicts of all runs; an earlier finding that this run met again counts as a failure."""
         code = 1 if self.found_before else exit_code_of(verdicts, self.discovered)
         return code or (3 if self.unjudged else 0)
 
     def unknown(self) -> list[str]:
-        """Return why this run does not say that all is right although nothing was refuted, a sentence each."""
+        """Return the reasons for having no verdict although nothing was refuted, a sentence each."""
         once = [discovery.name for discovery in self.discovered if not discovery.confirmed]
         reasons = [f"{numbered(sum(self.unjudged.values()), 'case')} could not be judged"] if self.unjudged else []
         reasons += [f"cases that failed once and pass alone: {', '.join(once)}"] if once else []
@@ -107,7 +107,7 @@ REASONS_AT_SIGHT = 10
 
 
 def campaign_sheet(tally: CampaignTally, name: str, state: Path) -> Sheet:
-    """Return what a campaign on an implementation says; its findings were told when they were made."""
+    """Return the sheet of a campaign on an implementation; its findings were printed as they came."""
     conclusion = "; ".join(_conclusions(tally))
     return Sheet(name, tally.exit_code, conclusion, lead=(Line(_ran(tally, state)), *_known(tally), *_others(tally)))
 

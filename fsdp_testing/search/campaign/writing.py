@@ -1,6 +1,6 @@
-"""The folder of a campaign: `state.json`, and what it found in `found/`.
+"""The folder of a campaign: `state.json`, and its findings in `found/`.
 
-A finding has a folder of its own there: the case, a script that needs nothing of ours, and a sentence.
+Each finding has a folder there with the case, a script that does not need fsdp-testing, and a sentence.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _SCRIPT_SECONDS = 180
 
 
 def findings_in(folder: Path) -> list[Path]:
-    """Return the folders of what a campaign found."""
+    """Return the folders of a campaign's findings."""
     return sorted(path for path in (folder / "found").glob("*") if path.is_dir())
 
 
 def write_files(folder: Path, files: Iterable[tuple[str, str]]) -> None:
-    """Write files, each as a whole or not at all."""
+    """Write files, each completely or not at all."""
     for name, text in files:
         write_atomically(folder / name, text, option="--state")
 
@@ -47,7 +47,7 @@ def _readme(discovery: Discovery, has_script: bool) -> str:
     lines += [f"Cause: {discovery.cause}.", ""] if discovery.cause else []
     lines += [f"Program: {', '.join(tokens(discovery.case))}.", ""]
     if not discovery.confirmed:
-        lines += ["It failed once, after other cases in the same processes, and not when run alone.", ""]
+        lines += ["It failed once, after other cases in the same processes, but passed when run alone.", ""]
     lines += ["Run it again: `fsdp-verify replay finding.json`."]
     if has_script:
         lines += [f"Without fsdp-testing: `python {SCRIPT}`; it exits with 1 if the defect shows."]
@@ -72,7 +72,7 @@ def try_script(folder: Path) -> bool | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SCRIPT_SECONDS, check=False)
         output, reproduces = (done.stdout + done.stderr).strip(), done.returncode == 1
-        # A script that fails for a reason of its own ends with 1 as well; only what it prints itself counts.
+        # A script that fails for another reason also exits with 1; only the line that it prints counts.
         reproduces = reproduces and bool(done.stdout.strip())
     except subprocess.TimeoutExpired:
         output, reproduces = f"no end after {_SCRIPT_SECONDS} s", False

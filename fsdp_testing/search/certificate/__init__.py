@@ -1,1 +1,1 @@
-"""Every small case: all of them are run, and judged as any case is."""
+"""Every small case: all of them run, and are judged like any other case."""

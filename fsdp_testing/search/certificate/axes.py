@@ -1,7 +1,7 @@
 """The axes of small cases: one table for each, the simplest value first; a cell is one value of each.
 
 Cells that one oracle replay judges make a block. Blocks come in an order that looks random, so
-that whatever ends a run, what was run lies all over the cube. Pure arithmetic, the same everywhere.
+that the cells that have run are spread over the cube whenever a run ends. Pure arithmetic, the same everywhere.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ WORLDS: Mapping[str, tuple[str, ...]] = {
     "hybrid_shard": GRIDS,
     "hybrid_shard_zero2": GRIDS,
 }
-"""Strategy -> its meshes of at most four ranks: that many in a row, or replicas x shards. Every column but the first, and
-every row but the first, is a group without rank 0."""
+"""Strategy -> its meshes of at most four ranks: ranks in a row, or replicas x shards. Every row and column but the first is a
+group without rank 0.
+"""
 
 UNITS: Mapping[str, tuple[str, ...]] = {
     "root": (),
@@ -104,7 +105,7 @@ class Cell:
     @property
     def name(self) -> str:
         """Return all values, as states and reports name the cell."""
-        # Written out: a sample asks it of every cell of the cube, before anything runs.
+        # Written out for speed: a sample computes it for every cell of the cube before anything runs.
         return (
             f"{self.strategy}/{self.mesh}/{self.units}/{self.trait}/{self.first}/{self.second}/{self.skipping}"
             f"/{self.clearing}/{self.dtype}"
@@ -151,13 +152,13 @@ def skips(schedule: str) -> bool:
 def second_steps(first: str) -> tuple[str, ...]:
     """Return what the second step may be: one plain micro-batch, or the first step again.
 
-    A step of which a micro-batch leaves something unused is only repeated, but for the shortest one.
+    A step with a micro-batch that leaves something unused is only repeated, except the shortest one.
     """
     return ("S",) if first == "S" else ("S", first) if first == "s" or not skips(first) else (first,)
 
 
 def in_cube(cell: Cell) -> bool:
-    """Return whether there is such a cell: one thing at a time is unused, frozen, shared, dropped or called twice."""
+    """Return whether the cube contains this cell: only one thing at a time is unused, frozen, shared, dropped or called twice."""
     uses_all = not skips(cell.first + cell.second)
     ranks = (EVERY_RANK,) if uses_all else (EVERY_RANK, *(range(cell.size) if cell.size > 1 else ()))
     return (
@@ -197,20 +198,20 @@ class Block(NamedTuple):
 
     @property
     def digest(self) -> int:
-        """Return a number that decides its place."""
+        """Return a number that decides its position."""
         return digest("/".join(map(str, self)))
 
 
 def digest(text: str) -> int:
-    """Return a number that is the same in every process, and unrelated for texts that are alike."""
+    """Return a number that is the same in every process, and unrelated for similar texts."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def blocks() -> list[Block]:
     """Return all blocks, in the order in which they are run.
 
-    Which rank alone leaves a part out, and in which order micro-batches and units come, makes a block of its own:
-    implementations treat ranks differently (the first, the last with a short shard), and keep state.
+    The rank that leaves a part out, and the order of micro-batches and units, distinguish blocks: implementations treat ranks
+    differently (the first, the last with a short shard), and keep state.
     """
     every = []
     for size, clearing, dtype, trait in product(range(1, MOST_RANKS + 1), CLEARING, DTYPES, TRAITS):
@@ -224,7 +225,7 @@ def blocks() -> list[Block]:
 
 @cache
 def cube() -> tuple[tuple[Cell, ...], ...]:
-    """Return every cell, block by block; made once, since a command asks at its start and again at its end."""
+    """Return every cell, block by block; cached, because a command needs them at its start and its end."""
     return tuple(tuple(block.cells()) for block in blocks())
 
 
@@ -241,8 +242,8 @@ def jobs(claimed: Callable[[Cell], bool], sample: int | None = None, shard: tupl
     """Return what is run, in order.
 
     Args:
-        claimed: Whether the implementation may be asked a cell.
-        sample: Only about so many cells, of every strategy, mesh and choice of units equally many.
+        claimed: Whether the implementation claims what a cell needs.
+        sample: Only about this many cells, equally many of every strategy, mesh and choice of units.
         shard: `(i, n)`: the i-th of n parts, counted from 1; the parts are disjoint and together everything.
     """
     if sample is None:
@@ -262,7 +263,7 @@ def sampled(claimed: Callable[[Cell], bool], count: int) -> list[Cell]:
 
 
 def packed(groups: Sequence[Sequence[Cell]]) -> Iterator[Job]:
-    """Yield groups of one size together until they are worth a call."""
+    """Yield groups of one size, combined until they are worth a call."""
     waiting: dict[int, list[Cell]] = {}
     for group in groups:
         for cell in group:

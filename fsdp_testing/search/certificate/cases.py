@@ -1,7 +1,6 @@
-"""The case of a cell, and what must be claimed for it.
+"""The case of a cell, and the claims that it needs.
 
-Two optimizer steps; every layer is three wide, so that of the numbers of ranks only one and three divide it; inputs
-differ by rank and by micro-batch.
+Two optimizer steps. Every layer is three wide, so only one and three ranks divide it. Inputs differ by rank and by micro-batch.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from fsdp_testing.search.certificate.axes import CLEARING, DTYPES, EVERY_RANK, O
 
 @cache
 def tree_of(trait: str) -> dict[str, Any]:
-    """Return the model, one object for each trait: what is kept apart by identity is found again."""
+    """Return the model, one object for each trait: caches that are keyed by identity find it again."""
     given = TRAITS[trait]
 
     def node(kind: str, name: str, part: str = "", **others: Any) -> dict[str, Any]:
@@ -45,7 +44,7 @@ def case_of(cell: Cell, capabilities: frozenset[str]) -> Case:
 
     Args:
         cell: Of the cube.
-        capabilities: What is claimed decides which optimizer is fair (`legal_case`).
+        capabilities: The claims decide which optimizer is fair (`legal_case`).
     """
     dtype, precision = DTYPES[cell.dtype]
     mesh = tuple(map(int, cell.mesh.split("x"))) if "x" in cell.mesh else ()

@@ -1,4 +1,4 @@
-"""The causes of cells that fail: known failures are named; of the others the simplest are investigated as any suspect is."""
+"""The causes of failing cells: known failures are named; of the others, the simplest are investigated like any suspect."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class CellCause:
         cells: How many of the cells that ran fail by it.
         signature: What it looks like there.
         reason: The first fact that differs.
-        case: The shortest case that shows it; if nobody had the time to shorten it, that of the cell.
+        case: The shortest case that shows it; if there was no time to shorten it, the case of the cell.
         shortened: Whether it was shortened.
-        known: Name of the known failure that it is; empty if it is none.
+        known: Name of the known failure; empty if it is not known.
         link: Where that is reported.
     """
 
@@ -66,12 +66,12 @@ def _left_out(operation: Operation, size: int) -> str:
 
 
 class CauseFinder:
-    """Finds the causes of the cells that fail, as a campaign does: what is known is counted, what is new is looked at closer.
+    """Finds the causes of failing cells, as a campaign does: known failures are counted, new ones are investigated.
 
     Args:
         certificate: What ran.
         known: Known failures of the implementation.
-        seconds: Time for it all; what is not reached is only counted.
+        seconds: Time for all causes; cells that are not reached are only counted.
     """
 
     def __init__(self, certificate: Certificate, known: KnownFailures, seconds: float) -> None:
@@ -84,7 +84,7 @@ class CauseFinder:
         self.unexplained = 0
 
     def find(self) -> list[CellCause]:
-        """Return the causes, the one of most cells first. `unexplained` has the cells for which there was no time."""
+        """Return the causes, those with the most cells first. `unexplained` has the cells for which there was no time."""
         self._budget.restart()
         for cell in sorted(self._certificate.failing(), key=lambda cell: (len(cell.schedule), cell.size, cell)):
             reason = self._certificate.reason(cell)
@@ -118,12 +118,12 @@ class CauseFinder:
             looks = str(discovery.signature)
             cause = replace(cause, signature=looks, reason=discovery.reason, case=discovery.case, shortened=shortened)
         if answer is not None and answer.known is not None:
-            # The rule of a cause that was found before leads to that cause; it has its record.
+            # The rule of a cause that was found before leads to the record of that cause.
             known = answer.known
             key, cause = self._keys.setdefault(known.name, known.name), _known_as(cause, known)
             self._known.learn(signature, known.name)
         elif discovery is not None and discovery.confirmed:
-            # Other cells that look so, or that have what this one needs, have its cause.
+            # Other cells with this signature, or with the traits that this cell needs, have the same cause.
             self._keys[self._known.add(discovery, signature).name] = key
         self._count(key, cause)
 
@@ -137,7 +137,7 @@ def _known_as(cause: CellCause, rule: Rule) -> CellCause:
 
 
 def _key(discovery: Discovery) -> Hashable:
-    """Return what is equal for one cause on every mesh: the cause itself where it was found, else what is needed."""
+    """Return a key that is equal for one cause on every mesh: the cause if it was found, else the traits that it needs."""
     signature, operations, needed = discovery.key
     cause = as_pattern(discovery.cause.partition("; ")[0])
     return signature, operations, cause or frozenset(tag for tag in needed if not tag.startswith("mesh:"))

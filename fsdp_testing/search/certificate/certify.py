@@ -1,4 +1,4 @@
-"""The source of all small cases: batches of cells, each cell judged as any case is, and none passed over."""
+"""The source of all small cases: batches of cells, each judged like any case, none skipped."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ from fsdp_testing.search.state import (
 )
 
 CONFIRMED_ALONE = 3
-"""So many cells that fail alike are run again alone; a death or a hang has shown on two worlds already."""
+"""How many cells that fail alike are run again alone; a death or a hang has already shown on two worlds."""
 _REASON_LENGTH = 300
 _WATCH = Watch(models=True)
 
 Judged = list[tuple[Cell, Verdict, Reason | None]]
-"""Cells that ran, each with its verdict; and why, where that is no pass."""
+"""Cells that ran, each with its verdict, and with the reason if it does not pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be certified.
+    """The settings of a certificate.
 
     Attributes:
         implementation: Loaded by name, so that ranks find it too.
-        state: Where it is kept what is known.
-        sample: Only about so many cells, spread over all faces; None for all.
+        state: The directory of the results.
+        sample: Only about this many cells, spread over all faces; None for all.
         shard: `(i, n)`: the i-th of n parts.
-        cells: Begin no cell any more when so many have run this time; None for no limit.
-        seconds: Begin no cell any more after so long; None for no limit.
+        cells: Start no more cells when this many have run in this run; None for no limit.
+        seconds: Start no more cells after this time; None for no limit.
         lanes: Batches under way at a time.
         deadline: Seconds that one cell may take.
     """
@@ -74,9 +74,9 @@ class Certificate:
 
     Attributes:
         plan: What to do.
-        cells: All that are claimed, sampled, and of this part; their places here are their numbers.
-        verdicts: Those on them.
-        earlier: How many have a verdict from earlier runs; none if those had come to the end.
+        cells: The claimed and sampled cells of this part; a cell's index is its number.
+        verdicts: The verdicts on the cells.
+        earlier: How many cells have a verdict from earlier runs; 0 if those runs had finished.
         seconds: Time spent, over all runs.
 
     Args:
@@ -156,7 +156,7 @@ class Certificate:
         write_state(self._file, state)
 
     def _load(self) -> State:
-        """What earlier runs left; a certificate that had come to its end is made anew."""
+        """Read the results of earlier runs; a finished certificate starts over."""
         fresh = State(self._subject, self.plan.shard, OPEN * len(self.cells))
         if not self._file.exists():
             return fresh
@@ -180,7 +180,7 @@ class Certificate:
                 raise InvalidRecord(
                     f"{self._file}.reasons: expected the reason why {name} fails, got nothing. Remove the file."
                 )
-        # What was unknown is asked again.
+        # Unknown cells run again.
         reasons = {str(number): state.reasons[str(number)] for number in failing}
         return replace(state, verdicts=letters.replace("u", OPEN), reasons=reasons)
 
@@ -203,12 +203,12 @@ class CellRunner:
         return needs_of(cell) <= self._capabilities
 
     def run(self, job: Job) -> Judged:
-        """Run cells of one size and return what is known of each."""
+        """Run cells of one size and return what is known about each."""
         cases = [case_of(cell, self._capabilities) for cell in job]
         try:
             results = self.cases.judge_batch(self._implementation, cases, _WATCH)
         except PoolBroken as broken:
-            # Its judge was lost over one of the cells: that one alone is unknown.
+            # The judge was lost on one of the cells: only that cell is unknown.
             if len(job) > 1:
                 return [judged for cell in job for judged in self.run((cell,))]
             return [(job[0], Verdict.UNKNOWN, Reason(opening(str(broken), _REASON_LENGTH)))]
@@ -216,7 +216,7 @@ class CellRunner:
         return [(cell, *_verdict(*pair)) for cell, pair in zip(job, judgements, strict=True)]
 
     def _confirmed_judgement(self, judged: JudgedCase) -> tuple[Judgement, bool]:
-        """A judgement as it is after the cell ran again alone, where it is to; and whether its failure has shown twice."""
+        """The judgement after the cell ran again alone, if it has to; and whether its failure has shown twice."""
         signature = judged.signature
         if signature is None or judged.judgement.loses_ranks:
             return judged.judgement, True

@@ -1,4 +1,4 @@
-"""A certificate as people read it: where it holds, and the shortest schedule of each cause."""
+"""The sheet of a certificate: where it holds, and the shortest schedule of each cause."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LETTERS = Facts(
 
 
 def certificate_sheet(summary: Summary) -> Sheet:
-    """Return what a certificate says."""
+    """Return the sheet of a certificate."""
     rows = [face for face in FACES if any(face in faces for faces in summary.faces.values())]
     worlds = [f"{strategy} {mesh}" for strategy, meshes in WORLDS.items() for mesh in meshes]
     picture = cube_picture(summary.faces, rows, [world for world in worlds if world in summary.faces])

@@ -26,7 +26,7 @@ from fsdp_testing.search.certificate.certify import CONFIRMED_ALONE, Certificate
 
 FORMAT = Format("fsdp_testing/certificate", 3)
 VERDICTS = tuple(verdict.value for verdict in (Verdict.PASS, Verdict.FAIL, Verdict.UNKNOWN))
-"""What may be said of a cell that ran."""
+"""The possible verdicts on a cell that ran."""
 _PASS, _FAIL, _UNKNOWN = VERDICTS
 
 
@@ -41,13 +41,13 @@ class Summary:
         cube: Cells in all.
         not_claimed: Capabilities that cells need and the implementation does not claim -> how many cells.
         asked: Cells of this sample or shard.
-        earlier: How many of those that ran did so in earlier runs.
+        earlier: How many of the cells that ran did so in earlier runs.
         verdicts: How many of the cells that ran pass, fail, or are unknown.
-        faces: Strategy and mesh -> face -> the same of the cells there.
+        faces: Strategy and mesh -> face -> the same counts for the cells there.
         reasons: Why cells are unknown -> how many.
         causes: Why cells fail.
-        unconfirmed: Cells that fail, and were not run again alone since others that look alike failed again alone.
-        unexplained: Cells that fail and were not followed to a cause, for want of time.
+        unconfirmed: Failing cells that were not run again alone, because others that look alike failed again alone.
+        unexplained: Failing cells without a cause, because the time ran out.
         failing: Names of the cells that fail.
         seconds: Time spent, over all runs.
         sample: How many cells were to be taken from the cube; 0 for all.
@@ -99,7 +99,7 @@ class Summary:
         return text + (f"; {left:,} of {self.asked:,} have not run yet" if left else "")
 
     def notes(self) -> list[str]:
-        """Return what else there is to know, a sentence each."""
+        """Return further remarks, a sentence each."""
         missing = sum(self.not_claimed.values())
         notes = [f"The cube has {self.cube:,} cells."]
         notes += [f"{missing:,} of them are not claimed, and were skipped."] if missing else []
@@ -107,7 +107,7 @@ class Summary:
         if self.unconfirmed:
             alone = f"{CONFIRMED_ALONE} that look like each of them failed again alone"
             notes.append(
-                f"{self.unconfirmed:,} of the cells that fail did so among others and were not run alone; {alone}."
+                f"{self.unconfirmed:,} of the failing cells failed in a batch and were not run alone; {alone}."
             )
         if self.unexplained:
             notes.append(
@@ -141,7 +141,7 @@ def read_summary(text: str, where: str) -> Summary:
 
 
 def summary_of(certificate: Certificate, finder: CauseFinder, environment: Mapping[str, str]) -> Summary:
-    """Return what a certificate says; looks for causes now."""
+    """Return the summary of a certificate; finds the causes now."""
     plan, verdicts = certificate.plan, certificate.verdicts
     adapter = plan.implementation
     needs = Counter(needs_of(cell) for cells in cube() for cell in cells)

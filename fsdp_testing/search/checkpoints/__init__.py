@@ -1,1 +1,1 @@
-"""Saved states: those of every implementation load into every other, at every layout, equal to the bit."""
+"""Saved states: the state of every implementation loads into every other, at every layout, equal to the bit."""

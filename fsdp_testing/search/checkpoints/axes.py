@@ -1,4 +1,4 @@
-"""The axes of saved states: layouts (strategy, mesh, units), subjects (what is trained) and ways of keeping a state."""
+"""The axes of saved states: layouts (strategy, mesh, units), subjects (what is trained) and ways of storing a state."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ UNITS: Mapping[str, tuple[str, ...]] = {
 """Which modules are units; the root always is one."""
 
 WAYS = ("memory", "file", "dcp", "async")
-"""Full state handed on as objects; full state by `torch.save` and `torch.load(weights_only=True)`; a directory of
-`torch.distributed.checkpoint`, with shards where the implementation gives shards; the same by `async_save`, while the numbers
-that are trained on change."""
+"""Full state passed on as objects; full state by `torch.save` and `torch.load(weights_only=True)`; a directory of
+`torch.distributed.checkpoint`, with shards if the implementation gives shards; the same by `async_save`, while training changes
+the numbers.
+"""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -108,8 +109,8 @@ class Subject:
     Attributes:
         tree: The model (`cases/models/tree_schema.py`).
         optimizer: What the saved optimizer was built with.
-        fresh: What the loading optimizer is built with: other settings, so that what is not loaded shows.
-        first: Settings of a group of its own for the parameters of `first`; one group for all if there are none.
+        fresh: What the loading optimizer is built with: other settings, so that a setting that is not loaded shows.
+        first: Settings of a separate group for the parameters of `first`; one group for all if there are none.
         thawed: Patterns of parameters that are frozen until the state was saved or loaded.
         built_first: The loading optimizer is built before the model is loaded, not after.
         dtype: Of parameters and buffers.
@@ -159,7 +160,7 @@ SUBJECTS: Mapping[str, Subject] = {
 def schedule_of(subject: Subject, optimizer: Any) -> Any:
     """Return the schedule of the optimizer's learning rates; None if the subject has none.
 
-    Each rate follows from the one before it, so that a rate, or a count of steps, that was not restored shows in all later ones.
+    Each rate follows from the previous one, so a rate or a step count that was not restored shows in all later rates.
     """
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6, eta_min=0.001) if subject.scheduled else None
 
@@ -188,9 +189,9 @@ def further(subject: Subject, case: Case) -> Case:
 
 
 def missing(subject: Subject, layout: Layout, adapter: Adapter) -> frozenset[str]:
-    """Return the capabilities that an implementation would have to claim besides its own to be asked this."""
+    """Return the capabilities that the subject needs and the implementation does not claim."""
     case = case_of(subject, layout, adapter)
     needs = needs_of_case(case) | needs_of_case(further(subject, case)) | {"full_state_dict"}
-    # Where only whole units are kept apart, their parameters cannot be in different groups.
+    # If only whole units can be separated, parameters of one unit cannot be in different groups.
     needs |= {"frozen_mixed_unit"} if subject.first else set()
     return frozenset(needs - adapter.capabilities)

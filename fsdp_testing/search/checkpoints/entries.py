@@ -42,19 +42,19 @@ Entries = dict[Entry, Any]
 
 
 class Contradiction(Exception):
-    """The ranks hold no one state; the text names the first entry about which they differ."""
+    """The ranks hold different states; the text names the first entry that differs."""
 
 
 def of_ranks(ranks: Sequence[StateObservation], point: int = 0) -> Entries:
-    """Return what all ranks hold together.
+    """Return the combined state of all ranks.
 
     Args:
         ranks: What each reports, by rank.
-        point: Which of their snapshots. After the further step (`LATER`) buffers and random numbers are each rank's own, and
-            left out.
+        point: Index of the snapshot. After the further step (`LATER`) buffers and random numbers differ by rank, and are left
+            out.
 
     Raises:
-        Contradiction: Two ranks hold different bits of one entry, or nobody holds some element.
+        Contradiction: Two ranks hold different bits of one entry, or no rank holds some element.
     """
     later = point == LATER
     snapshots = [rank.snapshots[point] for rank in ranks]
@@ -118,8 +118,8 @@ def of_settings(settings: Settings) -> Iterator[tuple[Entry, Any]]:
 
 
 def of_state(state: Mapping[str, Any]) -> Entries:
-    """Return what a full state holds."""
-    # Which of these are buffers is not written down in a state.
+    """Return the entries of a full state."""
+    # A state does not say which of its entries are buffers.
     entries: Entries = {Entry(kind, fqn): t for kind in ("parameter", "buffer") for fqn, t in state["model"].items()}
     optimizer = state.get("optimizer") or {"state": {}, "param_groups": ()}
     for fqn, parts in (optimizer.get("state") or {}).items():
@@ -158,10 +158,10 @@ def _both_tensors(one: Any, other: Any) -> bool:
 
 
 def _number(value: Any) -> Any:
-    """Return what an entry says: counters are numbers for some and tensors without dimensions for others."""
+    """Return the value of an entry: some implementations store counters as numbers, others as 0-dim tensors."""
     if isinstance(value, torch.Tensor):
         return float(value) if value.numel() == 1 else value
-    # A list where there was a tuple says the same.
+    # A list and a tuple are equal here.
     return tuple(value) if isinstance(value, (list, tuple)) else value
 
 

@@ -1,6 +1,6 @@
-"""The source of saved states: each is saved once and loaded everywhere, many one after the other on the same ranks.
+"""The source of saved states: each is saved once and loaded everywhere, many in a row on the same ranks.
 
-What follows from lost ranks is decided where it is for any case (`judging/attempts.py`).
+Lost ranks are handled as for any other case (`judging/attempts.py`).
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one state gave.
+    """The result of one state.
 
     Attributes:
         saver: Implementation and layout that saved it.
-        loader: Those that loaded it; empty where this is about saving.
+        loader: Implementation and layout that loaded it; empty for the result of saving.
         subject: Of `SUBJECTS`.
         way: Of `WAYS`.
         verdict: `PASS`, `FAIL` or `UNKNOWN`.
         reason: The first entry that differs, or what was raised.
-        loud: It fails by an error that every rank raised while it saved or loaded.
+        loud: It fails with an error that every rank raised while saving or loading.
     """
 
     saver: str
@@ -70,7 +70,7 @@ class Result:
 
     @property
     def mark(self) -> str:
-        """Return what reports show: `=` holds, `X` fails, `r` is refused with an error on every rank, `?` unknown."""
+        """Return the mark in reports: `=` holds, `X` fails, `r` is refused with an error on every rank, `?` unknown."""
         if self.verdict is Verdict.FAIL:
             return "r" if self.loud else "X"
         return "=" if self.verdict is Verdict.PASS else "?"
@@ -78,7 +78,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is exchanged.
+    """The settings of an exchange.
 
     Attributes:
         adapters: Implementations; each saves, and each loads.
@@ -95,10 +95,10 @@ class Plan:
     deadline: float = 60.0
 
     def places(self) -> list[Place]:
-        """Return every layout that an implementation can be asked anything at.
+        """Return every layout at which an implementation has anything to do.
 
         Raises:
-            InvalidArgument: An implementation has none, or a number of ranks has; all such are named.
+            InvalidArgument: An implementation or a number of ranks has no layout; all of them are named.
         """
         every = [Place(a, layout) for a in self.adapters for layout in LAYOUTS if layout.size in self.sizes]
         places = [place for place in every if any(self.asks(place, subject) for subject in self.subjects)]
@@ -114,7 +114,7 @@ class Plan:
         return places
 
     def not_asked(self) -> list[str]:
-        """Return what an implementation is asked at no layout because it does not claim what that needs, a sentence each."""
+        """Return the subjects that an implementation lacks at every layout because of missing claims, a sentence each."""
         places, lines = self.places(), []
         for adapter in self.adapters:
             own = [place for place in places if place.adapter is adapter]
@@ -128,7 +128,7 @@ class Plan:
         return lines
 
     def asks(self, place: Place, subject: str) -> bool:
-        """Return whether what a subject needs is claimed."""
+        """Return whether the implementation claims what the subject needs."""
         return not missing(SUBJECTS[subject], place.layout, place.adapter)
 
 
@@ -158,9 +158,9 @@ class Exchange:
         return len(self.plan.ways) * sum(count + count * count for count in counts)
 
     def run(self) -> list[Result]:
-        """Return every result: of each state that was saved, and of each loader of each.
+        """Return every result: of each saved state, and of each of its loaders.
 
-        What ranks write lies in memory where the machine has a file system there, and is gone at the end, however that comes.
+        Ranks write to a file system in memory if the machine has one. The files are removed at the end, also after an error.
         """
         memory = Path("/dev/shm")
         usable = memory.is_dir() and os.access(memory, os.W_OK)
@@ -193,7 +193,7 @@ class Exchange:
             self._add(result)
 
     def save(self) -> None:
-        """Leave nothing: what an exchange learned is in what `run` returns, and it is begun anew."""
+        """Save nothing: `run` returns all results, and an exchange always starts over."""
 
     # ------------------------------------------------------------------------------------------- who does what
 
@@ -210,7 +210,7 @@ class Exchange:
         return items
 
     def _loaded_by(self, place: Place, saved: Sequence[Result]) -> list[Item]:
-        """What is to be loaded; what was saved wrong is reported as that, and loaded by nobody."""
+        """The states to load; a wrongly saved state is reported as such, and never loaded."""
         items = []
         carries = {p.name: _has_optimizer(p.adapter) and _has_optimizer(place.adapter) for p in self.places}
         for result in saved:
@@ -267,7 +267,7 @@ def _result(place: Place, item: Item, judgement: Judgement) -> Result:
 
 
 def _is_refusal(finding: Finding) -> bool:
-    """Whether every rank raised alike before it went on training: nobody trains on with wrong numbers."""
+    """Whether every rank raised alike, in saving or loading or with NotImplementedError: no rank trains on wrong numbers."""
     early = finding.operation_text in (Stage.SAVING, Stage.LOADING) or finding.quantity == "NotImplementedError"
     return finding.kind == FailureKind.RAISED and early
 

@@ -1,4 +1,4 @@
-"""What ranks do with one state: train and save, or load into a model and an optimizer of other values; then one step more."""
+"""The ranks' work on one state: train and save, or load into a model and an optimizer with other values; then one more step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Settings = Mapping[str, Mapping[str, Any]]
 
 
 class Stage(StrEnum):
-    """How far a rank came."""
+    """The stage that a rank reached."""
 
     TRAINING = "training"
     SAVING = "saving"
@@ -40,15 +40,15 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One state to be saved, or one to be loaded.
+    """One state to save or to load.
 
     Attributes:
         subject: Of `SUBJECTS`.
         way: Of `WAYS`.
-        folder: Where the state lies, or is to lie.
-        saver: Implementation and layout that saved it, or is to save it.
+        folder: The directory of the state.
+        saver: Implementation and layout that saves it.
         loads: Load it; else train and save it.
-        optimizer: The optimizer's state goes with it.
+        optimizer: Save or load the optimizer's state too.
     """
 
     subject: str
@@ -61,7 +61,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What a rank has beside model and optimizer's state.
+    """A rank's state besides model and optimizer.
 
     Attributes:
         settings: Of the groups.
@@ -89,7 +89,7 @@ class StateObservation(RankObservation):
 
 
 def run_items(adapter: Adapter, layout: Layout, items: Sequence[Item], directory: str) -> int | Failed:
-    """Save or load one state after the other, up to the first one that leaves the ranks in different places.
+    """Save or load one state after the other, up to the first that leaves the ranks at different stages.
 
     Returns:
         How many items were begun; a `Failed` if the ranks cannot go on together after the last one.
@@ -101,7 +101,7 @@ def run_items(adapter: Adapter, layout: Layout, items: Sequence[Item], directory
     def run(index: int) -> tuple[CaseRecord, weakref.ref[nn.Module]]:
         program = CheckpointProgram(items[index], layout, adapter, world)
         observation = program.run()
-        # After an exception there may be nothing to finish.
+        # After an exception there may be no model to finish.
         with suppress(*([] if observation.error is None else [Exception])):
             adapter.finish(program.model)
         return CaseRecord(index, observation), weakref.ref(program.model)
@@ -180,12 +180,12 @@ class CheckpointProgram(RankProgram):
         if self.schedule is not None:
             self.schedule.load_state_dict(source.beside("schedule"))
             random = source.beside("random")
-            torch.set_rng_state(random[f"rank {self.rank % len(random)}"])  # as many as there were, again and again
+            torch.set_rng_state(random[f"rank {self.rank % len(random)}"])  # as many as were saved, repeated
 
     def build_optimizer(self) -> None:
         first = dict(self.subject.first)
         if self.item.loads and first:
-            first = dict.fromkeys(first, 0.3)  # what is not loaded shows
+            first = dict.fromkeys(first, 0.3)  # an entry that is not loaded shows
         with self._inside():
             names = {id(parameter): name for name, parameter in self.adapter.named_parameters(self.model)}
             make = partial(grouped, self.case, names, first)
@@ -194,7 +194,7 @@ class CheckpointProgram(RankProgram):
 
 
 def grouped(case: Case, names: Mapping[int, str], first: Mapping[str, Any], parameters: Any) -> Any:
-    """Build the case's optimizer; the parameters of `first` are in a group of their own if that has settings."""
+    """Build the case's optimizer; the parameters of `first` get a separate group if that group has settings."""
     parameters = list(parameters)
     if not first:
         return models.build_optimizer(case, parameters)

@@ -1,4 +1,4 @@
-"""An exchange of checkpoints: in numbers, computed once for terminal, page and JSON; and who loads what, as people read it."""
+"""The numbers of an exchange of checkpoints, computed once for terminal, page and JSON; and its sheet of who loads what."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from fsdp_testing.search.checkpoints.exchange import Result
 
 FORMAT = Format("fsdp_testing/checkpoints", 2)
 SAVED = "saved"
-"""Column of what is said about saving itself."""
+"""Column of the results of saving."""
 MARKS = {"X": "one fails", "?": "one is unknown", "r": "one is refused: an error on every rank", "=": "all equal"}
-"""What stands in a cell: the first of these that applies to a state in it."""
+"""The marks of a table cell: the first that applies to a state in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Summary:
         places: Implementations and layouts, in the order of rows and columns.
         results: Everything that was saved, and everything that was loaded.
         seconds: How long it took.
-        not_asked: What an implementation was not asked, and why, a sentence each.
+        not_asked: What was not tested on an implementation, and why, a sentence each.
     """
 
     environment: Mapping[str, str]
@@ -67,7 +67,7 @@ class Summary:
 
     @property
     def loaded(self) -> list[Result]:
-        """Return what is said of states that were loaded."""
+        """Return the results of loading."""
         return [result for result in self.results if result.loader]
 
     @property
@@ -99,7 +99,7 @@ class Summary:
         return table
 
     def causes(self) -> list[Cause]:
-        """Return why states do not hold, what fails first, the most frequent first; layouts are not distinguished."""
+        """Return the reasons why states do not hold: failures first, frequent ones first; layouts are not distinguished."""
         groups: dict[tuple[str, str, str, str], list[Result]] = {}
         for result in self.results:
             if result.verdict is not Verdict.PASS:
@@ -134,7 +134,7 @@ def worst(results: Sequence[Result]) -> str:
 
 CAUSES_AT_SIGHT = 12
 SHADES = {"X": "fail", "?": "unknown", "r": "refused", "=": "pass"}
-"""What the drawing calls a state, by its mark."""
+"""The drawing's word for a state, by its mark."""
 KINDS = {"X": "fail", "?": "unknown", "r": "expected_failure", "=": ""}
 WORDS = {"X": "fails", "?": "unknown", "r": "refused: an error on every rank"}
 CAPTION = (
@@ -145,7 +145,7 @@ CAPTION = (
 
 
 def checkpoints_sheet(summary: Summary) -> Sheet:
-    """Return who loads what."""
+    """Return the sheet of who loads what."""
     names = list(dict.fromkeys(place.split()[0] for place in summary.places))
     totals = _table("states that hold", summary.by_implementation(), [SAVED, *names])
     reasons: dict[tuple[str, str], list[Cause]] = {}
@@ -201,7 +201,7 @@ def _picture(summary: Summary) -> Picture:
 def _table(
     heading: str, rows: Mapping[str, Mapping[str, list[Result]]], columns: Sequence[str], key: str = ""
 ) -> Table:
-    """Who loads what: how many states hold or, with a key, how the worst of them is."""
+    """Table of who loads what: how many states hold or, with a key, the worst mark of them."""
 
     def cell(results: list[Result] | None) -> Cell:
         if not results:

@@ -1,6 +1,6 @@
-"""The judgement of a state: what was saved is what was trained, what was loaded is what was saved, and the next step is right.
+"""Judges a state: the saved state equals the trained one, the loaded state the saved one, and the next step is right.
 
-Runs in a process of its own, which reads what the ranks reported. The state of the ranks right before saving is the
+Runs in a separate process, which reads the ranks' reports. The ranks' state right before saving is the
 truth: it was read piece by piece, without any code that saves.
 """
 
@@ -49,7 +49,7 @@ _TRUTH = "truth.pickle"
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """What was trained, and what the next step made of it.
+    """The trained state, and the state after the next step.
 
     Attributes:
         entries: Right before saving.
@@ -63,7 +63,7 @@ class Truth:
 
 
 def judge_items(adapter: Adapter, layout: Layout, items: Sequence[Item], directory: str) -> list[Judgement]:
-    """Judge what ranks reported; a judgement is `incomplete` where a rank reported nothing and none raised. Collectives: none."""
+    """Judge the ranks' reports; a judgement is `incomplete` if a rank reported nothing and none raised. Collectives: none."""
     reported = [by_index(record_stream.read(directory, rank)) for rank in range(layout.size)]
     with no_warnings():
         return [
@@ -79,7 +79,7 @@ def _judged(adapter: Adapter, layout: Layout, item: Item, records: Sequence[Case
         raised = any(rank.error is not None for rank in ranks)
         if raised and not (item.loads and all(rank.beside for rank in ranks)):
             return Numbers(Compared())
-        # What is missing in a state may be what the next step stumbles over.
+        # An entry that is missing in a state may make the next step fail.
         place = f"{adapter.reference} {layout.name}"
         wrong = _loaded(item, ranks) if item.loads else _saved(item, ranks, place)
         wrong = wrong or ("" if raised else _settings(item, ranks))
@@ -118,7 +118,7 @@ def _differs(case: Case, sentence: str, size: int) -> Finding:
 
 
 def _loaded(item: Item, ranks: Sequence[StateObservation]) -> str:
-    """Say what is wrong with the state that ranks loaded; nothing if it is what was saved."""
+    """Say how the loaded state differs from the saved one; nothing if they are equal."""
     truth: Truth = loads((Path(item.folder) / _TRUTH).read_bytes())
     try:
         entries = of_ranks(ranks)
@@ -129,7 +129,7 @@ def _loaded(item: Item, ranks: Sequence[StateObservation]) -> str:
 
 
 def _saved(item: Item, ranks: Sequence[StateObservation], place: str) -> str:
-    """Say what is wrong with what was saved, and keep the truth of it; nothing if it is what the ranks held."""
+    """Say how the saved state differs from the ranks' state, and keep the truth; nothing if they are equal."""
     folder = Path(item.folder)
     try:
         truth = Truth(of_ranks(ranks), of_ranks(ranks, LATER), place)
@@ -146,7 +146,7 @@ def _saved(item: Item, ranks: Sequence[StateObservation], place: str) -> str:
 
 
 def _on_ranks(truth: Entries, size: int) -> Entries:
-    """Return what so many ranks have to load: of other numbers of random states as many as there were, again and again."""
+    """Return the state that this many ranks must load: the saved random states are repeated if there are more ranks."""
     random = [value for entry, value in truth.items() if entry.kind == "random numbers"]
     others = {entry: value for entry, value in truth.items() if entry.kind != "random numbers"}
     return others | {random_numbers(rank): random[rank % len(random)] for rank in range(size if random else 0)}
@@ -185,7 +185,7 @@ def _advanced(entries: Entries, subject: Subject) -> Entries:
 def _expected_entries(truth: Entries, item: Item, actual: Entries) -> Entries:
     """Return the part of the truth that must be there, with the names that are there for settings.
 
-    A flat parameter has one name for all that is in it; then all parameters have the same settings.
+    A flat parameter has one name for all its originals; then all parameters have the same settings.
     """
     if not item.optimizer:
         return {entry: value for entry, value in truth.items() if entry.kind in ("parameter", "buffer")}
@@ -223,7 +223,7 @@ def _step(adapter: Adapter, layout: Layout, item: Item, ranks: Sequence[StateObs
 
 
 def _expected(case: Case, item: Item, truth: Truth) -> Expectation:
-    """Return what the oracle makes of the truth in one step; kept beside it, since it is the same for every loader."""
+    """Return the oracle's result of one step from the truth; cached with it, because it is the same for every loader."""
     kept = Path(item.folder) / f"expected-{case.world.size}-{item.loads and not item.optimizer}.pickle"
     if kept.exists():
         expectation: Expectation = loads(kept.read_bytes())
@@ -238,7 +238,7 @@ def _expected(case: Case, item: Item, truth: Truth) -> Expectation:
 
 
 class _Continued(Replay):
-    """A replay that begins with what was saved."""
+    """A replay that begins with the saved state."""
 
     def __init__(self, case: Case, item: Item, entries: Entries, disturbance: Disturbance) -> None:
         super().__init__(case, disturbance=disturbance)
@@ -269,4 +269,4 @@ class _Continued(Replay):
             elif (entry.kind, entry.part) == ("setting", "lr"):
                 rates[entry.name] = value
         for group in optimizer.param_groups:
-            group["lr"] = rates.get(names[id(group["params"][0])], group["lr"])  # as the schedule left it
+            group["lr"] = rates.get(names[id(group["params"][0])], group["lr"])  # the rate that the schedule set

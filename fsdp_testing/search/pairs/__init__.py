@@ -1,1 +1,1 @@
-"""Every pair of traits: legal cases that hold each pair there is, and what became of it."""
+"""Every pair of traits: legal cases that contain each possible pair, and the results."""

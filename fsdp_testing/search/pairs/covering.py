@@ -1,7 +1,7 @@
-"""Legal cases that hold every pair of traits: taken from many that are drawn, and made of two where no draw has a pair.
+"""Legal cases that contain every pair of traits: chosen from many drawn cases, or combined from two if no draw has a pair.
 
-A generator of covering arrays would have to know which combinations are legal, which the normal form alone knows: it would
-need each rule a second time. Drawing costs half a millisecond, and what is drawn is legal.
+A generator of covering arrays would need each rule of legality a second time, because only the normal form knows them. Drawing
+a case costs half a millisecond, and the case is legal.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fsdp_testing.cases.records import Case
 from fsdp_testing.search.pairs.traits import ZOO, traits_of, why_apart, with_options
 
 DRAWN = 9000
-"""Cases of which the covering ones are chosen; many more meet hardly any pair more."""
+"""Number of drawn cases to choose from; many more would add hardly any pair."""
 DRAWN_OF_ALL = 3000
-"""Cases, drawn as if everything were claimed, that say what a pair needs."""
+"""Number of cases, drawn as if everything were claimed, that show what a pair needs."""
 TIMES = 3
-"""In so many cases each pair is, where so many that are drawn have it: one that fails for another reason decides nothing."""
+"""Number of chosen cases per pair, if enough drawn cases have it: one case that fails for another reason decides nothing."""
 _SEED = 7 << 40
 _EXAMPLES = 3
 _LONGEST = 14
@@ -34,14 +34,14 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Covering:
-    """What is asked, and of what is not asked why.
+    """The cases to run, and the reasons why some pairs are not tested.
 
     Attributes:
         traits: In alphabetical order.
-        cases: That hold every pair there is.
-        not_claimed: Pairs that need capabilities which are not claimed, with these.
-        not_expressible: Pairs of which no legal case consists, with the reason.
-        not_met: Pairs that no drawn case has, and that were taken apart wherever a case was made of them.
+        cases: Cases that contain every possible pair.
+        not_claimed: Pairs that need unclaimed capabilities, with these capabilities.
+        not_expressible: Pairs that no legal case can contain, with the reason.
+        not_met: Pairs that no drawn case contains, and that lost a trait whenever a case was combined for them.
     """
 
     traits: tuple[str, ...]
@@ -52,7 +52,7 @@ class Covering:
 
 
 def covering(scope: Scope) -> Covering:
-    """Return cases of a scope that hold every pair of traits which legal cases of it can have."""
+    """Return cases of a scope that contain every pair of traits that its legal cases can have."""
     pool = _Pool(scope)
     pool.draw(DRAWN)
     needs = _Needs(scope)
@@ -134,7 +134,7 @@ class _Pool:
         return False
 
     def chosen(self, times: int) -> Iterator[Case]:
-        """Yield cases that hold every pair so many times, if so many have it: those first that hold the most."""
+        """Yield cases until every pair occurs the required number of times, if possible: cases with the most pairs first."""
         met = [defaultdict[int, int](int) for _ in range(times)]
         left, least = self._cases, 256
         while least:
@@ -172,7 +172,7 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 def _mixed(one: Case, other: Case) -> Iterator[Case]:
-    """Yield cases whose parts are those of two others: every combination of model, program, world, dtypes and the rest."""
+    """Yield cases that combine parts of two others: every combination of model, program, world, dtypes and the rest."""
     programs = [one.program, other.program, (*one.program, *other.program)[:_LONGEST]]
     programs.append((*other.program, *one.program)[:_LONGEST])
     models = [(case.model, wrapping.wrapping) for case, wrapping in product((one, other), repeat=2)]
@@ -183,7 +183,7 @@ def _mixed(one: Case, other: Case) -> Iterator[Case]:
     worlds = [(case.world, case.strategy) for case in (one, other)]
     numbers = list(product((one.model.dtype, other.model.dtype), (one.mixed_precision, other.mixed_precision)))
     rest = [(case.cpu_offload, case.optimizer) for case in (one, other)]
-    # Each once: most parts of two cases are alike, and making a case legal takes half a millisecond.
+    # Each combination once: most parts of two cases are equal, and making a case legal takes half a millisecond.
     parts: tuple[Sequence[Any], ...] = (programs, models, worlds, numbers, rest)
     for program, (model, wrapping), (world, strategy), (dtype, precision), (offload, optimizer) in product(
         *map(_distinct, parts)
@@ -198,7 +198,7 @@ def _distinct(items: Sequence[Any]) -> list[Any]:
 
 
 class _Needs:
-    """What pairs need, whatever is claimed: what all cases that have one have in common."""
+    """The capabilities that each pair needs, whatever is claimed: those that all cases with the pair share."""
 
     def __init__(self, scope: Scope) -> None:
         self.of_trait: dict[str, frozenset[str]] = {}
@@ -221,9 +221,9 @@ class _Needs:
         return apart | (frozenset.intersection(*together) if together else frozenset())
 
     def least(self, pair: Pair, claimed: frozenset[str]) -> frozenset[str]:
-        """Return the fewest capabilities that are not claimed and that a case with both, or one of each, needs.
+        """Return the smallest set of unclaimed capabilities that a case with both, or two cases with one each, need.
 
-        What two kinds of an operation need is not what all cases of it have in common.
+        If two kinds of an operation need different capabilities, its cases do not share them.
         """
         groups = [[needs for traits, needs in self._seen if set(pair) <= traits]]
         if not groups[0]:

@@ -1,4 +1,4 @@
-"""What became of each pair: computed once from the verdicts on cases; terminal, page and JSON show the same."""
+"""The result of each pair, computed once from the verdicts on cases; terminal, page and JSON show the same."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ HOLDS, FAILS, REFUSED, KNOWN, UNKNOWN, OPEN = "holds", "fails", "refused", "fail
 NOT_CLAIMED, NOT_EXPRESSIBLE, NOT_MET = "not claimed", "not expressible", "not met"
 WORDS = (HOLDS, FAILS, REFUSED, KNOWN, UNKNOWN, OPEN, NOT_MET, NOT_CLAIMED, NOT_EXPRESSIBLE)
 ASKED = WORDS[: WORDS.index(OPEN)]
-"""What may become of a pair that was asked. It holds if one case that has it passes; else it is what all of them are."""
+"""The possible results of a tested pair. It holds if one case with the pair passes; else it has the verdict of all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What became of every pair.
+    """The results of every pair.
 
     Attributes:
         implementation: Its name.
         environment: Versions.
-        exit_code: 1 if a case fails that no known failure explains, 3 if one is unknown or none decides, else 0.
-        cases: How many cases have each verdict, those without what a known failure is about included.
+        exit_code: 1 if a failing case is no known failure, 3 if one is unknown or none decides, else 0.
+        cases: How many cases have each verdict, including variants without the cause of a known failure.
         traits: In alphabetical order.
-        counts: How many pairs became what.
-        matrix: For each trait one letter for each trait before it: the place in `words` of what became of the pair.
+        counts: How many pairs have each result.
+        matrix: For each trait one letter for each earlier trait: the index in `words` of the pair's result.
         words: What letters mean.
         reasons: What is not claimed, expressible or met -> why -> how many pairs.
-        wrong: Pairs of which no case passes -> what became of them, and why the first case does not.
+        wrong: Pairs without a passing case -> their result, and why the first case does not pass.
     """
 
     implementation: str
@@ -52,7 +52,7 @@ class Summary:
     wrong: tuple[tuple[str, str, str, str], ...]
 
     def word(self, row: int, column: int) -> str:
-        """Return what became of the pair of a trait and one before it."""
+        """Return the result of the pair of a trait and an earlier one."""
         return self.words[int(self.matrix[row][column])]
 
     @property
@@ -72,14 +72,14 @@ class Summary:
 def summary_of(
     name: str, environment: Mapping[str, str], covering: Covering, state: State, tally: CampaignTally | None = None
 ) -> Summary:
-    """Return what a campaign on the cases of a covering says.
+    """Return the summary of a campaign on the cases of a covering.
 
     Args:
         name: The implementation.
         environment: Versions.
-        covering: What was asked.
+        covering: The cases that ran, and the pairs that were not tested.
         state: Of all runs; it may be that of one part of the covering.
-        tally: Of the last run, which may have met more than verdicts on cases say.
+        tally: Of the last run, which may add remarks to the verdicts on cases.
     """
     first, of = state.shard
     part = covering.cases[first - 1 :: of]
@@ -119,7 +119,7 @@ def summary_of(
 
 
 def _word(verdicts: Verdicts, number: int) -> tuple[str, str]:
-    """What the verdict on a case says of its pairs, and why."""
+    """The result that the verdict on a case gives its pairs, and the reason."""
     verdict = verdicts[number] if number < len(verdicts) else None
     reason = verdicts.reasons.get(number)
     why = reason.text if reason is not None else ""
@@ -130,7 +130,7 @@ def _word(verdicts: Verdicts, number: int) -> tuple[str, str]:
 
 
 def _rank(word: str) -> int:
-    """Among cases that have a pair the one with the lowest rank says what becomes of it."""
+    """Of all cases with a pair, the one with the lowest rank decides its result."""
     return (HOLDS, FAILS, REFUSED, UNKNOWN, KNOWN, OPEN).index(word)
 
 

@@ -1,4 +1,4 @@
-"""The matrix of pairs as people read it: the picture, what does not hold, and why the rest was not asked."""
+"""The sheet of the matrix of pairs: the picture, the pairs that do not hold, and why the rest was not tested."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _KINDS = {FAILS: "fail", REFUSED: "fail", UNKNOWN: "unknown", NOT_MET: "unknown"
 
 
 def pairs_sheet(summary: Summary) -> Sheet:
-    """Return what a run of every pair says."""
+    """Return the sheet of a run of every pair."""
     total = sum(summary.counts.values())
     facts = tuple((word, f"{summary.counts[word]:,}") for word in WORDS if summary.counts.get(word))
     cases = ", ".join(
@@ -99,7 +99,7 @@ def _anchor(word: str) -> str:
 
 
 def _table(summary: Summary) -> Table:
-    """Return, for the terminal, what is not as it should be of each trait; a trait of which all pairs hold is left out."""
+    """Return, for the terminal, the pairs of each trait that do not hold; a trait whose pairs all hold is left out."""
     counts = [Counter[str]() for _ in summary.traits]
     for row, letters in enumerate(summary.matrix):
         for column in range(len(letters)):

@@ -1,6 +1,6 @@
-"""What is in a case, as traits of which any two may meet: tags of its axes and its model, and what its program does.
+"""The traits of a case, any two of which may meet: tags of its axes and its model, and what its program does.
 
-Traits are the words of `judging/tags.py`, each once. A pair of which no legal case consists has a reason here.
+Traits are the words of `judging/tags.py`, each once. A pair that no legal case can contain has a reason here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LARGE = 1000
 
 
 def traits_of(case: Case) -> frozenset[str]:
-    """Return the traits of a legal case; operations that are void have no part in it."""
+    """Return the traits of a legal case; void operations do not count."""
     return frozenset(_traits(case))
 
 
@@ -73,9 +73,9 @@ _SETTINGS = (
     "last_dimension",
     "grouped_units",
 )
-"""Settings that mean the same in every case. The others are a promise of the user's (`static_graph`), change numbers
+"""Settings that mean the same in every case. The others are a promise of the user (`static_graph`), change numbers
 (`divide_factor`), communicate in `no_sync` (`late_all_reduce`), make groups of ranks that stay (`partial_reshard`), or say
-where something is or whose methods are called: the checks ask these."""
+where something is or whose methods are called: checks cover these."""
 _SET_ONE_IN = 8
 
 Setter = Callable[[Case, Choices], Case]
@@ -124,7 +124,7 @@ _SETTERS: tuple[Setter, ...] = (
 def with_options(case: Case, choices: Choices) -> Case:
     """Return a drawn case with some of the options that campaigns do not draw.
 
-    There a new feature would change the case of every seed.
+    In a campaign a new option would change the case of every seed.
     """
     for setter in _SETTERS:
         if choices.chance(_SET_ONE_IN):
@@ -152,7 +152,7 @@ APART: tuple[tuple[str, str, str], ...] = (
     ("the content of a zoo model is unknown until it is built", ZOO, _OF_TREES),
     ("each implementation decides which units a policy makes", "policy:*",
      "units:[123] reload:plan train_elsewhere:plan one_element_unit"),
-    ("low precision is compared bit by bit, and a product of a transposed matrix may be rounded otherwise", _LOW,
+    ("low precision is compared bit by bit, and a product with a transposed matrix may be rounded differently", _LOW,
      "strided_parameters"),
     ("activations in low precision may pass through an ignored module that is not cast", _LOW, "ignored_parameters"),
     ("each implementation decides how it casts a part of another dtype", _LOW, "dtype_of_part:*"),
@@ -164,12 +164,12 @@ APART: tuple[tuple[str, str, str], ...] = (
     ("the largest of no elements is not defined", "clip:inf", "empty_parameters"),
     ("a parameter under two names is replaced under one of them", "replace_parameters", "alias"),
 )  # fmt: skip
-"""Why traits cannot meet in one case: the reason, and patterns of traits of which those before cannot meet those after."""
+"""Why traits cannot meet in one case: the reason, and patterns; traits of the first group cannot meet those of the second."""
 
 
 @cache
 def why_apart(first: str, second: str) -> str:
-    """Return why no legal case has both traits; empty if nothing that is known keeps them apart."""
+    """Return why no legal case has both traits; empty if there is no known reason."""
     kinds = first.partition(":")[0], second.partition(":")[0]
     if kinds[0] == kinds[1] and kinds[0] in _ONE_VALUE:
         return f"a case has one value of {kinds[0]}"

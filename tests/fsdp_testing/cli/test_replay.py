@@ -21,4 +21,7 @@ def test_a_case_of_a_check_that_asks_more_than_numbers_is_judged_by_that_check(
     assert "expected it to be refused" in capsys.readouterr().out
     file.write_text(report.to_json().replace("full_state_dict.strict", "full_state_dict.of_another_version"))
     assert main(["replay", str(file), "--once"]) == 3
-    assert "full_state_dict.of_another_version, which it failed, is no check of this version" in capsys.readouterr().out
+    assert (
+        "full_state_dict.of_another_version, which the case failed, is not a check of this version"
+        in capsys.readouterr().out
+    )

@@ -113,7 +113,7 @@ def test_a_list_that_has_grown_by_another_failure_of_a_listed_check_is_told(make
     norm = make.diverged(quantity="total_norm", sort="total_norm", explanation="the norm is off")
     later = dated(report(gradient, norm), report(gradient))
     assert lines(later, report(gradient)) == [
-        "changed: a s.one is expected, and fails otherwise than before: the norm is off"
+        "changed: a s.one is expected, and fails in another way than before: the norm is off"
     ]
 
 

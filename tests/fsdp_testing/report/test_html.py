@@ -124,7 +124,7 @@ def test_the_first_screen_answers_three_questions(mixed: RunReport) -> None:
         "84 tensors compared with those of one process, in 7 cases on 2 ranks.",
         "1 check gave no verdict; that is never counted as a pass.",
         "one: after operation 0 the gradient of blocks.1.weight is off by 0.37",
-        "Known, and expected: 1 check for 1 reason",
+        "Known and expected: 1 check for 1 reason",
         "Run the first new failure again, alone: fsdp-verify run one --check training.adamw --world-size 2",
         "Take these off the list of expected failures, because they hold: one clip.one.",
     ):

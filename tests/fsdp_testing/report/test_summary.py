@@ -31,7 +31,7 @@ def test_a_tally_says_which_claims_were_asked_in_part(make: SimpleNamespace) -> 
     left = {"does not claim hybrid": 2}
     parts = (make.result("a", "s.c", Verdict.PASS, not_run=left), make.result("a", "s.d", Verdict.PASS))
     (tally,) = summary.tallies(RunReport(results=parts))
-    assert tally.sentence == "2 of 2 claims hold, 1 asked without cases that need what it does not claim"
+    assert tally.sentence == "2 of 2 claims hold, 1 asked without the cases that need unclaimed capabilities"
 
 
 def test_exit_codes(good: RunReport, mixed: RunReport, make: SimpleNamespace) -> None:

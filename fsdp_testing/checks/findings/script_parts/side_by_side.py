@@ -1,4 +1,4 @@
-"""The frame of every script of a finding: it runs one program on ranks and in one process, and says where the two part."""
+"""The frame of each finding's script: it runs one program on ranks and in one process, and says where they differ."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def matching(named: Iterable[tuple[str, nn.Parameter]], patterns: Iterable[str])
 
 
 def clean(name: str) -> str:
-    """Take what wrapping puts into a name out of it."""
+    """Remove the components of wrappers from a name."""
     for part in ("_fsdp_wrapped_module.", "module.", "_checkpoint_wrapped_module."):
         name = name.replace(part, "")
     return name
 
 
 class Side:
-    """What ranks and one process have in common: inputs, and a forward in a mode."""
+    """The common part of ranks and one process: inputs, and a forward in a mode."""
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         self.task, self.model = task, model
@@ -86,7 +86,7 @@ class Side:
 
 
 class OneProcess(Side):
-    """What one process computes on all ranks' inputs: the mean of the ranks' gradients."""
+    """One process on all ranks' inputs, with the mean of the ranks' gradients."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task, task.build())
@@ -172,7 +172,7 @@ class Ranks(Side):
             set_optimizer_state_dict(self.model, self.optimizer, kept, options=options)
 
     def beyond(self, limit: int, measure: Callable[[], int]) -> list[torch.Tensor]:
-        """What an operation takes in memory or on the wire beyond what would do."""
+        """The memory or communication of an operation beyond the sufficient amount."""
         return [torch.tensor(float(max(0, measure() - limit)))]
 
     def state(self) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
 
 
 def differences(task: Task, rank: int) -> Iterator[str]:
-    """Run the program on both sides and yield where this rank parts from one process."""
+    """Run the program on both sides and yield each difference between this rank and one process."""
     ranks, one = Ranks(task, rank), OneProcess(task)
     steps = task.program(ranks)
     for name, expected in task.program(one):
@@ -202,7 +202,7 @@ def differences(task: Task, rank: int) -> Iterator[str]:
 
 
 def differences_at_end(task: Task, where: str, name: str, found: Any, wanted: Any) -> Iterator[str]:
-    """Yield in what one parameter differs when the program is over."""
+    """Yield the differences in one parameter at the end of the program."""
     (got, got_grad, got_flag), (value, grad, flag) = found, wanted
     if got is not None and not close(got, value, task.tolerance):
         yield f"{where}: parameter {name} is off by {(got - value).abs().max().item():.3g}"
@@ -218,7 +218,7 @@ def differences_at_end(task: Task, where: str, name: str, found: Any, wanted: An
 
 
 def run_rank(task: Task, rank: int, file: str, queue: Any) -> None:
-    """Be one rank: report what differs, and end."""
+    """Run one rank: report the differences, and exit."""
     torch.set_default_dtype(task.dtype)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=task.size)
@@ -229,11 +229,11 @@ def run_rank(task: Task, rank: int, file: str, queue: Any) -> None:
         found = [f"rank {rank} raised {type(error).__name__}: {error}"]
     queue.put(found)
     sys.stderr.flush()
-    os._exit(0)  # not through the interpreter's end: a live gloo thread may keep it
+    os._exit(0)  # without the interpreter's shutdown, which a live gloo thread may block
 
 
 def main(task: Task) -> int:
-    """Run the ranks and print what they found; return 1 where the two part, 0 where they agree."""
+    """Run the ranks and print their findings; return 1 if they differ from one process, 0 if they agree."""
     spawn = mp.get_context("spawn")
     queue = spawn.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Counts, for a script, what process groups are asked to gather and to reduce."""
+"""Counts, for a script, the gathers and reductions of process groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CALLS: Sequence[tuple[str, str, int]] = (
 
 
 class Wire:
-    """Sizes in bytes of what was gathered and reduced since it was cleared."""
+    """Sizes in bytes of the gathers and reductions since the last clear."""
 
     def __init__(self) -> None:
         self.sent: dict[str, list[int]] = {"gathers": [], "reductions": []}
