@@ -182,7 +182,7 @@ def thread_count() -> int:
     """Return the threads of this process, including those unknown to Python."""
     try:
         return len(os.listdir("/proc/self/task"))
-    except FileNotFoundError:
+    except OSError:  # no /proc, or no descriptor is left to read it by
         return 1
 
 
