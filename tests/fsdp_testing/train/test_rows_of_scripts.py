@@ -32,7 +32,7 @@ def judge(*arguments, steps=2):
         (
             ("in the loop", "--inside"),
             2,
-            r"(?s)given the rows of all ranks \(the arguments of forward\).*what the script makes of its rows between",
+            r"(?s)given the rows of all ranks \(the arguments of forward\).*what the script does with its rows between",
         ),
     ],
 )
