@@ -60,14 +60,15 @@ _identities: dict[int, GroupIdentity] = {}
 _alive: dict[int, weakref.ref[Any]] = {}
 
 
-def activate(recorder: Recorder | None) -> None:
-    """Send every collective of this process to `recorder`; None stops recording."""
+def activate(recorder: Recorder | None) -> Recorder | None:
+    """Send every collective of this process to `recorder`, None to stop recording; returns the one before."""
     global _active
     install()
     # A new recorder means a new world, in which members have other ranks.
     forget_groups()
     _identities.clear()
-    _active = recorder
+    before, _active = _active, recorder
+    return before
 
 
 def _stop_in_child() -> None:

@@ -7,13 +7,18 @@ torchrun's agent ends the others, which may wait for it in a collective.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fsdp_testing.base.backends import RankPlace, backend_named
 from fsdp_testing.base.env import Launch
 from fsdp_testing.errors import BackendUnavailable, HarnessError, InvalidArgument
 from fsdp_testing.ranks.faults.fault import end_all, never_reached
+from fsdp_testing.ranks.ledger import interception
+from fsdp_testing.ranks.ledger.memory import LedgerMemory, create
+from fsdp_testing.ranks.ledger.recorder import Recorder
 from fsdp_testing.ranks.pool import world as world_place
 from fsdp_testing.ranks.pool.targets import resolve, target_of
 
@@ -51,14 +56,31 @@ def run_attached(
         )
     world = join(launch, backend)
     args, kwargs = call
-    try:
-        value = (resolve(target_of(function)) if isinstance(function, str) else function)(*args, **kwargs)
-    finally:
-        # This process lives on: faults that the function injected must not reach later calls.
-        unreached = end_all()
+    with _ledger_of(world.rank):
+        try:
+            value = (resolve(target_of(function)) if isinstance(function, str) else function)(*args, **kwargs)
+        finally:
+            # This process lives on: faults that the function injected must not reach later calls.
+            unreached = end_all()
     if unreached:
         raise HarnessError(never_reached(unreached))
     return world.all_gather_object(value)
+
+
+@contextmanager
+def _ledger_of(rank: int) -> Iterator[None]:
+    """Record this process's collectives, which faults count; ranks of torchrun share no memory, so none is compared."""
+    descriptor = create(1)
+    memory = LedgerMemory(descriptor, 1)
+    os.close(descriptor)
+    recorder = Recorder(memory, rank, compare=False)
+    recorder.start_job(1)
+    outer = interception.activate(recorder)
+    try:
+        yield
+    finally:
+        interception.activate(outer)
+        memory.close()
 
 
 def join(launch: Launch, backend: str) -> world_place.World:

@@ -94,6 +94,9 @@ def fails():
     if current_world().rank == 1:
         raise ValueError("planted")
     dist.barrier()
+def counted(fault):
+    current_world().inject(fault)
+    return [float(total(1.0)[0]) for _ in range(2)]
 def faulty(fault):
     current_world().inject(fault)
     return time.time() - time.clock_gettime(time.CLOCK_REALTIME) > 3000
@@ -107,6 +110,7 @@ elif what == "faults":
     moved = run_ranks(faulty, "clock=+3600", size=2)
     off = time.time() - time.clock_gettime(time.CLOCK_REALTIME)
     os.write(1, f"moved {moved}, put back: {abs(off) < 60}\n".encode())
+    os.write(1, f"sums {run_ranks(counted, 'corrupt@rank=1,collective=2', size=2)}\n".encode())
     run_ranks(faulty, "crash@step=1", size=2)
 else:
     run_ranks(total, 1.0, size=3)
@@ -133,6 +137,7 @@ def test_under_torchrun_its_processes_are_the_world(what: str, code: int, said: 
         assert done.stdout.count(said) == 4
     if what == "faults":
         assert done.stdout.count("moved [True, True], put back: True") == 2, done.stdout
+        assert done.stdout.count("sums [[2.0, 3.0], [2.0, 3.0]]") == 2, done.stdout
 
 
 def test_names_of_the_package() -> None:
