@@ -47,6 +47,7 @@ class Precision:
         param_dtype: Dtype in which forward and backward run.
         reduce_dtype: Dtype of the gradients on the wire; `None` with a `param_dtype` means `param_dtype`.
         buffer_dtype: Dtype of floating-point buffers in forward; only with the capability `buffer_dtype`.
+        output_dtype: Dtype to which the root casts floating-point outputs; only with the setting `full_outputs`.
         cast_inputs: The root casts floating-point inputs to `param_dtype`.
         cast_unit_inputs: Every unit does.
         keep_low_precision_grads: Gradients stay in the reduction's dtype after backward.
@@ -55,6 +56,7 @@ class Precision:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
     cast_inputs: bool = True
     cast_unit_inputs: bool = False
     keep_low_precision_grads: bool = False

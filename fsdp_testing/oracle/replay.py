@@ -11,7 +11,7 @@ that each operation is judged alone and bounds do not grow along the program.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -75,7 +75,7 @@ class Replay:
         self.division = division
         self.disturbance = disturbance
         self.adopted = adopted
-        self.precision = precision_of(case.mixed_precision)
+        self.precision = precision_of(case)
         self.sums = sums or self.precision.on_the_wire
         self.master = models.build_model(case)
         self.parameters = dict(self.master.named_parameters())
@@ -160,9 +160,13 @@ class Replay:
         run = models.penalised if penalised else partial(models.forward, leaves=leaves)
         # By versions: they show an edit without comparing numbers, even if no number changed.
         counted = {fqn: parameter._version for fqn, parameter in self.compute.items()}
-        forwarded = run(self.replicas[rank], self.case, batch, rank, inputs)
+        forwarded = run(self._casting(self.replicas[rank]), self.case, batch, rank, inputs)
         self._keep_edits({fqn for fqn, parameter in self.compute.items() if parameter._version != counted[fqn]})
         return forwarded
+
+    def _casting(self, replica: nn.Module) -> Callable[..., Any]:
+        dtype = self.precision.output_dtype
+        return replica if dtype is None else lambda *args, **kwargs: models.cast_floats(replica(*args, **kwargs), dtype)
 
     def _keep_edits(self, edited: set[str]) -> None:
         """Store what a forward changed of its own parameters, where they do not share the stored ones' numbers."""

@@ -66,7 +66,7 @@ def setup_of(
         mesh=mesh,
         tensor_mesh=tensor_mesh,
         policy=policy_of(case.wrapping.policy, module),
-        precision=precision_of(case.mixed_precision),
+        precision=precision_of(case),
         forward_methods=forward_methods(module),
         leaves_unused=leaves_unused(case),
         **{name: value for axis in AXES for name, value in axis.setup(case).items()},
@@ -106,13 +106,12 @@ def division_of(case: Case, adapter: Adapter) -> Division | None:
     return division
 
 
-def precision_of(spec: MixedPrecisionSpec | None) -> Precision:
+def precision_of(case: Case) -> Precision:
     """Translate a case's mixed precision."""
-    if spec is None:
-        return Precision()
-    names = (spec.param_dtype, spec.reduce_dtype, spec.buffer_dtype)
-    param, reduce, buffer = (None if name is None else dtype_of(name) for name in names)
-    return Precision(param_dtype=param, reduce_dtype=reduce, buffer_dtype=buffer)
+    spec = case.mixed_precision or MixedPrecisionSpec()
+    outputs = case.model.dtype if "full_outputs" in case.wrapping.settings else None
+    names = (spec.param_dtype, spec.reduce_dtype, spec.buffer_dtype, outputs)
+    return Precision(*(None if name is None else dtype_of(name) for name in names))
 
 
 def policy_of(spec: PolicySpec | None, module: nn.Module) -> WrapPolicy | None:

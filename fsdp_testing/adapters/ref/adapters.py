@@ -34,6 +34,7 @@ from fsdp_testing.adapters.shared.flat_pieces import FlatOriginal, FlatUnit
 from fsdp_testing.adapters.shared.fsdp_options import Apply, FsdpNames
 from fsdp_testing.cases.records import CAPABILITIES
 from fsdp_testing.cases.records.specs import SETTINGS
+from fsdp_testing.errors import InvalidImplementation
 
 
 def handles(model: nn.Module) -> Iterator[tuple[str, FlatHandle]]:
@@ -94,9 +95,9 @@ def flat_units(model: nn.Module) -> Iterator[FlatUnit]:
 
 _SETTINGS_OF_BOTH = frozenset({"default_device", "default_groups", "own_state", "offloaded_state"})
 
-_SETTINGS_OF_METHODS = frozenset({"divide_factor", "kept_after_backward", "single_units"})
+_SETTINGS_OF_METHODS = frozenset({"divide_factor", "full_outputs", "kept_after_backward", "single_units"})
 
-#: Capabilities of the methods that only `fully_shard` gives to modules.
+#: Capabilities of `fully_shard` alone, and of the methods that it gives to modules.
 _BY_METHODS = _SETTINGS_OF_METHODS | {"explicit_unshard"}
 
 _NOT_CLAIMED = frozenset(
@@ -191,6 +192,12 @@ def _as_composable(module: nn.Module, setup: Setup, name: str, options: dict[str
     if precision is not None and name and setup.wrap_root:
         # The API treats each module that it is applied to as a root; the harness only the outermost one.
         options["mixed_precision"] = replace(precision, cast_root_forward_inputs=False)
+    elif setup.precision.output_dtype is not None:
+        if setup.precision.buffer_dtype is not None:
+            raise InvalidImplementation("fsdp_ref: expected one of buffer_dtype and full_outputs, got both. No policy has both.")
+        del options["mixed_precision"]  # which casts no outputs
+        dtypes = (setup.precision.param_dtype, setup.precision.reduce_dtype, setup.precision.output_dtype)
+        options["mp_policy"] = fsdp_ref.MixedPrecisionPolicy(*dtypes)
     options = _left_out(setup, options) | _FSDP.strategy(setup, name, "strategy")
     unit: Any = fsdp_ref.fully_shard(module, **options, **({} if policy is None else {"policy": policy}))
     if "divide_factor" in setup.settings:

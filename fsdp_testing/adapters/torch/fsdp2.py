@@ -47,6 +47,7 @@ CAPABILITIES = SHARDED | {
     "unused_gradient_is_none",
     "forward_edits",
     "cpu_offload",
+    "full_outputs",
     "explicit_unshard",
     "error_if_nonfinite",
     "accumulation_hooks",
@@ -191,8 +192,7 @@ def _options(setup: Setup, name: str, ignored: set[nn.Parameter]) -> dict[str, A
     precision = setup.unit_precisions.get(name, setup.precision)
     if precision != Precision():
         # Each module that it is applied to casts by default; to the harness the outermost one does.
-        casts = precision.cast_unit_inputs if name and setup.wrap_root else precision.cast_inputs
-        options["mp_policy"] = _precision_policy(precision, casts=casts)
+        options["mp_policy"] = _precision_policy(precision, inner=bool(name and setup.wrap_root))
     if setup.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if setup.unit_strategies.get(name, setup.strategy) in _NO_RESHARD:
@@ -213,11 +213,13 @@ def _last_dimension(ranks: int, parameter: nn.Parameter) -> Shard | None:
     return Shard(-1) if parameter.ndim > 1 and parameter.shape[-1] % ranks == 0 else None
 
 
-def _precision_policy(precision: Precision, *, casts: bool) -> MixedPrecisionPolicy:
+def _precision_policy(precision: Precision, *, inner: bool) -> MixedPrecisionPolicy:
     """Return the policy with the dtypes that the case names, so that the meaning of those it leaves open is judged."""
     asked = {"param_dtype": precision.param_dtype, "reduce_dtype": precision.reduce_dtype}
     chosen: dict[str, Any] = {option: dtype for option, dtype in asked.items() if dtype is not None}
+    casts = precision.cast_unit_inputs if inner else precision.cast_inputs
     chosen |= {} if casts else {"cast_forward_inputs": False}
+    chosen |= {} if inner or precision.output_dtype is None else {"output_dtype": precision.output_dtype}
     return MixedPrecisionPolicy(**chosen)
 
 

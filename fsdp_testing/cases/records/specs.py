@@ -45,6 +45,7 @@ SETTINGS: dict[str, str] = {
     "shared_streams": "the units of the model are roots that share their streams",
     "own_all_reduce": "in hybrid sharding a user's function reduces over replicas",
     "zeros_for_unused": "parameters that this rank did not use take part in reductions",
+    "full_outputs": "the model's outputs are cast to the dtype in which parameters are stored",
     "last_dimension": "parameters are cut along their last dimension, if the ranks divide it",
     "grouped_units": "modules side by side are sharded two by two, each pair as one unit",
     "default_device": "the implementation chooses the device",

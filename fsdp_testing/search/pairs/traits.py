@@ -155,6 +155,8 @@ APART: tuple[tuple[str, str, str], ...] = (
     ("low precision is compared bit by bit, and a product with a transposed matrix may be rounded differently", _LOW,
      "strided_parameters"),
     ("activations in low precision may pass through an ignored module that is not cast", _LOW, "ignored_parameters"),
+    ("no policy has an option for both", "buffer_dtype:*", "full_outputs"),
+    ("every root, and every unit of a policy, would cast its outputs", "policy:* shared_streams", "full_outputs"),
     ("each implementation decides how it casts a part of another dtype", _LOW, "dtype_of_part:*"),
     ("values saved in low precision may be rounded", _LOW, f"{_ELSEWHERE} save save:* restore"),
     ("second derivatives through casts are rounded where each implementation casts", _LOW, "unusual_backward:penalty"),

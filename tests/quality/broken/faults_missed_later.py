@@ -49,6 +49,14 @@ def lowers_what_is_ignored(original: Any, self: Any, modules: Any, dtype: Any) -
     original(self, tuple(below), dtype)
 
 
+@planted(COMPOSABLE, forward, "_inputs", "mixed_precision.outputs")
+def leaves_outputs_as_they_are(original: Any, unit: Any, frame: Any, args: Any, kwargs: Any) -> Any:
+    """The root hands on its outputs in the dtype that it computed in."""
+    inputs = original(unit, frame, args, kwargs)
+    frame.cast_back = None
+    return inputs
+
+
 @planted(SOUND, forward, "_inputs", "mixed_precision.unit_inputs")
 def casts_for_every_unit(original: Any, unit: Any, frame: Any, args: Any, kwargs: Any) -> Any:
     """Every unit casts its inputs, not the root alone."""

@@ -34,6 +34,7 @@ ASKED = (
     replace(PLAIN, strategy="hybrid_shard", shard_size=2),
     replace(PLAIN, precision=LOW),
     replace(PLAIN, precision=replace(LOW, buffer_dtype=torch.float16)),
+    replace(PLAIN, precision=replace(LOW, output_dtype=torch.float32)),
     replace(PLAIN, cpu_offload=True),
     replace(PLAIN, group=MESH),
     replace(PLAIN, ignored=("0",)),
@@ -91,7 +92,7 @@ NOT_SET: dict[str, dict[str, str]] = {
         "cast_root_forward_inputs": _CASTS,
         "_module_classes_to_ignore": "private",
     },
-    "MixedPrecisionPolicy": {"param_dtype_override_fn": _LATER, "output_dtype": _CASTS, "cast_forward_inputs": _CASTS},
+    "MixedPrecisionPolicy": {"param_dtype_override_fn": _LATER, "cast_forward_inputs": _CASTS},
     "FSDPModule": {
         "set_keep_unsharded_storage": _LATER,
         "set_manual_backward_finalization": _PIPELINES,
