@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -48,18 +47,14 @@ class Precision:
         reduce_dtype: Dtype of the gradients on the wire; `None` with a `param_dtype` means `param_dtype`.
         buffer_dtype: Dtype of floating-point buffers in forward; only with the capability `buffer_dtype`.
         output_dtype: Dtype to which the root casts floating-point outputs; only with the setting `full_outputs`.
-        cast_inputs: The root casts floating-point inputs to `param_dtype`.
-        cast_unit_inputs: Every unit does.
-        keep_low_precision_grads: Gradients stay in the reduction's dtype after backward.
+        cast_unit_inputs: Every unit casts floating-point inputs to `param_dtype`, not the root alone.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
-    cast_inputs: bool = True
     cast_unit_inputs: bool = False
-    keep_low_precision_grads: bool = False
 
     @property
     def on_the_wire(self) -> torch.dtype | None:
@@ -97,7 +92,6 @@ class Setup:
             The harness has cut the module over it before it calls `wrap`.
         layouts: `(FQN, layout)` of each module that is cut (`fsdp_testing.cases.records.specs.LAYOUTS`).
         units: FQNs of the submodules to wrap besides the root, any order; "" (the root) is implied.
-        wrap_root: Whether the root itself is a unit; `False` leaves several independent roots.
         policy: Wrap by policy instead; then `units` is empty.
         strategy: One of `STRATEGIES`.
         shard_size: Ranks per shard group, for the hybrid strategies.
@@ -119,7 +113,6 @@ class Setup:
             implementation needs that.
         leaves_unused: A micro-batch may leave a parameter without a gradient on some rank.
         settings: Options that change no number (`fsdp_testing.cases.records.specs.SETTINGS`), by name.
-        extra: Options known to this adapter alone, for its own tests.
     """
 
     rank: int
@@ -130,7 +123,6 @@ class Setup:
     tensor_mesh: DeviceMesh | None = None
     layouts: tuple[tuple[str, str], ...] = ()
     units: tuple[str, ...] = ()
-    wrap_root: bool = True
     policy: WrapPolicy | None = None
     strategy: str = "full_shard"
     shard_size: int | None = None
@@ -149,7 +141,6 @@ class Setup:
     forward_methods: tuple[tuple[str, str], ...] = ()
     leaves_unused: bool = False
     settings: frozenset[str] = frozenset()
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def refuse(self, implementation: str, *options: str) -> None:
         """Refuse a setup that asks for one of these options, which the implementation does not have.

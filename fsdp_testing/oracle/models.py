@@ -237,6 +237,20 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
+def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
+    """Have the module cast the floating-point inputs of each forward."""
+    module.register_forward_pre_hook(lambda _, args, kwargs: cast_floats((args, kwargs), dtype), with_kwargs=True)
+
+
+def cast_buffers(model: nn.Module, ignored: Iterable[str], dtype: torch.dtype) -> None:
+    """Cast the floating-point buffers of a model, but for those of the ignored modules."""
+    left = {inner for name in ignored for inner in model.get_submodule(name).modules()}
+    for module in (module for module in model.modules() if module not in left):
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                module.register_buffer(name, buffer.to(dtype), name not in module._non_persistent_buffers_set)
+
+
 def build_optimizer(case: Case, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Build the case's optimizer over `parameters`."""
     makers: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -39,7 +39,7 @@ from fsdp_testing.oracle.reduction import (
     require_backward,
     roundings,
 )
-from fsdp_testing.oracle.setup import precision_of
+from fsdp_testing.oracle.setup import precision_of, unit_precisions_of
 from fsdp_testing.oracle.tensor_axis import compute_in_parts
 
 Results = dict[Quantity, torch.Tensor | None]
@@ -75,11 +75,11 @@ class Replay:
         self.division = division
         self.disturbance = disturbance
         self.adopted = adopted
-        self.precision = precision_of(case)
+        self.precision, self.unit_precisions = precision_of(case), unit_precisions_of(case)
         self.sums = sums or self.precision.on_the_wire
         self.master = models.build_model(case)
         self.parameters = dict(self.master.named_parameters())
-        self.compute = {fqn: self._compute_parameter(p) for fqn, p in self.parameters.items()}
+        self.compute = {fqn: self._compute_parameter(fqn, p) for fqn, p in self.parameters.items()}
         # One for each rank; ranks without buffers of their own share one.
         self.has_buffers = next(self.master.buffers(), None) is not None
         self.replicas = (
@@ -122,23 +122,22 @@ class Replay:
 
     # ------------------------------------------------------------------------------------------- construction
 
-    def _compute_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return what the replicas compute with: the stored numbers themselves, or a copy in `param_dtype`."""
+    def _compute_parameter(self, fqn: str, parameter: nn.Parameter) -> nn.Parameter:
+        """Return what the replicas compute with: the stored numbers themselves, or a copy in `param_dtype` of the unit."""
         # Detached, it shares the stored numbers: where nothing casts or displaces them, a step shows without `refresh`.
-        stored, dtype = parameter.detach(), self.precision.param_dtype
+        around = [name for name in self.unit_precisions if fqn.startswith(f"{name}.")]
+        precision = self.unit_precisions[max(around, key=len)] if around else self.precision
+        stored, dtype = parameter.detach(), precision.param_dtype
         values = stored if dtype is None else models.cast_floats(stored, dtype)
         return nn.Parameter(self.disturbance.place(values), requires_grad=parameter.requires_grad)
 
     def _replica(self) -> nn.Module:
         replica = replica_of(self.master, {id(p): self.compute[fqn] for fqn, p in self.parameters.items()})
+        for name, precision in self.unit_precisions.items():
+            if precision.param_dtype is not None:
+                models.cast_inputs(replica.get_submodule(name), precision.param_dtype)
         if self.precision.buffer_dtype is not None:
-            ignored = {inner for name in self.case.wrapping.ignored for inner in replica.get_submodule(name).modules()}
-            for module in (module for module in replica.modules() if module not in ignored):
-                for name, buffer in module.named_buffers(recurse=False):
-                    if buffer.is_floating_point():
-                        module.register_buffer(
-                            name, buffer.to(self.precision.buffer_dtype), name not in module._non_persistent_buffers_set
-                        )
+            models.cast_buffers(replica, self.case.wrapping.ignored, self.precision.buffer_dtype)
         if self.disturbance.displaced:
             # Only in the displaced replay: its distance from the other one shows the effect of the order of such sums.
             compute_in_parts(replica, self.case)

@@ -38,6 +38,9 @@ from fsdp_testing.oracle.models import build_model, dtype_of
 from fsdp_testing.oracle.quantities import Comparison
 from fsdp_testing.ranks.pool.world import current_world
 
+_KEEPING = {"full_shard": "shard_grad_op", "hybrid_shard": "hybrid_shard_zero2"}
+"""The strategy that keeps parameters after forward, for one that frees them."""
+
 
 def setup_of(
     case: Case, module: nn.Module, rank: int, device: torch.device, group: ProcessGroup | None, mesh: DeviceMesh | None
@@ -67,6 +70,8 @@ def setup_of(
         tensor_mesh=tensor_mesh,
         policy=policy_of(case.wrapping.policy, module),
         precision=precision_of(case),
+        unit_precisions=unit_precisions_of(case),
+        unit_strategies=_unit_strategies_of(case),
         forward_methods=forward_methods(module),
         leaves_unused=leaves_unused(case),
         **{name: value for axis in AXES for name, value in axis.setup(case).items()},
@@ -111,7 +116,25 @@ def precision_of(case: Case) -> Precision:
     spec = case.mixed_precision or MixedPrecisionSpec()
     outputs = case.model.dtype if "full_outputs" in case.wrapping.settings else None
     names = (spec.param_dtype, spec.reduce_dtype, spec.buffer_dtype, outputs)
-    return Precision(*(None if name is None else dtype_of(name) for name in names))
+    param, reduce, buffer, output = (None if name is None else dtype_of(name) for name in names)
+    return Precision(param, reduce, buffer, output)
+
+
+def unit_precisions_of(case: Case) -> dict[str, Precision]:
+    """Return the precision of each unit, by FQN, where it is not that of the model."""
+    precision, names = precision_of(case), case.wrapping.units
+    if "unit_precisions" not in case.wrapping.settings or precision.param_dtype is None:
+        return {}
+    low = replace(precision, reduce_dtype=precision.on_the_wire, output_dtype=None, cast_unit_inputs=True)
+    full = replace(low, param_dtype=dtype_of(case.model.dtype))
+    return {name: full if number % 2 else low for number, name in enumerate(names)}
+
+
+def _unit_strategies_of(case: Case) -> dict[str, str]:
+    other = _KEEPING | {kept: freed for freed, kept in _KEEPING.items()}
+    if "unit_strategies" not in case.wrapping.settings or case.strategy not in other:
+        return {}
+    return dict.fromkeys(case.wrapping.units[1::2], other[case.strategy])
 
 
 def policy_of(spec: PolicySpec | None, module: nn.Module) -> WrapPolicy | None:

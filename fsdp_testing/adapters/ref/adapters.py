@@ -93,7 +93,9 @@ def flat_units(model: nn.Module) -> Iterator[FlatUnit]:
         )
 
 
-_SETTINGS_OF_BOTH = frozenset({"default_device", "default_groups", "own_state", "offloaded_state"})
+_SETTINGS_OF_BOTH = frozenset(
+    {"default_device", "default_groups", "own_state", "offloaded_state", "unit_precisions", "unit_strategies"}
+)
 
 _SETTINGS_OF_METHODS = frozenset({"divide_factor", "full_outputs", "kept_after_backward", "single_units"})
 
@@ -156,7 +158,8 @@ def _shared_across_units(module: nn.Module, setup: Setup) -> bool:
 
 
 def _wrap(apply: Apply, module: nn.Module, setup: Setup) -> nn.Module:
-    setup.refuse_settings("fsdp_ref", *_SETTINGS_OF_BOTH, *_SETTINGS_OF_METHODS)
+    own = _SETTINGS_OF_METHODS if apply is _as_composable else ()
+    setup.refuse_settings("fsdp_ref", *_SETTINGS_OF_BOTH, *own)
     if setup.units and setup.policy is None and _shared_across_units(module, setup):
         setup = replace(setup, units=(), policy=WrapPolicy(names=setup.units))
     model = _FSDP.wrap(module, setup, apply)
@@ -189,12 +192,14 @@ def _as_composable(module: nn.Module, setup: Setup, name: str, options: dict[str
     if policy is not None and not hasattr(policy, "_run_policy"):
         policy = _ByFunction(policy)
     precision = options.get("mixed_precision")
-    if precision is not None and name and setup.wrap_root:
+    if precision is not None and name:
         # The API treats each module that it is applied to as a root; the harness only the outermost one.
         options["mixed_precision"] = replace(precision, cast_root_forward_inputs=False)
     elif setup.precision.output_dtype is not None:
         if setup.precision.buffer_dtype is not None:
-            raise InvalidImplementation("fsdp_ref: expected one of buffer_dtype and full_outputs, got both. No policy has both.")
+            raise InvalidImplementation(
+                "fsdp_ref: expected one of buffer_dtype and full_outputs, got both. No policy has both."
+            )
         del options["mixed_precision"]  # which casts no outputs
         dtypes = (setup.precision.param_dtype, setup.precision.reduce_dtype, setup.precision.output_dtype)
         options["mp_policy"] = fsdp_ref.MixedPrecisionPolicy(*dtypes)

@@ -58,8 +58,6 @@ class FsdpNames:
                 wrapped = apply(unit, setup, name, self.options(setup, name, [m for m in ignored if id(m) in inside]))
                 if wrapped is not unit:
                     replace_module(module, unit, wrapped)
-            if not setup.wrap_root:
-                return module
             options = self.options(setup, "", ignored)
             if setup.policy is not None:
                 options["auto_wrap_policy"] = self._policy(module, setup.policy)
@@ -84,7 +82,7 @@ class FsdpNames:
         if setup.backward_prefetch != "pre":
             chosen["backward_prefetch"] = None if prefetch is None else self.api.BackwardPrefetch[prefetch]
         # On a machine with an accelerator the default is to compute there, even if the world's device is the CPU.
-        return chosen | {"device_id": setup.device} | dict(setup.extra)
+        return chosen | {"device_id": setup.device}
 
     def strategy(self, setup: Setup, name: str, option: str) -> dict[str, Any]:
         """Return the strategy of the unit `name` as the argument `option`; nothing if it is the default."""
@@ -104,10 +102,7 @@ class FsdpNames:
             "param_dtype": precision.param_dtype,
             "reduce_dtype": precision.reduce_dtype,
             "buffer_dtype": precision.buffer_dtype,
-            "keep_low_precision_grads": precision.keep_low_precision_grads,
             "cast_forward_inputs": precision.cast_unit_inputs,
         }
         chosen: dict[str, Any] = {option: value for option, value in asked.items() if value not in (None, False)}
-        return self.api.MixedPrecision(
-            **chosen, **({} if precision.cast_inputs else {"cast_root_forward_inputs": False})
-        )
+        return self.api.MixedPrecision(**chosen)

@@ -62,7 +62,7 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
         asked["find_unused_parameters"] = True
     for name in sorted(setup.settings):
         asked |= _SETTINGS[name]
-    return DistributedDataParallel(module, **asked, **setup.extra)
+    return DistributedDataParallel(module, **asked)
 
 
 def division(setup: Setup) -> Division:

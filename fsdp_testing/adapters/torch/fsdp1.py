@@ -76,6 +76,8 @@ _SHARED_CLAIMS = SHARDED | {
     "own_state",
     "offloaded_state",
     "limited_gathers",
+    "unit_precisions",
+    "unit_strategies",
 }
 
 #: Only with original parameters: one unit may mix frozen and trainable ones, and flags may change.

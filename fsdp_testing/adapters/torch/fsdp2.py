@@ -48,6 +48,8 @@ CAPABILITIES = SHARDED | {
     "forward_edits",
     "cpu_offload",
     "full_outputs",
+    "unit_precisions",
+    "unit_strategies",
     "explicit_unshard",
     "error_if_nonfinite",
     "accumulation_hooks",
@@ -112,13 +114,13 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
         raise InvalidImplementation("torch-fsdp2: expected no buffer_dtype, for which it has no option. Ask for none.")
     if "shared_streams" in setup.settings:
         parts = (name for name, part in module.named_children() if type(part).forward is not nn.Module.forward)
-        setup = replace(setup, units=tuple(dict.fromkeys((*setup.units, *parts))), wrap_root=False)
+        setup = replace(setup, units=tuple(dict.fromkeys((*setup.units, *parts))))
     checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
     ignored = parameters_of(module, setup.ignored)
     for group in _groups(setup, innermost_first(module, setup.units)):
         modules = [unit for _, unit in group]
         fully_shard(modules if len(group) > 1 else modules[0], **_options(setup, group[0][0], ignored))
-    if setup.wrap_root:
+    if "shared_streams" not in setup.settings:
         fully_shard(module, **_options(setup, "", ignored))
     _SHARDED[module] = dict(naming.named_parameters(module))
     _SETTINGS[module] = setup.settings
@@ -192,7 +194,7 @@ def _options(setup: Setup, name: str, ignored: set[nn.Parameter]) -> dict[str, A
     precision = setup.unit_precisions.get(name, setup.precision)
     if precision != Precision():
         # Each module that it is applied to casts by default; to the harness the outermost one does.
-        options["mp_policy"] = _precision_policy(precision, inner=bool(name and setup.wrap_root))
+        options["mp_policy"] = _precision_policy(precision, inner=bool(name) and "shared_streams" not in setup.settings)
     if setup.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if setup.unit_strategies.get(name, setup.strategy) in _NO_RESHARD:
@@ -205,7 +207,7 @@ def _options(setup: Setup, name: str, ignored: set[nn.Parameter]) -> dict[str, A
         options["reshard_after_forward"] = (half, True, half, False)[([*setup.units, ""].index(name)) % 4]
     if "last_dimension" in setup.settings:
         options["shard_placement_fn"] = partial(_last_dimension, sharing)
-    return options | ({"ignored_params": ignored} if ignored else {}) | dict(setup.extra)
+    return options | ({"ignored_params": ignored} if ignored else {})
 
 
 def _last_dimension(ranks: int, parameter: nn.Parameter) -> Shard | None:
@@ -217,8 +219,7 @@ def _precision_policy(precision: Precision, *, inner: bool) -> MixedPrecisionPol
     """Return the policy with the dtypes that the case names, so that the meaning of those it leaves open is judged."""
     asked = {"param_dtype": precision.param_dtype, "reduce_dtype": precision.reduce_dtype}
     chosen: dict[str, Any] = {option: dtype for option, dtype in asked.items() if dtype is not None}
-    casts = precision.cast_unit_inputs if inner else precision.cast_inputs
-    chosen |= {} if casts else {"cast_forward_inputs": False}
+    chosen |= {"cast_forward_inputs": False} if inner and not precision.cast_unit_inputs else {}
     chosen |= {} if inner or precision.output_dtype is None else {"output_dtype": precision.output_dtype}
     return MixedPrecisionPolicy(**chosen)
 

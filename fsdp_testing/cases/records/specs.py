@@ -46,6 +46,8 @@ SETTINGS: dict[str, str] = {
     "own_all_reduce": "in hybrid sharding a user's function reduces over replicas",
     "zeros_for_unused": "parameters that this rank did not use take part in reductions",
     "full_outputs": "the model's outputs are cast to the dtype in which parameters are stored",
+    "unit_precisions": "in mixed precision every unit casts its inputs, and every second one computes in the stored dtype",
+    "unit_strategies": "every second unit frees its parameters after forward if the others do not, and keeps them if they do",
     "last_dimension": "parameters are cut along their last dimension, if the ranks divide it",
     "grouped_units": "modules side by side are sharded two by two, each pair as one unit",
     "default_device": "the implementation chooses the device",

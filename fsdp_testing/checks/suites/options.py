@@ -147,6 +147,7 @@ SETTINGS: tuple[Check, ...] = (
         ("sum_reduction", "Summing and then dividing gives the mean."),
         ("kept_after_backward", "Parameters that stay whole between micro-batches are updated after the step."),
         ("tuned_communication", "Groups, buffers and memory of one's own for messages change no number."),
+        ("unit_strategies", "Units that free their parameters after forward train beside units that keep them."),
         ("last_dimension", "Shards of the last dimension are concatenated along it."),
         ("default_device", "If no device is named, a model trains on its current device."),
     )),

@@ -91,6 +91,11 @@ MIXED_PRECISION: tuple[Check, ...] = (
                                 wrapping=every_unit(model, settings=("full_outputs",)))
               for model in ("mlp", "containers") for precision in (_LOW, _BOTH)),
             source="torch.distributed.fsdp.MixedPrecisionPolicy, output_dtype"),
+    lowered("mixed_precision.of_units", "Each unit casts its inputs to its own dtype, in which it computes.",
+            *(stored_in_float32(model, *iterations(2), micro_batch(2), optimizer=PLAIN_SGD, precision=precision,
+                                wrapping=every_unit(model, settings=("unit_precisions",)))
+              for model in ("mlp", "precise_input") for precision in (_LOW, _BOTH)),
+            source="torch.distributed.fsdp.MixedPrecisionPolicy, cast_forward_inputs", needs={"nested_wrapping"}),
     lowered("mixed_precision.unit_inputs", "Only the root casts inputs: inner units receive what the model passes them.",
             stored_in_float32("precise_input", *iterations(2), precision=_LOW),
             source="torch.distributed.fsdp.MixedPrecision, cast_forward_inputs", needs={"nested_wrapping"}),

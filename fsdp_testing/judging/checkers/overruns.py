@@ -36,7 +36,7 @@ FLAG_BYTES = 16
 """A collective up to this size is a flag or a norm, and moves no parameter or gradient."""
 
 _FREES_AFTER_FORWARD = ("full_shard", "hybrid_shard")
-_KEEPS = {"kept_after_backward", "partial_reshard", "single_units"}
+_KEEPS = {"kept_after_backward", "partial_reshard", "single_units", "unit_strategies"}
 """Settings with which parameters, or a part of them, stay where the strategy would free them."""
 
 

@@ -35,9 +35,10 @@ _SAID_OTHERWISE = frozenset(
     {
         *STRATEGIES.values(), "nested_wrapping", "policy_wrapping", "mixed_precision", "reduce_dtype", "buffer_dtype",
         "cpu_offload", "prefetch", "activation_checkpointing", "forward_edits", "forward_methods", "parameter_outputs",
+        "unit_precisions",
     }
 )  # fmt: skip
-"""Capabilities that another trait states more precisely; the last three are one model of the zoo each."""
+"""Capabilities that another trait states more precisely; the last four are one or two models of the zoo each."""
 _FOLLOWS = frozenset({"whole_parameters", "gathered_until_backward"})
 """Tags that follow from strategy and mesh."""
 _LARGE = 1000
@@ -155,6 +156,7 @@ APART: tuple[tuple[str, str, str], ...] = (
     ("low precision is compared bit by bit, and a product with a transposed matrix may be rounded differently", _LOW,
      "strided_parameters"),
     ("activations in low precision may pass through an ignored module that is not cast", _LOW, "ignored_parameters"),
+    ("nothing is freed where nothing is sharded", "strategy:no_shard", "unit_strategies"),
     ("no policy has an option for both", "buffer_dtype:*", "full_outputs"),
     ("every root, and every unit of a policy, would cast its outputs", "policy:* shared_streams", "full_outputs"),
     ("each implementation decides how it casts a part of another dtype", _LOW, "dtype_of_part:*"),

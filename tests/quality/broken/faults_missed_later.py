@@ -57,6 +57,19 @@ def leaves_outputs_as_they_are(original: Any, unit: Any, frame: Any, args: Any, 
     return inputs
 
 
+@planted(SOUND, forward, "_inputs", "mixed_precision.of_units")
+def casts_as_the_root_does(original: Any, unit: Any, frame: Any, args: Any, kwargs: Any) -> Any:
+    """Every unit casts its inputs to the root's dtype."""
+    dtype = frame.root.unit.config.mixed_precision.param_dtype
+    return original(unit, frame, args, kwargs) if dtype is None else forward.cast_floating((args, kwargs), dtype)
+
+
+@planted(SOUND, unit.Unit, "_frees_after_backward", "options.unit_strategies")
+def keeps_after_backward_what_another_strategy_keeps(original: Any, self: Any, handle: Any) -> bool:
+    """A unit whose strategy is not the root's stays gathered after backward."""
+    return original(self, handle) and self.config.reshards_after_forward == self.root.unit.config.reshards_after_forward
+
+
 @planted(SOUND, forward, "_inputs", "mixed_precision.unit_inputs")
 def casts_for_every_unit(original: Any, unit: Any, frame: Any, args: Any, kwargs: Any) -> Any:
     """Every unit casts its inputs, not the root alone."""

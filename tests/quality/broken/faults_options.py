@@ -30,7 +30,7 @@ class OptionsAdapter(MoreAdapter):
     def __init__(self, toy: type[Toy], name: str) -> None:
         assert issubclass(toy, MoreToy)
         super().__init__(toy, name)
-        self.capabilities |= {*SETTINGS, "hybrid", "policy_wrapping"}
+        self.capabilities |= {*SETTINGS, "hybrid", "policy_wrapping"} - {"full_outputs", "unit_precisions"}
 
 
 class Optional(MoreToy):

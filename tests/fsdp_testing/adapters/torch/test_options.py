@@ -34,7 +34,8 @@ ASKED = (
     replace(PLAIN, strategy="hybrid_shard", shard_size=2),
     replace(PLAIN, precision=LOW),
     replace(PLAIN, precision=replace(LOW, buffer_dtype=torch.float16)),
-    replace(PLAIN, precision=replace(LOW, output_dtype=torch.float32)),
+    replace(PLAIN, precision=replace(LOW, output_dtype=torch.float32, cast_unit_inputs=True)),
+    replace(PLAIN, units=("0",), precision=LOW),
     replace(PLAIN, cpu_offload=True),
     replace(PLAIN, group=MESH),
     replace(PLAIN, ignored=("0",)),
@@ -88,11 +89,10 @@ NOT_SET: dict[str, dict[str, str]] = {
     },
     "MixedPrecision": {
         "keep_low_precision_grads": "gradients of another dtype than their parameters, which torch's optimizers do not promise",
-        "cast_forward_inputs": _CASTS,
         "cast_root_forward_inputs": _CASTS,
         "_module_classes_to_ignore": "private",
     },
-    "MixedPrecisionPolicy": {"param_dtype_override_fn": _LATER, "cast_forward_inputs": _CASTS},
+    "MixedPrecisionPolicy": {"param_dtype_override_fn": _LATER},
     "FSDPModule": {
         "set_keep_unsharded_storage": _LATER,
         "set_manual_backward_finalization": _PIPELINES,
