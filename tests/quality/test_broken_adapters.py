@@ -50,11 +50,14 @@ def together(faults):
 @pytest.mark.slow  # all cases of the checks; each push asks those that fail with a fault (above)
 @pytest.mark.parametrize(("name", "sizes", "checks"), list(together(FAULTS.values())))
 def test_the_same_checks_pass_without_the_faults(name, sizes, checks):
-    results = run_conformance(name, checks=checks, world_sizes=sizes).results
+    known = {check: entry for check, entry in tables_of(shipped()).get(name, {}).items() if check in checks}
+    results = run_conformance(name, checks=checks, world_sizes=sizes, expected_failures={name: known}).results
     assert {result.check for result in results} == set(checks)
-    wrong = [f"{result.check}: {result.explanation}" for result in results if result.verdict is not Verdict.PASS]
+    # A check on the list fails in other cases than those that prove its fault.
+    sound = (Verdict.PASS, Verdict.EXPECTED_FAILURE)
+    wrong = [f"{result.check}: {result.explanation}" for result in results if result.verdict not in sound]
     assert not wrong, "\n".join(wrong)
-    assert all(case.comparisons for result in results for case in result.cases)
+    assert all(case.comparisons for result in results if result.verdict is Verdict.PASS for case in result.cases)
 
 
 NO_FAULT: dict[str, str] = {}

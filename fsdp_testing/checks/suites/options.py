@@ -38,7 +38,7 @@ from fsdp_testing.checks.suites.check import (
 )
 from fsdp_testing.checks.suites.hooks import AVERAGING, QUARTERING, REVIEWED, compressed_to
 from fsdp_testing.checks.suites.programs import PARTLY_OPTIMIZED, scaled
-from fsdp_testing.checks.suites.state_programs import REFUSED
+from fsdp_testing.checks.suites.state_programs import REFUSED, WRONG_STATES
 from fsdp_testing.oracle.quantities import Comparison
 
 
@@ -200,12 +200,17 @@ SETTINGS: tuple[Check, ...] = (
           *(cases("mlp", *iteration(0), access, *iteration(1), wrapping=_set("offloaded_state"), optimizer=PLAIN_SGD)
             for access in (EditFullParameters(("*",), 0.5, writeback=False), Reload(optimizer=False))),
           source="pytorch issue 188989"),
-    check("options.rank_0_state", "State that rank 0 alone has is loaded by every rank, or refused if it lacks a parameter.",
-          *(cases(model, *iteration(0), Reload(optimizer=model == "uneven"), *lacking, *iteration(1),
+    check("options.rank_0_state", "State that rank 0 alone has is loaded by every rank.",
+          *(cases(model, *iteration(0), Reload(optimizer=model == "uneven"), *iteration(1),
                   wrapping=every_unit(model, settings=("rank_0_state",)), optimizer=ADAMW)
-            for model, *lacking in (("uneven",), ("buffers",), ("mlp", Observe("state that lacks a parameter")))),
+            for model in ("uneven", "buffers")),
           source="torch.distributed.checkpoint.state_dict.StateDictOptions, broadcast_from_rank0",
-          needs={"full_state_dict", "optim_state"}, mode=REFUSED, sizes=ODD),
+          needs={"full_state_dict", "optim_state"}, sizes=ODD),
+    check("options.rank_0_state_unfit", "State of rank 0 that does not fit the model is refused by every rank.",
+          *(cases("mlp", *iteration(0), Reload(optimizer=False), Observe(wrong),
+                  wrapping=every_unit("mlp", settings=("rank_0_state",))) for wrong in WRONG_STATES),
+          source="torch.distributed.checkpoint.state_dict.StateDictOptions, broadcast_from_rank0",
+          needs={"full_state_dict"}, mode=REFUSED, sizes=ODD),
     check("options.assigned_state", "Tensors of a state in shards that become the parameters are those that are trained.",
           *(cases(model, *before, Reload("sharded", optimizer=False), Observe(), *iteration(1), forward(2),
                   wrapping=every_unit(model, settings=("assigned_state",)), optimizer=PLAIN_SGD)

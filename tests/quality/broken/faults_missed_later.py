@@ -225,7 +225,7 @@ class SavingForgetsTheRate(MoreToy):
         return saved
 
 
-@planted("torch-fsdp2", state_dict, "_broadcast_state_dict", "options.rank_0_state")
+@planted("torch-fsdp2", state_dict, "_broadcast_state_dict", "options.rank_0_state_unfit")
 def what_rank_0_lacks_stays(original: Any, *states: Any, strict: bool = False, **options: Any) -> None:
     """A parameter that rank 0's state lacks keeps its values."""
     original(*states, **options)
