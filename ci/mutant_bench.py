@@ -131,12 +131,14 @@ class Executed:
         everywhere: Those outside of functions: whatever imports the file executes them.
         parts: Name -> kind -> part -> the mutants that it executes.
         wrong: Parts that fail without any mutant, as name, kind and part; no mutant is asked them.
+        sound: Whether the sound copy passed where all cases are asked at once, and random ones (`Bench.control`).
     """
 
     mutants: list[str]
     everywhere: list[int] = field(default_factory=list)
     parts: dict[str, dict[str, dict[str, list[int]]]] = field(default_factory=dict)
     wrong: list[list[str]] = field(default_factory=list)
+    sound: bool = False
 
     def parts_of(self, mutant: Mutant, name: str, kind: str) -> list[str]:
         """The parts of a kind that execute a mutant."""
@@ -186,13 +188,25 @@ class Bench:
             for name, source in before.items():
                 (self.package / name).write_text(source, encoding="utf-8")
 
-    def executed(self, mutants: Sequence[Mutant]) -> Executed:
-        """Ask the sound copy everything, once for a sample, and keep what executes which mutant."""
+    def executed(self, mutants: Sequence[Mutant], stages: Sequence[str]) -> Executed:
+        """Ask the sound copy everything, once for a sample, and keep what executes which mutant.
+
+        Raises:
+            RuntimeError: It does not pass in a stage in which mutants are to be judged.
+        """
+        result, file = self._mapped(mutants)
+        if not result.sound and {"pairs", "fuzz"} & {*stages}:
+            self.control()
+            result.sound = True
+            file.write_text(json.dumps(asdict(result)), encoding="utf-8")
+        return result
+
+    def _mapped(self, mutants: Sequence[Mutant]) -> tuple[Executed, Path]:
         key = "".join([*KINDS, *(mutant.identity for mutant in mutants)])
         sample = hashlib.sha256(key.encode()).hexdigest()[:16]
         file = self.folder / f"executed-{sample}.json"
         if file.is_file():
-            return Executed(**json.loads(file.read_text(encoding="utf-8")))
+            return Executed(**json.loads(file.read_text(encoding="utf-8"))), file
         result, marked = Executed([mutant.identity for mutant in mutants]), self._marked(mutants)
         result.everywhere = [number for number, line in enumerate(map(line_of, mutants)) if not line]
         marks = self.tree / MARKS
@@ -211,9 +225,8 @@ class Bench:
                     right = {p: seen for p, seen in answer["executed"].items() if [name, kind, p] not in result.wrong}
                     result.parts[name][kind] = right
                     print(f"{name}, {kind}: {len(right)} of {len(parts)} parts", flush=True)
-        self.control()
         file.write_text(json.dumps(asdict(result)), encoding="utf-8")
-        return result
+        return result, file
 
     def control(self) -> None:
         """See that the sound copy passes where mutants are asked all cases at once, and random ones.

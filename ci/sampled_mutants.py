@@ -149,7 +149,7 @@ def main() -> int:
                 continue
             try:
                 with prepared(Path(scratch).resolve(), subject, KEPT) as bench:
-                    executed = bench.executed(sample)
+                    executed = bench.executed(sample, stages)
                     fates |= try_all(mine, bench, executed, options.results, stages, lambda: time.monotonic() > until)
             except RuntimeError as failure:
                 print(f"nothing more was tried: {failure}")

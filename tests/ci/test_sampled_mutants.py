@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +196,21 @@ def test_the_sound_copy_has_to_pass_all_cases_and_random_ones_first(tmp_path: Pa
         RuntimeError, match=r"fuzz of fsdp_ref-composable: expected success without any change, got wrong"
     ):
         bench(tmp_path, Answers({}, {"failure": "wrong"})).control()
+
+
+def test_it_passes_them_once_and_only_before_stages_in_which_mutants_are_asked_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in NAMES:
+        (tmp_path / f"pairs-{name}.json").write_text('[["a case"]]', encoding="utf-8")
+    file, judge = tmp_path / "executed.json", Answers()
+    file.write_text(json.dumps(asdict(EXECUTED)), encoding="utf-8")
+    monkeypatch.setattr(Bench, "_mapped", lambda *_: (Executed(**json.loads(file.read_text(encoding="utf-8"))), file))
+    asked = []
+    for stages in (("run", "tensor"), ("run", "fuzz"), ("pairs",)):
+        bench(tmp_path, judge).executed([ONE, TWO], stages)
+        asked.append(len(judge.requests))
+    assert asked == [0, 4, 4]
 
 
 def test_intervals_are_wilsons() -> None:
