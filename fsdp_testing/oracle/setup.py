@@ -176,8 +176,9 @@ def module_to_wrap(case: Case, rank: int, flags: Mapping[str, bool]) -> tuple[nn
     outside = {inner for name in case.wrapping.ignored for inner in module.get_submodule(name).modules()}
     managed = [inner for inner in module.modules() if inner not in outside]
     # Only values that wrapping brings: ignored modules must be right from the beginning.
-    if case.wrapping.sync_module_states and rank:
-        _change_all(managed, rank)
+    # Ranks that share one model begin alike.
+    if case.wrapping.sync_module_states and (replica := rank // case.world.tensor_parallel):
+        _change_all(managed, replica)
     return module, _emptied(managed) if case.wrapping.meta_init else None
 
 

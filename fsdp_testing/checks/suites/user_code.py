@@ -52,7 +52,7 @@ from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.oracle import models, rank_jobs
 from fsdp_testing.oracle.quantities import Comparison
 from fsdp_testing.ranks.ledger.interception import listen
-from fsdp_testing.ranks.ledger.records import Call
+from fsdp_testing.ranks.ledger.records import Call, GroupIdentity
 
 
 def _raised(seed: int, module: int, *, backward: bool = False, where: str = "step") -> Interrupt:
@@ -168,9 +168,10 @@ class StaysLocal(RemarkingProgram):
     def statements(self) -> Iterator[str]:
         """Yield what it sent; wholly right numbers may hide it, since sums of means are means of sums."""
         sent: set[str] = set()
+        one_model = self.case.world.of_one_model(self.rank)
 
-        def note(_group: object, call: Call, _site: object) -> None:
-            if "reduce" in call.what[0] and set(call.what) & set(UNIT_ROUNDOFF):
+        def note(group: GroupIdentity, call: Call, _site: object) -> None:
+            if group.members != one_model and "reduce" in call.what[0] and set(call.what) & set(UNIT_ROUNDOFF):
                 sent.add(call.text)
 
         batch = Batch(11)

@@ -30,9 +30,11 @@ from fsdp_testing.judging.checkers.event_rules import Rule, TracedObservation
 from fsdp_testing.judging.checkers.explain import finding
 from fsdp_testing.oracle import assemble, models, rank_jobs
 from fsdp_testing.oracle.execute import RankProgram
+from fsdp_testing.oracle.kept_groups import mesh_in
 from fsdp_testing.oracle.quantities import Comparison, Expectation, Expected, ExpectedPoint, Quantity
 from fsdp_testing.ranks.pool import Failed
 from fsdp_testing.ranks.pool.world import current_world
+from fsdp_testing.ranks.streams.history import stream_of_group
 from fsdp_testing.ranks.streams.observation import observe
 from fsdp_testing.ranks.streams.races import StreamAccount
 
@@ -204,7 +206,10 @@ def run_observed(adapter: Adapter, case: Case, observe_all: bool) -> RankObserva
         result = rank_jobs.run_program(program, observe_all)
     if isinstance(result, Failed):
         return result
-    account = StreamAccount.of(history)
+    activations: tuple[str, ...] = ()
+    if case.world.tensor_parallel > 1:
+        activations = (stream_of_group(mesh_in(current_world(), case.world).get_group("tensor").group_name),)
+    account = StreamAccount.of(history, activations)
     if len(account.streams) < 2 and current_world().size > 1:
         raise InvalidImplementation(
             f"{adapter.name}: expected work on several streams, got work on the default stream alone, so there is no verdict "

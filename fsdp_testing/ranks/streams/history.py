@@ -23,6 +23,11 @@ class Access:
     writes: bool
 
 
+def stream_of_group(name: str) -> str:
+    """Return the name of the stream of a process group."""
+    return f"the stream of process group {name}"
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """An operator or a collective, issued on a stream."""

@@ -8,7 +8,7 @@ of what it waits for. An access is ordered after an earlier one if its stream's 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from fsdp_testing.ranks.streams.history import (
@@ -146,8 +146,9 @@ def races(history: History) -> list[Race]:
 
 
 class _Judge:
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: History, no_parameters: Collection[str] = ()) -> None:
         self._history = history
+        self._no_parameters = {number for number, name in history.streams.items() if name in no_parameters}
         self._clocks: dict[int, Clock] = {}
         self._events: dict[int, Clock] = {}
         self._blocks: dict[int, _Block] = {}
@@ -194,7 +195,7 @@ class _Judge:
         self._join(work.stream, self._clock(HOST))
         clock = self._clock(work.stream)
         clock[work.stream] = tick = clock.get(work.stream, 0) + 1
-        if work.name in GATHERS:
+        if work.name in GATHERS and work.stream not in self._no_parameters:
             self._gather(work)
         for access in work.accesses:
             self._access(_Done(tick, work.stream, access, work), clock)
@@ -297,11 +298,11 @@ class StreamAccount:
     full_buffers: FullBuffers = FullBuffers()
 
     @classmethod
-    def of(cls, history: History) -> StreamAccount:
-        """Judge a history."""
+    def of(cls, history: History, no_parameters: Collection[str] = ()) -> StreamAccount:
+        """Judge a history; on the streams with the names `no_parameters` other things than parameters are gathered."""
         streams = Counter(entry.stream for entry in history.entries if isinstance(entry, Work) and entry.stream != HOST)
         names = tuple(history.streams[number] for number in sorted(streams))
-        judge = _Judge(history)
+        judge = _Judge(history, no_parameters)
         pairs = judge.run()
         return cls(names, streams.total(), tuple(pairs[:_MOST_RACES]), len(pairs), judge.full_buffers)
 

@@ -28,6 +28,7 @@ from fsdp_testing.ranks.streams.history import (
     Site,
     StreamWaited,
     Work,
+    stream_of_group,
 )
 from fsdp_testing.ranks.streams.regions import Region
 from fsdp_testing.ranks.streams.simulated import Device, Event, Stream
@@ -115,7 +116,7 @@ class StreamRecorder(Device):
         self._until_full_sweep = _FULL_SWEEP
         self._made = 0
         self._pending: dict[int, tuple[Any, Event]] = {}
-        self._results: dict[int, Event] = {}
+        self._results: dict[int, tuple[Event, Sequence[Tensor]]] = {}
         self._of_host: set[int] = set()  # events of collectives between tensors of the host
         self._groups: dict[str, Stream] = {}
         self.caller: Any = None
@@ -209,7 +210,7 @@ class StreamRecorder(Device):
         """Note an asynchronous collective and return the event that its waiters wait for."""
         stream = self._groups.get(group)
         if stream is None:
-            stream = self._groups[group] = Stream(self, f"the stream of process group {group}")
+            stream = self._groups[group] = Stream(self, stream_of_group(group))
         if self.issuer([*reads, *writes]) != HOST:  # what the host did comes before anything that it issues
             self.note(StreamWaited(stream.number, self.current.number))
         self.work(name, stream.number, reads, writes)
@@ -236,16 +237,16 @@ class StreamRecorder(Device):
             )
 
     def functional(self, name: str, group: str, reads: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """Note a functional collective; `wait_tensor` of a result waits for it."""
+        """Note a functional collective; `wait_tensor` of a result waits for it, and until then it holds what it reads."""
         event = self.collective(name, group, reads, results)
         for result in results:
-            self._results[self.block(result).number] = event
+            self._results[self.block(result).number] = event, reads
 
     def wait_tensor(self, tensor: Tensor) -> None:
         """Make the current stream wait for the functional collective that a tensor comes from."""
-        event = self._results.pop(self.block(tensor).number, None)
-        if event is not None:
-            self.note(EventWaited(event.number, self.current.number))
+        issued = self._results.pop(self.block(tensor).number, None)
+        if issued is not None:
+            self.note(EventWaited(issued[0].number, self.current.number))
 
 
 def run_noted(recorder: StreamRecorder, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

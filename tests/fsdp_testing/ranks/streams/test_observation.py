@@ -134,6 +134,17 @@ def test_functional_collectives_are_waited_for_by_their_result(world: World, wai
     assert len(races(history)) == (0 if waits else 1)
 
 
+@pytest.mark.world(2)
+def test_a_functional_collective_holds_what_it_reads_until_its_result_is_waited_for(world: World) -> None:
+    import torch.distributed._functional_collectives as functional
+
+    with observe() as history:
+        reduced = functional.all_reduce(torch.ones(3), "sum", world.group)
+        torch.zeros(3).add_(1)  # would be given the memory of the input, had it been freed
+        reduced.add(1)
+    assert not races(history)
+
+
 @functools.cache
 def waiting_for_several() -> tuple[Any, Any]:
     """Return torch's operator that waits for several results, made here where torch is older than 2.15, and what keeps it."""

@@ -150,3 +150,8 @@ TWO = "g1:a s0<1 r0:a e7@0 free:a g1:b s0<1 r0:b free:b "
 )
 def test_full_parameters_are_in_use_until_the_host_waited_for_their_last_use(words, expected):
     assert StreamAccount.of(history(words)).full_buffers == expected
+
+
+def test_gathers_of_other_things_than_parameters_are_not_counted():
+    recorded = history(TWO + "g1:c")
+    assert StreamAccount.of(recorded, [recorded.streams[1]]).full_buffers == FullBuffers()
