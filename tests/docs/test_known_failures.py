@@ -64,8 +64,11 @@ def test_every_name_of_an_implementation_and_a_check_exists() -> None:
         assert bases <= set(names), defect.name
         assert not defect.shown or defect.shown[0] in CHECKS, defect.name
     tables = tables_of(shipped())
-    assert {name.partition("-")[0] for name in tables} == {"torch"}, "nothing of ours is expected to fail"
     own = {name: {c: e for c, e in table.items() if c != "tensor_parallel"} for name, table in tables.items()}
+    # Over tensor parallelism torch's own layers run inside of it.
+    assert {name.partition("-")[0] for name, table in own.items() if table} == {"torch"}, (
+        "nothing of ours is expected to fail"
+    )
     beside = {name: table["tensor_parallel"] for name, table in tables.items() if "tensor_parallel" in table}
     for given in (own, beside):
         for checks in expectations(given, names, CHECKS).values():
