@@ -51,6 +51,7 @@ from fsdp_testing.checks.suites.state_programs import (
     REORDERED,
     SHARDS_PLACED,
     STORED_DTYPES,
+    WRONG_IN_SHARDS,
     WRONG_STATES,
 )
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase, RunMode
@@ -258,6 +259,10 @@ CHECKS: tuple[Check, ...] = (
           *(cases("mlp", *iteration(0), Observe(wrong)) for wrong in WRONG_STATES),
           source="torch.nn.Module.load_state_dict, strict",
           needs={"full_state_dict", "strict_state"}, mode=REFUSED),
+    saved("sharded_state_dict.strict", "A state in shards with a missing or an extra parameter is refused.",
+          *(cases("mlp", *iteration(0), Observe(wrong)) for wrong in WRONG_IN_SHARDS),
+          source="torch.nn.Module.load_state_dict, strict",
+          needs={"sharded_state_dict", "strict_state"}, mode=REFUSED),
     saved("full_state_dict.dtypes", "Saved values have the storage dtype of parameters, not the compute dtype.",
           *(cases("mlp uneven", *iteration(0), Save(), micro_batch(1), Save(), dtype="float32", optimizer=PLAIN_SGD,
                   precision=precision) for precision in _LOW),

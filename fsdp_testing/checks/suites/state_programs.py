@@ -26,7 +26,7 @@ def _lacking(state: State) -> State:
 
 
 def _with_another(state: State) -> State:
-    return {**state, "layers.9.weight": next(iter(state.values())).clone()}
+    return {**state, "layers.9.weight": next(iter(state.values()))}
 
 
 def _misshapen(state: State) -> State:
@@ -40,6 +40,12 @@ WRONG_STATES: Mapping[str, Callable[[State], State]] = {
     "state with a parameter of another shape": _misshapen,
 }
 """State that must be refused, by the label of the observation after which it is loaded. Each is a case with this name."""
+
+
+WRONG_IN_SHARDS: Mapping[str, Callable[[State], State]] = {
+    "state in shards that lacks a parameter": _lacking,
+    "state in shards with an unknown parameter": _with_another,
+}
 
 
 class RemarkingProgram(RankProgram):
@@ -77,14 +83,18 @@ class RefusingProgram(RemarkingProgram):
 
     def statements(self) -> Iterator[str]:
         """Yield that it was loaded."""
-        if self.quantity not in WRONG_STATES:
+        make = (WRONG_STATES | WRONG_IN_SHARDS).get(self.quantity)
+        if make is None:
             return  # a shortened case, which names none
+        adapter, in_shards = self.adapter, self.quantity in WRONG_IN_SHARDS
+        load = adapter.load_sharded_state_dict if in_shards else adapter.load_full_state_dict
         with self._inside():
-            saved = {fqn: tensor.detach().clone() for fqn, tensor in self.adapter.full_state_dict(self.model).items()}
-        self.adapter.load_full_state_dict(self.model, dict(saved))  # a loader that refuses this refuses anything
-        wrong = WRONG_STATES[self.quantity](saved)
+            saved = dict((adapter.sharded_state_dict if in_shards else adapter.full_state_dict)(self.model))
+        if not in_shards:
+            saved = {fqn: tensor.detach().clone() for fqn, tensor in saved.items()}
+        load(self.model, dict(saved))  # a loader that refuses this refuses anything
         try:
-            self.adapter.load_full_state_dict(self.model, wrong)
+            load(self.model, make(saved))
         except Exception:  # noqa: BLE001 - whatever it raises, it refuses
             return
         yield f"a {self.quantity} was loaded, expected it to be refused"

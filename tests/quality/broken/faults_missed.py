@@ -293,6 +293,16 @@ class CutsToShape:
     """What is too long is cut."""
 
 
+@_with_methods(
+    "sharded_state_dict.strict",
+    load_sharded_state_dict=lambda sound: (
+        lambda model, state: sound.load_sharded_state_dict(model, {**sound.sharded_state_dict(model), **state})
+    ),
+)
+class KeepsWhatShardsLack:
+    """A parameter that a state in shards lacks keeps its values."""
+
+
 def _refuse(_model: nn.Module, _state: Any) -> None:
     raise ValueError("expected another state")
 
