@@ -83,7 +83,7 @@ class RefusingProgram(RemarkingProgram):
 
     def statements(self) -> Iterator[str]:
         """Yield that it was loaded."""
-        make = (WRONG_STATES | WRONG_IN_SHARDS).get(self.quantity)
+        make = {**WRONG_STATES, **WRONG_IN_SHARDS}.get(self.quantity)
         if make is None:
             return  # a shortened case, which names none
         adapter, in_shards = self.adapter, self.quantity in WRONG_IN_SHARDS
