@@ -16,9 +16,6 @@ from fsdp_testing.base.backends import RankPlace, backend_named
 from fsdp_testing.base.env import Launch
 from fsdp_testing.errors import BackendUnavailable, HarnessError, InvalidArgument
 from fsdp_testing.ranks.faults.fault import end_all, never_reached
-from fsdp_testing.ranks.ledger import interception
-from fsdp_testing.ranks.ledger.memory import LedgerMemory, create
-from fsdp_testing.ranks.ledger.recorder import Recorder
 from fsdp_testing.ranks.pool import world as world_place
 from fsdp_testing.ranks.pool.targets import resolve, target_of
 
@@ -70,6 +67,11 @@ def run_attached(
 @contextmanager
 def _ledger_of(rank: int) -> Iterator[None]:
     """Record this process's collectives, which faults count; ranks of torchrun share no memory, so none is compared."""
+    # Here: other systems lack what the ledger needs to be imported, and are refused in a sentence.
+    from fsdp_testing.ranks.ledger import interception
+    from fsdp_testing.ranks.ledger.memory import LedgerMemory, create
+    from fsdp_testing.ranks.ledger.recorder import Recorder
+
     descriptor = create(1)
     memory = LedgerMemory(descriptor, 1)
     os.close(descriptor)
