@@ -4,7 +4,6 @@ Run with torch alone: python dsd-rank-0-state-unfit.py
 """
 
 import tempfile
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
