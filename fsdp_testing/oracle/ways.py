@@ -163,14 +163,12 @@ class Source:
         if self._full is not None:
             adapter.load_full_optimizer_state(model, optimizer, self._full["optimizer"])
             return
-        # Shards are filled in place, so that an optimizer that never stepped has to have them already.
-        sharded = "load_sharded_optimizer_state" not in adapter.missing
-        state: dict[str, Any]
-        if sharded:
-            state = {"optimizer": _optimizer_shards(adapter, model, optimizer)}
-        else:
-            state = _blank(self._folder, "optimizer")
-            state["optimizer"].setdefault("state", {})  # a directory does not keep what is empty
+        state, shards = _blank(self._folder, "optimizer"), _optimizer_shards(adapter, model, optimizer)
+        state["optimizer"].setdefault("state", {})  # a directory does not keep what is empty
+        # Shards are filled in place: an implementation may have none before the optimizer's first step.
+        has_room = state["optimizer"]["state"].keys() <= shards.get("state", {}).keys()
+        sharded = has_room and "load_sharded_optimizer_state" not in adapter.missing
+        state |= {"optimizer": shards} if sharded else {}
         with _refusals_as_errors():
             dcp.load(state, checkpoint_id=self._folder / _DIRECTORY, process_group=self._group)
         load: Any = adapter.load_sharded_optimizer_state if sharded else adapter.load_full_optimizer_state

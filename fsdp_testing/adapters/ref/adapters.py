@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -94,7 +94,8 @@ def flat_units(model: nn.Module) -> Iterator[FlatUnit]:
 
 
 _SETTINGS_OF_BOTH = frozenset(
-    {"default_device", "default_groups", "own_state", "offloaded_state", "unit_precisions", "unit_strategies"}
+    {"default_device", "default_groups", "own_state", "offloaded_state", "saved_on_rank_0"}
+    | {"unit_precisions", "unit_strategies"}
 )
 
 _SETTINGS_OF_METHODS = frozenset({"divide_factor", "full_outputs", "kept_after_backward", "single_units"})
@@ -218,13 +219,21 @@ def full_parameters(model: nn.Module, *, writeback: bool) -> Iterator[Mapping[st
         yield {naming.original(fqn): parameter.data for fqn, parameter in model.named_parameters()}
 
 
+def _configured(model: nn.Module) -> AbstractContextManager[None]:
+    """Set who gets whole state and where, as the case asks; otherwise the reference's defaults hold."""
+    settings = SETTINGS_OF.get(model, frozenset())
+    if not settings & {"offloaded_state", "saved_on_rank_0"}:
+        return nullcontext()
+    alone = "saved_on_rank_0" in settings
+    config = fsdp_ref.FullStateDictConfig(rank0_only=alone, offload_to_cpu="offloaded_state" in settings)
+    optimizers = fsdp_ref.FullOptimStateDictConfig(rank0_only=alone)
+    return fsdp_ref.state_dict_type(model, StateDictType.FULL_STATE_DICT, config, optimizers)
+
+
 def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """Return the model's own `state_dict`. Collectives: an all-gather per unit; every rank calls."""
-    if "offloaded_state" in SETTINGS_OF.get(model, ()):
-        config = fsdp_ref.FullStateDictConfig(offload_to_cpu=True)
-        with fsdp_ref.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
-            return dict(model.state_dict())
-    return dict(model.state_dict())
+    with _configured(model):
+        return dict(model.state_dict())
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
@@ -240,13 +249,17 @@ def state_in(form: StateDictType, model: nn.Module) -> Mapping[str, Any]:
 
 def load_in(form: StateDictType, model: nn.Module, state: Mapping[str, Any]) -> None:
     """Load what `state_in` gave. Collectives: none for local state, else gathers per unit and parameter."""
-    with fsdp_ref.state_dict_type(model, form):
-        model.load_state_dict(dict(state))
+    before = fsdp_ref.set_state_dict_type(model, form)
+    model.load_state_dict(dict(state))
+    fsdp_ref.set_state_dict_type(
+        model, before.state_dict_type, before.state_dict_config, before.optim_state_dict_config
+    )
 
 
 def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
     """Return `optim_state_dict` (the same for both paths). Collectives: gathers; every rank calls."""
-    return fsdp_ref.optim_state_dict(model, optimizer)
+    with _configured(model):
+        return fsdp_ref.optim_state_dict(model, optimizer)
 
 
 def sharded_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
@@ -256,8 +269,15 @@ def sharded_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Every rank passes the complete state and takes its part of it."""
-    fsdp_ref.optim_state_dict_to_load(model, optimizer, dict(state), load_directly=True)
+    """Every rank takes its part of the complete state, which it passes itself or rank 0 alone, as the case asks."""
+    with _configured(model):
+        fsdp_ref.optim_state_dict_to_load(model, optimizer, dict(state), load_directly=True)
+
+
+def load_sharded_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load what `sharded_optimizer_state` gave. Collectives: gathers; every rank calls."""
+    with fsdp_ref.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        optimizer.load_state_dict(fsdp_ref.optim_state_dict_to_load(model, optimizer, dict(state)))
 
 
 def division(setup: Setup) -> Division:
@@ -337,6 +357,7 @@ def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset
         full_optimizer_state=full_optimizer_state,
         load_full_optimizer_state=load_full_optimizer_state,
         sharded_optimizer_state=sharded_optimizer_state,
+        load_sharded_optimizer_state=load_sharded_optimizer_state,
         units=units,
         trace_units=trace_units,
         gathered_bytes=gathered_bytes,

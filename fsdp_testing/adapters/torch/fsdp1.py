@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +19,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.distributed import fsdp
-from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    StateDictType,
+)
 
 from fsdp_testing.adapters.adapter import TorchStyle
 from fsdp_testing.adapters.protocol import Division, Setup
@@ -75,6 +80,7 @@ _SHARED_CLAIMS = SHARDED | {
     "default_groups",
     "own_state",
     "offloaded_state",
+    "saved_on_rank_0",
     "limited_gathers",
     "unit_precisions",
     "unit_strategies",
@@ -155,12 +161,22 @@ def load_local_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         model.load_state_dict(dict(state))
 
 
+_ASKED_OF_FSDP = frozenset({"offloaded_state", "saved_on_rank_0"})
+"""Settings of `FullStateDictConfig`."""
+
+
+def _configured(settings: frozenset[str], model: nn.Module) -> AbstractContextManager[Any]:
+    alone = "saved_on_rank_0" in settings
+    config = FullStateDictConfig(rank0_only=alone, offload_to_cpu="offloaded_state" in settings)
+    optimizers = FullOptimStateDictConfig(rank0_only=alone)
+    return FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config, optimizers)
+
+
 def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """`state_dict` of FSDP itself, where the case asks for that. Collectives: gathers; every rank calls."""
     settings = _SETTINGS.get(model, frozenset())
-    if "offloaded_state" in settings:
-        config = FullStateDictConfig(offload_to_cpu=True)
-        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+    if settings & _ASKED_OF_FSDP:
+        with _configured(settings, model):
             return dict(model.state_dict())
     return dict(model.state_dict()) if "own_state" in settings else saved_state.full_state_dict(model)
 
@@ -175,17 +191,23 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
 
 def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
     """`optim_state_dict` of FSDP itself, where the case asks for that. Collectives: gathers; every rank calls."""
-    if "own_state" not in _SETTINGS.get(model, ()):
+    settings = _SETTINGS.get(model, frozenset())
+    if "saved_on_rank_0" in settings:
+        with _configured(settings, model):
+            return FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    if "own_state" not in settings:
         return saved_state.full_optimizer_state(model, optimizer)
     return FullyShardedDataParallel.optim_state_dict(model, optimizer)
 
 
 def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load that state; every rank passes the complete state."""
-    if "own_state" not in _SETTINGS.get(model, ()):
+    """Load that state, which every rank passes, or rank 0 alone. Collectives: broadcasts in the second case."""
+    settings = _SETTINGS.get(model, frozenset())
+    if not settings & {"own_state", "saved_on_rank_0"}:
         saved_state.load_full_optimizer_state(model, optimizer, state)
         return
-    own = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, dict(state))
+    with _configured(settings, model) if "saved_on_rank_0" in settings else nullcontext():
+        own = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, dict(state))
     optimizer.load_state_dict(own)
 
 

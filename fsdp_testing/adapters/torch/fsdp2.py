@@ -16,10 +16,9 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -70,6 +69,7 @@ CAPABILITIES = SHARDED | {
     "forward_methods",
     "whole_parameter_steps",
     "rank_0_state",
+    "saved_on_rank_0",
     "assigned_state",
     "tensor_parallel",
     *(
@@ -84,7 +84,6 @@ CAPABILITIES = SHARDED | {
 }
 
 _NO_RESHARD = {"shard_grad_op", "hybrid_shard_zero2"}
-_FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 #: The sharded parameters of each model, as they were when it was sharded. `named_parameters` of a unit that is
 #: unsharded yields the gathered tensors, and reading it at any other time would not distinguish a stale shard from a fresh
@@ -282,24 +281,31 @@ def _sharded(model: nn.Module) -> dict[str, nn.Parameter]:
     return _SHARDED.get(model) or dict(naming.named_parameters(model))
 
 
+def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """Return the whole state, on rank 0 alone where the case asks for that. Collectives: gathers; every rank calls."""
+    return saved_state.full_state_dict(model, _saving(model))
+
+
+def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+    """The same of an optimizer's state."""
+    return saved_state.full_optimizer_state(model, optimizer, _saving(model))
+
+
+def _saving(model: nn.Module) -> StateDictOptions:
+    return saved_state.ON_RANK_0 if "saved_on_rank_0" in _SETTINGS.get(model, ()) else saved_state.FULL
+
+
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Load a whole state: what all ranks have, or rank 0 alone, which broadcasts it where the case asks for that."""
-    if "rank_0_state" in _SETTINGS.get(model, ()):
-        set_model_state_dict(model, _of_rank_0(state), options=_FROM_RANK_0)
-    else:
-        saved_state.load_full_state_dict(model, state)
+    from_rank_0 = "rank_0_state" in _SETTINGS.get(model, ())
+    saved_state.load_full_state_dict(model, state, saved_state.FROM_RANK_0 if from_rank_0 else saved_state.FULL)
 
 
 def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """The same of an optimizer's state."""
-    if "rank_0_state" in _SETTINGS.get(model, ()):
-        set_optimizer_state_dict(model, optimizer, _of_rank_0(state), options=_FROM_RANK_0)
-    else:
-        saved_state.load_full_optimizer_state(model, optimizer, state)
-
-
-def _of_rank_0(state: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(state) if dist.get_rank() == 0 else {}
+    """The same of an optimizer's state, also where rank 0 alone saved it."""
+    from_rank_0 = {"rank_0_state", "saved_on_rank_0"} & set(_SETTINGS.get(model, ()))
+    options = saved_state.FROM_RANK_0 if from_rank_0 else saved_state.FULL
+    saved_state.load_full_optimizer_state(model, optimizer, state, options)
 
 
 def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -382,6 +388,8 @@ IMPLEMENTATION = TorchStyle(
     **{
         **saved_state.METHODS,
         "load_full_state_dict": load_full_state_dict,
+        "full_state_dict": full_state_dict,
+        "full_optimizer_state": full_optimizer_state,
         "load_full_optimizer_state": load_full_optimizer_state,
         "load_sharded_state_dict": load_sharded_state_dict,
     },

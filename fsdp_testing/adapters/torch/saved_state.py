@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -17,18 +18,25 @@ from torch.distributed.checkpoint.state_dict import (
 
 from fsdp_testing.adapters.protocol import Division
 
-_FULL = StateDictOptions(full_state_dict=True)
+FULL = StateDictOptions(full_state_dict=True)
+ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
+"""As torch documents, other ranks then get nothing."""
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
-def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
+def full_state_dict(model: nn.Module, options: StateDictOptions = FULL) -> Mapping[str, torch.Tensor]:
     """Complete tensors on every rank. Collectives: gathers over the model's groups; every rank calls."""
-    state: dict[str, Any] = get_model_state_dict(model, options=_FULL)
+    state: dict[str, Any] = get_model_state_dict(model, options=options)
     return state
 
 
-def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Every rank passes the complete tensors and takes its part of them."""
-    set_model_state_dict(model, dict(state), options=_FULL)
+def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], options: StateDictOptions = FULL) -> None:
+    """Every rank passes the complete tensors and takes its part of them, or of what rank 0 broadcasts."""
+    set_model_state_dict(model, _passed(state, options), options=options)
+
+
+def _passed(state: Mapping[str, Any], options: StateDictOptions) -> dict[str, Any]:
+    return {} if options.broadcast_from_rank0 and dist.get_rank() > 0 else dict(state)
 
 
 def sharded_state_dict(model: nn.Module) -> Mapping[str, Any]:
@@ -41,14 +49,18 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     set_model_state_dict(model, dict(state))
 
 
-def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+def full_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions = FULL
+) -> Mapping[str, Any]:
     """Complete optimizer state by FQN on every rank. Collectives: gathers; every rank calls."""
-    return dict(get_optimizer_state_dict(model, optimizer, options=_FULL))
+    return dict(get_optimizer_state_dict(model, optimizer, options=options))
 
 
-def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Every rank passes the complete state and takes its part of it."""
-    set_optimizer_state_dict(model, optimizer, dict(state), options=_FULL)
+def load_full_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], options: StateDictOptions = FULL
+) -> None:
+    """As `load_full_state_dict`, of an optimizer's state."""
+    set_optimizer_state_dict(model, optimizer, _passed(state, options), options=options)
 
 
 def sharded_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:

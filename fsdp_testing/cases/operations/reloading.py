@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fsdp_testing.cases.operations.operation import Batch, Operation
-from fsdp_testing.cases.operations.saving import FORMS, saved, state_of_each_rank
+from fsdp_testing.cases.operations.saving import FORMS, load_moments, saved, state_of_each_rank
 from fsdp_testing.errors import InvalidRecord
 
 if TYPE_CHECKING:
@@ -120,6 +120,8 @@ class Reload(Operation):
         adapter, model, optimizer = program.adapter, program.model, program.optimizer
         load: Any = getattr(adapter, f"load_{self.form}_state_dict")
         state, moments, values = saved(program, self)
+        if "saved_on_rank_0" in program.case.wrapping.settings:
+            state = _from_rank_0(state, program.rank)
         flags = {name: parameter.requires_grad for name, parameter in adapter.named_parameters(model)}
         if self.through is not None:
             state, moments = program.train_in_one_process(self.through, state, moments, flags)
@@ -132,7 +134,7 @@ class Reload(Operation):
         if optimizer is not None:
             program.build_optimizer()
         if moments is not None and program.optimizer is not None:
-            adapter.load_full_optimizer_state(program.model, program.optimizer, moments)
+            load_moments(program, self.form, moments)
         return values
 
     def replay(self, replay: Replay) -> Results:
@@ -149,6 +151,15 @@ class Reload(Operation):
             for replica in replay.replicas:
                 replay.disturbance.divided(replica, replace(replay.case.wrapping, units=self.units))
         return values
+
+
+def _from_rank_0(state: Any, rank: int) -> Any:
+    """Return the state that rank 0 has. Collectives: a broadcast of objects; every rank calls."""
+    import torch.distributed as dist
+
+    box = [state if rank == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 @dataclass(frozen=True, slots=True)

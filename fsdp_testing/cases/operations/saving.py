@@ -13,6 +13,7 @@ from fsdp_testing.errors import InvalidRecord
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fsdp_testing.adapters.adapter import Adapter
     from fsdp_testing.cases.drawing.normal_form import ProgramContext
     from fsdp_testing.cases.drawing.operation_drawer import OperationDrawer
     from fsdp_testing.cases.operations.reloading import Reload
@@ -117,7 +118,7 @@ class Restore(Operation):
         # Copied: an implementation may keep loaded tensors as its own memory, and the state may be loaded again.
         getattr(adapter, f"load_{form}_state_dict")(model, _copied(state))
         if optimizer is not None and program.optimizer is not None:
-            adapter.load_full_optimizer_state(model, program.optimizer, _copied(optimizer))
+            load_moments(program, form, _copied(optimizer))
 
     def replay(self, replay: Replay) -> None:
         assert replay.save_point is not None, _HAS_SAVED
@@ -145,7 +146,8 @@ def _copied(state: Any) -> Any:
 def saved(program: RankProgram, operation: Save | Reload) -> tuple[Any, Any, Values]:
     """Return the states of model and optimizer (None: not asked for), and the contents of their full forms.
 
-    A rank that loads its own state sees no other rank's: only these values show what the others have.
+    A rank that loads its own state sees no other rank's: only these values show what the others have. So an optimizer's full
+    form is compared, also where its shards are loaded.
     """
     import torch
 
@@ -155,7 +157,7 @@ def saved(program: RankProgram, operation: Save | Reload) -> tuple[Any, Any, Val
     held = {f"state.{fqn}": value for fqn, value in full.items()}
     moments = adapter.full_optimizer_state(model, optimizer) if operation.optimizer and optimizer is not None else None
     shapes = {fqn: parameter.shape for fqn, parameter in program.plain_part("").named_parameters()}
-    for fqn, entries in (moments or {"state": {}})["state"].items():
+    for fqn, entries in (moments or {}).get("state", {}).items():
         for name, entry in entries.items() if fqn in shapes else ():
             if entry is not None:
                 tensor = torch.as_tensor(entry)
@@ -164,8 +166,24 @@ def saved(program: RankProgram, operation: Save | Reload) -> tuple[Any, Any, Val
                 held[f"optimizer.{name}.{fqn}"] = tensor.reshape(shapes[fqn]) if flat else tensor
     values = {name: value.detach().clone() for name, value in held.items() if isinstance(value, torch.Tensor)}
     if operation.form == "full":
-        values[_NAMES] = _as_numbers(sorted(set(state) - set(program.plain_part("").state_dict())))
+        alone = "saved_on_rank_0" in program.case.wrapping.settings and program.rank > 0
+        known = () if alone else program.plain_part("").state_dict()
+        unknown = {*state, *((moments or {}).get("state", ()) if alone else ())} - set(known)
+        values[_NAMES] = _as_numbers(sorted(unknown))
+    if moments is not None and optimizer is not None and _in_shards(adapter, operation.form):
+        moments = adapter.sharded_optimizer_state(model, optimizer)
     return state, moments, values
+
+
+def load_moments(program: RankProgram, form: str, moments: Any) -> None:
+    """Load the optimizer state that `saved` returned beside a model state of this form."""
+    adapter = program.adapter
+    load: Any = adapter.load_sharded_optimizer_state if _in_shards(adapter, form) else adapter.load_full_optimizer_state
+    load(program.model, program.optimizer, moments)
+
+
+def _in_shards(adapter: Adapter, form: str) -> bool:
+    return form == "sharded" and not {"sharded_optimizer_state", "load_sharded_optimizer_state"} & adapter.missing
 
 
 def _as_numbers(unknown: Iterable[str]) -> Tensor:
@@ -182,8 +200,11 @@ def state_of_each_rank(replay: Replay, operation: Save | Reload) -> Results:
     values: Results = {}
     # Without the buffers that are not saved.
     names = replay.master.state_dict() if operation.form == "full" else {}
+    alone = "saved_on_rank_0" in replay.case.wrapping.settings
     for rank in range(replay.size):
         values |= replay.result(rank, _NAMES, _as_numbers(())) if names else {}
+        if alone and rank > 0:
+            continue
         for fqn, tensor in (*replay.parameters.items(), *replay.replicas[rank].named_buffers()):
             # Buffers are held in a dtype of their own in mixed precision, and saved in that of the module.
             values |= replay.result(rank, f"state.{fqn}", tensor.to(names[fqn].dtype)) if fqn in names else {}

@@ -200,6 +200,11 @@ SETTINGS: tuple[Check, ...] = (
           *(cases("mlp", *iteration(0), access, *iteration(1), wrapping=_set("offloaded_state"), optimizer=PLAIN_SGD)
             for access in (EditFullParameters(("*",), 0.5, writeback=False), Reload(optimizer=False))),
           source="pytorch issue 188989"),
+    check("options.saved_on_rank_0", "Training continues from a state of model and optimizer that rank 0 alone saved.",
+          *(cases(model, *iteration(0), Reload(), *iteration(1), wrapping=every_unit(model, settings=("saved_on_rank_0",)),
+                  optimizer=ADAMW) for model in ("uneven", "two_dtypes")),
+          source="torch.distributed.fsdp.FullOptimStateDictConfig, rank0_only",
+          needs={"full_state_dict", "optim_state"}, sizes=ODD),
     check("options.rank_0_state", "State that rank 0 alone has is loaded by every rank.",
           *(cases(model, *iteration(0), Reload(optimizer=model == "uneven"), *iteration(1),
                   wrapping=every_unit(model, settings=("rank_0_state",)), optimizer=ADAMW)

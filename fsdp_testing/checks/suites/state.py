@@ -310,7 +310,7 @@ CHECKS: tuple[Check, ...] = (
     saved("optim_state.fresh_instance",
           "Model and optimizer, loaded into fresh instances, continue as if they had never been saved.",
           _with_optimizer("full", ADAMW, _DECAYED), sizes=ODD),
-    saved("optim_state.sharded_model", "The same with the model saved in shards.",
+    saved("optim_state.sharded_model", "The same with model and optimizer saved in shards.",
           _with_optimizer("sharded", ADAMW), needs={"full_state_dict"}),
     saved("optim_state.dtypes", "Saved optimizer state has the storage dtype of parameters.",
           *(cases("mlp", *iteration(0), dtype="float32", optimizer=ADAMW, precision=precision) for precision in _LOW),

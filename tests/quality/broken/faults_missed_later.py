@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from toy_more import MoreToy
 
 from fsdp_ref.autograd.graph_ties import GraphSide
 from fsdp_ref.build import materialize
+from fsdp_ref.checkpoint import optim_load, optim_source
 from fsdp_ref.checkpoint.rows import Rows
 from fsdp_ref.checkpoint.shards import Spread
 from fsdp_ref.handle import param_hooks, writeback
@@ -236,6 +238,27 @@ def rows_at_rank_times_own_rows(original: Any, *where: Any) -> Any:
     """A rank with fewer rows takes those behind as many of them for each rank before it."""
     shape, offset = original(*where)
     return shape, tuple(place // max(rows, 1) * rows for place, rows in zip(offset, shape))
+
+
+@planted(SOUND, optim_source.Broadcast, "__call__", "options.saved_on_rank_0")
+def ranks_keep_what_they_have(original: Any, self: Any, key: str, name: str, value: Any) -> torch.Tensor:
+    """Rank 0 sends its state, and others load zeros."""
+    full = original(self, key, name, value)
+    return full if self._saved is not None else full * 0
+
+
+@planted("torch-fsdp2", state_dict, "_maybe_full_or_cpu_state_dict", "options.saved_on_rank_0")
+def every_rank_saves(original: Any, states: Any, info: Any) -> Any:
+    """Ranks other than rank 0 keep all that was gathered."""
+    return original(states, replace(info, cpu_offload=False))
+
+
+@planted(SOUND, optim_load._Loading, "_from_rows", "optim_state.sharded_model")
+def one_entry_for_all(original: Any, self: Any) -> Any:
+    """All entries of a parameter that are saved in shards get the values of the last one."""
+    pieces = original(self)
+    last = {place: piece for (place, _), piece in pieces.items()}
+    return {(place, name): last[place] for place, name in pieces}
 
 
 @planted("torch-fsdp2", FSDPParam, "reset_sharded_param", "options.assigned_state")

@@ -30,7 +30,11 @@ class OptionsAdapter(MoreAdapter):
     def __init__(self, toy: type[Toy], name: str) -> None:
         assert issubclass(toy, MoreToy)
         super().__init__(toy, name)
-        self.capabilities |= {*SETTINGS, "hybrid", "policy_wrapping"} - {"full_outputs", "unit_precisions"}
+        self.capabilities |= {*SETTINGS, "hybrid", "policy_wrapping"} - {
+            "full_outputs",
+            "unit_precisions",
+            "saved_on_rank_0",
+        }
 
 
 class Optional(MoreToy):
