@@ -23,6 +23,10 @@ ASKED = WORDS[: WORDS.index(OPEN)]
 """The possible results of a tested pair. It holds if one case with the pair passes; else it has the verdict of all of them."""
 
 
+FAILING = {Verdict.FAIL: "fail", Verdict.UNKNOWN: "are unknown"}
+"""How the conclusion names cases that decide the exit code."""
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
     """The results of every pair.
@@ -62,6 +66,10 @@ class Summary:
         parts = [f"{self.counts.get(HOLDS, 0):,} of {asked:,} pairs that were asked hold"]
         for word in (FAILS, REFUSED, KNOWN, UNKNOWN, OPEN, NOT_MET):
             parts += [f"{self.counts[word]:,} {word}"] if self.counts.get(word) else []
+        # A case may fail although each of its pairs holds in another one.
+        for verdict in (Verdict.FAIL, Verdict.UNKNOWN):
+            number = self.cases.get(verdict.value, 0)
+            parts += [f"cases that {FAILING[verdict]}: {number:,} of {sum(self.cases.values()):,}"] if number else []
         return "; ".join(parts)
 
     def to_json(self) -> str:

@@ -196,6 +196,12 @@ def test_terminal_and_page_show_what_does_not_hold_and_why_the_rest_was_not_aske
     assert "pairs that were asked hold" in sheet.conclusion
 
 
+def test_a_case_that_fails_is_counted_although_each_of_its_pairs_holds_elsewhere():
+    summary = summary_of("x", {}, listed(CASES[0], CASES[0]), State({}, verdicts="pf"))
+    assert summary.exit_code == 1
+    assert summary.conclusion.endswith("pairs that were asked hold; cases that fail: 1 of 2")
+
+
 # ----------------------------------------------------------------------------------------------- with ranks
 
 
