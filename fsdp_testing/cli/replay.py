@@ -13,13 +13,15 @@ from fsdp_testing.cli.outputs import present
 from fsdp_testing.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from fsdp_testing.adapters.adapter import Adapter
     from fsdp_testing.checks.findings.rerun import Judge, Recorded
     from fsdp_testing.judging.case_runner import JudgedCase
     from fsdp_testing.report.terminal import Output
 
 DESCRIPTION = """\
 Run the case in FILE (a case, a finding of `fuzz`, or the failures of a JSON report) twice, each time on new processes,
-judge it, and compare the bits of both runs. A case that fails once and passes once is unknown.
+judge it, and compare the bits of both runs. A case that fails once and passes once is unknown. What fails is given its
+cause, and the known failure that it is, as far as they are known.
 """
 EXAMPLE = "fsdp-verify replay .fsdp-fuzz/NAME/found/CASE/finding.json"
 EPILOG = "exit codes: 0 it passes; 1 it fails; 2 the file or the name is bad; 3 no verdict."
@@ -78,10 +80,37 @@ def _replay(console: Output, recorded: Recorded, options: argparse.Namespace) ->
         lines.append(
             f"  {recorded.check}, which the case failed, is not a check of this version; it may have judged more than the numbers"
         )
+    if word == FAILS and check is None:
+        lines += _explained(adapter, runs[0][0], options.timeout)
     console.say(f"case {recorded.case.identity} on {name}: {word}")
     for line in lines:
         console.say(line)
     return word
+
+
+def _explained(adapter: Adapter, judged: JudgedCase, timeout: float) -> list[str]:
+    """Return the cause of wrong numbers and the known failure that the case is, as far as they are known."""
+    from fsdp_testing.cases.drawing import legal_case, needs_of_case
+    from fsdp_testing.checks.findings.known import shipped_known
+    from fsdp_testing.explain.inquiry import WRONG_NUMBERS
+    from fsdp_testing.judging.case_runner import CaseRunner
+    from fsdp_testing.ranks.pool import Pool
+    from fsdp_testing.search.investigation import Investigator, explained
+
+    if judged.signature is None:
+        return []
+    pool = Pool()
+    try:
+        runner = CaseRunner(pool, timeout=timeout)
+        wrong = judged.signature.kind in WRONG_NUMBERS
+        cause = judged.judgement.cause or (explained(runner, adapter.name, judged.case) if wrong else "")
+        fair = lambda case: needs_of_case(case) - {"nested_wrapping"} <= adapter.capabilities
+        investigator = Investigator(adapter.name, legal_case, fair, seconds=0.0)
+        rule = investigator.known_as(runner, judged, shipped_known(adapter.name), cause)
+    finally:
+        pool.close()
+    lines = [f"  cause: {cause}"] if cause else []
+    return lines + ([] if rule is None else [f"  known failure: {rule.reason} {rule.page or rule.issue}"])
 
 
 def _judge_of(name: str) -> tuple[bool, Judge | None]:

@@ -98,6 +98,17 @@ class Causes:
         return rule
 
 
+def explained(runner: CaseRunner, implementation: str, case: Case) -> str:
+    """Return what the wrong numbers of a case are equal to; empty if that is unknown, or a world is lost on the way."""
+    try:
+        with suppress(HarnessError):
+            return cause_of(runner, implementation, told_apart(case)) or cause_of(runner, implementation, case)
+    except Exception as error:  # noqa: BLE001 - a campaign of an hour must not be lost over an explanation
+        why = f"{implementation}: a finding is not explained: {type(error).__name__}: {error}"
+        warnings.warn(why, RuntimeWarning, stacklevel=2)
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Investigated:
     """The result of an investigation: a discovery, a known failure, or neither.
@@ -163,14 +174,20 @@ class Investigator:
             shrunk.attempts,
             shrunk.seconds,
             kept.judgement.overrun,
-            self._cause(runner, kept.case) if confirmed and signature.kind in WRONG_NUMBERS else "",
+            explained(runner, self.name, kept.case) if confirmed and signature.kind in WRONG_NUMBERS else "",
         )
         # While shrinking, it may have turned into a known failure.
-        cause = kept.judgement.cause if kept.judgement.cause is not None else discovery.cause
-        again = known.recognize(signature, kept.features, cause) if confirmed else None
-        if again is None and confirmed and (not cause or cause.startswith(_PLACE_ALONE)):
-            again = self._gone_without(runner, kept, known)
+        again = self.known_as(runner, kept, known, discovery.cause) if confirmed else None
         return Investigated(met_as, discovery, again)
+
+    def known_as(self, runner: CaseRunner, judged: JudgedCase, known: KnownFailures, cause: str) -> Rule | None:
+        """Return the rule that matches a failure with a cause, or that names what it needs to show if no cause is known."""
+        assert judged.signature is not None
+        cause = judged.judgement.cause if judged.judgement.cause is not None else cause
+        rule = known.recognize(judged.signature, judged.features, cause)
+        if rule is None and (not cause or cause.startswith(_PLACE_ALONE)):
+            return self._gone_without(runner, judged, known)
+        return rule
 
     def _gone_without(self, runner: CaseRunner, kept: JudgedCase, known: KnownFailures) -> Rule | None:
         """The rule that matches the simplest case, if that case passes without the rule's cause."""
@@ -192,14 +209,4 @@ class Investigator:
         rule = known.recognize(signature, alone.features, judgement.cause)
         if rule is None or judgement.cause is not None or not rule.asks_cause(signature):
             return rule
-        return known.recognize(signature, alone.features, self._cause(runner, alone.case))
-
-    def _cause(self, runner: CaseRunner, case: Case) -> str:
-        """What the wrong numbers are equal to; unknown if a world is lost on the way."""
-        try:
-            with suppress(HarnessError):
-                return cause_of(runner, self.name, told_apart(case)) or cause_of(runner, self.name, case)
-        except Exception as error:  # noqa: BLE001 - a campaign of an hour must not be lost over an explanation
-            why = f"{self.name}: a finding is not explained: {type(error).__name__}: {error}"
-            warnings.warn(why, RuntimeWarning, stacklevel=2)
-        return ""
+        return known.recognize(signature, alone.features, explained(runner, self.name, alone.case))

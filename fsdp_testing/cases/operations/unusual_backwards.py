@@ -111,7 +111,7 @@ class Interrupt(Operation):
             # An interrupted forward has run up to there: buffers may have changed. The backward changes none.
             handle = None if self.backward else self._raise_in(replica, [])
             with suppress(Interruption):
-                (replay.interrupted if self.backward else replay.forward)(rank, self.batch)
+                replay.interrupted(rank, self.batch)  # it is not, where the module does not run
             if handle is not None:
                 handle.remove()
         replay.clear_gradients()

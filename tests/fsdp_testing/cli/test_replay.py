@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from fsdp_testing.checks.conformance import run_conformance
+from fsdp_testing.checks.findings.known import shipped_known
 from fsdp_testing.cli.main import main
 
 
@@ -25,3 +27,14 @@ def test_a_case_of_a_check_that_asks_more_than_numbers_is_judged_by_that_check(
         "full_state_dict.of_another_version, which the case failed, is not a check of this version"
         in capsys.readouterr().out
     )
+
+
+def test_a_case_that_fails_as_known_is_told_with_its_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The forward leaves out the module that raises, so that the micro-batch leaves all its gradients."""
+    (rule,) = (r for r in shipped_known("torch-fsdp2").rules if r.name == "reset-keeps-a-whole-micro-batch")
+    file = tmp_path / "case.json"
+    file.write_text(rule.example if isinstance(rule.example, str) else json.dumps(rule.example))
+    assert main(["replay", str(file), "--once", "--implementation", "torch-fsdp2"]) == 1
+    shown = capsys.readouterr().out
+    assert "still contains operation 0, interrupt, which was cleared" in shown
+    assert f"known failure: {rule.reason} {rule.page}" in shown
