@@ -106,9 +106,9 @@ def compare_names(index: ModelIndex, saved: Any, problem: str) -> None:
     others = [str(rank) for rank, theirs in of_ranks if theirs != of_ranks[0][1]]
     if others:
         raise FsdpRuntimeError(
-            "optim_state_dict_to_load: expected tensors laid out alike under the same names in the same order on all "
-            f"ranks, got different ones from rank {of_ranks[0][0]} on ranks {listing(others)}. Load the same sharded "
-            "state on every rank."
+            "optim_state_dict_to_load: expected all ranks to have the same names in the same order, with tensors of the "
+            f"same placements, got differences between rank {of_ranks[0][0]} and ranks {listing(others)}. Load the same "
+            "sharded state on every rank."
         )
 
 

@@ -42,8 +42,8 @@ def _refuse_sharded(module: nn.Module, args: Any) -> None:
         if in_backward():
             raise FsdpRuntimeError(
                 f"{type(module).__name__}, run again in backward (activation checkpointing): expected full parameters, "
-                f"which {unit!r} has from the first gradient of one of its outputs on, got sharded ones: "
-                f"{listing(fqns)}; its outputs hold no tensor that could be seen. Return tensors from forward, or "
+                f"got sharded ones: {listing(fqns)}. {unit!r} gathers them at the first gradient of one of its outputs, "
+                f"and no tensor was seen in these. Return tensors from forward, or "
                 f"tuples, lists, dicts or dataclasses of them, not objects of other classes; or make the "
                 f"checkpointed module a unit."
             )

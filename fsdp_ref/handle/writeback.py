@@ -157,8 +157,8 @@ def _adopt_replaced(handle: FlatHandle) -> None:
     ]
     if problems:
         raise SharedParameterError(
-            f"Changing shared parameters is not supported yet: expected each parameter of {handle.name!r} at its own "
-            f"places, got something else at {listing(problems)}. Tie or untie parameters before sharding."
+            f"Changing shared parameters is not supported yet: expected the parameters that {handle.name!r} was "
+            f"made with, got others at {listing(problems)}. Tie or untie parameters before sharding."
         )
     for index, places in shown.items():
         value = places[0][1]

@@ -47,8 +47,8 @@ def enter_forward(
     root = lazy_init(unit)
     if unit.life.state is UnitState.SUMMONED:
         raise UnshardConflictError(
-            f"forward of {unit!r}: expected sharded parameters, got full parameters that summon_full_params shows. "
-            "Expects tensor to be unsharded by forward itself; leave the context first."
+            f"forward of {unit!r}: expected sharded parameters, got full ones, since summon_full_params is open. "
+            "Expects tensor to be unsharded by forward itself: leave the context first."
         )
     # A module that calls itself: parameters are there, and the outer call gives them up.
     if unit.life.state is UnitState.FORWARD:

@@ -190,8 +190,8 @@ def held(directory: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InvalidArgument(
-                f"--state {directory}: expected a directory that no other process searches with, got one in use. Give another, "
-                "or wait for it. To divide the work, give each process a --shard and a directory of its own."
+                f"--state {directory}: expected a directory that no other process uses, got one in use. Name another, or wait. "
+                "To divide the work, give each process a --shard and a directory of its own."
             ) from None
         except OSError:
             pass  # a file system without locks

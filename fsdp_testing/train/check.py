@@ -312,7 +312,7 @@ def _check_shapes(alone: WholeRun, run: WholeRun) -> None:
     if {n: v[0].shape for n, v in before.items()} != {n: v[0].shape for n, v in here.items()}:
         odd = sorted({*before} ^ {*here}, key=str) or [n for n in before if before[n][0].shape != here[n][0].shape]
         raise Undecided(
-            f"has different parameters from one process, first {odd[0]}. A script whose model depends on the number "
+            f"has other parameters than one process has, first {odd[0]}. A script whose model depends on the number "
             "of ranks cannot be compared; choose the model by an argument. If each rank has a part of the model, "
             "draw the whole from one seed on every rank, then take the rank's part."
         )

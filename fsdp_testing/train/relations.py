@@ -174,7 +174,7 @@ def _computed(text: str, values: Mapping[str, str]) -> int:
             return quotient
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
             return _OPERATIONS[type(node.op)](value(node.left), value(node.right))
-        raise ValueError("may only have whole numbers, names, + - * /")
+        raise ValueError("may contain only whole numbers, names, + - * and /")
 
     try:
         return value(ast.parse(text, mode="eval").body)
@@ -227,7 +227,7 @@ def _check_start(pair: Pair) -> str:
     shapes = [{key: value[0].shape for key, value in initial(world).items()} for world in (base, run)]
     odd = [key for key in {**shapes[0], **shapes[1]} if shapes[0].get(key) != shapes[1].get(key)]
     if odd:
-        raise Undecided(f"has different parameters from {pair.other}, first {odd[0]}: it is another model.")
+        raise Undecided(f"has other parameters than {pair.other}, first {odd[0]}: it is another model.")
     begun = other_start(base, run)
     if begun is not None:
         raise Undecided(

@@ -132,7 +132,7 @@ def compare_resumed(
     if not decided.enough:
         keys = ", ".join(map(str, decided.unknown[:5])) or "what is compared"
         raise Undecided(
-            f"{where} roundings alone move most of {keys} as far as it differs. Compare fewer steps (--steps)."
+            f"{where} rounding alone moves most of {keys} as far as the resumed run does. Compare fewer steps (--steps)."
         )
     return f"weights, optimizer's state and settings, rows, and {steps} steps"
 

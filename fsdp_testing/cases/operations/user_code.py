@@ -109,7 +109,7 @@ def expect_nothing_held_back(raised: Sequence[Exception]) -> None:
         NotRaised: There is one.
     """
     if raised:
-        raise NotRaised(f"expected {raised[0]!r} to reach who called the model, got no exception. Let it through.")
+        raise NotRaised(f"expected {raised[0]!r} to reach the caller of the model, got no exception. Do not catch it.")
 
 
 class NotRefused(Exception):

@@ -155,7 +155,7 @@ def test_each_mistake_is_found_and_its_cause_named(script, arguments, message):
         (("--mistake", "download"), r"one process downloads something: it asked for weights.invalid and got URLError"),
         (("--mistake", "never"), r"one process never steps a torch.optim optimizer"),
         (("--mistake", "unseeded"), r"one process does not repeat itself: two runs differ, first in loss at step 0"),
-        (("--mistake", "shape"), r"2 ranks: unknown: has different parameters from one process, first parameter head"),
+        (("--mistake", "shape"), r"2 ranks: unknown: has other parameters than one process has, first parameter head"),
         (("--nonsense",), r"(?s)one process ended with exit code 2.*unrecognized arguments: --nonsense"),
     ],
 )
