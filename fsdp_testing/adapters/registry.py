@@ -85,8 +85,9 @@ def modules_of(reference: str) -> list[str]:
 
     An import string may lead to another one, and the last one to an object whose class is from elsewhere.
     """
-    known = registrations().get(reference)
-    found: Any = known[0].target if known else reference
+    # Every case asks this: entry points are read only for a name that is not built in.
+    known = BUILT_IN.get(reference) or next((r.target for r in registrations().get(reference, ())), "")
+    found: Any = known or reference
     modules = []
     while isinstance(found, str):
         module, _, path = found.partition(":")
