@@ -70,6 +70,8 @@ class Observer:
         self._after_step, self._before_forward, self._about_to_step = after_step, before_forward, before_step
         self._forward = forward
         self._depth, self._in_closure, self.keep_calls = 0, False, False
+        self.on_training: Callable[[], object] = lambda: None
+        """Called before each backward pass and each step."""
         self._running: nn.Module | None = None
         self._stepping = 0  # an optimizer may consist of others, whose steps are parts of its own
         self._computed = Computed()
@@ -188,6 +190,7 @@ class Observer:
             roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
             self._meet(self._running)
             self._close()
+            self.on_training()
             self._clues.see_backward()
             self._clips.begin_pass()
             self.reader.watch_outside([*self._made_rates] if not self.steps else ())

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -215,6 +216,7 @@ def _observer(job: Job, run: RunSettings, feeder: Feeder, follower: Follower) ->
             raise EnoughSteps
 
     def stop_before(steps: int) -> None:
+        observer.on_training()
         feeder.end_step()
         follower.look()
         if run.stop_before and steps >= run.stop_before:
@@ -227,4 +229,11 @@ def _observer(job: Job, run: RunSettings, feeder: Feeder, follower: Follower) ->
 
     observer = Observer(stop, feeder.forward, stop_before, forward, job.reader())
     observer.keep_calls = run.keep_data
+    if run.folder:
+        observer.on_training = mark_of(run, current_world().rank).touch
     return observer
+
+
+def mark_of(run: RunSettings, rank: int) -> Path:
+    """Return the file that a rank makes when it trains: one that waits for ever reports nothing."""
+    return Path(run.folder, f".fsdp-testing-trains-{rank}")

@@ -13,7 +13,7 @@ from fsdp_testing.judging.worlds import usable_processors
 from fsdp_testing.ranks.faults.fault import Fault
 from fsdp_testing.ranks.pool import Fate, Pool, WorldOutcome
 from fsdp_testing.train.comparison import ROUNDINGS, Difference
-from fsdp_testing.train.on_rank import Job, RankReport, RunSettings, run_here
+from fsdp_testing.train.on_rank import Job, RankReport, RunSettings, mark_of, run_here
 from fsdp_testing.train.whole import WholeRun, whole
 
 _SLOWER = 3.0
@@ -162,6 +162,7 @@ class Runner:
         unsteady: Sentences on worlds that hung once and not again.
         seconds: What each run of one process took that came to its end.
         autocast: Whether it computes under autocast where it asks for it.
+        idle: Ranks of the last run that ran no backward pass and made no step, as far as its folder says.
     """
 
     start: Start
@@ -171,14 +172,15 @@ class Runner:
     unsteady: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     autocast: bool = True
+    idle: list[int] = field(default_factory=list)
 
     def beside(self, start: Start) -> Runner:
         """Return a runner of the same training, started differently."""
-        return replace(self, start=start, kept={}, unsteady=[])
+        return replace(self, start=start, kept={}, unsteady=[], idle=[])
 
     def without_autocast(self) -> Runner:
         """Return a runner of the same training without autocast."""
-        return replace(self, autocast=False, kept={}, unsteady=[])
+        return replace(self, autocast=False, kept={}, unsteady=[], idle=[])
 
     def timeout(self, size: int) -> float:
         """Return the seconds until a rank counts as hung: many ranks on few processors are no hang."""
@@ -218,6 +220,8 @@ class Runner:
             outcome = again
         # With faults ranks may issue different collectives, as without a ledger: their results are compared then.
         if not (outcome.all_good if settings.faults else outcome.ok):
+            if self.idle and unequal_ends(outcome) is not None:
+                raise _actors(self.idle, size, "make all that are compared")
             raise self.start.ending(outcome)
         return outcome.values
 
@@ -230,6 +234,7 @@ class Runner:
             self.listener.started(what)
         with start.prepared(self.pool, settings) as prepared:
             outcome = start.execute(self.pool, size, prepared)
+            self.idle[:] = [rank for rank in range(size) if prepared.folder and not mark_of(prepared, rank).exists()]
         took = time.monotonic() - began
         if size == 1 and outcome.ok:
             self.seconds.append(took)
@@ -246,11 +251,7 @@ class Runner:
         if idle := [number for number, rank in enumerate(ranks) if not rank.trains]:
             trained = {count for count, rank in zip(counts, ranks) if rank.trains}
             if len(trained) == 1:
-                raise Undecided(
-                    f"give no verdict: rank(s) {', '.join(map(str, idle))} of {size} run no backward pass and make no step, "
-                    f"while the others make {trained.pop()}. Actors beside a learner are not compared with one process. Check "
-                    "the learner's own loop, or look for a branch that keeps these ranks from training."
-                )
+                raise _actors(idle, size, f"make {trained.pop()}")
         if len(set(counts)) > 1:
             raise Failed(
                 f"make different numbers of optimizer steps: {', '.join(map(str, counts))}. Cause: a rank decides by "
@@ -262,6 +263,14 @@ class Runner:
         return whole(size, ranks)
 
 
+def _actors(idle: Sequence[int], size: int, others: str) -> Undecided:
+    return Undecided(
+        f"give no verdict: rank(s) {', '.join(map(str, idle))} of {size} run no backward pass and make no step, while the "
+        f"others {others}. Actors beside a learner are not compared with one process. Check the learner's own loop, or look "
+        "for a branch that keeps these ranks from training."
+    )
+
+
 def unequal_ends(outcome: WorldOutcome) -> Failed | None:
     """Return the failure if some ranks made all steps and were ended while others wait for them; otherwise None."""
     ended = [rank for rank in outcome.ranks if isinstance(rank.value, RankReport) and not rank.value.ended]
@@ -271,7 +280,7 @@ def unequal_ends(outcome: WorldOutcome) -> Failed | None:
     return Failed(
         f"make different numbers of optimizer steps: rank {ended[0].rank} has made {len(ended[0].value.steps)}, "
         f"rank {waiting} fewer. Cause: a rank decides by its own number to skip a step, takes different batches, or steps for "
-        "all and sends nobody the weights. An actor beside a learner makes none: let the loop end by itself to get that verdict.",
+        "all and sends nobody the weights.",
         subject="the ranks",
     )
 

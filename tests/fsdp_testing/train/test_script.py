@@ -70,6 +70,10 @@ def test_actors_beside_a_learner_give_no_verdict():
     report = judge("one_stepper", "--actors", steps=4)
     assert report.verdict is Verdict.UNKNOWN, str(report)
     assert "rank(s) 1 of 2 run no backward pass and make no step, while the others make 4" in str(report), str(report)
+    # Ended by the number of steps: the actor waits for the learner, and reports nothing.
+    report = judge("one_stepper", "--actors", steps=2)
+    assert report.verdict is Verdict.UNKNOWN, str(report)
+    assert "rank(s) 1 of 2 run no backward pass and make no step, while the others make all" in str(report), str(report)
 
 
 @pytest.mark.parametrize(
