@@ -11,6 +11,7 @@ from fsdp_testing.cases.drawing.layouts import cut_dimension
 from fsdp_testing.cases.drawing.normal_form import needs_of_case
 from fsdp_testing.cases.models.tree import has_alias, unit_of
 from fsdp_testing.cases.models.tree_schema import SCHEMA, ParameterSpec, every, get, parameters, walk
+from fsdp_testing.cases.operations import EditGradients
 from fsdp_testing.cases.records import AXES, Case, Operation
 
 NEW_MODEL = "@new_model"
@@ -29,9 +30,14 @@ def words_of(program: Sequence[Operation]) -> Iterator[frozenset[str]]:
     """
     gradients = False
     for operation in program:
-        kept = gradients and operation.token() != "zero_grad" and not operation.renews_model
+        kept = gradients and not (_clears(operation) or operation.renews_model)
         gradients = kept or operation.runs_backward
         yield words(operation) | ({"@trained"} if gradients and operation.token() == "step" else set())
+
+
+def _clears(operation: Operation) -> bool:
+    """Whether no gradient is left, as far as the operation alone says it."""
+    return operation.token() == "zero_grad" or operation == EditGradients(("*",), "none")
 
 
 def words(operation: Operation) -> frozenset[str]:

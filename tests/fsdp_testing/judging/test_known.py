@@ -9,6 +9,7 @@ import pytest
 from fuzz_cases import LINEAR, case, micro
 
 from fsdp_testing.cases.operations.full_parameters import AssignData
+from fsdp_testing.cases.operations.gradients import EditGradients
 from fsdp_testing.cases.operations.micro_batches import LocalMicroBatches
 from fsdp_testing.cases.operations.optimizing import BuildOptimizer
 from fsdp_testing.cases.operations.unusual_backwards import UnusualBackward
@@ -89,7 +90,9 @@ def test_only_a_step_on_gradients_trains_an_optimizer():
     assert known(rule, micro(1), ZeroGrad(), Step(), Reload())
     assert known(rule, micro(1), Step(), Reload(optimizer=False), Step(), Reload())
     assert known(rule, micro(1), Step(), BuildOptimizer(), Reload())
+    assert known(rule, micro(1), EditGradients(("*",), "none"), Step(), Reload())
     assert not known(rule, micro(1), Step(), Reload())
+    assert not known(rule, micro(1), EditGradients(("*.bias",), "none"), Step(), Reload())
     assert not known(rule, micro(1), ZeroGrad(set_to_none=False), Step(), Reload())
 
 
