@@ -42,6 +42,8 @@ from fsdp_testing.search.state import (
 )
 
 _INVESTIGATED_AT_FIRST = 3
+_INVESTIGATED_OF_LISTED = 20
+"""Of failures that look alike. A listed case is asked once, and each that is not understood makes the command fail."""
 _INVESTIGATED_LATER_ONE_IN = 25
 _KEPT_UNJUDGED = 3
 _REASON_LENGTH = 300
@@ -306,7 +308,8 @@ class Campaign:
         return [rule] if rule is not None and not again else []
 
     def _is_worth_investigating(self, signature: Signature) -> bool:
-        worth = _is_one_of_few(self._groups, signature)
+        at_first = _INVESTIGATED_OF_LISTED if self._plan.listed else _INVESTIGATED_AT_FIRST
+        worth = _is_one_of_few(self._groups, signature, at_first)
         self.tally.not_investigated += not worth
         return worth
 
@@ -381,8 +384,8 @@ def _reason(judged: JudgedCase) -> Reason | None:
     return Reason(opening(judgement.why if looks else judgement.reason, _REASON_LENGTH), looks, refused=refused)
 
 
-def _is_one_of_few(counts: Counter[Any], kind: object) -> bool:
+def _is_one_of_few(counts: Counter[Any], kind: object, at_first: int = _INVESTIGATED_AT_FIRST) -> bool:
     """Count one more of a kind; return whether it is one of the first, or one in many."""
     counts[kind] += 1
     number = counts[kind]
-    return number <= _INVESTIGATED_AT_FIRST or number % _INVESTIGATED_LATER_ONE_IN == 0
+    return number <= at_first or number % _INVESTIGATED_LATER_ONE_IN == 0

@@ -18,6 +18,7 @@ from fsdp_testing.judging.known import KnownFailures, Rule
 from fsdp_testing.ranks.pool import default_pool
 from fsdp_testing.report.html import html_text
 from fsdp_testing.report.terminal import Output, print_sheet
+from fsdp_testing.search.campaign import campaign as campaign_module
 from fsdp_testing.search.campaign.campaign import STATE_FILE, Campaign, Plan
 from fsdp_testing.search.campaign.tally import CampaignTally
 from fsdp_testing.search.campaign.writing import write_discovery
@@ -228,6 +229,14 @@ def test_pairs_with_what_is_wrong_fail_and_a_second_run_asks_nothing_again(tmp_p
     assert again.tally.drawn == 0
     assert again.verdicts.letters == first.verdicts.letters
     assert summary_of("toy", {}, listed(*cases), read_state(tmp_path / STATE_FILE)) == summary
+
+
+def test_a_listed_case_is_investigated_though_others_looked_like_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It was left as a failure of which nothing is known, after three of the same look that were known ones."""
+    monkeypatch.setattr(campaign_module, "_INVESTIGATED_AT_FIRST", 0)
+    campaign = asked("fuzz_faults:WRONG_IN_CLIP", (replace(CASES[2], strategy="no_shard"),), tmp_path)
+    assert campaign.tally.discovered
+    assert not campaign.tally.not_investigated
 
 
 def test_what_an_earlier_run_found_is_no_known_failure_after_a_change(tmp_path: Path):
