@@ -154,6 +154,7 @@ def of_disagreement(run: WholeRun, odd: Disagreement) -> str:
         or _some_unreduced(run, odd)
         or by_evidence
         or multiples.of_updates(run, odd)
+        or multiples.of_own_number(run, odd)
         or "Each rank changes its own copy: look for a gradient that is not reduced, or a step that one rank skips."
     )
 

@@ -203,7 +203,8 @@ def _wrong(step: _Step, size: int, previous: Gradients | None) -> tuple[str, flo
             "Cause: gradients are cleared before the step, or the code that accumulates them loses them. Clear after "
             "the step."
         ), None
-    factor = _factor(step.got, step)
+    # A factor that is fitted to gradients of low precision is never exact.
+    factor = 1 / unit if _is_multiple(step.got, 1 / unit, step) else _factor(step.got, step)
     if factor is not None:
         times = factor * unit
         return _wrong_factor(step, times, size), times
@@ -259,11 +260,15 @@ def _factor(got: Gradients, step: _Step) -> float | None:
     total = {name: step.total(name) for name in got}
     square = sum(float(value.square().sum()) for value in total.values())
     factor = sum(float((got[name] * value).sum()) for name, value in total.items()) / square if square else 0.0
-    near = all(
-        bool(((got[name] - factor * value).abs() <= step.bounds[name] * max(1.0, abs(factor))).all())
-        for name, value in total.items()
+    return factor if factor > 0 and _is_multiple(got, factor, step) else None
+
+
+def _is_multiple(got: Gradients, factor: float, step: _Step) -> bool:
+    """Return whether the gradients are the sum of all terms times the factor, within their bounds."""
+    return all(
+        bool(((value - factor * step.total(name)).abs() <= step.bounds[name] * max(1.0, abs(factor))).all())
+        for name, value in got.items()
     )
-    return factor if factor > 0 and near else None
 
 
 def taken_apart(

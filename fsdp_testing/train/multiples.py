@@ -200,6 +200,19 @@ def of_ranks(reference: WholeRun, run: WholeRun, each: Sequence[WholeRun]) -> st
     )
 
 
+def of_own_number(run: WholeRun, odd: Disagreement) -> str:
+    """Return the cause where weights agree and an optimizer keeps a number that is each rank's own; empty elsewhere."""
+    values = run.quantities.get(odd.quantity, [])
+    number = odd.kind is Kind.MOMENT and len(values) > odd.step and values[odd.step].numel() == 1
+    weights = [one for one in run.disagreements if one.kind is Kind.PARAMETER and one.moment <= odd.moment]
+    if not number or weights:
+        return ""
+    return (
+        "Cause: the optimizer is given another number on each rank, as the loss that a closure returns. The weights are still "
+        "equal; what it decides by that number may not be. Average it over ranks before the optimizer gets it."
+    )
+
+
 def is_own_statistic(cause: str) -> bool:
     """Whether a cause is a statistic of each rank, so that one process does the same with the rows of each in turn."""
     return cause.startswith(_OWN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_testing import check_training
 from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.train import control
 from fsdp_testing.train.function import TrainingDiffers
 from fsdp_testing.train.script import Launch, examine
 
@@ -351,6 +353,16 @@ def test_gradients_that_are_measured_and_cleared_are_accepted_by_name():
 def test_other_mistakes_fail_though_measured_gradients_are_accepted(loop, message):
     with pytest.raises(TrainingDiffers, match=message):
         check_training(loop, world_sizes=(2,), accept=["measured-gradients"])
+
+
+@pytest.mark.parametrize(("off", "wrong"), [(1.0, False), (1 - 1e-3, False), (0.5, True)])
+def test_roundings_of_an_engine_in_low_precision_are_no_wrong_division(off, wrong):
+    """A factor of 0.999, fitted to gradients in bfloat16, failed what is right."""
+    terms = [[{"weight": torch.full((4,), 1.0 + rank)}] for rank in range(2)]
+    got = {"weight": torch.full((4,), 1.5 * off)}
+    sample = SimpleNamespace(scale=1.0, engine=True, unscales=False)
+    step = control._Step(0, 1, got, terms, {"weight": 0.02}, sample, ())
+    assert bool(control._wrong(step, 2, None)[0]) is wrong
 
 
 def test_an_unknown_name_is_refused():
