@@ -63,7 +63,7 @@ def add(commands: Subparsers[Command]) -> Command:
     option(
         "--streams",
         action="store_true",
-        help="also record streams on each number of ranks: a race fails (docs/streams.md)",
+        help="also record streams on each number of ranks: a race fails",
     )
     option("--show-output", action="store_true", help="print the script's output after each run")
     option("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")

@@ -140,8 +140,7 @@ def of_disagreement(run: WholeRun, odd: Disagreement) -> str:
     if odd.kind is Kind.COPIED:
         return (
             "Cause: the optimizer steps copies of the parameters, and the copy is not written back on every rank, or "
-            "not in the same way. "
-            "Copy after each step, on all ranks."
+            "not in the same way. Copy after each step, on all ranks."
         )
     by_evidence = evidence.between_ranks(run.evidence)
     reduced = all(all(rank.steps[odd.step].evidence.reduced[-1:]) for rank in run.ranks)

@@ -1,4 +1,4 @@
-"""Checks a script's streams for races, in one more run on as many ranks that records them (docs/streams.md)."""
+"""Checks a script's streams for races, in one more run on as many ranks that records them."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ from fsdp_testing.cases.records.portrait import (
     Stretch,
     UnitPortrait,
 )
-from fsdp_testing.cases.records.schedule import PlannedOperation, plan, void_operations
+from fsdp_testing.cases.records.schedule import PlannedOperation, plan
 from fsdp_testing.cases.records.specs import (
     STRATEGIES,
     UNDERFLOW,

@@ -55,8 +55,3 @@ def plan(case: Case) -> Iterator[PlannedOperation]:
             built = built or operation.builds_optimizer
             pending = operation.pending_after(pending)
         yield PlannedOperation(index, operation, void, pending)
-
-
-def void_operations(case: Case) -> dict[int, str]:
-    """Return the index of every void operation with the reason."""
-    return {planned.index: planned.void for planned in plan(case) if planned.void}

@@ -76,7 +76,7 @@ class World:
 
     @contextmanager
     def check_streams(self) -> Iterator[None]:
-        """Fail if two streams of this rank use the same memory in no fixed order (docs/streams.md).
+        """Fail if two streams of this rank use the same memory in no fixed order.
 
         Inside the context, streams and events of the device's module (`torch.cpu` on the CPU) are recorded. Make the model
         inside: streams made earlier are not recorded. Collectives: none.

@@ -22,10 +22,13 @@ from fsdp_testing.cases.records import (
     ZeroGrad,
     check_case,
     plan,
-    void_operations,
 )
 
 MICRO, LOCAL = ForwardBackward(Batch(0)), ForwardBackward(Batch(0), no_sync=True)
+
+
+def void_operations(case: Case) -> dict[int, str]:
+    return {planned.index: planned.void for planned in plan(case) if planned.void}
 
 
 def case(*program):
