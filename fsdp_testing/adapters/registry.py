@@ -85,7 +85,7 @@ def modules_of(reference: str) -> list[str]:
 
     An import string may lead to another one, and the last one to an object whose class is from elsewhere.
     """
-    # Every case asks this: entry points are read only for a name that is not built in.
+    # Every case asks this, and entry points are slow to read.
     known = BUILT_IN.get(reference) or next((r.target for r in registrations().get(reference, ())), "")
     found: Any = known or reference
     modules = []

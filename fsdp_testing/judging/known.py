@@ -114,7 +114,7 @@ class Rule:
         issue: Where it is reported.
         link: What files of earlier versions say instead of `page` and `issue`; empty once a file is read.
         example: A case that fails because of it, to notice when it no longer does.
-        unlike: A minimal passing neighbour, for readers of the file; nothing runs it.
+        unlike: A case that passes, for readers alone.
     """
 
     name: str

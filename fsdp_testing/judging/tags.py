@@ -36,7 +36,7 @@ def words_of(program: Sequence[Operation]) -> Iterator[frozenset[str]]:
 
 
 def _clears(operation: Operation) -> bool:
-    """Whether no gradient is left, as far as the operation alone says it."""
+    """Whether it leaves no gradient."""
     return operation.token() == "zero_grad" or operation == EditGradients(("*",), "none")
 
 

@@ -165,7 +165,7 @@ class Source:
             return
         state, shards = _blank(self._folder, "optimizer"), _optimizer_shards(adapter, model, optimizer)
         state["optimizer"].setdefault("state", {})  # a directory does not keep what is empty
-        # Shards are filled in place: an implementation may have none before the optimizer's first step.
+        # Shards are filled in place; before the optimizer's first step there may be none.
         has_room = state["optimizer"]["state"].keys() <= shards.get("state", {}).keys()
         sharded = has_room and "load_sharded_optimizer_state" not in adapter.missing
         state |= {"optimizer": shards} if sharded else {}

@@ -181,7 +181,7 @@ class Investigator:
         return Investigated(met_as, discovery, again)
 
     def known_as(self, runner: CaseRunner, judged: JudgedCase, known: KnownFailures, cause: str) -> Rule | None:
-        """Return the rule that matches a failure with a cause, or that names what it needs to show if no cause is known."""
+        """Return the rule that matches a failure with this cause, or without whose cause it passes."""
         assert judged.signature is not None
         cause = judged.judgement.cause if judged.judgement.cause is not None else cause
         rule = known.recognize(judged.signature, judged.features, cause)

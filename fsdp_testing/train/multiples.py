@@ -208,8 +208,8 @@ def of_own_number(run: WholeRun, odd: Disagreement) -> str:
     if not number or weights:
         return ""
     return (
-        "Cause: the optimizer is given another number on each rank, as the loss that a closure returns. The weights are still "
-        "equal; what it decides by that number may not be. Average it over ranks before the optimizer gets it."
+        "Cause: the optimizer is given another number on each rank, as the loss that a closure returns. Average it over ranks "
+        "before the optimizer gets it."
     )
 
 

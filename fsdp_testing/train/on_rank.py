@@ -40,6 +40,7 @@ class RunSettings:
         steps: Optimizer steps after which it is ended; 0 means never.
         stop_before: Step before which it is ended; 0 means never.
         folder: Current folder of the run; empty without its own folder.
+        marks: Folder in which each rank that trains makes a file; empty without.
         arguments: Further arguments of a script.
         seed: If not 0, roundings are made differently.
         keep_data: Whether to report the data that was taken.
@@ -52,6 +53,7 @@ class RunSettings:
     steps: int = 0
     stop_before: int = 0
     folder: str = ""
+    marks: str = ""
     arguments: tuple[str, ...] = ()
     seed: int = 0
     keep_data: bool = False
@@ -229,11 +231,11 @@ def _observer(job: Job, run: RunSettings, feeder: Feeder, follower: Follower) ->
 
     observer = Observer(stop, feeder.forward, stop_before, forward, job.reader())
     observer.keep_calls = run.keep_data
-    if run.folder:
+    if run.marks:
         observer.on_training = mark_of(run, current_world().rank).touch
     return observer
 
 
 def mark_of(run: RunSettings, rank: int) -> Path:
-    """Return the file that a rank makes when it trains: one that waits for ever reports nothing."""
-    return Path(run.folder, f".fsdp-testing-trains-{rank}")
+    """Return the file that a rank makes when it trains."""
+    return Path(run.marks, str(rank))

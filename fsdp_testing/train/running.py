@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -162,7 +163,7 @@ class Runner:
         unsteady: Sentences on worlds that hung once and not again.
         seconds: What each run of one process took that came to its end.
         autocast: Whether it computes under autocast where it asks for it.
-        idle: Ranks of the last run that ran no backward pass and made no step, as far as its folder says.
+        idle: Ranks of the last run that ran no backward pass and made no step.
     """
 
     start: Start
@@ -220,7 +221,7 @@ class Runner:
             outcome = again
         # With faults ranks may issue different collectives, as without a ledger: their results are compared then.
         if not (outcome.all_good if settings.faults else outcome.ok):
-            if self.idle and unequal_ends(outcome) is not None:
+            if 0 < len(self.idle) < size and unequal_ends(outcome) is not None:
                 raise _actors(self.idle, size, "make all that are compared")
             raise self.start.ending(outcome)
         return outcome.values
@@ -232,9 +233,14 @@ class Runner:
         self.pool.expect(__name__, type(start).__module__, *start.modules)
         if self.listener is not None:
             self.listener.started(what)
-        with start.prepared(self.pool, settings) as prepared:
-            outcome = start.execute(self.pool, size, prepared)
-            self.idle[:] = [rank for rank in range(size) if prepared.folder and not mark_of(prepared, rank).exists()]
+        # Not in the run's own folder: what is there is what the script has saved.
+        marked = replace(settings, marks=self.pool.shared_directory("fsdp-verify-marks-"))
+        try:
+            with start.prepared(self.pool, marked) as prepared:
+                outcome = start.execute(self.pool, size, prepared)
+            self.idle[:] = [rank for rank in range(size) if not mark_of(marked, rank).exists()]
+        finally:
+            shutil.rmtree(marked.marks, ignore_errors=True)
         took = time.monotonic() - began
         if size == 1 and outcome.ok:
             self.seconds.append(took)

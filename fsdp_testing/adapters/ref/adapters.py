@@ -220,7 +220,7 @@ def full_parameters(model: nn.Module, *, writeback: bool) -> Iterator[Mapping[st
 
 
 def _configured(model: nn.Module) -> AbstractContextManager[None]:
-    """Set who gets whole state and where, as the case asks; otherwise the reference's defaults hold."""
+    """Set who gets whole state and where, if the case asks for that."""
     settings = SETTINGS_OF.get(model, frozenset())
     if not settings & {"offloaded_state", "saved_on_rank_0"}:
         return nullcontext()
@@ -269,13 +269,13 @@ def sharded_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Every rank takes its part of the complete state, which it passes itself or rank 0 alone, as the case asks."""
+    """Every rank takes its part of the complete state."""
     with _configured(model):
         fsdp_ref.optim_state_dict_to_load(model, optimizer, dict(state), load_directly=True)
 
 
 def load_sharded_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load what `sharded_optimizer_state` gave. Collectives: gathers; every rank calls."""
+    """Load what `sharded_optimizer_state` gave. Collectives: gathers."""
     with fsdp_ref.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         optimizer.load_state_dict(fsdp_ref.optim_state_dict_to_load(model, optimizer, dict(state)))
 

@@ -282,7 +282,7 @@ def _sharded(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
-    """Return the whole state, on rank 0 alone where the case asks for that. Collectives: gathers; every rank calls."""
+    """Return the whole state, on rank 0 alone where the case asks for that. Collectives: gathers."""
     return saved_state.full_state_dict(model, _saving(model))
 
 
@@ -302,7 +302,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
 
 
 def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """The same of an optimizer's state, also where rank 0 alone saved it."""
+    """The same of an optimizer's state."""
     from_rank_0 = {"rank_0_state", "saved_on_rank_0"} & set(_SETTINGS.get(model, ()))
     options = saved_state.FROM_RANK_0 if from_rank_0 else saved_state.FULL
     saved_state.load_full_optimizer_state(model, optimizer, state, options)

@@ -31,7 +31,7 @@ def full_state_dict(model: nn.Module, options: StateDictOptions = FULL) -> Mappi
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], options: StateDictOptions = FULL) -> None:
-    """Every rank passes the complete tensors and takes its part of them, or of what rank 0 broadcasts."""
+    """Every rank takes its part of the complete tensors, which it passes or rank 0 broadcasts."""
     set_model_state_dict(model, _passed(state, options), options=options)
 
 

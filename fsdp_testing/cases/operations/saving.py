@@ -146,8 +146,7 @@ def _copied(state: Any) -> Any:
 def saved(program: RankProgram, operation: Save | Reload) -> tuple[Any, Any, Values]:
     """Return the states of model and optimizer (None: not asked for), and the contents of their full forms.
 
-    A rank that loads its own state sees no other rank's: only these values show what the others have. So an optimizer's full
-    form is compared, also where its shards are loaded.
+    A rank that loads its own state sees no other rank's: only these values show what the others have.
     """
     import torch
 

@@ -31,6 +31,9 @@ STRATEGIES: dict[str, str] = {
     "hybrid_shard_zero2": "hybrid",
 }
 """Strategy of a case -> the capability that an implementation must claim to run it."""
+TOLD_TO_ORACLE = frozenset({"full_outputs", "unit_precisions", "saved_on_rank_0"})
+"""Settings that change what the oracle expects: such a case shares no replay with one without."""
+
 SETTINGS: dict[str, str] = {
     "static_graph": "the user promises that every iteration runs the same graph",
     "gradient_views": "gradients are views of communication buckets",

@@ -43,7 +43,7 @@ from fsdp_testing.search.state import (
 
 _INVESTIGATED_AT_FIRST = 3
 _INVESTIGATED_OF_LISTED = 20
-"""Of failures that look alike. A listed case is asked once, and each that is not understood makes the command fail."""
+"""Of failures that look alike: each listed case decides the exit code."""
 _INVESTIGATED_LATER_ONE_IN = 25
 _KEPT_UNJUDGED = 3
 _REASON_LENGTH = 300

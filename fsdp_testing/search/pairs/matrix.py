@@ -66,7 +66,7 @@ class Summary:
         parts = [f"{self.counts.get(HOLDS, 0):,} of {asked:,} pairs that were asked hold"]
         for word in (FAILS, REFUSED, KNOWN, UNKNOWN, OPEN, NOT_MET):
             parts += [f"{self.counts[word]:,} {word}"] if self.counts.get(word) else []
-        # A case may fail although each of its pairs holds in another one.
+        # Each pair of a failing case may hold in another one.
         for verdict in (Verdict.FAIL, Verdict.UNKNOWN):
             number = self.cases.get(verdict.value, 0)
             parts += [f"cases that {FAILING[verdict]}: {number:,} of {sum(self.cases.values()):,}"] if number else []

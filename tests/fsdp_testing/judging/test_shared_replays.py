@@ -14,6 +14,7 @@ from fsdp_testing.oracle import models, oracle
 from fsdp_testing.oracle.assemble import GatheredState
 from fsdp_testing.oracle.quantities import Expectation
 from fsdp_testing.oracle.replay import Replay
+from fsdp_testing.oracle.setup import oracle_view
 from fsdp_testing.search.certificate.axes import EVERY_RANK, Cell
 from fsdp_testing.search.certificate.cases import case_of
 
@@ -102,3 +103,12 @@ def test_a_model_that_is_built_again_shares_nothing_with_the_one_before():
     frozen = models.build_model(replace(case, model=replace(case.model, freeze=("*bias",))))
     assert [p.requires_grad for p in frozen.parameters()] == [n.endswith("weight") for n, _ in other.named_parameters()]
     assert not torch.equal(next(models.build_model(replace(case, seed=1)).parameters()), next(other.parameters()))
+
+
+def test_a_setting_that_one_process_is_told_of_has_replays_of_its_own():
+    """A replay of the same program, shared, expected of every rank what rank 0 alone saves: right implementations failed."""
+    plain = cell("full_shard", "1")
+    with_setting = lambda name: replace(plain, wrapping=replace(plain.wrapping, settings=(name,)))
+    assert oracle_view(with_setting("small_buckets")) == oracle_view(plain)
+    for name in ("saved_on_rank_0", "full_outputs", "unit_precisions"):
+        assert oracle_view(with_setting(name)) != oracle_view(plain)

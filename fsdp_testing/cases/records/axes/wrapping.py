@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fsdp_testing.cases.records.axes.axis import Axis, Step, demand, planned
-from fsdp_testing.cases.records.specs import LAYOUTS, POLICIES, SETTINGS, WrappingPlan
+from fsdp_testing.cases.records.specs import LAYOUTS, POLICIES, SETTINGS, TOLD_TO_ORACLE, WrappingPlan
 
 if TYPE_CHECKING:
     from fsdp_testing.cases.records.case import Case
@@ -33,7 +33,8 @@ class Units(Axis):
             yield ("wrapping", name), planned(case, units=tuple(unit for unit in units if unit != name))
 
     def for_oracle(self, case: Case) -> Case:
-        return replace(case, wrapping=WrappingPlan())
+        told = tuple(name for name in case.wrapping.settings if name in TOLD_TO_ORACLE)
+        return replace(case, wrapping=WrappingPlan(settings=told))
 
     def setup(self, case: Case) -> Mapping[str, Any]:
         return {"units": case.wrapping.units}

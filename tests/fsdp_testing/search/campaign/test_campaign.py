@@ -69,9 +69,8 @@ def test_a_finding_that_cannot_be_explained_is_kept_without_a_cause(monkeypatch:
         raise ZeroDivisionError("in the explanation")
 
     monkeypatch.setattr(investigation, "cause_of", fails)
-    asker = investigation.Investigator("torch-ddp", lambda case: case, lambda case: True, 1.0)
     with pytest.warns(RuntimeWarning, match="torch-ddp: a finding is not explained: ZeroDivisionError: in the expl"):
-        assert asker._cause(CaseRunner(default_pool()), case(micro(1))) == ""
+        assert investigation.explained(CaseRunner(default_pool()), "torch-ddp", case(micro(1))) == ""
 
 
 def test_equal_micro_batches_are_told_apart_before_the_cause_is_looked_for(monkeypatch: pytest.MonkeyPatch):
@@ -83,9 +82,8 @@ def test_equal_micro_batches_are_told_apart_before_the_cause_is_looked_for(monke
         return "" if len(asked) == 1 else "it is there"
 
     monkeypatch.setattr(investigation, "cause_of", cause_of)
-    asker = investigation.Investigator("torch-ddp", lambda case: case, lambda case: True, 1.0)
     met = case(micro(1), ZeroGrad(), micro(1))
-    assert asker._cause(CaseRunner(default_pool()), met) == "it is there"
+    assert investigation.explained(CaseRunner(default_pool()), "torch-ddp", met) == "it is there"
     assert asked == [case(micro(1), ZeroGrad(), micro(2)), met]
 
 
