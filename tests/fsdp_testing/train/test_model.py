@@ -146,6 +146,9 @@ class SlowOnce:
     def expect(self, *modules):
         default_pool().expect(*modules)
 
+    def shared_directory(self, prefix):
+        return default_pool().shared_directory(prefix)
+
     def world(self, size, *_):
         world = default_pool().world(size)
         return world if self.hung or size == 1 else self.slow(world)
