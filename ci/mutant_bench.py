@@ -146,8 +146,9 @@ class Executed:
         return [part for part, mutants in parts if number in mutants or number in self.everywhere]
 
     def holds(self, mutant: Mutant) -> bool:
-        """Whether any part executes it."""
-        return any(self.parts_of(mutant, name, kind) for name, kinds in self.parts.items() for kind in kinds)
+        """Whether any part executes it, or may: what a kind executes is measured when a stage first asks it."""
+        kinds = [(name, kind) for name, kinds in self.parts.items() for kind in kinds]
+        return len(kinds) < len(self.parts) * len(KINDS) or any(self.parts_of(mutant, *each) for each in kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,44 +190,37 @@ class Bench:
                 (self.package / name).write_text(source, encoding="utf-8")
 
     def executed(self, mutants: Sequence[Mutant], stages: Sequence[str]) -> Executed:
-        """Ask the sound copy everything, once for a sample, and keep what executes which mutant.
+        """Ask the sound copy what these stages ask, once for a sample, and keep what executes which mutant.
 
         Raises:
             RuntimeError: It does not pass in a stage in which mutants are to be judged.
         """
-        result, file = self._mapped(mutants)
+        key = "".join([*KINDS, *(mutant.identity for mutant in mutants)])
+        file = self.folder / f"executed-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+        names = SUBJECTS[self.subject].names
+        result = Executed([mutant.identity for mutant in mutants], parts={name: {} for name in names})
+        if file.is_file():
+            result = Executed(**json.loads(file.read_text(encoding="utf-8")))
+        missing = [(name, kind) for kind in KINDS if kind in stages for name in names if kind not in result.parts[name]]
+        with self._marked(result, mutants) if missing else contextlib.nullcontext(Path()) as marks:
+            for name, kind in missing:
+                self._map(result, name, kind, marks)
+                file.write_text(json.dumps(asdict(result)), encoding="utf-8")
         if not result.sound and {"pairs", "fuzz"} & {*stages}:
             self.control()
             result.sound = True
             file.write_text(json.dumps(asdict(result)), encoding="utf-8")
         return result
 
-    def _mapped(self, mutants: Sequence[Mutant]) -> tuple[Executed, Path]:
-        key = "".join([*KINDS, *(mutant.identity for mutant in mutants)])
-        sample = hashlib.sha256(key.encode()).hexdigest()[:16]
-        file = self.folder / f"executed-{sample}.json"
-        if file.is_file():
-            return Executed(**json.loads(file.read_text(encoding="utf-8"))), file
-        result, marked = Executed([mutant.identity for mutant in mutants]), self._marked(mutants)
-        result.everywhere = [number for number, line in enumerate(map(line_of, mutants)) if not line]
-        marks = self.tree / MARKS
-        marks.write_bytes(bytes(len(mutants)))
-        (self.tree / f"{MARKS}_of_mutants.py").write_text(_MARKS.format(file=str(marks)), encoding="utf-8")
-        with self.changed(marked):
-            for name in SUBJECTS[self.subject].names:
-                result.parts[name] = {}
-                for kind in KINDS:
-                    parts = self.judge.ask("parts", name, parts=[kind])["parts"]
-                    answer = self.judge.ask(kind, name, parts=parts, executed=str(marks), limit=7200)
-                    if not answer["executed"]:
-                        failure = answer["failure"]
-                        raise RuntimeError(f"{kind} of {name}: expected verdicts without any change, got {failure}")
-                    result.wrong += [[name, kind, part] for part in answer["wrong"]]
-                    right = {p: seen for p, seen in answer["executed"].items() if [name, kind, p] not in result.wrong}
-                    result.parts[name][kind] = right
-                    print(f"{name}, {kind}: {len(right)} of {len(parts)} parts", flush=True)
-        file.write_text(json.dumps(asdict(result)), encoding="utf-8")
-        return result, file
+    def _map(self, result: Executed, name: str, kind: str, marks: Path) -> None:
+        parts = self.judge.ask("parts", name, parts=[kind])["parts"]
+        answer = self.judge.ask(kind, name, parts=parts, executed=str(marks), limit=7200)
+        if not answer["executed"]:
+            raise RuntimeError(f"{kind} of {name}: expected verdicts without any change, got {answer['failure']}")
+        result.wrong += [[name, kind, part] for part in answer["wrong"]]
+        right = {p: seen for p, seen in answer["executed"].items() if [name, kind, p] not in result.wrong}
+        result.parts[name][kind] = right
+        print(f"{name}, {kind}: {len(right)} of {len(parts)} parts", flush=True)
 
     def control(self) -> None:
         """See that the sound copy passes where mutants are asked all cases at once, and random ones.
@@ -244,7 +238,17 @@ class Bench:
                     raise RuntimeError(f"{kind} of {name}: expected success without any change, got {failure}")
                 print(f"{name}, {kind}: the sound copy passes", flush=True)
 
-    def _marked(self, mutants: Sequence[Mutant]) -> dict[str, str]:
+    @contextlib.contextmanager
+    def _marked(self, result: Executed, mutants: Sequence[Mutant]) -> Iterator[Path]:
+        """Have a byte of a file set before each statement that a mutant changes, while the block lasts; lends the file."""
+        result.everywhere = [number for number, line in enumerate(map(line_of, mutants)) if not line]
+        marks = self.tree / MARKS
+        marks.write_bytes(bytes(len(mutants)))
+        (self.tree / f"{MARKS}_of_mutants.py").write_text(_MARKS.format(file=str(marks)), encoding="utf-8")
+        with self.changed(self._with_marks(mutants)):
+            yield marks
+
+    def _with_marks(self, mutants: Sequence[Mutant]) -> dict[str, str]:
         lines: dict[str, dict[int, list[int]]] = {}
         for number, mutant in enumerate(mutants):
             if line := line_of(mutant):

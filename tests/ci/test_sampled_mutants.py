@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +110,10 @@ ONE, TWO = mutant("one.py"), mutant("two.py")
 NAMES = ("fsdp_ref-composable", "fsdp_ref-wrapper")
 EXECUTED = Executed(
     [ONE.identity, TWO.identity],
-    parts={NAMES[0]: {"pairs": {"0": [0], "1": []}, "run": {"a.b": [0]}}, NAMES[1]: {"pairs": {"0": []}, "run": {}}},
+    parts={
+        NAMES[0]: {"pairs": {"0": [0], "1": []}, "run": {"a.b": [0]}, "tensor": {}},
+        NAMES[1]: {"pairs": {"0": []}, "run": {}, "tensor": {}},
+    },
 )
 
 
@@ -203,14 +204,20 @@ def test_it_passes_them_once_and_only_before_stages_in_which_mutants_are_asked_t
 ) -> None:
     for name in NAMES:
         (tmp_path / f"pairs-{name}.json").write_text('[["a case"]]', encoding="utf-8")
-    file, judge = tmp_path / "executed.json", Answers()
-    file.write_text(json.dumps(asdict(EXECUTED)), encoding="utf-8")
-    monkeypatch.setattr(Bench, "_mapped", lambda *_: (Executed(**json.loads(file.read_text(encoding="utf-8"))), file))
-    asked = []
+    monkeypatch.setattr(mutant_bench, "line_of", lambda _: 0)
+    asked, mapped = [], {"parts": ["a"], "executed": {"a": [0]}, "wrong": []}
+    judge = Answers(*[mapped] * 16)
     for stages in (("run", "tensor"), ("run", "fuzz"), ("pairs",)):
         bench(tmp_path, judge).executed([ONE, TWO], stages)
         asked.append(len(judge.requests))
-    assert asked == [0, 4, 4]
+    # Two kinds of two names are mapped, each with a question for its parts; then all is asked of the control; then `pairs`.
+    assert asked == [8, 12, 16]
+
+
+def test_what_only_a_kind_that_was_not_measured_may_execute_is_left_for_later(tmp_path: Path) -> None:
+    executed = Executed(EXECUTED.mutants, parts={name: {"run": EXECUTED.parts[name]["run"]} for name in NAMES})
+    fate = sampled_mutants.judge_mutant(bench(tmp_path, Answers()), executed, TWO, ("run",), None)
+    assert (fate.stage, fate.executed, fate.stages) == ("", True, ["run"])
 
 
 def test_intervals_are_wilsons() -> None:

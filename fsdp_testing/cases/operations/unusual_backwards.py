@@ -111,7 +111,7 @@ class Interrupt(Operation):
             # An interrupted forward has run up to there: buffers may have changed. The backward changes none.
             handle = None if self.backward else self._raise_in(replica, [])
             with suppress(Interruption):
-                replay.interrupted(rank, self.batch)  # it is not, where the module does not run
+                replay.interrupted(rank, self.batch)  # nothing raises if this batch skips the chosen module
             if handle is not None:
                 handle.remove()
         replay.clear_gradients()
