@@ -95,8 +95,8 @@ A mutant is one small change of a line in the code under test. Here fsdp-testing
 (`fuzz`); no unit test. `tox -e sampled-mutants -- --page` makes this page. mutmut proposes the changes, a hash chooses among
 them, and each is tried in a copy.
 
-A mutant that nothing of the first three executes counts as not caught. Explained ones are left out of the share: they change
-nothing that a user could notice, or they run on devices alone.
+A mutant that none of the first three executes counts as not caught. Explained ones are left out of the share: they change
+nothing that a user could notice, or they run only on devices.
 
 {date}, {versions}. The interval is Wilson's, at 95 %.
 

@@ -49,7 +49,7 @@ class ModuleWrapPolicy(Policy):
         given: frozenset[object] = self._module_classes
         bad = [cls for cls in given if not isinstance(cls, type)]
         if bad:
-            raise FsdpTypeError(f"ModuleWrapPolicy: expected module classes, got {bad!r}. Pass classes, no instances.")
+            raise FsdpTypeError(f"ModuleWrapPolicy: expected module classes, got {bad!r}. Pass classes, not instances.")
 
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]

@@ -89,7 +89,7 @@ def test_registration(lab):
         AssertionError, match=r"expected hook\(state, grad\[, output\]\), got powerSGD_hook, which takes a bucket"
     ):
         model.register_comm_hook(state, powerSGD_hook)
-    with pytest.raises(AssertionError, match="got bf16_compress_wrapper_hook, which takes a bucket of DDP"):
+    with pytest.raises(AssertionError, match="got bf16_compress_wrapper_hook, which takes a DDP bucket"):
         model.register_comm_hook(state, bf16_compress_wrapper(powerSGD_hook))
     model.register_comm_hook(state, reduce_scatter_hook)
     with pytest.raises(AssertionError, match="^A communication hook is already registered$"):
