@@ -34,7 +34,7 @@ from fsdp_testing.adapters.protocol import Division, Piece, Precision, Setup, St
 from fsdp_testing.adapters.shared import naming, pieces
 from fsdp_testing.adapters.shared.checkpointing import checkpoint_modules, innermost_first, parameters_of
 from fsdp_testing.adapters.shared.claims import SHARDED
-from fsdp_testing.adapters.torch import own_communication, saved_state, unit_trace
+from fsdp_testing.adapters.torch import named_axes, own_communication, saved_state, unit_trace
 from fsdp_testing.errors import InvalidImplementation
 
 CAPABILITIES = SHARDED | {
@@ -81,6 +81,7 @@ CAPABILITIES = SHARDED | {
         }.items()
         if hasattr(FSDPModule, method)
     ),
+    *(("named_axes",) if named_axes.SUPPORTED else ()),
 }
 
 _NO_RESHARD = {"shard_grad_op", "hybrid_shard_zero2"}
@@ -111,11 +112,13 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
     setup.refuse_settings("torch-fsdp2", *CAPABILITIES)
     if setup.precision.buffer_dtype is not None:
         raise InvalidImplementation("torch-fsdp2: expected no buffer_dtype, for which it has no option. Ask for none.")
+    ignored = parameters_of(module, setup.ignored)
+    if "named_axes" in setup.settings:
+        setup = replace(setup, mesh=named_axes.distribute(module, setup.mesh, ignored))
     if "shared_streams" in setup.settings:
         parts = (name for name, part in module.named_children() if type(part).forward is not nn.Module.forward)
         setup = replace(setup, units=tuple(dict.fromkeys((*setup.units, *parts))))
     checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
-    ignored = parameters_of(module, setup.ignored)
     for group in _groups(setup, innermost_first(module, setup.units)):
         modules = [unit for _, unit in group]
         fully_shard(modules if len(group) > 1 else modules[0], **_options(setup, group[0][0], ignored))
@@ -188,6 +191,8 @@ def _options(setup: Setup, name: str, ignored: set[nn.Parameter]) -> dict[str, A
     """Return the arguments that the case asks for; what it leaves open is left to the defaults."""
     # The default mesh is made anew by each call, on the machine's accelerator.
     options: dict[str, Any] = {"mesh": setup.mesh}
+    if "named_axes" in setup.settings and setup.mesh is not None:
+        options |= named_axes.options(setup.mesh)
     if "own_all_reduce" in setup.settings and isinstance(setup.mesh, DeviceMesh):
         options["mesh"] = setup.mesh["shard"]
     precision = setup.unit_precisions.get(name, setup.precision)
@@ -235,7 +240,6 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
         return
     settings = _SETTINGS.get(model, frozenset())
-
     alone = "single_units" in settings
 
     def switch(flag: bool) -> None:
@@ -370,7 +374,7 @@ IMPLEMENTATION = TorchStyle(
     name="torch-fsdp2",
     wrap=wrap,
     capabilities=CAPABILITIES,
-    not_beside_tensor_parallel=frozenset({"comm_hook"}),  # a hook is given the group of all ranks
+    not_beside_tensor_parallel=frozenset({"comm_hook", "named_axes"}),  # a hook is given the group of all ranks
     source="https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
     no_sync=no_sync,
     local_pieces=local_pieces,

@@ -72,6 +72,7 @@ _SETTINGS = (
     "sum_reduction",
     "kept_after_backward",
     "last_dimension",
+    "named_axes",
     "grouped_units",
 )
 """Settings that mean the same in every case. The others are a promise of the user (`static_graph`), change numbers

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from faults_kinds import kind
 from planting import planted
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_state
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_state
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -134,6 +135,18 @@ def keeps_halves_in_the_wrong_order(original: Any, param: FSDPParam) -> None:
 def gathers_for_the_first_module_alone(original: Any, modules: Any, *hooks: Any) -> Any:
     """Of two modules that are one unit only the first one gathers it, and the unit is released after it."""
     return original(modules[:1], *hooks[:2], set(), hooks[3])
+
+
+@planted("torch-fsdp2", FSDPParam, "_get_grad_inner_tensor", "options.named_axes")
+def sums_over_named_axes_first(original: Any, param: Any, grad: Any) -> Any:
+    """Gradients of DTensors are summed over the data axes before they are reduced."""
+    return original(param, grad) * (param.mesh_info.shard_mesh_size if param.mesh_info.is_spmd_mesh else 1)
+
+
+@planted("torch-fsdp2", _fsdp_init, "_get_mesh_info_from_named_dims", "options.named_axes_in_hybrid")
+def forgets_the_axis_of_replicas(original: Any, mesh: Any, dims: Any) -> Any:
+    """Of named axes only the one that shards is used."""
+    return original(mesh, replace(dims, replicate=None))
 
 
 @planted("fsdp_ref-composable", trees, "_run_as_forward", "options.forward_methods")
