@@ -197,7 +197,7 @@ def _add(dump: Dump, entry: Mapping[str, Any], labels: Mapping[str, str]) -> Non
 def _text(value: Any) -> str:
     # A list here may contain itself, or its text may not fit in memory.
     if not isinstance(value, str):
-        raise TypeError(f"a {type(value).__name__} in place of a text")
+        raise TypeError(f"a {type(value).__name__} in place of text")
     return value
 
 

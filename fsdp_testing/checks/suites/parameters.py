@@ -181,7 +181,7 @@ SIZES: tuple[Check, ...] = (
           source="torch.distributed.fsdp: chunked copies"),
     check("sizes.huge", "A parameter of more than 16 MiB.", cases("huge", *iteration(0), dtype="float32", optimizer=PLAIN_SGD),
           source="torch.nn.parallel.DistributedDataParallel, bucket_cap_mb"),
-    check("sizes.two_dtypes", "Parameters of two dtypes inside one unit.",
+    check("sizes.two_dtypes", "A unit may hold parameters of two dtypes.",
           *(cases("two_dtypes", *iterations(2), micro_batch(2), Observe(), Step(), wrapping=plan)
             for plan in (None, WrappingPlan())),
           source="pytorch issue 154082", needs={"mixed_dtype_units"}, sizes=ODD),
