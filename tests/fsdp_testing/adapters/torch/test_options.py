@@ -6,6 +6,7 @@ import ast
 import inspect
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,11 +23,11 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_testing.adapters.protocol import Precision, Setup, WrapPolicy
-from fsdp_testing.adapters.torch import ddp, fsdp1, fsdp2
+from fsdp_testing.adapters.torch import ddp, fsdp1, fsdp2, named_axes
 from fsdp_testing.cases.records.specs import SETTINGS
 from fsdp_testing.errors import InvalidImplementation
 
-MESH: Any = object()
+MESH: Any = SimpleNamespace(ndim=1)
 PLAIN = Setup(0, 2, torch.device("cpu"), mesh=MESH)
 LOW = Precision(torch.bfloat16, torch.float32)
 ASKED = (
@@ -84,9 +85,7 @@ NOT_SET: dict[str, dict[str, str]] = {
         "limit_all_gathers": _ACCELERATOR,
         "ignored_states": _OTHER_FORM,
     },
-    "fully_shard": {
-        "dp_mesh_dims": "for parameters that are DTensors on the data axis, too; then activations are, which no model here has"
-    },
+    "fully_shard": {},
     "MixedPrecision": {
         "keep_low_precision_grads": "gradients of another dtype than their parameters, which torch's optimizers do not promise",
         "cast_root_forward_inputs": _CASTS,
@@ -132,6 +131,7 @@ def recorded(monkeypatch) -> dict[str, Recorder]:
     made = {name: Recorder() for name in owners}
     for name, (owner, _) in owners.items():
         monkeypatch.setattr(owner, name, made[name])
+    monkeypatch.setattr(named_axes, "distribute", lambda module, mesh, ignored: mesh)  # a mesh takes ranks
     return made
 
 
