@@ -94,8 +94,8 @@ def _check_hook(root: Root, unit: Unit, hook: object) -> None:
         raise FsdpValueError(f"The communication hook must be callable: expected a function, got {hook!r}. Pass one.")
     if _takes_bucket(hook):
         raise CommHookError(
-            f"register_comm_hook: expected hook(state, grad[, output]), got {getattr(hook, '__name__', hook)}, which takes a "
-            "bucket of DDP. Use one of fsdp_ref.comm_hooks (fp16_compress_hook, bf16_compress_hook), or write one of that form."
+            f"register_comm_hook: expected hook(state, grad[, output]), got {getattr(hook, '__name__', hook)}, which takes a DDP "
+            "bucket. Use one of fsdp_ref.comm_hooks (fp16_compress_hook, bf16_compress_hook), or write one of that form."
         )
 
 

@@ -86,7 +86,7 @@ def test_registration(lab):
         model.module.blocks[0].register_comm_hook(state, reduce_scatter_hook)
     # DDP's hooks take a bucket: they would fail in the middle of backward.
     with pytest.raises(
-        AssertionError, match=r"expected hook\(state, grad\[, output\]\), got powerSGD_hook, which takes a bucket"
+        AssertionError, match=r"expected hook\(state, grad\[, output\]\), got powerSGD_hook, which takes a DDP bucket"
     ):
         model.register_comm_hook(state, powerSGD_hook)
     with pytest.raises(AssertionError, match="got bf16_compress_wrapper_hook, which takes a DDP bucket"):
