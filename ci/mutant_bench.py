@@ -201,7 +201,9 @@ class Bench:
         result = Executed([mutant.identity for mutant in mutants], parts={name: {} for name in names})
         if file.is_file():
             result = Executed(**json.loads(file.read_text(encoding="utf-8")))
-        missing = [(name, kind) for kind in KINDS if kind in stages for name in names if kind not in result.parts[name]]
+        # The control before fuzzing asks the cases of `pairs`, too.
+        kinds = [kind for kind in KINDS if kind in stages or (kind == "pairs" and "fuzz" in stages)]
+        missing = [(name, kind) for kind in kinds for name in names if kind not in result.parts[name]]
         with self._marked(result, mutants) if missing else contextlib.nullcontext(Path()) as marks:
             for name, kind in missing:
                 self._map(result, name, kind, marks)
