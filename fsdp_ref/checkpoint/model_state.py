@@ -296,7 +296,7 @@ def _convert(unit: Unit, open_state: OpenState, module: nn.Module, state: dict[s
         elif isinstance(state.get(key), Tensor):
             state[key] = open_state.entry(state[key], (module, name))
     if open_state.form is StateDictType.LOCAL_STATE_DICT and module is unit.module:
-        state[prefix + FLAT_PARAM] = open_state.spread.flat_shard(unit.handle)
+        state[prefix + FLAT_PARAM] = open_state.spread.raw.entry()
 
 
 def _finish(unit: Unit, state: dict[str, Any], prefix: str) -> None:
@@ -343,7 +343,8 @@ def _before_load(
             continue
         open_state.errors = reports[2]
         if open_state.form is StateDictType.LOCAL_STATE_DICT:
-            take_flat_shard(unit, module, state, prefix, reports)
+            # Here, and not where an entry is found: another rank may lack it.
+            take_flat_shard(unit, open_state.spread.raw, module, state, prefix, reports)
             continue
         own = state.get(prefix + FLAT_PARAM) if module is unit.module else None
         if isinstance(own, Tensor) and own.data_ptr() == unit.handle.shard_S.data_ptr():

@@ -8,11 +8,12 @@ have a short one or none. Flat shards are cut elsewhere, inside of rows, so near
 ranks: the unit is gathered whole, as for computing, and each rank copies its rows. A scalar is on every rank.
 
 Local: the flat parameter is one tensor of one dimension, and each rank's chunk is its flat shard without right padding.
-Nothing is sent, and only a unit of the same layout over as many ranks can read it.
+Nothing is sent, and only a unit of the same layout over as many ranks can read it. Over tensor parallelism see ``RawForm``.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_ref.annotations import owners_of
 from fsdp_ref.checkpoint.rows import mesh_row
 from fsdp_ref.comm.collectives import gather_objects
-from fsdp_ref.comm.tensor_parallel import is_dtensor, over
+from fsdp_ref.comm.tensor_parallel import TensorParallel, is_dtensor, over
 from fsdp_ref.errors import FsdpRuntimeError, listing
 from fsdp_ref.layout import row_major_stride
 from fsdp_ref.naming import FLAT_PARAM, clean_tensor_name
@@ -52,6 +53,7 @@ class Spread:
         from torch.distributed.tensor import Replicate, Shard  # torch needs half a second for this import
 
         groups = handle.groups
+        self._handle = handle
         self.mesh = DeviceMesh.from_group(groups.shard, handle.config.device.type)
         if groups.mesh is not None and mesh_row(groups.mesh) == dist.get_process_group_ranks(groups.shard):
             # Its ranks may stand in another order than in its groups, and flat shards then too.
@@ -59,6 +61,11 @@ class Spread:
         self.size = self.mesh.size(self.mesh.ndim - 1)
         self._replicated = [Replicate()] * self.mesh.ndim
         self._sharded = [*self._replicated[:-1], Shard(0)]
+
+    @cached_property
+    def raw(self) -> RawForm:
+        """The entry of a local state. Collectives: those of ``RawForm``, once."""
+        return RawForm(self._handle, self)
 
     def chunk(self, full: Tensor, extension: ParameterExtension | None = None) -> Tensor:
         """Return this rank's chunk of a whole parameter, copied, as a DTensor; a scalar is replicated.
@@ -79,15 +86,70 @@ class Spread:
             return extension.chunk(rows, self.mesh, self._sharded if shape else self._replicated)
         return self._dtensor(rows, shape)
 
-    def flat_shard(self, handle: FlatHandle) -> Tensor:
-        """Return a copy of this rank's flat shard without right padding, as a DTensor over the flat parameter."""
-        numel = handle.shard_map.shard_span(handle.shard_rank).numel
-        return self._dtensor(handle.shard_S[:numel].clone(), (handle.layout.numel,))
-
     def _dtensor(self, mine: Tensor, shape: tuple[int, ...]) -> Tensor:
         placements = self._sharded if shape else self._replicated
         with torch.no_grad():
             return over(mine.detach(), self.mesh, placements, torch.Size(shape), row_major_stride(shape))
+
+
+class RawForm:
+    """The entry of a local state that holds this rank's flat shard.
+
+    Ranks of a tensor-parallel axis have flat parameters of their own, of which no two need be equally long. [Note: raw
+    shards over two axes] Under one name they must be parts of one tensor, or ``torch.distributed.checkpoint`` would keep those
+    of one rank for all. So the entry is cut over both axes, and every part is as long as the longest shard.
+
+    Args:
+        handle: the flat parameter.
+        spread: of its unit.
+
+    Collectives:
+        Over a tensor-parallel axis an exchange of sizes, and what ``TensorAxis.with_shards`` sends. All ranks of both axes call.
+    """
+
+    def __init__(self, handle: FlatHandle, spread: Spread) -> None:
+        self._handle = handle
+        self._mine = handle.shard_map.shard_span(handle.shard_rank).numel
+        self._mesh, self._axes, self._stored, self._numel = spread.mesh, 1, self._mine, handle.layout.numel
+        cut = next((each for each in handle.originals.extensions if isinstance(each, TensorParallel)), None)
+        if cut is not None:
+            self._mesh, self._axes = cut.axis.with_shards(spread.mesh), 2
+            self._stored = max(gather_objects(handle.shard_map.shard_numel, cut.group))
+            self._numel = self._stored * self._mesh.size()
+
+    def entry(self) -> Tensor:
+        """Return a copy of the flat shard as a DTensor."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        flat = self._handle.shard_S.new_zeros(self._stored)
+        flat[: self._mine].copy_(self._handle.shard_S[: self._mine].detach())
+        placements = [Replicate()] * (self._mesh.ndim - self._axes) + [Shard(0)] * self._axes
+        return over(flat, self._mesh, placements, torch.Size([self._numel]), (1,))
+
+    def problem(self, value: Any) -> str | None:
+        """Return why ``value`` cannot be this rank's entry; None when it can."""
+        wanted = (
+            f"{self._stored} of {self._numel} elements of {self._handle.shard_S.dtype}, saved by {self._at(self._mesh)}"
+        )
+        if not is_dtensor(value):
+            return f"expected a flat shard ({wanted}), got {_described(value)}"
+        local = value.to_local()
+        got = f"{local.numel()} of {value.numel()} elements of {value.dtype}, saved by {self._at(value.device_mesh)}"
+        return None if got == wanted and value.dim() == 1 else f"expected {wanted}, got {got}"
+
+    def take(self, value: Any) -> None:
+        """Copy an entry into the flat shard."""
+        with torch.no_grad():
+            self._handle.shard_S[: self._mine].copy_(value.to_local()[: self._mine])
+
+    def _at(self, mesh: DeviceMesh) -> str:
+        """Return the place on the axes over which shards differ. A saved mesh keeps the place of the rank that saved it."""
+        place = (mesh.get_coordinate() or [None])[-self._axes :]
+        return f"rank {_by(place)} of {_by(mesh.mesh.shape[-self._axes :])}"
+
+
+def _by(numbers: Sequence[Any]) -> str:
+    return " x ".join(map(str, numbers))
 
 
 def compare_ranks(
@@ -140,11 +202,10 @@ def _of_another_rank(value: Any) -> str:
 
 
 def take_flat_shard(
-    unit: Unit, module: nn.Module, state: dict[str, Any], prefix: str, reports: tuple[list[str], ...]
+    unit: Unit, form: RawForm, module: nn.Module, state: dict[str, Any], prefix: str, reports: tuple[list[str], ...]
 ) -> None:
     """Load the flat shard here, and give ``nn.Module`` what it has already to copy."""
     missing, unexpected, errors = reports
-    handle = unit.handle
     for name in owners_of(module)[unit]:
         if prefix + name in state:
             unexpected.append(prefix + name)
@@ -156,31 +217,16 @@ def take_flat_shard(
     key = prefix + FLAT_PARAM
     if key not in state:
         missing.append(key)
-    elif (problem := _flat_shard_problem(handle, state[key])) is not None:
+    elif (problem := form.problem(state[key])) is not None:
         errors.append(
             f"{clean_tensor_name(key)}: {problem}. The same units on the same number of ranks can read a local state."
         )
     else:
         unit.reshard(ReshardReason.OUT_OF_DATE)
-        mine = state[key].to_local()
-        with torch.no_grad():
-            handle.shard_S[: mine.numel()].copy_(mine)
+        form.take(state[key])
     state.pop(key, None)
     if FLAT_PARAM in module._parameters:
         state[key] = module._parameters[FLAT_PARAM]
-
-
-def _flat_shard_problem(handle: FlatHandle, value: Any) -> str | None:
-    """Return why ``value`` cannot be this rank's flat shard; None when it can."""
-    span, size = handle.shard_map.shard_span(handle.shard_rank), handle.shard_size
-    wanted = f"{span.numel} of {handle.layout.numel} elements of {handle.shard_S.dtype}"
-    wanted += f", saved by rank {handle.shard_rank} of {size}"
-    if not is_dtensor(value):
-        return f"expected a flat shard ({wanted}), got {_described(value)}"
-    rank = (value.device_mesh.get_coordinate() or [None])[-1]
-    ranks = value.device_mesh.size(value.device_mesh.ndim - 1)
-    got = f"{value.to_local().numel()} of {value.numel()} elements of {value.dtype}, saved by rank {rank} of {ranks}"
-    return None if got == wanted and value.dim() == 1 else f"expected {wanted}, got {got}"
 
 
 def _described(value: object) -> str:

@@ -54,7 +54,7 @@ def save(way: str, adapter: Adapter, trained: Trained, folder: Path, group: Any 
     if way in _DIRECTORIES:
         state: dict[str, Any] = {"model": _shards(adapter, model)[0], **trained.beside}
         state |= {} if optimizer is None else {"optimizer": _optimizer_shards(adapter, model, optimizer)}
-        with _refusals_as_errors():
+        with refusals_as_errors():
             if way == "dcp":
                 dcp.save(state, checkpoint_id=folder / _DIRECTORY, process_group=group)
             else:
@@ -113,7 +113,7 @@ def read(way: str, folder: Path) -> dict[str, Any]:
         state: dict[str, Any] = torch.load(folder / _FILE, weights_only=True)
         return state
     blank = _blank(folder, "")
-    with _refusals_as_errors():
+    with refusals_as_errors():
         dcp.load(blank, checkpoint_id=folder / _DIRECTORY, no_dist=True)
     return blank
 
@@ -123,7 +123,8 @@ class DirectoryRefused(RuntimeError):
 
 
 @contextmanager
-def _refusals_as_errors() -> Iterator[None]:
+def refusals_as_errors() -> Iterator[None]:
+    """Raise `DirectoryRefused` in place of torch's exception."""
     try:
         yield
     except CheckpointException as refused:
@@ -153,7 +154,7 @@ class Source:
             adapter.load_full_state_dict(model, self._full["model"])
             return
         state, sharded = _shards(adapter, model)
-        with _refusals_as_errors():
+        with refusals_as_errors():
             dcp.load({"model": state}, checkpoint_id=self._folder / _DIRECTORY, process_group=self._group)
         load: Any = adapter.load_sharded_state_dict if sharded else adapter.load_full_state_dict
         load(model, state)
@@ -169,7 +170,7 @@ class Source:
         has_room = state["optimizer"]["state"].keys() <= shards.get("state", {}).keys()
         sharded = has_room and "load_sharded_optimizer_state" not in adapter.missing
         state |= {"optimizer": shards} if sharded else {}
-        with _refusals_as_errors():
+        with refusals_as_errors():
             dcp.load(state, checkpoint_id=self._folder / _DIRECTORY, process_group=self._group)
         load: Any = adapter.load_sharded_optimizer_state if sharded else adapter.load_full_optimizer_state
         load(model, optimizer, state["optimizer"])
@@ -179,7 +180,7 @@ class Source:
         if self._full is not None:
             return dict(self._full[key])
         state = _blank(self._folder, key)
-        with _refusals_as_errors():
+        with refusals_as_errors():
             dcp.load(state, checkpoint_id=self._folder / _DIRECTORY, process_group=self._group)
         return dict(state[key])
 
@@ -222,6 +223,13 @@ class Carrier:
 
 @contextmanager
 def carried_in_directory(parent: Path) -> Iterator[Carrier]:
+    """Yield a carrier through a new directory. Collectives: those of `shared_directory`."""
+    with shared_directory(parent) as folder:
+        yield Carrier(folder)
+
+
+@contextmanager
+def shared_directory(parent: Path) -> Iterator[Path]:
     """Make a directory below `parent` on rank 0, and remove it when every rank has left.
 
     Collectives: a broadcast on entry, a barrier on exit; after an exception none.
@@ -230,7 +238,7 @@ def carried_in_directory(parent: Path) -> Iterator[Carrier]:
     box = [tempfile.mkdtemp(prefix="state-", dir=parent) if rank == 0 else ""]
     dist.broadcast_object_list(box, src=0)
     try:
-        yield Carrier(Path(box[0]))
+        yield Path(box[0])
         # Rank 0 must not remove what others still read. Not after an exception: the others may never come here.
         dist.barrier()
     finally:

@@ -94,7 +94,15 @@ def flat_units(model: nn.Module) -> Iterator[FlatUnit]:
 
 
 _SETTINGS_OF_BOTH = frozenset(
-    {"default_device", "default_groups", "own_state", "offloaded_state", "saved_on_rank_0"}
+    {
+        "default_device",
+        "default_groups",
+        "mesh_for_group",
+        "ignored_by_parameter",
+        "own_state",
+        "offloaded_state",
+        "saved_on_rank_0",
+    }
     | {"unit_precisions", "unit_strategies"}
 )
 
@@ -192,6 +200,8 @@ def _as_composable(module: nn.Module, setup: Setup, name: str, options: dict[str
     policy = options.pop("auto_wrap_policy", None)
     if policy is not None and not hasattr(policy, "_run_policy"):
         policy = _ByFunction(policy)
+    if "ignored_states" in options:
+        options["ignored_params"] = options.pop("ignored_states")
     precision = options.get("mixed_precision")
     if precision is not None and name:
         # The API treats each module that it is applied to as a root; the harness only the outermost one.

@@ -68,14 +68,12 @@ class FsdpNames:
         strategy = setup.unit_strategies.get(name, setup.strategy)
         precision = setup.unit_precisions.get(name, setup.precision)
         prefetch = _PREFETCH.get(setup.backward_prefetch)
-        asked = {
-            "device_mesh": setup.mesh if strategy.startswith("hybrid") or setup.tensor_mesh is not None else None,
-            "process_group": setup.group if setup.tensor_mesh is None and setup.group is not dist.group.WORLD else None,
+        asked = self._ranks(setup, strategy) | {
             "mixed_precision": self._precision(precision) if precision != Precision() else None,
             "cpu_offload": self.api.CPUOffload(offload_params=True) if setup.cpu_offload else None,
             "sync_module_states": setup.sync_module_states,
             "param_init_fn": setup.init_module,
-            "ignored_modules": ignored or None,
+            **self._ignored(setup, ignored),
             "forward_prefetch": setup.forward_prefetch,
         }
         chosen = {option: value for option, value in asked.items() if value not in (None, False)}
@@ -83,6 +81,25 @@ class FsdpNames:
             chosen["backward_prefetch"] = None if prefetch is None else self.api.BackwardPrefetch[prefetch]
         # On a machine with an accelerator the default is to compute there, even if the world's device is the CPU.
         return chosen | {"device_id": setup.device}
+
+    @staticmethod
+    def _ignored(setup: Setup, modules: list[nn.Module]) -> dict[str, Any]:
+        if "ignored_by_parameter" in setup.settings and modules:
+            return {"ignored_states": {parameter for module in modules for parameter in module.parameters()}}
+        return {"ignored_modules": modules or None}
+
+    @staticmethod
+    def _ranks(setup: Setup, strategy: str) -> dict[str, Any]:
+        """Return the ranks of a unit: a mesh where there are two axes, else a group; the other of both if the case says so."""
+        is_hybrid, mesh = strategy.startswith("hybrid"), setup.mesh
+        if "mesh_for_group" in setup.settings and mesh is not None:
+            if not is_hybrid:
+                return {"device_mesh": mesh}
+            replicate, shard = mesh.get_all_groups()
+            return {"process_group": (shard, replicate)}
+        if is_hybrid or setup.tensor_mesh is not None:
+            return {"device_mesh": mesh}
+        return {"process_group": None if setup.group is dist.group.WORLD else setup.group}
 
     def strategy(self, setup: Setup, name: str, option: str) -> dict[str, Any]:
         """Return the strategy of the unit `name` as the argument `option`; nothing if it is the default."""

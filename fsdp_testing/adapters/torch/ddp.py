@@ -22,20 +22,32 @@ from fsdp_testing.adapters.shared.checkpointing import checkpoint_modules
 from fsdp_testing.adapters.shared.claims import REPLICATED
 from fsdp_testing.errors import InvalidImplementation
 
+_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters)
 #: torch 2.13 renamed the option; the old name warns there. With the old one buffers are not broadcast on construction.
-_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+_RENAMED = "forward_sync_buffers" in _ARGUMENTS
 _NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
 _SETTINGS: dict[str, dict[str, Any]] = {
     "static_graph": {"static_graph": True},
     "gradient_views": {"gradient_as_bucket_view": True},
     "small_buckets": {"bucket_cap_mb": 1e-4},
+    "batched_copies": {"batched_grad_copy": True},
+    "unused_left_out": {"skip_all_reduce_unused_params": True},
 }
-"""The argument for each setting of a case."""
+"""The argument for each setting of a case; those that this torch lacks are not claimed."""
+_SETTINGS = {name: asked for name, asked in _SETTINGS.items() if _ARGUMENTS.issuperset(asked)}
 
 CAPABILITIES = (
     REPLICATED
-    | {"ignored_parameters", "second_order", "deep_copies", "unit_alone", "forward_methods", *_SETTINGS}
+    | {
+        "ignored_parameters",
+        "second_order",
+        "deep_copies",
+        "unit_alone",
+        "forward_methods",
+        "mesh_for_group",
+        *_SETTINGS,
+    }
     | ({"sync_module_states"} if _RENAMED else set())
 )
 
@@ -50,18 +62,20 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
             f"torch-ddp: expected strategy 'no_shard', got {setup.strategy!r}. Run only what it claims."
         )
     setup.refuse("torch-ddp", "precision", "cpu_offload", "init_module", "forward_prefetch", "backward_prefetch")
-    setup.refuse_settings("torch-ddp", *_SETTINGS)
+    setup.refuse_settings("torch-ddp", "mesh_for_group", *_SETTINGS)
     checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
     inside = tuple(f"{name}." for name in setup.ignored)
     ignored = [fqn for fqn, _ in module.named_parameters(remove_duplicate=False) if fqn.startswith(inside)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
     asked: dict[str, Any] = dict(_NO_BUFFER_SYNC) if next(module.buffers(), None) is not None else {}
-    if setup.group is not dist.group.WORLD:
+    if "mesh_for_group" in setup.settings:
+        asked["device_mesh"] = setup.mesh
+    elif setup.group is not dist.group.WORLD:
         asked["process_group"] = setup.group
     if setup.leaves_unused:
         asked["find_unused_parameters"] = True
     for name in sorted(setup.settings):
-        asked |= _SETTINGS[name]
+        asked |= _SETTINGS.get(name, {})
     return DistributedDataParallel(module, **asked)
 
 

@@ -78,6 +78,8 @@ _SHARED_CLAIMS = SHARDED | {
     "backward_after_no_sync",
     "default_device",
     "default_groups",
+    "mesh_for_group",
+    "ignored_by_parameter",
     "own_state",
     "offloaded_state",
     "saved_on_rank_0",

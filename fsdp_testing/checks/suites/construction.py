@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from fsdp_testing.cases.operations import Reload
 from fsdp_testing.cases.records import Case, Observe, OptimizerSpec, PolicySpec, WrappingPlan
 from fsdp_testing.checks.suites.check import (
     ADAMW,
@@ -81,6 +83,16 @@ CHECKS: tuple[Check, ...] = (
           "One optimizer steps ignored parameters together with the others.",
           cases("mlp", *iteration(0, alike=True), *iteration(1, alike=True), wrapping=_IGNORING, optimizer=_AT_ONCE),
           source="pytorch issue 183207", needs=_NESTED),
+    check("options.ignored_by_parameter_whole", "Parameters that are ignored one by one stay whole and keep their own gradients.",
+          cases("mlp", micro_batch(0), Observe(), wrapping=replace(_IGNORING, settings=("ignored_by_parameter",))),
+          source="torch.distributed.fsdp.FullyShardedDataParallel, ignored_states", needs=_NESTED,
+          comparison=Comparison(ignore=("layers.0.*",)), mode=RunMode(review=shares.review_ignored)),
+    check("options.ignored_by_parameter", "Parameters that are ignored one by one stay outside as those of an ignored module do.",
+          *(cases("mlp", *iteration(0, alike=True), Reload(), *iteration(1, alike=True), optimizer=ADAMW,
+                  freeze=frozen, wrapping=replace(plan, ignored=("layers.0",), settings=("ignored_by_parameter",)))
+            for plan in (_IGNORING, _LINEAR, WrappingPlan()) for frozen in ((), ("layers.0.*",))),
+          source="torch.distributed.fsdp.FullyShardedDataParallel, ignored_states",
+          needs={"nested_wrapping", "policy_wrapping"}),
     check("wrapping.module_hooks", "Hooks that users registered on modules read full parameters, and what they return counts.",
           cases("hooked", *iteration(0), forward(5), *iteration(1)),
           cases("hooked", *iterations(2), wrapping=recomputed("hooked")),

@@ -129,11 +129,17 @@ PREFETCH: tuple[Check, ...] = (
 
 _PROGRAM = (*accumulated(0, 1), Observe(), Step(), ZeroGrad(), *iteration(2), forward(3))
 
+_TWO_RANKS_SHARD = {4: ((2, 2),), 2: ((1, 2),)}
 in_hybrid = partial(check, needs={"hybrid"}, strategies=HYBRID, meshes={4: ((2, 2),), 2: ((2, 1),)}, sizes=TWO_BY_TWO)
 
 
 def _set(setting: str) -> WrappingPlan:
     return every_unit("mlp", settings=(setting,))
+
+
+def _saved_over_mesh(form: str) -> tuple[Case, ...]:
+    wrapping = every_unit("uneven", settings=("mesh_for_group",))
+    return cases("uneven", *iteration(0), Reload(form), *iteration(1), optimizer=ADAMW, wrapping=wrapping)
 
 
 SETTINGS: tuple[Check, ...] = (
@@ -144,6 +150,7 @@ SETTINGS: tuple[Check, ...] = (
          "With a promised static graph gradients are reduced as usual, after local micro-batches too."),
         ("gradient_views", "Gradients that are views of buckets add up like any others."),
         ("small_buckets", "The number of gradients in a message changes no result."),
+        ("batched_copies", "Gradients that are copied into a message together are divided once."),
         ("sum_reduction", "Summing and then dividing gives the mean."),
         ("kept_after_backward", "Parameters that stay whole between micro-batches are updated after the step."),
         ("tuned_communication", "Groups, buffers and memory of one's own for messages change no number."),
@@ -195,6 +202,25 @@ SETTINGS: tuple[Check, ...] = (
               cases("mlp", micro_batch(0), Observe(), Step(), optimizer=PLAIN_SGD,
                     wrapping=WrappingPlan(policy=PolicySpec("always"), settings=("default_groups",))),
               source="pytorch issue 154888"),
+    check("options.unused_left_out", "Parameters that no rank uses get no gradient, and the others train as before.",
+          *(cases("conditional", *(operation for batch in range(3) for operation in iteration(batch, Observe(), usage=used)),
+                  forward(3, usage=used), wrapping=every_unit("conditional", settings=("unused_left_out", *also)),
+                  optimizer=PLAIN_SGD)
+            for used in (((True, False, True),), ((False, True, False),)) for also in ((), ("gradient_views",))),
+          source="torch.nn.parallel.DistributedDataParallel, skip_all_reduce_unused_params",
+          needs={"unused_parameters", "gradient_views"}),
+    check("options.mesh_for_group", "A model whose ranks are given as a mesh trains as with their group.",
+          cases("mlp", *_PROGRAM, wrapping=_set("mesh_for_group"), optimizer=PLAIN_SGD), _saved_over_mesh("full"),
+          source="torch.distributed.fsdp.FullyShardedDataParallel, device_mesh",
+          needs={"accumulate_without_no_sync"}, sizes=ODD),
+    check("options.mesh_for_group_in_shards", "A model whose ranks are given as a mesh is saved in shards and loaded.",
+          _saved_over_mesh("sharded"), source="torch.distributed.fsdp.FullyShardedDataParallel, device_mesh", sizes=ODD),
+    in_hybrid("options.mesh_for_group_in_hybrid", "Hybrid sharding over two groups in place of a mesh averages over all ranks.",
+              cases("mlp", *_PROGRAM, wrapping=_set("mesh_for_group"), optimizer=PLAIN_SGD),
+              source="torch.distributed.fsdp.FullyShardedDataParallel, process_group", meshes=_TWO_RANKS_SHARD),
+    in_hybrid("options.mesh_for_group_in_hybrid_shards", "Hybrid sharding over two groups saves and loads state in shards.",
+              _saved_over_mesh("sharded"),
+              source="torch.distributed.fsdp.FullyShardedDataParallel, process_group", meshes=_TWO_RANKS_SHARD),
     check("options.own_state",
           "Training continues from a state of model and optimizer that the implementation's own methods saved.",
           cases("mlp", *iteration(0), Reload(), *iteration(1), wrapping=_set("own_state"), optimizer=ADAMW),

@@ -47,12 +47,16 @@ from fsdp_testing.checks.suites.check import (
 )
 from fsdp_testing.checks.suites.state_programs import (
     GROUPED,
+    OF_ANOTHER_MODEL,
+    OF_ANOTHER_RANK,
     REFUSED,
     REORDERED,
     SHARDS_PLACED,
     STORED_DTYPES,
     WRONG_IN_SHARDS,
+    WRONG_RAW,
     WRONG_STATES,
+    through_directory,
 )
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase, RunMode
 from fsdp_testing.oracle import oracle, rank_jobs
@@ -263,6 +267,23 @@ CHECKS: tuple[Check, ...] = (
           *(cases("mlp", *iteration(0), Observe(wrong)) for wrong in WRONG_IN_SHARDS),
           source="torch.nn.Module.load_state_dict, strict",
           needs={"sharded_state_dict", "strict_state"}, mode=REFUSED),
+    saved("sharded_state_dict.other_shapes", "A state in shards of a model with other shapes is refused.",
+          cases("mlp", *iteration(0), Observe(OF_ANOTHER_MODEL["sharded"])),
+          source="torch.nn.Module.load_state_dict, strict",
+          needs={"sharded_state_dict", "strict_state"}, mode=REFUSED, sizes=ODD),
+    saved("local_state_dict.strict", "A raw state with a missing shard, an extra one or shards of other sizes is refused.",
+          *(cases("mlp", *iteration(0), Observe(wrong)) for wrong in (*WRONG_RAW, OF_ANOTHER_MODEL["local"])),
+          source="torch.nn.Module.load_state_dict, strict",
+          needs={"local_state_dict", "strict_state"}, mode=REFUSED, sizes=ODD),
+    *(saved(f"{form}_state_dict.of_another_rank", f"A state in form {form} that another rank saved is refused.",
+            cases("mlp", *iteration(0), Observe(OF_ANOTHER_RANK[form])), source="torch.nn.Module.load_state_dict",
+            needs={f"{form}_state_dict", "strict_state"}, strategies=("full_shard",), mode=REFUSED, sizes=ODD)
+      for form in OF_ANOTHER_RANK),
+    *(saved(f"{form}_state_dict.through_directory",
+            f"A state in form {form} that torch.distributed.checkpoint saved and loaded restores the model.",
+            cases("uneven", *iteration(0)), needs={f"{form}_state_dict", "full_state_dict"}, mode=through_directory(form),
+            sizes=ODD)
+      for form in OF_ANOTHER_RANK),
     saved("full_state_dict.dtypes", "Saved values have the storage dtype of parameters, not the compute dtype.",
           *(cases("mlp uneven", *iteration(0), Save(), micro_batch(1), Save(), dtype="float32", optimizer=PLAIN_SGD,
                   precision=precision) for precision in _LOW),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -17,6 +20,7 @@ from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.oracle import models, rank_jobs
 from fsdp_testing.oracle.execute import RankProgram
 from fsdp_testing.oracle.replay import Replay
+from fsdp_testing.oracle.ways import refusals_as_errors, shared_directory
 
 State = dict[str, torch.Tensor]
 
@@ -46,6 +50,12 @@ WRONG_IN_SHARDS: Mapping[str, Callable[[State], State]] = {
     "state in shards that lacks a parameter": _lacking,
     "state in shards with an unknown parameter": _with_another,
 }
+WRONG_RAW: Mapping[str, Callable[[State], State]] = {
+    "raw state that lacks a shard": _lacking,
+    "raw state with an unknown shard": _with_another,
+}
+OF_ANOTHER_RANK = {form: f"state in form {form} that another rank saved" for form in ("sharded", "local")}
+OF_ANOTHER_MODEL = {form: f"state in form {form} of a model with other shapes" for form in ("sharded", "local")}
 
 
 class RemarkingProgram(RankProgram):
@@ -83,21 +93,48 @@ class RefusingProgram(RemarkingProgram):
 
     def statements(self) -> Iterator[str]:
         """Yield that it was loaded."""
-        make = {**WRONG_STATES, **WRONG_IN_SHARDS}.get(self.quantity)
-        if make is None:
+        form = self._form()
+        if form is None:
             return  # a shortened case, which names none
-        adapter, in_shards = self.adapter, self.quantity in WRONG_IN_SHARDS
-        load = adapter.load_sharded_state_dict if in_shards else adapter.load_full_state_dict
-        with self._inside():
-            saved = dict((adapter.sharded_state_dict if in_shards else adapter.full_state_dict)(self.model))
-        if not in_shards:
-            saved = {fqn: tensor.detach().clone() for fqn, tensor in saved.items()}
+        load: Any = getattr(self.adapter, f"load_{form}_state_dict")
+        saved = self._saved(form, self.model)
         load(self.model, dict(saved))  # a loader that refuses this refuses anything
+        read = self._wrong(form, saved)
         try:
-            load(self.model, make(saved))
+            load(self.model, read())
         except Exception:  # noqa: BLE001 - whatever it raises, it refuses
             return
         yield f"a {self.quantity} was loaded, expected it to be refused"
+
+    def _form(self) -> str | None:
+        wrong = {"full": WRONG_STATES, "sharded": WRONG_IN_SHARDS, "local": WRONG_RAW}
+        other = {form: {OF_ANOTHER_MODEL.get(form), OF_ANOTHER_RANK.get(form)} for form in wrong}
+        return next((form for form, labels in wrong.items() if self.quantity in {*labels, *other[form]}), None)
+
+    def _saved(self, form: str, model: nn.Module) -> State:
+        save: Any = getattr(self.adapter, f"{form}_state_dict")
+        with self._inside():
+            saved = dict(save(model))
+        # A whole state may share its memory with parameters; shards are objects of the implementation's own.
+        return {fqn: tensor.detach().clone() for fqn, tensor in saved.items()} if form == "full" else saved
+
+    def _wrong(self, form: str, saved: State) -> Callable[[], State]:
+        if self.quantity == OF_ANOTHER_RANK.get(form):
+            file = _file_of_next_rank(saved)
+            return lambda: torch.load(file, weights_only=False)
+        if self.quantity != OF_ANOTHER_MODEL.get(form):
+            return partial({**WRONG_STATES, **WRONG_IN_SHARDS, **WRONG_RAW}[self.quantity], saved)
+        other = self._saved(form, self._model_of(replace(self.case, model=replace(self.case.model, name="uneven")), {}))
+        return lambda: {name: value for name, value in other.items() if name in saved}
+
+
+def _file_of_next_rank(saved: State) -> io.BytesIO:
+    """Return the file that the next rank saved. Collectives: a gather of objects; every rank calls."""
+    file = io.BytesIO()
+    torch.save(saved, file)
+    files: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(files, file.getvalue())
+    return io.BytesIO(files[(dist.get_rank() + 1) % len(files)])
 
 
 class StoredDtypes(RemarkingProgram):
@@ -199,6 +236,34 @@ def _pieces(part: Any) -> list[tuple[Any, torch.Tensor]]:
 
 def _place(metadata: Any) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(metadata.shard_offsets, metadata.shard_sizes))
+
+
+class ThroughDirectory(RemarkingProgram):
+    """Saves its state in a form with `torch.distributed.checkpoint`, and loads it into a new model."""
+
+    form = ""
+
+    def statements(self) -> Iterator[str]:
+        """Yield what is not as it was."""
+        adapter = self.adapter
+        save, load = (getattr(adapter, name.format(self.form)) for name in ("{}_state_dict", "load_{}_state_dict"))
+        with self._inside(), shared_directory(self.files) as folder, refusals_as_errors():
+            dcp.save(dict(save(self.model)), checkpoint_id=folder)
+            before = {fqn: value.detach().clone() for fqn, value in adapter.full_state_dict(self.model).items()}
+            adapter.finish(self.model)
+            self.rebuild({})
+            state = dict(save(self.model))
+            dcp.load(state, checkpoint_id=folder)
+            load(self.model, state)
+            after = adapter.full_state_dict(self.model)
+            for fqn, value in before.items():
+                if not torch.equal(value, after[fqn]):
+                    yield f"{fqn} differs after its state in form {self.form} went through a directory"
+
+
+def through_directory(form: str) -> RunMode:
+    """Return how a case is run whose state in a form goes through a directory."""
+    return RunMode(rank_jobs.run_as, (ThroughDirectory, {"form": form}), review=review_remarks)
 
 
 SHARDS_PLACED = RunMode(rank_jobs.run_as, (ShardsPlaced, {}), review=review_remarks)

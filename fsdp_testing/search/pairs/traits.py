@@ -69,10 +69,12 @@ def _traits(case: Case) -> Iterator[str]:
 _SETTINGS = (
     "gradient_views",
     "small_buckets",
+    "batched_copies",
     "sum_reduction",
     "kept_after_backward",
     "last_dimension",
     "named_axes",
+    "mesh_for_group",
     "grouped_units",
 )
 """Settings that mean the same in every case. The others are a promise of the user (`static_graph`), change numbers

@@ -303,6 +303,30 @@ class KeepsWhatShardsLack:
     """A parameter that a state in shards lacks keeps its values."""
 
 
+def _of_shapes(own: Any, state: Any) -> dict[str, Any]:
+    return {name: state[name] if state[name].shape == value.shape else value for name, value in own.items()}
+
+
+@_with_methods(
+    "local_state_dict.strict",
+    load_local_state_dict=lambda sound: (
+        lambda model, state: sound.load_local_state_dict(model, {**sound.local_state_dict(model), **state})
+    ),
+)
+class KeepsWhatRawStateLacks:
+    """A flat parameter that a raw state lacks keeps its values."""
+
+
+@_with_methods(
+    "sharded_state_dict.other_shapes",
+    load_sharded_state_dict=lambda sound: (
+        lambda model, state: sound.load_sharded_state_dict(model, _of_shapes(sound.sharded_state_dict(model), state))
+    ),
+)
+class KeepsWhatIsMisshapen:
+    """A parameter whose shards have another shape keeps its values."""
+
+
 def _refuse(_model: nn.Module, _state: Any) -> None:
     raise ValueError("expected another state")
 

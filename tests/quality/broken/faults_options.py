@@ -16,11 +16,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor._ops import _math_ops
+from torch.nn.parallel import DistributedDataParallel
 from toy import Toy
 from toy_more import MoreAdapter, MoreToy
 
-from fsdp_ref.api import trees
+from fsdp_ref.api import fully_shard, trees
 from fsdp_ref.checkpoint import optim_save
+from fsdp_ref.comm import groups
 from fsdp_testing.adapters.torch import fsdp2
 from fsdp_testing.cases.records.specs import SETTINGS
 
@@ -201,6 +203,49 @@ class GroupsOfOne(OfGroups):
     """Groups chosen by default weigh ranks otherwise."""
 
     setting = "default_groups"
+
+
+@kind(OptionsAdapter, "options.mesh_for_group")
+class MeshIsWeighed(OfGroups):
+    """Ranks of a mesh are weighed otherwise."""
+
+    setting = "mesh_for_group"
+
+
+@planted("fsdp_ref-wrapper", groups, "_hybrid_groups", "options.mesh_for_group_in_hybrid", world_sizes=(4,))
+def forgets_the_second_group(original: Any, process_group: Any, *given: Any, **options: Any) -> Any:
+    """Of two groups only the one that shards is used."""
+    result = original(process_group, *given, **options)
+    return result if process_group is None else replace(result, replicate=None)
+
+
+@planted("fsdp_ref-composable", fully_shard, "resolve_ignored", "options.ignored_by_parameter_whole")
+def ignores_no_parameter(original: Any, module: Any, modules: Any, parameters: Any) -> Any:
+    """Parameters that are to be ignored are sharded."""
+    return original(module, modules, None)
+
+
+@planted("fsdp_ref-composable", fully_shard, "resolve_ignored", "options.ignored_by_parameter")
+def freezes_what_is_ignored(original: Any, module: Any, modules: Any, parameters: Any) -> Any:
+    """Parameters that are ignored one by one are frozen."""
+    for parameter in parameters or ():
+        parameter.requires_grad_(False)
+    return original(module, modules, parameters)
+
+
+@kind(OptionsAdapter, "options.batched_copies")
+class CopiedTogether(Optional):
+    """Gradients that are copied together are not divided."""
+
+    def average(self, flat: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
+        return super().average(flat, output) * (self.size if self.asked("batched_copies") else 1)
+
+
+@planted("torch-ddp", DistributedDataParallel, "__init__", "options.unused_left_out")
+def leaves_out_the_used(original: Any, model: Any, *given: Any, **options: Any) -> None:
+    """Where unused parameters are not reduced, none is."""
+    original(model, *given, **options)
+    model.require_backward_grad_sync = not options.get("skip_all_reduce_unused_params")
 
 
 @kind(OptionsAdapter, "options.late_all_reduce")

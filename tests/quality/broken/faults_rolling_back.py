@@ -1,4 +1,4 @@
-"""Faults in loading into a model and an optimizer that were used since they were saved."""
+"""Faults in loading: into a model and an optimizer that were used since, and of shards that do not belong here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 from fault import fault
+from planting import planted
 from toy_more import MoreToy
+
+from fsdp_ref.checkpoint import shards
 
 
 class UsedToy(MoreToy):
@@ -109,3 +112,33 @@ class FirstGroupForAll(MoreToy):
 
     def load_groups(self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
         super().load_groups(optimizer, [groups[0]] * len(groups))
+
+
+@planted(
+    "fsdp_ref-wrapper",
+    shards.Spread,
+    "entry",
+    "options.mesh_for_group_in_shards options.mesh_for_group_in_hybrid_shards sharded_state_dict.through_directory",
+)
+def saves_rows_backwards(original: Any, spread: Any, rows: torch.Tensor, *given: Any) -> Any:
+    """Rows of a sharded parameter are saved in the reverse order."""
+    return original(spread, rows.flip(0) if rows.dim() else rows, *given)
+
+
+@planted("fsdp_ref-composable", shards.RawForm, "entry", "local_state_dict.through_directory")
+def saves_elements_backwards(original: Any, form: Any) -> Any:
+    """Elements of a raw shard are saved in the reverse order."""
+    saved = original(form)
+    saved.to_local().copy_(saved.to_local().flip(0))
+    return saved
+
+
+@planted("fsdp_ref-composable", shards.RawForm, "problem", "local_state_dict.of_another_rank")
+def takes_any_raw_shard(original: Any, form: Any, value: Any) -> None:
+    """A raw shard is loaded whatever its size and its rank."""
+
+
+@planted("fsdp_ref-wrapper", shards, "_of_another_rank", "sharded_state_dict.of_another_rank")
+def trusts_every_shard(original: Any, value: Any) -> str:
+    """A shard that another rank saved is loaded."""
+    return ""

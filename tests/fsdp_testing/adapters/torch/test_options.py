@@ -40,6 +40,7 @@ ASKED = (
     replace(PLAIN, cpu_offload=True),
     replace(PLAIN, group=MESH),
     replace(PLAIN, ignored=("0",)),
+    replace(PLAIN, ignored=("0",), settings=frozenset({"ignored_by_parameter"})),
     replace(PLAIN, sync_module_states=True),
     replace(PLAIN, init_module=lambda module: None),
     replace(PLAIN, forward_prefetch=True),
@@ -58,7 +59,6 @@ _ELSEWHERE = "chooses where it runs, which here is the world's device and group"
 _TUNING = "how much is sent at once, and when; the models here fit into one bucket of any size"
 _ACCELERATOR = "has no effect without an accelerator"
 _OLD_NAME = "an older name of another option"
-_OTHER_FORM = "another form of what a case does set"
 _CASTS = "where inputs and outputs are cast is part of the rounding that the oracle replays, as the default does it"
 _LATER = "of a torch later than the one that is judged"
 _PIPELINES = "for schedules of pipelines, which end a backward by a call of their own"
@@ -68,22 +68,18 @@ NOT_SET: dict[str, dict[str, str]] = {
         "device_ids": _ELSEWHERE,
         "output_device": _ELSEWHERE,
         "dim": _ACCELERATOR,
-        "device_mesh": _ELSEWHERE,
         **({"broadcast_buffers": _OLD_NAME} if "forward_sync_buffers" in signature(DistributedDataParallel) else {}),
         "init_sync": "left on: without it ranks may begin apart, which is the user's own affair then",
         "bucket_cap_mb_list": _TUNING,
         "check_reduction": "deprecated, without effect",
-        "batched_grad_copy": _TUNING,
         "lazy_bucket_allocation": _LATER,
         "require_manual_backward_finalization": _PIPELINES,
         "delay_all_reduce_named_params": "takes the model's parameters, which exist only while wrapping",
         "param_to_hook_all_reduce": "takes the model's parameters, which exist only while wrapping",
         "mixed_precision": "its type is private in torch",
-        "skip_all_reduce_unused_params": "for models of which every rank uses the same part",
     },
     "FullyShardedDataParallel": {
         "limit_all_gathers": _ACCELERATOR,
-        "ignored_states": _OTHER_FORM,
     },
     "fully_shard": {},
     "MixedPrecision": {
