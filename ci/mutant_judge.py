@@ -27,12 +27,10 @@ from typing import Any, NoReturn
 
 from fsdp_testing.adapters import registry
 from fsdp_testing.cases.drawing import Scope
-from fsdp_testing.cases.records import Case, Verdict
+from fsdp_testing.cases.records import Case, CheckResult, Verdict
 from fsdp_testing.checks import conformance
 from fsdp_testing.checks.findings.known import shipped_known
-from fsdp_testing.checks.suites import CHECKS
 from fsdp_testing.cli.run import expectations as of_file
-from fsdp_testing.judging.expected import expectations
 from fsdp_testing.ranks.pool import default_pool
 from fsdp_testing.search.campaign.campaign import Campaign, Plan
 from fsdp_testing.search.campaign.tally import exit_code_of
@@ -45,6 +43,7 @@ CHUNK = 24
 SIZES = {"pairs": (2, 3, 4), "fuzz": (2, 3)}
 """Numbers of ranks, as the commands have them."""
 DEADLINE = 30.0
+_JOBS = len(os.sched_getaffinity(0))
 _SERVER: list[str] = []
 """Name of the process that fork servers are forked from, once there is one."""
 _READY = b"x"
@@ -140,22 +139,59 @@ def by_campaign(request: Request, folder: Path, cases: Sequence[Case]) -> tuple[
     return (sentences or ["a case fails"])[0] if code == 1 else "", campaign.verdicts
 
 
-def by_check(kind: str, name: str, check: str) -> tuple[str, bool]:
-    """Judge one check: how it fails as is not known, and whether it is unknown."""
-    parts = 2 if kind == "tensor" else 1
-    expected = expectations(of_file(KNOWN, (name,), parts), (name,), CHECKS)[name].get(check)
-    sizes = (4,) if kind == "tensor" else None
-    result = conformance.run_check(
-        name, check, world_sizes=sizes, tensor_parallel=parts, stop_at_first=True, expected=expected
-    )
-    return f"{check}: {result.explanation}" if result.verdict is Verdict.FAIL else "", result.verdict is Verdict.UNKNOWN
+class FirstFailure(Exception):
+    """A check failed as is not known; what comes after it need not be judged."""
+
+
+@dataclass(slots=True)
+class UntilOneFails:
+    """Hears what checks give.
+
+    Attributes:
+        unknown: How many are unknown.
+    """
+
+    unknown: int = 0
+
+    def planned(self, total: int) -> None:
+        """They will be judged."""
+
+    def started(self, implementation: str, check: str) -> None:
+        """One is judged."""
+
+    def finished(self, result: CheckResult) -> None:
+        """Raise `FirstFailure` where a check failed."""
+        self.unknown += result.verdict is Verdict.UNKNOWN
+        if result.verdict is Verdict.FAIL:
+            raise FirstFailure(f"{result.check}: {result.explanation}")
+
+
+def by_checks(kind: str, name: str, checks: Sequence[str], jobs: int) -> tuple[str, int]:
+    """Judge checks until one fails as is not known: how it does, and how many before it are unknown."""
+    parts, heard = (2 if kind == "tensor" else 1), UntilOneFails()
+    try:
+        conformance.run_conformance(
+            name,
+            checks=checks,
+            world_sizes=(4,) if kind == "tensor" else None,
+            tensor_parallel=parts,
+            expected_failures=of_file(KNOWN, (name,), parts),
+            explain=0,
+            listener=heard,
+            jobs=jobs,
+        )
+    except FirstFailure as failure:
+        return str(failure), heard.unknown
+    return "", heard.unknown
 
 
 def ask(request: Request, folder: Path) -> Iterator[tuple[str, str, int]]:
     """Ask part by part, or all cases at once: the part, what fails, and how many are unknown."""
     if request.kind in ("run", "tensor"):
-        for check in request.parts:
-            yield (check, *by_check(request.kind, request.name, check))
+        # One by one where what each executes is measured.
+        groups = [(part,) for part in request.parts] if request.executed else [request.parts]
+        for group in groups:
+            yield (group[0], *by_checks(request.kind, request.name, group, 1 if request.executed else _JOBS))
         return
     adapter, runner = registry.load(request.name), conformance.shared_runner()
     file = chunks_of(folder, request.name, drawn=bool(request.executed))

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from mutant_bench import FUZZ_SECONDS, Bench, Executed, prepared
-from mutant_report import STAGES, UNEXECUTED, Fate, page, report
+from mutant_report import STAGES, UNEXECUTED, Fate, explanations, page, report
 from mutant_subjects import ROOT, SUBJECTS, Mutant, chosen
 
 from fsdp_testing.cli.options import part
@@ -104,10 +104,13 @@ def try_all(
 ) -> dict[str, Fate]:
     """Tries what has no result yet until the time is over; returns all results of this harness."""
     known = {name: fate for name, fate in known_fates(results).items() if fate.stage or fate.harness == bench.state}
+    explained = explanations()
     for place, mutant in enumerate(mutants, start=1):
         before = known.get(mutant.identity)
         if over():
             break
+        if mutant.name in explained:
+            continue  # it was tried before it was explained
         if before is not None and (before.stage or not before.executed or set(stages) <= set(before.stages)):
             continue
         fate = known[mutant.identity] = judge_mutant(bench, executed, mutant, stages, before)
