@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_testing.cases.operations import Batch
 from fsdp_testing.cases.records import Case, RankObservation
 from fsdp_testing.checks.suites.programs import Remark, RemarkedObservation, review_remarks
 from fsdp_testing.judging.case_runner import RunMode
@@ -126,6 +127,66 @@ class RefusingProgram(RemarkingProgram):
             return partial({**WRONG_STATES, **WRONG_IN_SHARDS, **WRONG_RAW}[self.quantity], saved)
         other = self._saved(form, self._model_of(replace(self.case, model=replace(self.case.model, name="uneven")), {}))
         return lambda: {name: value for name, value in other.items() if name in saved}
+
+
+def _without_a_parameter(saved: Any) -> Any:
+    """Return an optimizer's state that knows nothing of one of its parameters."""
+    dropped = next(iter(saved["state"]))
+    groups = [{**group, "params": [n for n in group["params"] if n != dropped]} for group in saved["param_groups"]]
+    return {
+        "state": {fqn: entries for fqn, entries in saved["state"].items() if fqn != dropped},
+        "param_groups": groups,
+    }
+
+
+def _with_another_parameter(saved: Any) -> Any:
+    first, *rest = saved["param_groups"]
+    groups = [{**first, "params": [*first["params"], "layers.9.weight"]}, *rest]
+    return {"state": {**saved["state"], "layers.9.weight": next(iter(saved["state"].values()))}, "param_groups": groups}
+
+
+def _with_misshapen_moments(saved: Any) -> Any:
+    def longer(value: Any) -> Any:
+        has_rows = isinstance(value, torch.Tensor) and value.dim() > 0
+        return value.new_zeros(value.shape[0] + 1, *value.shape[1:]) if has_rows else value
+
+    changed = next(iter(saved["state"]))
+    entries = {name: longer(value) for name, value in saved["state"][changed].items()}
+    return {**saved, "state": {**saved["state"], changed: entries}}
+
+
+WRONG_OPTIMIZERS: Mapping[str, Callable[[Any], Any]] = {
+    "optimizer state that lacks a parameter": _without_a_parameter,
+    "optimizer state with an unknown parameter": _with_another_parameter,
+    "optimizer state with moments of another shape": _with_misshapen_moments,
+}
+"""By the label of the observation after which it is loaded, as `WRONG_STATES`."""
+
+
+class RefusingOptimizer(RemarkingProgram):
+    """Loads the saved state of its optimizer, then the unfitting one that the last observation names, and trains a step."""
+
+    @property
+    def quantity(self) -> str:
+        """Return which state it loads."""
+        return next((label for op in reversed(self.case.program) if (label := getattr(op, "label", ""))), "")
+
+    def statements(self) -> Iterator[str]:
+        """Yield that it was loaded, and the step taken."""
+        make, adapter = WRONG_OPTIMIZERS.get(self.quantity), self.adapter
+        if make is None or self.optimizer is None:
+            return  # a shortened case
+        with self._inside():
+            saved = adapter.full_optimizer_state(self.model, self.optimizer)
+            adapter.load_full_optimizer_state(self.model, self.optimizer, saved)
+        wrong = make(saved)
+        try:
+            adapter.load_full_optimizer_state(self.model, self.optimizer, wrong)
+            self.backward(self.call(Batch(1)).loss)
+            adapter.step(self.model, self.optimizer)
+        except Exception:  # noqa: BLE001 - whatever it raises, it refuses
+            return
+        yield f"an {self.quantity} was loaded, expected it to be refused"
 
 
 def _file_of_next_rank(saved: State) -> io.BytesIO:
@@ -268,6 +329,7 @@ def through_directory(form: str) -> RunMode:
 
 SHARDS_PLACED = RunMode(rank_jobs.run_as, (ShardsPlaced, {}), review=review_remarks)
 REFUSED = RunMode(rank_jobs.run_as, (RefusingProgram, {}), review=review_remarks)
+REFUSED_OPTIMIZER = RunMode(rank_jobs.run_as, (RefusingOptimizer, {}), review=review_remarks)
 STORED_DTYPES = RunMode(rank_jobs.run_as, (StoredDtypes, {}), review=review_remarks)
 REORDERED = RunMode(rank_jobs.run_as, (ReorderedProgram, {}))
 GROUPED = RunMode(rank_jobs.run_as, (GroupedProgram, {}), rank_jobs.expect_as, (GroupedReplay, {}))

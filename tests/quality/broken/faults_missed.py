@@ -303,6 +303,24 @@ class KeepsWhatShardsLack:
     """A parameter that a state in shards lacks keeps its values."""
 
 
+def _of_parameters(own: Any, saved: Any) -> Any:
+    known = own["state"].keys()
+    groups = [{**group, "params": [n for n in group["params"] if n in known]} for group in saved["param_groups"]]
+    return {**saved, "state": {n: each for n, each in saved["state"].items() if n in known}, "param_groups": groups}
+
+
+@_with_methods(
+    "optim_state.strict",
+    load_full_optimizer_state=lambda sound: (
+        lambda model, optimizer, saved: sound.load_full_optimizer_state(
+            model, optimizer, _of_parameters(sound.full_optimizer_state(model, optimizer), saved)
+        )
+    ),
+)
+class PassesOverUnknownMoments:
+    """Moments of a parameter that the model does not have are passed over."""
+
+
 def _of_shapes(own: Any, state: Any) -> dict[str, Any]:
     return {name: state[name] if state[name].shape == value.shape else value for name, value in own.items()}
 
