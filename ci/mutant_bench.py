@@ -141,9 +141,25 @@ class Executed:
     sound: bool = False
 
     def parts_of(self, mutant: Mutant, name: str, kind: str) -> list[str]:
-        """The parts of a kind that execute a mutant."""
+        """The parts of a kind that execute a mutant; first those that execute few others, which are about it."""
         number, parts = self.mutants.index(mutant.identity), self.parts[name][kind].items()
-        return [part for part, mutants in parts if number in mutants or number in self.everywhere]
+        found = [(len(mutants), part) for part, mutants in parts if number in mutants or number in self.everywhere]
+        return [part for _, part in sorted(found)]
+
+    def asked_of(self, mutant: Mutant, names: Sequence[str], kind: str) -> dict[str, list[str]]:
+        """The parts that are asked of each implementation.
+
+        The implementations of a subject are ways to the same code: a check that one of them passes is not asked of the next.
+        Chunks of `pairs` have only their number in common, so all are asked. Fuzzing has no parts.
+        """
+        if kind == "fuzz":
+            return {name: [] for name in names}
+        asked: dict[str, list[str]] = {}
+        for name in names:
+            before = {part for parts in asked.values() for part in parts} if kind != "pairs" else set()
+            parts = [part for part in self.parts_of(mutant, name, kind) if part not in before]
+            asked |= {name: parts} if parts else {}
+        return asked
 
     def holds(self, mutant: Mutant) -> bool:
         """Whether any part executes it, or may: what a kind executes is measured when a stage first asks it."""

@@ -77,10 +77,7 @@ def judge_mutant(bench: Bench, executed: Executed, mutant: Mutant, stages: Seque
             if stage in done:
                 continue
             done.append(stage)
-            for name in names:
-                parts = [] if stage == "fuzz" else executed.parts_of(mutant, name, stage)
-                if not parts and stage != "fuzz":
-                    continue
+            for name, parts in executed.asked_of(mutant, names, stage).items():
                 seconds = FUZZ_SECONDS / len(names) if stage == "fuzz" else 0.0
                 answer = ask_again_if_lost(bench, stage, name, parts=parts, seconds=seconds, limit=LIMIT)
                 failure, hung = answer["failure"], answer["hung"]

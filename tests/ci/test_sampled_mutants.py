@@ -137,7 +137,16 @@ def test_what_nothing_executes_is_not_caught(tmp_path: Path) -> None:
 
 def test_what_changes_a_module_is_asked_everything() -> None:
     executed = Executed(EXECUTED.mutants, [1], EXECUTED.parts)
-    assert executed.parts_of(TWO, NAMES[0], "pairs") == ["0", "1"]
+    assert executed.parts_of(TWO, NAMES[0], "pairs") == ["1", "0"], "first what executes few mutants"
+
+
+def test_a_check_is_asked_of_one_way_to_the_code_and_each_chunk_of_pairs_of_both() -> None:
+    of_both = {"pairs": {"0": [0]}, "run": {"a.b": [0]}}
+    executed = Executed(
+        [ONE.identity], parts={NAMES[0]: of_both, NAMES[1]: of_both | {"run": {"a.b": [0], "a.c": [0]}}}
+    )
+    assert executed.asked_of(ONE, NAMES, "run") == {NAMES[0]: ["a.b"], NAMES[1]: ["a.c"]}
+    assert executed.asked_of(ONE, NAMES, "pairs") == {NAMES[0]: ["0"], NAMES[1]: ["0"]}
 
 
 def test_the_first_failure_ends_it_and_the_file_is_as_before(tmp_path: Path) -> None:

@@ -4,15 +4,12 @@ Run with torch alone: python fsdp1-moments-of-another-shape.py
 """
 
 import tempfile
-import warnings
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-warnings.simplefilter("ignore")
 
 
 def trained(rows: int):
