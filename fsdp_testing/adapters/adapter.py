@@ -167,11 +167,7 @@ class Adapter(TorchStyle):
 
     def claimed(self, tensor_parallel: int = 1) -> frozenset[str]:
         """Return the claims for this many ranks that share one model."""
-        return (
-            self.capabilities - self.not_beside_tensor_parallel - {"hybrid"}
-            if tensor_parallel > 1
-            else self.capabilities
-        )
+        return self.capabilities - (self.not_beside_tensor_parallel if tensor_parallel > 1 else frozenset())
 
     def drawable(self, tensor_parallel: int = 1) -> frozenset[str]:
         """Return the claims that drawn cases may use: without those that only gradients decide, if it shows no gradients."""

@@ -6,7 +6,7 @@ and only other groups that an implementation makes count as leaked.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fsdp_testing.cases.records import Case, WorldSpec
@@ -53,6 +53,7 @@ def groups_of(case: Case) -> KeptGroups:
 def keep(needed: KeptGroups) -> None:
     """Make what is missing. Collectives: those of making meshes and groups; every rank of the world calls."""
     mesh_in(current_world(), needed.world)
+    data_group(current_world(), needed.world)
     for ranks in needed.groups:
         group_of(ranks)
 
@@ -64,11 +65,16 @@ def mesh_in(world: World, spec: WorldSpec) -> DeviceMesh:
     if not _has_two_axes(spec):
         return world.mesh
     if spec not in _MESHES:
-        parts = spec.tensor_parallel
-        shape = (spec.replicas, parts) if parts > 1 else spec.mesh_shape
-        names = ("data", "tensor") if parts > 1 else ("replicate", "shard")
+        shape, names = (spec.mesh, ("replicate", "shard")) if len(spec.mesh) == 2 else ((spec.replicas,), ("data",))
+        if spec.tensor_parallel > 1:
+            shape, names = (*shape, spec.tensor_parallel), (*names, "tensor")
         _MESHES[spec] = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
     return _MESHES[spec]
+
+
+def data_group(world: World, spec: WorldSpec) -> Any:
+    """Return the ranks with different inputs. Collectives: as `mesh_in`, of that mesh without replicas."""
+    return mesh_in(world, replace(spec, mesh=())).get_group("data") if spec.tensor_parallel > 1 else world.group
 
 
 def group_of(ranks: tuple[int, ...]) -> Any:

@@ -33,7 +33,7 @@ from fsdp_testing.cases.records import (
     ZeroGrad,
 )
 from fsdp_testing.errors import InvalidImplementation, InvalidRecord
-from fsdp_testing.oracle.kept_groups import mesh_in
+from fsdp_testing.oracle.kept_groups import data_group, mesh_in
 from fsdp_testing.oracle.models import build_model, dtype_of
 from fsdp_testing.oracle.quantities import Comparison
 from fsdp_testing.ranks.pool.world import current_world
@@ -52,15 +52,14 @@ def setup_of(
         module: The module that is to be wrapped.
         rank: In `group`.
         device: Its device.
-        group: The ranks; None for an implementation that runs without one.
+        group: The ranks with different inputs; None for an implementation that runs without one.
         mesh: Of the case's world, as `kept_groups.mesh_in` returns it.
 
     Collectives: none.
     """
     parts, tensor_mesh = case.world.tensor_parallel, None
-    if parts > 1 and group is not None and mesh is not None:
-        mesh, tensor_mesh = mesh["data"], mesh["tensor"]
-        group = mesh.get_group()
+    if parts > 1 and mesh is not None:
+        mesh, tensor_mesh = mesh["data"] if mesh.ndim == 2 else mesh["replicate", "shard"], mesh["tensor"]
     return Setup(
         rank=rank // parts,
         world_size=case.world.replicas,
@@ -89,7 +88,8 @@ def setup_among(case: Case, module: nn.Module, ranks: Sequence[int], group: Proc
 def setup_in_world(case: Case, module: nn.Module) -> Setup:
     """Translate `case` for this rank of the current world. Collectives: those of `kept_groups.mesh_in`; every rank calls."""
     world = current_world()
-    return setup_of(case, module, world.rank, world.device, world.group, mesh_in(world, case.world))
+    group, mesh = data_group(world, case.world), mesh_in(world, case.world)
+    return setup_of(case, module, world.rank, world.device, group, mesh)
 
 
 def division_of(case: Case, adapter: Adapter) -> Division | None:

@@ -114,7 +114,6 @@ _RARELY = 12
 
 _WITHOUT_TENSOR_PARALLEL = frozenset(
     {
-        "strategy.hybrid",  # would need a mesh of three axes
         "model.zoo",  # layouts are drawn for trees
         *_of(axis for axis in AXES if axis.over_one_axis),
         # How far roundings carry in a cut tree is unknown operation by operation; the suites judge low precision.

@@ -287,10 +287,10 @@ def _contributing(places: list[Walk], mask: tuple[bool, ...]) -> Iterator[str]:
 
 
 def _legal_world(case: Case) -> WorldSpec:
-    world = case.world
+    world, size = case.world, case.world.replicas
     hybrid = case.strategy.startswith("hybrid")
-    if hybrid and (len(world.mesh) != 2 or world.mesh[0] * world.mesh[1] != world.size):
-        return replace(world, mesh=(world.size // 2, 2) if world.size % 2 == 0 else (1, world.size))
+    if hybrid and (len(world.mesh) != 2 or world.mesh[0] * world.mesh[1] != size):
+        return replace(world, mesh=(size // 2, 2) if size % 2 == 0 else (1, size))
     return world if hybrid or not world.mesh else replace(world, mesh=())
 
 

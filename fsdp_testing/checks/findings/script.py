@@ -120,10 +120,12 @@ def _fsdp2(case: Case) -> tuple[list[str], list[str]]:
     axes = ', mesh_dim_names=("replicate", "shard")' if len(shape) == 2 else ""
     cut: list[str] = []
     if case.world.tensor_parallel > 1:
-        shape, axes = (case.world.replicas, case.world.tensor_parallel), ', mesh_dim_names=("data", "tensor")'
+        data = ("replicate", "shard") if case.world.mesh else ("data",)
+        shape = (*(case.world.mesh or (case.world.replicas,)), case.world.tensor_parallel)
+        axes = f", mesh_dim_names={(*data, 'tensor')!r}".replace("'", '"')
         cut = [f'cut_module(model.{fqn}, mesh["tensor"], {layout!r})' for fqn, layout in case.wrapping.layouts]
         cut += shared_again(case.model.tree)
-        options = ['mesh=mesh["data"]']
+        options = ["mesh=mesh[" + ", ".join(f'"{name}"' for name in data) + "]"]
     if case.strategy in ("shard_grad_op", "hybrid_shard_zero2"):
         options.append("reshard_after_forward=False")
     if case.mixed_precision is not None:

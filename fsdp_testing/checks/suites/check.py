@@ -112,13 +112,15 @@ class Check:
     of_pieces: bool = False
     by_name: bool = False
 
-    def places(self, claimed: frozenset[str], world_sizes: Iterable[int], backend: str) -> list[Place]:
-        """Return where the check runs for an implementation that claims `claimed`."""
+    def places(
+        self, claimed: frozenset[str], world_sizes: Iterable[int], backend: str, tensor_parallel: int = 1
+    ) -> list[Place]:
+        """Return where the check runs for an implementation that claims `claimed`; a mesh has one rank of each model."""
         strategies = [name for name in self.strategies if STRATEGIES[name] in claimed]
         places: list[Place] = []
         for size in world_sizes:
             for strategy in strategies:
-                meshes = self.meshes.get(size, ()) if strategy in HYBRID else ((),)
+                meshes = self.meshes.get(size // tensor_parallel, ()) if strategy in HYBRID else ((),)
                 places += [Place(size, strategy, backend, mesh) for mesh in meshes]
         return places
 

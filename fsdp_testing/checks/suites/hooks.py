@@ -21,7 +21,7 @@ from fsdp_testing.checks.suites.programs import Remark, RemarkedObservation, rev
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.oracle import models, rank_jobs
 from fsdp_testing.oracle.execute import RankProgram
-from fsdp_testing.oracle.kept_groups import mesh_in
+from fsdp_testing.oracle.kept_groups import data_group
 from fsdp_testing.ranks.pool.world import current_world
 
 # `reduce_scatter_tensor` before torch 2.13.
@@ -103,8 +103,7 @@ class HookedProgram(RankProgram):
     def _model_of(self, case: Case, flags: Mapping[str, bool]) -> nn.Module:
         model = super()._model_of(case, flags)
         world = current_world()
-        group = mesh_in(world, case.world).get_group("data") if case.world.tensor_parallel > 1 else world.group
-        state = HookState(self.way, group, lambda: self.index, self.calls)
+        state = HookState(self.way, data_group(world, case.world), lambda: self.index, self.calls)
         with self._inside():
             self.adapter.register_comm_hook(model, state, reduce_gradient)
         return model

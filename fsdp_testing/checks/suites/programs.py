@@ -228,7 +228,7 @@ class FirstReplicaEvaluates(RankProgram):
     """Before the program the ranks of the first replica run a forward that the others do not run."""
 
     def run_operations(self, *, observe_all: bool = False) -> None:
-        if self.rank < self.case.world.mesh_shape[-1]:
+        if self.rank < self.case.world.mesh_shape[-1] * self.case.world.tensor_parallel:
             with torch.no_grad():
                 self.call(Batch(9))
         super().run_operations(observe_all=observe_all)

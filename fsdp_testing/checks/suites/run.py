@@ -119,7 +119,7 @@ def _cases(adapter: Adapter, check: Check, where: Where) -> tuple[list[Case], Co
     """Return the claimed cases, and for missing capabilities the number of cases that they exclude."""
     cases: list[Case] = []
     skipped: Counter[str] = Counter()
-    for place in check.places(where.claimed(adapter), where.sizes(check), where.backend):
+    for place in check.places(where.claimed(adapter), where.sizes(check), where.backend, where.tensor_parallel):
         for built in check.build(place):
             case = over_two_axes(built, where.tensor_parallel)
             missing = needs_of(case) - where.claimed(adapter)
@@ -149,7 +149,8 @@ def _nothing_to_run(adapter: Adapter, check: Check, where: Where, skipped: Itera
     if not where.claimed(adapter) & set(tags):
         return f"claims none of {', '.join(tags)}"
     sizes = ", ".join(map(str, where.sizes(check)))
-    return f"has no case for world size {sizes}; it needs {', '.join(map(str, sorted(check.meshes)))}"
+    needed = ", ".join(str(size * where.tensor_parallel) for size in sorted(check.meshes))
+    return f"has no case for world size {sizes}; it needs {needed}"
 
 
 def _merged(name: str, check: Check, judgements: Sequence[JudgedCase], start: float) -> CheckResult:

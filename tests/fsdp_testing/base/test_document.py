@@ -157,7 +157,7 @@ def change(**changes: object) -> str:
         (change(world__size=True), r"^case\.world\.size: expected int, got True"),
         (change(world__size=3), r"world\.mesh: expected 3 ranks in all, got shape \(2, 2\)"),
         (change(world__tensor_parallel=3), r"world\.tensor_parallel: expected a divisor of 4 ranks, got 3"),
-        (change(world__tensor_parallel=2), r"world\.mesh: expected none with tensor_parallel, got \(2, 2\)"),
+        (change(world__tensor_parallel=2), r"world\.mesh: expected 2 ranks in all, got shape \(2, 2\)"),
         (change(wrapping__layouts=[["up", "diagonal"]]), r"layouts of 'up': expected one of colwise, .*'diagonal'"),
         (change(world=KeyError), r"missing \['world'\]"),
         (change(extra=1), r"unknown \['extra'\]"),

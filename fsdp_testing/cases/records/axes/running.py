@@ -93,12 +93,10 @@ class World(Axis):
         world = case.world
         if world.size < 1:
             yield f"world.size: expected at least 1, got {world.size}"
-        if math.prod(world.mesh_shape) != world.size:
-            yield f"world.mesh: expected {world.size} ranks in all, got shape {world.mesh_shape}"
         if world.tensor_parallel < 1 or world.size % world.tensor_parallel:
             yield f"world.tensor_parallel: expected a divisor of {world.size} ranks, got {world.tensor_parallel}"
-        elif world.tensor_parallel > 1 and world.mesh:
-            yield f"world.mesh: expected none with tensor_parallel, got {world.mesh}"
+        elif world.mesh and math.prod(world.mesh) != world.replicas:
+            yield f"world.mesh: expected {world.replicas} ranks in all, got shape {world.mesh}"
 
     def tags(self, case: Case) -> Iterable[str]:
         parts = case.world.tensor_parallel
@@ -106,7 +104,8 @@ class World(Axis):
 
     def simpler(self, case: Case) -> Iterable[Step]:
         if case.world.tensor_parallel > 1:
-            yield ("tensor_parallel",), replace(case, world=WorldSpec(case.world.replicas, case.world.backend))
+            world = WorldSpec(case.world.replicas, case.world.backend, case.world.mesh)
+            yield ("tensor_parallel",), replace(case, world=world)
         elif case.world.size > 2:
             yield ("world",), replace(case, world=WorldSpec(2, case.world.backend))
 
@@ -134,7 +133,7 @@ class Strategy(Axis):
     def draw(self, case: Case, choices: Choices, swarm: Swarm) -> Case:
         claimed = [name for name, tag in STRATEGIES.items() if tag in swarm.scope.capabilities]
         on = [name for name in claimed if name == "full_shard" or f"strategy.{STRATEGIES[name]}" in swarm]
-        strategy, size = choices.pick(on or claimed[:1]), case.world.size
+        strategy, size = choices.pick(on or claimed[:1]), case.world.replicas
         shapes = [(size // shards, shards) for shards in range(size, 0, -1) if size % shards == 0]
         mesh = choices.pick(shapes) if strategy.startswith("hybrid") else ()
         return replace(case, strategy=strategy, world=replace(case.world, mesh=mesh))

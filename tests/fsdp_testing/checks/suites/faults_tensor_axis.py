@@ -79,6 +79,12 @@ def state_of_first_part(model: nn.Module) -> Mapping[str, torch.Tensor]:
     return state
 
 
+def over_shards_alone(module: nn.Module, setup: Setup) -> nn.Module:
+    """Leave the replicas of hybrid sharding out."""
+    assert setup.mesh is not None
+    return fsdp2.wrap(module, replace(setup, mesh=setup.mesh["shard"], strategy="full_shard"))
+
+
 def faulty(name: str, **changed: Any) -> TorchStyle:
     return replace(fsdp2.IMPLEMENTATION, name=name, built_on=name, **changed)
 
@@ -88,3 +94,4 @@ OWN_GRADIENT = faulty("own-gradient", wrap=computing("sequence", as_the_input))
 NORM_OF_ONE_AXIS = faulty("norm-of-one-axis", clip_grad_norm=partial(clip_by_local_powers, "data"))
 COUNTED_TWICE = faulty("counted-twice", clip_grad_norm=partial(clip_by_local_powers, "both"))
 FIRST_PART = faulty("first-part", full_state_dict=state_of_first_part)
+WITHOUT_REPLICAS = faulty("without-replicas", wrap=over_shards_alone)

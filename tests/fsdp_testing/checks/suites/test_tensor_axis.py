@@ -22,6 +22,7 @@ from fsdp_testing.cases.records import (
     WorldSpec,
 )
 from fsdp_testing.checks.conformance import shared_runner
+from fsdp_testing.checks.suites import CHECKS
 from fsdp_testing.checks.suites.check import (
     ADAMW,
     LOCKSTEP,
@@ -113,6 +114,24 @@ def test_low_precision_stays_within_the_roundings_of_parts(name: str):
     assert found.outcome.worst_ratio > 0
 
 
+def hybrid(mesh: tuple[int, int], *program: Any) -> Case:
+    place = Place(4, "hybrid_shard", mesh=mesh)
+    (case,) = map(place.put, cases("mlp", *program, optimizer=PLAIN_SGD))
+    return case
+
+
+@pytest.mark.parametrize("mesh", [(2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("name", ["torch-fsdp2", "fsdp_ref-composable"])
+def test_hybrid_sharding_has_a_third_axis(name: str, mesh: tuple[int, int]):
+    found = judge(name, hybrid(mesh, *accumulated(0, 1), Observe(), Step(), *iteration(2)))
+    assert found.outcome.verdict is Verdict.PASS, found
+
+
+def test_a_mesh_has_one_rank_of_each_model():
+    places = CHECKS["hybrid.trained"].places(frozenset({"hybrid"}), (4, 8), "gloo", tensor_parallel=2)
+    assert {(place.world_size, place.mesh) for place in places} == {(8, (2, 2))}
+
+
 def test_what_two_by_two_ranks_saved_is_loaded_by_other_meshes():
     seen: list[WorldSpec] = []
 
@@ -141,6 +160,7 @@ CLIPPED = on_four_ranks("mlp", micro_batch(0), Clip(0.1), dtype="float32")
         ("NORM_OF_ONE_AXIS", CLIPPED, "total norm"),
         ("COUNTED_TWICE", CLIPPED, "total norm"),
         ("FIRST_PART", on_four_ranks("mlp", Save()), "state.layers."),
+        ("WITHOUT_REPLICAS", hybrid((2, 1), micro_batch(0)), "gradient"),
     ],
 )
 def test_a_fault_of_tensor_parallelism_is_caught(fault: str, case: Case, quantity: str):
