@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from typing import TYPE_CHECKING, Any, TypeAlias
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -71,6 +71,9 @@ class TensorAxis:
     """
 
     _known: WeakValueDictionary[tuple[int, int], TensorAxis] = WeakValueDictionary()
+    # By shard group and this rank's axis. An axis lives as long as a model does, which a garbage collector may keep on some
+    # ranks alone: what is exchanged once has to live as long as the groups, which all ranks destroy together.
+    _rows: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], list[list[int]]]] = WeakKeyDictionary()
 
     def __init__(self, mesh: DeviceMesh, shard: dist.ProcessGroup) -> None:
         self.mesh = mesh
@@ -94,18 +97,24 @@ class TensorAxis:
         In this order a DTensor is cut over the axis first and each part over the shard group then, as units do it.
 
         Collectives:
-            The first time an exchange of ranks over the shard group.
+            Once for these groups an exchange of ranks over the shard group.
         """
         # Once: every entry of every saved parameter asks for it.
         if self._both is None:
-            rows = gather_objects(dist.get_process_group_ranks(self.group), self._shard)
-            ranks = torch.tensor(rows, dtype=torch.int).t().contiguous()
+            ranks = torch.tensor(self._axes_of_shards(), dtype=torch.int).t().contiguous()
             names = [(self.mesh.mesh_dim_names or ("tp",))[-1], (shard_mesh.mesh_dim_names or ("shard",))[-1]]
             # Of groups that are there: making new ones would need all ranks of the world.
             self._both = DeviceMesh.from_group(
                 [self.group, self._shard], self.mesh.device_type, mesh=ranks, mesh_dim_names=tuple(names)
             )
         return self._both
+
+    def _axes_of_shards(self) -> list[list[int]]:
+        """Return the ranks of the axis that each rank of the shard group is on."""
+        mine, known = dist.get_process_group_ranks(self.group), self._rows.setdefault(self._shard, {})
+        if tuple(mine) not in known:
+            known[tuple(mine)] = gather_objects(mine, self._shard)
+        return known[tuple(mine)]
 
 
 class TensorParallel(ParameterExtension):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from contextlib import contextmanager
 
@@ -218,3 +219,23 @@ def test_saved_at_two_by_two_loaded_elsewhere(worlds, tmp_path):
     for shape, path in (((1, 2), "wrapper"), ((2, 1), "flat")):
         worlds(size=2, timeout=300).run(in_mesh, load, shape, folder, path, whole)
     worlds(size=1, timeout=300).run(load_plain, folder, whole)
+
+
+def saves_two_models_of_which_some_ranks_keep_the_first() -> list[str]:
+    with mesh_of((2, 2)) as mesh:
+        kept = []
+        for seed in range(2):
+            model, _ = sharded(mesh, "composable", seed)
+            forms(model, SHARDED)
+            names = list(model.state_dict())
+            if dist.get_rank() < 2:
+                kept.append(model)
+            del model
+            gc.collect()
+    return names
+
+
+def test_a_later_model_is_saved_whichever_ranks_still_have_an_earlier_one(worlds):
+    # The exchange of ranks over the axes is made once, and when that is cannot depend on a rank's garbage collector.
+    saved = worlds(size=4).run(saves_two_models_of_which_some_ranks_keep_the_first)
+    assert len({tuple(names) for names in saved}) == 1
