@@ -121,8 +121,10 @@ class RefusingProgram(RemarkingProgram):
 
     def _wrong(self, form: str, saved: State) -> Callable[[], State]:
         if self.quantity == OF_ANOTHER_RANK.get(form):
-            file = _file_of_next_rank(saved)
-            return lambda: torch.load(file, weights_only=False)
+            own, of_next_rank = _files_of_two_ranks(saved)
+            load: Any = getattr(self.adapter, f"load_{form}_state_dict")
+            load(self.model, own())  # whoever cannot read files refuses nothing
+            return of_next_rank
         if self.quantity != OF_ANOTHER_MODEL.get(form):
             return partial({**WRONG_STATES, **WRONG_IN_SHARDS, **WRONG_RAW}[self.quantity], saved)
         other = self._saved(form, self._model_of(replace(self.case, model=replace(self.case.model, name="uneven")), {}))
@@ -163,13 +165,8 @@ WRONG_OPTIMIZERS: Mapping[str, Callable[[Any], Any]] = {
 """By the label of the observation after which it is loaded, as `WRONG_STATES`."""
 
 
-class RefusingOptimizer(RemarkingProgram):
+class RefusingOptimizer(RefusingProgram):
     """Loads the saved state of its optimizer, then the unfitting one that the last observation names, and trains a step."""
-
-    @property
-    def quantity(self) -> str:
-        """Return which state it loads."""
-        return next((label for op in reversed(self.case.program) if (label := getattr(op, "label", ""))), "")
 
     def statements(self) -> Iterator[str]:
         """Yield that it was loaded, and the step taken."""
@@ -189,13 +186,16 @@ class RefusingOptimizer(RemarkingProgram):
         yield f"an {self.quantity} was loaded, expected it to be refused"
 
 
-def _file_of_next_rank(saved: State) -> io.BytesIO:
-    """Return the file that the next rank saved. Collectives: a gather of objects; every rank calls."""
+def _files_of_two_ranks(saved: State) -> tuple[Callable[[], State], Callable[[], State]]:
+    """Return what reads the files of this rank and of the next. Collectives: a gather of objects; every rank calls."""
     file = io.BytesIO()
     torch.save(saved, file)
     files: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(files, file.getvalue())
-    return io.BytesIO(files[(dist.get_rank() + 1) % len(files)])
+    rank = dist.get_rank()
+    both = files[rank], files[(rank + 1) % len(files)]
+    first, second = (partial(torch.load, io.BytesIO(content), weights_only=False) for content in both)
+    return first, second
 
 
 class StoredDtypes(RemarkingProgram):
