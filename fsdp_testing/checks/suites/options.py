@@ -38,7 +38,7 @@ from fsdp_testing.checks.suites.check import (
 )
 from fsdp_testing.checks.suites.hooks import AVERAGING, QUARTERING, REVIEWED, compressed_to
 from fsdp_testing.checks.suites.programs import PARTLY_OPTIMIZED, scaled
-from fsdp_testing.checks.suites.state_programs import REFUSED, WRONG_STATES
+from fsdp_testing.checks.suites.state_programs import OF_ANOTHER_RANK, REFUSED, WRONG_STATES
 from fsdp_testing.oracle.quantities import Comparison
 
 
@@ -215,6 +215,10 @@ SETTINGS: tuple[Check, ...] = (
           needs={"accumulate_without_no_sync"}, sizes=ODD),
     check("options.mesh_for_group_in_shards", "A model whose ranks are given as a mesh is saved in shards and loaded.",
           _saved_over_mesh("sharded"), source="torch.distributed.fsdp.FullyShardedDataParallel, device_mesh", sizes=ODD),
+    check("options.mesh_for_group_of_another_rank", "Shards that another rank saved over a mesh are refused.",
+          cases("mlp", *iteration(0), Observe(OF_ANOTHER_RANK["sharded"]), wrapping=_set("mesh_for_group")),
+          source="torch.nn.Module.load_state_dict", needs={"sharded_state_dict", "strict_state"}, strategies=("full_shard",),
+          mode=REFUSED, sizes=ODD),
     in_hybrid("options.mesh_for_group_in_hybrid", "Hybrid sharding over two groups in place of a mesh averages over all ranks.",
               cases("mlp", *_PROGRAM, wrapping=_set("mesh_for_group"), optimizer=PLAIN_SGD),
               source="torch.distributed.fsdp.FullyShardedDataParallel, process_group", meshes=_TWO_RANKS_SHARD),

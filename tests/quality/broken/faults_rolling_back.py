@@ -138,7 +138,12 @@ def takes_any_raw_shard(original: Any, form: Any, value: Any) -> None:
     """A raw shard is loaded whatever its size and its rank."""
 
 
-@planted("fsdp_ref-wrapper", shards, "_of_another_rank", "sharded_state_dict.of_another_rank")
+@planted(
+    "fsdp_ref-wrapper",
+    shards,
+    "_of_another_rank",
+    "sharded_state_dict.of_another_rank options.mesh_for_group_of_another_rank",
+)
 def trusts_every_shard(original: Any, value: Any) -> str:
     """A shard that another rank saved is loaded."""
     return ""
