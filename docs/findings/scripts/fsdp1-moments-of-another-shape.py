@@ -29,7 +29,7 @@ def main(rank: int, path: str) -> None:
     model, optimizer = trained(columns=4)
     optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved))
     (loaded,) = (state["exp_avg"] for state in optimizer.state.values())
-    if rank == 1:
+    if rank == 1:  # rows 2 and 3
         print(
             "moments of shape",
             tuple(moments.shape),
