@@ -277,12 +277,12 @@ CHECKS: tuple[Check, ...] = (
           *(cases("mlp", *iteration(0), Observe(wrong)) for wrong in (*WRONG_RAW, OF_ANOTHER_MODEL["local"])),
           source="torch.nn.Module.load_state_dict, strict",
           needs={"local_state_dict", "strict_state"}, mode=REFUSED, sizes=ODD),
-    *(saved(f"{form}_state_dict.of_another_rank", f"A state in form {form} that another rank saved is refused.",
+    *(saved(f"{form}_state_dict.of_another_rank", f"A {form} state that another rank saved is refused.",
             cases("mlp", *iteration(0), Observe(OF_ANOTHER_RANK[form])), source="torch.nn.Module.load_state_dict",
             needs={f"{form}_state_dict", "strict_state"}, strategies=("full_shard",), mode=REFUSED, sizes=ODD)
       for form in OF_ANOTHER_RANK),
     *(saved(f"{form}_state_dict.through_directory",
-            f"A state in form {form} that torch.distributed.checkpoint saved and loaded restores the model.",
+            f"A {form} state that torch.distributed.checkpoint saved and loaded restores the model.",
             cases("uneven", *iteration(0)), needs={f"{form}_state_dict", "full_state_dict"}, mode=through_directory(form),
             sizes=ODD)
       for form in OF_ANOTHER_RANK),

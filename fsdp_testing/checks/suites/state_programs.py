@@ -55,8 +55,8 @@ WRONG_RAW: Mapping[str, Callable[[State], State]] = {
     "raw state that lacks a shard": _lacking,
     "raw state with an unknown shard": _with_another,
 }
-OF_ANOTHER_RANK = {form: f"state in form {form} that another rank saved" for form in ("sharded", "local")}
-OF_ANOTHER_MODEL = {form: f"state in form {form} of a model with other shapes" for form in ("sharded", "local")}
+OF_ANOTHER_RANK = {form: f"{form} state that another rank saved" for form in ("sharded", "local")}
+OF_ANOTHER_MODEL = {form: f"{form} state of a model with other shapes" for form in ("sharded", "local")}
 
 
 class RemarkingProgram(RankProgram):
@@ -175,15 +175,18 @@ class RefusingOptimizer(RefusingProgram):
             return  # a shortened case
         with self._inside():
             saved = adapter.full_optimizer_state(self.model, self.optimizer)
-            adapter.load_full_optimizer_state(self.model, self.optimizer, saved)
-        wrong = make(saved)
+        self._train_from(saved)  # who cannot train from this refuses anything
         try:
-            adapter.load_full_optimizer_state(self.model, self.optimizer, wrong)
-            self.backward(self.call(Batch(1)).loss)
-            adapter.step(self.model, self.optimizer)
+            self._train_from(make(saved))
         except Exception:  # noqa: BLE001 - whatever it raises, it refuses
             return
         yield f"an {self.quantity} was loaded, expected it to be refused"
+
+    def _train_from(self, saved: Any) -> None:
+        assert self.optimizer is not None
+        self.adapter.load_full_optimizer_state(self.model, self.optimizer, saved)
+        self.backward(self.call(Batch(1)).loss)
+        self.adapter.step(self.model, self.optimizer)
 
 
 def _files_of_two_ranks(saved: State) -> tuple[Callable[[], State], Callable[[], State]]:
@@ -319,7 +322,7 @@ class ThroughDirectory(RemarkingProgram):
             after = adapter.full_state_dict(self.model)
             for fqn, value in before.items():
                 if not torch.equal(value, after[fqn]):
-                    yield f"{fqn} differs after its state in form {self.form} went through a directory"
+                    yield f"{fqn} differs after the {self.form} state went through a directory"
 
 
 def through_directory(form: str) -> RunMode:
