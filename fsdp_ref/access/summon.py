@@ -39,7 +39,7 @@ from fsdp_ref.storage.views import flat_views
 
 @dataclass(frozen=True, slots=True)
 class SummonOptions:
-    """The user's options; all fields but the last are those of ``summon_full_params``.
+    """The user's options; all fields but the last are arguments of ``summon_full_params``.
 
     Attributes:
         gather: fill the parameters. Without it nothing is sent: the parameters have only their full shapes, for a caller that

@@ -1,7 +1,7 @@
 """The methods that torch's ``fully_shard`` (since 2.6) gives to modules.
 
 There a module becomes one of another class. Here it keeps its class, and has the methods as attributes of its own; where its
-class has one of these names, the class's stays. All of them say what is to be done; forward and backward communicate.
+class has one of these names, the class's stays. All but ``unshard`` set what later passes do, and do not communicate.
 
 Source: ``torch.distributed.fsdp.FSDPModule`` (torch 2.13) for names and meaning.
 """

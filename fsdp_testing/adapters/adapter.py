@@ -93,7 +93,7 @@ class TorchStyle:
         widest_dtype: Widest dtype in which the engine trains, if narrower than float64: wider models are built in this dtype,
             and bounds follow it.
         not_beside_tensor_parallel: Capabilities that are not claimed with tensor parallelism.
-        built_on: Name of the implementation of which this one is a variant, with the same defects; by default its own name.
+        built_on: Name of the implementation that this one varies, and whose defects it has; by default its own name.
             `dataclasses.replace` of another adapter keeps it.
     """
 

@@ -103,7 +103,7 @@ def add_tensor_parallel(group: argparse._ActionsContainer) -> argparse.Action:
 
 
 def fault(text: str) -> Fault:
-    """Parse a fault that is to be injected."""
+    """Parse a fault to inject."""
     from fsdp_testing.ranks.faults.fault import Fault
 
     try:

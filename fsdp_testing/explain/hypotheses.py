@@ -371,7 +371,7 @@ class WrongNumbers:
 
 
 def _decided(piece: ComparedPiece, variant: Expected | None) -> bool:
-    """Whether the numbers equal those of another run, and that run's bound leaves no doubt."""
+    """Whether the numbers equal another run's, and its bound leaves no doubt."""
     if variant is None or not piece.is_like(variant):
         return False
     if variant.value is None or not variant.value.numel() or piece.got is None or not variant.value.is_floating_point():

@@ -71,7 +71,7 @@ class Inquiry:
     Args:
         runner: Runs programs.
         name: The implementation.
-        draw: Traces are to be drawn.
+        draw: Whether to draw traces.
         count: Told how many runs were made.
     """
 

@@ -72,7 +72,7 @@ def _closely(value: torch.Tensor | None) -> Expected:
     if value is None or not value.numel() or not value.is_floating_point():
         return Expected(value)
     largest = float(value.abs().max())
-    # Numbers that are not finite are to be the same.
+    # Numbers that are not finite must be the same.
     return Expected(
         value, ROUNDINGS * UNIT_ROUNDOFF[dtype_name(value.dtype)] * largest if math.isfinite(largest) else 0.0
     )

@@ -369,7 +369,7 @@ class CaseRunner:
         return self.worlds.execute(world, job, arguments, name, timeout=self._timeout)
 
     def _execute_case(self, case: Case, job: Callable[..., Any], arguments: tuple[Any, ...], name: str) -> WorldOutcome:
-        """Run a case that is to be judged, with what is injected."""
+        """Run a case for judging, with the injected faults."""
         if not self._faults:
             return self._execute(groups_of(case), job, arguments, name)
         outcome = self._execute(groups_of(case), run_with_faults, (self._faults, job, *arguments), name)

@@ -59,7 +59,7 @@ def judge(
     10. All is right, but the model outlives its case.
 
     Args:
-        case: As the implementation was asked it.
+        case: The case as the implementation ran it.
         records: Of every rank that reported, by rank.
         ask: Compares the numbers.
         outcome: What became of the ranks, if the case was run alone.

@@ -309,7 +309,7 @@ class KnownFailures:
         return KnownFailures((*self.without_rules([rule.name]).rules, rule))
 
     def without_rules(self, names: Iterable[str]) -> KnownFailures:
-        """Return these rules except those of the given names."""
+        """Return the rules without those named here."""
         gone = frozenset(names)
         return KnownFailures(tuple(rule for rule in self.rules if rule.name not in gone))
 

@@ -24,7 +24,7 @@ def tokens(case: Case) -> tuple[str, ...]:
 
 
 def words_of(program: Sequence[Operation]) -> Iterator[frozenset[str]]:
-    """Yield the words of each operation of a program: those of its own, and `@trained` of a step on gradients.
+    """Yield the words of each operation of a program: its own, and `@trained` for a step on gradients.
 
     A step without any gradient leaves an optimizer as new as it was.
     """

@@ -132,7 +132,7 @@ class GatheredState:
 
 
 def states(ranks: Sequence[RankObservation]) -> dict[int, GatheredState]:
-    """Return the state after every operation of which all ranks reported a snapshot."""
+    """Return the state after every operation that all ranks reported a snapshot of."""
     everyone = [{snapshot.index: snapshot for snapshot in rank.snapshots} for rank in ranks]
     # A rank that raised has fewer snapshots: after its last one there is no complete state.
     shared = set(everyone[0]).intersection(*everyone[1:]) if everyone else set()

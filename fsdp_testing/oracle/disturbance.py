@@ -161,7 +161,7 @@ def _part(unit: nn.Module, other_units: set[int], noted: Contributions) -> Itera
 
 
 def _modules_of(unit: nn.Module, other_units: set[int]) -> Iterator[nn.Module]:
-    """Yield the modules of a unit, without those of the units inside it."""
+    """Yield the modules of a unit, without the units inside it."""
     yield unit
     for child in unit.children():
         if id(child) not in other_units:

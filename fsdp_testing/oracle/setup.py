@@ -49,7 +49,7 @@ def setup_of(
 
     Args:
         case: The case.
-        module: The module that is to be wrapped.
+        module: The module to wrap.
         rank: In `group`.
         device: Its device.
         group: The ranks with different inputs; None for an implementation that runs without one.

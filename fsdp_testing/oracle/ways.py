@@ -36,7 +36,7 @@ class Trained:
     Attributes:
         model: As the implementation wrapped it.
         optimizer: None: the model alone.
-        beside: Entries of which no implementation knows, by key; what ranks have under one key is put together.
+        beside: Entries that no implementation knows, by key; the ranks' values of one key are put together.
     """
 
     model: nn.Module
@@ -176,7 +176,7 @@ class Source:
         load(model, optimizer, state["optimizer"])
 
     def beside(self, key: str) -> dict[str, Any]:
-        """Return the entries that lie under a key, of all ranks. Collectives: of `torch.distributed.checkpoint.load`."""
+        """Return all ranks' entries of a key. Collectives: those of `torch.distributed.checkpoint.load`."""
         if self._full is not None:
             return dict(self._full[key])
         state = _blank(self._folder, key)

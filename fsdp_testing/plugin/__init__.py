@@ -121,7 +121,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Find the items that run on ranks, and those of them that cannot."""
+    """Find the items that run on ranks, and the ones that cannot."""
     marked = [item for item in items if item.get_closest_marker("world") is not None]
     for item in marked:
         item.stash[_SEEN] = True

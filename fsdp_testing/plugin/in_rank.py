@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.05
 
 
 class _Kept(pytest.Item):
-    """Stands for the next item of the session, of which a rank needs only the nodes that it shares with the current item."""
+    """Stands for the next item of the session; a rank needs only the nodes that it shares with the current item."""
 
     def runtest(self) -> None:
         raise NotImplementedError("this item only says which fixtures live on")

@@ -34,7 +34,7 @@ class _PlainWriter:
 
 def configured_session(config: pytest.Config) -> Any:
     """Configure pytest's plugins and return a session on which none of the start hooks has run."""
-    setattr(config, "get_terminal_writer", _PlainWriter)  # noqa: B010 - a method, which mypy lets nobody assign
+    setattr(config, "get_terminal_writer", _PlainWriter)  # noqa: B010 - a method, which mypy does not let code assign
     session: Any = pytest.Session.from_config(config)
     config._do_configure()
     session.exitstatus = 0

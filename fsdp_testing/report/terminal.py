@@ -74,7 +74,7 @@ def open_console() -> Output:
 
 
 def print_sheet(sheet: Sheet, console: Console, *, full: bool = False) -> None:
-    """Print everything but the conclusion, which is to be the last line (`say_ending`).
+    """Print everything but the conclusion, which comes last (`say_ending`).
 
     Args:
         sheet: What was found.

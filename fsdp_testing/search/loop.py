@@ -36,7 +36,7 @@ class Budget:
     Args:
         seconds: Time at most; None for no limit.
         cases: How many cases to begin at most; None for no limit.
-        clock: Seconds, of which only differences count.
+        clock: Seconds; only differences count.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.oracle.models import map_tensors
 
 _MOST_ROWS = 2**17
-"""Rows of a batch that have digests. One process has those of all ranks in one batch, so a smaller number would part the two."""
+"""Rows of a batch that have digests. In one process a batch has the rows of all ranks, so a smaller number would miss some."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Reconstructs a step's gradients without its clips, each of which may be followed by another backward pass."""
+"""Reconstructs a step's gradients without its clips; another backward pass may follow each of them."""
 
 from __future__ import annotations
 

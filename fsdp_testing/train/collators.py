@@ -48,7 +48,7 @@ def copied(samples: Iterable[Any]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Uncollated:
-    """Rows of which a fed process makes an item by its own `collate_fn`.
+    """Rows that a fed process collates by its own `collate_fn`.
 
     Attributes:
         samples: Of all ranks.

@@ -71,7 +71,7 @@ def comparable(
     *,
     losses_are_equal: bool = False,
 ) -> Comparable:
-    """Return what is to be compared.
+    """Return what to compare.
 
     A loss may be each rank's part of a sum, and gradients may be summed if the learning rate is divided. So if the parameters
     agree at each step, losses decide nothing, nor do gradients and rates whose product agrees.

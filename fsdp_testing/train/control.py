@@ -84,7 +84,7 @@ def control(run: WholeRun, *, measures: bool = False) -> Control:
 
     Args:
         run: Of any world.
-        measures: Whether a pass of which every gradient is cleared before the step is none of it.
+        measures: Whether a pass does not count if all its gradients are cleared before the step.
     """
     if run.shares_work or run.own:
         return Control(line="not compared with what backward gave: ranks share the work on each row")
@@ -130,7 +130,7 @@ def _words(factor: float, size: int, passes: int) -> str:
 
 
 def _steps(run: WholeRun) -> Iterator[_Step]:
-    """Yield the steps of which every rank saw terms, and of which all ranks have the same gradient."""
+    """Yield the steps in which every rank saw terms, and all ranks have the same gradient."""
     kind = Kind.UNCLIPPED if run.names(Kind.UNCLIPPED) else Kind.GRADIENT
     apart = min((odd.step for odd in run.disagreements if odd.kind in (kind, Kind.PARAMETER)), default=run.steps)
     for number in range(apart):
@@ -308,7 +308,7 @@ def wrong_term(reference: WholeRun, run: WholeRun, roundings: float) -> str:
     """Return what the first gradient is the sum of that differs from the reference world, in words; empty where not certain.
 
     Args:
-        reference: The reference world, of which the gradient is the mean of the terms of the other world.
+        reference: The reference world; its gradient is the mean of the other world's terms.
         run: The other world.
         roundings: Admissible difference, in units of roundoff times the largest number of a gradient.
     """

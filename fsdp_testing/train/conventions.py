@@ -163,7 +163,7 @@ _Place = tuple[int, int, tuple[str, ...]]
 
 
 def _groups(ranks: AsRanks, place: _Place) -> list[list[int]]:
-    """Return which rows of a forward are those of each rank; nothing where they are not exactly these."""
+    """Return which rows of a forward belong to each rank; nothing where other rows are among them."""
     step, number, digests = place
     waiting: dict[str, list[int]] = {}
     for position, digest in enumerate(digests):

@@ -112,7 +112,7 @@ class Clues:
             listed = [p for group in optimizer.param_groups for p in group["params"]]
             parameters = [local_part(p) for p in listed]
             gradients = [local_part(p.grad) for p in listed if p.grad is not None]
-        except Exception:  # noqa: BLE001 - a tensor of a kind that nobody thought of must not end what is only watched
+        except Exception:  # noqa: BLE001 - a tensor of an unknown kind must not end a training that is only watched
             return StepEvidence()
         due = max(sum(gradient.numel() for gradient in gradients), 1)
         return StepEvidence(

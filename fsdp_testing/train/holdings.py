@@ -79,7 +79,7 @@ def sites_in(model: nn.Module) -> dict[Site, str]:
 
 
 def block_in(held: Iterable[tuple[Piece, ...]]) -> int:
-    """Return how many elements of the tensors of a model, of which this rank has some, make a sum; 1 where all are kept."""
+    """Return how many elements of a model's tensors make a sum when this rank has some of them; 1 where all are kept."""
     return block_of(sum(torch.Size(parts[0].shape).numel() for parts in held if parts))
 
 
@@ -300,7 +300,7 @@ def _spans(value: Any, parts: Held, block: int) -> Spans:
 
 
 def _copied(tensor: torch.Tensor, held: tuple[Piece, ...]) -> tuple[Piece, ...]:
-    """Return the pieces of a copy; of a plain tensor as large as this rank's shard of the parameter, those of the shard."""
+    """Return the pieces of a copy; a plain tensor as large as this rank's shard of the parameter has the shard's pieces."""
     ends = [*accumulate((piece.stop - piece.start for piece in held), initial=0)]
     whole = held and ends[-1] == torch.Size(held[0].shape).numel()
     if not held or whole or hasattr(tensor, "to_local") or tensor.numel() != ends[-1]:

@@ -36,7 +36,7 @@ class Pass:
         items: What was taken.
         samples: What the loader's `collate_fn` made each item of; empty where that was not kept.
         rows: Digests of the rows of its items.
-        indices: Of its rows in the dataset, of all that the sampler gives where `planned`; empty of a stream.
+        indices: Where its rows stand in the dataset; all that the sampler gives where `planned`; empty for a stream.
         sizes: How many rows of the dataset each of its items was made of; zeros of a stream.
         complete: Whether all that the loader has was taken.
         planned: Whether `indices` are those of a whole pass.
@@ -247,7 +247,7 @@ def _grows_first(item: Any, twice: Any) -> bool:
 
 
 def of_training(loaders: Sequence[LoaderSeen]) -> list[bool]:
-    """Return of each loader whether it is one of the training: all are where nothing tells them from those of a validation."""
+    """Return whether each loader belongs to the training: all do where nothing tells them from validation loaders."""
     trains = [loader.trains for loader in loaders]
     return trains if any(trains) else [True] * len(trains)
 

@@ -341,7 +341,7 @@ class Observer:
         return bool(self.steps or self._passes)
 
     def idle_passes(self) -> int:
-        """Return how many backward passes a training made of which no optimizer steps and no weight moves."""
+        """Return how many backward passes a training made if no optimizer steps and no weight moves."""
         return self._passes if not self.steps and self._collector.stands_still() else 0
 
     def finish(self) -> None:

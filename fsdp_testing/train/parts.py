@@ -123,7 +123,7 @@ def _bytes(values: torch.Tensor) -> bytes:
 
 
 def _beside_others(name: str, values: torch.Tensor, due: Mapping[str, torch.Tensor], known: Places) -> Place | None:
-    """Return the place of a constant parameter beside those of its module, or of the module around it."""
+    """Return the place of a constant parameter among those of its module, or of the module around it."""
     for prefix, other in _moves(name, known):
         there = other + name.removeprefix(prefix)
         if there not in due:

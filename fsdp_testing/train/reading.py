@@ -136,7 +136,7 @@ class Reader:
         return masters + len(self._strange(optimizer)) if self.models else 0, len(stepped)
 
     def stepped(self, optimizer: torch.optim.Optimizer, names: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return those of `names` that this optimizer steps; all of them where it steps anything else too."""
+        """Return the `names` that this optimizer steps; all of them where it steps anything else too."""
         ids = {id(p) for p in _stepped(optimizer)}
         known = self._of_models(named_ids) | {name: id(copy) for name, copy in self._copies.items()}
         own = {name for name, number in known.items() if number in ids}
@@ -233,7 +233,7 @@ def _same_values(held: Sequence[Piece], tensor: torch.Tensor) -> bool:
     """Whether a tensor has the values of a parameter, in the parameter's dtype."""
     try:
         own = pieces.of_tensor(tensor)
-    except Exception:  # noqa: BLE001 - of a kind that nobody thought of: then it is no copy
+    except Exception:  # noqa: BLE001 - of an unknown kind: then it is no copy
         return False
     pairs = [(one.value, two.value) for one, two in zip(held, own)]
     placed = [(p.start, p.stop, p.shape) for p in held] == [(p.start, p.stop, p.shape) for p in own]

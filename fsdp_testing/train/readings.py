@@ -1,4 +1,4 @@
-"""Relates the losses of ranks, and the numbers that they log, to those of one process. Pure.
+"""Relates the losses of ranks, and the numbers that they log, to one process. Pure.
 
 A rank's loss is that of its own rows. All ranks together have the loss of one process in one of a few ways: as the mean, as
 a sum of parts, as a mean by rows, or, where one process makes more backward passes, as the mean of a pass. A number that is
@@ -39,7 +39,7 @@ def losses(run: WholeRun, reading: str) -> Quantities:
 
 
 def reading_of(reference: WholeRun, run: WholeRun) -> str:
-    """Return in which way the ranks' losses come nearest to those of one process; the mean where that is as near."""
+    """Return how the ranks' losses come nearest to one process's; the mean where that is as near."""
     apart = {reading: _apart(losses(reference, reading), losses(run, reading)) for reading in READINGS}
     nearest = min(READINGS, key=lambda reading: apart[reading])
     close = first_difference(losses(reference, MEAN), losses(run, MEAN), CLEAR_ROUNDINGS) is None
@@ -64,7 +64,7 @@ class LoggedNumbers:
             ranks not their own. A constant is there only if it differs.
         own: Lines where each rank has numbers of its own, or only some ranks take any.
         uneven: Lines that take another number of numbers than in one process.
-        carried: Lines of which Python code multiplies or divides the numbers by what is not known here.
+        carried: Lines whose numbers Python code multiplies or divides by an unknown factor.
     """
 
     reduced: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
@@ -95,7 +95,7 @@ def logged(reference: WholeRun, run: WholeRun) -> LoggedNumbers:
 
 
 def _are_own(run: WholeRun, line: str, alone: torch.Tensor) -> bool:
-    """Whether ranks log their own losses at a line, or parts of which the mean is what one process logs."""
+    """Whether ranks log their own losses at a line, or parts whose mean one process logs."""
     tensors = {place: rank.numbers[line].tensor for place, rank in enumerate(run.ranks) if line in rank.numbers}
     if all(is_loss(run, place, run.ranks[place].numbers[line].plain) for place in tensors):
         return True

@@ -78,7 +78,7 @@ class Start:
         variation: The change that must change nothing, in words; empty without a change.
         takes_rows: Whether one process may be given the rows of the ranks, and the losses of these be read in several ways: else
             all worlds take the same rows by themselves.
-        returns: Whether it returns what is to be compared, the loss that it means included.
+        returns: Whether it returns what to compare, its own loss included.
     """
 
     timeout: float

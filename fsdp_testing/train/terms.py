@@ -38,7 +38,7 @@ class Terms:
 
     Attributes:
         passes: By parameter, in one row, of each pass.
-        cleared: Of each pass the parameters of which this rank had no gradient before the next pass, or the step.
+        cleared: For each pass, the parameters that had no gradient on this rank before the next pass, or the step.
         moved: Of each pass whether weights changed before the next one.
         scale: By what a `GradScaler` multiplied the losses; 1 without, 0 where it was not the same of all.
         unscales: Whether the optimizer itself divides by it.

@@ -243,7 +243,7 @@ def _tensors(
 
 
 def initial(run: WholeRun) -> Quantities:
-    """Return the parameters as the first step that has them found them; those of the end began so, too."""
+    """Return the parameters before the first step that has them; those of the end began so, too."""
     start: Quantities = {}
     for seen in zip(*(rank.steps for rank in run.ranks)):
         for key, tensor, _ in _tensors([rank.before for rank in seen], (Kind.PARAMETER,)):

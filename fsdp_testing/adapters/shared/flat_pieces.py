@@ -84,7 +84,7 @@ class FlatUnit:
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def source(self, original: FlatOriginal) -> nn.Parameter:
-        """Return the object whose flag, gradient and optimizer state are those of `original`."""
+        """Return the object that holds the flag, gradient and optimizer state of `original`."""
         return self.parameter if original.parameter is None else original.parameter
 
     def gradient(self, original: FlatOriginal) -> torch.Tensor | None:

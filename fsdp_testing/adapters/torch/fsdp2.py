@@ -352,7 +352,7 @@ def reshard(model: nn.Module, unit: str) -> None:
 
 
 def register_comm_hook(model: nn.Module, state: object, hook: Callable[..., Any]) -> None:
-    """Let the hook reduce what nobody has divided."""
+    """Let the hook reduce gradients that were not divided."""
     for _, unit in _units(model):
         gather: Any = own_communication.Gather()
         reduce: Any = own_communication.Reduce(gather, partial(hook, state))

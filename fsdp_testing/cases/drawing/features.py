@@ -185,7 +185,7 @@ class Swarm:
         return name in self.on
 
     def among(self, names: Iterable[str]) -> list[str]:
-        """Return those of `names` that are on."""
+        """Return the `names` that are on."""
         return [name for name in names if name in self.on]
 
 

@@ -186,7 +186,7 @@ def _in_shards(adapter: Adapter, form: str) -> bool:
 
 
 def _as_numbers(unknown: Iterable[str]) -> Tensor:
-    """Return a text with the names in a state, those of the plain module and others."""
+    """Return a text that lists the names in a state: the plain module's, and others."""
     import torch
 
     return torch.tensor(list(" and ".join(("the module's names", *unknown)).encode()), dtype=torch.uint8)

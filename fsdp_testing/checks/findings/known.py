@@ -60,7 +60,7 @@ class Defect:
         not_shown: Why no check shows it.
         found: How it was found, if neither by a check nor by a rule's program.
         expected: The checks in which it shows.
-        rules: How it shows in any case. A rule without page and issue has those of the defect.
+        rules: How it shows in any case. A rule without page and issue takes both from the defect.
     """
 
     name: str

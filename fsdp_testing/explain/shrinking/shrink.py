@@ -220,7 +220,7 @@ def _shorter(finding: Finding) -> Iterator[Case]:
 
 
 def with_schedule(case: Case, schedule: Sequence[Operation]) -> Iterator[Case]:
-    """Yield `case` with only those of its operations that make up a known schedule, as far as it has them.
+    """Yield `case` with only the operations of a known schedule, as far as it has them.
 
     First with the very same operations, then with operations of the same kinds. Of several that fit the last are taken.
     """

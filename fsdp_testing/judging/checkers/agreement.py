@@ -67,7 +67,7 @@ def review(
 
     Args:
         case: The case.
-        expectation: What that is to be.
+        expectation: What the value must be.
         ranks: What it is.
         comparison: What is compared.
         about: What it is, in words, with which the sentence of a finding begins.

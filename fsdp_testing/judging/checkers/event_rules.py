@@ -156,7 +156,7 @@ def reductions_needed(case: Case, ranks: Sequence[TracedObservation]) -> Finding
 
 
 def _overrun(case: Case, ranks: Sequence[TracedObservation], *measures: Measure) -> Finding | None:
-    """What is judged of every case by its accounts, here by those of the trace."""
+    """The rules that accounts are judged by in every case, applied to the accounts of the trace."""
     units = ranks[0].named
     budget = CommunicationBudget(1, _padded_bytes(case, ranks[0]), len(units), casts=False)
     accounts = [accounts_of(case, rank, units) for rank in ranks]

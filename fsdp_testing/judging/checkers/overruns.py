@@ -85,7 +85,7 @@ def _of_rank(
         operation = case.program[account.index] if 0 <= account.index < len(case.program) else None
         unsharded = dict(account.held)
         early = case.strategy in _FREES_AFTER_FORWARD and not _KEEPS & set(case.wrapping.settings)
-        # Without an operation it is a new model, of which nothing has run.
+        # Without an operation it is a new model that has not run.
         allowed: frozenset[str] | None = frozenset()
         if operation is not None:
             allowed = operation.may_stay_unsharded(before, frees_early=early, backward=account.backward)

@@ -52,7 +52,7 @@ def _problems(case: Case, ranks: Sequence[RankObservation]) -> Iterator[tuple[Fa
             (rank,),
             f"holds {held[rank]:,} (at most {most:,} with padding) of the {total:,} elements",
         )
-    # The ranks that have other parts of what a rank shards are of the same replica.
+    # Ranks that hold the other shards of a tensor belong to the same replica.
     of_a_replica = shards * case.world.tensor_parallel if case.world.mesh else len(ranks)
     for first in range(0, len(ranks), of_a_replica):
         together = sum(held[first : first + of_a_replica])

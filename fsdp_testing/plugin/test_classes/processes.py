@@ -95,7 +95,7 @@ def _imported_here() -> list[str]:
 
 
 class Processes:
-    """N processes without a group, each of which knows its place from a launcher's variables."""
+    """N processes without a group; each reads its place from a launcher's variables."""
 
     def __init__(self, size: int) -> None:
         self._world = own_pool.world(size)

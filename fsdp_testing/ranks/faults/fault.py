@@ -48,7 +48,7 @@ FORMS = (
 
 
 MARK = "injected fault"
-"""Begins the line that a rank writes to its standard error when it comes to a fault."""
+"""The start of the line that a rank writes to its standard error when it injects a fault."""
 
 
 @dataclass(frozen=True, slots=True)

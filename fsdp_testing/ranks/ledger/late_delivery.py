@@ -40,7 +40,7 @@ def deliver_late() -> Iterator[None]:
 
 
 def wanted(name: str) -> bool:
-    """Return whether method `name` of a group is to be called by `call_late`."""
+    """Return whether `call_late` must call the method `name` of a group."""
     return _depth > 0 and name in _OUTPUTS
 
 

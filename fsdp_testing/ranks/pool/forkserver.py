@@ -8,7 +8,7 @@ it. When it is done and still single-threaded, the controller asks it for ranks 
 names the module and is dropped.
 
 Requests come over one inherited SEQPACKET socket. Its end of file, or the end of the controller's process (a forked child
-of the controller may hold a copy of the socket), means that every rank is to be killed.
+of the controller may hold a copy of the socket), means that every rank must be killed.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ _NEVER = (
 
 
 def to_import_ahead(reported: Iterable[str]) -> list[str]:
-    """Return those of a rank's imported modules that a successor should import, in order."""
+    """Return the modules that a rank imported and its successor should import, in order."""
     # Importers start before their imports: in reverse, imports come in small steps, and one module is to blame for a thread.
     return [name for name in reversed(list(reported)) if _allowed(name)]
 

@@ -65,7 +65,7 @@ class UseRecorded:
 
 @dataclass(frozen=True, slots=True)
 class EventRecorded:
-    """The event stands for all work of `stream` so far."""
+    """Let the event mark all work of `stream` so far."""
 
     event: int
     stream: int

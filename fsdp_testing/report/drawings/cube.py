@@ -24,7 +24,7 @@ def cube_picture(
     Args:
         faces: World -> face -> verdict -> number of cells.
         rows: Faces, from top to bottom.
-        worlds: Strategy and mesh, from left to right; those of one strategy in a row.
+        worlds: Strategy and mesh, from left to right; one strategy's stand in a row.
     """
     drawing = Drawing(HEAD + ROW * len(rows), "Which cells hold and which fail, by strategy and mesh")
     left = max(LEFT, CHARACTER * max(map(len, rows), default=0))

@@ -19,7 +19,7 @@ _VARIANTS_OF_ONE = 2
 
 
 class QueuedCase(NamedTuple):
-    """A case that is to be run.
+    """A case to run.
 
     Attributes:
         case: The case.

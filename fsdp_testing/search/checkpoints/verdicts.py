@@ -153,7 +153,7 @@ def _on_ranks(truth: Entries, size: int) -> Entries:
 
 
 def _settings(item: Item, ranks: Sequence[StateObservation]) -> str:
-    """Say what is wrong with the settings of groups, and the schedule, after the further step: those of one process."""
+    """Say where the settings of groups and the schedule differ from one process after the further step."""
     if item.loads and not item.optimizer:
         return ""
     truth: Truth = loads((Path(item.folder) / _TRUTH).read_bytes())
