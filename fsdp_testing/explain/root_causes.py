@@ -146,9 +146,9 @@ def _places(results: Sequence[CheckResult], name: str, how_of: HowOf) -> list[_F
 def cause_of(runner: CaseRunner, implementation: str, case: Case) -> str:
     """Return what one process would have to do to give the wrong numbers of a case, as a clause; empty if unknown.
 
-    The case is judged as the fuzzer judges it: everything is compared, freely, or in lockstep in mixed precision.
+    The case is judged as the fuzzer judges it: everything is compared, freely, or in lockstep in low precision.
     """
-    how = JudgeSettings(Comparison(lockstep=case.mixed_precision is not None))
+    how = JudgeSettings(Comparison(lockstep=case.low_precision))
     finding = runner.judge(implementation, case, how.comparison, closely=True).finding
     if finding is None:
         return ""

@@ -147,7 +147,7 @@ def _run(
     accounted = program if isinstance(program, AccountedProgram) else None
     issued = _Issued(accounted)
     with listen(issued):
-        observation = program.run(observe_all=watch.operations or case.mixed_precision is not None)
+        observation = program.run(observe_all=watch.operations or case.low_precision)
         adapter.finish(program.model)
     changed = ((name, was, now) for (name, was), now in zip(before.items(), _fingerprint().values()) if was != now)
     leaks = tuple(f"{name}: {was} before, {now} after" for name, was, now in changed)

@@ -157,7 +157,7 @@ def judge_batch(
 def comparison_for(case: Case, adapter: Adapter) -> Comparison:
     """Return the comparison that is fair for a case, given what the implementation claims."""
     return Comparison(
-        lockstep=case.mixed_precision is not None,
+        lockstep=case.low_precision,
         none_is_zero="unused_gradient_is_none" not in adapter.capabilities,
         gradients=adapter.observes_gradients,
         optimizer="optimizer_pieces" in adapter.capabilities,

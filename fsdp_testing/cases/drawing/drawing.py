@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_testing.cases.drawing.choices import Choices
-from fsdp_testing.cases.drawing.features import Scope, Swarm, SwarmDrawer
+from fsdp_testing.cases.drawing.features import LATE, Scope, Swarm, SwarmDrawer
 from fsdp_testing.cases.drawing.layouts import Layouts, draw_layouts
+from fsdp_testing.cases.drawing.low_precision import stored_low
 from fsdp_testing.cases.drawing.normal_form import legal_case, needs_of_case
 from fsdp_testing.cases.drawing.operation_drawer import OperationDrawer
 from fsdp_testing.cases.drawing.trees import draw_tree
@@ -20,6 +21,7 @@ from fsdp_testing.cases.records import Case, ModelSpec, PolicySpec, WorldSpec, W
 from fsdp_testing.cases.records.axes import AXES, NUMBERS, STRATEGY
 
 _ATTEMPTS = 20
+_STORED_LOW_ONE_IN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class CaseDrawer:
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
         self._swarms = SwarmDrawer(scope)
+        self._draws_low = set(LATE) <= set(scope.available())
         # Batch statistics of one row are undefined, and without rows there is no gradient: neither is a useful case.
         drawn = [m for m in MODELS.values() if m.name != "batch_norm" and LARGE not in m.traits]
         self._zoo = [m for m in drawn if m.needs <= scope.capabilities]
@@ -48,7 +51,8 @@ class CaseDrawer:
         for _ in range(_ATTEMPTS):
             case = self.shape(self.draw_raw(choices))
             if needs_of_case(case) <= self.scope.capabilities:
-                return case
+                is_low = self._draws_low and choices.chance(_STORED_LOW_ONE_IN)
+                return self.shape(stored_low(case, choices)) if is_low else case
         return self._plain(choices)
 
     def shape(self, case: Case) -> Case:

@@ -60,6 +60,7 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     "batch.usage": ("unused_parameters",),
     "batch.usage_differs": ("unused_parameters", "unused_parameters_differ"),
     **{name: needs for operation in ALL for name, needs in operation.features.items()},
+    "dtype.low": (),
 }
 
 FEATURES: dict[str, frozenset[str]] = {name: frozenset(needs) for name, needs in _NEEDS.items()}
@@ -108,6 +109,9 @@ _THEME_ONE_IN = 3
 
 _LOW = ("precision.param", "precision.reduce", "precision.buffer")
 
+LATE = ("dtype.low",)
+"""Drawn for a whole case, and in no swarm: so the other cases are what their seeds always gave."""
+
 # Features that make most others unreachable or slow, and are therefore switched on less often.
 _RARE = frozenset({"model.zoo", "tree.large", *_LOW, "op.cast", *_of(axis for axis in AXES if axis.rare)})
 _RARELY = 12
@@ -118,6 +122,7 @@ _WITHOUT_TENSOR_PARALLEL = frozenset(
         *_of(axis for axis in AXES if axis.over_one_axis),
         # How far roundings carry in a cut tree is unknown operation by operation; the suites judge low precision.
         *_LOW,
+        *LATE,
     }
 )
 """Features that are not drawn when several ranks share one model."""
@@ -194,7 +199,7 @@ class SwarmDrawer:
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
-        available = scope.available()
+        available = tuple(name for name in scope.available() if name not in LATE)
         self._available = frozenset(available)
         self._base = [name for name in available if name in _COMMON]
         self._usual = [name for name in available if name not in _RARE and name not in _COMMON]

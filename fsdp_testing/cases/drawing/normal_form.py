@@ -13,12 +13,14 @@ from functools import cached_property
 from typing import Any
 
 from fsdp_testing.cases.drawing.layouts import legal_layouts
+from fsdp_testing.cases.drawing.low_precision import may_be_stored_low, without_strides
 from fsdp_testing.cases.models import MODELS
 from fsdp_testing.cases.models.tree import has_alias, needs_of, unit_names, unit_of
 from fsdp_testing.cases.models.tree_schema import Walk, every, get, legal_tree, parameters, walk
 from fsdp_testing.cases.operations import Operation
 from fsdp_testing.cases.operations.operation import matching
 from fsdp_testing.cases.records import Case, OptimizerSpec, WorldSpec, WrappingPlan
+from fsdp_testing.cases.records.specs import LOW_DTYPES
 
 _KINDS = {"TreeGroup": "group", "TreeLinear": "linear"}
 _WIDE = ("float32", "float64")
@@ -33,9 +35,12 @@ def legal_case(case: Case, capabilities: frozenset[str] | None = None) -> Case:
     """
     if case.model.tree is not None:
         tree = legal_tree(case.model.tree)
-        if case.mixed_precision is not None:
+        if case.model.dtype in LOW_DTYPES and not may_be_stored_low(case):
+            case = replace(case, model=replace(case.model, dtype="float32"))
+        if case.low_precision:
             # Low precision is compared bit by bit, and a product of a transposed matrix may be rounded differently.
-            tree = _without_strides(tree)
+            tree = without_strides(tree)
+        if case.mixed_precision is not None:
             # Activations that pass through an uncast module have a dtype that the next module may refuse.
             case = replace(case, wrapping=replace(case.wrapping, ignored=()))
         case = replace(
@@ -92,7 +97,7 @@ class ProgramContext:
             self.begins = False
 
     @property
-    def low_precision(self) -> bool:
+    def mixed_precision(self) -> bool:
         return self.case.mixed_precision is not None
 
     @cached_property
@@ -169,21 +174,13 @@ class ProgramContext:
     def may_be_cast(self, dtype: str) -> bool:
         """Whether a cast of the whole model to `dtype`, as its first operation, means the same for every implementation."""
         program = self.case.program
-        if self.low_precision or self.tree is None or dtype not in _WIDE:
+        if self.case.low_precision or self.tree is None or dtype not in _WIDE:
             return False
         if any(spec.dtype for spec in parameters(self.tree)) or any(o.renews_model for o in program):
             return False
         # Objects built with the earlier parameters would keep them.
         built = next((place for place, o in enumerate(program) if o.builds_optimizer), None)
         return built is not None and not any(o.steps for o in program[:built])
-
-
-def _without_strides(node: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: [_without_strides(inner) for inner in value] if key == "nodes" else value
-        for key, value in node.items()
-        if key != "strided"
-    }
 
 
 def _legal_wrapping(plan: WrappingPlan, tree: Mapping[str, Any], tensor_parallel: int = 1) -> WrappingPlan:

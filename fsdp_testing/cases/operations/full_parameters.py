@@ -228,7 +228,7 @@ class AssignData(ForwardPass):
     def normalise(self, context: ProgramContext) -> Operation | None:
         if context.tree is None:
             return self
-        if context.low_precision:
+        if context.mixed_precision:
             return None  # gathered parameters may be shown rounded, and so are values made from them
         patterns = context.used_patterns(self.patterns)
         # Every unit runs, since an unused unit may notice its new storage later.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fsdp_testing.oracle.execute import RankProgram
     from fsdp_testing.oracle.replay import Replay
 
-EDITS = ("zeros", "none", "halved")
+EDITS = ("zeros", "none", "halved", "replaced", "given")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,8 @@ class EditGradients(OfPatterns):
 
     Attributes:
         patterns: Which parameters.
-        edit: `zeros` and `halved` in place, `none` by `p.grad = None`.
+        edit: `zeros` and `halved` in place; `none` by `p.grad = None`; `replaced` by a new tensor with half the numbers; `given`
+            by a new tensor of constants, also where there was no gradient.
     """
 
     kind: ClassVar[str] = "edit_gradients"

@@ -89,7 +89,7 @@ class Reload(Operation):
         return cls("full", optimizer, units, through)
 
     def normalise(self, context: ProgramContext) -> Operation | None:
-        if context.low_precision or context.has_buffers_of_ranks:
+        if context.mixed_precision or context.has_buffers_of_ranks:
             return None  # saved state on which the ranks must agree, and do not
         # Every rank acts as the one process, which computes with its own rank's counts.
         through = self.through if self.through is None or not context.counts_runs else None
@@ -216,7 +216,7 @@ class TrainElsewhere(Operation):
 
     def normalise(self, context: ProgramContext) -> Operation | None:
         size = context.case.world.size
-        if context.low_precision or context.has_buffers_of_ranks or context.counts_runs or size == 1:
+        if context.mixed_precision or context.has_buffers_of_ranks or context.counts_runs or size == 1:
             return None
         units = self.units if self.units is None else context.units_of_plan(self.units)
         return replace(self, ranks=min(self.ranks, size - 1), units=units)

@@ -59,7 +59,7 @@ class Save(Operation):
         return cls("sharded" if sharded else "full", optimizer)
 
     def normalise(self, context: ProgramContext) -> Operation | None:
-        if context.low_precision or context.has_buffers_of_ranks:
+        if context.mixed_precision or context.has_buffers_of_ranks:
             return None
         context.saved = self.form
         return self

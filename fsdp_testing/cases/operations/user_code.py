@@ -38,14 +38,20 @@ def scale(parameters: Iterable[torch.Tensor], factor: float) -> None:
 
 
 def edit_gradients(parameters: Iterable[nn.Parameter], edit: str) -> None:
-    """Change gradients in place: halve them or set them to zeros; or set them to None."""
+    """Change gradients in place, put new tensors in their places, or None: see `EditGradients.edit`."""
     import torch
 
     with torch.no_grad():
         for parameter in parameters:
             if edit == "none":
                 parameter.grad = None
-            elif parameter.grad is not None:
+            elif edit == "given" and parameter.numel():  # an optimizer would count the steps of a rank without elements
+                parameter.grad = torch.full_like(parameter, 0.25)
+            elif parameter.grad is None:
+                continue
+            elif edit == "replaced":
+                parameter.grad = parameter.grad * 0.5
+            else:
                 parameter.grad.mul_(0.5) if edit == "halved" else parameter.grad.zero_()
 
 

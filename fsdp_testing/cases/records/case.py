@@ -14,7 +14,14 @@ from typing import Any
 from fsdp_testing.base.document import Format, decode, register_union
 from fsdp_testing.cases.operations import OPERATIONS, Operation
 from fsdp_testing.cases.records.axes import AXES
-from fsdp_testing.cases.records.specs import MixedPrecisionSpec, ModelSpec, OptimizerSpec, WorldSpec, WrappingPlan
+from fsdp_testing.cases.records.specs import (
+    LOW_DTYPES,
+    MixedPrecisionSpec,
+    ModelSpec,
+    OptimizerSpec,
+    WorldSpec,
+    WrappingPlan,
+)
 from fsdp_testing.errors import InvalidRecord
 
 FORMAT = Format("fsdp_testing/case", 1)
@@ -45,6 +52,11 @@ class Case:
         axes = (axis.needs(self) for axis in AXES)
         needs = frozenset().union(*axes, *(operation.required() for operation in self.program))
         return needs - {"unused_parameters_differ"} if "zeros_for_unused" in needs else needs
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether numbers have few digits somewhere, so that every operation is compared from what the one before it left."""
+        return self.mixed_precision is not None or self.model.dtype in LOW_DTYPES
 
     @property
     def identity(self) -> str:

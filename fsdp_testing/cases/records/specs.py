@@ -16,6 +16,7 @@ UNDERFLOW = {"float64": 2.0**-1074, "float32": 2.0**-150, "float16": 2.0**-25, "
 """Half the smallest positive number (for float64 that number itself): the largest error of rounding a number near 0."""
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
+LOW_DTYPES = ("bfloat16", "float16")
 OPTIMIZERS = ("sgd", "adamw", "adam", "lars")
 POLICIES = ("module_class", "size", "always")
 PREFETCH = ("pre", "post", "none")

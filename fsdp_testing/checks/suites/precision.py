@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
-from fsdp_testing.cases.operations import LocalMicroBatches
+from fsdp_testing.cases.operations import EditGradients, LocalMicroBatches
 from fsdp_testing.cases.records import (
     Batch,
     Case,
     Clip,
     MixedPrecisionSpec,
     Observe,
+    Operation,
+    Reload,
     Step,
     Thaw,
     WrappingPlan,
@@ -116,6 +119,47 @@ _IGNORING = WrappingPlan(units=("layers.1", "layers.2"), ignored=("layers.0",))
 _LAST_BIAS = ("layers.0.*", "layers.1.*", "layers.2.weight")
 _LAST_OF_ONE = ("first.*", "second.linear.*", "second.linear")
 
+_TO_FLOAT32 = MixedPrecisionSpec(None, "float32")
+_SUMS = (*accumulated(0, 1, 2), Observe(), Step(), ZeroGrad(), *micro_batches(3, 4, 5), Observe())
+
+
+def _in_16_bits(models: str, *program: Operation, dtypes: str = "bfloat16 float16", **fields: Any) -> tuple[Case, ...]:
+    return tuple(case for dtype in dtypes.split() for case in cases(models, *program, dtype=dtype, **fields))
+
+
+stored_low = partial(lowered, source="torch.distributed.fsdp.MixedPrecisionPolicy, reduce_dtype")
+
+STORED_LOW: tuple[Check, ...] = (
+    *(stored_low(f"stored_low.{name}", meaning,
+                 *(cases("mlp uneven", *iterations(2), micro_batch(2), dtype=dtype, optimizer=optimizer, precision=precision)
+                   for dtype, optimizer in (("bfloat16", ADAMW), ("float16", PLAIN_SGD))), sizes=ODD)
+      for name, meaning, precision in (
+        ("trained", "A model stored in 16 bits trains in its own dtype.", None),
+        ("reduced_in_float32", "A model stored in 16 bits reduces its gradients in float32.", _TO_FLOAT32),
+    )),
+    *(stored_low(f"stored_low.{name}", meaning,
+                 _in_16_bits("mlp", *_SUMS, dtypes="bfloat16", optimizer=PLAIN_SGD, precision=precision),
+                 needs={"accumulate_without_no_sync"}) for name, meaning, precision in (
+        ("accumulated", "Local and reduced micro-batches of a model stored in 16 bits add up.", None),
+        ("accumulated_in_float32",
+         "Local micro-batches of a model stored in 16 bits add up in the dtype in which they are reduced.", _TO_FLOAT32),
+    )),
+    # The last gradients are smaller than the roundings of the sum that was there.
+    stored_low("stored_low.zeroed", "Zeroed 16-bit gradients leave nothing behind, rounding errors of their sum included.",
+               _in_16_bits("mlp", *micro_batches(0, 1, 2), EditGradients(("*",), "zeros"), micro_batch(3, scale=2.0**-8),
+                           Observe(), Step(), dtypes="bfloat16", optimizer=PLAIN_SGD, precision=_TO_FLOAT32),
+               needs={"accumulate_without_no_sync"}),
+    stored_low("stored_low.clipped", "Gradients in 16 bits are clipped by the norm over all ranks.",
+               *(_in_16_bits("mlp", micro_batch(0), Clip(0.1, norm_type), Observe(), Step()) for norm_type in _NORMS)),
+    *(stored_low(f"stored_low.reloaded_{form}", f"A model in 16 bits and its optimizer are saved in {form} form and loaded "
+                 "without a rounding.",
+                 _in_16_bits("mlp uneven", *iterations(2), Reload(form), *iteration(2), dtypes="bfloat16", optimizer=ADAMW))
+      for form in ("full", "sharded")),
+    stored_low("stored_low.offloaded", "A model in 16 bits trains from the host as from the device.",
+               _in_16_bits("mlp uneven", *iterations(2), micro_batch(2), dtypes="bfloat16", optimizer=ADAMW, offload=True)),
+)  # fmt: skip
+"""Models whose parameters are stored in bfloat16 or float16."""
+
 clipped = partial(check, source=_SOURCE)
 
 
@@ -197,4 +241,4 @@ PARAMETER_HOOKS: tuple[Check, ...] = (
 )  # fmt: skip
 """Hooks that users register on parameters: their arguments, when they run, and whether their result counts."""
 
-CHECKS = (*MIXED_PRECISION, *CLIPPING, *PARAMETER_HOOKS)
+CHECKS = (*MIXED_PRECISION, *STORED_LOW, *CLIPPING, *PARAMETER_HOOKS)

@@ -274,6 +274,11 @@ ZERO_GRAD: tuple[Check, ...] = (
     cleared("zero_grad.some_parameters",
             "Setting some gradients to zeros or None does not change the others, nor later sums.",
             _edited(_edit("zeros"), _edit("none"), EditGradients(("layers.1.weight",), "none")), needs=_EVERY_REDUCED),
+    cleared("zero_grad.replaced_gradients", "A gradient that a user puts in the place of another is summed and stepped on.",
+            _edited(EditGradients(("*",), "replaced"), _edit("replaced"), _edit("given")),
+            cases("mlp", EditGradients(("*",), "given"), Observe(), Step(), ZeroGrad(), *iteration(0), _edit("given"), Observe(),
+                  micro_batch(1), Observe(), Step(), optimizer=ADAMW),
+            source="torch.Tensor.grad", needs=_EVERY_REDUCED),
     cleared("zero_grad.discards", "A gradient that is cleared before the step leaves no trace.",
             *(cases("mlp", micro_batch(0), ZeroGrad(to_none), micro_batch(1), Step(), ZeroGrad(to_none), micro_batch(2))
               for to_none in _FORMS)),

@@ -72,6 +72,8 @@ def covering(scope: Scope) -> Covering:
             not_claimed[pair] = ", ".join(sorted(missing))
         else:
             not_met[pair] = "no drawn case has both, and making such a case legal drops one of them"
+    # A case that was made for another pair may have one of these as well.
+    not_claimed, not_met = ({p: why for p, why in each.items() if not pool.has(p)} for each in (not_claimed, not_met))
     return Covering(traits, tuple(pool.chosen(TIMES)), not_claimed, not_expressible, not_met)
 
 

@@ -12,6 +12,7 @@ from functools import cache, partial
 from math import prod
 
 from fsdp_testing.cases.drawing import Choices, needs_of_case
+from fsdp_testing.cases.drawing.low_precision import stored_low
 from fsdp_testing.cases.models import MODELS
 from fsdp_testing.cases.models.tree import unit_names
 from fsdp_testing.cases.models.tree_schema import parameters
@@ -122,6 +123,7 @@ _SETTERS: tuple[Setter, ...] = (
     lambda case, choices: planned(case, backward_prefetch=choices.pick(PREFETCH[1:])),
     *(partial(_with_setting, name=name) for name in _SETTINGS),
     *(partial(_with_operation, make=make) for make in _OPERATIONS),
+    stored_low,
 )
 
 
@@ -144,7 +146,9 @@ _ONE_VALUE = frozenset(
         "buffer_dtype", "policy", "backward_prefetch", "recomputed",
     }
 )  # fmt: skip
-_LOW = "param_dtype:* reduce_dtype:* buffer_dtype:*"
+_CAST = "param_dtype:* reduce_dtype:* buffer_dtype:*"
+_STORED_LOW = "dtype:bfloat16 dtype:float16"
+_LOW = f"{_CAST} {_STORED_LOW}"
 _ELSEWHERE = "reload:* train_elsewhere:*"
 
 _OF_TREES = (
@@ -158,12 +162,13 @@ APART: tuple[tuple[str, str, str], ...] = (
      "units:[123] reload:plan train_elsewhere:plan one_element_unit"),
     ("low precision is compared bit by bit, and a product with a transposed matrix may be rounded differently", _LOW,
      "strided_parameters"),
-    ("activations in low precision may pass through an ignored module that is not cast", _LOW, "ignored_parameters"),
+    ("activations in low precision may pass through an ignored module that is not cast", _CAST, "ignored_parameters"),
     ("nothing is freed where nothing is sharded", "strategy:no_shard", "unit_strategies"),
     ("no policy has an option for both", "buffer_dtype:*", "full_outputs"),
     ("every root, and every unit of a policy, would cast its outputs", "policy:* shared_streams", "full_outputs"),
     ("each implementation decides how it casts a part of another dtype", _LOW, "dtype_of_part:*"),
-    ("values saved in low precision may be rounded", _LOW, f"{_ELSEWHERE} save save:* restore"),
+    ("one low dtype at a time: implementations cast in different places", _STORED_LOW, "param_dtype:*"),
+    ("values saved in low precision may be rounded", _CAST, f"{_ELSEWHERE} save save:* restore"),
     ("second derivatives through casts are rounded where each implementation casts", _LOW, "unusual_backward:penalty"),
     ("gradients of inputs are rounded where each implementation casts inputs", _LOW, "unusual_backward:of_inputs"),
     ("casting the whole model is defined only for one dtype, and before a new model is made", "move:float*",

@@ -28,7 +28,7 @@ from fsdp_testing.oracle import oracle
 from fsdp_testing.oracle.replay import Replay, ReplayPoint
 
 EXCLUDED = frozenset(
-    name for name in FEATURES if name.startswith(("precision", "wrap.ignored", "offload", "model.zoo"))
+    name for name in FEATURES if name.startswith(("precision", "dtype.low", "wrap.ignored", "offload", "model.zoo"))
 )
 
 

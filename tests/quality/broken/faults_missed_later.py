@@ -324,3 +324,12 @@ def recomputes_with_shards(original: Any, self: Any, module: Any, args: Any, kwa
     """What backward runs again computes with what there is, also where an earlier part of the same backward freed it."""
     again = self._training_state == TrainingState.PRE_BACKWARD
     return self._cast_forward_inputs(args, kwargs) if again else original(self, module, args, kwargs)
+
+
+# ----------------------------------------------------------------------------------- gradients that users replace
+
+
+@planted(COMPOSABLE, Gradients, "_absorb", "zero_grad.replaced_gradients")
+def takes_in_no_new_gradient(original: Any, self: Any, params: Any, changed: list[int]) -> None:
+    """A tensor that a user puts in the place of a gradient is lost with the next reduction; None is noticed."""
+    original(self, params, [index for index in changed if params[index].grad is None])

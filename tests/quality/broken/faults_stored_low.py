@@ -1,0 +1,89 @@
+"""Faults of what becomes of models that are stored in 16 bits; models in 32 and 64 bits do not show them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from planting import planted
+
+from fsdp_ref.checkpoint import model_state
+from fsdp_ref.checkpoint.shards import Spread
+from fsdp_ref.handle import accumulated
+from fsdp_ref.handle.accumulated import Accumulated
+from fsdp_ref.handle.gradients import Gradients
+from fsdp_ref.storage.precision import Precision
+from fsdp_ref.training import clip
+
+SOUND, COMPOSABLE = "fsdp_ref-wrapper", "fsdp_ref-composable"
+
+
+def _is_low(dtype: torch.dtype) -> bool:
+    return dtype.itemsize == 2
+
+
+def _rounded(values: Any, to: torch.dtype = torch.float8_e5m2) -> Any:
+    if not isinstance(values, torch.Tensor) or not _is_low(values.dtype):
+        return values
+    return values.to(to).to(values.dtype)
+
+
+@planted(SOUND, Precision, "of", "stored_low.trained")
+def computes_in_the_other_16_bits(original: Any, cls: Any, dtype: torch.dtype, policy: Any) -> Precision:
+    """A model in bfloat16 computes in float16."""
+    precision: Precision = original(cls, dtype, policy)
+    return replace(precision, compute=torch.float16) if precision.compute == torch.bfloat16 else precision
+
+
+@planted(COMPOSABLE, Precision, "of", "stored_low.reduced_in_float32", world_sizes=(3,))
+def reduces_as_they_are_stored(original: Any, cls: Any, dtype: torch.dtype, policy: Any) -> Precision:
+    """Gradients of a model in 16 bits are reduced in its own dtype, whatever the policy says."""
+    precision: Precision = original(cls, dtype, policy)
+    return replace(precision, reduce=dtype) if _is_low(dtype) else precision
+
+
+@planted(COMPOSABLE, Accumulated, "add_reduced", "stored_low.accumulated")
+def replaces_low_sums(original: Any, self: Any, grad_S: torch.Tensor, uses: Any) -> None:
+    """A reduced gradient in 16 bits takes the place of the one before it."""
+    if _is_low(grad_S.dtype):
+        self.reduced_S = None
+    original(self, grad_S, uses)
+
+
+@planted(SOUND, Accumulated, "add_local", "stored_low.accumulated_in_float32")
+def rounds_local_sums(original: Any, self: Any, grads: Any) -> None:
+    """Local gradients of a model in 16 bits add up in its own dtype."""
+    original(self, grads)
+    if _is_low(self.precision.original):
+        self.local_F.copy_(self.local_F.to(self.precision.original))
+
+
+@planted(COMPOSABLE, Gradients, "_versions", "stored_low.zeroed")
+def counts_no_edits(original: Any, self: Any) -> list[int]:
+    """Edits in place of a sum go unnoticed, so that its rounding error is added to what comes next."""
+    return []
+
+
+@planted(SOUND, clip, "_local_sums", "stored_low.clipped")
+def counts_half_of_the_low_gradients(original: Any, grads: Any, p: float, device: torch.device) -> torch.Tensor:
+    """The norm of gradients in 16 bits leaves out every second parameter."""
+    return original(grads[::2] if grads and _is_low(grads[0].dtype) else grads, p, device)
+
+
+@planted(COMPOSABLE, model_state.OpenState, "_converted", "stored_low.reloaded_full")
+def rounds_what_it_saves(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """A whole parameter in 16 bits is saved in 8."""
+    return _rounded(original(*args, **kwargs))
+
+
+@planted(SOUND, Spread, "entry", "stored_low.reloaded_sharded")
+def rounds_saved_rows(original: Any, self: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
+    """Rows in 16 bits are saved in 8."""
+    return original(self, _rounded(rows), *args, **kwargs)
+
+
+@planted(SOUND, accumulated, "send_gradient_home", "stored_low.offloaded")
+def rounds_gradients_on_the_way(original: Any, grad_S: torch.Tensor, home: torch.device, dtype: torch.dtype) -> Any:
+    """Gradients in 16 bits lose digits on their way to the host."""
+    return _rounded(original(grad_S, home, dtype))
