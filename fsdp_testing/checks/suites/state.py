@@ -286,6 +286,9 @@ CHECKS: tuple[Check, ...] = (
             cases("uneven", *iteration(0)), needs={f"{form}_state_dict", "full_state_dict"}, mode=through_directory(form),
             sizes=ODD)
       for form in OF_ANOTHER_RANK),
+    *(saved(f"{form}_state_dict.one_unit", f"A model that is one unit is saved and loaded in {form} form.",
+            cases("uneven", *iterations(2), Reload(form), *iteration(2), wrapping=WrappingPlan()),
+            source="torch.nn.Module.load_state_dict", sizes=ODD) for form in ("full", "sharded", "local")),
     saved("full_state_dict.dtypes", "Saved values have the storage dtype of parameters, not the compute dtype.",
           *(cases("mlp uneven", *iteration(0), Save(), micro_batch(1), Save(), dtype="float32", optimizer=PLAIN_SGD,
                   precision=precision) for precision in _LOW),

@@ -21,11 +21,11 @@ import faults_missed_later  # noqa: F401 - registers its faults
 import faults_models  # noqa: F401 - registers its faults
 import faults_options  # noqa: F401 - registers its faults
 import faults_parameters  # noqa: F401 - registers its faults
+import faults_rare_models  # noqa: F401 - registers its faults
 import faults_rolling_back  # noqa: F401 - registers its faults
 import faults_saving  # noqa: F401 - registers its faults
 import faults_schedules  # noqa: F401 - registers its faults
 import faults_state  # noqa: F401 - registers its faults
-import faults_stored_low  # noqa: F401 - registers its faults
 import faults_streams  # noqa: F401 - registers its faults
 import faults_trace  # noqa: F401 - registers its faults
 import faults_user_code  # noqa: F401 - registers its faults

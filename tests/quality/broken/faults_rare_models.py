@@ -1,4 +1,4 @@
-"""Faults of what becomes of models that are stored in 16 bits; models in 32 and 64 bits do not show them."""
+"""Faults of models of which few were asked: those that are stored in 16 bits, and those that are one unit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from planting import planted
 
-from fsdp_ref.checkpoint import model_state
+from fsdp_ref.checkpoint import model_state, settings
 from fsdp_ref.checkpoint.shards import Spread
 from fsdp_ref.handle import accumulated
 from fsdp_ref.handle.accumulated import Accumulated
@@ -87,3 +87,19 @@ def rounds_saved_rows(original: Any, self: Any, rows: Any, *args: Any, **kwargs:
 def rounds_gradients_on_the_way(original: Any, grad_S: torch.Tensor, home: torch.device, dtype: torch.dtype) -> Any:
     """Gradients in 16 bits lose digits on their way to the host."""
     return _rounded(original(grad_S, home, dtype))
+
+
+# ----------------------------------------------------------------------------------- models that are one unit
+
+
+@planted(SOUND, model_state.OpenState, "_converted", "full_state_dict.one_unit sharded_state_dict.one_unit")
+def saves_zeros_of_a_lone_unit(original: Any, self: Any, value: torch.Tensor, *args: Any) -> Any:
+    """The parameters of a model that is one unit are saved as zeros."""
+    root = self._unit.root
+    return original(self, torch.zeros_like(value) if root is not None and len(root.units) == 1 else value, *args)
+
+
+@planted(COMPOSABLE, settings, "_agree", "local_state_dict.one_unit")
+def needs_a_second_unit(original: Any, units: Any, values: list[Any]) -> None:
+    """The form of states can be set only where there are several units."""
+    original(units, [values[1], *values[1:]])
