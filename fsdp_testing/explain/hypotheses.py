@@ -37,6 +37,7 @@ from fsdp_testing.judging.checkers.divergence import DECISIVE
 from fsdp_testing.judging.checkers.explain import listed
 from fsdp_testing.oracle.gradient_terms import GradientTerm
 from fsdp_testing.oracle.quantities import Comparison, Expectation, Expected, ExpectedPoint
+from fsdp_testing.oracle.tensors import largest
 
 Oracle = Callable[[Case], Expectation]
 """Runs a case in one process, freely, with a snapshot after every operation."""
@@ -179,7 +180,7 @@ class WrongNumbers:
         ):
             return None
         names = {divergence.quantity for divergence in self._divergences if divergence.kind is not FailureKind.MISSING}
-        bound = max(float(torch.as_tensor(expected.bound).max()) for expected in point.quantities.values())
+        bound = max(largest(torch.as_tensor(expected.bound)) for expected in point.quantities.values())
         due = {
             quantity.name: Expected(torch.zeros(self._shapes[quantity.name]), bound)
             if expected.value is None
@@ -378,8 +379,8 @@ def _decided(piece: ComparedPiece, variant: Expected | None) -> bool:
         return True
     apart = (piece.got.double() - piece.part_of(variant.value).double()).abs()
     finite = variant.value[variant.value.isfinite()].abs()
-    largest = float(finite.max()) if finite.numel() else 0.0
-    return float(apart.nan_to_num(0.0).max()) <= DECISIVE * largest
+    greatest = float(finite.max()) if finite.numel() else 0.0
+    return float(apart.nan_to_num(0.0).max()) <= DECISIVE * greatest
 
 
 def _name(case: Case, index: int) -> str:

@@ -153,6 +153,15 @@ def test_the_module_is_named(fault: str, check: str, place: str) -> None:
     assert ("module by module: " in html_text(complete_sheet(report)).lower()) == bool(place)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_a_parameter_without_elements_does_not_prevent_an_explanation(dtype: str) -> None:
+    """In 16 bits its bound is a tensor without elements, which has no maximum."""
+    case = Case(
+        ModelSpec("empty_parameters", dtype=dtype), WorldSpec(2), (ForwardBackward(FIRST),), strategy="full_shard"
+    )
+    assert cause_of(CaseRunner(), "stale_adapter:TWO_MEANS", case)
+
+
 def test_a_finding_of_the_fuzzer_names_it_too() -> None:
     case = Case(ModelSpec("mlp", dtype="float64"), WorldSpec(2), (ForwardBackward(FIRST),), strategy="full_shard")
     cause = cause_of(CaseRunner(), "stale_adapter:TWO_MEANS", case)
