@@ -110,7 +110,7 @@ _THEME_ONE_IN = 3
 _LOW = ("precision.param", "precision.reduce", "precision.buffer")
 
 LATE = ("dtype.low",)
-"""Drawn for a whole case, and in no swarm: so the other cases are what their seeds always gave."""
+"""Drawn after everything else and outside swarms, so that the other cases of a seed stay as they were."""
 
 # Features that make most others unreachable or slow, and are therefore switched on less often.
 _RARE = frozenset({"model.zoo", "tree.large", *_LOW, "op.cast", *_of(axis for axis in AXES if axis.rare)})

@@ -33,10 +33,10 @@ def legal_case(case: Case, capabilities: frozenset[str] | None = None) -> Case:
         case: Of the right form (`Case.from_json` checks that).
         capabilities: What the implementation claims, if that decides which comparison is fair; None for all.
     """
+    if case.model.dtype in LOW_DTYPES and not may_be_stored_low(case):
+        case = replace(case, model=replace(case.model, dtype="float32"))
     if case.model.tree is not None:
         tree = legal_tree(case.model.tree)
-        if case.model.dtype in LOW_DTYPES and not may_be_stored_low(case):
-            case = replace(case, model=replace(case.model, dtype="float32"))
         if case.low_precision:
             # Low precision is compared bit by bit, and a product of a transposed matrix may be rounded differently.
             tree = without_strides(tree)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
 from fsdp_testing.cases.operations import EditGradients, LocalMicroBatches
 from fsdp_testing.cases.records import (
@@ -17,7 +16,6 @@ from fsdp_testing.cases.records import (
     Clip,
     MixedPrecisionSpec,
     Observe,
-    Operation,
     Reload,
     Step,
     Thaw,
@@ -47,6 +45,7 @@ _LOW, _BOTH = MixedPrecisionSpec("bfloat16"), MixedPrecisionSpec("bfloat16", "fl
 
 lowered = partial(check, comparison=LOCKSTEP)
 stored_in_float32 = partial(cases, dtype="float32")
+stored_in_bfloat16 = partial(cases, dtype="bfloat16")
 
 MIXED_PRECISION: tuple[Check, ...] = (
     *(lowered(f"mixed_precision.{name}", meaning,
@@ -122,11 +121,6 @@ _LAST_OF_ONE = ("first.*", "second.linear.*", "second.linear")
 _TO_FLOAT32 = MixedPrecisionSpec(None, "float32")
 _SUMS = (*accumulated(0, 1, 2), Observe(), Step(), ZeroGrad(), *micro_batches(3, 4, 5), Observe())
 
-
-def _in_16_bits(models: str, *program: Operation, dtypes: str = "bfloat16 float16", **fields: Any) -> tuple[Case, ...]:
-    return tuple(case for dtype in dtypes.split() for case in cases(models, *program, dtype=dtype, **fields))
-
-
 stored_low = partial(lowered, source="torch.distributed.fsdp.MixedPrecisionPolicy, reduce_dtype")
 
 STORED_LOW: tuple[Check, ...] = (
@@ -138,7 +132,7 @@ STORED_LOW: tuple[Check, ...] = (
         ("reduced_in_float32", "A model stored in 16 bits reduces its gradients in float32.", _TO_FLOAT32),
     )),
     *(stored_low(f"stored_low.{name}", meaning,
-                 _in_16_bits("mlp", *_SUMS, dtypes="bfloat16", optimizer=PLAIN_SGD, precision=precision),
+                 stored_in_bfloat16("mlp", *_SUMS, optimizer=PLAIN_SGD, precision=precision),
                  needs={"accumulate_without_no_sync"}) for name, meaning, precision in (
         ("accumulated", "Local and reduced micro-batches of a model stored in 16 bits add up.", None),
         ("accumulated_in_float32",
@@ -146,17 +140,18 @@ STORED_LOW: tuple[Check, ...] = (
     )),
     # The last gradients are smaller than the roundings of the sum that was there.
     stored_low("stored_low.zeroed", "Zeroed 16-bit gradients leave nothing behind, rounding errors of their sum included.",
-               _in_16_bits("mlp", *micro_batches(0, 1, 2), EditGradients(("*",), "zeros"), micro_batch(3, scale=2.0**-8),
-                           Observe(), Step(), dtypes="bfloat16", optimizer=PLAIN_SGD, precision=_TO_FLOAT32),
+               stored_in_bfloat16("mlp", *micro_batches(0, 1, 2), EditGradients(("*",), "zeros"), micro_batch(3, scale=2.0**-8),
+                           Observe(), Step(), optimizer=PLAIN_SGD, precision=_TO_FLOAT32),
                needs={"accumulate_without_no_sync"}),
     stored_low("stored_low.clipped", "Gradients in 16 bits are clipped by the norm over all ranks.",
-               *(_in_16_bits("mlp", micro_batch(0), Clip(0.1, norm_type), Observe(), Step()) for norm_type in _NORMS)),
+               *(cases("mlp", micro_batch(0), Clip(0.1, norm_type), Observe(), Step(), dtype=dtype)
+                 for norm_type in _NORMS for dtype in ("bfloat16", "float16"))),
     *(stored_low(f"stored_low.reloaded_{form}", f"A model in 16 bits and its optimizer are saved in {form} form and loaded "
                  "without a rounding.",
-                 _in_16_bits("mlp uneven", *iterations(2), Reload(form), *iteration(2), dtypes="bfloat16", optimizer=ADAMW))
+                 stored_in_bfloat16("mlp uneven", *iterations(2), Reload(form), *iteration(2), optimizer=ADAMW))
       for form in ("full", "sharded")),
     stored_low("stored_low.offloaded", "A model in 16 bits trains from the host as from the device.",
-               _in_16_bits("mlp uneven", *iterations(2), micro_batch(2), dtypes="bfloat16", optimizer=ADAMW, offload=True)),
+               stored_in_bfloat16("mlp uneven", *iterations(2), micro_batch(2), optimizer=ADAMW, offload=True)),
 )  # fmt: skip
 """Models whose parameters are stored in bfloat16 or float16."""
 

@@ -23,10 +23,10 @@ def _is_low(dtype: torch.dtype) -> bool:
     return dtype.itemsize == 2
 
 
-def _rounded(values: Any, to: torch.dtype = torch.float8_e5m2) -> Any:
+def _rounded(values: Any) -> Any:
     if not isinstance(values, torch.Tensor) or not _is_low(values.dtype):
         return values
-    return values.to(to).to(values.dtype)
+    return values.to(torch.float8_e5m2).to(values.dtype)
 
 
 @planted(SOUND, Precision, "of", "stored_low.trained")

@@ -41,6 +41,13 @@ def test_a_case_asks_for_claimed_capabilities_only_and_is_legal(name: str):
         assert case.program
 
 
+@pytest.mark.parametrize(("model", "dtype"), [("two_dtypes", "float32"), ("mlp", "bfloat16")])
+def test_a_model_of_the_zoo_with_two_dtypes_is_not_stored_in_16_bits(model: str, dtype: str):
+    """Pairs combine the model of one case with the dtype of another."""
+    case = Case(ModelSpec(model, dtype="bfloat16"), WorldSpec(2), (ForwardBackward(Batch(0)),))
+    assert legal_case(case).model.dtype == dtype
+
+
 def test_a_model_that_changes_its_weights_in_forward_is_drawn_only_where_that_is_claimed():
     """A campaign on FSDP1, which claims no such thing, called its refusal a finding."""
     case = Case(ModelSpec("self_clipping"), WorldSpec(2), (ForwardBackward(Batch(1)),))
