@@ -7,9 +7,10 @@ communicates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,8 @@ from fsdp_ref.storage.views import is_flattened
 
 if TYPE_CHECKING:
     from fsdp_ref.storage.extension import ParameterExtension
+
+_SIMPLE: Final = (bool, int, float, complex, str, type(None))
 
 Key = int | str
 """What an optimizer's own state dict calls a parameter: its position, or a name."""
@@ -259,10 +262,23 @@ def is_named(state: Mapping[str, Any]) -> bool:
     return bool(keys) and isinstance(keys[0], str)
 
 
-def same_settings(one: Any, other: Any) -> bool:
-    """Return whether two values of settings, or two dictionaries of them, are equal; tensors by shape and values."""
+def same_values(one: Any, other: Any, *, copies: bool = False) -> bool:
+    """Return whether two values, or two containers of them, are equal; tensors by dtype, shape and values. NaN equals NaN.
+
+    Args:
+        one: a setting of an optimizer, or an entry of its state.
+        other: another.
+        copies: objects of classes that are not known here came from another rank, and count as equal if their type is.
+    """
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and bool((one.detach().cpu() == other.detach().cpu()).all())
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same_settings(value, other[key]) for key, value in one.items())
-    return type(one) is type(other) and bool(one == other)
+        same = one.dtype == other.dtype and one.shape == other.shape
+        return same and torch.allclose(one.detach().cpu(), other.detach().cpu(), rtol=0, atol=0, equal_nan=True)
+    if isinstance(one, _SIMPLE) and isinstance(other, _SIMPLE):
+        return bool(one == other) or all(isinstance(each, float) and math.isnan(each) for each in (one, other))
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same_values(one[key], other[key], copies=copies) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(same_values(*pair, copies=copies) for pair in zip(one, other))
+    return copies or bool(one == other)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp_ref.checkpoint.optim_index import ModelIndex, Original, Stepped, same_settings, stepped_groups
+from fsdp_ref.checkpoint.optim_index import ModelIndex, Original, Stepped, same_values, stepped_groups
 from fsdp_ref.checkpoint.optim_source import (
     Broadcast,
     Fetch,
@@ -187,7 +187,7 @@ class _Loading:
                     yield f"{original.name}.{name}: a value of another kind than in {first.name}"
                 elif shaped and state[name].dtype != value.dtype:
                     yield f"{original.name}.{name}: dtype {state[name].dtype}, {value.dtype} in {first.name}"
-                elif not shaped and not same_settings(state[name], value):
+                elif not shaped and not same_values(state[name], value):
                     yield f"{original.name}.{name}: {state[name]}, {value} in {first.name} of the same flat parameter"
             for name in (state or {}).keys() - like.keys():
                 yield f"{original.name}.{name}: missing in {first.name} of the same flat parameter"
@@ -295,7 +295,7 @@ class _Loading:
             names = [name for stepped in group for original in stepped.originals for name in original.names]
             numbers = list(dict.fromkeys(listed[name] for name in names if name in listed))
             sources = [{k: v for k, v in given[n].items() if k not in {"params", "param_names"}} for n in numbers]
-            if any(not same_settings(source, sources[0]) for source in sources[1:]):
+            if any(not same_values(source, sources[0]) for source in sources[1:]):
                 raise FsdpValueError(
                     "optim_state_dict_to_load: expected one group of settings for the parameters of each group of the "
                     f"optimizer, got different settings for {listing(names)}. Make the optimizer with the groups it was "

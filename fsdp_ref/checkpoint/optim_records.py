@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp_ref.checkpoint.optim_index import Original
-
-_COMPARED: Final = (bool, int, float, complex, str, type(None))
+from fsdp_ref.checkpoint.optim_index import Original, same_values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +29,7 @@ class Entry:
         """Return whether two ranks' values differ. Objects that cannot be compared count as equal."""
         if self.dtype is not None or other.dtype is not None:
             return self.dtype != other.dtype
-        return _differ(self.value, other.value)
+        return not same_values(self.value, other.value, copies=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,25 +38,6 @@ class Record:
 
     group: int | None
     entries: dict[str, Entry] | None
-
-
-def _is_nan(*values: Any) -> bool:
-    return all(isinstance(value, float) and math.isnan(value) for value in values)
-
-
-def _differ(mine: Any, others: Any) -> bool:
-    if isinstance(mine, Tensor) and isinstance(others, Tensor):
-        same = mine.dtype == others.dtype and mine.shape == others.shape
-        return not (same and torch.allclose(mine.cpu(), others.cpu(), rtol=0, atol=0, equal_nan=True))
-    if isinstance(mine, _COMPARED) and isinstance(others, _COMPARED):
-        return mine != others and not _is_nan(mine, others)
-    if type(mine) is not type(others):
-        return True
-    if isinstance(mine, Mapping):
-        return mine.keys() != others.keys() or any(_differ(value, others[key]) for key, value in mine.items())
-    if isinstance(mine, (list, tuple)):
-        return len(mine) != len(others) or any(_differ(*pair) for pair in zip(mine, others))
-    return False
 
 
 def entry_of(original: Original, value: Any) -> Entry:

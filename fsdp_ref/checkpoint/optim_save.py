@@ -25,7 +25,7 @@ from fsdp_ref.checkpoint.optim_index import (
     Original,
     Stepped,
     is_named,
-    same_settings,
+    same_values,
     stepped_groups,
 )
 from fsdp_ref.checkpoint.optim_records import Record, entry_of, merged, plain_names
@@ -317,7 +317,7 @@ class _Saving:
             for group in self.own["param_groups"]
         ]
         for original, settings in self.elsewhere.items():
-            found = next((members for own, members in groups if same_settings(own, settings)), None)
+            found = next((members for own, members in groups if same_values(own, settings)), None)
             if found is None:
                 groups.append((settings, [original]))
             else:

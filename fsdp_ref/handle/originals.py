@@ -2,7 +2,7 @@
 
 With original parameters each user's ``nn.Parameter`` object lives on; outside computation its data is the piece of it
 that this rank's shard holds (one-dimensional, possibly empty). Without, users see one flat parameter, and the places of
-the originals hold placeholders on the meta device: right shape and dtype, and any computation with one fails loudly.
+the originals hold placeholders: right shape and dtype, and any computation with one raises an error.
 
 Inside forward and backward every place shows a plain tensor that autograd tracks.
 """
@@ -15,13 +15,13 @@ from enum import Enum, auto
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from torch import Tensor, nn
 
 from fsdp_ref.naming import FLAT_PARAM
 from fsdp_ref.storage.views import (
     ManagedParam,
     ParamSite,
+    Placeholder,
     SiteWriters,
     flat_views,
     mark_flattened,
@@ -84,7 +84,7 @@ class Originals:
         self.shown = Shown.SHARDED
         self.hooks_aside: list[tuple[dict[int, Any], dict[int, Any]]] = []  # see ``param_hooks.set_aside``
         self._placeholders = [
-            torch.empty_strided(spec.shape, spec.stride, dtype=handle.shard_S.dtype, device="meta")
+            Placeholder.of(spec, handle.shard_S.dtype)
             for spec in (() if self.use_orig_params else handle.layout.params)
         ]
         # Pieces in this rank's shard: parameter index -> (offset, numel); absent ones are missing.

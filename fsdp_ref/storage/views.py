@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_ref.errors import FsdpRuntimeError, listing
 from fsdp_ref.layout import FlatLayout, ParamSpec
 from fsdp_ref.storage.extension import ParameterExtension
 
@@ -105,6 +106,49 @@ def gap_views(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
 def alias(view: Tensor) -> Tensor:
     """Return a tensor on the same memory that autograd takes for an independent one (own version, no base)."""
     return view.data
+
+
+class Placeholder(Tensor):
+    """Stands where a parameter was that users do not see now: its shape, strides and dtype, and nothing to compute with.
+
+    It is on the meta device. A plain tensor there would not refuse: torch multiplies a matrix on the CPU by one on meta without
+    an error, and the result is memory that nothing was written to (torch 2.13, `F.linear`, `@` and convolutions without bias).
+    """
+
+    fqn: str
+
+    @staticmethod
+    def of(spec: ParamSpec, dtype: torch.dtype) -> Placeholder:
+        """Return one for a parameter."""
+        result = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device="meta").as_subclass(Placeholder)
+        result.fqn = spec.fqn
+        return result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # a class method, as torch documents it
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse to compute.
+
+        Raises:
+            FsdpRuntimeError: Always.
+        """
+        if func is torch.ops.aten.detach.default:  # as `.data` does
+            return args[0]
+        given = [item for arg in (*args, *(kwargs or {}).values()) for item in (arg if type(arg) is list else [arg])]
+        names = {item.fqn for item in given if isinstance(item, Placeholder)}
+        raise FsdpRuntimeError(
+            f"{func}: expected a parameter with values, got {listing(sorted(names))}, which its unit has only in forward, in "
+            "registered methods and in summon_full_params. Compute there."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
+        """Return this one: it never changes."""
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]  # an argument without a name
+        """Name the parameter."""
+        return f"Placeholder({self.fqn!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 class SiteWriters:

@@ -142,6 +142,11 @@ class Setup:
     leaves_unused: bool = False
     settings: frozenset[str] = frozenset()
 
+    @property
+    def compressed_to(self) -> torch.dtype | None:
+        """The dtype to which the implementation's own hook compresses gradients; `None`: it registers no hook."""
+        return self.precision.reduce_dtype if "compressing_hook" in self.settings else None
+
     def refuse(self, implementation: str, *options: str) -> None:
         """Refuse a setup that asks for one of these options, which the implementation does not have.
 

@@ -6,7 +6,7 @@ import copy
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -219,9 +219,11 @@ def _seed(seed: int) -> None:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply `function` to every tensor in tuples, lists and mappings; but for ordered ones these become dictionaries."""
+    """Apply `function` to every tensor in containers; mappings that are neither ordered nor dataclasses become dictionaries."""
     if isinstance(value, torch.Tensor):
         return function(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{item.name: map_tensors(function, getattr(value, item.name)) for item in fields(value)})
     if isinstance(value, Mapping):
         items = {key: map_tensors(function, item) for key, item in value.items()}
         return OrderedDict(items) if isinstance(value, OrderedDict) else items

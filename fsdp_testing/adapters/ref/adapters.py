@@ -17,7 +17,7 @@ from torch import nn
 
 import fsdp_ref
 import fsdp_ref.wrap
-from fsdp_ref import StateDictType
+from fsdp_ref import StateDictType, comm_hooks
 from fsdp_ref.annotations import units_under
 from fsdp_ref.build.targets import choose_by_function
 from fsdp_ref.comm.division import DivideFactors
@@ -94,16 +94,8 @@ def flat_units(model: nn.Module) -> Iterator[FlatUnit]:
 
 
 _SETTINGS_OF_BOTH = frozenset(
-    {
-        "default_device",
-        "default_groups",
-        "mesh_for_group",
-        "ignored_by_parameter",
-        "own_state",
-        "offloaded_state",
-        "saved_on_rank_0",
-    }
-    | {"unit_precisions", "unit_strategies"}
+    {"default_device", "default_groups", "mesh_for_group", "ignored_by_parameter", "own_state", "offloaded_state"}
+    | {"saved_on_rank_0", "compressing_hook", "unit_precisions", "unit_strategies"}
 )
 
 _SETTINGS_OF_METHODS = frozenset({"divide_factor", "full_outputs", "kept_after_backward", "single_units"})
@@ -139,6 +131,7 @@ _NOT_BESIDE_TENSOR_PARALLEL = frozenset(
 )
 
 _FSDP = FsdpNames(fsdp_ref, fsdp_ref.wrap)
+_HOOKS = {torch.bfloat16: comm_hooks.bf16_compress_hook, torch.float16: comm_hooks.fp16_compress_hook}
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +164,16 @@ def _wrap(apply: Apply, module: nn.Module, setup: Setup) -> nn.Module:
     setup.refuse_settings("fsdp_ref", *_SETTINGS_OF_BOTH, *own)
     if setup.units and setup.policy is None and _shared_across_units(module, setup):
         setup = replace(setup, units=(), policy=WrapPolicy(names=setup.units))
+    stored = next((parameter.dtype for parameter in module.parameters()), torch.float32)
     model = _FSDP.wrap(module, setup, apply)
     for name, method in setup.forward_methods:
         fsdp_ref.register_fsdp_forward_method(module.get_submodule(name), method)
     SETTINGS_OF[model] = setup.settings
     if apply is _as_composable:
         by_methods.set_prefetch(model, setup)
+    if setup.compressed_to is not None and setup.group is not None:
+        state = comm_hooks.LowPrecisionState(setup.group, stored)
+        fsdp_ref.register_comm_hook(model, state, _HOOKS[setup.compressed_to])
     return model
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -67,6 +67,8 @@ class FsdpNames:
         """Return the arguments that the case sets for the unit `name`; all others keep their defaults."""
         strategy = setup.unit_strategies.get(name, setup.strategy)
         precision = setup.unit_precisions.get(name, setup.precision)
+        if setup.compressed_to is not None:
+            precision = replace(precision, reduce_dtype=None)
         prefetch = _PREFETCH.get(setup.backward_prefetch)
         asked = self._ranks(setup, strategy) | {
             "mixed_precision": self._precision(precision) if precision != Precision() else None,

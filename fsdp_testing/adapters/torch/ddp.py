@@ -9,14 +9,17 @@ claimed.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_testing.adapters.adapter import TorchStyle
-from fsdp_testing.adapters.protocol import Division, Setup
+from fsdp_testing.adapters.protocol import Division, Precision, Setup
 from fsdp_testing.adapters.shared import replicated
 from fsdp_testing.adapters.shared.checkpointing import checkpoint_modules
 from fsdp_testing.adapters.shared.claims import REPLICATED
@@ -37,6 +40,11 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 """The argument for each setting of a case; those that this torch lacks are not claimed."""
 _SETTINGS = {name: asked for name, asked in _SETTINGS.items() if _ARGUMENTS.issuperset(asked)}
 
+_HOOKS: dict[torch.dtype, Callable[..., Any]] = {
+    torch.bfloat16: default_hooks.bf16_compress_hook,
+    torch.float16: default_hooks.fp16_compress_hook,
+}
+
 CAPABILITIES = (
     REPLICATED
     | {
@@ -46,6 +54,7 @@ CAPABILITIES = (
         "unit_alone",
         "forward_methods",
         "mesh_for_group",
+        "compressing_hook",
         *_SETTINGS,
     }
     | ({"sync_module_states"} if _RENAMED else set())
@@ -61,8 +70,10 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
         raise InvalidImplementation(
             f"torch-ddp: expected strategy 'no_shard', got {setup.strategy!r}. Run only what it claims."
         )
-    setup.refuse("torch-ddp", "precision", "cpu_offload", "init_module", "forward_prefetch", "backward_prefetch")
-    setup.refuse_settings("torch-ddp", "mesh_for_group", *_SETTINGS)
+    if setup.compressed_to is None or setup.precision != Precision(reduce_dtype=setup.compressed_to):
+        setup.refuse("torch-ddp", "precision")
+    setup.refuse("torch-ddp", "cpu_offload", "init_module", "forward_prefetch", "backward_prefetch")
+    setup.refuse_settings("torch-ddp", "mesh_for_group", "compressing_hook", *_SETTINGS)
     checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
     inside = tuple(f"{name}." for name in setup.ignored)
     ignored = [fqn for fqn, _ in module.named_parameters(remove_duplicate=False) if fqn.startswith(inside)]
@@ -76,12 +87,15 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
         asked["find_unused_parameters"] = True
     for name in sorted(setup.settings):
         asked |= _SETTINGS.get(name, {})
-    return DistributedDataParallel(module, **asked)
+    model = DistributedDataParallel(module, **asked)
+    if setup.compressed_to is not None:
+        model.register_comm_hook(setup.group, _HOOKS[setup.compressed_to])
+    return model
 
 
 def division(setup: Setup) -> Division:
-    """Each rank's gradient is multiplied by the reciprocal of the world size before the sum (torch's reducer)."""
-    return Division(before=setup.world_size, after=1, by_reciprocal=True)
+    """Each rank's gradient is multiplied by the reciprocal of the world size before the sum (torch's reducer); hooks divide."""
+    return Division(before=setup.world_size, after=1, by_reciprocal=setup.compressed_to is None)
 
 
 IMPLEMENTATION = TorchStyle(

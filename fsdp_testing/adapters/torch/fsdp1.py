@@ -19,6 +19,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.algorithms._comm_hooks.default_hooks import LowPrecisionState
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -84,6 +86,7 @@ _SHARED_CLAIMS = SHARDED | {
     "offloaded_state",
     "saved_on_rank_0",
     "limited_gathers",
+    "compressing_hook",
     "unit_precisions",
     "unit_strategies",
 }
@@ -95,6 +98,7 @@ _ORIGINAL_CLAIMS = frozenset({"frozen_mixed_unit", "thawed_parameters", "gradien
 _FLAT_CLAIMS = frozenset({"local_state_dict"})
 
 _FSDP = FsdpNames(fsdp, fsdp.wrap)
+_HOOKS = {torch.bfloat16: default_hooks.bf16_compress_hook, torch.float16: default_hooks.fp16_compress_hook}
 
 _SETTINGS: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 """Options of each model's case that access to its state needs."""
@@ -117,7 +121,10 @@ def wrap(module: nn.Module, setup: Setup, *, use_orig_params: bool) -> nn.Module
 
     setup.refuse("torch-fsdp1", "tensor_mesh")  # this adapter cannot tell which elements of a part a rank holds
     setup.refuse_settings("torch-fsdp1", *_SHARED_CLAIMS)
+    stored = next((parameter.dtype for parameter in module.parameters()), torch.float32)
     model = _FSDP.wrap(module, setup, apply)
+    if setup.compressed_to is not None:
+        register_comm_hook(model, LowPrecisionState(setup.group, stored), _HOOKS[setup.compressed_to])
     _SETTINGS[model] = setup.settings
     return model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_testing.cases.models.model import LARGE, Family, Inputs, Wired, chain, features, float_input, layers, tokens
-from fsdp_testing.cases.models.tree_layers import Named, TreeLinear, TreeOffset
+from fsdp_testing.cases.models.tree_layers import Named, Record, TreeLinear, TreeOffset
 
 ZOO = Family()
 _THREE = ("layers.0", "layers.1", "layers.2")
@@ -29,6 +30,28 @@ def _keyword_input(seed: int, rank: int, step: int, batch: int, dtype: torch.dty
 def _container_input(seed: int, rank: int, step: int, batch: int, dtype: torch.dtype, **_options: Any) -> Inputs:
     one, two, three = features(seed, rank, step, (3, batch, 6), dtype).unbind(0)
     return Inputs((Named(one, two),), {"more": OrderedDict(third=three)})
+
+
+@dataclass
+class Fields(OrderedDict[str, Any]):
+    """A dataclass that is a mapping of its fields too, as libraries of models have them."""
+
+    mean: torch.Tensor | None = None
+    spread: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        # Or from pairs, as a mapping is made: the first field has them all.
+        pairs: list[Any] = [] if self.mean is None or isinstance(self.mean, torch.Tensor) else list(self.mean)
+        self.update(pairs or {"mean": self.mean, "spread": self.spread})
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+def _record_input(seed: int, rank: int, step: int, batch: int, dtype: torch.dtype, **_options: Any) -> Inputs:
+    one, two, three, four = features(seed, rank, step, (4, batch, 6), dtype).unbind(0)
+    return Inputs((Record(one, (two, "text")),), {"fields": Fields(three, four)})
 
 
 def _narrow(module: nn.Module, dtype: torch.dtype) -> None:
@@ -178,6 +201,18 @@ def container_inputs() -> nn.Module:
     return Wired(flow, first=square(6), second=square(6))
 
 
+@ZOO.model("record_input", _record_input, ("first", "second"), "keyword_input")
+def record_input() -> nn.Module:
+    """Inputs in a dataclass, and in one that is a mapping too."""
+
+    def flow(m: Any, record: Record, *, fields: Fields) -> torch.Tensor:
+        hidden: torch.Tensor = torch.tanh(m.first(record.mean) + record.parts[0])
+        assert fields.mean is not None  # it was made of tensors
+        return m.second(hidden + fields.mean + fields["spread"]) * (1.0 if isinstance(fields, Fields) else 0.0)
+
+    return Wired(flow, first=square(6), second=square(6))
+
+
 @ZOO.model("precise_input", float_input(6), ("first", "time", "last"))
 def precise_input() -> nn.Module:
     """A unit that is given single precision, from which it computes before it casts."""
@@ -188,6 +223,21 @@ def precise_input() -> nn.Module:
 
     time = Wired(lambda m, moments: m.inner(torch.sin(777.0 * moments).to(m.inner.weight.dtype)), inner=square(6))
     return Wired(flow, first=square(6), time=time, last=square(6))
+
+
+@ZOO.model("inner_modules", float_input(8), ("body", "head", "gain"))
+def inner_modules() -> nn.Module:
+    """Units of one module each, which have as many outputs as there are ranks, or one element for each."""
+
+    def unit(inner: nn.Module) -> nn.Module:
+        return Wired(lambda m, x: m.inner(x), inner=inner)
+
+    body, head, gain = (
+        square(8),
+        nn.Linear(8, 2, bias=False),
+        Wired(lambda m, x: x * m.gain, gain=nn.Parameter(torch.ones(2))),
+    )
+    return chain("body head gain", body=unit(body), head=unit(head), gain=unit(gain))
 
 
 @ZOO.model("bare_root", float_input(7), ("first", "activation", "second"), "bare_root uneven")

@@ -51,6 +51,7 @@ SETTINGS: dict[str, str] = {
     "shared_streams": "the units of the model are roots that share their streams",
     "own_all_reduce": "in hybrid sharding a user's function reduces over replicas",
     "zeros_for_unused": "parameters that this rank did not use take part in reductions",
+    "compressing_hook": "in place of `reduce_dtype`, the implementation's own hook reduces gradients in 16 bits",
     "full_outputs": "the model's outputs are cast to the dtype in which parameters are stored",
     "unit_precisions": "in mixed precision every unit casts its inputs, and every second one computes in the stored dtype",
     "unit_strategies": "every second unit frees its parameters after forward if the others do not, and keeps them if they do",

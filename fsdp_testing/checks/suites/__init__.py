@@ -8,6 +8,7 @@ from types import MappingProxyType
 from fsdp_testing.checks.suites import (
     access,
     construction,
+    optimizer_state,
     options,
     parameters,
     precision,
@@ -18,7 +19,7 @@ from fsdp_testing.checks.suites import (
 )
 from fsdp_testing.checks.suites.check import Check
 
-_THEMES = (construction, training, parameters, precision, access, state, options, user_code, schemes)
+_THEMES = (construction, training, parameters, precision, access, state, optimizer_state, options, user_code, schemes)
 
 CHECKS: Mapping[str, Check] = MappingProxyType({check.name: check for theme in _THEMES for check in theme.CHECKS})
 """Every check by name."""

@@ -300,6 +300,11 @@ COMM_HOOKS: tuple[Check, ...] = (
     *(hooked(f"comm_hook.{wire}", f"A hook that reduces in {wire} gives the same as reduction in {wire}.",
              cases("uneven", *iteration(0, Observe()), micro_batch(1), dtype="float32", optimizer=PLAIN_SGD),
              comparison=LOCKSTEP, mode=compressed_to(wire)) for wire in ("bfloat16", "float16")),
+    *(check(f"comm_hook.shipped_{wire}", f"The implementation's own hook that compresses to {wire} reduces in {wire}.",
+            *(cases(model, *iteration(0, Observe()), *accumulated(1, 2), Observe(), Step(), dtype=dtype, optimizer=PLAIN_SGD,
+                    precision=MixedPrecisionSpec(reduce_dtype=wire), wrapping=every_unit(model, settings=("compressing_hook",)))
+              for model, dtype in (("uneven", "float32"), ("mlp", "float64"))),
+            source="torch.distributed.algorithms", comparison=LOCKSTEP, sizes=ODD) for wire in ("bfloat16", "float16")),
 )  # fmt: skip
 """The user's own function reduces gradients, and is called when and with what it must be."""
 

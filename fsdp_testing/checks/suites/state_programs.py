@@ -1,9 +1,10 @@
-"""Runs that check saved state itself: state that must be refused, dtypes, an optimizer in another order or with groups."""
+"""Runs that check saved state itself: state that must be refused, the places of shards, what is not finite, directories."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,13 +15,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_testing.cases.operations import Batch
-from fsdp_testing.cases.records import Case, RankObservation
+from fsdp_testing.cases.records import RankObservation
 from fsdp_testing.checks.suites.programs import Remark, RemarkedObservation, review_remarks
 from fsdp_testing.judging.case_runner import RunMode
-from fsdp_testing.oracle import models, rank_jobs
+from fsdp_testing.oracle import rank_jobs
 from fsdp_testing.oracle.execute import RankProgram
-from fsdp_testing.oracle.replay import Replay
 from fsdp_testing.oracle.ways import refusals_as_errors, shared_directory
 
 State = dict[str, torch.Tensor]
@@ -131,64 +130,6 @@ class RefusingProgram(RemarkingProgram):
         return lambda: {name: value for name, value in other.items() if name in saved}
 
 
-def _without_a_parameter(saved: Any) -> Any:
-    """Return an optimizer's state that knows nothing of one of its parameters."""
-    dropped = next(iter(saved["state"]))
-    groups = [{**group, "params": [n for n in group["params"] if n != dropped]} for group in saved["param_groups"]]
-    return {
-        "state": {fqn: entries for fqn, entries in saved["state"].items() if fqn != dropped},
-        "param_groups": groups,
-    }
-
-
-def _with_another_parameter(saved: Any) -> Any:
-    first, *rest = saved["param_groups"]
-    groups = [{**first, "params": [*first["params"], "layers.9.weight"]}, *rest]
-    return {"state": {**saved["state"], "layers.9.weight": next(iter(saved["state"].values()))}, "param_groups": groups}
-
-
-def _with_misshapen_moments(saved: Any) -> Any:
-    def longer(value: Any) -> Any:
-        has_rows = isinstance(value, torch.Tensor) and value.dim() > 0
-        return value.new_zeros(value.shape[0] + 1, *value.shape[1:]) if has_rows else value
-
-    changed = next(iter(saved["state"]))
-    entries = {name: longer(value) for name, value in saved["state"][changed].items()}
-    return {**saved, "state": {**saved["state"], changed: entries}}
-
-
-WRONG_OPTIMIZERS: Mapping[str, Callable[[Any], Any]] = {
-    "optimizer state that lacks a parameter": _without_a_parameter,
-    "optimizer state with an unknown parameter": _with_another_parameter,
-    "optimizer state with moments of another shape": _with_misshapen_moments,
-}
-"""By the label of the observation after which it is loaded, as `WRONG_STATES`."""
-
-
-class RefusingOptimizer(RefusingProgram):
-    """Loads the saved state of its optimizer, then the unfitting one that the last observation names, and trains a step."""
-
-    def statements(self) -> Iterator[str]:
-        """Yield that it was loaded, and the step taken."""
-        make, adapter = WRONG_OPTIMIZERS.get(self.quantity), self.adapter
-        if make is None or self.optimizer is None:
-            return  # a shortened case
-        with self._inside():
-            saved = adapter.full_optimizer_state(self.model, self.optimizer)
-        self._train_from(saved)  # who cannot train from this refuses anything
-        try:
-            self._train_from(make(saved))
-        except Exception:  # noqa: BLE001 - whatever it raises, it refuses
-            return
-        yield f"an {self.quantity} was loaded, expected it to be refused"
-
-    def _train_from(self, saved: Any) -> None:
-        assert self.optimizer is not None
-        self.adapter.load_full_optimizer_state(self.model, self.optimizer, saved)
-        self.backward(self.call(Batch(1)).loss)
-        self.adapter.step(self.model, self.optimizer)
-
-
 def _files_of_two_ranks(saved: State) -> tuple[Callable[[], State], Callable[[], State]]:
     """Return what reads the files of this rank and of the next. Collectives: a gather of objects; every rank calls."""
     file = io.BytesIO()
@@ -201,78 +142,41 @@ def _files_of_two_ranks(saved: State) -> tuple[Callable[[], State], Callable[[],
     return first, second
 
 
-class StoredDtypes(RemarkingProgram):
-    """Looks at the dtypes of saved optimizer state."""
+class NotFinite(RemarkingProgram):
+    """Saves parameters in a form after they became NaN and infinite, as in a run that diverged, and loads them."""
+
+    form = ""
 
     def statements(self) -> Iterator[str]:
-        """Yield what is not in the dtype in which parameters are stored."""
-        if self.optimizer is None:
-            return
+        """Yield what is lost."""
+        adapter = self.adapter
+        save, load = (getattr(adapter, name.format(self.form)) for name in ("{}_state_dict", "load_{}_state_dict"))
+        pieces = [piece.value for held in adapter.local_pieces(self.model).values() for piece in held]
+        for number, value in enumerate(value for value in pieces if value is not None and value.numel()):
+            value.detach().view(-1)[-1:].fill_((math.nan, math.inf, -math.inf)[number % 3])
         with self._inside():
-            saved = self.adapter.full_optimizer_state(self.model, self.optimizer)
-        met: list[torch.Tensor] = []
-
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            met.append(tensor)
-            return tensor
-
-        models.map_tensors(note, saved)
-        # A step count is a scalar, and of a dtype of its own.
-        wrong = {models.dtype_name(t.dtype) for t in met if t.dim() and t.is_floating_point() and t.dtype != self.dtype}
-        if not any(tensor.dim() for tensor in met):
-            yield "the saved optimizer state has no tensor"
-        for name in sorted(wrong):
-            yield f"saved optimizer state has dtype {name}, expected {models.dtype_name(self.dtype)}"
+            state = save(self.model)
+            before = {fqn: value.detach().clone() for fqn, value in adapter.full_state_dict(self.model).items()}
+            adapter.finish(self.model)
+            self.rebuild({})
+            load(self.model, state)
+            after = adapter.full_state_dict(self.model)
+        if all(bool(value.isfinite().all()) for value in before.values()):
+            yield "the full state is finite, although parameters are not"
+        for fqn, value in before.items():
+            if not same_values(after[fqn], value):
+                yield f"{fqn} differs once it is loaded: elements that are not finite were saved"
 
 
-class ReorderedProgram(RankProgram):
-    """Each optimizer but the first has the parameters in the reverse order."""
-
-    builds = 0
-
-    def build_optimizer(self) -> None:
-        order = 1 if self.builds == 0 else -1
-        self.builds += 1
-        self.optimizer = self.adapter.build_optimizer(self.model, partial(_over, self.case, order))
-
-
-def _over(case: Any, order: int, parameters: Any) -> torch.optim.Optimizer:
-    return models.build_optimizer(case, list(parameters)[::order])
-
-
-class GroupedProgram(RankProgram):
-    """Its first optimizer decays weights alone; each later one is built with other settings, which loading must replace."""
-
-    builds = 0
-
-    def build_optimizer(self) -> None:
-        fresh = {"lr": 0.7, "weight_decay": 0.3} if self.builds else {}
-        self.builds += 1
-        with self._inside():
-            names = {id(parameter): fqn for fqn, parameter in self.adapter.named_parameters(self.model)}
-            make = partial(_grouped, self.case, names, fresh)
-            self.optimizer = self.adapter.build_optimizer(self.model, make)
-
-
-class GroupedReplay(Replay):
-    """The oracle's run of it."""
-
-    def build_optimizer(self) -> None:
-        names = {id(parameter): fqn for fqn, parameter in self.parameters.items()}
-        self.optimizer = _grouped(self.case, names, {}, self.parameters.values())
-
-
-def _grouped(
-    case: Case, names: Mapping[int, str], fresh: Mapping[str, float], parameters: Iterable[nn.Parameter]
-) -> torch.optim.Optimizer:
-    """Build the case's optimizer with biases in a group of their own, which is not decayed and has half the rate."""
-    groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
-    for parameter in parameters:
-        groups[names[id(parameter)].endswith("bias")].append(parameter)
-    rate: Any = case.optimizer.arguments["lr"]
-    own = {"lr": 0.5 * rate, "weight_decay": 0.0}
-    made: Any = [{"params": groups[False], **fresh}, {"params": groups[True], **own, **fresh}]
-    return models.build_optimizer(case, made)
+def same_values(one: Any, other: Any) -> bool:
+    """Whether two saved values are the same, NaN and dtype included."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return (
+            one.dtype == other.dtype
+            and torch.equal(one.isnan(), other.isnan())
+            and torch.equal(one.nan_to_num(), other.nan_to_num())
+        )
+    return type(one) is type(other) and repr(one) == repr(other)
 
 
 class ShardsPlaced(RemarkingProgram):
@@ -325,6 +229,11 @@ class ThroughDirectory(RemarkingProgram):
                     yield f"{fqn} differs after the {self.form} state went through a directory"
 
 
+def not_finite(form: str) -> RunMode:
+    """Return how a case is run whose parameters are saved in a form when they are not finite."""
+    return RunMode(rank_jobs.run_as, (NotFinite, {"form": form}), review=review_remarks)
+
+
 def through_directory(form: str) -> RunMode:
     """Return how a case is run whose state in a form goes through a directory."""
     return RunMode(rank_jobs.run_as, (ThroughDirectory, {"form": form}), review=review_remarks)
@@ -332,7 +241,3 @@ def through_directory(form: str) -> RunMode:
 
 SHARDS_PLACED = RunMode(rank_jobs.run_as, (ShardsPlaced, {}), review=review_remarks)
 REFUSED = RunMode(rank_jobs.run_as, (RefusingProgram, {}), review=review_remarks)
-REFUSED_OPTIMIZER = RunMode(rank_jobs.run_as, (RefusingOptimizer, {}), review=review_remarks)
-STORED_DTYPES = RunMode(rank_jobs.run_as, (StoredDtypes, {}), review=review_remarks)
-REORDERED = RunMode(rank_jobs.run_as, (ReorderedProgram, {}))
-GROUPED = RunMode(rank_jobs.run_as, (GroupedProgram, {}), rank_jobs.expect_as, (GroupedReplay, {}))

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+from torch import nn
 
+from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.cases.models import tensors_in
+from fsdp_testing.cases.operations import user_code
 from fsdp_testing.cases.records import (
     UNIT_ROUNDOFF,
     Batch,
@@ -123,26 +126,6 @@ CONVERSION: tuple[Check, ...] = (
 )  # fmt: skip
 """What users do to modules besides training: `module.to`, `copy.deepcopy`."""
 
-# An adapter may still show the part that was replaced, so the model's results decide.
-replaced = partial(check, comparison=Comparison(ignore=(f"{PART}.*",)), mode=PARTS_REPLACED)
-
-PARTS_OF_MODELS: tuple[Check, ...] = (
-    replaced("parts.module_replaced",
-             "A module that replaces another before the first forward is trained like the others.",
-             cases("mlp", Observe(MODULE), BuildOptimizer(), micro_batch(0), Step(), forward(1),
-                   wrapping=WrappingPlan(), optimizer=PLAIN_SGD),
-             source="pytorch PR 87837", needs={"modules_replaced"}),
-    replaced("parts.parameters_replaced",
-             "If a parameter is replaced between forwards, the next forward uses the new one.",
-             cases("mlp", forward(0, "no_grad"), Observe(PARAMETERS), forward(1)),
-             source="pytorch issue 132721", needs={"parameters_replaced"}),
-    check("parts.called_alone",
-          "Calling a unit directly, before the model and between iterations, changes nothing.",
-          cases("mlp", Observe(ALONE), *iteration(0), Observe(ALONE), *iteration(1)),
-          source="pytorch PR 90862, 87900", needs={"unit_alone", "nested_wrapping"}, mode=PARTS),
-)  # fmt: skip
-"""Parts of a wrapped model in users' hands: replaced by others, or called directly."""
-
 
 class LendsInputs(RemarkingProgram):
     """A program after which a micro-batch runs on inputs of which the user has copies."""
@@ -158,6 +141,58 @@ class LendsInputs(RemarkingProgram):
         before, after = (tensors_in((inputs.args, dict(inputs.kwargs))) for inputs in (kept, lent))
         if any(one.dtype != other.dtype or not torch.equal(one, other) for one, other in zip(before, after)):
             yield "inputs that the user passed are not what they were before forward and backward"
+
+
+class CallsInside(RemarkingProgram):
+    """A program that calls modules inside units at its marked points: they compute with whole parameters, or refuse."""
+
+    quantity = "a module that is called outside its unit's forward"
+    label = "modules inside units are called"
+
+    def __init__(self, case: Case, adapter: Adapter, rank: int) -> None:
+        super().__init__(case, adapter, rank)
+        self.remarks: list[str] = []
+
+    def observe(self, label: str) -> None:
+        """Call each module that is inside a unit and has no parts, before the snapshot."""
+        if label == self.label:
+            given = torch.linspace(-1.0, 1.0, 16, dtype=self.dtype)
+            results = {unit: self._called(unit, given) for unit in self.case.wrapping.units}
+            plain = self.plain_part("")
+            plain.load_state_dict(self.adapter.full_state_dict(self.model))  # after the calls: it may gather or free
+            for unit, result in results.items():
+                inner = plain.get_submodule(f"{unit}.inner")
+                if result is not None and not _equal(result, inner(_rows(given, inner))):
+                    self.remarks.append(
+                        f"{unit}.inner computes with other values than the model's, and raises no error"
+                    )
+        super().observe(label)
+
+    def _called(self, unit: str, given: torch.Tensor) -> torch.Tensor | None:
+        """Return what the module inside a unit gives; None: it refuses."""
+        plain = self.plain_part(f"{unit}.inner")
+        # Wrappers, which have names of their own, are around it.
+        *_, module = (part for part in user_code.part(self.model, unit).modules() if isinstance(part, type(plain)))
+        try:
+            with torch.no_grad():
+                result: torch.Tensor = module(_rows(given, plain))
+        except Exception:  # noqa: BLE001 - whatever it raises, it refuses
+            return None
+        return result
+
+    def statements(self) -> Iterator[str]:
+        """Yield what was wrong at any point."""
+        yield from dict.fromkeys(self.remarks)
+
+
+def _rows(given: torch.Tensor, module: nn.Module) -> torch.Tensor:
+    """Return the numbers as rows that the module takes."""
+    return given.reshape(-1, next(module.parameters()).shape[-1])
+
+
+def _equal(result: torch.Tensor, expected: torch.Tensor) -> bool:
+    # Sums of eight products of numbers up to one, in any order.
+    return result.shape == expected.shape and bool(((result - expected).abs() <= 64 * UNIT_ROUNDOFF["float64"]).all())
 
 
 class StaysLocal(RemarkingProgram):
@@ -184,6 +219,33 @@ class StaysLocal(RemarkingProgram):
             yield f"a micro-batch in no_sync was reduced: {call}"
 
 
+# An adapter may still show the part that was replaced, so the model's results decide.
+replaced = partial(check, comparison=Comparison(ignore=(f"{PART}.*",)), mode=PARTS_REPLACED)
+
+PARTS_OF_MODELS: tuple[Check, ...] = (
+    replaced("parts.module_replaced",
+             "A module that replaces another before the first forward is trained like the others.",
+             cases("mlp", Observe(MODULE), BuildOptimizer(), micro_batch(0), Step(), forward(1),
+                   wrapping=WrappingPlan(), optimizer=PLAIN_SGD),
+             source="pytorch PR 87837", needs={"modules_replaced"}),
+    replaced("parts.parameters_replaced",
+             "If a parameter is replaced between forwards, the next forward uses the new one.",
+             cases("mlp", forward(0, "no_grad"), Observe(PARAMETERS), forward(1)),
+             source="pytorch issue 132721", needs={"parameters_replaced"}),
+    check("parts.called_alone",
+          "Calling a unit directly, before the model and between iterations, changes nothing.",
+          cases("mlp", Observe(ALONE), *iteration(0), Observe(ALONE), *iteration(1)),
+          source="pytorch PR 90862, 87900", needs={"unit_alone", "nested_wrapping"}, mode=PARTS),
+    check("parts.called_inside", "A module inside a unit that is called outside the unit's forward has whole parameters, or "
+        "refuses.",
+          cases("inner_modules", Observe(CallsInside.label), *iteration(0), Observe(CallsInside.label), forward(5),
+                Observe(CallsInside.label), *iteration(1), optimizer=PLAIN_SGD),
+          source="https://pytorch.org/docs/stable/fsdp.html", needs={"full_state_dict", "nested_wrapping"},
+          mode=RunMode(rank_jobs.run_as, (CallsInside, {}), review=review_remarks)),
+)  # fmt: skip
+"""Parts of a wrapped model in users' hands: replaced by others, or called directly."""
+
+
 _LENT = RunMode(rank_jobs.run_as, (LendsInputs, {}), review=review_remarks)
 lent = partial(check, source="torch.nn.Module.forward", mode=_LENT)
 
@@ -195,6 +257,10 @@ INPUTS: tuple[Check, ...] = (
          comparison=LOCKSTEP),
     check("inputs.containers", "A container of inputs stays of its type where the inputs are cast.",
           cases("container_inputs", *iterations(2), dtype="float32", precision=MixedPrecisionSpec("bfloat16")),
+          source="pytorch PR 91078", comparison=LOCKSTEP),
+    check("inputs.dataclasses", "A dataclass of inputs stays what it is, and its tensors are cast with the others.",
+          cases("record_input", *iterations(2)),
+          cases("record_input", *iterations(2), dtype="float32", precision=MixedPrecisionSpec("bfloat16"), optimizer=PLAIN_SGD),
           source="pytorch PR 91078", comparison=LOCKSTEP),
 )  # fmt: skip
 """Tensors that users pass to a model stay unchanged."""

@@ -12,7 +12,7 @@ from functools import cache, partial
 from math import prod
 
 from fsdp_testing.cases.drawing import Choices, needs_of_case
-from fsdp_testing.cases.drawing.low_precision import stored_low
+from fsdp_testing.cases.drawing.low_precision import may_be_stored_low, stored_low
 from fsdp_testing.cases.models import MODELS
 from fsdp_testing.cases.models.tree import unit_names
 from fsdp_testing.cases.models.tree_schema import parameters
@@ -25,10 +25,10 @@ from fsdp_testing.cases.operations import (
     UnusualBackward,
 )
 from fsdp_testing.cases.operations.gradients import EDITS
-from fsdp_testing.cases.records import Case
+from fsdp_testing.cases.records import Case, MixedPrecisionSpec
 from fsdp_testing.cases.records.axes.axis import planned
 from fsdp_testing.cases.records.schedule import plan
-from fsdp_testing.cases.records.specs import PREFETCH, STRATEGIES
+from fsdp_testing.cases.records.specs import LOW_DTYPES, PREFETCH, STRATEGIES
 from fsdp_testing.judging.tags import tags
 
 ZOO = "zoo"
@@ -95,6 +95,15 @@ def _recomputed(case: Case, choices: Choices, *, outside: bool) -> Case:
     return planned(case, checkpointed=chosen, checkpoint_outside=outside and bool(chosen))
 
 
+def _compressed(case: Case, choices: Choices) -> Case:
+    """Return the case with gradients that the implementation's own hook reduces, if nothing else reduces or casts them."""
+    if case.low_precision or case.world.mesh or case.world.tensor_parallel > 1 or not may_be_stored_low(case):
+        return case
+    precision = MixedPrecisionSpec(reduce_dtype=choices.pick(LOW_DTYPES))
+    case = replace(case, model=replace(case.model, dtype="float32"), mixed_precision=precision)
+    return _with_setting(case, choices, name="compressing_hook")
+
+
 def _with_setting(case: Case, choices: Choices, *, name: str) -> Case:
     return planned(case, settings=(*case.wrapping.settings, name))
 
@@ -124,6 +133,7 @@ _SETTERS: tuple[Setter, ...] = (
     *(partial(_with_setting, name=name) for name in _SETTINGS),
     *(partial(_with_operation, make=make) for make in _OPERATIONS),
     stored_low,
+    _compressed,
 )
 
 
@@ -168,6 +178,8 @@ APART: tuple[tuple[str, str, str], ...] = (
     ("every root, and every unit of a policy, would cast its outputs", "policy:* shared_streams", "full_outputs"),
     ("each implementation decides how it casts a part of another dtype", _LOW, "dtype_of_part:*"),
     ("one low dtype at a time: implementations cast in different places", _STORED_LOW, "param_dtype:*"),
+    ("a hook compresses to 16 bits, over one axis", "compressing_hook",
+     f"param_dtype:* buffer_dtype:* reduce_dtype:float32 {_STORED_LOW} dtype:float64 strategy:hybrid* mesh:*"),
     ("values saved in low precision may be rounded", _CAST, f"{_ELSEWHERE} save save:* restore"),
     ("second derivatives through casts are rounded where each implementation casts", _CAST, "unusual_backward:penalty"),
     ("gradients of inputs are rounded where each implementation casts inputs", _CAST, "unusual_backward:of_inputs"),

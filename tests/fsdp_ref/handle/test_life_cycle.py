@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_ref.comm.groups import DataParallelGroups
 from fsdp_ref.config import MixedPrecision, ShardingStrategy, UnitConfig
-from fsdp_ref.errors import FlattenError, TransitionError
+from fsdp_ref.errors import FlattenError, FsdpRuntimeError, TransitionError
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.flatten import build_layout, check_params, flatten
 from fsdp_ref.states import UnitState
@@ -145,6 +147,13 @@ def test_placeholders_have_shape_strides_and_dtype_of_what_they_stand_for(dtype)
         }
         assert {name: (each.shape, each.stride(), each.dtype) for name, each in shown.items()} == want
         assert all(each.is_meta for each in shown.values())
+        # torch itself multiplies a matrix on the CPU by one on meta: the result is uninitialised memory.
+        with pytest.raises(FsdpRuntimeError, match=r"expected a parameter with values, got 0\.weight"):
+            torch.nn.functional.linear(torch.ones(2, 3, dtype=dtype), model[0].weight)
+        with pytest.raises(FsdpRuntimeError, match=r"got 1\.bias, 1\.weight"):
+            torch.cat([model[1].weight, model[1].bias])
+        assert copy.deepcopy(model[0].weight) is model[0].weight is model[0].weight.data
+        assert repr(pickle.loads(pickle.dumps(model[0].weight))) == repr(model[0].weight)
 
 
 def test_flattening_takes_one_tensor_for_each_place():

@@ -33,11 +33,11 @@ class HybridAdapter(ToyAdapter):
 
 
 def kind(adapter: type[ToyAdapter], caught_by: str) -> Kind:
-    """Register a broken toy of another kind."""
+    """Register a broken toy of another kind; `caught_by` has names of checks, with spaces between."""
 
     def register(toy: type[Toy]) -> ToyAdapter:
         made = adapter(toy, toy.__name__)
-        FAULTS[f"{toy.__module__}:{toy.__name__}"] = Fault(made, (caught_by,), (toy.__doc__ or "").strip())
+        FAULTS[f"{toy.__module__}:{toy.__name__}"] = Fault(made, tuple(caught_by.split()), (toy.__doc__ or "").strip())
         return made
 
     return register

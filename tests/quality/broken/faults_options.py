@@ -98,6 +98,16 @@ class SumIsLeft(Optional):
         return super().average(flat, output) * (self.size if self.asked("sum_reduction") else 1)
 
 
+@kind(OptionsAdapter, "comm_hook.shipped_bfloat16 comm_hook.shipped_float16")
+class CompressesToTheOther(Optional):
+    """Its hooks were mixed up: the one for bfloat16 casts to float16, the one for float16 to bfloat16."""
+
+    def reduce_dtype(self, computed: torch.dtype) -> torch.dtype:
+        wanted = super().reduce_dtype(computed)
+        other = {torch.bfloat16: torch.float16, torch.float16: torch.bfloat16}
+        return other.get(wanted, wanted) if self.asked("compressing_hook") else wanted
+
+
 class Kept(Optional):
     """Keeps what was gathered first, where `setting` is asked for."""
 

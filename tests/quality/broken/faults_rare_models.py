@@ -1,4 +1,4 @@
-"""Faults of models of which few were asked: those that are stored in 16 bits, and those that are one unit."""
+"""Faults of what few ask: models in 16 bits or of one unit, values that are not finite, records as inputs, calls of parts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from fault import fault
 from planting import planted
+from toy_more import MoreToy
 
-from fsdp_ref.checkpoint import model_state, settings
+from fsdp_ref.checkpoint import model_state, optim_load, settings
 from fsdp_ref.checkpoint.shards import Spread
+from fsdp_ref.fence import outside_calls
 from fsdp_ref.handle import accumulated
 from fsdp_ref.handle.accumulated import Accumulated
 from fsdp_ref.handle.gradients import Gradients
+from fsdp_ref.storage import precision
 from fsdp_ref.storage.precision import Precision
 from fsdp_ref.training import clip
 
@@ -103,3 +107,43 @@ def saves_zeros_of_a_lone_unit(original: Any, self: Any, value: torch.Tensor, *a
 def needs_a_second_unit(original: Any, units: Any, values: list[Any]) -> None:
     """The form of states can be set only where there are several units."""
     original(units, [values[1], *values[1:]])
+
+
+# ------------------------------------------------------------------------------------- values, records and parts
+
+
+@planted(SOUND, model_state.OpenState, "_converted", "full_state_dict.not_finite")
+def saves_what_is_finite(original: Any, *args: Any) -> Any:
+    """A whole parameter is saved with numbers in place of NaN and infinity."""
+    return original(*args).nan_to_num()
+
+
+@planted(COMPOSABLE, Spread, "entry", "sharded_state_dict.not_finite")
+def saves_finite_rows(original: Any, self: Any, rows: torch.Tensor, *args: Any) -> Any:
+    """Rows are saved with numbers in place of NaN and infinity."""
+    return original(self, rows.nan_to_num(), *args)
+
+
+@fault("local_state_dict.not_finite")
+class SavesFiniteShards(MoreToy):
+    """Raw shards are saved with numbers in place of NaN and infinity."""
+
+    def saved_locally(self) -> dict[str, torch.Tensor]:
+        return {name: value.nan_to_num() for name, value in super().saved_locally().items()}
+
+
+@planted(SOUND, optim_load, "_copied", "optim_state.entries_of_users")
+def loads_numbers_alone(original: Any, value: Any) -> Any:
+    """A tensor in an optimizer's state that is no moment is loaded as zeros."""
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) and value.ndim else original(value)
+
+
+@planted(SOUND, precision, "_map_dataclass", "inputs.dataclasses")
+def leaves_records_alone(original: Any, value: Any, fn: Any) -> Any:
+    """Tensors in dataclasses are not cast."""
+    return value
+
+
+@planted(COMPOSABLE, outside_calls, "_refuse_sharded", "parts.called_inside")
+def lets_parts_compute_with_shards(original: Any, module: Any, args: Any) -> None:
+    """A module that is called outside its unit's forward computes with what it has."""

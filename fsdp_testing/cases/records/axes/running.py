@@ -36,7 +36,9 @@ class Numbers(Axis):
 
     def needs(self, case: Case) -> Iterable[str]:
         claims = {"mixed_precision": "param_dtype", "reduce_dtype": "reduce_dtype", "buffer_dtype": "buffer_dtype"}
-        return [claim for claim, name in claims.items() if getattr(case.mixed_precision, name, None)]
+        given = [claim for claim, name in claims.items() if getattr(case.mixed_precision, name, None)]
+        # The hook claims for itself.
+        return [claim for claim in given if claim != "reduce_dtype" or "compressing_hook" not in case.wrapping.settings]
 
     def problems(self, case: Case) -> Iterable[str]:
         yield from demand("model.dtype", case.model.dtype, DTYPES)

@@ -33,7 +33,7 @@ from fsdp_testing.checks.suites.check import (
     iteration,
     micro_batch,
 )
-from fsdp_testing.checks.suites.state import judge_moved
+from fsdp_testing.checks.suites.other_worlds import judge_moved
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.oracle.quantities import Comparison
 from fsdp_testing.oracle.tensor_axis import layouts_of, over_two_axes
