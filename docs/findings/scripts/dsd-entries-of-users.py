@@ -1,9 +1,10 @@
-"""An entry that a user keeps in an optimizer's state is saved, and cannot be loaded into a new optimizer.
+"""An entry that a user keeps with a parameter is saved and cannot be loaded; one of no parameter is not saved.
 
 Run with torch alone: python dsd-entries-of-users.py
 """
 
 import tempfile
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -14,13 +15,17 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 FULL = StateDictOptions(full_state_dict=True)
 
 
-def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = fully_shard(nn.Linear(8, 8))
+def fsdp1(module: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(module, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+def trained(wrap: Callable[[nn.Module], nn.Module] = fully_shard) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = wrap(nn.Linear(8, 8))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
@@ -40,9 +45,17 @@ def main(rank: int, folder: str) -> None:
         set_optimizer_state_dict(*trained(), optim_state_dict=saved, options=FULL)
     except KeyError as error:
         says = f"KeyError: {error}"
+    first, second = (trained(fsdp1) for _ in range(2))
+    first[1].state["seen"] = 7
+    saved = get_optimizer_state_dict(*first, options=FULL)
+    set_optimizer_state_dict(*second, optim_state_dict=saved, options=FULL)
+    kept = "seen" in saved["state"], "seen" in second[1].state
+    own = FullyShardedDataParallel.optim_state_dict_to_load(*second, FullyShardedDataParallel.optim_state_dict(*first))
     if rank == 0:
-        print(says)
-    assert says == "KeyError: 'state.weight.count'", "fixed in this torch"
+        print(
+            f"{says}\nFSDP1: the entry of no parameter is saved: {kept[0]}, loaded: {kept[1]}, by FSDP: {'seen' in own['state']}"
+        )
+    assert kept == (True, False), "fixed in this torch"
     dist.destroy_process_group()
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_testing.adapters.shared import naming
+from fsdp_testing.errors import InvalidArgument
 
 
 def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
@@ -26,24 +27,36 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
 
 
 def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
-    """Return the optimizer's state by original name instead of by index. Collectives: none."""
+    """Return the optimizer's state by original name instead of by index; what is no parameter's stays. Collectives: none."""
     named = dict(naming.named_parameters(model))
     names = {parameter: fqn for fqn, parameter in named.items()}
     state = {fqn: copy.deepcopy(optimizer.state[p]) for fqn, p in named.items() if p in optimizer.state}
+    state |= {key: copy.deepcopy(value) for key, value in optimizer.state.items() if isinstance(key, str)}
     groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
     return {"state": state, "param_groups": groups}
 
 
 def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load state and settings into the parameters of these names. Collectives: none."""
+    """Load state and settings into the parameters of these names; what is no parameter's is loaded as it is.
+
+    Raises:
+        InvalidArgument: The groups name parameters that the model does not have; all are listed. Collectives: none.
+    """
     named = dict(naming.named_parameters(model))
     names = {parameter: fqn for fqn, parameter in named.items()}
+    unknown = sorted({fqn for group in state["param_groups"] for fqn in group["params"]} - named.keys())
+    if unknown:
+        raise InvalidArgument(
+            f"optimizer state: expected the model's parameters, got {unknown}. Load this model's state."
+        )
     for fqn, parameter in named.items():
         if fqn in state["state"]:
             optimizer.state[parameter] = copy.deepcopy(state["state"][fqn])
         else:
             # Saved before the first step: the state since then is dropped, as in torch's own `load_state_dict`.
             optimizer.state.pop(parameter, None)
+    for key in state["state"].keys() - named.keys():
+        optimizer.state[key] = copy.deepcopy(state["state"][key])
     kept = {fqn: group for group in state["param_groups"] for fqn in group["params"]}
     for group in optimizer.param_groups:
         for parameter in group["params"][:1]:

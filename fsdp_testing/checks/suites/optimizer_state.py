@@ -128,8 +128,8 @@ class EntriesOfUsers(RemarkingProgram):
         label = next((text for op in reversed(self.case.program) if (text := getattr(op, "label", ""))), "")
         if self.optimizer is None or label not in ENTRIES:
             return  # a shortened case
-        value = ENTRIES[label](self.dtype)
-        for entries in self.optimizer.state.values():
+        value, lone = ENTRIES[label](self.dtype), label == OF_NO_PARAMETER
+        for entries in [self.optimizer.state] if lone else list(self.optimizer.state.values()):
             entries[name] = copy.deepcopy(value)
         with self._inside():
             saved = adapter.full_optimizer_state(self.model, self.optimizer)
@@ -138,19 +138,21 @@ class EntriesOfUsers(RemarkingProgram):
             self.build_optimizer()
             adapter.load_full_optimizer_state(self.model, self.optimizer, saved)
             again = adapter.full_optimizer_state(self.model, self.optimizer)
-        for fqn, _ in self.plain_part("").named_parameters():
+        for fqn, _ in [("", None)] if lone else self.plain_part("").named_parameters():
             for when, state in (("saved", saved), ("loaded", again)):
-                entry = state["state"].get(fqn, {}).get(name)
-                if not same_values(entry, value):
-                    yield f"{fqn} has the entry {entry!r} in the {when} state, expected {value!r}"
+                entries = state["state"] if lone else state["state"].get(fqn, {})
+                if not same_values(entries.get(name), value):
+                    yield f"{fqn or 'state'} has {entries.get(name)!r} in the {when} state, expected {value!r}"
 
 
+OF_NO_PARAMETER = "an entry of no parameter"
 ENTRIES: Mapping[str, Callable[[torch.dtype], Any]] = {
     "a number": lambda dtype: 7,
     "NaN": lambda dtype: math.nan,
     "a list": lambda dtype: [0.5, 1.5],
     # Of a shape that no parameter has.
     "a tensor of another shape": lambda dtype: torch.tensor([[[1.0, math.nan], [0.0, math.inf]]], dtype=dtype),
+    OF_NO_PARAMETER: lambda dtype: {"seen": 7, "mask": torch.ones(1, 2, 2, dtype=dtype)},
 }
 """What a user keeps with a parameter, by the label of the observation after which it is saved. No text:
 `torch.optim.Optimizer.load_state_dict` turns it into another."""

@@ -176,6 +176,8 @@ def same_values(one: Any, other: Any) -> bool:
             and torch.equal(one.isnan(), other.isnan())
             and torch.equal(one.nan_to_num(), other.nan_to_num())
         )
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(same_values(one[key], other[key]) for key in one)
     return type(one) is type(other) and repr(one) == repr(other)
 
 

@@ -185,6 +185,22 @@ class CallsInside(RemarkingProgram):
         yield from dict.fromkeys(self.remarks)
 
 
+class AssignsOtherShapes(RemarkingProgram):
+    """Gives a parameter data that is one element longer than it shows, and runs a forward."""
+
+    quantity = "data of another shape"
+
+    def statements(self) -> Iterator[str]:
+        """Yield that the forward ran."""
+        fqn, parameter = next(iter(self.adapter.named_parameters(self.model)))
+        try:
+            parameter.data = parameter.detach().new_zeros(parameter.numel() + 1)
+            self.call(Batch(11))
+        except Exception:  # noqa: BLE001 - whatever it raises, it refuses
+            return
+        yield f"{fqn} was given data of another shape, and the next forward ran, expected an error"
+
+
 def _rows(given: torch.Tensor, module: nn.Module) -> torch.Tensor:
     """Return the numbers as rows that the module takes."""
     return given.reshape(-1, next(module.parameters()).shape[-1])
@@ -232,6 +248,9 @@ PARTS_OF_MODELS: tuple[Check, ...] = (
              "If a parameter is replaced between forwards, the next forward uses the new one.",
              cases("mlp", forward(0, "no_grad"), Observe(PARAMETERS), forward(1)),
              source="pytorch issue 132721", needs={"parameters_replaced"}),
+    check("parts.data_of_another_shape", "A parameter that is given data of another shape is refused by the next forward.",
+          cases("mlp", *iteration(0), optimizer=PLAIN_SGD), source="torch.nn.Parameter.data", needs={"data_assignment"},
+          mode=RunMode(rank_jobs.run_as, (AssignsOtherShapes, {}), review=review_remarks)),
     check("parts.called_alone",
           "Calling a unit directly, before the model and between iterations, changes nothing.",
           cases("mlp", Observe(ALONE), *iteration(0), Observe(ALONE), *iteration(1)),

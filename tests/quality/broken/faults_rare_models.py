@@ -13,7 +13,7 @@ from toy_more import MoreToy
 from fsdp_ref.checkpoint import model_state, optim_load, settings
 from fsdp_ref.checkpoint.shards import Spread
 from fsdp_ref.fence import outside_calls
-from fsdp_ref.handle import accumulated
+from fsdp_ref.handle import accumulated, writeback
 from fsdp_ref.handle.accumulated import Accumulated
 from fsdp_ref.handle.gradients import Gradients
 from fsdp_ref.storage import precision
@@ -147,3 +147,12 @@ def leaves_records_alone(original: Any, value: Any, fn: Any) -> Any:
 @planted(COMPOSABLE, outside_calls, "_refuse_sharded", "parts.called_inside")
 def lets_parts_compute_with_shards(original: Any, module: Any, args: Any) -> None:
     """A module that is called outside its unit's forward computes with what it has."""
+
+
+@planted(SOUND, writeback, "_absorb_data", "parts.data_of_another_shape")
+def forgets_data_of_another_shape(original: Any, handle: Any) -> bool:
+    """What a user gave a parameter is dropped if its shape does not fit."""
+    for param, view in zip(handle.originals.params, handle.originals.shard_views()):
+        if param.shape != view.shape:
+            param.data = view
+    return original(handle)
