@@ -117,6 +117,7 @@ class Originals:
         result = Originals(handle, managed)
         if self.use_orig_params:
             result._point_at(result.shard_views())
+        result._placeholders = self._placeholders  # those that the copied modules show
         for param in result.params:
             mark_flattened(param, sharded=handle.sharded)
         return result
@@ -239,8 +240,8 @@ class Originals:
         return [(site.fqn, index, getattr(site.module, site.name, None)) for site, index in sites]
 
     def unchanged(self) -> bool:
-        """Return whether every place shows the original it should (original parameters only)."""
-        return self._writers.all_show(self.params)
+        """Return whether every place shows what users see while parameters are sharded."""
+        return self._writers.all_show(self.params if self.use_orig_params else self._placeholders)
 
     def trainable(self) -> list[bool]:
         """Return which originals want a gradient now; without original parameters the flat one speaks for all."""

@@ -29,14 +29,14 @@ from fsdp_ref.errors import (
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.originals import Shown, guard_param
 from fsdp_ref.storage.memory import another_home
-from fsdp_ref.storage.views import mark_flattened
+from fsdp_ref.storage.views import Placeholder, mark_flattened
 
 
 def absorb_params(handle: FlatHandle) -> bool:
     """Copy what the user changed into the shard; return whether anything was.
 
     Raises:
-        WritebackError: a parameter was replaced by one of another shape.
+        WritebackError: a parameter was replaced by one of another shape, or in a unit with one flat parameter.
         SharedParameterError: a tied parameter was replaced in some of its places only, or two were tied.
     """
     # Modules show views or a user's buffer then: what differs from the shard is not an assignment.
@@ -128,6 +128,12 @@ def _absorb_flat(handle: FlatHandle) -> bool:
     flat = handle.flat_param
     # Before the comparison: a move changes the address, too.
     refuse_other_device(handle, flat.device)
+    if not handle.originals.unchanged():
+        given = (fqn for fqn, _, value in handle.originals.site_values() if not isinstance(value, Placeholder))
+        raise WritebackError(
+            f"A parameter was assigned in a unit with one flat parameter ({handle.name!r}): expected placeholders, got values at "
+            f"{listing(given)}. Assign before sharding or inside summon_full_params, or use use_orig_params=True."
+        )
     if flat.data_ptr() == handle.shard_S.data_ptr() and flat.dtype == handle.shard_S.dtype:
         return False
     if flat.shape != handle.shard_S.shape:

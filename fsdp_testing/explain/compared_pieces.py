@@ -53,7 +53,12 @@ class ComparedPiece:
         """Whether it is beyond its bound, None in place of numbers or the other way round, or of another dtype."""
         if self.got is None or self.due is None:
             return self.got is not self.due
-        return self.of_another_dtype or difference(self.got, self.due, self.bound).exceeded
+        return self.of_another_size or self.of_another_dtype or difference(self.got, self.due, self.bound).exceeded
+
+    @property
+    def of_another_size(self) -> bool:
+        """Whether it has another number of elements: texts, which are compared as numbers, may be longer."""
+        return self.got is not None and self.due is not None and self.got.numel() != self.due.numel()
 
     @property
     def of_another_dtype(self) -> bool:
@@ -69,7 +74,7 @@ class ComparedPiece:
         """Whether it equals the result of another run, within that run's bound."""
         if self.got is None or variant.value is None:
             return self.got is variant.value
-        if variant.value.numel() < self.span[1]:
+        if self.of_another_size or variant.value.numel() < self.span[1]:
             return False
         like = self.part_of(variant.value)
         same_dtype = not self.of_another_dtype or self.got.dtype == like.dtype

@@ -53,7 +53,7 @@ def pattern_of(pieces: Sequence[ComparedPiece], expected: Mapping[Quantity, Expe
     """
     wrong = [piece for piece in pieces if piece.wrong]
     count = _count(wrong)
-    if not count or any(piece.got is None or piece.due is None for piece in wrong):
+    if not count or any(piece.got is None or piece.due is None or piece.of_another_size for piece in wrong):
         return None
     if any(piece.of_another_dtype for piece in wrong):
         return _other_dtype(wrong)

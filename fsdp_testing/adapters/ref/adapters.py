@@ -378,7 +378,7 @@ FLAT = _implementation(
     # One flat parameter has one gradient and one flag, and the originals do not exist between iterations.
     without=frozenset(
         {"frozen_mixed_unit", "thawed_parameters", "unused_gradient_is_none", "data_assignment"}
-        | {"gradient_edits", "in_place_edits"}
+        | {"gradient_edits", "in_place_edits", "parameters_replaced"}
     )
     | {"tensor_hooks", "accumulation_hooks"}
     | _BY_METHODS,

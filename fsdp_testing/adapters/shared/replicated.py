@@ -31,7 +31,8 @@ def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     named = dict(naming.named_parameters(model))
     names = {parameter: fqn for fqn, parameter in named.items()}
     state = {fqn: copy.deepcopy(optimizer.state[p]) for fqn, p in named.items() if p in optimizer.state}
-    state |= {key: copy.deepcopy(value) for key, value in optimizer.state.items() if isinstance(key, str)}
+    entries: Mapping[Any, Any] = optimizer.state
+    state |= {key: copy.deepcopy(value) for key, value in entries.items() if isinstance(key, str)}
     groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
     return {"state": state, "param_groups": groups}
 
@@ -55,8 +56,9 @@ def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer
         else:
             # Saved before the first step: the state since then is dropped, as in torch's own `load_state_dict`.
             optimizer.state.pop(parameter, None)
+    entries: dict[Any, Any] = optimizer.state
     for key in state["state"].keys() - named.keys():
-        optimizer.state[key] = copy.deepcopy(state["state"][key])
+        entries[key] = copy.deepcopy(state["state"][key])
     kept = {fqn: group for group in state["param_groups"] for fqn in group["params"]}
     for group in optimizer.param_groups:
         for parameter in group["params"][:1]:

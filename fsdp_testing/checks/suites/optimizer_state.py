@@ -129,7 +129,8 @@ class EntriesOfUsers(RemarkingProgram):
         if self.optimizer is None or label not in ENTRIES:
             return  # a shortened case
         value, lone = ENTRIES[label](self.dtype), label == OF_NO_PARAMETER
-        for entries in [self.optimizer.state] if lone else list(self.optimizer.state.values()):
+        kept: Any = self.optimizer.state
+        for entries in [kept] if lone else list(kept.values()):
             entries[name] = copy.deepcopy(value)
         with self._inside():
             saved = adapter.full_optimizer_state(self.model, self.optimizer)

@@ -102,3 +102,33 @@ def test_what_is_not_trained_or_managed_all_the_same_runs(lab, path):
     inside(model).blocks[0] = nn.Identity()
     model(lab.batch())
     lab.loss(trained[1], lab.batch()).backward()
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.filterwarnings("ignore:.*NO_SHARD:FutureWarning")
+@pytest.mark.world(2)
+def test_values_assigned_beside_one_flat_parameter_are_refused(lab, strategy):
+    """A frozen one was passed over: every forward went on with the flat parameter."""
+    model = lab.shard(lab.make(lab.Net), "flat", sharding_strategy=getattr(fsdp_ref.ShardingStrategy, strategy))
+    model(lab.batch())
+    holder = next(module for module in model.modules() if isinstance(module, nn.Linear))
+    held = holder.weight
+    holder.weight = nn.Parameter(torch.zeros(held.shape, dtype=held.dtype), requires_grad=False)
+    for context in (torch.no_grad(), torch.enable_grad()):
+        with context, pytest.raises(fsdp_ref.errors.FsdpRuntimeError, match="expected placeholders, got values at"):
+            model(lab.batch())
+    del holder.weight
+    holder.__dict__["weight"] = held
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(lab.batch()), model(lab.batch()))
+
+
+@pytest.mark.filterwarnings("ignore:.*NO_SHARD:FutureWarning")
+@pytest.mark.world(2)
+def test_a_module_beside_one_flat_parameter_refuses_to_compute_by_itself(lab):
+    """torch multiplied by a placeholder on the meta device: what came was uninitialised memory."""
+    model = lab.shard(lab.make(lab.Net), "flat", sharding_strategy=fsdp_ref.ShardingStrategy.NO_SHARD)
+    linear = next(module for module in model.modules() if isinstance(module, nn.Linear))
+    linear.bias = None
+    with pytest.raises(fsdp_ref.errors.FsdpRuntimeError, match="expected a parameter with values"):
+        linear(torch.ones(2, linear.in_features, dtype=torch.float64))

@@ -107,3 +107,11 @@ def test_a_cast_that_was_not_made_is_told() -> None:
     found = pattern_of([held], {})
     assert found is not None
     assert found.words == "the right number, left in float64, not cast to float32"
+
+
+def test_texts_of_another_length_are_wrong_and_like_nothing() -> None:
+    """A list of names is compared as numbers; one that was too long ended the explanation of every failure of a run."""
+    piece = ComparedPiece(Quantity("result", "names", "", 0), 0, (0, 3), torch.arange(5), torch.arange(3))
+    assert piece.wrong
+    assert not piece.is_like(Expected(torch.arange(3)))
+    assert pattern_of([piece], {}) is None
