@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MOST_BYTES = 1_520_000
+MOST_BYTES = 1_525_000
 """The aim is one million: the code of both packages, compressed, has 1.3 million."""
 
 

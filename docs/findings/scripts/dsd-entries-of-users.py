@@ -4,7 +4,6 @@ Run with torch alone: python dsd-entries-of-users.py
 """
 
 import tempfile
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ def fsdp1(module: nn.Module) -> nn.Module:
     return FullyShardedDataParallel(module, use_orig_params=True, device_id=torch.device("cpu"))
 
 
-def trained(wrap: Callable[[nn.Module], nn.Module] = fully_shard) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(wrap=fully_shard) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = wrap(nn.Linear(8, 8))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2, 8)).sum().backward()
