@@ -42,10 +42,10 @@ class Accumulated:
     """The two parts of one flat parameter's gradient; no process group is needed.
 
     Args:
-        shard_map: Where originals lie in the flat parameter and in shards.
-        rank: Whose shard.
+        shard_map: Places of originals in the flat parameter and in shards.
+        rank: The rank that has the shard.
         precision: The dtypes; set anew where the model is cast.
-        device: Where gradients are made.
+        device: The device on which gradients are made.
         offloads: The shard, and so the reduced part, lives on the host.
 
     Attributes:

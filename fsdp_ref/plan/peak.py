@@ -22,7 +22,7 @@ def peak_bytes(
 
     Args:
         units: In the order of their forward; the root, whose name is empty, stays gathered until its backward.
-        strategy: Of each unit.
+        strategy: Strategy of each unit.
         library: As `messages` knows them.
         has_streams: Whether it is on a device with streams; on the CPU there are none.
 

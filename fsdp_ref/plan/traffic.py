@@ -45,9 +45,9 @@ def messages(
 
     Args:
         units: In the order of their forward; the root, whose name is empty, stays gathered until its backward.
-        strategy: Of each unit.
-        replicas: Of the ranks that shard.
-        library: Which of `LIBRARIES`.
+        strategy: Strategy of each unit.
+        replicas: Number of groups of ranks that shard.
+        library: One of `LIBRARIES`.
     """
     return tuple(_messages(units, strategy, replicas, library))
 
@@ -90,9 +90,9 @@ def step_seconds(
     """Return seconds of computation and of communication of one step on one rank, at these rates.
 
     Args:
-        traffic: Of the step.
-        elements: Of all parameters; each costs two operations a token in forward, and four in backward.
-        tokens: Of one rank.
+        traffic: Traffic of the step.
+        elements: Elements of all parameters; each costs two operations a token in forward, and four in backward.
+        tokens: Tokens of one rank.
         link_bytes: A second, in each direction.
         flops: Operations a second.
     """

@@ -226,7 +226,7 @@ class Unit:
         handle.originals.show_sharded()
 
     def computing(self, views: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return what a forward that checkpointing runs again in backward computes with.
+        """Return the parameters for a forward that activation checkpointing repeats in backward.
 
         Checkpointing keeps what that forward saves by itself, past our hooks. With ``create_graph`` it is read once more,
         by the backward of the new graph, when the buffer is gone: then modules compute with copies that the graph owns.

@@ -109,7 +109,7 @@ def read_text(path: Path, expected: str, advice: str) -> str:
     """Return the text of a file.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         expected: What the file should be, for the message.
         advice: A sentence that says what to do if it is not.
 
@@ -189,7 +189,7 @@ class Format(NamedTuple):
 
         Args:
             document: Its text, or what it was parsed to.
-            where: Where it comes from, for messages.
+            where: The document's origin, for messages.
 
         Raises:
             InvalidRecord: No JSON object, another kind of document, or one written by a newer version.

@@ -87,7 +87,7 @@ def run_conformance(
         portraits: Trace one short program under each flat strategy, on implementations that claim `unit_trace`, for drawings
             of the report.
         listener: Is told about progress.
-        runner: Where cases run; by default `shared_runner()`.
+        runner: The runner of cases; by default `shared_runner()`.
         jobs: Checks that run at a time, each on its own worlds. Results, their order and the calls of the listener are the
             same for any number.
 
@@ -202,7 +202,7 @@ def run_check(
         world_sizes: Numbers of ranks, as for `run_conformance`.
         tensor_parallel: How many ranks share one model, as for `run_conformance`.
         backend: Backend of the worlds.
-        runner: Where cases run; by default `shared_runner()`.
+        runner: The runner of cases; by default `shared_runner()`.
         stop_at_first: Run no further case of the check once one has refuted it.
         expected: How it is known to fail.
 
@@ -225,7 +225,7 @@ def run_case(name: str, case: Case, *, runner: CaseRunner | None = None, **compa
     Args:
         name: Implementation.
         case: The case.
-        runner: Where it runs; by default `shared_runner()`.
+        runner: The runner of cases; by default `shared_runner()`.
         **comparison: Fields of `fsdp_testing.oracle.quantities.Comparison`.
 
     Raises:

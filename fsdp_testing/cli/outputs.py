@@ -65,7 +65,7 @@ def present(
 
     Args:
         sheet: What is printed.
-        console: Where to.
+        console: The console to write to.
         paths: The files, by option.
         texts: What is written, by option; `--html` writes a sheet as a page.
         page: Gives the sheet of the page, if it is not `sheet`.

@@ -19,8 +19,8 @@ class ComparedPiece:
     """Elements of one quantity on one rank.
 
     Attributes:
-        quantity: Which.
-        rank: Whose.
+        quantity: The quantity.
+        rank: The rank that has it.
         span: First element, and the one after the last, in row-major order.
         got: Its numbers, flat; None for a gradient that is None.
         due: What they should be; None likewise.

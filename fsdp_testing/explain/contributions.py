@@ -36,10 +36,10 @@ class Weight:
     """How often one term counts, where 1 is the weight of a term in a sound gradient.
 
     Attributes:
-        operation: Whose backward.
-        micro_batch: Which of its micro-batches.
-        rank: Whose inputs.
-        use: Which use of the parameter; None for all of them.
+        operation: Index of the operation with the backward.
+        micro_batch: Index of the micro-batch in it.
+        rank: The rank whose inputs were used.
+        use: The use of the parameter; None for all of them.
         due: 1, or 0 for a term that does not belong to the gradient (one that was cleared).
         got: The weight in the ranks' gradient.
     """
@@ -57,7 +57,7 @@ class Contributions:
     """The terms of a wrong gradient.
 
     Attributes:
-        weights: Of every term.
+        weights: Weights of every term.
         fqns: The parameters with these weights.
         uses: How often each backward used each of these parameters; 0 if not all of them equally often.
         ranks: The ranks whose gradient this is; empty for all.
@@ -93,7 +93,7 @@ def contributions(
         expected: What each wrong gradient should be (zeros where one process has none), with its bound.
         ranks: What each rank reported.
         terms: What each backward added, in one process.
-        unit_roundoff: Of the narrowest dtype in which they are added up, where bounds do not allow for another sum.
+        unit_roundoff: Unit roundoff of the narrowest dtype in which they are added up, where bounds do not allow for another sum.
     """
     due = {fqn: expectation.value for fqn, expectation in expected.items() if expectation.value is not None}
     flats = [_flat(rank, index, due) for rank in ranks]

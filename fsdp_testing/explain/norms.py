@@ -26,7 +26,7 @@ class Norm:
         got: What a rank has.
         due: What it should be.
         bound: The largest allowed error.
-        p: Which norm.
+        p: Order of the norm.
         dtype: In which dtype one process has it.
     """
 

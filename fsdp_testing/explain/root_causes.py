@@ -65,7 +65,7 @@ class _RootCause:
 
     Attributes:
         label: Unique for an implementation.
-        explanation: Of the reduced finding.
+        explanation: Explanation of the reduced finding.
         hypothesis: What its wrong numbers are equal to, if that was found.
         members: The findings that belong to it.
     """

@@ -20,7 +20,7 @@ class Attempt:
     """What one world gave.
 
     Attributes:
-        judgements: Of each case that was to run, in order; `incomplete` where a rank reported nothing of it.
+        judgements: Judgements of each case that was to run, in order; `incomplete` where a rank reported nothing of it.
         outcome: What became of the ranks; None where the judge has read that.
     """
 

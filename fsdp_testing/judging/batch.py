@@ -77,7 +77,7 @@ def run_each(
     Args:
         count: How many.
         run: Runs one, and returns its record and its model.
-        directory: Where the records go.
+        directory: The directory for the records.
         models_stay: Nothing is said of models that outlive their program.
 
     Returns:

@@ -93,7 +93,7 @@ def attempt_batch(
     """Run cases on one world and have them judged.
 
     Args:
-        worlds: Where.
+        worlds: The worlds to run in.
         adapter: The implementation.
         cases: For one size of world.
         watch: What to observe besides the numbers.

@@ -165,7 +165,7 @@ class CaseRunner:
     """Runs cases on the worlds of one pool; several threads may judge cases at the same time.
 
     Args:
-        pool: Where worlds come from; the process's own by default.
+        pool: The pool that lends worlds; the process's own by default.
         timeout: Seconds until a rank counts as hung.
         faults: Injected into the ranks in each run of a case; one that is not reached leaves it unknown.
     """

@@ -60,7 +60,7 @@ def judge(
 
     Args:
         case: The case as the implementation ran it.
-        records: Of every rank that reported, by rank.
+        records: Records of every rank that reported, by rank.
         ask: Compares the numbers.
         outcome: What became of the ranks, if the case was run alone.
         review: The check's own rule.

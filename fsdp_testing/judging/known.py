@@ -111,7 +111,7 @@ class Rule:
         instead: What of the case is other in that run, by field, where no operation brings the failure about:
             `{"world": {"mesh": [1, 2]}}` leaves the size of the world as it is; "none" is none (TOML has no null).
         on: The implementations that have it, in a list for several of them.
-        issue: Where it is reported.
+        issue: Address of the report.
         link: What files of earlier versions say instead of `page` and `issue`; empty once a file is read.
         example: A case that fails because of it, to notice when it no longer does.
         unlike: A case that passes, for readers alone.

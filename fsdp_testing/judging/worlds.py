@@ -39,7 +39,7 @@ class Capacity:
     """How many jobs this machine has room for.
 
     Attributes:
-        ranks: Of the largest world of a job.
+        ranks: Ranks of the largest world of a job.
         processors: That this process may use.
         most: Jobs whose ranks fit into memory and the number of processes; at least 1.
         reason: What sets that limit.
@@ -207,7 +207,7 @@ class Worlds:
     """Lends worlds for one job at a time, in each of several threads.
 
     Attributes:
-        pool: Where worlds come from.
+        pool: The pool that lends worlds.
         lost: How many jobs ended with a world that had to be replaced.
     """
 

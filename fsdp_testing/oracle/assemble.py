@@ -24,7 +24,7 @@ class Assembled:
 
     Attributes:
         flat: All elements; those that no rank holds are 0.
-        covered: Which elements some rank has; None for all.
+        covered: The elements that some rank has; None for all.
         contradictions: Pairs of ranks that hold different bits for the same element, with the first such element.
     """
 

@@ -152,7 +152,7 @@ class RankProgram:
         """Run the wrapped model forward on this rank's inputs.
 
         Args:
-            batch: Which inputs.
+            batch: The inputs.
             inner: Call the module inside the wrapper, if there is a wrapper around it.
             penalised: Add the squared gradient by the inputs to the loss.
             leaves: A list to which inputs that get gradients are added.

@@ -33,8 +33,8 @@ class GradientTerm:
 
     Attributes:
         operation: Index of the operation in the program.
-        micro_batch: Which of the operation's micro-batches it was.
-        rank: Whose inputs.
+        micro_batch: Index of the micro-batch in the operation.
+        rank: The rank whose inputs were used.
         uses: By FQN and use, in float64, shaped as the parameter.
     """
 

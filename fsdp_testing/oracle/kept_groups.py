@@ -27,7 +27,7 @@ class KeptGroups:
     """The mesh and groups that a case needs besides the group of all ranks.
 
     Attributes:
-        world: Whose mesh of two axes, if it has one.
+        world: The world with a mesh of two axes, if it has one.
         groups: Ranks of each group of some of them.
     """
 

@@ -296,7 +296,7 @@ class AdamInFloat32(torch.optim.Optimizer):
     Args:
         params: As for every optimizer of torch.
         lr: Learning rate.
-        betas: Of the two moments.
+        betas: Betas of the two moments.
         eps: Added to the root of the second one.
     """
 

@@ -40,9 +40,9 @@ class Seen(NamedTuple):
     Attributes:
         operation: Index of the operation in whose forward the call was.
         forward: Which forward of the operation: its batch, and how many with the same batch were before it.
-        rank: Whose inputs.
+        rank: The rank whose inputs were used.
         module: Name in the unwrapped model; empty for the model itself.
-        call: Which call of the module in that forward.
+        call: Index of the module's call in that forward.
         what: `input`, `parameter` (with which it computes), `output`, or `gradient` (of an output).
         part: Name of the parameter in the module, or place among the tensors of inputs or outputs.
     """

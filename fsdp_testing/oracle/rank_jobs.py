@@ -212,7 +212,7 @@ def expect_lockstep(
 
     Args:
         case: The case.
-        implementation: Which implementation.
+        implementation: Name of the implementation.
         adopted: Its state after every operation.
         otherwise: Deviations from the implementation's description; None for none.
         displaced: As for `oracle.expect_lockstep`.

@@ -53,7 +53,7 @@ def setup_of(
         rank: In `group`.
         device: Its device.
         group: The ranks with different inputs; None for an implementation that runs without one.
-        mesh: Of the case's world, as `kept_groups.mesh_in` returns it.
+        mesh: Mesh of the case's world, as `kept_groups.mesh_in` returns it.
 
     Collectives: none.
     """

@@ -93,8 +93,8 @@ def roundings_of_cut_sums(case: Case, index: int, quantity: Quantity, size: floa
 
     Args:
         case: The case.
-        index: Of an operation; only one that computes with the model is off at all.
-        quantity: Which.
+        index: Index of an operation; only one that computes with the model is off at all.
+        quantity: The quantity.
         size: Its largest element, or the largest of any gradient.
     """
     ranks = case.world.tensor_parallel

@@ -137,7 +137,7 @@ class Source:
 
     Args:
         way: How it was saved.
-        folder: Where.
+        folder: The folder to read.
         group: The ranks that load; None for the world.
         full: The full state, if it is not in a file.
     """

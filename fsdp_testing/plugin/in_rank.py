@@ -159,7 +159,7 @@ def run_item(spec: bytes | None, directory: str, task: ItemTask) -> RankResult |
     Args:
         spec: Serialised `SessionSpec` with a world's first item, None afterwards.
         directory: Temporary directory of the world.
-        task: Which item, and how.
+        task: The item and how it runs.
 
     Returns:
         This rank's result; a failure is marked as failed, so that ranks that wait for this one are stopped soon.

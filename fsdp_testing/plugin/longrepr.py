@@ -105,7 +105,7 @@ def build(elements: Sequence[Element], lead: str, crash: Crash | None, fallback:
     Args:
         elements: In the order in which they are shown.
         lead: The leading sentence.
-        crash: Where the first failure happened, if known.
+        crash: Place of the first failure, if known.
         fallback: Path and line of the test itself.
     """
     path, line = (crash["path"], crash["lineno"]) if crash else fallback

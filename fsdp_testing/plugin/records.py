@@ -18,7 +18,7 @@ class SessionSpec:
     Attributes:
         root: Root directory.
         inifile: Configuration file, or None.
-        directory: Where pytest was invoked.
+        directory: The directory in which pytest was invoked.
         paths: Collection arguments: they decide which conftest files are loaded first.
         options: Options by destination, if their values are plain data; options that would make a rank write reports or
             read the terminal are neutralised.

@@ -248,7 +248,7 @@ def diagnose(dumps: Sequence[Dump], world_size: int | None = None) -> Diagnosis:
     """Say who waits for whom.
 
     Args:
-        dumps: Of the ranks that left one.
+        dumps: Dumps of the ranks that left one.
         world_size: How many ranks there were; None for as many as the dumps speak of.
     """
     named = [rank for dump in dumps for ranks in dump.members.values() for rank in ranks]

@@ -29,7 +29,7 @@ class Display:
     begins, and its progress every `LOG_SECONDS`.
 
     Args:
-        console: Where to.
+        console: The console to write to.
         unit: What is counted, in the plural.
     """
 

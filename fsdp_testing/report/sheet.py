@@ -174,7 +174,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Blocks under a title; in the table of contents by its `entry`, or its title, if it has an anchor.
+    """Blocks under a title. With an anchor it is in the table of contents, by its `entry` if it has one, else by its title.
 
     A terminal shows the first `at_sight` blocks and counts the others; 0 for all.
     """
@@ -196,8 +196,8 @@ class Sheet:
     """A result.
 
     Attributes:
-        title: Of the page.
-        exit_code: Of the command.
+        title: Title of the page.
+        exit_code: Exit code of the command.
         conclusion: What the exit code means here.
         lead: What comes first.
         sections: Everything else.

@@ -78,7 +78,7 @@ def print_sheet(sheet: Sheet, console: Console, *, full: bool = False) -> None:
 
     Args:
         sheet: What was found.
-        console: Where to; its width decides the layout.
+        console: The console to write to; its width decides the layout.
         full: Show what is folded, and complete accounts.
     """
     gap = (Line(""),) if sheet.lead and sheet.sections and not isinstance(sheet.lead[-1], Table) else ()

@@ -77,7 +77,7 @@ def search(source: Source[A], worlds: Worlds, jobs: int) -> None:
 
     Args:
         source: Gives jobs.
-        worlds: Where they run.
+        worlds: The worlds in which they run.
         jobs: How many at a time, each in a thread of its own.
     """
     saved = time.monotonic()

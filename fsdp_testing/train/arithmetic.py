@@ -29,7 +29,7 @@ def carried(frame: FrameType, value: float) -> float | None:
     """Return the factors that Python code applies to a number; None if unknown.
 
     Args:
-        frame: Of the code that is taking it.
+        frame: Frame of the code that is taking it.
         value: The number.
     """
     place = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))

@@ -51,7 +51,7 @@ class Uncollated:
     """Rows that a fed process collates by its own `collate_fn`.
 
     Attributes:
-        samples: Of all ranks.
+        samples: Samples of all ranks.
         counts: How many are each rank's, which takes these of the item that is made of all.
         item: What the ranks' collators made of them, as one; None where that cannot be one.
     """

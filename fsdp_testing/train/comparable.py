@@ -169,7 +169,7 @@ def loss_table(reference: WholeRun, other: WholeRun, names: tuple[str, str] | No
     Args:
         reference: One world.
         other: The other.
-        names: Of both, where it is not their size that tells them apart.
+        names: Names of both, where it is not their size that tells them apart.
     """
     losses = [run.quantities.get(LOSS, []) for run in (reference, other)]
     steps = min(map(len, losses))

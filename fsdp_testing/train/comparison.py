@@ -309,7 +309,7 @@ def side_by_side(
     Args:
         reference: Loss and norm at each step; None where no norm was measured.
         other: Those of the other world.
-        names: Of both.
+        names: Names of both.
     """
     titles = [f"{what} ({name})" for what in ("loss", "norm") for name in names]
     rows = [

@@ -46,13 +46,13 @@ class _Step:
     """What one step is given of parameters that have terms of the same backward passes, beside these terms.
 
     Attributes:
-        number: Of the step.
+        number: Number of the step.
         passes: How many passes.
         got: By parameter.
-        terms: Of each rank, pass by pass; without those that were cleared and rightly so.
+        terms: Terms of each rank, pass by pass; without those that were cleared and rightly so.
         bounds: How far each may be off.
         sample: The terms of rank 0 as they were seen.
-        cleared: Of each pass the parameters whose gradient was gone before the next one, or the step.
+        cleared: For each pass the parameters whose gradient was gone before the next pass or the step.
     """
 
     number: int
@@ -83,7 +83,7 @@ def control(run: WholeRun, *, measures: bool = False) -> Control:
     """Compare each of the first steps of a run with the gradients of its backward passes.
 
     Args:
-        run: Of any world.
+        run: A run in any world.
         measures: Whether a pass does not count if all its gradients are cleared before the step.
     """
     if run.shares_work or run.own:

@@ -65,7 +65,7 @@ class AsRanks:
     Attributes:
         accept: Names of conventions.
         size: Number of ranks.
-        rows: Of each rank, for each step and forward, the digests of its rows.
+        rows: Digests of the rows of each rank, by step and forward.
     """
 
     accept: tuple[str, ...]
@@ -117,7 +117,7 @@ class Follower:
         """Return what a forward gives: all rows at once, or those of each rank apart where that is accepted.
 
         Args:
-            model: Whose forward it is.
+            model: The model that computes.
             call: The forward.
             given: Its arguments.
             place: Step and number of the forward, and the digests of its rows.

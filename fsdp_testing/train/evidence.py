@@ -153,7 +153,7 @@ def between_ranks(ranks: Sequence[Steps], name: str = "", reduced: str = "") -> 
 
     Args:
         ranks: What each rank saw, step by step.
-        name: Of what is returned and differs first; empty of weights, and of what is kept of them.
+        name: Name of what is returned and differs first; empty of weights, and of what is kept of them.
         reduced: Whether its "mean" over ranks is what the reference world gives, or its "sum"; empty for neither.
     """
     for step, seen in enumerate(zip(*ranks)):

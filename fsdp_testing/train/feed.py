@@ -94,7 +94,7 @@ class Feed:
     """The data for one process; `source` is None if it keeps its own.
 
     Attributes:
-        source: Where the data enters.
+        source: The place where the data enters.
         loaders: For each loader.
         batches: For marked lines, or forwards.
         ranks: The ranks whose conventions it must follow, if any are accepted.
@@ -374,7 +374,7 @@ def _loader(ranks: Sequence[Taken], number: int, groups: _Groups, *, items: bool
 
     Args:
         ranks: What each took.
-        number: Of the loader.
+        number: Number of the loader.
         groups: Says what of all ranks is one item.
         items: Whether items are given.
         rows: Whether the rows of which they were made are, for the loader's collator.

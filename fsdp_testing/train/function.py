@@ -121,7 +121,7 @@ def check_training(
             (`disturbance`).
         accept: Intended conventions, by the names that `fsdp-verify train --accept` takes: "measured-gradients", and
             conventions that a reference world of one process then follows too.
-        pool: Where worlds come from; the process's own by default.
+        pool: The pool that lends worlds; the process's own by default.
 
     Raises:
         TrainingDiffers: Worlds, or the ranks of one, differ. Names the first quantity and step that differ, and the cause if

@@ -54,8 +54,8 @@ def begin_with(weights: Mapping[str, torch.Tensor], model: nn.Module, number: in
 
     Args:
         weights: By name; those of a second model have its number before them.
-        model: Whose parameters are replaced.
-        number: Of the model.
+        model: The model whose parameters are replaced.
+        number: Number of the model.
     """
     prefix = f"model {number}: " if number else ""
     parts = {prefix + name: own for name, own in held_by(model, gradients=False).items()}
@@ -212,7 +212,7 @@ def copies_in(variables: Sequence[Mapping[str, Any]], models: Sequence[nn.Module
     Where there is none, objects that are named like a moving average are returned with nothing.
 
     Args:
-        variables: Of each function, or of the script.
+        variables: Variables of each function, or of the script.
         models: Those that are trained.
         block: Elements to each sum that is kept of their larger tensors.
     """

@@ -36,7 +36,7 @@ class Pass:
         items: What was taken.
         samples: What the loader's `collate_fn` made each item of; empty where that was not kept.
         rows: Digests of the rows of its items.
-        indices: Where its rows stand in the dataset; all that the sampler gives where `planned`; empty for a stream.
+        indices: Places of its rows in the dataset; all that the sampler gives where `planned`; empty for a stream.
         sizes: How many rows of the dataset each of its items was made of; zeros of a stream.
         complete: Whether all that the loader has was taken.
         planned: Whether `indices` are those of a whole pass.

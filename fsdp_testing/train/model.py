@@ -192,7 +192,7 @@ def check_model(
         world_size: Number of ranks.
         steps: Optimizer steps.
         timeout: Seconds until a rank counts as hung.
-        pool: Where worlds come from; the process's own by default.
+        pool: The pool that lends worlds; the process's own by default.
 
     Raises:
         ModelDiffers: It trains differently, or not at all, on the ranks.

@@ -172,7 +172,7 @@ def of_ranks(reference: WholeRun, run: WholeRun, each: Sequence[WholeRun]) -> st
     Args:
         reference: One process with the rows of all ranks.
         run: The world.
-        each: Of each rank one process with its rows.
+        each: One process for each rank, with that rank's rows.
     """
     names = [key.name for key in run.names(_kind_of(run))]
     due, got = (_as_one_row(world, names) for world in (reference, run))

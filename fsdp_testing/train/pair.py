@@ -31,7 +31,7 @@ class Varied:
 
     Attributes:
         runner: Runs the world again.
-        names: Of the reference and of the world, for messages.
+        names: Names of the reference and of the world, for messages.
         cause: Returns why both differ.
     """
 

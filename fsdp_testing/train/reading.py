@@ -49,7 +49,7 @@ class Receiver:
     """Stands for the optimizer of a rank that steps none and receives the weights that another rank has stepped.
 
     Args:
-        models: Of the rank.
+        models: Models of the rank.
         optimizers: Its unused optimizers: their tensors count as stepped; without any, everything trained does.
     """
 
@@ -272,8 +272,8 @@ def once_gradients_are_there(read: Callable[[], None], args: tuple[Any, ...], kw
 
     Args:
         read: Looks at what the step is given; called once.
-        args: Of the step, with the optimizer.
-        kwargs: Of the step.
+        args: Positional arguments of the step, with the optimizer.
+        kwargs: Keyword arguments of the step.
 
     Returns:
         Arguments for the step in place of these; None to leave them.

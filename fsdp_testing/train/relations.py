@@ -75,7 +75,7 @@ class Variation:
     Attributes:
         name: For the table.
         names: How the run as it is and the varied one are called.
-        arguments: Of the varied one.
+        arguments: Arguments of the varied one.
     """
 
     name: str
@@ -90,7 +90,7 @@ def read(
 
     Args:
         vary: For each `--vary` its one word (`order`, `padding`, `NAME=VALUE,VALUE`) or its two texts of arguments.
-        arguments: Of the script, in which `{NAME}` stands for a value, and `{8/NAME}` is computed.
+        arguments: Arguments of the script, in which `{NAME}` stands for a value, and `{8/NAME}` is computed.
 
     Raises:
         InvalidArgument: The words are of no such form.

@@ -63,7 +63,7 @@ class Judgement:
         sentence: Why; for a pass, what it was compared with.
         compared: What was compared, and what was not.
         unknown: What could not be judged, though the rest was.
-        table: Of failures: loss and norm of both worlds, step by step; of races both places of each.
+        table: Table of failures: loss and norm of both worlds, step by step; of races both places of each.
         output: End of the script's own output, if it did not end well.
         relation: The change that must change nothing; empty for the number of ranks.
         steps: Steps that were compared.

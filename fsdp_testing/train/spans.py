@@ -32,13 +32,13 @@ class Span:
     """One rank's part of a tensor.
 
     Attributes:
-        shape: Of the whole tensor.
+        shape: Shape of the whole tensor.
         start: First element of this part, in row-major order.
         stop: One past the last.
         values: The elements; with blocks the sum of what lies here of each block that the part touches, in float64.
         block: Elements to a sum; 1 where elements are kept.
-        dtype: Of the tensor.
-        digest: Of the elements, where sums are kept; else empty.
+        dtype: Dtype of the tensor.
+        digest: Digest of the elements, where sums are kept; else empty.
         places: Of the elements in the whole tensor, where these do not follow one another; `start` and `stop` say nothing then.
     """
 

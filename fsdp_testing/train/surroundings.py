@@ -254,7 +254,7 @@ class NumbersTaken:
     Attributes:
         values: With the factors that Python code gives them.
         read: As they were read.
-        place: Of the expression in the code of its function; a line may have several.
+        place: Place of the expression in the code of its function; a line may have several.
         is_known: Whether these factors are.
     """
 

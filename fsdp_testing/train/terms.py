@@ -39,12 +39,12 @@ class Terms:
     Attributes:
         passes: By parameter, in one row, of each pass.
         cleared: For each pass, the parameters that had no gradient on this rank before the next pass, or the step.
-        moved: Of each pass whether weights changed before the next one.
+        moved: Whether weights changed between each pass and the next.
         scale: By what a `GradScaler` multiplied the losses; 1 without, 0 where it was not the same of all.
         unscales: Whether the optimizer itself divides by it.
         engine: Whether an engine of DeepSpeed accumulates and reduces: no other code touches its gradients.
         block: Elements to a sum; 1 where elements are kept.
-        roundoff: Of the narrowest dtype that terms have.
+        roundoff: Roundoff of the narrowest dtype that terms have.
     """
 
     passes: tuple[Mapping[str, torch.Tensor], ...] = ()

@@ -31,10 +31,10 @@ class Place:
     """Where a parameter of a rank lies in one process.
 
     Attributes:
-        name: Of the parameter of one process.
-        shape: Of that.
-        dim: Along which the rank has a part of it; None where it has all.
-        index: Which slices, along that.
+        name: Name of the parameter in one process.
+        shape: Its shape there.
+        dim: The dimension that is cut; None where the rank has all of it.
+        index: The slices along `dim` that the rank has.
     """
 
     name: str
@@ -85,7 +85,7 @@ class WholeRun:
         size: Number of ranks.
         quantities: What rank 0 returned; of every step what all ranks have of losses, settings, norms, gradients, parameters, the
             optimizer's state and buffers; and of the end the parameters, and other copies of the weights.
-        rows: Of every step, for each rank, the digests of its rows.
+        rows: Digests of the rows of every step, by rank.
         disagreements: The first of each kind.
         ranks: What each rank reported.
         parts: For each rank the place in one process of each parameter that it has of its own; empty where all have the same, or

@@ -30,7 +30,7 @@ def legal_case(case: Case, capabilities: frozenset[str] | None = None) -> Case:
     """Return the case without its meaningless parts; a legal case is returned unchanged.
 
     Args:
-        case: Of the right form (`Case.from_json` checks that).
+        case: Case of the right form (`Case.from_json` checks that).
         capabilities: What the implementation claims, if that decides which comparison is fair; None for all.
     """
     if case.model.dtype in LOW_DTYPES and not may_be_stored_low(case):

@@ -69,7 +69,7 @@ class ZooModel:
 
         Args:
             seed: Chooses the values.
-            dtype: Of all floating-point parameters and buffers, unless mixed dtypes are the model's trait.
+            dtype: Dtype of all floating-point parameters and buffers, unless mixed dtypes are the model's trait.
             **arguments: Those of `arguments`.
         """
         with torch.random.fork_rng(devices=[]):  # the constructors of torch.nn draw values that are then replaced

@@ -173,7 +173,7 @@ class TrainElsewhere(Operation):
         ranks: How many train, at least one and not all: a world of one rank has no others.
         last: The last ranks train, without rank 0.
         units: Inner units of their model; None keeps the plan.
-        strategy: Of their model.
+        strategy: Strategy of their model.
         directory: States go through directories of `torch.distributed.checkpoint`, in shards; otherwise as full states in memory.
     """
 

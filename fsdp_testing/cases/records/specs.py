@@ -147,7 +147,7 @@ class WorldSpec:
 
     Attributes:
         size: How many in all.
-        backend: Of their groups.
+        backend: Backend of their groups.
         mesh: Shape of the device mesh: (size,) or (replicas, shards); of the ranks with different inputs.
         tensor_parallel: How many of them share one model, which the plan's `layouts` cut; the model is wrapped over the
             other axis, and ranks r and s have the same inputs if r // tensor_parallel == s // tensor_parallel.

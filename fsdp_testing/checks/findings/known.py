@@ -51,7 +51,7 @@ class Defect:
         reason: What goes wrong, in one sentence.
         page: An address, or `none`. Default: the page NAME.md of docs/findings; for a defect that was public before and has no
             page, the script docs/findings/known/NAME.py.
-        issue: Where it is reported, if one thread is about it.
+        issue: Address of the report, if one thread is about it.
         affects: The affected software, for readers.
         effect: Its effect on a user, in a word or two: silent, or an error.
         reported: The public record of a defect that was known before.

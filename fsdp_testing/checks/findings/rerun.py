@@ -95,7 +95,7 @@ def replay(
     """Run one case on a pool of its own and judge it.
 
     Args:
-        pool: Where.
+        pool: The pool to run on.
         adapter: The implementation.
         case: What to run.
         deadline: Seconds until a rank counts as hung.

@@ -238,7 +238,7 @@ def _on_some_ranks(case: Case) -> Case:
 
 CHECKS: tuple[Check, ...] = (
     saved("optim_state.rolled_back",
-          "Loading model and optimizer into those that were trained on since restores them.",
+          "Loading brings back a model and an optimizer that were trained further since.",
           rolled_back("full", "uneven", optimizer=ADAMW), rolled_back("full", "mlp", SetLr(0.2), optimizer=_DECAYED),
           source="torch.optim.Optimizer.load_state_dict", sizes=ODD),
     saved("optim_state.rolled_back_to_the_start", "Loaded into an optimizer that stepped since, the state of one that never "

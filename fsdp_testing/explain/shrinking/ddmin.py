@@ -44,7 +44,7 @@ class Search:
     """One search for a simpler case that fails in the same way, with what it has found so far.
 
     Attributes:
-        case: Where to start, and then the simplest so far.
+        case: The case to begin with, and then the simplest so far.
         keeping: Runs candidates.
         at_once: How many candidates are run together.
         shape: Gives the legal case nearest to a candidate.
@@ -120,8 +120,8 @@ def joined(kind: Kind, case: Case, keys: Iterable[tuple[Any, ...]]) -> Case:
 
     Args:
         kind: Gave the keys for this case.
-        case: Where to start.
-        keys: Which parts; a part that no longer exists at its turn is skipped.
+        case: The case to begin with.
+        keys: The parts; a part that no longer exists at its turn is skipped.
     """
     # Remove later parts first, so that the indices of earlier ones stay valid.
     for key in sorted(keys, reverse=True):

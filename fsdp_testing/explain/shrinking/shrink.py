@@ -69,7 +69,7 @@ def shrink(
     """Return the simplest case found that fails with `signature`, as `case` does.
 
     Args:
-        case: Where to start.
+        case: The case to begin with.
         signature: What it looks like.
         attempt: Runs candidates.
         shape: Gives the legal case nearest to a reduced one.

@@ -59,7 +59,7 @@ class Fault:
         kind: What happens.
         value: Seconds or bytes, where the kind has any.
         rank: On which rank; None for every rank.
-        place: Where: "collective", "step", "save" or "load"; empty for at once.
+        place: One of "collective", "step", "save" or "load"; empty for at once.
         at: The number of that place.
         text: As it was written.
     """

@@ -223,7 +223,7 @@ class Pool:
         """Make a directory that the ranks of every host see; the caller removes it.
 
         Args:
-            prefix: Of its name.
+            prefix: Prefix of its name.
             base: Parent folder, if possible; by default the temporary folder, or the current directory.
 
         Raises:

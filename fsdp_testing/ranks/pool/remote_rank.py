@@ -197,7 +197,7 @@ class RemoteRank:
         """Ask for the ledger and output as they are now; a host that does not answer is lost.
 
         Args:
-            wait: Wait for the answer. Otherwise it arrives later, and no new question is sent before.
+            wait: Wait for the answer. Otherwise it is read later, before the next question is sent.
         """
         now = time.monotonic()
         if self._exit is not None or (not wait and (self._waiting_for_look or now - self._looked < _LOOK_SECONDS)):

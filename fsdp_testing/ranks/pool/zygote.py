@@ -106,7 +106,7 @@ def ask(run: str, control: socket.socket, setup: int, environment: dict[str, str
         run: Name of the run.
         control: The server's end of the socket that requests come over.
         setup: A file with JSON, as for `forkserver.main`, with the variables of the worker.
-        environment: Of the zygote, if this worker starts it.
+        environment: Environment of the zygote, if this worker starts it.
     """
     if run in _silent:
         return None

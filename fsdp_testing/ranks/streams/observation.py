@@ -38,7 +38,7 @@ def observe(device: torch.device | str = "cpu") -> Iterator[History]:
     Make the model, or at least run its first step, inside: streams made earlier are not recorded.
 
     Args:
-        device: Where the rank computes.
+        device: The device on which the rank computes.
 
     Yields:
         The history, complete when the context has ended.

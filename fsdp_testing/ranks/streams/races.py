@@ -60,7 +60,7 @@ class Race:
         earlier: The use that may not be over.
         later: The use that may come too early.
         reused: What the memory was made for the second time, where it was freed in between; else empty.
-        freed: Where it was freed.
+        freed: The place in the code that freed it.
     """
 
     block: str

@@ -15,10 +15,10 @@ class Region:
     """The bytes of one tensor inside its storage.
 
     Attributes:
-        offset_bytes: Of the first element.
+        offset_bytes: Offset of the first element.
         shape: Number of elements along each dimension; no dimension of size 0.
         strides_bytes: Distance between neighbours along each dimension; not negative.
-        itemsize_bytes: Of one element.
+        itemsize_bytes: Size of one element.
     """
 
     offset_bytes: int

@@ -21,7 +21,7 @@ def matrix_picture(
     Args:
         traits: In their order.
         word: The result of the pair of a trait and an earlier one, by their indices.
-        classes: Of the squares, by word; squares with other words stay empty.
+        classes: Classes of the squares, by word; squares with other words stay empty.
         single: Words whose squares stand alone and say which pair they are; others are joined along a row.
     """
     drawing = Drawing(ROW * len(traits) + 4, "Which pairs of traits hold, fail, or did not run")

@@ -67,7 +67,7 @@ class Campaign:
 
     Args:
         plan: What to do.
-        pool: Where worlds come from.
+        pool: The pool that lends worlds.
         on_progress: Called after every batch.
         on_finding: Called with each new finding; writes it down.
         clock: Seconds; only differences count.

@@ -81,15 +81,15 @@ class Cell:
     """One small case.
 
     Attributes:
-        strategy: Of `WORLDS`.
-        mesh: Of the strategy's.
-        units: Of `UNITS`.
-        trait: Of `TRAITS`.
+        strategy: One of `WORLDS`.
+        mesh: A mesh of the strategy.
+        units: One of `UNITS`.
+        trait: One of `TRAITS`.
         first: Micro-batches of the first step, in `LETTERS`; the last one synchronises.
         second: Those of the second step.
         skipping: The rank that does not use the part in micro-batches of a small letter, or `EVERY_RANK`.
-        clearing: Of `CLEARING`.
-        dtype: Of `DTYPES`.
+        clearing: One of `CLEARING`.
+        dtype: One of `DTYPES`.
     """
 
     strategy: str

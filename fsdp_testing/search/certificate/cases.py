@@ -43,7 +43,7 @@ def case_of(cell: Cell, capabilities: frozenset[str]) -> Case:
     """Return the case of a cell.
 
     Args:
-        cell: Of the cube.
+        cell: Cell of the cube.
         capabilities: The claims decide which optimizer is fair (`legal_case`).
     """
     dtype, precision = DTYPES[cell.dtype]

@@ -31,7 +31,7 @@ class CellCause:
         case: The shortest case that shows it; if there was no time to shorten it, the case of the cell.
         shortened: Whether it was shortened.
         known: Name of the known failure; empty if it is not known.
-        link: Where that is reported.
+        link: Address of the report.
     """
 
     cell: Cell

@@ -81,7 +81,7 @@ class Certificate:
 
     Args:
         plan: What to do.
-        pool: Where worlds come from.
+        pool: The pool that lends worlds.
 
     Raises:
         InvalidRecord: The state there is damaged, of another version, of another subject, or from before a change.

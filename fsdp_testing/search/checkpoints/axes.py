@@ -45,9 +45,9 @@ class Layout:
     """How a model is spread over ranks.
 
     Attributes:
-        strategy: Of `cases.records.STRATEGIES`.
+        strategy: One of `cases.records.STRATEGIES`.
         mesh: Ranks in a row (`3`), or replicas x shards (`2x2`).
-        units: Of `UNITS`.
+        units: One of `UNITS`.
     """
 
     strategy: str
@@ -113,7 +113,7 @@ class Subject:
         first: Settings of a separate group for the parameters of `first`; one group for all if there are none.
         thawed: Patterns of parameters that are frozen until the state was saved or loaded.
         built_first: The loading optimizer is built before the model is loaded, not after.
-        dtype: Of parameters and buffers.
+        dtype: Dtype of parameters and buffers.
         scheduled: A schedule changes the learning rates; it is saved too, and with it the state of each rank's random numbers.
     """
 

@@ -53,8 +53,8 @@ class Result:
     Attributes:
         saver: Implementation and layout that saved it.
         loader: Implementation and layout that loaded it; empty for the result of saving.
-        subject: Of `SUBJECTS`.
-        way: Of `WAYS`.
+        subject: One of `SUBJECTS`.
+        way: One of `WAYS`.
         verdict: `PASS`, `FAIL` or `UNKNOWN`.
         reason: The first entry that differs, or what was raised.
         loud: It fails with an error that every rank raised while saving or loading.
@@ -83,8 +83,8 @@ class Plan:
     Attributes:
         adapters: Implementations; each saves, and each loads.
         sizes: Numbers of ranks.
-        subjects: Of `SUBJECTS`.
-        ways: Of `WAYS`.
+        subjects: Some of `SUBJECTS`.
+        ways: Some of `WAYS`.
         deadline: Seconds that one item may take before it counts as hung.
     """
 
@@ -137,7 +137,7 @@ class Exchange:
 
     Args:
         plan: What to do.
-        pool: Where worlds come from.
+        pool: The pool that lends worlds.
         on_result: Called with every result.
     """
 

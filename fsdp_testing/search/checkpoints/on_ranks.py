@@ -43,8 +43,8 @@ class Item:
     """One state to save or to load.
 
     Attributes:
-        subject: Of `SUBJECTS`.
-        way: Of `WAYS`.
+        subject: One of `SUBJECTS`.
+        way: One of `WAYS`.
         folder: The directory of the state.
         saver: Implementation and layout that saves it.
         loads: Load it; else train and save it.
@@ -64,8 +64,8 @@ class Beside:
     """A rank's state besides model and optimizer.
 
     Attributes:
-        settings: Of the groups.
-        schedule: Of the learning rate; None if the subject has none.
+        settings: Settings of the groups.
+        schedule: Schedule of the learning rate; None if the subject has none.
         random: State of torch's generator on the CPU; None likewise.
     """
 
@@ -81,7 +81,7 @@ class StateObservation(RankObservation):
     Attributes:
         beside: One for each snapshot. Of a saver: right before saving, right after it, and after the further step; of a
             loader: right after loading, and after the further step.
-        stage: Where an error was raised.
+        stage: The stage in which an error was raised.
     """
 
     beside: tuple[Beside, ...] = ()

@@ -35,7 +35,7 @@ class Cause:
     """Results that do not hold for one reason.
 
     Attributes:
-        mark: Of `MARKS`.
+        mark: One of `MARKS`.
         reason: The first entry that differs, or what was raised.
         count: How many there are.
         example: Saver, loader, subject and way of the first one.

@@ -86,8 +86,8 @@ def summary_of(
         name: The implementation.
         environment: Versions.
         covering: The cases that ran, and the pairs that were not tested.
-        state: Of all runs; it may be that of one part of the covering.
-        tally: Of the last run, which may add remarks to the verdicts on cases.
+        state: State of all runs; it may be that of one part of the covering.
+        tally: Tally of the last run, which may add remarks to the verdicts on cases.
     """
     first, of = state.shard
     part = covering.cases[first - 1 :: of]

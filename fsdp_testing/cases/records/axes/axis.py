@@ -89,11 +89,11 @@ class Option(Axis):
     """An option of wrapping: one field of `WrappingPlan`, which needs one capability.
 
     Attributes:
-        field: Of the plan.
+        field: Field of the plan.
         claim: The capability.
         values: The plain one first.
         feature: Its feature when drawn; empty for an option that only checks use.
-        meaning: Of the capability, if `CAPABILITIES` lacks it.
+        meaning: Meaning of the capability, if `CAPABILITIES` lacks it.
         told: A field of `Setup` has the same name and value.
     """
 
