@@ -91,7 +91,7 @@ def contributions(
     Args:
         index: Operation after which gradients are wrong.
         expected: What each wrong gradient should be (zeros where one process has none), with its bound.
-        ranks: What each rank reported.
+        ranks: The ranks' reports.
         terms: What each backward added, in one process.
         unit_roundoff: Unit roundoff of the narrowest dtype in which they are added up, where bounds do not allow for another sum.
     """

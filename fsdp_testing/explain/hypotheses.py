@@ -134,7 +134,7 @@ class WrongNumbers:
 
     Args:
         case: A case that diverges.
-        ranks: What each rank reported, with a snapshot after every operation.
+        ranks: The ranks' reports, with a snapshot after every operation.
         comparison: How the check compares.
         sources: What one process can be asked.
     """

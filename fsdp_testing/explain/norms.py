@@ -23,11 +23,11 @@ class Norm:
     """A norm that is wrong.
 
     Attributes:
-        got: What a rank has.
-        due: What it should be.
+        got: The value on a rank.
+        due: The expected value.
         bound: The largest allowed error.
         p: Order of the norm.
-        dtype: In which dtype one process has it.
+        dtype: Its dtype in one process.
     """
 
     got: float

@@ -98,7 +98,7 @@ def explain_results(
     """Return the results with an explanation on one finding of each root cause.
 
     Args:
-        results: What a run gave.
+        results: The results of a run.
         how_of: The way in which each check judges.
         runner: Runs programs.
         seconds: For the failures of one implementation, in seconds of an idle machine; a finding says if it was not reached.

@@ -21,7 +21,7 @@ class Attempt:
 
     Attributes:
         judgements: Judgements of each case that was to run, in order; `incomplete` where a rank reported nothing of it.
-        outcome: What became of the ranks; None where the judge has read that.
+        outcome: The fate of the ranks; None where the judge has read that.
     """
 
     judgements: Sequence[Judgement]

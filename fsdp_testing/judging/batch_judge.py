@@ -49,8 +49,8 @@ def fast_path_agrees(replay: Replay, ranks: Sequence[RankObservation], compariso
 
     Args:
         replay: The undisturbed oracle's, when it has run.
-        ranks: What each rank reports, by rank.
-        comparison: Which kinds to compare, and whether a gradient of zeros may stand for None.
+        ranks: The ranks' reports, by rank.
+        comparison: The kinds to compare, and whether a gradient of zeros may stand for None.
     """
     # The comparison ends before the operation that raised, and would pass quantities that it has not seen.
     if any(rank.error is not None for rank in ranks):
@@ -96,7 +96,7 @@ def attempt_batch(
         worlds: The worlds to run in.
         adapter: The implementation.
         cases: For one size of world.
-        watch: What to observe besides the numbers.
+        watch: What else to observe, besides the numbers.
         timeout: Seconds that one case may take before it counts as hung.
         on_records: Called with the folder of the ranks' reports, before it is removed.
 

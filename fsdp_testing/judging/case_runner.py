@@ -97,8 +97,8 @@ class JudgedCase:
 
     Attributes:
         case: As it was asked.
-        judgement: What is known.
-        ranks: What they reported, where the case ran by itself.
+        judgement: The judgement.
+        ranks: The ranks' reports, where the case ran by itself.
         seconds: Wall time spent, likewise.
     """
 
@@ -248,8 +248,8 @@ class CaseRunner:
 
         Args:
             implementation: Its adapter or name.
-            cases: What to run.
-            watch: What to observe besides the numbers.
+            cases: The cases to run.
+            watch: What else to observe, besides the numbers.
             until: Once a case has failed in this way, no more new ranks are used.
             on_records: Called with the folder of the ranks' reports, before it is removed.
 

@@ -160,8 +160,8 @@ def as_expected(result: CheckResult, expectation: Expectation, cause_of: CauseOf
     claimed, makes the entry stale; an unknown check does not.
 
     Args:
-        result: What was found.
-        expectation: What the user wrote.
+        result: The result of the check.
+        expectation: The user's entry.
         cause_of: Asked of a finding that looks like an entry that names a cause.
     """
     seen = replace(result, expected=expectation.reason)

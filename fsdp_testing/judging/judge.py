@@ -62,7 +62,7 @@ def judge(
         case: The case as the implementation ran it.
         records: Records of every rank that reported, by rank.
         ask: Compares the numbers.
-        outcome: What became of the ranks, if the case was run alone.
+        outcome: The fate of the ranks, if the case was run alone.
         review: The check's own rule.
     """
     ranks = [record.observation for record in records]

@@ -90,7 +90,7 @@ class Rule:
 
     Attributes:
         name: Unique in its file.
-        reason: What goes wrong, in one sentence.
+        reason: The defect in one sentence.
         page: File or address where it is written up.
         signatures: What it looks like, in each way that it was seen: kind, quantity (of an exception its beginning),
             operation, and what one process would have to do to give its wrong numbers, as a pattern (fnmatch) of a part of
@@ -282,7 +282,7 @@ class KnownFailures:
         """Return the first rule that knows a failure.
 
         Args:
-            signature: What it looks like.
+            signature: The signature of the failure.
             met: The case in which it was met, and where in it as far as that is known.
             cause: Its cause; None if it was not examined.
         """

@@ -26,7 +26,7 @@ class Numbers:
 
     Attributes:
         tally: What was compared, what diverges and what stays undecided.
-        expectation: What the oracle says; None where the fast path found everything right.
+        expectation: The oracle's values; None where the fast path found everything right.
         problem: Why the oracle cannot decide; empty if it can.
         fast: The fast path found everything right.
         finding: The refuting finding, if its words differ from a divergence's.

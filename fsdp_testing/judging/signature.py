@@ -23,7 +23,7 @@ class Signature(NamedTuple):
     """What a failure looks like.
 
     Attributes:
-        kind: In which way the case fails.
+        kind: The kind of failure.
         quantity: Sort of quantity, and in what it differs if not in numbers; or type and message of an exception.
         operation: Kind of the operation after which it shows (`build`, `end`); empty where none is known.
     """

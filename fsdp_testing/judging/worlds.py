@@ -42,7 +42,7 @@ class Capacity:
         ranks: Ranks of the largest world of a job.
         processors: That this process may use.
         most: Jobs whose ranks fit into memory and the number of processes; at least 1.
-        reason: What sets that limit.
+        reason: The reason for that limit.
     """
 
     ranks: int

@@ -83,7 +83,7 @@ def gradients_of(
     """Take what a backward left in `parameters`.
 
     Args:
-        parameters: By FQN.
+        parameters: Parameters by FQN.
         contributions: The sum of absolute contributions by the identity of the parameter, where units were watched.
     """
     values = {fqn: p.grad for fqn, p in parameters.items() if p.grad is not None}

@@ -103,7 +103,7 @@ def build(elements: Sequence[Element], lead: str, crash: Crash | None, fallback:
     """Return one serialised representation of `elements`; `lead` is what the short summary shows.
 
     Args:
-        elements: In the order in which they are shown.
+        elements: Elements in the order in which they are shown.
         lead: The leading sentence.
         crash: Place of the first failure, if known.
         fallback: Path and line of the test itself.

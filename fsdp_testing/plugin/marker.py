@@ -60,8 +60,8 @@ def read_marker(
     Args:
         args: Positional arguments.
         kwargs: Keyword arguments.
-        where: What carries the marker, for the message.
-        defaults: For arguments that are left out.
+        where: The carrier of the marker, for the message.
+        defaults: Defaults for arguments that are left out.
         backends: Known backend names.
 
     Raises:

@@ -114,7 +114,7 @@ class RankResult(NamedTuple):
 
     Attributes:
         phases: Its reports in order.
-        user_properties: From `record_property`.
+        user_properties: Properties from `record_property`.
         warnings: Recorded during the item.
         dirt: What the item, or a fixture that ended with it, leaked.
         kept: How many leading collectors still have fixtures set up.

@@ -62,7 +62,7 @@ class Dump:
 
     Attributes:
         rank: As the name of the file says.
-        collectives: By group and number.
+        collectives: Collectives by group and number.
         members: Ranks of the groups that the dump names, by group.
         messages: Sends and receives that have not completed.
         whole: Whether the recorder has dropped nothing.
@@ -218,7 +218,7 @@ class Lateness:
         mean: Mean seconds, by the clock of each host.
         most: The most seconds.
         where: The collective with the largest delay.
-        last: What it issued last.
+        last: The last collective that it issued.
     """
 
     rank: int

@@ -18,7 +18,7 @@ class Cause:
     """One root cause on one implementation.
 
     Attributes:
-        implementation: Whose.
+        implementation: The implementation.
         sentence: What happens.
         results: The checks that it breaks, in the order of the run.
         findings: All findings that it explains.

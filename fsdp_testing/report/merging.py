@@ -67,7 +67,7 @@ def in_order(given: Mapping[str, P], part_of: Callable[[P], Part], advice: str) 
     Args:
         given: The parts, by where they come from.
         part_of: Gives the facts of a part.
-        advice: What to give instead of what is refused.
+        advice: A replacement for what is refused.
 
     Raises:
         InvalidArgument: One is missing or there twice, or they are not of one whole; every offender is listed.

@@ -20,7 +20,7 @@ def parity_sheet(cases: Sequence[CaseParity], names: tuple[str, str], *, full: b
     """Return the sheet of differences in order between two implementations.
 
     Args:
-        cases: What was compared.
+        cases: The cases that were compared.
         names: The implementations, left and right.
         full: Show equal stretches far from any difference too.
     """

@@ -30,7 +30,7 @@ class Display:
 
     Args:
         console: The console to write to.
-        unit: What is counted, in the plural.
+        unit: The name of what is counted, in the plural.
     """
 
     def __init__(self, console: Output, unit: str = "") -> None:

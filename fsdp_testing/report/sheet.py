@@ -199,12 +199,12 @@ class Sheet:
         title: Title of the page.
         exit_code: Exit code of the command.
         conclusion: What the exit code means here.
-        lead: What comes first.
+        lead: The first blocks.
         sections: Everything else.
         closing: What a terminal shows before the conclusion.
         subject: Heading of the page; the title where it is empty.
-        genre: What sort of page it is.
-        headline: What a reader of the page should know first; the conclusion where it is empty.
+        genre: The sort of page.
+        headline: The first line for a reader of the page; the conclusion where it is empty.
         foot: The last words of the page.
         environment: When, of what, by which command and with which versions it was made.
         known: Whether there are known failures, although the exit code is 0.

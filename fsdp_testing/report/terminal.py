@@ -77,7 +77,7 @@ def print_sheet(sheet: Sheet, console: Console, *, full: bool = False) -> None:
     """Print everything but the conclusion, which comes last (`say_ending`).
 
     Args:
-        sheet: What was found.
+        sheet: The report.
         console: The console to write to; its width decides the layout.
         full: Show what is folded, and complete accounts.
     """

@@ -54,9 +54,9 @@ class Suspect:
 
     Attributes:
         case: The case.
-        signature: What the failure looks like.
+        signature: The signature of the failure.
         reason: The first fact that differs.
-        account: What happened to the ranks, if one was lost.
+        account: The fate of the ranks, if one was lost.
     """
 
     case: Case

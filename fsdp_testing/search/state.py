@@ -70,7 +70,7 @@ class State:
     """The results of a search, over all its runs.
 
     Attributes:
-        subject: What its verdicts are about, by name: implementation, versions, digests, settings of its cases.
+        subject: The subject of its verdicts, by name: implementation, versions, digests, settings of its cases.
         shard: `(i, n)`: its cases are the i-th of n parts, numbered from 0 within the part.
         verdicts: One letter for each case, by number.
         reasons: Why cases do not pass, by number; a source may keep that elsewhere.

@@ -139,7 +139,7 @@ def vanishing(runs: Sequence[Quantities], narrowest: float) -> set[Quantity]:
     An example is a key's bias in attention. The optimizer's update from such a gradient, full-size with Adam, is arbitrary.
 
     Args:
-        runs: What was computed.
+        runs: The runs.
         narrowest: Roundoff of the narrowest dtype that any of it was computed in.
     """
     names = {

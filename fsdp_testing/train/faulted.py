@@ -131,7 +131,7 @@ def _stopped(outcome: WorldOutcome, hit: set[int], steps: int, timeout: float) -
     """Return how every rank stopped.
 
     Args:
-        outcome: What the ranks did.
+        outcome: The ranks' ends.
         hit: Those that a fault ended or keeps.
         steps: How many a run without a fault makes.
         timeout: The limit in seconds.

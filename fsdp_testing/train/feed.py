@@ -95,7 +95,7 @@ class Feed:
 
     Attributes:
         source: The place where the data enters.
-        loaders: For each loader.
+        loaders: Records of each loader.
         batches: For marked lines, or forwards.
         ranks: The ranks whose conventions it must follow, if any are accepted.
         weights: Initial parameters of its models, by name; if empty, its own.
@@ -270,7 +270,7 @@ def feeds_of(ranks: Sequence[Taken], forwards_alone: int, forwards_here: int) ->
     """Yield what one process may be given in place of its own data, in the order of trying; nothing where that is unknown.
 
     Args:
-        ranks: What each rank took.
+        ranks: The rows of each rank.
         forwards_alone: Forwards of one process until its first step.
         forwards_here: Forwards of each rank until its first step. Where one process makes as many as all ranks together, it is
             given their batches one by one, otherwise those of one moment as one.
@@ -373,7 +373,7 @@ def _loader(ranks: Sequence[Taken], number: int, groups: _Groups, *, items: bool
     """Return a loader of all ranks; of passes that not every rank makes, those of rank 0. What only validates is left alone.
 
     Args:
-        ranks: What each took.
+        ranks: The rows of each rank.
         number: Number of the loader.
         groups: Says what of all ranks is one item.
         items: Whether items are given.

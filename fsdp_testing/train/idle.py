@@ -23,7 +23,7 @@ def nothing_trained(start: Quantities, run: Quantities, *, gradients_seen: bool 
 
     Args:
         start: Parameters before the first step.
-        run: What was computed, with the parameters after each step.
+        run: The run, with the parameters after each step.
         gradients_seen: Whether the optimizer steps the tensors that have the gradients.
     """
     moved = [

@@ -33,7 +33,7 @@ class Pass:
     """One pass over a `DataLoader`.
 
     Attributes:
-        items: What was taken.
+        items: The items that were taken.
         samples: What the loader's `collate_fn` made each item of; empty where that was not kept.
         rows: Digests of the rows of its items.
         indices: Places of its rows in the dataset; all that the sampler gives where `planned`; empty for a stream.

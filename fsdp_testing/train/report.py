@@ -61,7 +61,7 @@ class Judgement:
         size: Number of ranks.
         verdict: pass, fail or unknown.
         sentence: Why; for a pass, what it was compared with.
-        compared: What was compared, and what was not.
+        compared: The quantities that were compared, and those that were not.
         unknown: What could not be judged, though the rest was.
         table: Table of failures: loss and norm of both worlds, step by step; of races both places of each.
         output: End of the script's own output, if it did not end well.

@@ -24,7 +24,7 @@ class StepSeen:
         loss_dtype: Their dtype.
         rows: Digest of each row that the outermost forwards were given, by forward.
         settings: Each number by which the optimizer is set ("lr", "weight_decay", ...), of every group of parameters.
-        norms: What `clip_grad_norm_` returned.
+        norms: Norms that `clip_grad_norm_` returned.
         norm_dtype: Their dtype.
         clip_limits: The limits it was given.
         made_rates: Initial learning rate of each group of the optimizer.

@@ -40,7 +40,7 @@ class Terms:
         passes: By parameter, in one row, of each pass.
         cleared: For each pass, the parameters that had no gradient on this rank before the next pass, or the step.
         moved: Whether weights changed between each pass and the next.
-        scale: By what a `GradScaler` multiplied the losses; 1 without, 0 where it was not the same of all.
+        scale: The factor of a `GradScaler` for the losses; 1 without, 0 where it was not the same of all.
         unscales: Whether the optimizer itself divides by it.
         engine: Whether an engine of DeepSpeed accumulates and reduces: no other code touches its gradients.
         block: Elements to a sum; 1 where elements are kept.

@@ -87,7 +87,7 @@ class WholeRun:
             optimizer's state and buffers; and of the end the parameters, and other copies of the weights.
         rows: Digests of the rows of every step, by rank.
         disagreements: The first of each kind.
-        ranks: What each rank reported.
+        ranks: The ranks' reports.
         parts: For each rank the place in one process of each parameter that it has of its own; empty where all have the same, or
             shards of it.
         own: Parameters that each rank has of its own by one name, and that have no known place: these are left out.
@@ -163,7 +163,7 @@ def whole(size: int, ranks: Sequence[RankReport], own: Collection[str] = ()) -> 
 
     Args:
         size: Number of ranks.
-        ranks: What each reported.
+        ranks: The ranks' reports.
         own: Parameters that each rank has of its own: these are left out.
     """
     quantities: Quantities = {Quantity(Kind.RETURNED, name): values for name, values in ranks[0].returned.items()}

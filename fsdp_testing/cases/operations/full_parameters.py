@@ -82,8 +82,8 @@ class ReplaceParameters(OfPatterns):
     Shared parameters are left out: replaced in only one place, they would become two.
 
     Attributes:
-        patterns: Which parameters.
-        factor: What their values are multiplied by.
+        patterns: Patterns of the parameters' names.
+        factor: The factor for their values.
         storage: The parameters stay, and get new storage.
     """
 
@@ -194,8 +194,8 @@ class AssignData(ForwardPass):
     An implementation may notice the new storage only when it next uses the parameters, so a forward belongs to it.
 
     Attributes:
-        patterns: Which parameters.
-        factor: What their values are multiplied by.
+        patterns: Patterns of the parameters' names.
+        factor: The factor for their values.
         batch: Inputs of the forward.
         in_place: The values change in place, as an optimizer changes them.
     """

@@ -24,7 +24,7 @@ class EditGradients(OfPatterns):
     """Changes the reduced gradients of the parameters that match; other gradients stay.
 
     Attributes:
-        patterns: Which parameters.
+        patterns: Patterns of the parameters' names.
         edit: `zeros` and `halved` in place; `none` by `p.grad = None`; `replaced` by a new tensor with half the numbers; `given`
             by a new tensor of constants, also where there was no gradient.
     """

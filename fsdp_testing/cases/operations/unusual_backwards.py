@@ -35,7 +35,7 @@ class Interrupt(Operation):
 
     Attributes:
         batch: Inputs; every rank uses the same branches, otherwise the user's own code would make the ranks differ.
-        place: Which module without children raises, counted in module order and wrapped around.
+        place: The module without children that raises, counted in module order and wrapped around.
         backward: It raises when the gradient of its output is known, instead of before its forward.
         where: In an ordinary `step`, in one inside `no_sync`, or in an open `summon` (then no forward runs at all).
     """

@@ -40,7 +40,7 @@ class Overrun:
     """More memory or communication than one operation may take.
 
     Attributes:
-        measure: What is counted.
+        measure: The rule that is broken.
         operation: Index of the operation, or for memory of the operation before; -1 for wrapping.
         rank: On which rank.
         measured: Amount, in bytes or times; 0 for memory of unknown size.
@@ -102,7 +102,7 @@ class ExpectedFailure:
     """One known failure of one check, and how it fails: a failure of any other kind is new.
 
     Attributes:
-        reason: What goes wrong, in one sentence.
+        reason: The defect in one sentence.
         kind: Kind of failure.
         quantity: Sort of quantity that is wrong (`output`, `gradient is None`); for an exception its type and the start of
             its message (`ValueError: expected a`), numbers as `#` and quoted words as `_`.
@@ -172,7 +172,7 @@ class Finding:
     """One failure of one case.
 
     Attributes:
-        kind: In which way it fails.
+        kind: The kind of failure.
         quantity: What diverges first, such as `gradient of blocks.1.weight`.
         operation: Index of the first operation after which it diverges; -1 while wrapping.
         operation_text: That operation in one line.
@@ -185,7 +185,7 @@ class Finding:
         detail: Tracebacks, the account of all ranks; may be long.
         cause: Findings of one implementation with the same cause have one root cause; empty if it was not examined.
         shortest: The shortest schedule that shows it, on one finding of each cause.
-        statement: What is wrong, without its place.
+        statement: The fault, without its place.
         sort: Sort of quantity (`gradient`, `value`, `optimizer exp_avg`, `output`, ...), or the type of an exception;
             empty where `quantity` is no more than that.
         fqn: Parameter or buffer; empty for results, exceptions and lost ranks.
@@ -255,7 +255,7 @@ class Judgement:
 
     Attributes:
         verdict: `PASS`, `FAIL` or `UNKNOWN`.
-        finding: What refutes the claim; only for `FAIL`.
+        finding: The finding that refutes the claim; only for `FAIL`.
         reason: Reason for no verdict, in a sentence; only for `UNKNOWN`.
         detail: The rest of the reason: a traceback, the account of all ranks.
         tally: What was compared.

@@ -113,9 +113,9 @@ class Snapshot:
     Attributes:
         index: Operation after which it was taken; `len(program)` at the end.
         label: Label of the `observe` operation, or `end`.
-        parameters: By FQN.
-        buffers: By FQN.
-        optimizer: By FQN; None if the implementation does not show it.
+        parameters: Parameters by FQN.
+        buffers: Buffers by FQN.
+        optimizer: Optimizer state by FQN; None if the implementation does not show it.
     """
 
     index: int
@@ -194,11 +194,11 @@ class CaseRecord:
 
     Attributes:
         index: Place of the case in its batch.
-        observation: What the engine observed.
+        observation: The engine's observation.
         collectives: Per group key, number of collectives issued and a digest of what they were, up to the end of the
             case, counted from the start of the batch.
         groups: Per group key, the ranks of the world that are its members.
-        leaks: What the case leaked in the process.
+        leaks: The case's leaks in the process.
         accounts: What operations put on the wire and left in memory, where the implementation reports its units.
     """
 

@@ -88,7 +88,7 @@ class RunReport:
     """All results of a run, as one value and one JSON document.
 
     Attributes:
-        results: In the order they were run.
+        results: The results, in the order in which they were run.
         implementations: Requested names, in that order.
         environment: Versions and machine facts that a reader needs (`torch`, `python`, `platform`, ...).
         world_sizes: Requested sizes; `CheckResult.world_sizes` has the sizes on which cases ran.
@@ -98,7 +98,7 @@ class RunReport:
         shard: `(i, n)`: only the i-th of n parts of a run, counted from 1; empty for a whole one.
         tensor_parallel: How many ranks held one model together.
         own_names: Adapters' own names, if they differ from the requested names.
-        request: What was requested; None in reports of earlier versions.
+        request: The request; None in reports of earlier versions.
         since: Implementation and check -> the date since when it fails, if earlier reports were compared.
     """
 

@@ -66,7 +66,7 @@ class UnitPortrait:
         unit: FQN of the unit; the root's is empty.
         elements: Elements of its parameters.
         element_bytes: Size of one.
-        held: For each rank the spans that it holds, in the unit's own order.
+        held: Spans that each rank holds, in the unit's own order.
     """
 
     unit: str
@@ -94,13 +94,13 @@ class Portrait:
 
     Attributes:
         implementation: Registered name or import string.
-        case: What was run.
+        case: The case that ran.
         seconds: Length of the time drawn.
-        ranks: By rank.
-        units: In the implementation's own order.
+        ranks: Recordings, by rank.
+        units: Units in the implementation's own order.
         bound_bytes: How many bytes of parameters the strategy lets a rank hold.
         bound_text: Derivation of that bound.
-        remark: What went wrong while it was taken; empty if nothing did.
+        remark: The error while it was taken; empty if there was none.
     """
 
     implementation: str

@@ -117,7 +117,7 @@ class WrappingPlan:
         policy: Wraps automatically instead of (or, where claimed, beside) the list.
         ignored: FQNs of modules whose parameters stay outside.
         checkpointed: FQNs of modules whose forward is computed again in backward.
-        checkpoint_reentrant: By running a backward inside the backward, as torch's older way does.
+        checkpoint_reentrant: The recomputation runs a backward inside the backward, as torch's older way does.
         checkpoint_outside: Around the wrapped module, instead of inside it.
         forward_prefetch: Asks for units to be gathered ahead in forward.
         backward_prefetch: `pre`, `post` or `none`: when the next unit of a backward is gathered.

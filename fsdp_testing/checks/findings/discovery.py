@@ -27,11 +27,11 @@ class Discovery:
 
     Attributes:
         implementation: Name.
-        signature: What it looks like.
+        signature: The signature of the failure.
         original: The case that first showed it.
         case: The simplest case that fails in the same way.
         reason: First fact that differs.
-        account: What happened to the ranks, if one was lost.
+        account: The fate of the ranks, if one was lost.
         confirmed: It fails in the same way alone in new processes.
         attempts: Cases run to shrink it.
         seconds: Time taken to shrink it.

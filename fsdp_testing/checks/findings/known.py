@@ -48,7 +48,7 @@ class Defect:
 
     Attributes:
         name: Unique in the list.
-        reason: What goes wrong, in one sentence.
+        reason: The defect in one sentence.
         page: An address, or `none`. Default: the page NAME.md of docs/findings; for a defect that was public before and has no
             page, the script docs/findings/known/NAME.py.
         issue: Address of the report, if one thread is about it.

@@ -97,7 +97,7 @@ def replay(
     Args:
         pool: The pool to run on.
         adapter: The implementation.
-        case: What to run.
+        case: The case to run.
         deadline: Seconds until a rank counts as hung.
         check: How a check judges it, if the check judges more than the numbers of the case.
 

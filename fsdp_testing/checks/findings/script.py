@@ -35,7 +35,7 @@ class Measurement:
     """The measurement of a script.
 
     Attributes:
-        operation: Which operation; None where nothing is measured.
+        operation: The operation; None where nothing is measured.
         before: Lines before it, where collectives are counted.
         after: Lines after it.
     """

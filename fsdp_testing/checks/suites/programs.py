@@ -60,8 +60,8 @@ def review_copies(
     """Compare the copies with what the oracle expects of the original's next micro-batch.
 
     Args:
-        case: What was run.
-        ranks: What each rank reports.
+        case: The case that ran.
+        ranks: The ranks' reports.
         expectation: The oracle's.
         may_refuse: Every rank may refuse the copy instead.
     """
@@ -261,9 +261,9 @@ class Remark:
     """A fault that a rank noticed itself, because the numbers of the case do not show it.
 
     Attributes:
-        operation: In or after which operation.
-        quantity: What is wrong, in two or three words.
-        statement: What is wrong with it.
+        operation: The operation in or after which it happened.
+        quantity: The wrong quantity, in two or three words.
+        statement: The fault.
         error: The error, if a number is wrong.
         bound: The largest allowed error.
         derivation: The derivation of the bound.

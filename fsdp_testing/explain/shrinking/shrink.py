@@ -70,7 +70,7 @@ def shrink(
 
     Args:
         case: The case to begin with.
-        signature: What it looks like.
+        signature: The signature of the failure.
         attempt: Runs candidates.
         shape: Gives the legal case nearest to a reduced one.
         fair: Whether an implementation may be asked a case at all.

@@ -67,9 +67,9 @@ def review(
 
     Args:
         case: The case.
-        expectation: What the value must be.
+        expectation: The expected value.
         ranks: What it is.
-        comparison: What is compared.
+        comparison: The kinds that are compared.
         about: What it is, in words, with which the sentence of a finding begins.
 
     Returns:

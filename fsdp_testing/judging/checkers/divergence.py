@@ -23,10 +23,10 @@ class Divergence:
 
     Attributes:
         kind: `diverged` (from the oracle), `disagreed` (ranks among themselves), `missing` (not reported, or on no rank).
-        quantity: What.
+        quantity: The quantity.
         index: Operation after which it was seen.
         ranks: Ranks that hold it.
-        sentence: What is wrong with it, without subject: "is off by 0.5".
+        sentence: The fault, without subject: "is off by 0.5".
         mismatch: In what it differs.
         max_error: Largest absolute difference, where one exists.
         bound: The admissible difference there.

@@ -84,10 +84,10 @@ def finding(
 
     Args:
         case: The case.
-        kind: In which way it fails.
-        quantity: What is wrong, in two or three words.
-        index: In or after which operation.
-        statement: What is wrong, without its place.
+        kind: The kind of failure.
+        quantity: The wrong quantity, in two or three words.
+        index: The operation in or after which it fails.
+        statement: The fault, without its place.
         explanation: The whole sentence; by default the statement, inside the operation.
         **facts: More fields of `Finding`, `ranks` among them.
     """

@@ -69,7 +69,7 @@ def first_overrun(
         case: A legal case that ran to its end on every rank.
         ranks: By rank, the accounts in order; an operation without one issued nothing and changed nothing.
         budget: For the rules of communication; None leaves them out.
-        measures: Which rules are asked.
+        measures: The rules that are asked.
     """
     overruns = [overrun for rank, accounts in enumerate(ranks) for overrun in _of_rank(case, rank, accounts, budget)]
     measured = (overrun for overrun in overruns if overrun.measure in measures)

@@ -85,10 +85,10 @@ class StateCheck:
 
     Attributes:
         tally: Takes what is found.
-        point: What the oracle says.
+        point: The oracle's values.
         shapes: Shape of every parameter.
-        snapshots: What each rank reports, by rank.
-        comparison: Which kinds to compare.
+        snapshots: The ranks' reports, by rank.
+        comparison: The kinds to compare.
     """
 
     tally: Compared

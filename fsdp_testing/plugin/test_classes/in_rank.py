@@ -41,7 +41,7 @@ def exit_of(call: Callable[[], object], error_code: int, quiet: frozenset[int] |
     """Return how a process that runs `call` ends.
 
     Args:
-        call: What the process does.
+        call: The call of the process.
         error_code: The exit code that means that the test raised.
         quiet: Exit codes besides 0 after which the others go on; after any other they are stopped. None: after any.
 
@@ -98,7 +98,7 @@ def run_object(holder: Target, method: str, payload: bytes, last: str) -> Ended:
 
     Args:
         holder: The object's class, imported before the object is read.
-        method: What to call.
+        method: The method to call.
         payload: The object, attributes to set on it, further arguments.
         last: Method to call after it.
 

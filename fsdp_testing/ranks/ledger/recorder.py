@@ -128,7 +128,7 @@ class Recorder:
 
         Args:
             line: The group's.
-            call: What is about to be issued.
+            call: The call that is about to be issued.
             blocking: Whether the calling thread will wait for the collective.
             attempt: Method, group and arguments, for the question whether torch will take them at all.
 

@@ -41,7 +41,7 @@ class Place:
         number: Among the launcher's processes; 0 controls.
         machine: Name of its host.
         node: Number of its host, where the launcher gives one.
-        address: At which the others reach it.
+        address: The address at which the others reach it.
         port: Where it waits for the controlling process; 0 for the controlling process.
         processors: Number that it may use.
     """

@@ -95,7 +95,7 @@ class History:
     """The entries of one rank, and the names of its streams.
 
     Attributes:
-        entries: In the order in which the host made them.
+        entries: Entries in the order in which the host made them.
         streams: A name for each stream that occurs; stream 0 is the default stream.
     """
 

@@ -111,7 +111,7 @@ class _Block:
     """One block of memory.
 
     Attributes:
-        label: What it was made for.
+        label: The memory's purpose.
         owner: The stream whose pool it comes from, and goes back to.
         accesses: Uses that a later one may have to be ordered after.
         recorded: Streams given to `record_stream`.

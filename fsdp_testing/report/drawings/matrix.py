@@ -19,7 +19,7 @@ def matrix_picture(
     """Return the lower half of the matrix, each trait named where its row and its column meet.
 
     Args:
-        traits: In their order.
+        traits: Traits, in their order.
         word: The result of the pair of a trait and an earlier one, by their indices.
         classes: Classes of the squares, by word; squares with other words stay empty.
         single: Words whose squares stand alone and say which pair they are; others are joined along a row.

@@ -21,7 +21,7 @@ class Drawing:
     """One SVG element in the making.
 
     Args:
-        height: In user units.
+        height: Height in user units.
         label: What it shows, for readers who cannot see it.
     """
 

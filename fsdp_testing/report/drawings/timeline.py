@@ -28,7 +28,7 @@ def timeline(portrait: Portrait, wrong: int | None = None) -> Markup:
     """Return the drawing; empty markup if nothing was recorded.
 
     Args:
-        portrait: What is drawn.
+        portrait: The portrait to draw.
         wrong: Index of the operation after which something is wrong; it is marked on every rank.
     """
     if not portrait.ranks or not portrait.seconds:

@@ -66,7 +66,7 @@ class Campaign:
     """One run of a campaign; whatever ends it, what it learned is on disk.
 
     Args:
-        plan: What to do.
+        plan: The plan.
         pool: The pool that lends worlds.
         on_progress: Called after every batch.
         on_finding: Called with each new finding; writes it down.

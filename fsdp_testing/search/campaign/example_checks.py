@@ -52,7 +52,7 @@ def check_examples(
 
     Args:
         judge: Runs them and judges them.
-        known: Whose examples.
+        known: The known failures with their examples.
         turns: Number of the campaign in which the example of each rule ran last.
         fair: Whether the implementation claims everything that a case needs.
         allowed: Whether there is time for more, after so many examples.

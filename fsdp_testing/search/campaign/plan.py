@@ -18,9 +18,9 @@ class Plan:
 
     Attributes:
         implementation: What is examined; loaded by name, so that ranks find it too.
-        scope: What may be drawn.
+        scope: The scope of drawing.
         state: The directory of its results.
-        seconds: When to end; None for no limit.
+        seconds: Seconds until the end; None for no limit.
         examples: How many cases to draw at most; None for no limit.
         seed: Determines all choices.
         lanes: Batches under way at a time.

@@ -26,7 +26,7 @@ class CellCause:
     Attributes:
         cell: The simplest cell that shows it, of those that ran.
         cells: How many of the cells that ran fail by it.
-        signature: What it looks like there.
+        signature: The signature of the failure there.
         reason: The first fact that differs.
         case: The shortest case that shows it; if there was no time to shorten it, the case of the cell.
         shortened: Whether it was shortened.
@@ -69,7 +69,7 @@ class CauseFinder:
     """Finds the causes of failing cells, as a campaign does: known failures are counted, new ones are investigated.
 
     Args:
-        certificate: What ran.
+        certificate: The certificate of what ran.
         known: Known failures of the implementation.
         seconds: Time for all causes; cells that are not reached are only counted.
     """

@@ -73,14 +73,14 @@ class Certificate:
     """One run of a certificate; whatever ends it, what it learned is on disk.
 
     Attributes:
-        plan: What to do.
+        plan: The plan.
         cells: The claimed and sampled cells of this part; a cell's index is its number.
         verdicts: The verdicts on the cells.
         earlier: How many cells have a verdict from earlier runs; 0 if those runs had finished.
         seconds: Time spent, over all runs.
 
     Args:
-        plan: What to do.
+        plan: The plan.
         pool: The pool that lends worlds.
 
     Raises:

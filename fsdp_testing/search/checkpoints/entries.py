@@ -49,7 +49,7 @@ def of_ranks(ranks: Sequence[StateObservation], point: int = 0) -> Entries:
     """Return the combined state of all ranks.
 
     Args:
-        ranks: What each reports, by rank.
+        ranks: The ranks' reports, by rank.
         point: Index of the snapshot. After the further step (`LATER`) buffers and random numbers differ by rank, and are left
             out.
 

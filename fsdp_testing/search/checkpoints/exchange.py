@@ -136,7 +136,7 @@ class Exchange:
     """One run: saves everything, then loads everything everywhere.
 
     Args:
-        plan: What to do.
+        plan: The plan.
         pool: The pool that lends worlds.
         on_result: Called with every result.
     """

@@ -37,7 +37,7 @@ class Covering:
     """The cases to run, and the reasons why some pairs are not tested.
 
     Attributes:
-        traits: In alphabetical order.
+        traits: Traits in alphabetical order.
         cases: Cases that contain every possible pair.
         not_claimed: Pairs that need unclaimed capabilities, with these capabilities.
         not_expressible: Pairs that no legal case can contain, with the reason.

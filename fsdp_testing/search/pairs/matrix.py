@@ -36,10 +36,10 @@ class Summary:
         environment: Versions.
         exit_code: 1 if a failing case is no known failure, 3 if one is unknown or none decides, else 0.
         cases: How many cases have each verdict, including variants without the cause of a known failure.
-        traits: In alphabetical order.
+        traits: Traits in alphabetical order.
         counts: How many pairs have each result.
         matrix: For each trait one letter for each earlier trait: the index in `words` of the pair's result.
-        words: What letters mean.
+        words: Meanings of the letters.
         reasons: What is not claimed, expressible or met -> why -> how many pairs.
         wrong: Pairs without a passing case -> their result, and why the first case does not pass.
     """
