@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ import mutant_report
 import sampled_mutants
 from mutant_bench import Bench, Executed, Judge
 from mutant_judge import Answer, Request
-from mutant_subjects import Mutant
+from mutant_subjects import SUBJECTS, Mutant
 
 SOURCE = """\
 LIMIT = 3
@@ -108,6 +109,14 @@ def bench(folder: Path, judge: Judge) -> Bench:
 
 ONE, TWO = mutant("one.py"), mutant("two.py")
 NAMES = ("fsdp_ref-composable", "fsdp_ref-wrapper")
+
+
+@pytest.fixture(autouse=True)
+def two_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judge the subject of these tests under two names, whatever it has."""
+    monkeypatch.setitem(SUBJECTS, "fsdp_ref", dataclasses.replace(SUBJECTS["fsdp_ref"], names=NAMES))
+
+
 EXECUTED = Executed(
     [ONE.identity, TWO.identity],
     parts={
