@@ -40,8 +40,10 @@ def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load state and settings into the parameters of these names; what is no parameter's is loaded as it is.
 
+    Collectives: none.
+
     Raises:
-        InvalidArgument: The groups name parameters that the model does not have; all are listed. Collectives: none.
+        InvalidArgument: The groups name parameters that the model does not have; all are listed.
     """
     named = dict(naming.named_parameters(model))
     names = {parameter: fqn for fqn, parameter in named.items()}

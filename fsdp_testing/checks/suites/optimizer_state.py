@@ -30,7 +30,7 @@ from fsdp_testing.checks.suites.check import (
 from fsdp_testing.checks.suites.other_worlds import judge_moved
 from fsdp_testing.checks.suites.programs import review_remarks
 from fsdp_testing.checks.suites.state import LOW, NESTED, rolled_back, saved
-from fsdp_testing.checks.suites.state_programs import RefusingProgram, RemarkingProgram, same_values
+from fsdp_testing.checks.suites.state_programs import LabelledProgram, RefusingProgram, RemarkingProgram, same_values
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.oracle import models, rank_jobs
 from fsdp_testing.oracle.execute import RankProgram
@@ -119,13 +119,12 @@ class StoredDtypes(RemarkingProgram):
             yield f"saved optimizer state has dtype {name}, expected {models.dtype_name(self.dtype)}"
 
 
-class EntriesOfUsers(RemarkingProgram):
+class EntriesOfUsers(LabelledProgram):
     """Keeps an entry of its own with each parameter, beside the moments, and loads it into a new optimizer."""
 
     def statements(self) -> Iterator[str]:
         """Yield what is lost or changed."""
-        adapter, name = self.adapter, "of the user"
-        label = next((text for op in reversed(self.case.program) if (text := getattr(op, "label", ""))), "")
+        adapter, name, label = self.adapter, "of the user", self.quantity
         if self.optimizer is None or label not in ENTRIES:
             return  # a shortened case
         value, lone = ENTRIES[label](self.dtype), label == OF_NO_PARAMETER

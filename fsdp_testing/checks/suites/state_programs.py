@@ -83,13 +83,17 @@ class RemarkingProgram(RankProgram):
         raise NotImplementedError
 
 
-class RefusingProgram(RemarkingProgram):
-    """Loads its saved state, then the unfitting state that the last observation names."""
+class LabelledProgram(RemarkingProgram):
+    """A program whose last observation names what it tests."""
 
     @property
     def quantity(self) -> str:
-        """Return which state it loads."""
+        """Return that name; empty for a shortened case without an observation."""
         return next((label for op in reversed(self.case.program) if (label := getattr(op, "label", ""))), "")
+
+
+class RefusingProgram(LabelledProgram):
+    """Loads its saved state, then the unfitting state that the last observation names."""
 
     def statements(self) -> Iterator[str]:
         """Yield that it was loaded."""
