@@ -17,11 +17,10 @@ from fsdp_testing.oracle.disturbance import NO_DISTURBANCE, Disturbance
 from fsdp_testing.oracle.models import build_model, dtype_name
 from fsdp_testing.oracle.quantities import Expectation, Expected, ExpectedPoint, Quantity
 from fsdp_testing.oracle.replay import Replay, ReplayPoint, Slack
+from fsdp_testing.oracle.stepping import DIRECTIONS
 from fsdp_testing.oracle.tensors import largest as largest_of
 
 BITWISE: Slack = (0.0, "bitwise: the same operations in the same order")
-DIRECTIONS = 4
-"""Factor on the observed deviation, for directions of rounding that no disturbed replay drew."""
 DRAWS = 4
 """Disturbed replays of a program: in a single one, effects of rounding may happen to cancel where they matter."""
 

@@ -24,7 +24,7 @@ from fsdp_testing.cases.operations import Batch
 from fsdp_testing.cases.operations.operation import matching
 from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case, plan
 from fsdp_testing.cases.records.schedule import builds_late
-from fsdp_testing.oracle import models
+from fsdp_testing.oracle import models, stepping
 from fsdp_testing.oracle.assemble import GatheredState
 from fsdp_testing.oracle.disturbance import NO_DISTURBANCE, Disturbance
 from fsdp_testing.oracle.models import replica_of
@@ -295,6 +295,14 @@ class Replay:
     def unit_roundoff(self, tensor: torch.Tensor) -> float:
         return UNIT_ROUNDOFF[models.dtype_name(tensor.dtype)]
 
+    def step(self) -> None:
+        """Step the optimizer, if there is one."""
+        stepping.step(self)
+
+    def train_among(self, ranks: int, batch: Batch) -> None:
+        """Make a step on the mean gradient of the first so many ranks."""
+        stepping.train_among(self, ranks, batch)
+
     def scale(self, patterns: tuple[str, ...], factor: float) -> None:
         with torch.no_grad():
             for _, parameter in matching(self.parameters.items(), patterns):
@@ -316,34 +324,6 @@ class Replay:
                 for name, buffer in owner.named_buffers(recurse=False):
                     if buffer.is_floating_point():
                         setattr(owner, name, buffer.to(dtype))
-
-    def train_among(self, ranks: int, batch: Batch) -> None:
-        """Make a step on the mean gradient of this many ranks, from the first on; for one rank nothing is averaged."""
-        self.refresh()
-        by_rank = [self.local_gradients(rank, batch)[1].values for rank in range(ranks)]
-        names = dict.fromkeys(fqn for gradients in by_rank for fqn in gradients)
-        zero = {fqn: torch.zeros_like(self.compute[fqn]) for fqn in names}
-        reduced = {
-            fqn: reduce([g.get(fqn, zero[fqn]) for g in by_rank], zero[fqn].dtype, self.parameters[fqn].dtype, None)
-            for fqn in names
-        }
-        largest = max(
-            (float(reduction.magnitude.max()) for reduction in reduced.values() if reduction.magnitude.numel()),
-            default=0.0,
-        )
-        if self.optimizer is not None:
-            for fqn, reduction in reduced.items():
-                self.parameters[fqn].grad = self.disturbance.gradient(
-                    reduction.mean, reduction.magnitude, largest
-                ).clone()
-            self.optimizer.step()
-            self.disturbance.step(self.parameters)
-        self.clear_gradients()
-        # All ranks load what the first of these saved, its buffers too.
-        with torch.no_grad():
-            for replica in self.replicas[1:]:
-                for buffer, first in zip(replica.buffers(), self.replicas[0].buffers()):
-                    buffer.copy_(first)
 
     # ------------------------------------------------------------------------------------------- observation
 

@@ -81,22 +81,7 @@ class Step(Silent):
             program.adapter.step(program.model, program.optimizer)
 
     def replay(self, replay: Replay) -> None:
-        if replay.optimizer is None:
-            return
-        before = {fqn: parameter.detach().abs() for fqn, parameter in replay.parameters.items()}
-        replay.optimizer.step()
-        replay.disturbance.step(replay.parameters)
-        for fqn, parameter in replay.parameters.items():
-            unit = replay.unit_roundoff(parameter)
-            slack = (before[fqn] + parameter.detach().abs()) * (16 * unit)
-            replay.allow("value", fqn, slack, "16 roundings of the optimizer's formula x (|before| + |after|)")
-            for name, entry in replay.optimizer_state(parameter).items():
-                if getattr(entry, "shape", None) == parameter.shape:
-                    size = entry.detach().abs()
-                    if parameter.grad is not None:
-                        gradient = parameter.grad.detach().abs()
-                        size = size + gradient.maximum(gradient.square()) + before[fqn]
-                    replay.allow("optimizer", fqn, size * (8 * unit), "8 roundings of the state's formula", name)
+        replay.step()
 
 
 @dataclass(frozen=True, slots=True)

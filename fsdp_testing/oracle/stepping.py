@@ -1,0 +1,111 @@
+"""The optimizer's steps of a replay, and how far off a correct implementation may be after one.
+
+An implementation steps flat parameters or shards where the oracle steps whole ones. On the CPU torch rounds a 16-bit element at
+the end of a tensor otherwise than one that is part of a whole vector, so that its last bit depends on its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from fsdp_testing.cases.operations import Batch
+from fsdp_testing.oracle import models
+from fsdp_testing.oracle.quantities import Quantity
+from fsdp_testing.oracle.reduction import Reduced, reduce
+from fsdp_testing.oracle.tensors import largest
+
+if TYPE_CHECKING:
+    from fsdp_testing.oracle.replay import Replay
+
+DIRECTIONS = 4
+"""Factor on an observed deviation, for directions of rounding that were not tried."""
+
+
+def step(replay: Replay, errors: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Step the optimizer, and allow for the roundings of its formula.
+
+    Args:
+        replay: With an optimizer, or nothing happens.
+        errors: By FQN how far off a gradient may be that was reduced and never compared; none may by default.
+    """
+    if replay.optimizer is None:
+        return
+    # Only in lockstep do bounds belong to one operation.
+    moved = _moved(replay, errors or {}) if replay.adopted is not None else {}
+    before = {fqn: parameter.detach().abs() for fqn, parameter in replay.parameters.items()}
+    replay.optimizer.step()
+    replay.disturbance.step(replay.parameters)
+    for fqn, parameter in replay.parameters.items():
+        unit = replay.unit_roundoff(parameter)
+        slack = (before[fqn] + parameter.detach().abs()) * (16 * unit) + moved.get(Quantity("value", fqn), 0.0)
+        replay.allow("value", fqn, slack, "16 roundings of the optimizer's formula x (|before| + |after|)")
+        for name, entry in replay.optimizer_state(parameter).items():
+            if getattr(entry, "shape", None) == parameter.shape:
+                size = entry.detach().abs()
+                if parameter.grad is not None:
+                    gradient = parameter.grad.detach().abs()
+                    size = size + gradient.maximum(gradient.square()) + before[fqn]
+                slack = size * (8 * unit) + moved.get(Quantity("optimizer", fqn, name), 0.0)
+                replay.allow("optimizer", fqn, slack, "8 roundings of the state's formula", name)
+
+
+def train_among(replay: Replay, ranks: int, batch: Batch) -> None:
+    """Make a step on the mean gradient of this many ranks, from the first on; for one rank nothing is averaged."""
+    replay.refresh()
+    by_rank = [replay.local_gradients(rank, batch)[1].values for rank in range(ranks)]
+    names = dict.fromkeys(fqn for gradients in by_rank for fqn in gradients)
+    zero = {fqn: torch.zeros_like(replay.compute[fqn]) for fqn in names}
+    means = {
+        fqn: reduce([g.get(fqn, zero[fqn]) for g in by_rank], zero[fqn].dtype, replay.parameters[fqn].dtype, None)
+        for fqn in names
+    }
+    if replay.optimizer is not None:
+        _give(replay, means)
+        step(replay, {fqn: mean.error for fqn, mean in means.items()})
+    replay.clear_gradients()
+    # All ranks load what the first of these saved, its buffers too.
+    with torch.no_grad():
+        for replica in replay.replicas[1:]:
+            for buffer, first in zip(replica.buffers(), replay.replicas[0].buffers()):
+                buffer.copy_(first)
+
+
+def _give(replay: Replay, means: Mapping[str, Reduced]) -> None:
+    size = max((largest(mean.magnitude) for mean in means.values()), default=0.0)
+    for fqn, mean in means.items():
+        replay.parameters[fqn].grad = replay.disturbance.gradient(mean.mean, mean.magnitude, size).clone()
+
+
+def _moved(replay: Replay, errors: Mapping[str, torch.Tensor]) -> dict[Quantity, torch.Tensor]:
+    """How far off each quantity may be after a step on gradients that are off by `errors`."""
+    if not any(bool(error.any()) for error in errors.values()):
+        return {}
+    right, *others = (_stepped(replay, errors, sign) for sign in (0.0, 1.0, -1.0))
+    return {
+        quantity: torch.stack([(other[quantity] - value).abs() for other in others]).amax(0) * DIRECTIONS
+        for quantity, value in right.items()
+    }
+
+
+def _stepped(replay: Replay, errors: Mapping[str, torch.Tensor], sign: float) -> dict[Quantity, torch.Tensor]:
+    """Values and states after a step of a copy, with each gradient moved by its error."""
+    copies = {fqn: nn.Parameter(p.detach().clone(), p.requires_grad) for fqn, p in replay.parameters.items()}
+    for fqn, parameter in replay.parameters.items():
+        if parameter.grad is not None:
+            error = sign * errors[fqn].to(parameter.dtype) if fqn in errors else 0.0
+            copies[fqn].grad = parameter.grad + error
+    assert replay.optimizer is not None
+    optimizer = models.build_optimizer(replay.case, copies.values())
+    optimizer.load_state_dict(deepcopy(replay.optimizer.state_dict()))
+    optimizer.step()
+    result = {Quantity("value", fqn): copy.detach() for fqn, copy in copies.items()}
+    for fqn, copy in copies.items():
+        for name, entry in optimizer.state.get(copy, {}).items():
+            if getattr(entry, "shape", None) == copy.shape:
+                result[Quantity("optimizer", fqn, name)] = entry
+    return result
