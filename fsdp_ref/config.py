@@ -1,8 +1,9 @@
 """Settings of the reference: enums and frozen option objects, ours and (by name) torch's.
 
 Names, member order, fields and defaults are those of ``torch.distributed.fsdp.api`` (re-read for torch 2.11 to 2.13). Users mix
-imports, so ``coerce_*`` turns either library's object into ours, without importing torch's FSDP. The objects are what was asked
-for; what follows for one flat parameter (is precision really mixed, in which dtype is reduced) is decided where dtypes are known.
+imports, so ``coerce_*`` turns either library's object into ours, without importing torch's FSDP. The objects hold the user's
+request; its meaning for one flat parameter (whether precision is really mixed, the reduction dtype) is decided where dtypes are
+known.
 """
 
 from __future__ import annotations
@@ -299,7 +300,7 @@ class UnitConfig:
         groups: over which ranks it is sharded and replicated.
         mixed_precision: dtypes.
         cpu_offload: where shards live.
-        backward_prefetch: when backward gathers the next unit; None for not ahead.
+        backward_prefetch: when backward gathers the next unit; None: never ahead.
         forward_prefetch: gather the next unit in forward ahead of need, in the order of the first iteration.
         limit_all_gathers: bound how far the host runs ahead of the device.
         use_orig_params: users see their own parameters and not the flat one.

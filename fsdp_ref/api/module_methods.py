@@ -28,15 +28,15 @@ class EarlyUnshard:
         self._unit = unit
 
     def wait(self) -> None:
-        """Wait until the unit's full parameters are there; its forward does so by itself."""
+        """Wait until the unit's full parameters are gathered; its forward does so by itself."""
         self._unit.handle.finish_unshard()
 
 
 def unshard(module: nn.Module, async_op: bool = False) -> EarlyUnshard | None:
-    """Gather the parameters of this unit alone; its next forward uses what comes.
+    """Gather the parameters of this unit alone; its next forward uses them.
 
     Collectives:
-        An all-gather over the shard group unless they are there. All ranks must call.
+        An all-gather over the shard group unless they are gathered already. All ranks must call.
     """
     unit = _unit(module, "unshard")
     close_ended(unit)
@@ -101,13 +101,13 @@ def set_is_last_backward(module: nn.Module, is_last_backward: bool) -> None:
 
 
 def set_modules_to_forward_prefetch(module: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """Gather the parameters of these units once this one's are there, in forward."""
+    """Gather the parameters of these units once this one's are gathered, in forward."""
     named = "set_modules_to_forward_prefetch"
     _unit(module, named).forward_targets = tuple(_unit(each, named) for each in modules)
 
 
 def set_modules_to_backward_prefetch(module: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """Gather the parameters of these units once this one's are there, in backward, in place of the one that ran before it."""
+    """Gather the parameters of these units once this one's are gathered, in backward, in place of the one that ran before it."""
     named = "set_modules_to_backward_prefetch"
     _unit(module, named).backward_targets = tuple(_unit(each, named) for each in modules)
 

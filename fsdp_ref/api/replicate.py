@@ -7,8 +7,8 @@ replicated module are left alone by replication. Source: ``torch.distributed._co
 mean over the group. Reducing what has accumulated, and not what one backward added, makes every schedule right without
 bookkeeping: the mean of (an earlier mean + this rank's new gradient) is (the earlier mean + the mean of the new ones).
 So accumulation with and without ``no_sync``, several forwards before several backwards, retained graphs and
-reentrant checkpointing (which ends inner passes too) need no special case. The price is that nothing overlaps with the
-backward computation; whoever replicates large modules shards them instead.
+reentrant checkpointing (which ends inner passes too) need no special case. The price is that nothing overlaps with the backward
+computation; shard large modules instead.
 
 A parameter that no rank has used keeps its gradient as it is; one that some ranks have used counts as zero elsewhere.
 """
@@ -201,7 +201,7 @@ class Replica:
         return self._find_members()
 
     def _find_members(self) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
-        """Return what is to be kept equal: everything below the module but ignored modules and nested units."""
+        """Return everything that must be kept equal: everything below the module except ignored modules and nested units."""
         params: dict[nn.Parameter, str] = {}
         buffers: dict[Tensor, str] = {}
 
@@ -239,8 +239,8 @@ class Replica:
         """Align replicas before the first forward, buffers before each one, and watch trainable parameters.
 
         Raises:
-            FsdpRuntimeError: There are trainable parameters that were not there when the replica learned what belongs to
-                it; all are named.
+            FsdpRuntimeError: There are trainable parameters that did not exist when the replica recorded its parameters; all are
+                named.
 
         Collectives: broadcasts on the group at the first forward, and of buffers whenever gradients are recorded;
         all ranks must run the same forwards.
@@ -337,5 +337,5 @@ class Replica:
 
 
 def _looks(modules: Iterable[nn.Module]) -> list[tuple[int, ...]]:
-    """Return which children and parameters modules have; the replica holds both, so that no id is given out again."""
+    """Return which children and parameters modules have; the replica holds both, so that no id is reused."""
     return [(*map(id, module._modules.values()), *map(id, module._parameters.values())) for module in modules]

@@ -120,7 +120,7 @@ class FullyShardedDataParallel(UnitAttributes, nn.Module):
         return inner._modules.get("_checkpoint_wrapped_module", inner)  # a module
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the wrapped module has and the wrapper has not."""
+        """Return an attribute of the wrapped module that the wrapper lacks."""
         try:
             return super().__getattr__(name)
         except AttributeError:

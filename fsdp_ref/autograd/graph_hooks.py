@@ -55,7 +55,7 @@ class InputsWatch:
     Args:
         tie: the unit.
         tensors: its inputs that require grad.
-        done: what to do then.
+        done: called then.
     """
 
     def __init__(self, tie: GraphTie, tensors: list[Tensor], done: Callable[[Unit], None]) -> None:

@@ -95,7 +95,7 @@ class PassRecord:
         return self._nodes[index] is not None and self.aliases[index].grad_fn is not self._nodes[index]
 
     def accept_edits(self) -> None:
-        """Changes so far were taken over."""
+        """Accept the changes so far."""
         self._versions = [version_of(alias) for alias in self.aliases]
 
 

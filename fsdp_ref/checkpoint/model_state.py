@@ -366,7 +366,7 @@ def _before_load(
 
 
 def _wrap_paths(metadata: dict[str, Any], prefix: str) -> None:
-    """Give each path below a wrapper what the plain module's has: the version that the state was saved by."""
+    """Give each path below a wrapper the plain module's metadata: the version that the state was saved with."""
     for path, of_module in list(metadata.items()):
         name = f"{path}." if path else ""
         below = name.removeprefix(prefix)

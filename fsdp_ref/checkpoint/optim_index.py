@@ -154,7 +154,7 @@ class ModelIndex:
 
 
 def refuse_in_no_sync(model: nn.Module) -> None:
-    """Refuse to load while gradients are accumulated that belong to the state before.
+    """Refuse to load while gradients are accumulated: they belong to the state before.
 
     Raises:
         TrainingStateError: inside ``no_sync``; the units are listed.

@@ -50,7 +50,7 @@ def load_optim_state(
     Args:
         index: the model.
         tensors: what the optimizer steps, by its parameter groups.
-        optim: the optimizer, whose settings stand where ``saved`` says nothing; None: not made yet.
+        optim: the optimizer, whose settings apply where ``saved`` has none; None: not made yet.
         saved: ``{"state": {name: {entry: value}}, "param_groups": [...]}``.
         source: who has it.
         named: the optimizer's keys are names (see ``stepped_groups``).
@@ -114,7 +114,7 @@ class _Loading:
     fetch: Fetch
 
     def _key(self, original: Original) -> str | None:
-        """Return under which of its names there is state of an original."""
+        """Return the name of an original under which there is state."""
         return next((name for name in original.names if name in self.saved["state"]), None)
 
     def _listed(self) -> dict[str, int]:

@@ -22,7 +22,7 @@ from fsdp_ref.errors import FsdpRuntimeError, listing
 
 
 class Source(Enum):
-    """Who has the state that is loaded."""
+    """The ranks that have the state to load."""
 
     EVERY_RANK = auto()
     """Whole values on each rank."""

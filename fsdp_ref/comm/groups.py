@@ -37,7 +37,7 @@ class DataParallelGroups:
 
     @property
     def rank(self) -> int:
-        """This rank in the shard group."""
+        """This rank's number in the shard group."""
         return self.shard.rank()
 
     @property

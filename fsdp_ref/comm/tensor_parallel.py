@@ -33,7 +33,7 @@ DTensor: TypeAlias = Any
 
 
 def is_dtensor(value: object) -> bool:
-    """Return whether ``value`` is a DTensor (without the import, where nobody can have made one)."""
+    """Return whether ``value`` is a DTensor (without importing the class where none can exist)."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -83,7 +83,7 @@ class TensorAxis:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, shard: dist.ProcessGroup) -> TensorAxis:
-        """Return the axis, one for all parameters of all units; it keeps both groups, so that their ids are theirs."""
+        """Return the axis, one for all parameters of all units; it keeps both groups, so that their ids stay unique."""
         key = id(mesh.get_group()), id(shard)
         # An entry lives as long as its axis, which holds both groups: a key never refers to deleted groups.
         found = cls._known.get(key)

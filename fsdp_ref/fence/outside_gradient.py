@@ -38,7 +38,7 @@ class OutsideGradient(OwnHook):
 
 
 def refuse_outside_gradients(param: nn.Parameter, name: str) -> None:
-    """Hook ``param``; that takes one that is not frozen, and the hook stays when it is frozen or thawed."""
+    """Hook ``param``, which must not be frozen now; the hook stays when it is frozen or thawed."""
     wanted = param.requires_grad
     param.requires_grad_(True).register_hook(OutsideGradient(name))
     param.requires_grad_(wanted)

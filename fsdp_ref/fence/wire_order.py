@@ -302,7 +302,7 @@ class RankComparison(Guard):
         self.wire_order.notes.append((unit, traffic))
 
     def edits_kept(self, unit: Unit, edited: Sequence[int]) -> None:
-        """Note a fingerprint of the edited parameters, as full as all ranks have them."""
+        """Note a fingerprint of the edited parameters, in full, as all ranks have them."""
         handle = unit.handle
         views = handle.compute_views()
         mark = torch.zeros((), dtype=torch.int64, device=views[0].device)

@@ -126,7 +126,7 @@ class Accumulated:
     # ------------------------------------------------------------------ the reduced part
 
     def uses_in(self, sum_S: Tensor, by_this_rank: Sequence[bool], trainable: Sequence[bool]) -> Uses:
-        """Return who has a gradient in a sum, as it arrived: a division may underflow to the mark (see [Note: marks of use])."""
+        """Return the used parameters of a sum as it arrived: a division may underflow to the mark ([Note: marks of use])."""
         known = all(mine or was or not wanted for mine, was, wanted in zip(by_this_rank, self.used, trainable))
         return Uses(by_this_rank, None if known else self.marks.unused(sum_S, shard=True))
 

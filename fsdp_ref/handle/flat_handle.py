@@ -49,7 +49,7 @@ class FlatHandle:
 
     Attributes:
         empty: there are no parameters.
-        life: where the unit is in its life, shared with it.
+        life: the unit's life cycle, shared with it.
         layout: where each parameter lies in the flat buffer.
         fqns: names of the parameters, relative to the unit's module.
         sharded: whether ranks hold different pieces, so that computing needs a gather.
@@ -116,7 +116,7 @@ class FlatHandle:
 
     @property
     def state(self) -> UnitState:
-        """Where the unit is in its life."""
+        """The unit's life-cycle state."""
         return self.life.state
 
     @property
@@ -162,7 +162,7 @@ class FlatHandle:
         self._views.clear()
 
     def exchange_buffer(self) -> None:
-        """Go on with a copy of the full buffer: the user holds the present one's memory, and may put it back as it is."""
+        """Go on with a copy of the full buffer: the user holds the current one's memory, and may put it back as it is."""
         dtype = self.compute_dtype
         used, fresh = self.buffer(dtype), FlatBuffer(self.shard_map.padded_numel, dtype, self.config.device)
         self.streams.allocate(fresh)
@@ -194,7 +194,7 @@ class FlatHandle:
     # ------------------------------------------------------------------ life cycle
 
     def start_unshard(self) -> bool:
-        """Begin to gather the full parameter; return False when it is there or on its way, or a user has it.
+        """Begin to gather the full parameter; return False if it is gathered or in flight, or a user has it.
 
         Collectives:
             One all-gather over the shard group, when sharded. All of its ranks must call.

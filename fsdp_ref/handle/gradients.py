@@ -89,7 +89,7 @@ class Gradients:
             self.sum.marks.stamp(flat_F, used)
 
     def uses_in(self, sum_S: Tensor, used: Sequence[bool]) -> Uses:
-        """Return who has a gradient in a reduced sum: this rank what ``used`` says, other ranks what its marks say."""
+        """Return which parameters have a gradient in a reduced sum: for this rank by ``used``, for other ranks by its marks."""
         return self.sum.uses_in(sum_S, used, self._originals.trainable()) if self._many else Uses(used)
 
     def add_reduced(self, grad_S: Tensor, uses: Uses | None = None) -> None:

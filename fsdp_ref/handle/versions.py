@@ -144,7 +144,7 @@ _handles: weakref.WeakSet[FlatHandle] = weakref.WeakSet()
 
 
 def _after_step(optimizer: Any, *_: Any) -> None:
-    """Make old what is gathered of what an optimizer steps; count the step where other ranks alone have a gradient."""
+    """Mark gathered values of stepped parameters as old; count the step where other ranks alone have a gradient."""
     # A copy: another thread's collection may drop one meanwhile.
     handles = [handle for handle in list(_handles) if handle.versions.may_miss_steps()]
     stepped = {id(param) for group in optimizer.param_groups for param in group["params"]} if handles else set()

@@ -299,7 +299,7 @@ def _totals(units: Sequence[UnitLayout], ranks: Ranks) -> Iterator[str]:
 
 
 def _training(units: Sequence[UnitLayout], ranks: Ranks, options: argparse.Namespace) -> Iterator[str]:
-    """Yield what training takes on each rank, by a stated rule, and whether it fits.
+    """Yield the memory that training takes on each rank, by a stated rule, and whether it fits.
 
     The rule: gradients are kept as parameters are; Adam keeps two float32 numbers for each; gathered units are held as
     `peak_bytes` says, and one unsharded gradient beside them; each matrix (rows x columns) keeps its input and its output,

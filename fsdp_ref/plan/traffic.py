@@ -22,7 +22,7 @@ class Message:
 
     Attributes:
         op: all_gather, reduce_scatter or all_reduce.
-        full_bytes: Of the larger side: what a gather gives, and what a reduction takes.
+        full_bytes: Bytes of the larger side: a gather's output, a reduction's input.
         ranks: That take part.
     """
 
@@ -93,7 +93,7 @@ def step_seconds(
         traffic: Traffic of the step.
         elements: Elements of all parameters; each costs two operations a token in forward, and four in backward.
         tokens: Tokens of one rank.
-        link_bytes: A second, in each direction.
+        link_bytes: Bytes per second, in each direction.
         flops: Operations a second.
     """
     return 6 * elements * tokens / flops, sum(message.link_bytes for message in traffic) / link_bytes

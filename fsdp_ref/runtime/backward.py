@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 def hook_outputs(unit: Unit, output: Any, inputs: TakenInputs) -> Any:
     """Register the pre-backward hook on every output tensor that the unit made and that requires grad.
 
-    The gradient of an input that the unit gives back as it came is there only after all of the unit's backward that
-    uses it: it begins nothing. Nor does a leaf's, which may be the same tensor in every step.
+    The gradient of an input that the unit returns unchanged arrives only after all of the unit's backward that uses it: it
+    begins nothing. Nor does a leaf's, which may be the same tensor in every step.
 
     What a view is a view of has the hook too: a caller who changes the view in place gives it another node, and the hook
     on the old one would never run.
@@ -67,7 +67,8 @@ def _output_reached(tie: GraphTie, _: PassRecord | None, grad: Tensor) -> None:
     """The gradient of an output has arrived: the unit's backward begins (once, however many outputs it has).
 
     Collectives:
-        An all-gather over the shard group unless parameters are there; maybe another unit's. All ranks must call.
+        An all-gather over the shard group unless parameters are unsharded; sometimes another unit's too. All ranks must
+        call.
     """
     unit = tie.unit()
     root = unit.root
@@ -124,7 +125,7 @@ def _enter(root: Root, unit: Unit, task: int) -> None:
 
 
 def reshard_with_inputs(unit: Unit, inputs: Any) -> None:
-    """For a unit that trains nothing: give parameters up once the gradients of its inputs are there.
+    """For a unit that trains nothing: release parameters once the gradients of its inputs have arrived.
 
     It has no node in the graph that could say so. When backward does not reach all of them, its end says so.
     """

@@ -16,7 +16,7 @@ class ExecutionOrder:
     overlap without a request. The order after forward, which backward walks in reverse, is new in every pass.
 
     Attributes:
-        running: units entered so far in the present forward.
+        running: units entered so far in the current forward.
     """
 
     def __init__(self) -> None:

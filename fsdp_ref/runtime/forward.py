@@ -42,7 +42,8 @@ def enter_forward(
     ``running`` is the Python call that the forward belongs to, where its end may go unnoticed (see ``calls``).
 
     Collectives:
-        An all-gather over the shard group unless parameters are there; maybe the next unit's. All ranks must call.
+        An all-gather over the shard group unless parameters are unsharded; sometimes the next unit's too. All ranks
+        must call.
     """
     root = lazy_init(unit)
     if unit.life.state is UnitState.SUMMONED:

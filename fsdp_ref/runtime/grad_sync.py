@@ -59,7 +59,7 @@ class _Reduction:
         self._rest = list(groups)
 
     def advance(self) -> None:
-        """Wait for the present sum and start the next, if there is one."""
+        """Wait for the current sum and start the next, if there is one."""
         if self._rest and self._collectives is not None:
             # The second sum reads what the first one wrote. On a device the stream waits, not the host.
             self._pending.wait()

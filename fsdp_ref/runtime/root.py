@@ -87,9 +87,9 @@ class Root:
         round: counts outermost forward passes.
         calls: forward calls that are open now, outermost first.
         visits: units whose full parameters are read or written between passes (to collect a state), with how that ends.
-        in_pass: units that took part in the present backward pass.
+        in_pass: units that took part in the current backward pass.
         open_records: forwards of units, kept until the forward of the whole tree ends; later the graph keeps them.
-        partial: units whose gradients came from passes inside the present one, which may bring more.
+        partial: units whose gradients came from passes inside the current one, which may bring more.
         offloads: whether gradients of some unit are copied to the host.
         tensor_group: ranks with other parts of the same parameters (tensor parallelism); None without.
     """
@@ -155,7 +155,7 @@ class Root:
             unit.leave()
 
     def owned(self, unit: Unit) -> None:
-        """Let saved views of the unit's present buffer be recognised (see [Note: saved parameters])."""
+        """Let saved views of the unit's current buffer be recognised (see [Note: saved parameters])."""
         handle = unit.handle
         # By storage and not by object: a buffer keeps its storage when it is freed, so the entry is right in every later pass.
         key = handle.buffer(handle.compute_dtype).key if handle.needs_buffer else compat.storage_key(handle.shard_S)

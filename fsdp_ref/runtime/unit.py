@@ -1,8 +1,8 @@
 """A unit: one module whose parameters are gathered, computed with and freed together.
 
 A unit ties a module to its handle (of no elements for a unit that owns no parameters), to its settings and to the root that
-it runs under. The wrapper and the composable API make the same units; only how forward reaches them differs. Where it is
-in its life is one ``states.UnitState``; :meth:`Unit.reshard` is the only way to release full parameters.
+it runs under. The wrapper and the composable API make the same units; only how forward reaches them differs. Its life-cycle
+state is one ``states.UnitState``; :meth:`Unit.reshard` is the only way to release full parameters.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Unit:
         ignored: what this unit and everything above it leave alone (a ``build.ignored.Ignored``).
 
     Attributes:
-        life: where the unit is in its life, shared with the handle.
+        life: the unit's life cycle, shared with the handle.
         ahead: why full parameters were requested ahead of need; None if they were not.
         state_dict_settings: in which form its state is saved and loaded.
         awaits_backward: an output of the latest forward may be differentiated.
@@ -113,7 +113,7 @@ class Unit:
 
     @property
     def state(self) -> UnitState:
-        """Where the unit is in its life."""
+        """The unit's life-cycle state."""
         return self.life.state
 
     @property
@@ -154,7 +154,7 @@ class Unit:
         """Have full parameters now; with ``ahead``, begin to gather them and have them at a later call without it.
 
         Collectives:
-            An all-gather over the shard group unless parameters are there or on their way. All ranks must call.
+            An all-gather over the shard group unless they are gathered or in flight. All ranks must call.
         """
         handle = self.handle
         if ahead is Ahead.USER:
@@ -194,7 +194,7 @@ class Unit:
         self.backward_task = -1
 
     def reshard(self, reason: ReshardReason) -> None:
-        """Give full parameters up, or keep them where strategy and synchronisation say so.
+        """Release full parameters, or keep them where strategy and synchronisation say so.
 
         After forward and backward the strategy decides, and observers hear of it. For every other reason they go,
         silently: no computation asked. Parameters that a running forward or a user has are left to them.

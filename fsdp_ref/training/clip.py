@@ -238,7 +238,7 @@ def total_norm(
         device: where collectives run.
         across: ranks that hold other parts of the same parameters, and equal gradients of others (tensor parallelism).
             Of equal ones one rank's are ``counted``: all get the same number, whatever their last bits are.
-        usual: the dtype that all gradients of all ranks have unless somebody replaced some. A rank whose own have it
+        usual: the dtype that all gradients of all ranks have unless users replaced some. A rank whose own have it
             does not ask further: reading what others have would make the host wait for its device.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The names under which implementations are registered; nothing of them is imported, nor is torch."""
+"""The names under which implementations are registered; neither they nor torch are imported."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def _loaded(reference: str) -> Adapter:
 
 
 def adapter_of(implementation: str | Adapter) -> Adapter:
-    """Return the adapter itself, or the one of that reference, which is loaded once in a process.
+    """Return the adapter itself, or the adapter with that reference, which is loaded once per process.
 
     Raises:
         UnknownImplementation: As `load`.
@@ -83,7 +83,7 @@ def adapter_of(implementation: str | Adapter) -> Adapter:
 def modules_of(reference: str) -> list[str]:
     """Return the modules through which an implementation of that name or import string is found; it was loaded before.
 
-    An import string may lead to another one, and the last one to an object whose class is from elsewhere.
+    An import string may lead to another import string, and the last to an object whose class another module defines.
     """
     # Every case asks this, and entry points are slow to read.
     known = BUILT_IN.get(reference) or next((r.target for r in registrations().get(reference, ())), "")

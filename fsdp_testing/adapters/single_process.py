@@ -112,7 +112,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def forget(model: nn.Module) -> None:
-    """Drop what is kept of a model."""
+    """Drop the state that is kept for a model."""
     _AVERAGING.pop(model, None)
 
 

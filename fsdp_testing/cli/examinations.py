@@ -46,7 +46,7 @@ NOTABLE = (
 
 
 class Condition(Enum):
-    """How an examined part of the machine is."""
+    """The state of an examined part of the machine."""
 
     GOOD = "good"
     ODD = "odd"  # works, but slower than you may expect, or with less room

@@ -54,7 +54,7 @@ def _short_implementations() -> Iterator[tuple[str, str]]:
 
 
 def _short(kind: str) -> Iterator[tuple[str, str]]:
-    """Yield names, those that belong together in one row. Does not import torch, which takes seconds."""
+    """Yield names in rows; related names share a row. Does not import torch, which takes seconds."""
     names = json.loads((resources.files("fsdp_testing.cli") / "names.json").read_text(encoding="utf-8"))
     if kind == "checks":
         yield from ((suite, ", ".join(checks)) for suite, checks in names["checks"].items())

@@ -23,9 +23,9 @@ class ComparedPiece:
         rank: The rank that has it.
         span: First element, and the one after the last, in row-major order.
         got: Its numbers, flat; None for a gradient that is None.
-        due: What they should be; None likewise.
+        due: The right numbers; None likewise.
         bound: The largest allowed error, one number or one for each element.
-        own: The spans of this parameter that the rank has; of a result that holds whole parameters, too.
+        own: The spans of this parameter that the rank has, also for a result that holds whole parameters.
     """
 
     quantity: Quantity

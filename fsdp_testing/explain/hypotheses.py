@@ -193,7 +193,7 @@ class WrongNumbers:
         return None if sums is None else Hypothesis(-1, self._kinds, contributions=sums)
 
     def _needless(self, point: ExpectedPoint) -> Hypothesis | None:
-        """Gradients where one process has none: of what is frozen, or not used, or of no backward at all."""
+        """Gradients where one process has none: of frozen or unused parameters, or of no backward at all."""
         if any(
             piece.quantity.kind != "gradient" or piece.due is not None or piece.got is None for piece in self._wrong
         ):
@@ -316,7 +316,7 @@ class WrongNumbers:
         return value is not None and piece.is_like(Expected(value))
 
     def _norm(self, point: ExpectedPoint) -> Hypothesis | None:
-        """Of which gradients a total norm is; the same on every rank where it is wrong."""
+        """The gradients that a total norm is made of; the same on every rank where it is wrong."""
         if {piece.quantity.name for piece in self._wrong} != {"total_norm"}:
             return None
         before = next((p for p in self._points if p.snapshot and p.index == point.index - 1), None)

@@ -54,7 +54,7 @@ class JudgeSettings:
 
     Attributes:
         comparison: How observations are compared with the oracle.
-        mode: How cases are run, where they are not run as they are.
+        mode: How cases run, if they need more than a plain run.
     """
 
     comparison: Comparison

@@ -120,7 +120,7 @@ def _of_call(case: Case, wrong: _Wrong, more: str) -> str:
 
 
 def _of_state(case: Case, last: int, now: Sequence[Seen], right: set[Seen], wrong: Sequence[Divergence]) -> str:
-    """What is wrong although every call of every module was right."""
+    """The quantities that are wrong although every call of every module was right."""
     sorts = {divergence.quantity.kind for divergence in wrong}
     sort = next((kind for kind in ("gradient", "value", "optimizer", "buffer") if kind in sorts), "")
     if not sort or "result" in sorts or last >= len(case.program):

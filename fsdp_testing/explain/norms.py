@@ -68,7 +68,7 @@ def norm_of_what(
     Args:
         norm: The norm.
         gradients: Those that are measured, by FQN, in one process.
-        mine: What the rank has of them; None if that is not known.
+        mine: The rank's parts of them; None if unknown.
         earlier: Earlier norms, by operation.
         lacks_elements: The ranks with a wrong norm are exactly those that have no element of some parameter.
         units: The unit that each of the gradients is in, where that is known.

@@ -176,7 +176,7 @@ class _Issued:
             self._accounted.collective(group, call)
 
     def summary(self) -> dict[int, tuple[int, int]]:
-        """Return number and digest by group key: of what has to be equal on all members, not of the sizes that each may send."""
+        """Return count and digest, by group key, of what must be equal on all members: not of sizes that each may choose."""
         return {key: (len(calls), _digest(calls)) for key, calls in self._calls.items()}
 
 

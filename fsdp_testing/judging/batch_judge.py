@@ -218,7 +218,7 @@ _LATEST_KEPT = 16
 
 
 def _undisturbed(case: Case, *, observe_all: bool) -> Replay:
-    """Return the oracle's free replay, run; the last ones are kept, since cases may come that it sees as one."""
+    """Return the oracle's finished free replay; the last ones are kept for cases that look the same to the oracle."""
     view = oracle_view(case)
     for index, (seen_as, observed_all, kept_replay) in enumerate(_LATEST):
         if observed_all == observe_all and seen_as == view:
@@ -244,7 +244,7 @@ _FOLLOWED: list[_Followed] = []
 
 
 def _undisplaced(case: Case, division: Division | None, states: Mapping[int, GatheredState]) -> Expectation:
-    """Return the oracle's lockstep for an implementation that was in these states; kept for others that were in the same.
+    """Return the oracle's lockstep for these states of an implementation; it is kept for others in the same states.
 
     Implementations whose sums have one order hold the same numbers whatever their units are.
     """

@@ -123,7 +123,7 @@ class JudgedCase:
 
     @property
     def features(self) -> CaseFeatures:
-        """Return what rules of known failures ask: the case in words, and where in it it fails."""
+        """Return the features that rules of known failures match: the case in words, and the operation at which it fails."""
         return CaseFeatures(self.case) if self.finding is None else features_of(self.finding)
 
     @property

@@ -186,7 +186,7 @@ def as_expected(result: CheckResult, expectation: Expectation, cause_of: CauseOf
 
 
 def _recognised(finding: Finding, rules: Iterable[Rule], cause_of: CauseOf) -> Finding:
-    """The finding with the entry that it is, or as it was; with its cause, where that was asked for."""
+    """The finding with its matching entry, or unchanged; with its cause, if an entry asked for it."""
     signature = signature_of(finding)
     fitting = KnownFailures(tuple(rules)).recognizing(signature, features_of(finding))
     known = next((rule for rule in fitting if not rule.asks_cause(signature)), None)

@@ -40,7 +40,7 @@ class CaseFeatures:
 
     Args:
         case: The case.
-        at: Operation in or after which it fails: what comes later did not bring the failure about. None if that is not known.
+        at: Operation in or after which it fails: later operations did not cause the failure. None if that is not known.
         units: Units in which it fails; None if that is not known.
         parameter: Name of the parameter that fails; empty if that is not known, or where none does.
     """
@@ -74,7 +74,7 @@ class CaseFeatures:
 
 
 def features_of(finding: Finding) -> CaseFeatures:
-    """Return the case of a finding in words, and where in it it fails."""
+    """Return the case of a finding in words, with the operation at which it fails."""
     if finding.overrun is not None:
         units = tuple(unit for unit, _ in finding.overrun.units) or None
     else:
@@ -106,13 +106,13 @@ class Rule:
         tags: Tags that the case has, all of them; a tag may end in `*`.
         units: Word of `tags.UNITS` for the units in which it fails, all of them; empty for any.
         parameter: Name of the parameter that fails, as a pattern (fnmatch); empty for any.
-        without: Token of the operations without which it does not show; a case in which it was met is run once more
-            without them, for what it may have hidden. Empty where no such operation is known.
-        instead: What of the case is other in that run, by field, where no operation brings the failure about:
-            `{"world": {"mesh": [1, 2]}}` leaves the size of the world as it is; "none" is none (TOML has no null).
+        without: Token of the operations without which it does not show; a case in which it was met is run once more without
+            them, because it may have hidden another failure. Empty where no such operation is known.
+        instead: Fields of the case that differ in that run, where no operation causes the failure: `{"world": {"mesh": [1, 2]}}`
+            leaves the size of the world as it is; "none" is none (TOML has no null).
         on: The implementations that have it, in a list for several of them.
         issue: Address of the report.
-        link: What files of earlier versions say instead of `page` and `issue`; empty once a file is read.
+        link: The field that files of earlier versions have instead of `page` and `issue`; empty once a file is read.
         example: A case that fails because of it, to notice when it no longer does.
         unlike: A case that passes, for readers alone.
     """
@@ -146,7 +146,7 @@ class Rule:
         return [self._entry(*signature) for signature in self.signatures]
 
     def entry_for(self, signature: Signature, cause: str | None = None) -> ExpectedFailure:
-        """Return the way that knows a failure, by its cause where that was looked for."""
+        """Return the signature that matches a failure, also by its cause if that was examined."""
         ways = [way for way in self.signatures if _looks_like(way, signature) and _has_cause(way, cause)]
         return self._entry(*ways[0])
 
@@ -172,7 +172,7 @@ class Rule:
         )
 
     def fits(self, features: CaseFeatures) -> bool:
-        """Return whether a case has what the cases have in which it was seen."""
+        """Return whether a case has the traits of the cases in which it was seen."""
         places = _places(self.operations, features.places, self.unless)
         return places is not None and all(_is(pattern, features.tags) for pattern in self.tags)
 
@@ -184,18 +184,18 @@ class Rule:
         return looks and named and where and self.fits(features)
 
     def asks_cause(self, signature: Signature) -> bool:
-        """Return whether a failure that looks so is this one only by its cause."""
+        """Return whether a failure with this signature is recognised only by its cause."""
         ways = [way for way in self.signatures if _looks_like(way, signature)]
         return bool(ways) and all(way[3:] and way[3] for way in ways)
 
     def is_by_cause(self, signature: Signature, cause: str | None) -> bool:
-        """Return whether the cause of a failure, where it was looked for, is that of this one."""
+        """Return whether the cause of a failure, if examined, is this one's."""
         return any(_looks_like(way, signature) and _has_cause(way, cause) for way in self.signatures)
 
     def variant(self, case: Case) -> Case | None:
         """Return the case without the cause of the failure; None if nothing is left, or the rule names no cause.
 
-        Of the operations that the rule asks for, the first that is to go does: a later one may be what the failure shows in.
+        The first operation that may be removed is removed: the failure may show in a later one.
         """
         variant = self._changed(case, f"known failure {self.name}: instead")
         while self.without and self.fits(features := CaseFeatures(variant)):
@@ -283,7 +283,7 @@ class KnownFailures:
 
         Args:
             signature: The signature of the failure.
-            met: The case in which it was met, and where in it as far as that is known.
+            met: The case in which it occurred, and the operation as far as that is known.
             cause: Its cause; None if it was not examined.
         """
         return next(iter(self.recognizing(signature, met, cause)), None)
@@ -314,7 +314,7 @@ class KnownFailures:
         return KnownFailures(tuple(rule for rule in self.rules if rule.name not in gone))
 
     def examples(self) -> list[tuple[Rule, Case]]:
-        """Return the rules that have an example, with it."""
+        """Return the rules that have an example, each with its example."""
         found = []
         for rule in self.rules:
             if rule.example is not None:

@@ -65,7 +65,7 @@ def compare_numbers(
 def _widened(expectation: Expectation, case: Case) -> Expectation:
     """Use the narrowest dtype of any part for every rounding: its roundings carry on into all other parts.
 
-    Of each quantity by its own size: a large weight says nothing of how far roundings move a small gradient.
+    Bound each quantity by its own size: a large weight says nothing of how far roundings move a small gradient.
 
     The oracle bounds each quantity by the roundings of its own dtype, which is right where all parts have one. Where its
     disturbed replay has met the roundings of the narrow part, its bound is the larger one already, and stays as it is.

@@ -24,7 +24,7 @@ class Signature(NamedTuple):
 
     Attributes:
         kind: The kind of failure.
-        quantity: Sort of quantity, and in what it differs if not in numbers; or type and message of an exception.
+        quantity: Sort of quantity, and how it differs if not in numbers; or type and message of an exception.
         operation: Kind of the operation after which it shows (`build`, `end`); empty where none is known.
     """
 
@@ -97,12 +97,12 @@ def looks_like(found: Signature, kind: FailureKind, quantity: str = "", operatio
 
 
 def has_cause(cause: str, pattern: str) -> bool:
-    """Return whether a cause, as it was found, has a part that is like the pattern (fnmatch)."""
+    """Return whether a part of a cause matches the pattern (fnmatch)."""
     return fnmatchcase(cause, f"*{pattern}*")
 
 
 def as_pattern(cause: str) -> str:
-    """Return a cause as the pattern (fnmatch) of the same in another case: numbers, parameters, names in code are left open."""
+    """Return a pattern (fnmatch) of a cause that matches it in other cases: numbers and names are left open."""
     subject = r"the gradient of \S+( \(and of \d+ more\))?"
     return re.sub(rf"{subject}|`[^`]*`|\d+", _left_open, re.sub(r"[\[\]]", "?", cause))
 
@@ -148,7 +148,7 @@ def look_of(finding: Finding) -> str:
 def entry_of(finding: Finding) -> ExpectedFailure:
     """Return the entry that expects a finding; its reason and page are for a person to write.
 
-    What the cause says of operations, ranks, units and how many more are wrong is left open.
+    Operations, ranks, units and counts in the cause are left open.
     """
     look = signature_of(finding)
     happened = finding.happened or (finding.shortest.happened if finding.shortest is not None else "")

@@ -83,7 +83,7 @@ def _tags(case: Case) -> Iterator[str]:
 
 
 def _cut_tags(case: Case) -> Iterator[str]:
-    """What of a tree tensor parallelism leaves whole, and what FSDP2 cannot cut once more along the same dimension."""
+    """Parts of a tree that tensor parallelism leaves whole, or that FSDP2 cannot cut again along the same dimension."""
     ranks, layouts = case.world.tensor_parallel, dict(case.wrapping.layouts)
     if ranks == 1 or case.model.tree is None:
         return

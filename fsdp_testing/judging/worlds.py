@@ -40,7 +40,7 @@ class Capacity:
 
     Attributes:
         ranks: Ranks of the largest world of a job.
-        processors: That this process may use.
+        processors: Processors that this process may use.
         most: Jobs whose ranks fit into memory and the number of processes; at least 1.
         reason: The reason for that limit.
     """
@@ -68,7 +68,7 @@ class Capacity:
         return count
 
     def said(self, jobs: int) -> str:
-        """The number of jobs, and how it follows."""
+        """The number of jobs, and the reason for it."""
         return f"{jobs} ({self.processors} processors, room for {self.most})"
 
 
@@ -77,7 +77,7 @@ def capacity(largest: int, processors: int | None = None) -> Capacity:
 
     Args:
         largest: Ranks of the largest world.
-        processors: That ranks have, where hosts share the work; each is taken to have as much room as this one has for all.
+        processors: Processors of the ranks, where hosts share the work; each host is assumed to have as much room as this one.
     """
     ranks = 2 * largest + 2
     limits = {f"{MOST_PROCESSES} ranks are the most that one process may have": MOST_PROCESSES}

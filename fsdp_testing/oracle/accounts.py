@@ -125,7 +125,7 @@ class AccountedProgram(RankProgram):
         return tuple(sorted(held_bytes.items())) if held_bytes else ()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Note whether a backward follows the operation's latest forward: without one, what that gathered may stay."""
+        """Note whether a backward follows the operation's latest forward: without one, the units that it gathered may stay."""
         self._backward = loss.requires_grad
         super().backward(loss)
 

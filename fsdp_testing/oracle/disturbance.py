@@ -65,7 +65,7 @@ class Disturbance:
         """Return the replica; if parameters are displaced, its units are parts of the graph of their own.
 
         Args:
-            replica: Unwrapped; what a plan before this one made of it is undone.
+            replica: Unwrapped; changes by an earlier plan are undone.
             plan: Names the units; with a policy every module may be one.
         """
         # Before new borders are drawn: two borders at one place would split a sum twice.

@@ -244,7 +244,7 @@ class RankProgram:
         self.in_implementation = False
 
     def record(self, raised: Exception) -> RaisedError:
-        """Return what was raised in the present operation, and whether it is the implementation's fault."""
+        """Return what was raised in the current operation, and whether it is the implementation's fault."""
         # Mismatched collectives are the implementation's fault; the ledger only reports them first. So is a refused directory:
         # users meet that error too, and this harness only wraps it, since torch's own is not an Exception.
         if isinstance(raised, DirectoryRefused):

@@ -24,7 +24,7 @@ class Saved:
 
     Attributes:
         model: Parameters and buffers.
-        optimizer: `{"state": {fqn: {name: value}}, "param_groups": [...]}`; None if it is not carried on.
+        optimizer: `{"state": {fqn: {name: value}}, "param_groups": [...]}`; None if it is not saved.
     """
 
     model: Mapping[str, torch.Tensor]

@@ -164,8 +164,8 @@ def _roundings(size: int, division: Division | None) -> tuple[int, str]:
 def roundings(count: int, dtypes: Sequence[torch.dtype], size: torch.Tensor) -> torch.Tensor:
     """Return the largest error of `count` roundings of numbers up to `size`, each in the coarsest of `dtypes`.
 
-    Each is off by a share of the number, and by half the smallest number that there is where that is more: a sum of small
-    numbers is exact, but their cast is not, nor is half of one.
+    Each is off by a share of the number, or by half the smallest representable number if that is more: a sum of small numbers is
+    exact, but their cast and their half are not.
     """
     names = [dtype_name(dtype) for dtype in dtypes]
     return (size * max(UNIT_ROUNDOFF[n] for n in names) + max(UNDERFLOW[n] for n in names)) * count

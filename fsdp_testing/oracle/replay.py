@@ -123,7 +123,7 @@ class Replay:
     # ------------------------------------------------------------------------------------------- construction
 
     def _compute_parameter(self, fqn: str, parameter: nn.Parameter) -> nn.Parameter:
-        """Return what the replicas compute with: the stored numbers themselves, or a copy in `param_dtype` of the unit."""
+        """Return the parameter that replicas compute with: the stored one, or a copy in `param_dtype` of the unit."""
         # Detached, it shares the stored numbers: where nothing casts or displaces them, a step shows without `refresh`.
         around = [name for name in self.unit_precisions if fqn.startswith(f"{name}.")]
         precision = self.unit_precisions[max(around, key=len)] if around else self.precision
@@ -177,7 +177,7 @@ class Replay:
                     stored.copy_(torch.where(stored.to(computed.dtype) == computed, stored, computed.to(stored.dtype)))
 
     def interrupted(self, rank: int, batch: Any) -> None:
-        """Run the forward of a micro-batch whose backward raises: gradients come of neither."""
+        """Run the forward of a micro-batch whose backward raises: neither gives gradients."""
         self.forward(rank, batch)
 
     def refresh(self) -> None:
@@ -300,7 +300,7 @@ class Replay:
         stepping.step(self)
 
     def train_among(self, ranks: int, batch: Batch) -> None:
-        """Make a step on the mean gradient of the first so many ranks."""
+        """Make a step on the mean gradient of the first `ranks` ranks."""
         stepping.train_among(self, ranks, batch)
 
     def scale(self, patterns: tuple[str, ...], factor: float) -> None:

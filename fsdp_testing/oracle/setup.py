@@ -249,7 +249,7 @@ def oracle_view(case: Case) -> Case:
 
 
 def lockstep_view(case: Case) -> Case:
-    """Return what the oracle's lockstep depends on, where it knows no units: whether gradients are replicated, besides.
+    """Return what the oracle's lockstep depends on where it knows no units: also whether gradients are replicated.
 
     What was accumulated may be reduced with replicated gradients, which decides bounds (`Replay`).
     """

@@ -1,7 +1,7 @@
 """The optimizer's steps of a replay, and how far off a correct implementation may be after one.
 
-An implementation steps flat parameters or shards where the oracle steps whole ones. On the CPU torch rounds a 16-bit element at
-the end of a tensor otherwise than one that is part of a whole vector, so that its last bit depends on its place.
+An implementation steps flat parameters or shards where the oracle steps whole ones. On the CPU torch rounds a 16-bit element
+differently at the end of a tensor than inside a whole vector, so its last bit depends on its place.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def step(replay: Replay, errors: Mapping[str, torch.Tensor] | None = None) -> No
     """Step the optimizer, and allow for the roundings of its formula.
 
     Args:
-        replay: With an optimizer, or nothing happens.
-        errors: By FQN how far off a gradient may be that was reduced and never compared; none may by default.
+        replay: The replay; without an optimizer nothing happens.
+        errors: By FQN, how far off a gradient may be that was reduced but never compared; 0 by default.
     """
     if replay.optimizer is None:
         return

@@ -48,7 +48,7 @@ def layouts_of(
         ranks: How many hold it together.
         elementwise_before: Linear layers that may take the columns of the one before as they are. torch takes local
             tensors for equal parts of the whole, so that they may where the ranks divide the columns.
-        ignored: Prefixes of modules that stay as they are: what no unit has every rank trains by itself, whole.
+        ignored: Prefixes of modules that stay as they are: every rank trains parameters outside units by itself, whole.
     """
     owners: dict[int, int] = {}
     for _, parameter in module.named_parameters(remove_duplicate=False):
@@ -86,10 +86,10 @@ def compute_in_parts(replica: nn.Module, case: Case) -> nn.Module:
 def roundings_of_cut_sums(case: Case, index: int, quantity: Quantity, size: float) -> float:
     """Return how far a quantity of operation `index` may be off where sums that are cut are added up otherwise.
 
-    One sum of each cut module is: of rowwise ones the output, of colwise ones the gradient of the input, of sequences that of
-    the parameters. Its T parts are rounded, and T-1 additions of them, in the dtype of computation, in each micro-batch that
-    is reduced here. Where gradients are reduced in a narrower one, those that differ in a last bit may be cast to
-    neighbouring numbers.
+    Each cut module has one such sum: the output if rowwise, the gradient of the input if colwise, that of the parameters if
+    sequence-parallel. Its T parts are rounded, and T-1 additions of them, in the dtype of computation, in each micro-batch that
+    is reduced here. Where gradients are reduced in a narrower dtype, those that differ in a last bit may be cast to neighbouring
+    numbers.
 
     Args:
         case: The case.

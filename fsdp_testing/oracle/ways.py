@@ -48,7 +48,7 @@ def save(way: str, adapter: Adapter, trained: Trained, folder: Path, group: Any 
     """Save what is trained below `folder`.
 
     Collectives: those of the adapter, and of `torch.distributed.checkpoint.save`; every rank calls, of `group` if one is given
-    (for "dcp" alone). For a full state with entries beside it one more, of the world.
+    (for "dcp" alone). With entries beside a full state, one more over the world.
     """
     model, optimizer = trained.model, trained.optimizer
     if way in _DIRECTORIES:

@@ -20,7 +20,7 @@ class TimeLimits:
     """Applies the limits of pytest-timeout to tests on ranks, through its hooks.
 
     Its own methods end the session (`thread`) or the wait for the ranks (`signal`). The pool ends the ranks, says where each
-    of them is, and the session goes on. With `timeout_func_only` pytest-timeout asks nobody, and there is no such limit.
+    of them is, and the session goes on. With `timeout_func_only` pytest-timeout calls no hook, and there is no such limit.
     """
 
     @pytest.hookimpl(tryfirst=True, optionalhook=True)

@@ -1,6 +1,6 @@
 """Messages between the controlling pytest and the pytest inside a rank: plain data, no pytest objects.
 
-What is sent for every test is a named tuple or says itself what to send: see `ranks/pool/jobs.py`.
+Messages of every test are named tuples or define their own pickling: see `ranks/pool/jobs.py`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Phase:
     subtest: dict[str, Any] | None = None
 
     def __reduce__(self) -> tuple[type[Phase], tuple[Any, ...]]:
-        """Be sent without fields that are nearly always empty."""
+        """Pickle without the fields that are nearly always empty."""
         facts = self.when, self.outcome, self.duration, self.longrepr, self.sections, self.wasxfail, self.subtest
         return Phase, facts[:3] if facts[3:] == (None, [], None, None) else facts
 

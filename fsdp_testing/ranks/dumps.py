@@ -105,7 +105,7 @@ def read_dumps(paths: Sequence[Path]) -> list[Dump]:
 
 
 def _plain(file: Path) -> Mapping[str, Any]:
-    """Return what a file says, as plain data, whatever it is."""
+    """Return the content of a file as plain data, whatever it is."""
     try:
         data = file.read_bytes()
     except OSError as error:
@@ -249,7 +249,7 @@ def diagnose(dumps: Sequence[Dump], world_size: int | None = None) -> Diagnosis:
 
     Args:
         dumps: Dumps of the ranks that left one.
-        world_size: How many ranks there were; None for as many as the dumps speak of.
+        world_size: How many ranks there were; None for as many as the dumps name.
     """
     named = [rank for dump in dumps for ranks in dump.members.values() for rank in ranks]
     size = world_size or 1 + max([*named, *(dump.rank for dump in dumps)])

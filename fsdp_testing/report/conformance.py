@@ -311,7 +311,7 @@ def _margins(report: RunReport, failures: Failures) -> Section:
 
 
 def _grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> list[tuple[Key, list[Item]]]:
-    """Items by what they have alike, in the order of the run."""
+    """Items grouped by what they share, in the order of the run."""
     groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)

@@ -183,7 +183,7 @@ def by_check(report: RunReport) -> dict[str, dict[str, CheckResult]]:
 
 
 def _decisive(results: list[CheckResult]) -> CheckResult:
-    """Return the deciding one of several results of a check on one implementation: no verdict hides a worse one."""
+    """Return the result that decides, of several for a check on one implementation: no verdict hides a worse one."""
     worst = merge(result.verdict for result in results)
     return next(result for result in results if result.verdict is worst)
 

@@ -145,7 +145,7 @@ def _uses(scope: ast.AST, name: str) -> Iterator[ast.AST]:
 
 
 def _evaluated(node: ast.expr, frame: FrameType) -> float | None:
-    """Return a factor's present value; None if it is no factor, or its evaluation might have side effects."""
+    """Return a factor's current value; None if it is no factor, or its evaluation might have side effects."""
     for part in ast.walk(node):
         if not isinstance(part, _SAFE):
             return None

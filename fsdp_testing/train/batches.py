@@ -32,10 +32,10 @@ _MOST_SILENT = 8
 
 
 class Computed:
-    """What forwards of this step and the one before gave: given to another forward, as by a player to another, it is no data.
+    """Outputs of forwards in this step and the one before: in another forward, as one player's in another's, they are no data.
 
-    Where its rows come in other memory, as joined to rows of data, they are known by the rows that they were computed of: their
-    own bits depend on how many were computed together.
+    If their rows come in other memory, such as joined to rows of data, they are known by the rows that they were computed from:
+    their own bits depend on how many rows were computed together.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Computed:
         self._now += [(tensor.detach(), rows) for tensor in tensors_in(output) if _memory(tensor)]
 
     def silently(self, call: Callable[[], Any], given: Any) -> Any:
-        """Call what is no forward to be compared; take note of what one without gradients gives, if no other runs it."""
+        """Run a forward that is not compared; note the output of a forward without gradients, if no other forward runs it."""
         if self._is_silent or torch.is_grad_enabled():
             return call()
         rows, self._is_silent = self.row_digests(given), True
@@ -76,7 +76,7 @@ class Computed:
         )
 
     def _traced(self, tensor: torch.Tensor) -> tuple[str, ...]:
-        """Return a digest of each row, or of the row that a forward computed it of."""
+        """Return a digest of each row, or of the row that a forward computed it from."""
         origins: dict[str, str] = {}
         for other, rows in (*self._before, *self._now, *self._silent):
             alike = other.ndim > 1 and other.shape[1:] == tensor.shape[1:] and other.dtype == tensor.dtype
@@ -121,7 +121,7 @@ def on_cpu(tree: Any) -> Any:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, dense; a DTensor says so itself."""
+    """Return this rank's part of a tensor, dense; a DTensor names its part itself."""
     shard = getattr(tensor, "to_local", None)
     part = (shard() if callable(shard) else tensor).detach()
     return part if part.layout is torch.strided else part.to_dense()

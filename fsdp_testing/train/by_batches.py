@@ -79,7 +79,7 @@ def _check_collated(pair: Pair) -> None:
 
 
 def _not_replayed(pair: Pair) -> list[str]:
-    """Say what makes the rows that forward is given, where it may make other ones of the rows of all ranks."""
+    """Name what makes forward's rows, if it might make others from the rows of all ranks."""
     loaders = pair.run.ranks[0].taken.loaders
     used = [one for one, trains in zip(loaders, of_training(loaders)) if trains and one.passes]
     if pair.feed.source is Source.FORWARD and used:

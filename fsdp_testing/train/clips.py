@@ -35,7 +35,7 @@ class Clips:
             self._left = self._reader.gradients()
 
     def begin_pass(self) -> None:
-        """Take note of what clips have taken of gradients that a further pass adds to: nothing of those that were cleared."""
+        """Note what clips removed from gradients that a further pass adds to; cleared gradients lose nothing."""
         if not self._unclipped:
             return
         now = self._reader.gradients()

@@ -52,8 +52,8 @@ class Uncollated:
 
     Attributes:
         samples: Samples of all ranks.
-        counts: How many are each rank's, which takes these of the item that is made of all.
-        item: What the ranks' collators made of them, as one; None where that cannot be one.
+        counts: Number of samples of each rank, which takes as many of the joint item.
+        item: The items that the ranks' collators made of them, joined; None if they cannot be joined.
     """
 
     samples: list[Any]

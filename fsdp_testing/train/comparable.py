@@ -113,7 +113,7 @@ def _steps_of(values: Sequence[object]) -> list[bool]:
 
 
 def _rate_factors(reference: Quantities, other: Quantities) -> list[float]:
-    """Return by which one factor the rates of all groups are larger at each step; empty without one.
+    """Return the one factor by which the rates of all groups are larger at each step; empty without one.
 
     If all rates are zero, as in a warm-up, the factor is that of the first step with a nonzero rate.
     """
@@ -140,7 +140,7 @@ def vanishing(runs: Sequence[Quantities], narrowest: float) -> set[Quantity]:
 
     Args:
         runs: The runs.
-        narrowest: Roundoff of the narrowest dtype that any of it was computed in.
+        narrowest: Roundoff of the narrowest dtype that any of them was computed in.
     """
     names = {
         key.name
@@ -182,7 +182,7 @@ def loss_table(reference: WholeRun, other: WholeRun, names: tuple[str, str] | No
 
 
 def _norm(run: WholeRun, step: int) -> float | None:
-    """Return the norm of the gradient at a step; None where none was there to be measured."""
+    """Return the norm of the gradient at a step; None if there was none to measure."""
     values = [run.quantities[key][step : step + 1] for key in run.names(Kind.GRADIENT)]
     squares = [float(one[0].double().square().sum()) for one in values if one and one[0].numel()]
     given = any(rank.steps[step].given for rank in run.ranks)

@@ -92,12 +92,12 @@ def first_difference(
     """Return the first difference in the order of steps, and among the quantities of one step in the order returned.
 
     Args:
-        reference: What it is compared with.
+        reference: The reference to compare with.
         other: What is judged.
         roundings: Admitted, in units of roundoff of a quantity's dtype times its largest number. 0 demands equality.
-        admitted: What is admitted beside that, for each number.
-        decided: Takes note of how much was compared, and what of it is undecided.
-        start: What quantities were before the first step: these count as decided by how far the reference moved them.
+        admitted: The additional admitted difference, for each number.
+        decided: Counts how much was compared, and how much of it is undecided.
+        start: Quantities before the first step: these count as decided by how far the reference moved them.
     """
     for key in [*reference, *(key for key in other if key not in reference)]:
         if key not in reference or key not in other:
@@ -123,7 +123,7 @@ class _Bound:
 
 
 def in_order(quantities: Quantities) -> list[Place]:
-    """Return quantity and step of all there is: what is recorded at every step first, step by step, then final quantities."""
+    """Return all pairs of quantity and step: first those recorded at every step, step by step, then final quantities."""
     recorded = {key: steps for key, steps in quantities.items() if len(steps) > 1}
     length = max((len(steps) for steps in recorded.values()), default=0)
     order = [(key, step) for step in range(length) for key, steps in recorded.items() if step < len(steps)]
@@ -145,11 +145,11 @@ def difference_of(
     """Return the first difference that roundings do not explain: small ones pass at once, larger ones need disturbed runs.
 
     Args:
-        reference: What it is compared with.
+        reference: The reference to compare with.
         other: What is judged.
         disturbed: Runs again.
-        decided: Takes note of how much was compared, and what of it is undecided.
-        start: What quantities were before the first step.
+        decided: Counts how much was compared, and how much of it is undecided.
+        start: Quantities before the first step.
         roundings: What passes at once.
     """
     at_once = Decided()
@@ -172,11 +172,11 @@ def beyond_roundings(
     """Return the first difference larger than both runs' measured sensitivity to rounding.
 
     Args:
-        reference: What it is compared with.
+        reference: The reference to compare with.
         other: What is judged.
         roundings: As for `first_difference`.
         disturbed: Runs again.
-        decided: Takes note of how much was compared, and what of it is undecided.
+        decided: Counts how much was compared, and how much of it is undecided.
         start: As for `first_difference`.
     """
     spread: dict[Place, torch.Tensor] = {}
@@ -264,12 +264,12 @@ def _largest(numbers: torch.Tensor) -> float:
 
 
 def floor(dtype: torch.dtype, roundings: float) -> float:
-    """Return the part of the largest number that so many roundings may make."""
+    """Return the share of the largest number that this many roundings may amount to."""
     return part(roundoff(dtype), roundings)
 
 
 def part(unit: float, roundings: float) -> float:
-    """Return the part of the largest number that so many roundings of a unit may make."""
+    """Return the share of the largest number that this many roundings of a unit may amount to."""
     few = unit > UNIT_ROUNDOFF["float32"]
     return min((min(roundings, FEW_ROUNDINGS) if few else roundings) * unit, DECISIVE)
 

@@ -43,13 +43,13 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What one step is given of parameters that have terms of the same backward passes, beside these terms.
+    """The gradients that one step gets of parameters with terms of the same backward passes, and these terms.
 
     Attributes:
         number: Number of the step.
         passes: How many passes.
         got: By parameter.
-        terms: Terms of each rank, pass by pass; without those that were cleared and rightly so.
+        terms: Terms of each rank, pass by pass; without those that were rightly cleared.
         bounds: How far each may be off.
         sample: The terms of rank 0 as they were seen.
         cleared: For each pass the parameters whose gradient was gone before the next pass or the step.
@@ -161,7 +161,7 @@ def _steps(run: WholeRun) -> Iterator[_Step]:
 
 
 def _cleared(ranks: Sequence[Terms]) -> list[frozenset[str]]:
-    """Return of each pass the parameters whose gradient is gone: of all ranks, since each has a shard, which may be empty."""
+    """Return, for each pass, the parameters whose gradient is gone on all ranks: each rank has a shard, which may be empty."""
     cleared = []
     for number in range(max(len(terms.passes) for terms in ranks)):
         there = [terms for terms in ranks if number < len(terms.passes)]
@@ -172,7 +172,7 @@ def _cleared(ranks: Sequence[Terms]) -> list[frozenset[str]]:
 
 
 def _due(terms: Terms, cleared: Sequence[frozenset[str]], got: Gradients) -> list[Gradients]:
-    """Return the terms that are due; of a pass that was used otherwise, or after which weights moved, not what was cleared."""
+    """Return the due terms, without cleared ones of a pass that was used otherwise or after which weights moved."""
     due: list[Gradients] = []
     for passed, gone, moved in zip(terms.passes, cleared, terms.moved):
         lost = {name for name in passed if name in got} <= gone
@@ -192,7 +192,7 @@ def _bounds(run: WholeRun, kind: Kind, number: int, ranks: Sequence[Terms], got:
 
 
 def _wrong(step: _Step, size: int, previous: Gradients | None) -> tuple[str, float | None]:
-    """Return what is wrong with the gradient of a step, and of what it is a multiple of the mean over ranks, if it is one."""
+    """Return what is wrong with the gradient of a step, and which multiple of the ranks' mean it is, if it is one."""
     passes, unit = step.passes, size * step.sample.scale
     at = f"at step {step.number}"
     if not any(bool(value.any()) for value in step.got.values()):
@@ -248,7 +248,7 @@ def _wrong_factor(step: _Step, times: float, size: int) -> str:
 
 
 def _is_wrong(shares: Contributions) -> bool:
-    """Whether passes count otherwise than one another; ranks may be weighted by their tokens."""
+    """Whether passes count differently from one another; ranks may be weighted by their tokens."""
     by_rank: dict[int, set[object]] = {}
     for weight in shares.weights:
         by_rank.setdefault(weight.rank, set()).add(weight.got)
@@ -256,7 +256,7 @@ def _is_wrong(shares: Contributions) -> bool:
 
 
 def _factor(got: Gradients, step: _Step) -> float | None:
-    """Return of what factor times the sum of all terms the gradients are; None if there is no such factor."""
+    """Return the factor by which the gradients are the sum of all terms; None if there is none."""
     total = {name: step.total(name) for name in got}
     square = sum(float(value.square().sum()) for value in total.values())
     factor = sum(float((got[name] * value).sum()) for name, value in total.items()) / square if square else 0.0
@@ -274,7 +274,7 @@ def _is_multiple(got: Gradients, factor: float, step: _Step) -> bool:
 def taken_apart(
     got: Gradients, due: Gradients, ranks: Sequence[Sequence[Gradients]], bounds: Mapping[str, float], unit: float = 0.0
 ) -> Contributions | None:
-    """Return what gradients are the sum of, where the ones that are due are the mean of all terms; None if that is not certain.
+    """Return the terms that gradients are the sum of, where the right ones are the mean of all; None if that is not certain.
 
     Args:
         got: By parameter.
@@ -305,7 +305,7 @@ def _observation(name: str, gradient: torch.Tensor) -> ParameterObservation:
 
 
 def wrong_term(reference: WholeRun, run: WholeRun, roundings: float) -> str:
-    """Return what the first gradient is the sum of that differs from the reference world, in words; empty where not certain.
+    """Return, in words, the terms of the first gradient that differs from the reference world; empty if not certain.
 
     Args:
         reference: The reference world; its gradient is the mean of the other world's terms.
@@ -337,7 +337,7 @@ def wrong_term(reference: WholeRun, run: WholeRun, roundings: float) -> str:
 
 
 def _is_mean(due: torch.Tensor, terms: Sequence[torch.Tensor | None], bound: float) -> bool:
-    """Whether every term has the same share in the right values: else nothing follows from the shares in what is there."""
+    """Whether every term has the same share in the right values: else nothing follows from the shares in the actual values."""
     known = [term.double() for term in terms if term is not None]
     if len(known) < len(terms) or any(term.shape != due.shape for term in known):
         return False

@@ -77,7 +77,7 @@ class Follower:
     """Sees which conventions a rank follows, and makes one process follow them.
 
     Args:
-        ranks: What it is to follow; None on ranks, and where nothing is accepted.
+        ranks: The ranks whose conventions it must follow; None on ranks, and where nothing is accepted.
 
     Attributes:
         seen: Conventions that this process was seen to follow by itself.
@@ -146,7 +146,7 @@ class Follower:
 
 @contextmanager
 def _buffers_left_alone(model: nn.Module) -> Iterator[None]:
-    """Have DDP broadcast no buffers, of one process: it writes to what backward has saved."""
+    """Keep DDP from broadcasting buffers in one process: it would write to tensors that backward has saved."""
     # The option by its name since torch 2.13, and before. What else decides is set anew by each forward.
     name = "forward_sync_buffers" if hasattr(DistributedDataParallel, "broadcast_buffers") else "broadcast_buffers"
     wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel) and getattr(m, name)]
@@ -256,7 +256,7 @@ def _plain_of(model: nn.Module) -> _Attributes:
 
 
 def _attributes_of(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], Any]]:
-    """Yield what modules keep as attributes; a module of torch's own keeps nothing so that a forward is to change."""
+    """Yield what modules keep as attributes; torch's own modules keep nothing there that a forward changes."""
     for module in model.modules():
         if not type(module).__module__.startswith("torch."):
             yield from (((module, name), value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
@@ -281,7 +281,7 @@ def is_batch_norm(module: nn.Module) -> bool:
 
 
 def _terms_of(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Tensor]:
-    """Return the terms of the loss that modules keep as attributes, as a router its balance."""
+    """Return the terms of the loss that modules keep as attributes, such as a router's balance."""
     return {
         (module, name): value
         for module in model.modules()

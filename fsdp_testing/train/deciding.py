@@ -52,7 +52,7 @@ def decide(pair: Pair) -> Compared:
 
 
 def _without_autocast(pair: Pair) -> list[str]:
-    """Compare what a training under autocast computes without it, where roundings hide little; return what came of it.
+    """Compare what a training under autocast computes without it, where roundings hide little; return the result.
 
     Raises:
         Failed: The world differs.
@@ -125,7 +125,7 @@ def _seen(run: WholeRun) -> Quantities:
 
 
 def _other_steps(reference: WholeRun, run: WholeRun) -> Difference | None:
-    """Return that worlds step their optimizers another number of times, or one of them fewer parameters."""
+    """Return a sentence if worlds make different numbers of optimizer steps, or one of them steps fewer parameters."""
     if reference.steps != run.steps:
         of_ranks = ": the number of steps depends on the number of ranks" if reference.size != run.size else ""
         sentence = f"has {run.steps} steps, expected {reference.steps}{of_ranks}"

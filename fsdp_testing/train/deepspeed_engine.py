@@ -32,7 +32,7 @@ def unread(engine: Any, stepped: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def held(engine: Any, *, gradients: bool) -> dict[str, tuple[Piece, ...]]:
-    """Return each parameter whole, in the dtype that the optimizer steps, and with `gradients` what was accumulated of it.
+    """Return each parameter whole, in the dtype that the optimizer steps, and with `gradients` its accumulated gradient.
 
     Collectives: some for each parameter of stage 1 and above. Gradients are there after backward and before the step only.
     """

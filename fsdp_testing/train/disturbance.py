@@ -54,7 +54,7 @@ _DRAWING = re.compile(
 
 
 def is_drawing(operation: str) -> bool:
-    """Whether an operation, as "aten.rand.generator", draws random numbers."""
+    """Whether an operation, such as "aten.rand.generator", draws random numbers."""
     return _DRAWING.match(operation) is not None
 
 

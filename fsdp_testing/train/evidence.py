@@ -35,7 +35,7 @@ class StepEvidence:
     Attributes:
         reduced: For each backward pass whether as many elements were reduced, from its beginning to the next one's (or
             to the step), as there are gradients.
-        local: Forwards of a model that is not to synchronise.
+        local: Forwards of a model that must not synchronise.
         seed: `torch.initial_seed()` at the first forward.
         drew: Whether the default generator moved between the first forward and the step.
         dropout: Digest of its state at the first active dropout layer; empty without one.
@@ -43,7 +43,7 @@ class StepEvidence:
         gradient_norm: Norm of the gradients that the optimizer is given on this rank.
         gathered: Whether parameters were gathered: then weights and gradients here are shards.
         roundoff: Unit roundoff of the narrowest dtype that gradients, parameters or inputs have, or autocast computes in.
-        computed: Unit roundoff of the narrowest dtype that forward and backward compute in; 0 of a run that is not disturbed.
+        computed: Unit roundoff of the narrowest dtype that forward and backward compute in; 0 for a run that is not disturbed.
         agreed: Whether all ranks are given the same gradients of what they share, so that none of them lacks a reduction.
     """
 
@@ -76,7 +76,7 @@ class Clues:
         self._gathered = False
 
     def see_collective(self, _group: GroupIdentity, call: Call, _site: str) -> None:
-        """Take note of a collective; a listener of the ledger."""
+        """Note a collective; a listener of the ledger."""
         name, _, dtype, sizes = (*call.what, None, None)[:4]
         if self._reduced and str(name).startswith(_REDUCING):
             self._reduced[-1] += sum(sizes) if isinstance(sizes, tuple) else int(sizes or 0)
@@ -153,7 +153,7 @@ def between_ranks(ranks: Sequence[Steps], name: str = "", reduced: str = "") -> 
 
     Args:
         ranks: What each rank saw, step by step.
-        name: Name of what is returned and differs first; empty of weights, and of what is kept of them.
+        name: Name of the returned quantity that differs first; empty for weights, and for what is kept of them.
         reduced: Whether its "mean" over ranks is what the reference world gives, or its "sum"; empty for neither.
     """
     for step, seen in enumerate(zip(*ranks)):
@@ -176,7 +176,7 @@ def between_sizes(reference: Sequence[Steps], other: Sequence[Steps], size: int)
 
 
 def of_dtypes(ranks: Sequence[Steps]) -> str:
-    """Return the cause where the narrowest dtype that ranks compute in is not the same; of a run that is disturbed."""
+    """Return the cause if ranks compute in different narrowest dtypes, as a disturbed run shows."""
     for step, seen in enumerate(zip(*ranks)):
         units = [one.computed for one in seen]
         if all(units) and len(set(units)) > 1:
@@ -196,7 +196,7 @@ def of_rate(difference: Difference, size: int, *, begins: bool = True) -> str:
     Args:
         difference: The first.
         size: Number of ranks.
-        begins: Whether no rate was other than zero before.
+        begins: Whether all rates were zero before.
     """
     if difference.quantity.kind is not Kind.RATE:
         return ""

@@ -173,7 +173,7 @@ def _checkpoint(runner: Runner, runs: Mapping[int, WholeRun], size: int, folder:
     """Return how the saved files can be used.
 
     Raises:
-        Failed: Nothing of it can be read, or the run that goes on from it computes otherwise.
+        Failed: Nothing of it can be read, or the run that continues from it computes differently.
         Undecided: It was not loaded.
     """
     saved, start = files_below(folder), runner.start

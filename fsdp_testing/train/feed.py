@@ -103,7 +103,7 @@ class Feed:
         collates: Whether the rows come from a collator whose result for all ranks' rows differs from its results for each.
         loose: Whether numbers beside the rows, as their count, are those of rank 0.
         blind: Whether forward's rows are not along the first dimension, so that their digests tell nothing.
-        rank: Whose rows are taken of items that are made of all ranks' rows; -1 takes all.
+        rank: The rank whose rows are taken from items made of all ranks' rows; -1 takes all.
     """
 
     source: Source | None = None
@@ -370,14 +370,14 @@ def _has_pass(rank: Taken, number: int, turn: int) -> bool:
 
 
 def _loader(ranks: Sequence[Taken], number: int, groups: _Groups, *, items: bool, rows: bool) -> FedLoader:
-    """Return a loader of all ranks; of passes that not every rank makes, those of rank 0. What only validates is left alone.
+    """Return a loader of all ranks; passes that not every rank makes are rank 0's. A loader that only validates is left alone.
 
     Args:
         ranks: The rows of each rank.
         number: Number of the loader.
-        groups: Says what of all ranks is one item.
+        groups: Says which items of the ranks form one item.
         items: Whether items are given.
-        rows: Whether the rows of which they were made are, for the loader's collator.
+        rows: Whether the rows that they were made from are given instead, for the loader's collator.
     """
     first = ranks[0].loaders[number]
     if not of_training(ranks[0].loaders)[number]:

@@ -84,7 +84,7 @@ def block_in(held: Iterable[tuple[Piece, ...]]) -> int:
 
 
 def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer, block: int) -> dict[str, Spans]:
-    """Return what an optimizer keeps of each parameter of a model, as {"weight": {"exp_avg": ...}}; scalars have the shape ()."""
+    """Return the optimizer's state of each parameter of a model, as {"weight": {"exp_avg": ...}}; scalars have the shape ()."""
     states: Mapping[str, Mapping[str, StateEntry]]
     if deepspeed_engine.is_engine(model):
         states = deepspeed_engine.moments(model)
@@ -99,7 +99,7 @@ def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer, block: int) -
 def moments_of_tensors(
     tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, block: int
 ) -> dict[str, Spans]:
-    """Return what an optimizer keeps of tensors that it steps in the place of parameters, by the names of these."""
+    """Return the optimizer's state of tensors that it steps in place of parameters, by the parameters' names."""
     named = {name: tensor for name, tensor in tensors.items() if tensor in optimizer.state}
     return {name: _entries(state, block) for name, state in pieces.optimizer_state(named, optimizer).items()}
 
@@ -214,7 +214,7 @@ def copies_in(variables: Sequence[Mapping[str, Any]], models: Sequence[nn.Module
     Args:
         variables: Variables of each function, or of the script.
         models: Those that are trained.
-        block: Elements to each sum that is kept of their larger tensors.
+        block: Number of elements per sum, for larger tensors.
     """
     copies: dict[str, Spans] = {}
     averages: dict[str, Spans] = {}

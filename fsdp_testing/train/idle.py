@@ -103,7 +103,7 @@ def _unreached(run: WholeRun) -> str:
 
 
 def _rates(run: WholeRun) -> str:
-    """Of groups that were made with rates of their own and are stepped by one: the rest of their rates is not used."""
+    """A sentence on groups that were made with rates of their own and all step by one rate."""
     made = next((seen.made_rates for seen in run.seen), ())
     rates = [run.quantities[RATE][step] for step in range(run.steps)] if RATE in run.quantities else []
     if (
@@ -117,7 +117,7 @@ def _rates(run: WholeRun) -> str:
 
 
 def _schedules(run: WholeRun) -> str:
-    """Of those that are not stepped in several steps; one that goes by passes over the data may need more of them."""
+    """A sentence on schedules that several steps do not step; one that goes by epochs may need more steps."""
     idle = run.ranks[0].steps[-1].idle_schedules if run.steps > 1 else ()
     if not idle:
         return ""

@@ -34,13 +34,13 @@ class Pass:
 
     Attributes:
         items: The items that were taken.
-        samples: What the loader's `collate_fn` made each item of; empty where that was not kept.
+        samples: The rows that the loader's `collate_fn` made each item from; empty if not kept.
         rows: Digests of the rows of its items.
         indices: Places of its rows in the dataset; all that the sampler gives where `planned`; empty for a stream.
-        sizes: How many rows of the dataset each of its items was made of; zeros of a stream.
-        complete: Whether all that the loader has was taken.
+        sizes: How many rows of the dataset each of its items was made from; zeros for a stream.
+        complete: Whether all items of the loader were taken.
         planned: Whether `indices` are those of a whole pass.
-        trained: Forwards with gradients that ran while an item of it was the last that was taken.
+        trained: Forwards with gradients that ran while the last item taken was one of its own.
         epoch: The epoch by which its sampler shuffles; None without such a sampler.
         epoch_calls: How often `set_epoch` of any `DistributedSampler` had been called before.
     """
@@ -58,7 +58,7 @@ class Pass:
 
     @property
     def counts(self) -> bool:
-        """Whether it may be a pass of the training; reading only the first batch is none."""
+        """Whether it may be a pass of the training; reading only the first batch does not count."""
         return self.complete or self.trained > 1
 
     def has_order_of(self, other: Pass) -> bool:
@@ -72,7 +72,7 @@ class LoaderSeen:
     """One `DataLoader`, in the order of first use.
 
     Attributes:
-        length: What `len` gave; None where it was not asked or has none.
+        length: The result of `len`; None if it was not called or has none.
         passes: Each pass.
         batch: Rows of the first item.
         due: Items of a pass; None where the loader has no length.
@@ -145,7 +145,7 @@ class LoaderWatch:
     """Sees the passes over one `DataLoader`.
 
     Args:
-        loader: Is left as it was, but while a pass begins.
+        loader: Unchanged, except while a pass begins.
         keeps: Whether items, and the rows that they are made of, are kept.
     """
 
@@ -158,7 +158,7 @@ class LoaderWatch:
     def begin(
         self, begin: Callable[[], Iterator[Any]], epoch_calls: int, *, collates: bool = True
     ) -> tuple[Pass, Iterator[Any]]:
-        """Begin a pass by `begin`; return the pass, and what gives its items: rows that are not collated without `collates`."""
+        """Begin a pass by `begin`; return the pass and the iterator of its items: uncollated rows without `collates`."""
         loader, seen = self.loader, self.seen
         own = self._watched(begin, collates)
         samplers = list(_samplers(loader))
@@ -291,7 +291,7 @@ def _flat(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def _base(loader: Any) -> tuple[Any, list[Sequence[int]]]:
-    """Return the dataset that the subsets of a loader are taken of, and the indices of each, outermost first."""
+    """Return the dataset that the subsets of a loader are taken from, and the indices of each, outermost first."""
     dataset, maps = loader.dataset, []
     while isinstance(dataset, Subset):
         maps.append(dataset.indices)

@@ -95,7 +95,7 @@ class _Step:
     ranked: bool
 
     def computed(self, arrangement: Arrangement, seed: int = 0, batch: Any = None) -> Quantities:
-        """Return each term and its gradients, of all ranks together; other than 0, a seed makes roundings differently."""
+        """Return each term and its gradients, of all ranks together; a seed other than 0 changes the roundings."""
         (size, k), batch = arrangement, self.batch if batch is None else batch
         if self.ranked:
             ranks = run_ranks(_on_rank, self.target, self.model, batch, k, seed, size=size)

@@ -77,7 +77,7 @@ class ModelJob(Job):
     Attributes:
         model: Family of Transformers, or the function that makes the model.
         implementation: Reference of an adapter.
-        ranks: Ranks whose rows there are; a world of one takes all.
+        ranks: The ranks whose rows exist; a world of one takes all.
         steps: Optimizer steps.
         leaves_unused: Whether one process found parameters that get no gradient.
     """

@@ -49,9 +49,9 @@ class Observer:
     Args:
         after_step: Called with the number of steps so far before what follows a step: a forward, a backward, a message or a
             step; may raise to end the training. Steps of several optimizers without a forward or backward between them are one.
-        before_forward: Is given the arguments of each outermost forward and returns those to use.
+        before_forward: Receives the arguments of each outermost forward and returns those to use.
         before_step: Called before each step with the number of steps so far; may raise to end the training.
-        forward: Makes an outermost forward: is given the model, its `__call__`, arguments, and step, number of the forward in it
+        forward: Makes an outermost forward: receives the model, its `__call__`, arguments, and step, number of the forward in it
             and digests of its rows.
         reader: Reads what this rank holds.
     """
@@ -121,7 +121,7 @@ class Observer:
         self._clues.see_collective(group, call, site)
 
     def see_operation(self, name: str, results: list[torch.Tensor]) -> None:
-        """Take note of an operation of a forward or of backward: whether it draws random numbers, and in which dtype."""
+        """Note an operation of a forward or of backward: whether it draws random numbers, and in which dtype."""
         if self._depth:
             self._step.drew |= is_drawing(name)
         if self._depth or compat.in_backward():
@@ -174,7 +174,7 @@ class Observer:
             self._hook(model)
 
     def _hook(self, model: nn.Module) -> None:
-        """See what each backward pass adds to gradients, before anything is reduced; of an engine its own steps."""
+        """Watch what each backward pass adds to gradients, before anything is reduced; for an engine, watch its own steps."""
         if is_engine(model):
             see_steps(
                 model, lambda inner: self._before_step(inner, (inner,), {}), lambda inner: self._end_step(inner, (), {})
@@ -304,7 +304,7 @@ class Observer:
         self._start_step()
 
     def _before_broadcast(self) -> None:
-        """Look at gradients before this rank, which never steps, may be sent the weights that another one has stepped for it."""
+        """Read gradients before this rank, which never steps, may receive weights that another rank has stepped for it."""
         inside = self._depth or self._stepping or compat.in_backward()
         if self._passes and not (inside or self._steps_itself or self._receives):
             self._receives = True

@@ -129,7 +129,7 @@ class EnoughSteps(BaseException):
 
 
 def run_here(job: Job, run: RunSettings) -> RankReport:
-    """Run a training in this rank and return what was seen of it.
+    """Run a training in this rank and return its report.
 
     Collectives: those of the training; all ranks of the world must join.
     """
@@ -179,9 +179,9 @@ def run_here(job: Job, run: RunSettings) -> RankReport:
 
 
 def _with_streams_recorded(job: Job, run: RunSettings) -> RankReport:
-    """Record streams, and end the training in time; who read values besides would wait for the work that makes them.
+    """Record streams, and end the training in time; reading values besides would wait for the work that makes them.
 
-    Neither are results late nor is memory garbage: these are writes that no device makes.
+    Results are not delivered late and memory is not filled with garbage: a device makes no such writes.
     """
     world, steps = current_world(), Counter[int]()
 

@@ -52,7 +52,7 @@ class Pair:
         own: Data given to the ranks; only if they are judged with batches that are padded together.
         kept: Disturbed runs of both by seed.
         varied: The variation, if it is not the number of ranks.
-        tried: By each way to take the rows other than as one batch, whether one process then computes the same.
+        tried: For each way to take the rows other than as one batch, whether one process then computes the same.
     """
 
     runner: Runner
@@ -103,8 +103,8 @@ class Pair:
         """Return where both differ beyond roundings.
 
         Args:
-            view: What is compared of the reference.
-            decided: Takes note of how much was compared.
+            view: Selects what is compared of the reference.
+            decided: Counts how much was compared.
             view_run: What is compared of the world, if something else.
         """
         view_run = view_run or view
@@ -123,7 +123,7 @@ class Pair:
         return difference_of(reference, run, disturbed, decided, start, roundings)
 
     def compare(self, names: Sequence[Quantity], factors: Sequence[float] = ()) -> Difference | None:
-        """Return where both differ in these quantities; gradients of the world times a factor for each step."""
+        """Return where both differ in these quantities; the world's gradients are multiplied by a factor for each step."""
         return self.difference(
             lambda run: only(run.quantities, names),
             Decided(),
@@ -166,7 +166,7 @@ class Pair:
         return replace(pair, reference=pair._reference_again(0), run=pair._again(0))
 
     def collated(self, *, together: bool) -> Pair:
-        """Return the world beside one process whose collator makes batches of the rows of all ranks, or is given the ranks'."""
+        """Return the world beside one process that collates the rows of all ranks, or gets the ranks' batches."""
         return self._given(replace(self.feed, collates=together))
 
     def with_weights(self) -> Pair:
@@ -191,9 +191,9 @@ class Pair:
         return self.tried.get(_APART, False)
 
     def cause_of_ranks(self, difference: Difference) -> str:
-        """Return the cause that one process shows which is given the rows of each rank in turn; empty where it shows none.
+        """Return the cause that shows when one process gets the rows of each rank in turn; empty if none does.
 
-        Only of what differs at the first step, which it makes with the weights of all ranks.
+        Only differences at the first step count, which it makes with the weights of all ranks.
         """
         known = self.runner.start.takes_rows and self._takes_own_rows and self.varied is None and difference.step == 0
         each = self._each_rank() if known else []
@@ -255,7 +255,7 @@ def check_repeats(runner: Runner, run: WholeRun, again: WholeRun, view: View = l
 
 
 def may_be_given_weights(run: WholeRun) -> bool:
-    """Whether one process may begin with a world's weights: these are known number by number, and nothing was copied of them."""
+    """Whether one process may begin with a world's weights: these are known number by number, and no copy of them exists."""
     begun = [span for seen in run.seen for spans in seen.before.values() for span in spans]
     copied = any(any(rank.copies.values()) for rank in run.ranks) or any(
         seen.strange or seen.of(Kind.COPIED) for seen in run.seen

@@ -1,8 +1,8 @@
 """Finds each rank's part of the parameters of one process, if ranks share the work on the same rows. Pure.
 
 Tensor parallelism by hand, pipeline stages and experts keep plain tensors, and nothing says what these are parts of. Each is
-known by its values before the first step: those of a parameter of one process, by whatever name, or of slices of the one by its
-name. A parameter that is the same everywhere (ones, zeros) goes with the others of its module.
+identified by its values before the first step: they are those of a parameter of one process, whatever its name, or of slices of
+the parameter with its name. A parameter that is the same everywhere (ones, zeros) goes with the others of its module.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Places = Mapping[str, Place]
 
 
 def with_parts_in_place(alone: WholeRun, run: WholeRun) -> WholeRun:
-    """Return the run with each rank's parts where they lie in one process; as it is where there are none, or one is not known."""
+    """Return the run with each rank's parts where they lie in one process; unchanged if there are none or one is unknown."""
     due = {key.name: values[0] for key, values in initial(alone).items()}
     ranks = [_whole_here(rank) for rank in run.ranks]
     if any(held is None for held in ranks) or all(_is_replica(held or {}, due) for held in ranks):
@@ -35,7 +35,7 @@ def with_parts_in_place(alone: WholeRun, run: WholeRun) -> WholeRun:
 
 
 def in_place(run: WholeRun, parts: tuple[Places, ...]) -> WholeRun:
-    """Return a run with the parameters of each rank where they lie in one process; as it is without places."""
+    """Return a run with the parameters of each rank where they lie in one process; unchanged without places."""
     if not parts:
         return run
     moved = [_moved(report, places) for report, places in zip(run.ranks, parts, strict=True)]

@@ -38,8 +38,8 @@ class Quantity:
 
     Attributes:
         kind: What it is.
-        name: Of the parameter, buffer, setting, line, or what the function returned it as; empty where there is one of its kind.
-        part: Of an optimizer's state which tensor of the parameter, of a copy of weights the variable that holds it.
+        name: Name of the parameter, buffer, setting, line or returned value; empty if there is only one of its kind.
+        part: For an optimizer's state the name of its tensor; for a copy of weights the variable that holds it.
     """
 
     kind: Kind
@@ -67,5 +67,5 @@ def rank_count(sizes: Sequence[int]) -> str:
 
 
 def spans_of_kind(spans: QuantitySpans, kind: Kind) -> dict[str, tuple[Span, ...]]:
-    """Return what is kept of all quantities of one kind, by their names."""
+    """Return the recorded quantities of one kind, by name."""
     return {key.name: kept for key, kept in spans.items() if key.kind is kind}

@@ -1,8 +1,8 @@
 """Reads this rank's part of a training's models, and finds the parameters of the tensors that an optimizer steps.
 
 An optimizer may step copies of a model's parameters, in another dtype, which the training copies back (Apex O2). A copy is
-known by what it holds when it is stepped first: the values of one parameter. It then stands in the place of that parameter.
-What autograd gives a gradient of and no model holds (a temperature beside the model) is a parameter of its own.
+recognised by its values at its first step: those of one parameter. It then stands in the place of that parameter.
+A tensor that gets a gradient from autograd but belongs to no model (a temperature beside the model) is a parameter of its own.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class Reader:
 
     Args:
         held_by: Returns the pieces of a model by name, given whether gradients are wanted; for a model of a known implementation
-            its adapter knows better than what is read of any model.
+            its adapter reads more than the generic way.
 
     Attributes:
         models: In the order of their first forward.
-        block: Elements to each sum that is kept of their larger tensors; 1 where all elements are; 0 before a step.
-        unreadable: Why parameters could not be read at the present step; empty if they were.
+        block: Number of elements per sum, for larger tensors; 1 if all elements are kept; 0 before a step.
+        unreadable: Why parameters could not be read at the current step; empty if they were.
     """
 
     def __init__(self, held_by: Callable[..., Held] = held_by) -> None:
@@ -91,7 +91,7 @@ class Reader:
         return new
 
     def held(self, optimizer: torch.optim.Optimizer, *, gradients: bool = True) -> Held:
-        """Return what is held of each parameter; of those that the optimizer steps as copies, the copies."""
+        """Return this rank's part of each parameter, or of its copy if the optimizer steps a copy."""
         if self.models:
             held = dict(self._of_models(partial(self._held_by, gradients=gradients)))
             self._find_copies(optimizer, held)
@@ -102,7 +102,7 @@ class Reader:
         )
 
     def watch_outside(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Have autograd tell which tensors it gives gradients of, of those that are stepped and in no model."""
+        """Have autograd report which of the stepped tensors outside all models get gradients."""
         for tensor in [tensor for optimizer in optimizers for tensor in self._strange(optimizer)]:
             # Gradients of shards and flat copies are made by hand, and each rank may have its own.
             if tensor.is_leaf and tensor.requires_grad and type(tensor) in _PLAIN and tensor not in self._hooked:
@@ -151,13 +151,13 @@ class Reader:
         return {name: spans_of(parts, which, self.block) for name, parts in held.items()}
 
     def changed(self, held: Held, known: Spans) -> Spans:
-        """Return what is kept of the values that are others than they were known to be, or not known."""
+        """Return the values that changed since they were last read, or were unknown."""
         return self.kept(
             {name: pieces for name, pieces in held.items() if is_changed(pieces, known.get(name))}, "value"
         )
 
     def present(self) -> Held:
-        """Return what is held of the models now, with the gradients."""
+        """Return this rank's part of the models now, with gradients."""
         return self._of_models(self._held_by)
 
     def waiting(self) -> Mapping[str, object]:
@@ -189,7 +189,7 @@ class Reader:
         return ", ".join(shares)
 
     def moments(self, optimizer: torch.optim.Optimizer) -> dict[Quantity, tuple[Span, ...]]:
-        """Return what the optimizer keeps of each parameter."""
+        """Return the optimizer's state of each parameter."""
         what = "the optimizer's state"
         copies = self._read(lambda: moments_of_tensors(self._copies, optimizer, self.block), what)
         states = self._of_models(lambda model: moments_of(model, optimizer, self.block), what) | copies
@@ -205,14 +205,14 @@ class Reader:
         return {name: pieces.of_parameter(copy) for name, copy in self._copies.items()}
 
     def _of_models(self, read: Callable[[nn.Module], Mapping[str, _T]], what: str = "") -> dict[str, _T]:
-        """Return what is read of each model by name; those of a second one have its number before them."""
+        """Return what is read of each model, by name; names of a second model begin with its number."""
         named = [(f"model {number}: " if number else "", model) for number, model in enumerate(self.models)]
         return self._read(
             lambda: {prefix + name: value for prefix, m in named for name, value in read(m).items()}, what
         )
 
     def _read(self, read: Callable[[], dict[str, _T]], what: str = "") -> dict[str, _T]:
-        """Return what is read; where it cannot be, nothing, and keep why: of parameters, or of `what` else."""
+        """Return what is read; if that fails, return nothing and keep the reason, for parameters or for `what`."""
         # An unforeseen kind of optimizer or tensor must not end a training that is only watched.
         try:
             return read()

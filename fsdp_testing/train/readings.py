@@ -63,7 +63,7 @@ class LoggedNumbers:
         reduced: By line, of both runs, those that have to be equal: the same on all ranks, or in one process the loss, and on
             ranks not their own. A constant is there only if it differs.
         own: Lines where each rank has numbers of its own, or only some ranks take any.
-        uneven: Lines that take another number of numbers than in one process.
+        uneven: Lines that take more or fewer numbers than in one process.
         carried: Lines whose numbers Python code multiplies or divides by an unknown factor.
     """
 

@@ -156,7 +156,7 @@ def _with_values(
 
 
 def _computed(text: str, values: Mapping[str, str]) -> int:
-    """Return the whole number that a text as "8/k" gives.
+    """Return the whole number that a text such as "8/k" gives.
 
     Raises:
         InvalidArgument: It gives no whole number.

@@ -63,7 +63,7 @@ class Judgement:
         sentence: Why; for a pass, what it was compared with.
         compared: The quantities that were compared, and those that were not.
         unknown: What could not be judged, though the rest was.
-        table: Table of failures: loss and norm of both worlds, step by step; of races both places of each.
+        table: Table of failures: loss and norm of both worlds, step by step; for races, both places of each.
         output: End of the script's own output, if it did not end well.
         relation: The change that must change nothing; empty for the number of ranks.
         steps: Steps that were compared.
@@ -91,7 +91,7 @@ class Judgement:
         return f"{self.owner}: {WORDS[self.verdict]}"
 
     def row(self, steps: int) -> Row:
-        """Return of each step whether it agrees (=), differs first (x) or was not compared (-), and what differs first."""
+        """Return for each step whether it agrees (=), differs first (x) or was not compared (-), and what differs first."""
         until = self.first.step if self.first else self.steps
         marks = ["="] * until + ["x"] * bool(self.first) + ["-"] * steps
         first = str(self.first.quantity) if self.first else ""

@@ -155,7 +155,7 @@ def _place(uninterrupted: WholeRun, resumed: WholeRun) -> int | None:
 
 
 def _check_begin(uninterrupted: WholeRun, resumed: WholeRun, at: int, where: str) -> None:
-    """Compare optimizer's state and settings of the first step with those of the uninterrupted run."""
+    """Compare the optimizer's state and settings of the first step with those of the uninterrupted run."""
     begun, _ = together([[rank.steps[0]] for rank in resumed.ranks])
     states = {key: uninterrupted.quantities[key][at - 1] for key in uninterrupted.names(Kind.MOMENT)}
     kept = {key: [value] for key, value in states.items() if value.numel()}

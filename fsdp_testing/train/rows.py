@@ -68,7 +68,7 @@ def taken_elsewhere(alone: WholeRun, run: WholeRun) -> str:
 
 
 def prepared_apart(alone: WholeRun, run: WholeRun) -> str:
-    """Return that a rank's dataset has rows of one process, shifted and scaled by numbers of its own; empty if it has not.
+    """Return a sentence if a rank's dataset has rows of one process, shifted and scaled by numbers of its own; otherwise empty.
 
     Rank 0 is asked: whether its share is a block or each n-th row, its first rows are among the first of one process.
     """
@@ -92,7 +92,7 @@ def _are_rows(rows: Sequence[torch.Tensor]) -> bool:
 
 
 def _is_shifted(due: torch.Tensor, got: torch.Tensor) -> bool:
-    """Whether each column is one line of that of other rows, and not all are the same; three points are no line by chance."""
+    """Whether each column is a linear function of the other rows' column; three points form no line by chance."""
     if len(due) < _ENOUGH or torch.equal(due, got):
         return False
     centred, moved = due - due.mean(0), got - got.mean(0)

@@ -34,7 +34,7 @@ class Failed(Exception):
 
     Attributes:
         subject: The ranks that the sentence is about; by default the whole world.
-        table: Loss and norm of both worlds, step by step; of races both places of each.
+        table: Loss and norm of both worlds, step by step; for races, both places of each.
         output: End of the script's output.
         first: The first difference, if it is a number.
     """
@@ -162,7 +162,7 @@ class Runner:
         kept: Disturbed runs by size and seed, of worlds that take their own data.
         unsteady: Sentences on worlds that hung once and not again.
         seconds: What each run of one process took that came to its end.
-        autocast: Whether it computes under autocast where it asks for it.
+        autocast: Whether it computes under autocast where the training asks for it.
         idle: Ranks of the last run that ran no backward pass and made no step.
     """
 

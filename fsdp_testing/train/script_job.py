@@ -31,7 +31,7 @@ class ScriptJob(Job):
         script: Path of the script, or name of the module.
         arguments: Those after it.
         is_module: Whether it is run with `-m`.
-        moved: A folder of modules, and the one from which they are taken in its place; nothing where all stay.
+        moved: A folder of modules, and the folder that replaces it; empty if none is replaced.
     """
 
     script: str

@@ -1,7 +1,7 @@
 """Keeps a rank's part of a tensor, and assembles the parts of all ranks.
 
-Elements, of tensors of models of usual test size. Of the larger tensors of a larger model sums of blocks, each element with a
-sign of its own that is always the same: what a step keeps has then one size whatever the model has. Such a sum is linear, so
+Models of usual test size keep elements. For a larger model, sums of blocks of its larger tensors are kept, each element with its
+own fixed sign: then a step keeps the same amount whatever the model's size. Such a sum is linear, so
 that what moves an element moves it as much, and the bounds of `comparison`, which go number by number, hold for it.
 """
 
@@ -36,10 +36,10 @@ class Span:
         start: First element of this part, in row-major order.
         stop: One past the last.
         values: The elements; with blocks the sum of what lies here of each block that the part touches, in float64.
-        block: Elements to a sum; 1 where elements are kept.
+        block: Number of elements per sum; 1 if elements are kept.
         dtype: Dtype of the tensor.
         digest: Digest of the elements, where sums are kept; else empty.
-        places: Of the elements in the whole tensor, where these do not follow one another; `start` and `stop` say nothing then.
+        places: Indices of the elements in the whole tensor, if they are not consecutive; then `start` and `stop` mean nothing.
     """
 
     shape: tuple[int, ...]
@@ -69,7 +69,7 @@ def span_of(piece: Piece, tensor: torch.Tensor, block: int = 1) -> Span:
     Args:
         piece: Shape of the whole, and place in it.
         tensor: The values, or the gradient, there.
-        block: That of the model.
+        block: The model's block size.
     """
     shape = tuple(piece.shape)
     if block == 1 or torch.Size(shape).numel() <= _SMALL:
@@ -96,7 +96,7 @@ def _signed_sums(flat: torch.Tensor, start: int, stop: int, block: int) -> torch
 
 @lru_cache(maxsize=1)
 def _workspace(numbers: int) -> torch.Tensor:
-    """Return memory that is kept: small tensors that stay, in the holes of large ones that go, make a process grow."""
+    """Return memory for values that are kept: small tensors that stay in the holes of freed large ones make a process grow."""
     return torch.empty(numbers, dtype=torch.float64)
 
 
@@ -139,7 +139,7 @@ def assembled(ranks: Sequence[tuple[Span, ...]]) -> tuple[torch.Tensor, int | No
 
 
 def _assembled_sums(spans: Sequence[tuple[int, Span]]) -> tuple[torch.Tensor, int | None]:
-    """Add up the sums of parts; parts are the same on several ranks, or apart."""
+    """Add up the sums of parts; parts are equal on several ranks, or disjoint."""
     sample = next(span for _, span in spans if span.block > 1)
     numbers, covered, odd = torch.Size(sample.shape).numel(), 0, None
     sums = torch.zeros(-(-numbers // sample.block), dtype=torch.float64)

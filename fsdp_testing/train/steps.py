@@ -29,8 +29,8 @@ class StepSeen:
         clip_limits: The limits it was given.
         made_rates: Initial learning rate of each group of the optimizer.
         idle_schedules: Schedules of learning rates that were not stepped since they were made.
-        before: Parameters as the step found them, of a later step those that were changed since the step before; of the first
-            step also what the optimizer kept of parameters before it.
+        before: Parameters before the step: in a later step only those that changed since the step before; in the first step also
+            the optimizer's earlier state.
         after: What this rank has of each quantity: gradients as they are without clips, and as the optimizer is given them
             (None counts as zeros); after the step parameters, the optimizer's state and the buffers that a checkpoint holds;
             and what the models hold, when the next forward begins, of parameters that the optimizer steps as copies.
@@ -41,7 +41,7 @@ class StepSeen:
         unreadable: Why parameters could not be read; empty if they were.
         left_out: What else could not be read (the optimizer's state, buffers), with the reason.
         drew: Whether a forward drew random numbers by a default generator of torch, numpy or Python, or by one that the model
-            holds; of a run that is disturbed by any of torch's.
+            holds; in a disturbed run, by any of torch's.
         batch_norm: Whether a model in training has batch norms that look at one rank's rows alone.
         generators: Digest of the state of each random generator of this process after the step, by the package it belongs to.
         terms: What each backward pass added to gradients.

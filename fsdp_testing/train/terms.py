@@ -2,7 +2,7 @@
 
 A parameter is whole where its module uses it, whoever shards it between uses: plain models, DDP, FSDP1, FSDP2, `fsdp_ref`,
 engines of DeepSpeed. So the tensors that modules have right after their forward are hooked, leaves of autograd or views of
-something larger. The gradients of the first steps only, as elements, or as the sums that are kept of a larger model (`spans`).
+something larger. Only the first steps' gradients are recorded, as elements or, for a larger model, as sums (`spans`).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Terms:
     """What the backward passes of one rank added to gradients until a step.
 
     Attributes:
-        passes: By parameter, in one row, of each pass.
+        passes: For each pass, the additions by parameter, each in one row.
         cleared: For each pass, the parameters that had no gradient on this rank before the next pass, or the step.
         moved: Whether weights changed between each pass and the next.
-        scale: The factor of a `GradScaler` for the losses; 1 without, 0 where it was not the same of all.
+        scale: The factor of a `GradScaler` for the losses; 1 without one, 0 if it was not the same for all.
         unscales: Whether the optimizer itself divides by it.
         engine: Whether an engine of DeepSpeed accumulates and reduces: no other code touches its gradients.
-        block: Elements to a sum; 1 where elements are kept.
+        block: Number of elements per sum; 1 if elements are kept.
         roundoff: Roundoff of the narrowest dtype that terms have.
     """
 
@@ -101,7 +101,7 @@ class TermCollector:
             self._names.setdefault(site, set()).add(prefix + name)
 
     def _after_forward(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        """Hook what a module and those below it use: a sharded one still has it whole, since its own hooks come later."""
+        """Hook the parameters that a module and those below it use: a sharded module's own hooks come later."""
         if not self._wanted or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         for part in module.modules():

@@ -83,8 +83,8 @@ class WholeRun:
 
     Attributes:
         size: Number of ranks.
-        quantities: What rank 0 returned; of every step what all ranks have of losses, settings, norms, gradients, parameters, the
-            optimizer's state and buffers; and of the end the parameters, and other copies of the weights.
+        quantities: Rank 0's returned values; for every step all ranks' losses, settings, norms, gradients, parameters, optimizer
+            state and buffers; and at the end the parameters and other copies of the weights.
         rows: Digests of the rows of every step, by rank.
         disagreements: The first of each kind.
         ranks: The ranks' reports.
@@ -103,7 +103,7 @@ class WholeRun:
 
     @property
     def shares_work(self) -> bool:
-        """Whether ranks have parts of the model that nobody gathers, so that they work on the same rows together."""
+        """Whether ranks have parts of the model that are never gathered, so that they work on the same rows together."""
         return bool(self.parts) or any(seen.share for seen in first_steps(self))
 
     def of(self, ranks: Sequence[int]) -> WholeRun:
@@ -197,8 +197,8 @@ def together(ranks: Sequence[Sequence[StepSeen]], own: Collection[str] = ()) -> 
         own: Parameters that each rank has of its own: these are left out.
 
     Returns:
-        The quantities, and of each kind where ranks first disagree, parameters first. What is not there at a step, as the state
-        of an optimizer that another step belongs to, is an empty tensor.
+        The quantities, and for each kind the first disagreement of ranks, parameters first. A quantity that is missing at a
+        step, such as the state of an optimizer that does not step there, is an empty tensor.
     """
     quantities: Quantities = {}
     first: dict[Kind, Disagreement] = {}
@@ -252,7 +252,7 @@ def initial(run: WholeRun) -> Quantities:
 
 
 def with_ends(start: Quantities) -> Quantities:
-    """Return what parameters were before the first step, also for those of the end and the copies of them that models hold."""
+    """Return the parameters before the first step, also under the names of final ones and of models' copies."""
     return start | {Quantity(Kind.END, key.name): values for key, values in start.items()}
 
 

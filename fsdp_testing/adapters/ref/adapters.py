@@ -151,7 +151,7 @@ class _ByFunction:
 
 
 def _shared_across_units(module: nn.Module, setup: Setup) -> bool:
-    """Whether a parameter is reached through several units, or a unit and what is outside: one call must own it."""
+    """Whether several units reach a parameter, or a unit and a module outside it: one call must own such a parameter."""
     owners: dict[int, set[str]] = {}
     for fqn, parameter in module.named_parameters(remove_duplicate=False):
         inside = [name for name in setup.units if fqn.startswith(name + ".")]
@@ -227,7 +227,7 @@ def full_parameters(model: nn.Module, *, writeback: bool) -> Iterator[Mapping[st
 
 
 def _configured(model: nn.Module) -> AbstractContextManager[None]:
-    """Set who gets whole state and where, if the case asks for that."""
+    """Set which ranks get the full state, and on which device, if the case asks for it."""
     settings = SETTINGS_OF.get(model, frozenset())
     if not settings & {"offloaded_state", "saved_on_rank_0"}:
         return nullcontext()
@@ -288,7 +288,7 @@ def load_sharded_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def division(setup: Setup) -> Division:
-    """Two factors near the square root of the number of ranks, around the sum."""
+    """Return two factors near the square root of the number of ranks: one divides before the sum, one after it."""
     factors = DivideFactors.for_world(setup.world_size)
     return Division(before=factors.before, after=factors.after)
 
@@ -320,7 +320,7 @@ def trace_units(model: nn.Module, emit: Callable[[str, str, tuple[str, ...]], No
 
 
 def gathered_bytes(model: nn.Module) -> dict[str, int]:
-    """Memory of the full buffers that units have, of every dtype they computed in."""
+    """Return the bytes of each unit's full buffers, in every dtype that it computed in."""
     known = _HANDLES.get(model)
     if known is None:
         known = _HANDLES[model] = [(name, weakref.ref(handle)) for name, handle in handles(model)]

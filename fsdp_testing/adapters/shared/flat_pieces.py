@@ -73,7 +73,7 @@ class FlatUnit:
         unsharded_grad: Whether the gradient that users see is this rank's own sum, laid out like the unsharded flat
             parameter and not reduced yet.
         reduced_S: The gradient that was reduced before that sum, if any.
-        values: The span of an original, in storage order, if users see another one than the shard's.
+        values: The original's span in storage order, if users see another tensor than the shard.
     """
 
     parameter: nn.Parameter

@@ -92,7 +92,7 @@ class FsdpNames:
 
     @staticmethod
     def _ranks(setup: Setup, strategy: str) -> dict[str, Any]:
-        """Return the ranks of a unit: a mesh where there are two axes, else a group; the other of both if the case says so."""
+        """Return the ranks of a unit: a mesh for two axes, else a group; the other of the two if the case says so."""
         is_hybrid, mesh = strategy.startswith("hybrid"), setup.mesh
         if "mesh_for_group" in setup.settings and mesh is not None:
             if not is_hybrid:

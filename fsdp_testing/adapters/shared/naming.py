@@ -1,7 +1,7 @@
 """The names that parameters and buffers of a wrapped model had before wrapping.
 
-Wrappers insert a component into FQNs. Those of torch (FSDP1, activation checkpointing, compile, DDP at the root) are
-known here; an adapter for a wrapper with another prefix gives its own `named_parameters`.
+Wrappers insert a component into FQNs. Torch's components (FSDP1, activation checkpointing, compile, DDP at the root) are known
+here; an adapter for a wrapper with another prefix gives its own `named_parameters`.
 """
 
 from __future__ import annotations

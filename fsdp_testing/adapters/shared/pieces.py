@@ -86,7 +86,7 @@ def local_box(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Place
 
 
 def _runs(shape: tuple[int, ...], box: Box, local: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Cut a box into the spans that it is in row-major order: `(start, stop, view of local)` each."""
+    """Cut a box into its row-major spans: `(start, stop, view of local)` each."""
     if local.numel() == 0:
         yield 0, 0, local
         return

@@ -27,7 +27,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
 
 
 def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
-    """Return the optimizer's state by original name instead of by index; what is no parameter's stays. Collectives: none."""
+    """Return the optimizer's state by original name instead of by index; entries of no parameter stay. Collectives: none."""
     named = dict(naming.named_parameters(model))
     names = {parameter: fqn for fqn, parameter in named.items()}
     state = {fqn: copy.deepcopy(optimizer.state[p]) for fqn, p in named.items() if p in optimizer.state}
@@ -38,7 +38,7 @@ def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load state and settings into the parameters of these names; what is no parameter's is loaded as it is.
+    """Load state and settings into the parameters of these names; entries of no parameter are loaded unchanged.
 
     Collectives: none.
 

@@ -131,7 +131,7 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
 
 
 def _groups(setup: Setup, units: Sequence[tuple[str, nn.Module]]) -> Iterator[list[tuple[str, nn.Module]]]:
-    """Yield which modules one call shards: each by itself, or siblings two by two if the case asks for it."""
+    """Yield the modules that one call shards: each by itself, or siblings in pairs if the case asks for it."""
     group: list[tuple[str, nn.Module]] = []
     for name, unit in units:
         is_second = len(group) == 1 and name.rpartition(".")[0] == group[0][0].rpartition(".")[0]
@@ -291,7 +291,7 @@ def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
 
 
 def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
-    """The same of an optimizer's state."""
+    """The same for the optimizer's state."""
     return saved_state.full_optimizer_state(model, optimizer, _saving(model))
 
 
@@ -306,7 +306,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
 
 
 def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """The same of an optimizer's state."""
+    """The same for the optimizer's state."""
     from_rank_0 = {"rank_0_state", "saved_on_rank_0"} & set(_SETTINGS.get(model, ()))
     options = saved_state.FROM_RANK_0 if from_rank_0 else saved_state.FULL
     saved_state.load_full_optimizer_state(model, optimizer, state, options)

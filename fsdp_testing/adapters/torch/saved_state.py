@@ -59,7 +59,7 @@ def full_optimizer_state(
 def load_full_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], options: StateDictOptions = FULL
 ) -> None:
-    """As `load_full_state_dict`, of an optimizer's state."""
+    """Like `load_full_state_dict`, for an optimizer's state."""
     set_optimizer_state_dict(model, optimizer, _passed(state, options), options=options)
 
 

@@ -133,7 +133,7 @@ def _call_group(module: nn.Module, node: Node, x: torch.Tensor, ids: torch.Tenso
 
 
 def _taken(module: nn.Module, node: Node, result: Any, before: torch.Tensor) -> torch.Tensor:
-    """Return what the caller makes of a group's output."""
+    """Return the value that the caller computes from a group's output."""
     if get(node, "keeps"):
         return _take_kept(module)
     if get(node, "view"):

@@ -24,7 +24,7 @@ _FACTORS = (0.5, -1.0, 1.25)
 
 
 def _shown(full: Mapping[str, torch.Tensor]) -> Values:
-    """Return what a rank was shown of every parameter before the edit: a write-back takes only the rank's own span."""
+    """Return the values of every parameter that a rank saw before the edit: a write-back takes only the rank's own span."""
     return {f"full.{fqn}": parameter.detach().clone() for fqn, parameter in full.items()}
 
 
@@ -296,7 +296,7 @@ class Thaw(Freeze):
 
 @dataclass(frozen=True, slots=True)
 class Move(Operation):
-    """`module.to` its present device, which touches every parameter and must change none.
+    """Calls `module.to` with the current device, which touches every parameter and must change none.
 
     Attributes:
         dtype: `module.to` this dtype too, for good: later inputs have it. Gradients and the optimizer are not carried

@@ -107,7 +107,7 @@ class Operation:
         needs: Capabilities an implementation must claim for this operation, whatever its fields.
         features: Features that must be on to draw it or a variant, each with the capabilities that it needs.
         drawn_with: The operation is drawn only if one of these features is on; empty means its own features.
-        share: Its chances in one draw then.
+        share: Its weight in such a draw.
         passes: How often it gathers each unit besides forwards and backwards; None if unknown.
         forbidden_while_pending: Which documentation forbids it while gradients of a `no_sync` micro-batch await reduction;
             empty if none does.
@@ -196,7 +196,7 @@ class Operation:
 
     @classmethod
     def weight(cls, swarm: Swarm) -> int:
-        """Return its number of chances in one draw."""
+        """Return its weight in one draw."""
         return cls.share if any(feature in swarm for feature in cls.drawn_with or cls.features) else 0
 
     @classmethod

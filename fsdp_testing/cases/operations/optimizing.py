@@ -176,10 +176,10 @@ class Observe(Silent):
         return []
 
     def run(self, program: RankProgram) -> None:
-        """Do nothing: who runs the program takes the snapshot."""
+        """Do nothing: the caller that runs the program takes the snapshot."""
 
     def replay(self, replay: Replay) -> None:
-        """Do nothing: who runs the program takes the snapshot."""
+        """Do nothing: the caller that runs the program takes the snapshot."""
 
 
 _NORMS = (2.0, 1.0, math.inf, 3.0)

@@ -55,7 +55,7 @@ class Case:
 
     @property
     def low_precision(self) -> bool:
-        """Whether numbers have few digits somewhere, so that every operation is compared from what the one before it left."""
+        """Whether some numbers have few digits, so that each operation is judged from the state before it."""
         return self.mixed_precision is not None or self.model.dtype in LOW_DTYPES
 
     @property

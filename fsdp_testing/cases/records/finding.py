@@ -65,12 +65,12 @@ class Overrun:
 
     @property
     def quantity(self) -> str:
-        """Of what there is too much: `full parameters`, `gathers`, `reductions`."""
+        """The thing in excess: `full parameters`, `gathers`, `reductions`."""
         return _QUANTITIES[self.measure]
 
     @property
     def sentence(self) -> str:
-        """All of it in words."""
+        """The whole overrun in words."""
         if self.measure is Measure.KEPT_PARAMETERS:
             units = ", ".join(f"{unit or '(root)'}{f' ({size} bytes)' if size else ''}" for unit, size in self.units)
             return f"full parameters stay gathered on rank {self.rank}: {units}"
@@ -84,7 +84,7 @@ class Overrun:
 
     @property
     def more(self) -> str:
-        """By how much, whatever the unit and the rank; empty for memory."""
+        """The excess, without unit and rank; empty for memory."""
         times = self.measured - self.limit
         stays = (
             "memory gathered before the operation stays" if self.before else "memory that the operation gathers stays"
@@ -176,7 +176,7 @@ class Finding:
         quantity: What diverges first, such as `gradient of blocks.1.weight`.
         operation: Index of the first operation after which it diverges; -1 while wrapping.
         operation_text: That operation in one line.
-        ranks: Ranks concerned, of the quantity that leads.
+        ranks: Ranks on which the leading quantity is wrong.
         explanation: One sentence for people: the place, and the statement.
         case: The case, for the replay line.
         max_error: Largest absolute difference; None if the difference has no size (None-ness, dtype, exception).
@@ -186,15 +186,15 @@ class Finding:
         cause: Findings of one implementation with the same cause have one root cause; empty if it was not examined.
         shortest: The shortest schedule that shows it, on one finding of each cause.
         statement: The fault, without its place.
-        sort: Sort of quantity (`gradient`, `value`, `optimizer exp_avg`, `output`, ...), or the type of an exception;
-            empty where `quantity` is no more than that.
+        sort: Sort of quantity (`gradient`, `value`, `optimizer exp_avg`, `output`, ...), or the type of an exception; empty
+            where `quantity` says the same.
         fqn: Parameter or buffer; empty for results, exceptions and lost ranks.
-        mismatch: In what it differs.
+        mismatch: How it differs.
         message: An exception's text, or how a process ended.
         overrun: The facts of a broken rule of memory or communication.
-        unexplained: Why nobody looked for its cause, where others were looked for.
-        wrong_on: Ranks on which anything diverges there, where numbers were compared: those that are left out are right.
-        happened: What was done wrong, as a clause, where that was asked for to know the failure again.
+        unexplained: Why its cause was not examined, if other causes were.
+        wrong_on: Ranks on which anything diverges there, if numbers were compared: all other ranks are right.
+        happened: What was done wrong, as a clause, if a rule needed it to recognise the failure.
         expected: The matching entry of the user's list; None for a new failure.
         refused: The implementation refuses by NotImplementedError.
     """
@@ -275,7 +275,7 @@ class Judgement:
 
     @property
     def why(self) -> str:
-        """Return why it is no pass, in a sentence without the place."""
+        """Return why it does not pass, in a sentence without the place."""
         finding = self.finding
         if finding is None:
             return self.reason

@@ -146,7 +146,7 @@ class WorldSpec:
     """Which ranks run it.
 
     Attributes:
-        size: How many in all.
+        size: Number of ranks.
         backend: Backend of their groups.
         mesh: Shape of the device mesh: (size,) or (replicas, shards); of the ranks with different inputs.
         tensor_parallel: How many of them share one model, which the plan's `layouts` cut; the model is wrapped over the

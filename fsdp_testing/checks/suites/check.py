@@ -85,14 +85,14 @@ class Check:
         source: Where the behaviour is documented or was once broken.
         needs: Capabilities without which the check is not asked.
         comparison: How observations are compared with the oracle.
-        mode: How its cases are run, if not plainly.
+        mode: How its cases run, if they need more than a plain run.
         judge: Judges one case, if that takes more than one run.
         profile: `default` runs always, `extended` when asked for.
         strategies: Strategies under which it runs, of those that are claimed.
         meshes: For hybrid strategies, the mesh shapes by world size.
         sizes: World sizes on which it is asked where the user names none.
         fit: What a place changes in a case besides its world and strategy.
-        of_pieces: It looks at what each rank holds, which an adapter that gathers to show parameters cannot say.
+        of_pieces: It looks at what each rank holds, which an adapter that gathers to show parameters cannot tell.
         by_name: It tells the optimizer's parameters apart by name, which an engine that steps its own cannot.
     """
 

@@ -75,7 +75,7 @@ class RefusingOptimizer(RefusingProgram):
     """Loads the saved state of its optimizer, then the unfitting one that the last observation names, and trains a step."""
 
     def statements(self) -> Iterator[str]:
-        """Yield that it was loaded, and the step taken."""
+        """Yield a fault if it was loaded and the step taken."""
         make, adapter = WRONG_OPTIMIZERS.get(self.quantity), self.adapter
         if make is None or self.optimizer is None:
             return  # a shortened case
@@ -99,7 +99,7 @@ class StoredDtypes(RemarkingProgram):
     """Looks at the dtypes of saved optimizer state."""
 
     def statements(self) -> Iterator[str]:
-        """Yield what is not in the dtype in which parameters are stored."""
+        """Yield the entries that are not in the dtype of the stored parameters."""
         if self.optimizer is None:
             return
         with self._inside():
@@ -123,7 +123,7 @@ class EntriesOfUsers(LabelledProgram):
     """Keeps an entry of its own with each parameter, beside the moments, and loads it into a new optimizer."""
 
     def statements(self) -> Iterator[str]:
-        """Yield what is lost or changed."""
+        """Yield the entries that are lost or changed."""
         adapter, name, label = self.adapter, "of the user", self.quantity
         if self.optimizer is None or label not in ENTRIES:
             return  # a shortened case

@@ -1,6 +1,6 @@
 """Options that change no number: recomputation, prefetch, settings, and a hook of the user's that reduces gradients.
 
-Which options an implementation has it says by its claims (`fsdp_testing.cases.records.specs.SETTINGS`).
+An implementation says by its claims which options it has (`fsdp_testing.cases.records.specs.SETTINGS`).
 """
 
 from __future__ import annotations

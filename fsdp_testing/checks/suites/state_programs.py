@@ -63,7 +63,7 @@ class RemarkingProgram(RankProgram):
 
     @property
     def quantity(self) -> str:
-        """Return what its statements are about."""
+        """Return the subject of its statements."""
         return "state"
 
     def run(self, *, observe_all: bool = False) -> RankObservation:
@@ -96,7 +96,7 @@ class RefusingProgram(LabelledProgram):
     """Loads its saved state, then the unfitting state that the last observation names."""
 
     def statements(self) -> Iterator[str]:
-        """Yield that it was loaded."""
+        """Yield a fault if it was loaded."""
         form = self._form()
         if form is None:
             return  # a shortened case, which names none
@@ -135,7 +135,7 @@ class RefusingProgram(LabelledProgram):
 
 
 def _files_of_two_ranks(saved: State) -> tuple[Callable[[], State], Callable[[], State]]:
-    """Return what reads the files of this rank and of the next. Collectives: a gather of objects; every rank calls."""
+    """Return a reader of the files of this rank and of the next. Collectives: a gather of objects; every rank calls."""
     file = io.BytesIO()
     torch.save(saved, file)
     files: list[Any] = [None] * dist.get_world_size()
@@ -189,7 +189,7 @@ class ShardsPlaced(RemarkingProgram):
     """Compares its saved shards with the full state, each at the place that the shard names."""
 
     def statements(self) -> Iterator[str]:
-        """Yield whose shards hold other elements."""
+        """Yield the parameters whose shards hold other elements."""
         with self._inside():
             whole, parts = self.adapter.full_state_dict(self.model), self.adapter.sharded_state_dict(self.model)
         for fqn, value in whole.items():
@@ -218,7 +218,7 @@ class ThroughDirectory(RemarkingProgram):
     form = ""
 
     def statements(self) -> Iterator[str]:
-        """Yield what is not as it was."""
+        """Yield the values that changed."""
         adapter = self.adapter
         save, load = (getattr(adapter, name.format(self.form)) for name in ("{}_state_dict", "load_{}_state_dict"))
         with self._inside(), shared_directory(self.files) as folder, refusals_as_errors():
@@ -236,12 +236,12 @@ class ThroughDirectory(RemarkingProgram):
 
 
 def not_finite(form: str) -> RunMode:
-    """Return how a case is run whose parameters are saved in a form when they are not finite."""
+    """Return the mode for a case whose parameters are saved in a form while they are not finite."""
     return RunMode(rank_jobs.run_as, (NotFinite, {"form": form}), review=review_remarks)
 
 
 def through_directory(form: str) -> RunMode:
-    """Return how a case is run whose state in a form goes through a directory."""
+    """Return the mode for a case whose state in a form goes through a directory."""
     return RunMode(rank_jobs.run_as, (ThroughDirectory, {"form": form}), review=review_remarks)
 
 

@@ -191,7 +191,7 @@ class AssignsOtherShapes(RemarkingProgram):
     quantity = "data of another shape"
 
     def statements(self) -> Iterator[str]:
-        """Yield that the forward ran."""
+        """Yield a fault if the forward ran."""
         fqn, parameter = next(iter(self.adapter.named_parameters(self.model)))
         try:
             parameter.data = parameter.detach().new_zeros(parameter.numel() + 1)

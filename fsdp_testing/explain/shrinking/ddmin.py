@@ -25,7 +25,7 @@ class BudgetSpent(Exception):
 
 
 class Reduction(NamedTuple):
-    """A case with one part less, and which part that was.
+    """A case without one part, and that part's name.
 
     Attributes:
         key: Names the part within its kind of reduction; keys of one kind can be sorted, later places come later.
@@ -116,7 +116,7 @@ class Search:
 
 
 def joined(kind: Kind, case: Case, keys: Iterable[tuple[Any, ...]]) -> Case:
-    """Return the case with several parts less.
+    """Return the case without several parts.
 
     Args:
         kind: Gave the keys for this case.

@@ -70,7 +70,7 @@ def review(
         expectation: The expected value.
         ranks: What it is.
         comparison: The kinds that are compared.
-        about: What it is, in words, with which the sentence of a finding begins.
+        about: The subject, with which the sentence of a finding begins.
 
     Returns:
         The finding that leads, if anything diverges, and what was compared.

@@ -27,7 +27,7 @@ class Divergence:
         index: Operation after which it was seen.
         ranks: Ranks that hold it.
         sentence: The fault, without subject: "is off by 0.5".
-        mismatch: In what it differs.
+        mismatch: How it differs.
         max_error: Largest absolute difference, where one exists.
         bound: The admissible difference there.
         derivation: Derivation of the bound.

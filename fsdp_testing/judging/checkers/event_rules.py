@@ -1,4 +1,4 @@
-"""Checks what the ranks did against the rules of sharding. Pure, over recorded events, which no number shows.
+"""Checks what the ranks did against the rules of sharding. Pure functions of recorded events: no number shows these faults.
 
 Each rule reads the events of all ranks and returns the first thing that is wrong, as a sentence with its place. Every unit has
 a life cycle: memory is gathered once before it is freed again.
@@ -167,7 +167,7 @@ def _overrun(case: Case, ranks: Sequence[TracedObservation], *measures: Measure)
 def accounts_of(case: Case, traced: TracedObservation, units: Collection[str]) -> list[OperationAccount]:
     """Return what each operation put on the wire and left unsharded, by the events of one rank.
 
-    What modules that are cut send among the ranks of one model is on no account.
+    Messages of cut modules among the ranks of one model are left out.
     """
     unsharded: dict[str, int] = {}
     one_model = case.world.of_one_model(traced.rank)

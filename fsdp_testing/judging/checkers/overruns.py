@@ -69,7 +69,7 @@ def first_overrun(
         case: A legal case that ran to its end on every rank.
         ranks: By rank, the accounts in order; an operation without one issued nothing and changed nothing.
         budget: For the rules of communication; None leaves them out.
-        measures: The rules that are asked.
+        measures: The rules to apply.
     """
     overruns = [overrun for rank, accounts in enumerate(ranks) for overrun in _of_rank(case, rank, accounts, budget)]
     measured = (overrun for overrun in overruns if overrun.measure in measures)
@@ -120,7 +120,7 @@ def _excess(
 
 
 def review_by_hand(case: Case, ranks: Sequence[RankObservation], _expectation: Expectation) -> Finding | None:
-    """Return the finding that units gathered and released by hand before a micro-batch were not.
+    """Return the finding that units were not gathered or released by hand before a micro-batch, as the program asks.
 
     The program has a plain micro-batch, too: after a release, the forward has to gather each unit once more than there.
     """

@@ -87,7 +87,7 @@ def review_ignored(case: Case, ranks: Sequence[RankObservation], _expectation: E
 
 
 def _other_than(gradient: torch.Tensor, pieces: Sequence[ObservedPiece], bound: float) -> str:
-    """Return what a rank holds in place of a whole gradient; empty if it holds that."""
+    """Return what a rank holds in place of a whole gradient; empty if it holds a whole one."""
     if [(piece.start, piece.stop) for piece in pieces] != [(0, gradient.numel())]:
         held = sum(piece.stop - piece.start for piece in pieces)
         return f"{held:,} of its {gradient.numel():,} elements" if held else "none"

@@ -84,7 +84,7 @@ class StateCheck:
     """One point of the program on all ranks, being compared.
 
     Attributes:
-        tally: Takes what is found.
+        tally: Collects the results.
         point: The oracle's values.
         shapes: Shape of every parameter.
         snapshots: The ranks' reports, by rank.

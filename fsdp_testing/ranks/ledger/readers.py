@@ -24,7 +24,7 @@ from fsdp_testing.ranks.ledger.records import WAITS_FOR_ALL, WAITS_FOR_NOBODY, C
 
 
 class PendingReduceOp(threading.local):
-    """What this thread's next collective reduces with, if its caller said so."""
+    """The reduce op of this thread's next collective, if its caller announced one."""
 
     name: str | None = None
 

@@ -53,7 +53,7 @@ class RankLedger:
 
 
 class AreaView:
-    """The present ledger of a rank on this machine; empty when the rank has not begun job `epoch`."""
+    """The current ledger of a rank on this machine; empty when the rank has not begun job `epoch`."""
 
     def __init__(self, area: Area) -> None:
         self._area = area
@@ -94,7 +94,7 @@ class AreaView:
         return self._area.uncompared()
 
     def copy(self, epoch: int) -> ReportedLedger:
-        """Return what is there now, to be sent."""
+        """Return the current contents, ready to send."""
         return ReportedLedger(epoch, self.read(epoch), self.refused(epoch))
 
 
@@ -107,7 +107,7 @@ class ReportedLedger:
     refusals: int = 0
 
     def read(self, epoch: int, last: int = 8) -> RankLedger:
-        """As `AreaView`; so are the others."""
+        """Like `AreaView`, as are the other methods."""
         if epoch != self.epoch:
             return RankLedger(False, (), {}, {}, {})
         return replace(self.ledger, entries=self.ledger.entries[-last:])

@@ -52,7 +52,7 @@ def main(control_fd: int, setup_fd: int, controller_pid: int) -> NoReturn:
 
 
 def read_setup(setup_fd: int) -> dict[str, Any]:
-    """Return what is in the file of the controller, from its beginning, and close it."""
+    """Return the contents of the controller's file, from its beginning, and close it."""
     with os.fdopen(setup_fd, encoding="utf-8") as stream:
         stream.seek(0)
         settings: dict[str, Any] = json.load(stream)

@@ -126,7 +126,7 @@ class Supervision:
         return WorldOutcome(self.job.name, self.size, self.backend, outcomes, cause, time.monotonic() - started)
 
     def _account_of_running(self, watches: list[_RankWatch]) -> str:
-        """Where every rank is that has not ended, for an exception that ends the watching."""
+        """Return where each rank that has not ended is, for an exception that ends the watching."""
         running = [watch for watch in watches if not watch.ended]
         ledgers = [watch.process.ledger.read(self.job.number) for watch in running]
         self._take_stacks(running)

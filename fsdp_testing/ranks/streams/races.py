@@ -59,7 +59,7 @@ class Race:
         block: The memory: shape and dtype of the tensor that it was made for.
         earlier: The use that may not be over.
         later: The use that may come too early.
-        reused: What the memory was made for the second time, where it was freed in between; else empty.
+        reused: The second use that the memory was made for, if it was freed in between; else empty.
         freed: The place in the code that freed it.
     """
 

@@ -17,7 +17,7 @@ class Device:
     """The streams of one observed rank.
 
     Args:
-        history: Takes what streams and events are told.
+        history: Receives the calls of streams and events.
     """
 
     def __init__(self, history: History) -> None:
@@ -73,7 +73,7 @@ class Event:
         self.number = device.new_event()
 
     def record(self, stream: Stream | None = None) -> None:
-        """Stand for what `stream`, by default the current one, was given so far."""
+        """Stand for all work given to `stream` (default: the current one) so far."""
         self._device.note(EventRecorded(self.number, (stream or self._device.current).number))
 
     def wait(self, stream: Stream | None = None) -> None:

@@ -121,7 +121,7 @@ class CheckpointProgram(RankProgram):
         super().__init__(case_of(self.subject, layout, adapter), adapter, world.rank)
 
     def run(self, *, observe_all: bool = False) -> StateObservation:
-        """Run the item; report stage and what is beside the state too. Collectives: as for `RankProgram.run`."""
+        """Run the item; also report the stage and the entries beside the state. Collectives: as for `RankProgram.run`."""
         observation = super().run(observe_all=observe_all)
         return observation.extended(StateObservation, beside=tuple(self.beside), stage=str(self.stage))
 

@@ -183,7 +183,7 @@ def _advanced(entries: Entries, subject: Subject) -> Entries:
 
 
 def _expected_entries(truth: Entries, item: Item, actual: Entries) -> Entries:
-    """Return the part of the truth that must be there, with the names that are there for settings.
+    """Return the part of the truth that must be present, with the names that its settings have there.
 
     A flat parameter has one name for all its originals; then all parameters have the same settings.
     """
@@ -200,7 +200,7 @@ def _expected_entries(truth: Entries, item: Item, actual: Entries) -> Entries:
 
 
 def _step(adapter: Adapter, layout: Layout, item: Item, ranks: Sequence[StateObservation], place: str) -> Numbers:
-    """Compare the step that follows: the oracle's within its bound, and the saver's own where no sum can be another."""
+    """Compare the next step with the oracle's, within its bound, and with the saver's own where every sum has one order."""
     truth: Truth = loads((Path(item.folder) / _TRUTH).read_bytes())
     case = case_of(SUBJECTS[item.subject], layout, adapter)
     # Of three ranks and more the order of a sum may depend on what came before: DDP sorts its buckets after the first step.

@@ -88,7 +88,7 @@ class _Pool:
 
     Attributes:
         numbers: The bit of each trait.
-        missing: What a case with both traits of a pair needs beside what is claimed, where no case without that has both.
+        missing: The unclaimed capabilities that a case with both traits of a pair needs, if every such case needs some.
     """
 
     def __init__(self, scope: Scope) -> None:
