@@ -8,7 +8,8 @@ apart anywhere is how far two correct implementations may be apart there, up to 
 A sum of three numbers depends on which two are added first. Implementations hook the inputs of a unit, and let it
 compute with views of its flat parameter that are made anew for each of its calls: a tensor that is used inside a unit
 and twice around it gets its gradient as a + (b + c), and the weight of a module that a unit uses twice, in each of
-three calls, as (a + b) + (c + d) + (e + f). A plain module adds from the left. Both are right.
+three calls, as (a + b) + (c + d) + (e + f). A plain module adds from the left. Both are right. So is DDP, which puts a node of
+the graph behind the whole model.
 """
 
 from __future__ import annotations
@@ -72,7 +73,10 @@ class Disturbance:
         for border in self._borders.pop(id(replica), ()):
             border.remove()
         if self.displaced:
-            self._borders[id(replica)] = draw_borders(replica, plan, self.contributions)
+            self._borders[id(replica)] = [
+                *draw_borders(replica, plan, self.contributions),
+                replica.register_forward_hook(lambda _module, _args, output: map_tensors(_behind_a_node, output)),
+            ]
         return replica
 
     def gradient(self, mean: torch.Tensor, magnitude: torch.Tensor, largest: float) -> torch.Tensor:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from fsdp_testing.base.document import read_text
 from fsdp_testing.cases.drawing import CaseDrawer, SeededChoices, needs_of_case
@@ -22,6 +21,7 @@ from fsdp_testing.judging.signature import Signature
 from fsdp_testing.ranks.pool import Pool
 from fsdp_testing.search.campaign.case_queue import CaseQueue, QueuedCase
 from fsdp_testing.search.campaign.example_checks import EXAMPLE_SECONDS, SHARE, check_examples
+from fsdp_testing.search.campaign.look_alikes import AT_FIRST, AT_FIRST_OF_LISTED, LATER_ONE_IN, LookAlikes
 from fsdp_testing.search.campaign.plan import Plan
 from fsdp_testing.search.campaign.tally import CampaignTally
 from fsdp_testing.search.campaign.writing import STATE_FILE, findings_in, write_files
@@ -41,10 +41,6 @@ from fsdp_testing.search.state import (
     write_state,
 )
 
-_INVESTIGATED_AT_FIRST = 3
-_INVESTIGATED_OF_LISTED = 20
-"""Of failures that look alike: each listed case decides the exit code."""
-_INVESTIGATED_LATER_ONE_IN = 25
 _KEPT_UNJUDGED = 3
 _REASON_LENGTH = 300
 
@@ -95,8 +91,7 @@ class Campaign:
         self._investigator = Investigator(
             plan.implementation.reference, self._drawer.shape, self._fair, plan.shrink_seconds
         )
-        self._groups: Counter[Signature] = Counter()
-        self._looked_like: Counter[str] = Counter()
+        self._look_alikes = LookAlikes(AT_FIRST_OF_LISTED if plan.listed else AT_FIRST)
         self._keys: dict[object, str] = {}
         self._suspects: list[tuple[QueuedCase | None, JudgedCase]] = []
         self._not_looked_at: Counter[tuple[int | None, int | None]] = Counter()
@@ -264,7 +259,7 @@ class Campaign:
                 self._queue.add_variant(queued, rule, self._drawer.shape, self._fair)
             rule = rules[0]
             asks = judgement.cause is None and rule.asks_cause(signature)
-            if asks and _is_one_of_few(self._looked_like, rule.name):
+            if asks and self._look_alikes.asks_cause(rule.name):
                 self._settle(queued, Verdict.FAIL, why=_reason(judged))
                 return True
             tally.known[rule.name] += 1
@@ -284,8 +279,18 @@ class Campaign:
 
     def _known_by(self, rule: Rule) -> Verdict:
         """The verdict on a case that a rule knows: a listed case fails if the campaign itself found the rule."""
-        found = self._earlier.union(discovery.name for discovery in self.tally.discovered)
-        return Verdict.FAIL if self._plan.listed and rule.name in found else Verdict.EXPECTED_FAILURE
+        own = self._plan.listed and rule.name in self._found_here()
+        return Verdict.FAIL if own else Verdict.EXPECTED_FAILURE
+
+    def _found_here(self) -> set[str]:
+        """The findings of this campaign, of earlier runs too."""
+        return self._earlier.union(discovery.name for discovery in self.tally.discovered)
+
+    def _note_found(self, name: str, met_as: Signature) -> None:
+        """Note a failure by a rule: whether it was found by this campaign, and how it looked."""
+        self.tally.found_before.update(self._earlier & {name})
+        if name in self._found_here():
+            self._look_alikes.add_finding(met_as)
 
     def _take_unknown(self, judged: JudgedCase) -> None:
         reason = judged.judgement.reason
@@ -304,12 +309,11 @@ class Campaign:
             return known
         rule = self._causes.by_looks(signature, judged.case, judgement.operation)
         # Investigate one in many: a failure with this signature in a batch may be another one by now.
-        again = rule is not None and (self.tally.known[rule.name] + 1) % _INVESTIGATED_LATER_ONE_IN == 0
+        again = rule is not None and (self.tally.known[rule.name] + 1) % LATER_ONE_IN == 0
         return [rule] if rule is not None and not again else []
 
     def _is_worth_investigating(self, signature: Signature) -> bool:
-        at_first = _INVESTIGATED_OF_LISTED if self._plan.listed else _INVESTIGATED_AT_FIRST
-        worth = _is_one_of_few(self._groups, signature, at_first)
+        worth = self._look_alikes.must_be_investigated(signature)
         self.tally.not_investigated += not worth
         return worth
 
@@ -321,9 +325,9 @@ class Campaign:
         elif answer.known is not None:
             # The next failure with this signature in a batch need not run alone to be known.
             self._causes.learn(answer.signature, answer.known.name)
-            counts = self.tally.known if answer.discovery is None else self.tally.duplicates
+            counts = self.tally.duplicates if answer.known.name in self._found_here() else self.tally.known
             counts[answer.known.name] += 1
-            self.tally.found_before.update(self._earlier & {answer.known.name})
+            self._note_found(answer.known.name, answer.signature)
             verdict = self._known_by(answer.known)
             met_as = queued and self._causes.rules.recognizing(answer.signature, queued.case)
             if queued is not None and (answer.discovery is not None or not met_as):
@@ -341,13 +345,14 @@ class Campaign:
         name = self._keys.get(key)
         if name is not None:
             self.tally.duplicates[name] += 1
-            self.tally.found_before.update(self._earlier & {name})
+            self._note_found(name, met_as)
             self._causes.learn(met_as, name)
             return
         self._keys[key] = discovery.name
         self.tally.discovered.append(discovery)
         if discovery.confirmed:
             self._causes.add(discovery, met_as)
+            self._look_alikes.add_finding(met_as)
         self._on_finding(discovery, self._plan.state)
 
     def _check_examples(self) -> None:
@@ -382,10 +387,3 @@ def _reason(judged: JudgedCase) -> Reason | None:
     judgement, looks = judged.judgement, tuple(map(str, judged.signature or ()))
     refused = judged.finding is not None and judged.finding.refused
     return Reason(opening(judgement.why if looks else judgement.reason, _REASON_LENGTH), looks, refused=refused)
-
-
-def _is_one_of_few(counts: Counter[Any], kind: object, at_first: int = _INVESTIGATED_AT_FIRST) -> bool:
-    """Count one more of a kind; return whether it is one of the first, or one in many."""
-    counts[kind] += 1
-    number = counts[kind]
-    return number <= at_first or number % _INVESTIGATED_LATER_ONE_IN == 0

@@ -87,9 +87,8 @@ class CampaignTally:
         reasons = [f"{numbered(sum(self.unjudged.values()), 'case')} could not be judged"] if self.unjudged else []
         reasons += [f"cases that failed once and pass alone: {', '.join(once)}"] if once else []
         if not reasons and self.verdicts[Verdict.UNKNOWN]:
-            reasons = [
-                f"{self.verdicts[Verdict.UNKNOWN]} cases failed among others, as an earlier run found, and pass alone"
-            ]
+            count = numbered(self.verdicts[Verdict.UNKNOWN], "case")
+            reasons = [f"{count} failed among others, as an earlier run found, and passed alone"]
         nothing = "no case was judged: no verdict; give more --seconds, or run `fsdp-verify doctor`"
         return reasons or [nothing]
 
@@ -116,8 +115,8 @@ def _ran(tally: CampaignTally, state: Path) -> str:
     mean = tally.operations / tally.run if tally.run else 0.0
     extra = f", {tally.variants} of them to look behind known failures" if tally.variants else ""
     return (
-        f"{tally.run} cases in {tally.seconds:.1f} s ({tally.rate:.1f}/s, {mean:.1f} operations each{extra}); "
-        f"{len(tally.discovered)} findings, met again {sum(tally.duplicates.values())} times; "
+        f"{numbered(tally.run, 'case')} in {tally.seconds:.1f} s ({tally.rate:.1f}/s, {mean:.1f} operations each{extra}); "
+        f"{numbered(len(tally.discovered), 'finding')}, met again {numbered(sum(tally.duplicates.values()), 'time')}; "
         f"{tally.drawn} cases drawn, {tally.left} left for the next campaign, {tally.discarded} discarded; "
         f"state in {state}"
     )
@@ -134,7 +133,7 @@ def _known(tally: CampaignTally) -> Iterator[Line]:
     for rule in dict.fromkeys([*(name for name, _ in tally.known.most_common()), *tally.postponed]):
         met, postponed = tally.known[rule], tally.postponed[rule]
         later = f", {postponed} postponed, because it kills ranks" if postponed else ""
-        yield Line(f"  {met / max(tally.run, 1):.1%} ({met} cases{later}): {rule}", "meaning")
+        yield Line(f"  {met / max(tally.run, 1):.1%} ({numbered(met, 'case')}{later}): {rule}", "meaning")
 
 
 def _others(tally: CampaignTally) -> Iterator[Line]:
@@ -159,9 +158,9 @@ def _conclusions(tally: CampaignTally) -> Iterator[str]:
     if tally.found_before:
         yield f"{numbered(sum(tally.found_before.values()), 'case')} failed as an earlier run of this campaign found"
     if tally.not_investigated:
-        yield f"{tally.not_investigated} cases fail like others that were investigated"
+        yield f"{numbered(tally.not_investigated, 'case')} failed like others that were investigated"
     if not (confirmed or tally.found_before or tally.not_investigated) and tally.verdicts[Verdict.FAIL]:
-        yield f"{tally.verdicts[Verdict.FAIL]} cases fail"
+        yield f"{numbered(tally.verdicts[Verdict.FAIL], 'case')} failed"
     if tally.exit_code == 3:
         yield from tally.unknown()
     if tally.exit_code == 0:

@@ -123,7 +123,7 @@ def test_what_failed_once_and_passes_alone_ends_with_3(
 def test_suspects_that_nobody_looked_at_are_failures():
     tally = CampaignTally(verdicts=Counter({Verdict.PASS: 100, Verdict.FAIL: 4}))
     assert tally.exit_code == 1
-    assert campaign_sheet(tally, "toy", Path("s")).conclusion == "4 cases fail"
+    assert campaign_sheet(tally, "toy", Path("s")).conclusion == "4 cases failed"
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,8 @@ USED_FOUR_TIMES = _found("used_four_times")
 CANCELS_IN_PENALTY = _found("gradients_that_cancel_in_penalty")
 # A 16-bit element is stepped with other roundings at the end of a tensor than inside a flat parameter.
 STEPPED = _found("stepped_in_a_flat_parameter")
+# DDP puts a node of the graph behind the model: gradients of a penalty meet in another order there.
+PENALTY_IN_BFLOAT16 = _found("penalty_in_low_precision")
 # Without a backward after the last forward FSDP2 keeps the root gathered, whatever ran before in the same operation.
 TRAINS_NOTHING_LAST = _found("last_micro_batch_trains_nothing")
 
@@ -120,6 +122,7 @@ TRAINS_NOTHING_LAST = _found("last_micro_batch_trains_nothing")
         ("torch-fsdp2", CANCELS),
         ("torch-fsdp1", UNDERFLOWS),
         ("torch-fsdp1-flat", STEPPED),
+        ("torch-ddp", PENALTY_IN_BFLOAT16),
     ],
     ids=[
         "a product whose operands are not aligned",
@@ -129,6 +132,7 @@ TRAINS_NOTHING_LAST = _found("last_micro_batch_trains_nothing")
         "gradients that cancel",
         "casts that underflow",
         "a step of a flat parameter on fewer ranks",
+        "gradients of a penalty in low precision",
     ],
 )
 def test_another_order_of_additions_is_no_failure(name: str, found: Case):

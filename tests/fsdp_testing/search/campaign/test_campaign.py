@@ -25,6 +25,7 @@ from fsdp_testing.ranks.pool import default_pool
 from fsdp_testing.search import investigation
 from fsdp_testing.search.campaign.campaign import Campaign, Plan
 from fsdp_testing.search.campaign.case_queue import QueuedCase
+from fsdp_testing.search.campaign.look_alikes import AT_FIRST, LATER_ONE_IN, LookAlikes
 from fsdp_testing.search.campaign.tally import CampaignTally
 from fsdp_testing.search.campaign.writing import STATE_FILE, write_discovery
 from fsdp_testing.search.state import read_state
@@ -234,3 +235,23 @@ def test_wrong_numbers_without_a_cause_are_known_where_they_are_gone_without_wha
     investigator = investigation.Investigator("it", shape=lambda other: other, fair=lambda _: True, seconds=1.0)
     assert (investigator._gone_without(runner, kept, KnownFailures((rule,))) is rule) is known
     assert [operation.kind for operation in ran[0].program] == ["forward_backward", "step"]
+
+
+def look(index: int = 0) -> Signature:
+    return Signature(FailureKind.DIVERGED, "value", ("step", "reload")[index])
+
+
+def test_failures_that_look_alike_are_all_investigated_until_one_of_them_is_a_finding():
+    """The fourth failure of a kind made a campaign fail although the first three were known, and nobody saw why."""
+    look_alikes = LookAlikes()
+    assert all(look_alikes.must_be_investigated(look()) for _ in range(AT_FIRST + 5))
+    look_alikes.add_finding(look())
+    assert [look_alikes.must_be_investigated(look()) for _ in range(3)] == [False] * 3
+    assert look_alikes.must_be_investigated(look(1)), "another one"
+
+
+def test_after_a_finding_one_in_many_is_investigated_still():
+    look_alikes = LookAlikes(at_first=1)
+    look_alikes.add_finding(look())
+    asked = [look_alikes.must_be_investigated(look()) for _ in range(2 * LATER_ONE_IN)]
+    assert [number for number, each in enumerate(asked, 1) if each] == [1, LATER_ONE_IN, 2 * LATER_ONE_IN]
