@@ -72,9 +72,9 @@ class PendingGradients:
 
 
 def mean_size(ranks: Sequence[PendingGradients], fqn: str, like: torch.Tensor) -> torch.Tensor:
-    """Return the sizes of all summands of one parameter, divided by the number of ranks, in the dtype of `like`."""
-    sizes = [rank.sizes[fqn].to(like.dtype) for rank in ranks if fqn in rank.sizes]
-    return sum(sizes, torch.zeros_like(like)) / len(ranks)
+    """Return the sizes of all summands of one parameter, divided by the number of ranks; in float64, shaped as `like`."""
+    sizes = [rank.sizes[fqn] for rank in ranks if fqn in rank.sizes]
+    return sum(sizes, torch.zeros_like(like, dtype=torch.float64)) / len(ranks)
 
 
 def gradients_of(
@@ -101,8 +101,8 @@ class Reduced:
 
     Attributes:
         mean: In the dtype of the stored parameter.
-        magnitude: Per element, sum over ranks of the absolute contributions divided by the world size.
-        error: Per element, how far another order of the same roundings may be off; 0 where the bits are determined.
+        magnitude: In float64, per element, sum over ranks of the absolute contributions divided by the world size.
+        error: In float64, per element, how far another order of the same roundings may be off; 0 where the bits are determined.
         derivation: Derivation of `error`.
     """
 
@@ -134,7 +134,8 @@ def reduce(
         total = total + part
     if after != 1.0:
         total = total / after
-    magnitude = sum((c.abs().to(stored) for c in contributions), torch.zeros_like(total, dtype=stored)) / size
+    # Bounds are in float64: a rounding of a small number in float16 is less than the smallest number of float16.
+    magnitude = sum((c.abs().double() for c in contributions), torch.zeros_like(total, dtype=torch.float64)) / size
     roundings, why = _roundings(size, division)
     unit = UNIT_ROUNDOFF[dtype_name(wire)]
     # Dividing by a power of two is exact except for numbers that cannot be halved; for these the time of the division matters.
@@ -168,7 +169,7 @@ def roundings(count: int, dtypes: Sequence[torch.dtype], size: torch.Tensor) -> 
     exact, but their cast and their half are not.
     """
     names = [dtype_name(dtype) for dtype in dtypes]
-    return (size * max(UNIT_ROUNDOFF[n] for n in names) + max(UNDERFLOW[n] for n in names)) * count
+    return (size.double() * max(UNIT_ROUNDOFF[n] for n in names) + max(UNDERFLOW[n] for n in names)) * count
 
 
 def require_backward(*, unreduced: bool) -> None:

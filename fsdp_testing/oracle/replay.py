@@ -22,7 +22,7 @@ from torch import nn
 from fsdp_testing.adapters.protocol import Division
 from fsdp_testing.cases.operations import Batch
 from fsdp_testing.cases.operations.operation import matching
-from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case, plan
+from fsdp_testing.cases.records import UNDERFLOW, UNIT_ROUNDOFF, Case, plan
 from fsdp_testing.cases.records.schedule import builds_late
 from fsdp_testing.oracle import models, stepping
 from fsdp_testing.oracle.assemble import GatheredState
@@ -294,6 +294,13 @@ class Replay:
 
     def unit_roundoff(self, tensor: torch.Tensor) -> float:
         return UNIT_ROUNDOFF[models.dtype_name(tensor.dtype)]
+
+    def rounded(self, tensor: torch.Tensor, count: int) -> torch.Tensor:
+        """Return how far a factor with `count` roundings, and the product's own, may move each number of a tensor."""
+        return (
+            tensor.detach().abs().double() * (count * self.unit_roundoff(tensor))
+            + 2 * UNDERFLOW[models.dtype_name(tensor.dtype)]
+        )
 
     def step(self) -> None:
         """Step the optimizer, if there is one."""

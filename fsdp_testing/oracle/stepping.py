@@ -16,7 +16,7 @@ from torch import nn
 from fsdp_testing.cases.operations import Batch
 from fsdp_testing.oracle import models
 from fsdp_testing.oracle.quantities import Quantity
-from fsdp_testing.oracle.reduction import Reduced, reduce
+from fsdp_testing.oracle.reduction import Reduced, reduce, roundings
 from fsdp_testing.oracle.tensors import largest
 
 if TYPE_CHECKING:
@@ -37,20 +37,20 @@ def step(replay: Replay, errors: Mapping[str, torch.Tensor] | None = None) -> No
         return
     # Only in lockstep do bounds belong to one operation.
     moved = _moved(replay, errors or {}) if replay.adopted is not None else {}
-    before = {fqn: parameter.detach().abs() for fqn, parameter in replay.parameters.items()}
+    before = {fqn: parameter.detach().abs().double() for fqn, parameter in replay.parameters.items()}
     replay.optimizer.step()
     replay.disturbance.step(replay.parameters)
     for fqn, parameter in replay.parameters.items():
-        unit = replay.unit_roundoff(parameter)
-        slack = (before[fqn] + parameter.detach().abs()) * (16 * unit) + moved.get(Quantity("value", fqn), 0.0)
+        slack = roundings(16, (parameter.dtype,), before[fqn] + parameter.detach().abs().double())
+        slack = slack + moved.get(Quantity("value", fqn), 0.0)
         replay.allow("value", fqn, slack, "16 roundings of the optimizer's formula x (|before| + |after|)")
         for name, entry in replay.optimizer_state(parameter).items():
             if getattr(entry, "shape", None) == parameter.shape:
-                size = entry.detach().abs()
+                size = entry.detach().abs().double()
                 if parameter.grad is not None:
-                    gradient = parameter.grad.detach().abs()
+                    gradient = parameter.grad.detach().abs().double()
                     size = size + gradient.maximum(gradient.square()) + before[fqn]
-                slack = size * (8 * unit) + moved.get(Quantity("optimizer", fqn, name), 0.0)
+                slack = roundings(8, (parameter.dtype,), size) + moved.get(Quantity("optimizer", fqn, name), 0.0)
                 replay.allow("optimizer", fqn, slack, "8 roundings of the state's formula", name)
 
 

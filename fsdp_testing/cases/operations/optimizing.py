@@ -234,5 +234,5 @@ class Clip(Operation):
             replay.allow("result", "total_norm", float(norm.detach().abs()) * (count + 4) * unit, why, rank=rank)
         for fqn, parameter in replay.parameters.items():
             if parameter.grad is not None:
-                replay.allow("gradient", fqn, parameter.grad.detach().abs() * ((count + 8) * unit), why)
+                replay.allow("gradient", fqn, replay.rounded(parameter.grad, count + 8), why)
         return values

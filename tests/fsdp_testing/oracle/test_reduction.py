@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fsdp_testing.adapters.protocol import Division
-from fsdp_testing.oracle.reduction import reduce
+from fsdp_testing.oracle.reduction import reduce, roundings
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 
@@ -62,3 +62,12 @@ def test_a_half_sum_may_overflow_and_is_not_hidden():
     contributions = [torch.tensor([60000.0]), torch.tensor([60000.0])]
     assert torch.isinf(reduce(contributions, torch.float16, F32, Division(1.0, 2.0)).mean).all()
     assert reduce(contributions, torch.float16, F32, Division(2.0, 1.0)).mean.item() == 60000.0
+
+
+def test_bounds_of_small_numbers_in_float16_do_not_vanish():
+    """Computed in float16 they did: DDP failed by one unit in the last place of a gradient of 1e-5."""
+    small = torch.full((4,), 1e-5, dtype=torch.float16)
+    assert bool((roundings(3, (torch.float16,), small) > 3 * 2.0**-26).all())
+    found = reduce([small, small / 2, -small / 4], torch.float16, torch.float16, None)
+    assert bool((found.error >= found.magnitude * 2.0**-11).all())
+    assert found.error.dtype == torch.float64
