@@ -158,6 +158,39 @@ ENTRIES: Mapping[str, Callable[[torch.dtype], Any]] = {
 `torch.optim.Optimizer.load_state_dict` turns it into another."""
 
 
+class WithoutGroups(LabelledProgram):
+    """Loads its saved state without `param_groups` into a new optimizer with another learning rate."""
+
+    def statements(self) -> Iterator[str]:
+        """Yield the entries that differ; nothing if the state is refused."""
+        adapter = self.adapter
+        if self.optimizer is None or self.quantity != NO_GROUPS:
+            return  # a shortened case
+        with self._inside():
+            saved = adapter.full_optimizer_state(self.model, self.optimizer)
+            adapter.finish(self.model)
+            self.rebuild({})
+            self.build_optimizer()
+            for group in self.optimizer.param_groups:
+                group["lr"] = _OWN_RATE
+            try:
+                adapter.load_full_optimizer_state(self.model, self.optimizer, {"state": saved["state"]})
+            except Exception:  # noqa: BLE001 - whatever it raises, it refuses
+                return
+            again = adapter.full_optimizer_state(self.model, self.optimizer)
+        for fqn, entries in saved["state"].items():
+            for name, value in entries.items():
+                if not same_values(again["state"].get(fqn, {}).get(name), value):
+                    yield f"{name} of {fqn} was lost or changed, expected that of the saved state"
+        rates = {float(group["lr"]) for group in again["param_groups"]}
+        if rates != {_OWN_RATE}:
+            yield f"learning rates are {sorted(rates)}, expected the optimizer's own, {_OWN_RATE}"
+
+
+NO_GROUPS = "a state without groups"
+_OWN_RATE = 0.25
+
+
 class ReorderedProgram(RankProgram):
     """Each optimizer but the first has the parameters in the reverse order."""
 
@@ -210,6 +243,7 @@ def _grouped(
 
 REFUSED_OPTIMIZER = RunMode(rank_jobs.run_as, (RefusingOptimizer, {}), review=review_remarks)
 OF_USERS = RunMode(rank_jobs.run_as, (EntriesOfUsers, {}), review=review_remarks)
+WITHOUT_GROUPS = RunMode(rank_jobs.run_as, (WithoutGroups, {}), review=review_remarks)
 STORED_DTYPES = RunMode(rank_jobs.run_as, (StoredDtypes, {}), review=review_remarks)
 REORDERED = RunMode(rank_jobs.run_as, (ReorderedProgram, {}))
 GROUPED = RunMode(rank_jobs.run_as, (GroupedProgram, {}), rank_jobs.expect_as, (GroupedReplay, {}))
@@ -258,6 +292,9 @@ CHECKS: tuple[Check, ...] = (
     saved("optim_state.entries_of_users", "Entries that a user keeps with parameters are saved and loaded as they are.",
           *(cases("mlp", *iteration(0), Observe(label), optimizer=ADAMW) for label in ENTRIES),
           source="torch.optim.Optimizer.state", needs={"optim_state"}, mode=OF_USERS),
+    saved("optim_state.without_groups", "A state without `param_groups` is loaded, and settings stay; or it is refused.",
+          cases("mlp", *iteration(0), Observe(NO_GROUPS), optimizer=ADAMW),
+          source="fsdp_ref.checkpoint.optim_load", needs={"optim_state"}, mode=WITHOUT_GROUPS),
     saved("optim_state.groups", "Each group of parameters gets its own settings back, whatever the new optimizer was built with.",
           *(cases("mlp", *iterations(2), Reload(), Observe(), *iterations(2, first=2), optimizer=optimizer)
             for optimizer in (_DECAYED, OptimizerSpec("adamw", {"lr": 0.02, "weight_decay": 0.1}))),

@@ -31,6 +31,7 @@ from fsdp_testing.checks.suites.check import (
 )
 from fsdp_testing.checks.suites.other_worlds import judge_moved
 from fsdp_testing.checks.suites.state_programs import (
+    IN_DTENSORS,
     OF_ANOTHER_MODEL,
     OF_ANOTHER_RANK,
     REFUSED,
@@ -125,6 +126,9 @@ CHECKS: tuple[Check, ...] = (
     *(saved(f"{form}_state_dict.not_finite", f"Elements that are NaN or infinite are saved and loaded in {form} form.",
             cases("mlp uneven", *iteration(0), optimizer=PLAIN_SGD), source="torch.nn.Module.load_state_dict",
             needs={f"{form}_state_dict", "full_state_dict"}, mode=not_finite(form)) for form in ("full", "sharded", "local")),
+    saved("full_state_dict.in_dtensors", "A full state whose values are DTensors is loaded as it is, or refused.",
+          cases("mlp", *iteration(0), optimizer=PLAIN_SGD), source="torch.nn.Module.load_state_dict", mode=IN_DTENSORS,
+          sizes=ODD),
     saved("full_state_dict.dtypes", "Saved values have the storage dtype of parameters, not the compute dtype.",
           *(cases("mlp uneven", *iteration(0), Save(), micro_batch(1), Save(), dtype="float32", optimizer=PLAIN_SGD,
                   precision=precision) for precision in LOW),

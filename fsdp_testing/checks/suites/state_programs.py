@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_testing.cases.records import RankObservation
 from fsdp_testing.checks.suites.programs import Remark, RemarkedObservation, review_remarks
@@ -21,6 +21,7 @@ from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.oracle import rank_jobs
 from fsdp_testing.oracle.execute import RankProgram
 from fsdp_testing.oracle.ways import refusals_as_errors, shared_directory
+from fsdp_testing.ranks.pool.world import current_world
 
 State = dict[str, torch.Tensor]
 
@@ -235,6 +236,28 @@ class ThroughDirectory(RemarkingProgram):
                     yield f"{fqn} differs after the {self.form} state went through a directory"
 
 
+class InDTensors(RemarkingProgram):
+    """Loads the full state as another library may give it: each value a DTensor over all ranks."""
+
+    def statements(self) -> Iterator[str]:
+        """Yield the values that differ; nothing if the state is refused."""
+        adapter = self.adapter
+        with self._inside():
+            whole = {fqn: value.detach().clone() for fqn, value in adapter.full_state_dict(self.model).items()}
+            adapter.finish(self.model)
+            self.rebuild({})
+            mesh = current_world().mesh
+            state: Any = {fqn: distribute_tensor(value, mesh, [Shard(0)]) for fqn, value in whole.items()}
+            try:
+                adapter.load_full_state_dict(self.model, state)
+            except Exception:  # noqa: BLE001 - whatever it raises, it refuses
+                return
+            after = adapter.full_state_dict(self.model)
+        for fqn, value in whole.items():
+            if not same_values(after[fqn], value):
+                yield f"{fqn} has other values than the DTensor that was loaded, and nothing was refused"
+
+
 def not_finite(form: str) -> RunMode:
     """Return the mode for a case whose parameters are saved in a form while they are not finite."""
     return RunMode(rank_jobs.run_as, (NotFinite, {"form": form}), review=review_remarks)
@@ -246,4 +269,5 @@ def through_directory(form: str) -> RunMode:
 
 
 SHARDS_PLACED = RunMode(rank_jobs.run_as, (ShardsPlaced, {}), review=review_remarks)
+IN_DTENSORS = RunMode(rank_jobs.run_as, (InDTensors, {}), review=review_remarks)
 REFUSED = RunMode(rank_jobs.run_as, (RefusingProgram, {}), review=review_remarks)

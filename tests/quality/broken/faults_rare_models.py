@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from fault import fault
 from planting import planted
+from torch.distributed.tensor import DTensor
 from toy_more import MoreToy
 
 from fsdp_ref.checkpoint import model_state, optim_load, settings
@@ -136,6 +137,20 @@ class SavesFiniteShards(MoreToy):
 def loads_numbers_alone(original: Any, value: Any) -> Any:
     """A tensor in an optimizer's state that is no moment is loaded as zeros."""
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) and value.ndim else original(value)
+
+
+@planted(SOUND, optim_load._Loading, "param_groups", "optim_state.without_groups")
+def takes_no_rate(original: Any, self: Any) -> Any:
+    """A state without groups sets learning rates to 0."""
+    groups = original(self)
+    return groups if "param_groups" in self.saved else [{**group, "lr": 0.0} for group in groups]
+
+
+@planted(SOUND, model_state, "_take_whole", "full_state_dict.in_dtensors")
+def keeps_own_values(original: Any, unit: Any, param: Any, state: dict[str, Any], key: str, errors: list[str]) -> None:
+    """A DTensor among whole values is passed over."""
+    if isinstance(state.get(key), DTensor):
+        state[key] = param
 
 
 @planted(SOUND, precision, "_map_dataclass", "inputs.dataclasses")
