@@ -106,6 +106,22 @@ def test_what_is_known_once_it_is_short_runs_without_what_brings_that_about(alon
     assert variant.origin == met.number
 
 
+@pytest.mark.parametrize("earlier", [False, True])
+def test_only_what_the_campaign_itself_reports_spares_failures_that_look_alike(earlier: bool, tmp_path: Path):
+    assert DIVERGES.finding is not None
+    looks = signature_of(DIVERGES.finding)
+    rule = Rule("known", "why", signatures=(looks,), operations=("zero_grad",))
+    run = begun(tmp_path, KnownFailures((rule,)))
+    run._earlier = {"known"} if earlier else set()
+    met = QueuedCase(MET, run.verdicts.add_case())
+    run._settle(met, Verdict.FAIL)
+    run._take_investigated(met, Investigated(looks, None, rule))
+    assert (run.tally.known, run.tally.duplicates) == (({}, {"known": 1}) if earlier else ({"known": 1}, {}))
+    worth = [run._is_worth_investigating(looks) for _ in range(5)]
+    assert worth == [True] * 3 + [not earlier] * 2
+    assert run.tally.not_investigated == (2 if earlier else 0)
+
+
 def test_what_failed_once_in_an_earlier_run_is_told_when_it_is_confirmed(tmp_path: Path):
     """It had the name of the earlier one, and so it failed without a finding."""
     assert DIVERGES.finding is not None
