@@ -143,7 +143,9 @@ def _resolve(target: str, where: str, hops: int) -> Any:
         ) from error
     if isinstance(found, str):
         if hops == 0:
-            raise InvalidImplementation(f"{where}: expected an adapter, got import strings that never end. Correct it.")
+            raise InvalidImplementation(
+                f"{where}: expected an adapter, got import strings that lead to one another. Correct one."
+            )
         return _resolve(found, where, hops - 1)
     return found
 

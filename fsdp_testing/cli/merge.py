@@ -92,7 +92,7 @@ def _certificates(texts: dict[str, str], paths: dict[str, Path], options: argpar
 
 def _campaigns(options: argparse.Namespace, paths: dict[str, Path], console: Output) -> int:
     from fsdp_testing.cases.records import Verdict
-    from fsdp_testing.report.sheet import Sheet
+    from fsdp_testing.report.sheet import Sheet, numbered
     from fsdp_testing.search.merging import merge_campaigns
 
     unwanted = [*paths, *(["--full"] if options.full else []), *(["--compare"] if options.compare else [])]
@@ -105,11 +105,11 @@ def _campaigns(options: argparse.Namespace, paths: dict[str, Path], console: Out
     for discovery in merged.discoveries:
         console.say(discovery.sentence())
     whole, counts = merged.state, merged.state.counts()
-    others = ((Verdict.FAIL, "fail"), (Verdict.UNKNOWN, "are unknown"))
-    text = "".join(f"{counts[verdict]} cases {verb}; " for verdict, verb in others if counts[verdict])
+    others = ((Verdict.FAIL, "failed"), (Verdict.UNKNOWN, "without a verdict"))
+    text = "".join(f"{numbered(counts[verdict], 'case')} {word}; " for verdict, word in others if counts[verdict])
     text += (
-        f"{counts.total()} cases in {whole.seconds:.1f} s of all parts; {len(merged.discoveries)} findings, found "
-        f"again in other parts {merged.repeated} times; {len(whole.unfinished)} cases left for the next campaign; "
-        f"state in {options.state}"
+        f"{numbered(counts.total(), 'case')} in {whole.seconds:.1f} s of all parts; "
+        f"{numbered(len(merged.discoveries), 'finding')}, found again in other parts {numbered(merged.repeated, 'time')}; "
+        f"{numbered(len(whole.unfinished), 'case')} left for the next campaign; state in {options.state}"
     )
     return present(Sheet("Campaign", merged.exit_code, text), console, {}, {})

@@ -81,7 +81,7 @@ def test_parts_become_one_campaign_that_goes_on(tmp_path: Path, capsys: pytest.C
     assert main(again) == 1
     told = " ".join(capsys.readouterr().out.split())
     assert (
-        "5 cases fail; 7 cases in 3.0 s of all parts; 2 findings, found again in other parts 1 times; 3 cases left"
+        "5 cases failed; 7 cases in 3.0 s of all parts; 2 findings, found again in other parts 1 time; 3 cases left"
         in told
     )
     assert main(again) == 2
