@@ -81,7 +81,7 @@ def test_what_is_no_name_is_refused(name):
     [
         ("{m}_broken:x", "ModuleNotFoundError: No module named 'nothing_of_that_name'"),
         ("{m}:nothing", "AttributeError"),
-        ("{m}:endless", "import strings that lead in a circle"),
+        ("{m}:endless", "import strings that lead to one another"),
         ("{m}:raising", "ZeroDivisionError"),
         ("{m}:number", "expected `name`, `capabilities` and `wrap`"),
         ("{m}:", "expected `package.module:attribute`"),
