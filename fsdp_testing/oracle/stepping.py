@@ -11,10 +11,8 @@ from copy import deepcopy
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from fsdp_testing.cases.operations import Batch
-from fsdp_testing.oracle import models
 from fsdp_testing.oracle.quantities import Quantity
 from fsdp_testing.oracle.reduction import Reduced, reduce, roundings
 from fsdp_testing.oracle.tensors import largest
@@ -94,14 +92,12 @@ def _moved(replay: Replay, errors: Mapping[str, torch.Tensor]) -> dict[Quantity,
 
 def _stepped(replay: Replay, errors: Mapping[str, torch.Tensor], sign: float) -> dict[Quantity, torch.Tensor]:
     """Values and states after a step of a copy, with each gradient moved by its error."""
-    copies = {fqn: nn.Parameter(p.detach().clone(), p.requires_grad) for fqn, p in replay.parameters.items()}
+    copies, optimizer = deepcopy((replay.parameters, replay.optimizer))
+    assert optimizer is not None
     for fqn, parameter in replay.parameters.items():
         if parameter.grad is not None:
             error = sign * errors[fqn].to(parameter.dtype) if fqn in errors else 0.0
             copies[fqn].grad = parameter.grad + error
-    assert replay.optimizer is not None
-    optimizer = models.build_optimizer(replay.case, copies.values())
-    optimizer.load_state_dict(deepcopy(replay.optimizer.state_dict()))
     optimizer.step()
     result = {Quantity("value", fqn): copy.detach() for fqn, copy in copies.items()}
     for fqn, copy in copies.items():
