@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_testing.cases.records import Case
-from fsdp_testing.report.drawings.cube import cube_picture
+from fsdp_testing.report.drawings.squares import cube_picture
 from fsdp_testing.search.certificate.axes import WORLDS
 from fsdp_testing.search.certificate.causes import schedule_of
 from fsdp_testing.search.certificate.summary import FACES, VERDICTS

@@ -69,7 +69,7 @@ class _NoMissedDeath:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
         """Fail a test if one of its processes died or hung, even if it is marked `xfail`."""
-        from fsdp_testing.plugin.losses import failed_if_lost
+        from fsdp_testing.plugin.worlds import failed_if_lost
 
         report = yield
         return failed_if_lost(report, call.excinfo.value) if call.excinfo is not None else report

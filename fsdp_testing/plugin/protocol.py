@@ -15,13 +15,13 @@ from fsdp_testing.plugin import pytest_compat
 from fsdp_testing.plugin.hygiene_report import HygieneReport, report_left_behind, report_teardown_failure
 from fsdp_testing.plugin.leases import IN_RANK, Leases
 from fsdp_testing.plugin.longrepr import build, text_element
-from fsdp_testing.plugin.losses import failed_if_lost
 from fsdp_testing.plugin.marker import WorldRequest
 from fsdp_testing.plugin.merge import merge
 from fsdp_testing.plugin.other_plugins import attempts, deadline_of, wait_before_next
 from fsdp_testing.plugin.rank_debugger import debugged_rank
 from fsdp_testing.plugin.records import Debugging, ItemTask, Phase, RankResult
 from fsdp_testing.plugin.selection import collected_id, location_of, shared_length
+from fsdp_testing.plugin.worlds import failed_if_lost
 from fsdp_testing.ranks.pool import WorldOutcome
 
 _REQUEST = pytest.StashKey[WorldRequest]()

@@ -15,7 +15,7 @@ from fsdp_testing.plugin.marker import WorldRequest, read_marker
 from fsdp_testing.plugin.selection import defaults_of
 from fsdp_testing.ranks.pool import WorldOutcome
 from fsdp_testing.ranks.pool.channel import dumps, loads
-from fsdp_testing.ranks.pool.outcome import left_behind
+from fsdp_testing.ranks.pool.outcome import Fate, left_behind
 from fsdp_testing.ranks.pool.targets import target_of
 
 
@@ -102,3 +102,18 @@ class BoundWorld:
         if self._worlds.session.config.option.strict_hygiene:
             raise RanksFailed(f"the function leaked state (--strict-hygiene): {text}", outcome)
         self._worlds.running().warn(WorldHygieneWarning(text))
+
+
+def was_lost(error: BaseException) -> bool:
+    """Return whether an error says that a process died or hung, which no test may expect as its failure."""
+    outcome = error.outcome if isinstance(error, WorldFailed) else None
+    return isinstance(outcome, WorldOutcome) and any(rank.fate in (Fate.DIED, Fate.HUNG) for rank in outcome.ranks)
+
+
+def failed_if_lost(report: pytest.TestReport, error: BaseException) -> pytest.TestReport:
+    """Return the report of a phase that ended with an error: a failure if a process was lost, even in a marked test."""
+    if was_lost(error) and report.outcome != "failed":
+        report.outcome = "failed"
+        report.longrepr = report.longrepr or str(error)
+        vars(report).pop("wasxfail", None)
+    return report

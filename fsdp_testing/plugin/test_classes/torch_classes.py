@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_testing.errors import HarnessError, WorldFailed
-from fsdp_testing.plugin.losses import was_lost
 from fsdp_testing.plugin.test_classes.processes import Ended, Processes
+from fsdp_testing.plugin.worlds import was_lost
 from fsdp_testing.ranks.pool.hygiene import ENDS_WITH_PROCESS
 from fsdp_testing.ranks.pool.targets import Target, target_of
 

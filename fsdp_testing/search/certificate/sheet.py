@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from fsdp_testing.report.drawings.cube import cube_picture
+from fsdp_testing.report.drawings.squares import cube_picture
 from fsdp_testing.report.sheet import (
     Article,
     Cell,

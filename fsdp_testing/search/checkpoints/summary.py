@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from fsdp_testing.base.document import ADDED_LATER, Format, decode
 from fsdp_testing.cases.records import Verdict, exit_code
-from fsdp_testing.report.drawings.cube import cube_picture
+from fsdp_testing.report.drawings.squares import cube_picture
 from fsdp_testing.report.sheet import (
     Article,
     Cell,

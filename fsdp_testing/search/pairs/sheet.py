@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from fsdp_testing.cases.records import Verdict
-from fsdp_testing.report.drawings.matrix import matrix_picture
+from fsdp_testing.report.drawings.squares import matrix_picture
 from fsdp_testing.report.sheet import (
     Cell,
     Facts,

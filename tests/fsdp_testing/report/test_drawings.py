@@ -20,9 +20,9 @@ from fsdp_testing.cases.records import (
     Verdict,
 )
 from fsdp_testing.report.conformance import complete_sheet
-from fsdp_testing.report.drawings.cube import cube_picture
 from fsdp_testing.report.drawings.layout import layout
 from fsdp_testing.report.drawings.live_bytes import live_bytes
+from fsdp_testing.report.drawings.squares import cube_picture
 from fsdp_testing.report.drawings.svg import bytes_text, clipped, ticks
 from fsdp_testing.report.drawings.timeline import timeline
 from fsdp_testing.report.html import html_text
