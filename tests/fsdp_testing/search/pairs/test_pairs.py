@@ -233,7 +233,7 @@ def test_pairs_with_what_is_wrong_fail_and_a_second_run_asks_nothing_again(tmp_p
 
 def test_a_listed_case_is_investigated_though_others_looked_like_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It was left as a failure of which nothing is known, after three of the same look that were known ones."""
-    monkeypatch.setattr(campaign_module, "_INVESTIGATED_AT_FIRST", 0)
+    monkeypatch.setattr(campaign_module, "AT_FIRST", 0)
     campaign = asked("fuzz_faults:WRONG_IN_CLIP", (replace(CASES[2], strategy="no_shard"),), tmp_path)
     assert campaign.tally.discovered
     assert not campaign.tally.not_investigated
