@@ -73,7 +73,7 @@ REASONS = (
     ),
     *(
         Reason(check, "rank", "*", "ranks have equal inputs, for nobody reduces what is ignored")
-        for check in ("clipping.ignored_trained", "wrapping.ignored_stepped")
+        for check in ("clipping.ignored_trained", "wrapping.ignored_stepped", "options.ignored_by_parameter")
     ),
 )  # fmt: skip
 
