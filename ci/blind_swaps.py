@@ -217,7 +217,7 @@ def swaps_of(case: Case, replay: Replay, ignored: Sequence[str]) -> Iterator[Swa
     for fqn, parameter in replay.parameters.items():
         if any(fnmatchcase(fqn, pattern) for pattern in ignored):
             continue
-        by_shape.setdefault((parameter.shape, parameter.dtype), []).append(fqn)
+        by_shape.setdefault((parameter.shape, parameter.dtype, replay.compute[fqn].dtype), []).append(fqn)
         if parameter.numel() > 1 and parameter.numel() % 2 == 0:
             yield from (Swap(kind, fqn) for kind in ("gradient shards", "parameter shards"))
     for alike in by_shape.values():
