@@ -29,6 +29,7 @@ from fsdp_testing.oracle.disturbance import NO_DISTURBANCE, Disturbance
 from fsdp_testing.oracle.execute import RankProgram
 from fsdp_testing.oracle.quantities import Expected
 from fsdp_testing.oracle.replay import Replay
+from fsdp_testing.oracle.stepping import DIRECTIONS
 from fsdp_testing.oracle.tensors import largest as largest_of
 
 INPUT, PARAMETER, OUTPUT, GRADIENT = "input", "parameter", "output", "gradient"
@@ -219,5 +220,5 @@ def expect_modules(
         moved = disturbed.watch.values.get(key)
         apart = 0.0 if moved is None or moved.shape != value.shape else largest_of(moved.double() - value.double())
         unit = max([UNIT_ROUNDOFF.get(models.dtype_name(value.dtype), 0.0), *units])
-        expected[key] = Expected(value, oracle.DIRECTIONS * apart + roundings * unit * largest[key.what])
+        expected[key] = Expected(value, DIRECTIONS * apart + roundings * unit * largest[key.what])
     return expected
