@@ -1,7 +1,9 @@
 """A copy of the tree in which ci/sampled_mutants.py tries its mutants, and which checks and cases execute which of them.
 
 Before mutants are tried, the sound copy is asked everything once, with a mark before each statement that a mutant changes. A
-mutant then meets only the checks and cases that come to its statement: the others would give what they gave.
+mutant then meets only the checks and cases that come to its statement: the others would give what they gave. What checks execute
+is kept when the harness changes, for measuring it takes long: then new checks alone are measured. So an older check that has
+come to execute more is not asked of it, and a mutant that is caught meets the check that caught it without its change, too.
 """
 
 from __future__ import annotations
@@ -17,15 +19,19 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from mutant_subjects import ROOT, SUBJECTS, Mutant
+from mutant_subjects import ROOT, SUBJECTS, Mutant, code_of
 
 KINDS = ("pairs", "run", "tensor")
+OF_CHECKS = KINDS[1:]
+"""Their parts have names of their own, so that what was measured holds for another harness."""
+AT_ONCE = 60
+"""Checks that are measured before what they execute is kept."""
 JUDGE = Path(__file__).with_name("mutant_judge.py")
 MARKS = "marks"
 FINDER = "sitecustomize.py"
@@ -127,24 +133,22 @@ class Executed:
     """Which parts of the harness execute which mutant of a sample.
 
     Attributes:
-        mutants: Their identities; places in this list stand for them.
+        mutants: Their keys; places in this list stand for them.
         everywhere: Those outside of functions: whatever imports the file executes them.
-        parts: Name -> kind -> part -> the mutants that it executes.
-        wrong: Parts that fail without any mutant, as name, kind and part; no mutant is asked them.
+        parts: Name -> kind -> part -> the mutants that it executes; parts that fail without any mutant are not among them.
         sound: Whether the sound copy passed where all cases are asked at once, and random ones (`Bench.control`).
     """
 
     mutants: list[str]
     everywhere: list[int] = field(default_factory=list)
     parts: dict[str, dict[str, dict[str, list[int]]]] = field(default_factory=dict)
-    wrong: list[list[str]] = field(default_factory=list)
     sound: bool = False
 
     def parts_of(self, mutant: Mutant, name: str, kind: str) -> list[str]:
         """The parts of a kind that execute a mutant; first those that execute few others, which are about it."""
-        number, parts = self.mutants.index(mutant.identity), self.parts[name][kind].items()
-        found = [(len(mutants), part) for part, mutants in parts if number in mutants or number in self.everywhere]
-        return [part for _, part in sorted(found)]
+        number, parts = self.mutants.index(mutant.key), self.parts[name][kind].items()
+        executing = [(len(mutants), part) for part, mutants in parts if number in mutants or number in self.everywhere]
+        return [part for _, part in sorted(executing)]
 
     def asked_of(self, mutant: Mutant, names: Sequence[str], kind: str) -> dict[str, list[str]]:
         """The parts that are asked of each implementation.
@@ -175,9 +179,10 @@ class Bench:
         subject: Its name.
         tree: A copy of the repository; only this is imported, by the controller and by ranks.
         package: The copy of the package that is changed.
-        state: Stands for all texts in the tree.
-        folder: What is kept from one run to the next.
+        state: Stands for all code and lists in the tree.
+        folder: What is kept from one run to the next for this state; what is kept for all is beside it.
         judge: Judges what lies in the tree.
+        passed: Name, kind and check of what the sound copy passed here.
     """
 
     subject: str
@@ -186,6 +191,7 @@ class Bench:
     state: str
     folder: Path
     judge: Judge
+    passed: set[tuple[str, str, str]] = field(default_factory=set)
 
     def __enter__(self) -> Bench:
         return self
@@ -211,34 +217,68 @@ class Bench:
         Raises:
             RuntimeError: It does not pass in a stage in which mutants are to be judged.
         """
-        key = "".join([*KINDS, *(mutant.identity for mutant in mutants)])
-        file = self.folder / f"executed-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+        digest = hashlib.sha256("".join(mutant.key for mutant in mutants).encode()).hexdigest()[:16]
+        files = dict.fromkeys(KINDS, self.folder / f"executed-{digest}.json")
+        files |= dict.fromkeys(OF_CHECKS, self.folder.parent / f"executed-{self.subject}-{digest}.json")
         names = SUBJECTS[self.subject].names
-        result = Executed([mutant.identity for mutant in mutants], parts={name: {} for name in names})
-        if file.is_file():
-            result = Executed(**json.loads(file.read_text(encoding="utf-8")))
+        result = Executed([mutant.key for mutant in mutants], parts={name: {} for name in names})
+        for file in {*files.values()}:
+            if file.is_file():
+                kept = Executed(**json.loads(file.read_text(encoding="utf-8")))
+                result.sound |= kept.sound
+                for name, kinds in kept.parts.items():
+                    result.parts[name] |= kinds
         # The control before fuzzing asks the cases of `pairs`, too.
         kinds = [kind for kind in KINDS if kind in stages or (kind == "pairs" and "fuzz" in stages)]
-        missing = [(name, kind) for kind in kinds for name in names if kind not in result.parts[name]]
-        with self._marked(result, mutants) if missing else contextlib.nullcontext(Path()) as marks:
-            for name, kind in missing:
-                self._map(result, name, kind, marks)
-                file.write_text(json.dumps(asdict(result)), encoding="utf-8")
+        result.everywhere = [number for number, line in enumerate(map(line_of, mutants)) if not line]
+        missing = self._missing(result, kinds)
+        with self._marked(mutants) if missing else contextlib.nullcontext(Path()) as marks:
+            for (name, kind), parts in missing.items():
+                # Of checks some at a time, so that an interruption loses little.
+                step = AT_ONCE if kind in OF_CHECKS else len(parts)
+                for start in range(0, len(parts), step):
+                    self._map(result, name, kind, parts[start : start + step], marks)
+                    self._keep(result, files)
         if not result.sound and {"pairs", "fuzz"} & {*stages}:
             self.control()
             result.sound = True
-            file.write_text(json.dumps(asdict(result)), encoding="utf-8")
+            self._keep(result, files)
         return result
 
-    def _map(self, result: Executed, name: str, kind: str, marks: Path) -> None:
-        parts = self.judge.ask("parts", name, parts=[kind])["parts"]
+    def _missing(self, result: Executed, kinds: Sequence[str]) -> dict[tuple[str, str], list[str]]:
+        """What has to be measured; what is asked no more is left out of what was."""
+        missing = {}
+        for kind in kinds:
+            for name in result.parts:
+                kept = result.parts[name].get(kind)
+                if kind in OF_CHECKS or kept is None:
+                    parts = self.judge.ask("parts", name, parts=[kind])["parts"]
+                    result.parts[name][kind] = {part: on for part, on in (kept or {}).items() if part in parts}
+                    missing[name, kind] = [part for part in parts if part not in result.parts[name][kind]]
+        return {each: parts for each, parts in missing.items() if parts}
+
+    def _map(self, result: Executed, name: str, kind: str, parts: Sequence[str], marks: Path) -> None:
         answer = self.judge.ask(kind, name, parts=parts, executed=str(marks), limit=7200)
         if not answer["executed"]:
             raise RuntimeError(f"{kind} of {name}: expected verdicts without any change, got {answer['failure']}")
-        result.wrong += [[name, kind, part] for part in answer["wrong"]]
-        right = {p: seen for p, seen in answer["executed"].items() if [name, kind, p] not in result.wrong}
-        result.parts[name][kind] = right
+        right = {part: on for part, on in answer["executed"].items() if part not in answer["wrong"]}
+        result.parts[name][kind] |= right
         print(f"{name}, {kind}: {len(right)} of {len(parts)} parts", flush=True)
+
+    def _keep(self, result: Executed, files: Mapping[str, Path]) -> None:
+        for file in {*files.values()}:
+            parts = {
+                name: {kind: on for kind, on in kinds.items() if files[kind] == file}
+                for name, kinds in result.parts.items()
+            }
+            kept = replace(result, parts=parts, sound=result.sound and file == files["pairs"])
+            file.write_text(json.dumps(asdict(kept)), encoding="utf-8")
+
+    def passes(self, name: str, kind: str, check: str) -> bool:
+        """Whether the sound copy passes a check that a mutant fails; asked once."""
+        if (name, kind, check) not in self.passed and not self.judge.ask(kind, name, parts=[check])["failure"]:
+            self.passed.add((name, kind, check))
+        return (name, kind, check) in self.passed
 
     def control(self) -> None:
         """See that the sound copy passes where mutants are asked all cases at once, and random ones.
@@ -257,9 +297,8 @@ class Bench:
                 print(f"{name}, {kind}: the sound copy passes", flush=True)
 
     @contextlib.contextmanager
-    def _marked(self, result: Executed, mutants: Sequence[Mutant]) -> Iterator[Path]:
+    def _marked(self, mutants: Sequence[Mutant]) -> Iterator[Path]:
         """Have a byte of a file set before each statement that a mutant changes, while the block lasts; lends the file."""
-        result.everywhere = [number for number, line in enumerate(map(line_of, mutants)) if not line]
         marks = self.tree / MARKS
         marks.write_bytes(bytes(len(mutants)))
         (self.tree / f"{MARKS}_of_mutants.py").write_text(_MARKS.format(file=str(marks)), encoding="utf-8")
@@ -356,7 +395,9 @@ def prepared(home: Path, subject: str, kept: Path) -> Bench:
     # But for the file that names this folder, which is another each time.
     texts = sorted(path for path in tree.rglob("*") if path.suffix in (".py", ".toml") and path.name != FINDER)
     versions = metadata.version("torch").encode()
-    state = hashlib.sha256(versions + b"".join(path.read_bytes() for path in (JUDGE, *texts))).hexdigest()[:24]
+    contents = [path.read_text(encoding="utf-8") for path in (JUDGE, *texts)]
+    codes = [code_of(text) if path.suffix == ".py" else text for path, text in zip((JUDGE, *texts), contents)]
+    state = hashlib.sha256(versions + "".join(codes).encode()).hexdigest()[:24]
     folder = kept / f"{subject}-{state}"
     folder.mkdir(parents=True, exist_ok=True)
     return Bench(subject, tree, package, state, folder, Judge(tree, what.package, folder))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
 import re
@@ -80,6 +81,21 @@ SUBJECTS = {
 }
 
 
+def code_of(source: str) -> str:
+    """The code of a Python file without comments, docstrings and layout: two files with the same code do the same."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = [statement for statement in node.body if not _is_text(statement)] or [ast.Pass()]
+    return ast.dump(tree)
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    """Whether a statement is a string alone: a docstring, also of a constant."""
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
+
+
 @dataclass(frozen=True, slots=True)
 class Mutant:
     """One change of one file.
@@ -91,6 +107,7 @@ class Mutant:
         source: The whole file, changed.
         diff: The change, as lines of a unified diff.
         first: First line that is changed, in the file as it is.
+        occurrence: Which of equal changes in one function it is, from 1.
     """
 
     subject: str
@@ -99,6 +116,7 @@ class Mutant:
     source: str
     diff: tuple[str, ...]
     first: int
+    occurrence: int = 1
 
     @property
     def place(self) -> str:
@@ -115,9 +133,14 @@ class Mutant:
         return self.place, self.function, self.text("-"), self.text("+")
 
     @property
+    def key(self) -> str:
+        """It, however the rest of its file changes."""
+        return hashlib.sha256(repr((*self.name, self.occurrence)).encode()).hexdigest()[:24]
+
+    @property
     def identity(self) -> str:
-        """The changed file as a whole, so that a result holds for this source alone."""
-        return hashlib.sha256(f"{self.place}\n{self.source}".encode()).hexdigest()[:24]
+        """The code of the changed file as a whole, so that a result holds for this code alone."""
+        return hashlib.sha256(f"{self.place}\n{code_of(self.source)}".encode()).hexdigest()[:24]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,7 +159,7 @@ class Proposal:
         before, after = self.mutation.original_node, self.mutation.mutated_node
         return self.file, self.function, self.module.code_for_node(before), self.module.code_for_node(after)
 
-    def written_out(self) -> Mutant:
+    def written_out(self, occurrence: int) -> Mutant:
         """The mutant that it makes."""
         import libcst
         from mutmut.mutation.file_mutation import deep_replace
@@ -145,9 +168,8 @@ class Proposal:
         source = changed.code if isinstance(changed, libcst.Module) else ""
         lines = list(difflib.unified_diff(self.module.code.splitlines(), source.splitlines(), n=0))[2:]
         first = int((re.findall(r"^@@ -(\d+)", "\n".join(lines), flags=re.MULTILINE) or ["0"])[0])
-        return Mutant(
-            self.subject, self.file, self.function, source, tuple(line for line in lines if line[0] in "+-"), first
-        )
+        diff = tuple(line for line in lines if line[0] in "+-")
+        return Mutant(self.subject, self.file, self.function, source, diff, first, occurrence)
 
 
 def proposals(subject: str, file: Path) -> Iterator[Proposal]:
@@ -171,13 +193,13 @@ def chosen(subject: str, number: int, seed: int, only: str) -> list[Mutant]:
     """
     home = SUBJECTS[subject].source()
     files = sorted({path for pattern in SUBJECTS[subject].files for path in home.glob(pattern)})
-    found = [each for file in files for each in proposals(subject, file) if only in f"{each.file} {each.function}"]
+    proposed = [each for file in files for each in proposals(subject, file) if only in f"{each.file} {each.function}"]
     times: Counter[tuple[str, ...]] = Counter()
     order = {}
-    for proposal in found:
+    for proposal in proposed:
         key = proposal.key
         times[key] += 1
-        order[hashlib.sha256(repr((seed, *key, times[key])).encode()).digest()] = proposal
+        order[hashlib.sha256(repr((seed, *key, times[key])).encode()).digest()] = proposal, times[key]
     drawn = [order[digest] for digest in sorted(order)[:number]]
-    print(f"{subject}: {len(found)} mutants, {len(drawn)} of them chosen", flush=True)
-    return [each.written_out() for each in drawn]
+    print(f"{subject}: {len(proposed)} mutants, {len(drawn)} of them chosen", flush=True)
+    return [proposal.written_out(occurrence) for proposal, occurrence in drawn]

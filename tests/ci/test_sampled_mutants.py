@@ -118,7 +118,7 @@ def two_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 EXECUTED = Executed(
-    [ONE.identity, TWO.identity],
+    [ONE.key, TWO.key],
     parts={
         NAMES[0]: {"pairs": {"0": [0], "1": []}, "run": {"a.b": [0]}, "tensor": {}},
         NAMES[1]: {"pairs": {"0": []}, "run": {}, "tensor": {}},
@@ -151,9 +151,7 @@ def test_what_changes_a_module_is_asked_everything() -> None:
 
 def test_a_check_is_asked_of_one_way_to_the_code_and_each_chunk_of_pairs_of_both() -> None:
     of_both = {"pairs": {"0": [0]}, "run": {"a.b": [0]}}
-    executed = Executed(
-        [ONE.identity], parts={NAMES[0]: of_both, NAMES[1]: of_both | {"run": {"a.b": [0], "a.c": [0]}}}
-    )
+    executed = Executed([ONE.key], parts={NAMES[0]: of_both, NAMES[1]: of_both | {"run": {"a.b": [0], "a.c": [0]}}})
     assert executed.asked_of(ONE, NAMES, "run") == {NAMES[0]: ["a.b"], NAMES[1]: ["a.c"]}
     assert executed.asked_of(ONE, NAMES, "pairs") == {NAMES[0]: ["0"], NAMES[1]: ["0"]}
 
@@ -161,8 +159,16 @@ def test_a_check_is_asked_of_one_way_to_the_code_and_each_chunk_of_pairs_of_both
 def test_the_first_failure_ends_it_and_the_file_is_as_before(tmp_path: Path) -> None:
     judge = Answers({"unknown": 2}, {"failure": "a.b: wrong"})
     fate = sampled_mutants.judge_mutant(bench(tmp_path, judge), EXECUTED, ONE, ("pairs", "run", "fuzz"), None)
-    assert (fate.stage, fate.account, fate.unknown, len(judge.requests)) == ("run", "a.b: wrong", 2, 2)
+    assert (fate.stage, fate.account, fate.unknown, len(judge.requests)) == ("run", "a.b: wrong", 2, 3)
+    assert judge.requests[-1] == ("run", NAMES[0], ["a.b"]), "the check that caught it is asked without the change"
     assert (tmp_path / "one.py").read_text(encoding="utf-8") == "a = 1\n"
+
+
+def test_a_check_that_fails_without_the_change_too_catches_nothing(tmp_path: Path) -> None:
+    wrong = {"failure": "a.b: wrong"}
+    judge = Answers(wrong, wrong)
+    fate = sampled_mutants.judge_mutant(bench(tmp_path, judge), EXECUTED, ONE, ("run",), None)
+    assert (fate.stage, fate.account, len(judge.requests)) == ("", "", 2)
 
 
 LOST = {"failure": "the judging process died", "lost": True}
@@ -228,8 +234,33 @@ def test_it_passes_them_once_and_only_before_stages_in_which_mutants_are_asked_t
     for stages in (("run", "tensor"), ("run", "fuzz"), ("pairs",)):
         bench(tmp_path, judge).executed([ONE, TWO], stages)
         asked.append(len(judge.requests))
-    # Two kinds of two names are mapped, each with a question for its parts; then `pairs`, and all is asked of the control.
-    assert asked == [8, 16, 16]
+    # Two kinds of two names are mapped, each with a question for its parts; then `pairs` after another question for the checks
+    # that there are, and all is asked of the control.
+    assert asked == [8, 18, 18]
+
+
+def test_only_new_checks_are_measured_after_the_harness_changed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(mutant_bench, "line_of", lambda _: 0)
+    first = Answers(*[{"parts": ["a", "b"]}] * 2, *[{"executed": {"a": [0], "b": [1]}, "wrong": ["b"]}] * 2)
+    before = bench(tmp_path, first)
+    (tmp_path / "before").mkdir()
+    dataclasses.replace(before, folder=tmp_path / "before").executed([ONE, TWO], ("run",))
+    later = Answers(*[{"parts": ["a", "b", "c"]}] * 2, *[{"executed": {"b": [1], "c": [0, 1]}, "wrong": []}] * 2)
+    (tmp_path / "after").mkdir()
+    after = dataclasses.replace(before, folder=tmp_path / "after", judge=later)
+    executed = after.executed([ONE, TWO], ("run",))
+    assert [parts for *_, parts in later.requests] == [["run"], ["run"], ["b", "c"], ["b", "c"]], "b was wrong before"
+    assert executed.parts[NAMES[0]]["run"] == {"a": [0], "b": [1], "c": [0, 1]}
+
+
+def test_a_mutant_is_the_same_whatever_is_written_about_the_code() -> None:
+    plain = dataclasses.replace(ONE, source="def f():\n    return 2\n")
+    told = dataclasses.replace(ONE, source='"""Told."""\ndef f():\n    """Told."""\n    return 2  # told\n')
+    other = dataclasses.replace(ONE, source="def f():\n    return 3\n")
+    assert plain.identity == told.identity != other.identity
+    assert dataclasses.replace(ONE, source="class A:\n    pass\n", first=9).key == ONE.key
 
 
 def test_what_only_a_kind_that_was_not_measured_may_execute_is_left_for_later(tmp_path: Path) -> None:
