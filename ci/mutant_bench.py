@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from mutant_subjects import ROOT, SUBJECTS, Mutant, code_of
+from mutant_subjects import ROOT, SUBJECTS, Mutant, code_of, statement_at
 
 KINDS = ("pairs", "run", "tensor")
 OF_CHECKS = KINDS[1:]
@@ -326,36 +326,6 @@ def line_of(mutant: Mutant) -> int:
     """Before which line the statement begins that a mutant changes; 0 if it is in no function's body."""
     source = (SUBJECTS[mutant.subject].source() / mutant.file).read_text(encoding="utf-8")
     return statement_at(ast.parse(source).body, source.splitlines(), mutant.first)
-
-
-def statement_at(
-    body: Sequence[ast.stmt], lines: Sequence[str], line: int, within: int = 0, *, inside: bool = False
-) -> int:
-    """The line of the innermost statement of a function at `line` before which another can stand."""
-    for statement in body:
-        decorators = statement.decorator_list if isinstance(statement, ast.FunctionDef | ast.ClassDef) else ()
-        start = min([statement.lineno, *(decorator.lineno for decorator in decorators)])
-        if not start <= line <= (statement.end_lineno or start):
-            continue
-        before = lines[start - 1][: statement.col_offset]
-        first = lines[start - 1].lstrip()
-        if inside and not before.strip() and not first.startswith(("elif ", "elif(")):
-            within = start
-        deeper = inside or isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef)
-        for block in _blocks(statement):
-            at = statement_at(block, lines, line, within, inside=deeper)
-            if at != within:
-                return at
-        return within
-    return within
-
-
-def _blocks(statement: ast.stmt) -> Iterator[Sequence[ast.stmt]]:
-    for part in ("body", "orelse", "finalbody"):
-        yield getattr(statement, part, None) or ()
-    for part in ("handlers", "cases"):
-        for each in getattr(statement, part, ()):
-            yield each.body
 
 
 def environment(tree: Path) -> dict[str, str]:

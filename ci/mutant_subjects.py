@@ -7,7 +7,7 @@ import difflib
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -141,6 +141,36 @@ class Mutant:
     def identity(self) -> str:
         """The code of the changed file as a whole, so that a result holds for this code alone."""
         return hashlib.sha256(f"{self.place}\n{code_of(self.source)}".encode()).hexdigest()[:24]
+
+
+def statement_at(
+    body: Sequence[ast.stmt], lines: Sequence[str], line: int, within: int = 0, *, inside: bool = False
+) -> int:
+    """The line of the innermost statement of a function at `line` before which another can stand."""
+    for statement in body:
+        decorators = statement.decorator_list if isinstance(statement, ast.FunctionDef | ast.ClassDef) else ()
+        start = min([statement.lineno, *(decorator.lineno for decorator in decorators)])
+        if not start <= line <= (statement.end_lineno or start):
+            continue
+        before = lines[start - 1][: statement.col_offset]
+        first = lines[start - 1].lstrip()
+        if inside and not before.strip() and not first.startswith(("elif ", "elif(")):
+            within = start
+        deeper = inside or isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef)
+        for block in _blocks(statement):
+            at = statement_at(block, lines, line, within, inside=deeper)
+            if at != within:
+                return at
+        return within
+    return within
+
+
+def _blocks(statement: ast.stmt) -> Iterator[Sequence[ast.stmt]]:
+    for part in ("body", "orelse", "finalbody"):
+        yield getattr(statement, part, None) or ()
+    for part in ("handlers", "cases"):
+        for each in getattr(statement, part, ()):
+            yield each.body
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "ci"))
 import mutant_bench
 import mutant_judge
 import mutant_report
+import mutant_subjects
 import sampled_mutants
 from mutant_bench import Bench, Executed, Judge
 from mutant_judge import Answer, Request
@@ -76,7 +77,7 @@ class Unit:
 def test_the_mark_stands_before_the_statement_that_is_changed(changed: str, marked: int) -> None:
     lines = SOURCE.splitlines()
     line = lines.index(changed) + 1
-    at = mutant_bench.statement_at(ast.parse(SOURCE).body, lines, line)
+    at = mutant_subjects.statement_at(ast.parse(SOURCE).body, lines, line)
     assert at == marked, lines[at - 1] if at else "nothing is marked"
     if at:
         indent = lines[at - 1][: -len(lines[at - 1].lstrip())]
