@@ -89,8 +89,10 @@ class OpenState:
         index = self.indices[place]
         extension = originals.extensions[index]
         value = shown if extension is None else extension.flatten(shown)
-        key = index if self.rows is not None else (value.data_ptr(), value.shape, value.dtype)
-        if key not in self._copies or not value.numel():
+        # Not by `data_ptr`, which is 0 without elements: a rank that holds none would gather once for each name, others once.
+        memory = value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.dtype
+        key = index if self.rows is not None else (index, memory)
+        if key not in self._copies:
             self._copies[key] = value, self._converted(value.detach(), index, extension)
         return self._copies[key][1]
 

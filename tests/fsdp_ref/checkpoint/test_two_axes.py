@@ -135,6 +135,30 @@ def save(mesh, folder, path):
     return whole
 
 
+def save_called_twice(mesh, path):
+    """On each of 2x2 ranks: a layer under two names, of whose weight the second rank of an axis holds no element."""
+    from torch.distributed.tensor import parallel as tp
+
+    layer = nn.Linear(1, 1, dtype=torch.float64)
+    weight = layer.weight.detach().clone()
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+    tp.parallelize_module(model, mesh["tp"], {"0": tp.ColwiseParallel()})
+    if path == "composable":
+        fsdp_ref.fully_shard(model, device_mesh=mesh["dp"])
+    else:
+        model = FullyShardedDataParallel(model, device_mesh=mesh["dp"], use_orig_params=path == "wrapper")
+    for form in (FULL, SHARDED):
+        forms(model, form)
+        saved = values(model.state_dict())
+        assert list(saved) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+        equal(saved, saved | {"0.weight": weight, "2.weight": weight}, form)
+
+
+@pytest.mark.parametrize("path", ["composable", "wrapper", "flat"])
+def test_a_layer_under_two_names_is_gathered_once_by_ranks_without_elements_too(worlds, path):
+    worlds(size=4).run(in_mesh, save_called_twice, (2, 2), path)
+
+
 def load_back(mesh, path, model, optim, whole):
     """Into another model of the same layout, in both forms, whole values from rank 0 alone too."""
     for form, rank0_only in ((SHARDED, False), (FULL, False), (FULL, True)):
