@@ -226,8 +226,8 @@ class Bench:
             if file.is_file():
                 kept = Executed(**json.loads(file.read_text(encoding="utf-8")))
                 result.sound |= kept.sound
-                for name, kinds in kept.parts.items():
-                    result.parts[name] |= kinds
+                for name, of_kinds in kept.parts.items():
+                    result.parts[name] |= of_kinds
         # The control before fuzzing asks the cases of `pairs`, too.
         kinds = [kind for kind in KINDS if kind in stages or (kind == "pairs" and "fuzz" in stages)]
         result.everywhere = [number for number, line in enumerate(map(line_of, mutants)) if not line]

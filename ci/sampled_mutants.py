@@ -70,7 +70,8 @@ def stage_of_mutant(
     bench: Bench, mutant: Mutant, stage: str, asked: dict[str, list[str]]
 ) -> tuple[dict[str, Any], int]:
     """What one stage gives: the answer that fails, or the last, and how many verdicts are unknown."""
-    answer, unknown = {"failure": "", "hung": False}, 0
+    answer: dict[str, Any] = {"failure": "", "hung": False}
+    unknown = 0
     for name, parts in asked.items():
         seconds = FUZZ_SECONDS / len(asked) if stage == "fuzz" else 0.0
         while True:
