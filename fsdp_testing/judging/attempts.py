@@ -103,15 +103,16 @@ def _read(cases: Sequence[Case], attempt: Attempt) -> _Part:
     for case, judgement in zip(cases, attempt.judgements, strict=True):
         # Exceptions of a death's survivors are its echo, whatever their text.
         echo = died and judgement.finding is not None and judgement.finding.kind == FailureKind.ONE_RAISED
-        if judgement.incomplete or echo:
+        unfinished = judgement.incomplete or echo
+        if unfinished:
             if read:
                 break  # it may be this case or what an earlier one left behind: it goes first in the next attempt
             judgement = lost_ranks(case, outcome)
         if judgement.verdict is not Verdict.PASS and not judgement.only_model_stays and not outcome.ok:
             judgement = replace(judgement, account=outcome.describe())
         read.append(judgement)
-        # What comes after it did not run on these ranks.
-        if judgement.loses_ranks:
+        # What comes after it did not run on these ranks, or on ranks whose collectives meet those of another case.
+        if unfinished or judgement.loses_ranks or judgement.parted:
             break
     if not _is_unexplained(outcome, read):
         return _Part(read)

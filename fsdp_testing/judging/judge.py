@@ -26,9 +26,9 @@ from fsdp_testing.judging.checkers.overruns import budget_of
 from fsdp_testing.judging.numbers import Numbers
 from fsdp_testing.oracle.quantities import Expectation
 from fsdp_testing.ranks.pool import Fate, WorldOutcome
-from fsdp_testing.ranks.pool.cause import Diverged, Stuck
+from fsdp_testing.ranks.pool.cause import Diverged, Refused, Stuck
 
-_RANKS_DISAGREE = (Stuck, Diverged)
+_RANKS_DISAGREE = (Stuck, Diverged, Refused)
 
 AskOracle = Callable[[Sequence[RankObservation]], Numbers]
 """Compares what all ranks report with the oracle, which runs only if there is something to compare."""
@@ -74,12 +74,12 @@ def judge(
     # Before the numbers, which need every rank's report.
     if len(records) < case.world.size:
         return _incomplete(case, errors, outcome)
-    numbers = ask(ranks)
+    numbers, uncoordinated = ask(ranks), _uncoordinated(case, records, outcome)
     # In the order above: `or` ends at the first fact that refutes, and later ones may follow from it.
     refutation = (
         _diverged(case, numbers)
         or (raised_finding(case, errors) if errors else None)
-        or _uncoordinated(case, records, outcome)
+        or uncoordinated
         or _overrun(case, records)
         or (
             review(case, ranks, numbers.expectation) if review and numbers.expectation and not numbers.problem else None
@@ -88,7 +88,8 @@ def judge(
     )
     if refutation is None:
         return replace(_undecided(case, numbers) or _kept_model(case, records, numbers), tally=numbers.tally.tally)
-    return Judgement(Verdict.FAIL, refutation, tally=numbers.tally.tally)
+    parted = uncoordinated is not None
+    return Judgement(Verdict.FAIL, refutation, tally=numbers.tally.tally, parted=parted)
 
 
 def lost_ranks(case: Case, outcome: WorldOutcome) -> Judgement:
@@ -96,7 +97,7 @@ def lost_ranks(case: Case, outcome: WorldOutcome) -> Judgement:
 
     A death explains what the others raise when their peer is gone. Without a death, an exception outside the program shows
     nothing about the implementation. A rank that was stopped in a collective that an ended peer never joined would have
-    waited forever.
+    waited forever; so would one whose peer issued another collective, be it in a later case.
     """
     fates = [rank.fate for rank in outcome.ranks]
     # A death first: it explains exceptions; and exceptions explain waits.

@@ -262,6 +262,7 @@ class Judgement:
         account: Fate of all ranks of the batch, if one was lost.
         fast: The fast path alone found everything right.
         incomplete: Not every rank reported, and the fate of the others is unknown.
+        parted: Ranks issued different collectives, whatever the verdict: later cases of the batch show nothing.
     """
 
     verdict: Verdict
@@ -272,6 +273,7 @@ class Judgement:
     account: str = ""
     fast: bool = False
     incomplete: bool = False
+    parted: bool = False
 
     @property
     def why(self) -> str:

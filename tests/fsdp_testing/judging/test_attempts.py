@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,8 @@ from fsdp_testing.judging.attempts import Attempt, confirmed, settle
 from fsdp_testing.judging.checkers.explain import finding
 from fsdp_testing.judging.signature import signature_of
 from fsdp_testing.ranks.pool import Fate, RankOutcome, WorldOutcome
+from fsdp_testing.ranks.pool.cause import Diverged, Refused
+from fsdp_testing.ranks.pool.outcome import ErrorRecord
 
 CASE = Case(ModelSpec("mlp"), WorldSpec(2), (ForwardBackward(Batch(0)),))
 RIGHT = Judgement(Verdict.PASS)
@@ -40,6 +43,8 @@ def world(fate: Fate = Fate.RETURNED, cause: str = "") -> WorldOutcome:
 
 WELL, DEAD, STUCK = world(), world(Fate.DIED, "rank 1 died"), world(Fate.HUNG, "rank 1 hung")
 UNEVEN = world(cause="ranks disagree")
+DIVERGED = replace(UNEVEN, diagnosis=Diverged("group 1"))
+REFUSED = replace(UNEVEN, diagnosis=Refused(0, ErrorRecord("CollectiveMismatch", "collective #3 differs", "")))
 
 
 def settled(count: int, *attempts: tuple[WorldOutcome, Sequence[Judgement]], **how: Any) -> tuple[list[str], list[Any]]:
@@ -105,6 +110,21 @@ def test_an_earlier_failure_does_not_explain_ranks_that_parted_in_a_later_case()
 def test_ranks_that_part_in_a_case_that_runs_alone_leave_that_case_unknown():
     found = settled(2, (UNEVEN, [RIGHT, RIGHT]), (UNEVEN, [RIGHT]), (WELL, [RIGHT]))[0]
     assert found == ["unknown", "pass"]
+
+
+def test_cases_behind_one_whose_ranks_issued_different_collectives_run_on_new_ranks():
+    """A rank that waits in one case more meets the collectives of the next, which then looks wrong."""
+    parted = replace(WRONG, parted=True)
+    verdicts = settled(4, (UNEVEN, [RIGHT, parted, ONE_RAISED, UNREPORTED]), (WELL, [RIGHT, RIGHT]))
+    assert verdicts == (["pass", "diverged", "pass", "pass"], [(0, 4), (2, 4)])
+
+
+@pytest.mark.parametrize("disagreeing", [DIVERGED, REFUSED])
+def test_a_case_that_some_ranks_began_before_others_ended_the_one_before_runs_on_new_ranks(disagreeing: WorldOutcome):
+    """It raises where it meets the collective in which they still wait."""
+    reported = [RIGHT, UNREPORTED, ONE_RAISED, UNREPORTED]
+    verdicts = settled(4, (disagreeing, reported), (disagreeing, reported[1:]), (WELL, [RIGHT, RIGHT]))
+    assert verdicts == (["pass", "uncoordinated", "pass", "pass"], [(0, 4), (1, 4), (2, 4)])
 
 
 def test_what_survivors_of_a_death_raise_is_its_echo():

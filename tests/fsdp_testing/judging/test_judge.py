@@ -126,6 +126,14 @@ def test_groups_of_other_ranks_and_ranks_that_count_nothing_say_nothing():
     assert judged(records(replace(alone, groups={1: (0, 1)}))).verdict is Verdict.PASS
 
 
+def test_ranks_that_parted_are_told_beside_whatever_weighs_more():
+    assert not judged(records(collectives={1: (3, 4)}), WRONG).parted
+    counted = [replace(record, collectives={1: (record.observation.rank, 4)}) for record in records()]
+    verdict = judged(counted, WRONG)
+    assert verdict.finding is not None
+    assert (verdict.finding.kind, verdict.parted) == ("diverged", True)
+
+
 def test_a_model_that_stays_is_asked_last():
     found = judged(records(leaks=(OUTLIVES,)))
     assert found.finding is not None
