@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tarfile
 from pathlib import Path
 
 
@@ -16,10 +17,19 @@ def page(name: str) -> str:
 
 
 def text_of(name: str) -> str | None:
-    """Return the text of a page such as `docs/adapters.md`; None if there is no such page."""
+    """Return the text of a page such as `docs/adapters.md`, or of a script that a page names; None if there is none."""
     place = folder()
     path = place / name if place is not None and name.startswith("docs/") and ".." not in name else None
+    if path is not None and not path.is_file() and path.parent.with_suffix(".tar.xz").is_file():
+        return _text_in(path.parent.with_suffix(".tar.xz"), f"{path.parent.name}/{path.name}")
     return path.read_text(encoding="utf-8") if path is not None and path.is_file() else None
+
+
+def _text_in(archive: Path, name: str) -> str | None:
+    """Read a file of an archive: a wheel has its many small scripts in one."""
+    with tarfile.open(archive) as files:
+        content = files.extractfile(name) if name in files.getnames() else None
+        return None if content is None else content.read().decode()
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tarfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,21 @@ def test_a_wheel_has_it_in_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert list(pages) == ["docs/exit-codes.md"]
     monkeypatch.chdir(ROOT)
     assert documentation.page("docs/exit-codes.md") == "docs/exit-codes.md"  # tox runs an installed wheel in a checkout
+
+
+def test_a_wheel_has_the_scripts_of_pages_in_one_archive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "fsdp_testing"
+    monkeypatch.setattr(documentation, "__file__", str(package / "base" / "documentation.py"))
+    findings = package / "docs" / "findings"
+    findings.mkdir(parents=True)
+    (package / "docs" / "exit-codes.md").write_text("# Exit codes\n")
+    script = ROOT / "docs" / "findings" / "scripts" / "fsdp1-frozen-units.py"
+    with tarfile.open(findings / "scripts.tar.xz", "w:xz") as archive:
+        archive.add(script, "scripts/fsdp1-frozen-units.py")
+    documentation.folder.cache_clear()
+    assert documentation.text_of("docs/findings/scripts/fsdp1-frozen-units.py") == script.read_text(encoding="utf-8")
+    assert documentation.text_of("docs/findings/scripts/absent.py") is None
+    assert documentation.text_of("docs/findings/absent.md") is None
 
 
 def test_each_page_that_messages_and_reports_name_is_in_the_wheel() -> None:
