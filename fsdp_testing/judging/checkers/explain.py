@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdp_testing.cases.records import Case, FailureKind, Finding, Overrun, RaisedError
+from fsdp_testing.errors import CollectiveMismatch
 from fsdp_testing.judging.checkers.divergence import Divergence
 
 
@@ -51,6 +52,8 @@ def raised_finding(case: Case, errors: Mapping[int, RaisedError]) -> Finding:
     _, error = min(errors.items(), key=lambda item: (item[1].index, item[0]))
     line = next(iter(error.message.strip().splitlines()), "")
     everyone = len(errors) == case.world.size
+    # Which ranks notice that their collectives differ is a matter of moments: it is one failure, be it one rank or all.
+    parted = error.type_name == f"{CollectiveMismatch.__module__}.{CollectiveMismatch.__qualname__}"
     who = "every rank" if everyone else ranks_text(tuple(sorted(errors)))
     statement = f"{who} raised {error.type_name}: {line}"
     if error.not_supported:
@@ -60,7 +63,7 @@ def raised_finding(case: Case, errors: Mapping[int, RaisedError]) -> Finding:
         statement = f"it claims {', '.join(sorted(needed))}, but {statement}, at {_place(error.traceback)}"
     return finding(
         case,
-        FailureKind.RAISED if everyone else FailureKind.ONE_RAISED,
+        FailureKind.RAISED if everyone and not parted else FailureKind.ONE_RAISED,
         error.type_name,
         error.index,
         statement,

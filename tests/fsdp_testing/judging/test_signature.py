@@ -68,6 +68,13 @@ def test_an_exception_looks_like_its_type_and_message_without_what_varies() -> N
     assert signature_of(raised_finding(CASE, {0: flat, 1: flat})).quantity == "RuntimeError: _ contains _flat_param"
 
 
+def test_different_collectives_look_alike_whether_one_rank_notices_or_all_do() -> None:
+    error = RaisedError(0, "fsdp_testing.errors.CollectiveMismatch", "collective #4 of the default group differs", "")
+    one, all_ranks = (signature_of(raised_finding(CASE, dict.fromkeys(ranks, error))) for ranks in ([1], [0, 1]))
+    assert one == all_ranks
+    assert one.kind is FailureKind.ONE_RAISED
+
+
 def test_an_operator_is_followed_by_a_colon_or_not() -> None:
     texts = [f"aten._foreach_add_.List{colon} got mixed torch.Tensor and DTensor" for colon in (":", "")]
     findings = [raised_finding(CASE, {0: RaisedError(-1, "RuntimeError", text, "")}) for text in texts]
