@@ -62,6 +62,12 @@ class Disturbance:
         room = values.new_empty(values.numel() + offset)
         return room[offset:].view(values.shape).copy_(values)
 
+    def factors(self, values: torch.Tensor, summands: int) -> torch.Tensor:
+        """Return factors of inner products moved by a rounding for each of their summands; unmoved without roundings."""
+        if not (self.roundings and summands):
+            return values
+        return values * (1 + self._signs(values) * summands * UNIT_ROUNDOFF[dtype_name(values.dtype)])
+
     def divided(self, replica: nn.Module, plan: WrappingPlan) -> nn.Module:
         """Return the replica; if parameters are displaced, its units are parts of the graph of their own.
 

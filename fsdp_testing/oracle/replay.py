@@ -40,7 +40,7 @@ from fsdp_testing.oracle.reduction import (
     roundings,
 )
 from fsdp_testing.oracle.setup import precision_of, unit_precisions_of
-from fsdp_testing.oracle.tensor_axis import compute_in_parts
+from fsdp_testing.oracle.tensor_axis import compute_in_parts, summands_of_products
 
 Results = dict[Quantity, torch.Tensor | None]
 Slack = tuple[torch.Tensor | float, str]
@@ -79,6 +79,7 @@ class Replay:
         self.sums = sums or self.precision.on_the_wire
         self.master = models.build_model(case)
         self.parameters = dict(self.master.named_parameters())
+        self.summands = summands_of_products(self.master, case)
         self.compute = {fqn: self._compute_parameter(fqn, p) for fqn, p in self.parameters.items()}
         # One for each rank; ranks without buffers of their own share one.
         self.has_buffers = next(self.master.buffers(), None) is not None
@@ -129,7 +130,9 @@ class Replay:
         precision = self.unit_precisions[max(around, key=len)] if around else self.precision
         stored, dtype = parameter.detach(), precision.param_dtype
         values = stored if dtype is None else models.cast_floats(stored, dtype)
-        return nn.Parameter(self.disturbance.place(values), requires_grad=parameter.requires_grad)
+        # Placed first: what is moved has numbers of its own, which `refresh` moves again.
+        placed = self.disturbance.factors(self.disturbance.place(values), self.summands.get(fqn, 0))
+        return nn.Parameter(placed, requires_grad=parameter.requires_grad)
 
     def _replica(self) -> nn.Module:
         replica = replica_of(self.master, {id(p): self.compute[fqn] for fqn, p in self.parameters.items()})
@@ -185,7 +188,7 @@ class Replay:
         with torch.no_grad():
             for fqn, parameter in self.parameters.items():
                 if self.compute[fqn].data_ptr() != parameter.data_ptr():
-                    self.compute[fqn].copy_(parameter)
+                    self.compute[fqn].copy_(self.disturbance.factors(parameter, self.summands.get(fqn, 0)))
 
     def local_gradients(
         self, rank: int, batch: Any, *, penalised: bool = False, leaves: list[torch.Tensor] | None = None

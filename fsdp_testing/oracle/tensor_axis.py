@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from fsdp_testing.cases.models.tree_layers import TreeLinear
 from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case, MixedPrecisionSpec
 from fsdp_testing.oracle.models import build_model, zoo_model
 from fsdp_testing.oracle.quantities import Quantity
@@ -81,6 +82,17 @@ def compute_in_parts(replica: nn.Module, case: Case) -> nn.Module:
         if made is not None:
             vars(inner)["forward"] = made  # found before the class's own
     return replica
+
+
+def summands_of_products(module: nn.Module, case: Case) -> dict[str, int]:
+    """Return, by the FQN of its weight, how many summands the inner products of each linear layer with a layout have.
+
+    torch multiplies parts by other kernels than whole matrices, so that even sums that are not cut are rounded otherwise.
+    """
+    ranks = case.world.tensor_parallel
+    layers = {fqn: module.get_submodule(fqn) for fqn, _ in case.wrapping.layouts if ranks > 1}
+    linear = {fqn: layer for fqn, layer in layers.items() if isinstance(layer, (nn.Linear, TreeLinear))}
+    return {f"{fqn}.weight": layer.weight.shape[-1] + ranks for fqn, layer in linear.items()}
 
 
 def roundings_of_cut_sums(case: Case, index: int, quantity: Quantity, size: float) -> float:

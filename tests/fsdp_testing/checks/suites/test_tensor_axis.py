@@ -155,7 +155,7 @@ CLIPPED = on_four_ranks("mlp", micro_batch(0), Clip(0.1), dtype="float32")
 @pytest.mark.parametrize(
     ("fault", "case", "quantity"),
     [
-        ("PARTIAL_SUMS", on_four_ranks("mlp", micro_batch(0)), "output 0"),
+        ("PARTIAL_SUMS", on_four_ranks("mlp", micro_batch(0)), " on rank "),
         ("OWN_GRADIENT", on_four_ranks("gpt", micro_batch(0)), "norm"),
         ("NORM_OF_ONE_AXIS", CLIPPED, "total norm"),
         ("COUNTED_TWICE", CLIPPED, "total norm"),
