@@ -16,12 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from fsdp_testing.ranks.pool import default_pool
 from fsdp_testing.ranks.pool.world import inside_rank
 
 sys.path.append(str(Path(__file__).parent / "sessions"))
 pytest_plugins = ["pytester"]
+# No test fails because the machine is busy.
+settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 VENDOR = Path(__file__).parents[1] / "examples" / "vendor"
 _BACKENDS = {"cuda": "nccl"}
