@@ -114,9 +114,10 @@ class Rows:
         spec = self._layout.params[index]
         if not spec.shape:
             return flat.view(())
-        if self.by_interval(index):
-            return flat.view(-1, *spec.shape[1:]) if flat.numel() else flat.view(0, *spec.shape[1:])
         count = -(-spec.shape[0] // self._map.world_size)
+        if self.by_interval(index):
+            # Counted, not derived from the elements: rows without elements are rows too.
+            return flat.view(max(0, min(spec.shape[0] - self._me * count, count)), *spec.shape[1:])
         full = flat.as_strided(spec.shape, spec.stride)
         return full[self._me * count : (self._me + 1) * count].clone(memory_format=torch.contiguous_format)
 
