@@ -51,7 +51,8 @@ def compare_numbers(
     # In lockstep the oracle makes the same casts at the same places, from the same numbers.
     if expectation.notes.get("mode") == "free":
         expectation = _widened(expectation, case)
-    tally = agreement.compare(expectation, ranks, comparison)
+    over_parts = replace(comparison, tensor_parallel=case.world.tensor_parallel)
+    tally = agreement.compare(expectation, ranks, over_parts)
     problem = ""
     complete = bool(expectation.points) and expectation.points[-1].index == len(case.program)
     if tally.divergences and _overflows(expectation):

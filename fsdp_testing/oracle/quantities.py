@@ -137,6 +137,8 @@ class Comparison:
         buffers: Compare buffers.
         outputs: Compare losses, outputs and norms.
         ignore: Parameters (fnmatch patterns) that are not compared, such as those outside the implementation.
+        tensor_parallel: How many ranks hold one model together; `compare_numbers` sets it. What several of these hold is
+            reduced by each of them by itself, so that their sums over three ranks or more may differ in the last bit.
     """
 
     lockstep: bool = False
@@ -146,3 +148,4 @@ class Comparison:
     buffers: bool = True
     outputs: bool = True
     ignore: tuple[str, ...] = ()
+    tensor_parallel: int = 1

@@ -11,7 +11,7 @@ import torch
 
 from fsdp_testing.cases.records import FailureKind, Mismatch, ObservedPiece, ParameterObservation, Snapshot
 from fsdp_testing.judging.checkers.divergence import Compared, Divergence
-from fsdp_testing.oracle.assemble import assemble
+from fsdp_testing.oracle.assemble import Assembled, assemble
 from fsdp_testing.oracle.quantities import Expected, ExpectedPoint, Quantity
 from fsdp_testing.oracle.tensors import difference
 
@@ -233,13 +233,32 @@ class StateCheck:
             where = "" if whole is None else f" from element {whole.first_hole()} on"
             self._report(FailureKind.MISSING, quantity, (), f"is held by no rank{where}")
             return
+        shape = self.shapes[quantity.name]
         # Before the bound: ranks that hold different bits disagree, however near both are to the oracle.
-        for first, second, position in whole.contradictions[:1]:
+        for first, second, position in self._contradictions(by_rank, whole, shape)[:1]:
             sentence = f"differs between ranks {first} and {second}, first in element {position}"
             self._report(FailureKind.DISAGREED, quantity, (first, second), sentence)
         gap = difference(whole.flat, expected.value, expected.bound)
-        ranks = tuple(rank for rank, pieces in by_rank if not gap.exceeded or _diverges(pieces, expected))
+        ranks = tuple(rank for rank, _ in by_rank)
+        if gap.exceeded or whole.contradictions:
+            diverging = tuple(rank for rank, pieces in by_rank if _diverges(pieces, expected))
+            ranks = diverging or ranks
+            # The whole is made of what the first ranks hold, which may be right.
+            others = assemble(sorted(by_rank, key=lambda entry: entry[0] not in diverging), shape)
+            if others is not None and not gap.exceeded:
+                gap = difference(others.flat, expected.value, expected.bound)
         self.tally.number(self.point, quantity, ranks, gap, expected)
+
+    def _contradictions(
+        self, by_rank: RankPieces, whole: Assembled, shape: tuple[int, ...]
+    ) -> Sequence[tuple[int, int, int]]:
+        """Return which ranks should hold the same bits and do not: those that have one place in their models."""
+        parts = self.comparison.tensor_parallel
+        if parts == 1 or not whole.contradictions:
+            return whole.contradictions
+        places = [[entry for entry in by_rank if entry[0] % parts == place] for place in range(parts)]
+        alone = [assemble(ranks, shape) for ranks in places]
+        return [pair for part in alone if part is not None for pair in part.contradictions]
 
     def _report(self, kind: FailureKind, quantity: Quantity, ranks: tuple[int, ...], sentence: str) -> None:
         self.tally.add(Divergence(kind, quantity, self.point.index, ranks, sentence))

@@ -164,6 +164,24 @@ def test_each_divergence_of_a_parameter_is_found(rank_one, message):
     assert any(line.startswith(message) for line in said(tally)), said(tally)
 
 
+def held_whole(off):
+    """Two ranks that hold the same whole gradient, the second one a little off in one element."""
+    return ranks(*(snapshot(rank, grad_pieces=(ObservedPiece(0, 4, changed(G, 2, off * rank)),)) for rank in (0, 1)))
+
+
+def test_ranks_that_hold_one_model_together_may_differ_within_the_bound():
+    """Each place in the model reduces by itself: only ranks of one place must hold the same bits."""
+    strictly, over_parts = Comparison(), Comparison(tensor_parallel=2)
+    assert said(compare(expectation(), held_whole(1e-13), over_parts)) == []
+    # Of one place, they contradict each other.
+    torn = said(compare(expectation(), held_whole(1e-13), strictly))
+    assert torn == ["disagreed: gradient of w differs between ranks 0 and 1, first in element 2"]
+    # Beyond the bound the second one is wrong, although the whole is made of what the first holds.
+    (wrong,) = compare(expectation(), held_whole(0.5), over_parts).divergences
+    assert (wrong.kind, wrong.ranks) == (FailureKind.DIVERGED, (1,))
+    assert wrong.max_error == pytest.approx(0.5)
+
+
 def test_ranks_that_diverge_are_named():
     tally = compare(expectation(), ranks(snapshot(0), snapshot(1, pieces=pieces(W + 1, 1))), Comparison())
     assert tally.divergences[0].ranks == (1,)
