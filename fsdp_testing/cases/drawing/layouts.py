@@ -52,6 +52,7 @@ def legal_layouts(layouts: Layouts, tree: Mapping[str, Any], ignored: Sequence[s
     places = {place.fqn: place.node for place in every(walk(tree)) if not f"{place.fqn}.".startswith(outside)}
     asked = {fqn: name for fqn, name in layouts if fqn in places and name in OF_KIND.get(places[fqn]["kind"], ())}
     asked = {fqn: name for fqn, name in asked.items() if name != "sequence" or _is_of_rows(places[fqn])}
+    asked = {fqn: name for fqn, name in asked.items() if name != "rowwise" or _every_rank_has(places[fqn], ranks)}
     shared = _shared_modules(parameters(tree))
     for first, others in shared.items():
         # A parameter has the same layout in all its modules.
@@ -79,6 +80,11 @@ def cut_dimension(layout: str, name: str, *, embeds: bool) -> int | None:
 def _is_of_rows(node: Node) -> bool:
     """Whether a module computes row by row, and each row needs all of its parameters."""
     return node["kind"] == "norm" or (node["kind"] == "scale" and get(node, "shape") == "vector")
+
+
+def _every_rank_has(node: Node, ranks: int) -> bool:
+    """Whether each rank has rows of a table that is cut by rows: torch's lookup raises on a rank that has none."""
+    return node["kind"] != "embed" or (ranks - 1) * -(-get(node, "rows") // ranks) < get(node, "rows")
 
 
 def _shared_modules(specs: Sequence[ParameterSpec]) -> dict[str, list[str]]:

@@ -80,6 +80,8 @@ def test_without_the_axis_no_case_has_layouts():
         # What torch cannot make of a kind of module is dropped, and so is what stays outside.
         ({"n": "colwise", "a": "sequence"}, [{"kind": "norm", "name": "n"}, node("a")], {}),
         ({"s": "sequence"}, [{"kind": "scale", "name": "s", "shape": "one"}, node("a")], {}),
+        ({"e": "rowwise"}, [{"kind": "embed", "name": "e", "rows": 1}, node("a")], {}),
+        ({"e": "rowwise"}, [{"kind": "embed", "name": "e", "rows": 3}, node("a")], {"e": "rowwise"}),
         ({"gone": "replicated", "a": "replicated"}, [node("a")], {"a": "replicated"}),
         ({"a": "colwise", "b": "rowwise"}, [node("a", frozen="all"), node("b")], {"b": "rowwise"}),
     ],
