@@ -86,6 +86,7 @@ class TorchStyle:
             `zero_grad` receive, with `param_groups`. Called after `wrap` and before the first training pass; with the claim
             `late_optimizer` a forward without backward may come first.
         backward: Instead of `loss.backward()`; inside `no_sync` if the program says so.
+        grad_scaler: `(model, **options)`: the `torch.amp.GradScaler` that users train with, or one that is used like it.
         step: Instead of `optimizer.step()`.
         zero_grad: Instead of `optimizer.zero_grad(set_to_none)`; the optimizer is None if none is built.
         step_clears_gradients: The engine's step clears gradients too. Every program then clears them after each step, so that
@@ -130,6 +131,7 @@ class TorchStyle:
     recover: Callable[[Model], None] = LEFT_OUT
     build_optimizer: Callable[[Model, MakeOptimizer], Any] = LEFT_OUT
     backward: Callable[[Model, torch.Tensor], None] = LEFT_OUT
+    grad_scaler: Callable[..., Any] = LEFT_OUT
     step: Callable[[Model, Any], None] = LEFT_OUT
     zero_grad: Callable[[Model, Any, bool], None] = LEFT_OUT
     step_clears_gradients: bool = False

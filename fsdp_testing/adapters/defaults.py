@@ -50,6 +50,7 @@ def methods(implementation: object, given: _Given) -> dict[str, Callable[..., An
         "gathered_bytes": lambda model: {},
         "build_optimizer": lambda model, make: make([parameter for _, parameter in named(model)]),
         "backward": lambda model, loss: loss.backward(),
+        "grad_scaler": grad_scaler,
         "step": lambda model, optimizer: optimizer.step(),
         "zero_grad": _zero_grad,
     }
@@ -71,6 +72,12 @@ OPTIONAL_WITHOUT_DEFAULT = (
     "unshard",
     "reshard",
 )
+
+
+def grad_scaler(model: nn.Module, **options: Any) -> torch.amp.GradScaler:
+    """Return torch's own scaler, for the device that the parameters are on; over DTensors its ranks skip together."""
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    return torch.amp.GradScaler(device, **options)
 
 
 def _zero_grad(model: nn.Module, optimizer: torch.optim.Optimizer | None, set_to_none: bool) -> None:

@@ -25,6 +25,7 @@ from fsdp_ref.comm.tensor_parallel import TensorParallel
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.originals import Shown
 from fsdp_ref.runtime.events import UnitEvent, UnitEventKind, observe
+from fsdp_ref.sharded_grad_scaler import ShardedGradScaler
 from fsdp_testing.adapters.adapter import TorchStyle
 from fsdp_testing.adapters.protocol import Division, Setup, WrapPolicy
 from fsdp_testing.adapters.ref import by_methods
@@ -341,6 +342,11 @@ _HANDLES: weakref.WeakKeyDictionary[nn.Module, list[tuple[str, weakref.ref[FlatH
 _TRANSITIONS = {UnitEventKind.UNSHARD: "unshard", UnitEventKind.GATHER: "gather", UnitEventKind.RESHARD: "reshard"}
 
 
+def grad_scaler(model: nn.Module, **options: Any) -> ShardedGradScaler:
+    """Return the reference's own scaler."""
+    return ShardedGradScaler(next(model.parameters()).device.type, **options)
+
+
 def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset(), **methods: Any) -> TorchStyle:
     return TorchStyle(
         name=name,
@@ -355,6 +361,7 @@ def _implementation(name: str, apply: Apply, without: frozenset[str] = frozenset
         **flat_pieces.methods(flat_units),
         division=division,
         register_comm_hook=fsdp_ref.register_comm_hook,
+        grad_scaler=grad_scaler,
         full_state_dict=full_state_dict,
         load_full_state_dict=load_full_state_dict,
         sharded_state_dict=partial(state_in, StateDictType.SHARDED_STATE_DICT),

@@ -19,6 +19,7 @@ EVERYWHERE = frozenset(
         "container_outputs",
         "uneven_batches",
         "clip_grad_norm",
+        "loss_scaling",
         "optimizer_pieces",
         "full_state_dict",
         "optim_state",

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     StateDictType,
 )
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from fsdp_testing.adapters.adapter import TorchStyle
 from fsdp_testing.adapters.protocol import Division, Setup
@@ -152,6 +153,11 @@ def full_parameters(model: nn.Module, *, writeback: bool) -> Iterator[Mapping[st
         yield {naming.original(fqn): parameter.data for fqn, parameter in model.named_parameters()}
 
 
+def grad_scaler(model: nn.Module, **options: Any) -> ShardedGradScaler:
+    """Return FSDP1's own scaler; of torch's other one each rank would skip steps by its own gradients."""
+    return ShardedGradScaler(next(model.parameters()).device.type, **options)
+
+
 def register_comm_hook(model: nn.Module, state: object, hook: Callable[..., Any]) -> None:
     """FSDP's own registration."""
     assert isinstance(model, FullyShardedDataParallel)
@@ -248,6 +254,7 @@ def _implementation(name: str, *, use_orig_params: bool) -> TorchStyle:
         trace_units=unit_trace.fsdp1_trace,
         gathered_bytes=unit_trace.fsdp1_gathered_bytes,
         register_comm_hook=register_comm_hook,
+        grad_scaler=grad_scaler,
         local_state_dict=local_state_dict,
         load_local_state_dict=load_local_state_dict,
         **{**saved_state.METHODS, **_STATE},

@@ -70,6 +70,7 @@ CAPABILITIES: dict[str, str] = {
     "reduce_dtype": "gradients are reduced in a separate dtype",
     "buffer_dtype": "floating-point buffers have a separate dtype",
     "clip_grad_norm": "gradients are clipped by their total norm over all ranks",
+    "loss_scaling": "a loss scaler skips a step on every rank if a gradient of one is not finite",
     "error_if_nonfinite": "on request, clipping raises on every rank if the norm is not finite",
     "cpu_offload": "sharded parameters and gradients live on the CPU",
     # access and state

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from fsdp_testing.checks.suites import (
     access,
     construction,
+    loss_scaling,
     optimizer_state,
     options,
     parameters,
@@ -19,7 +20,8 @@ from fsdp_testing.checks.suites import (
 )
 from fsdp_testing.checks.suites.check import Check
 
-_THEMES = (construction, training, parameters, precision, access, state, optimizer_state, options, user_code, schemes)
+_STATES = (access, state, optimizer_state)
+_THEMES = (construction, training, parameters, precision, loss_scaling, *_STATES, options, user_code, schemes)
 
 CHECKS: Mapping[str, Check] = MappingProxyType({check.name: check for theme in _THEMES for check in theme.CHECKS})
 """Every check by name."""

@@ -34,7 +34,9 @@ class Plain(nn.Module):
         self.conv = nn.Conv2d(5, 2, 3).to(memory_format=torch.channels_last)
         self.scale = nn.Parameter(torch.randn(()))
         self.nothing = nn.Parameter(torch.empty(0, 3))
-        self.columns = nn.Parameter(torch.empty(5, 0))  # as tensor parallelism leaves to the last of more ranks than columns
+        self.columns = nn.Parameter(
+            torch.empty(5, 0)
+        )  # as tensor parallelism leaves to the last of more ranks than columns
         self.single = nn.Parameter(torch.randn(1, 11))
 
 
