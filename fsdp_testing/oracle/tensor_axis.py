@@ -114,7 +114,8 @@ def roundings_of_cut_sums(case: Case, index: int, quantity: Quantity, size: floa
     if ranks == 1 or not computed or not any(operation.batches() for operation in case.program[index : index + 1]):
         return 0.0
     precision = case.mixed_precision or MixedPrecisionSpec()
-    dtype = precision.param_dtype or case.model.dtype
+    autocast = "autocast" in zoo_model(case).traits
+    dtype = precision.param_dtype or ("bfloat16" if autocast else case.model.dtype)
     cut = sum(layout != "replicated" for _, layout in case.wrapping.layouts)
     roundings = cut * (2 * ranks - 1) * UNIT_ROUNDOFF[dtype]
     if quantity.kind == "gradient":

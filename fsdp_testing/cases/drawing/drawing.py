@@ -14,7 +14,7 @@ from fsdp_testing.cases.drawing.normal_form import legal_case, needs_of_case
 from fsdp_testing.cases.drawing.operation_drawer import OperationDrawer
 from fsdp_testing.cases.drawing.trees import draw_tree
 from fsdp_testing.cases.models import MODELS
-from fsdp_testing.cases.models.model import LARGE
+from fsdp_testing.cases.models.model import ASKED_ALONE, LARGE
 from fsdp_testing.cases.models.tree import unit_names
 from fsdp_testing.cases.models.tree_schema import parameters
 from fsdp_testing.cases.records import Case, ModelSpec, PolicySpec, WorldSpec, WrappingPlan
@@ -43,7 +43,7 @@ class CaseDrawer:
         self._swarms = SwarmDrawer(scope)
         self._draws_low = set(LATE) <= set(scope.available())
         # Batch statistics of one row are undefined, and without rows there is no gradient: neither is a useful case.
-        drawn = [m for m in MODELS.values() if m.name != "batch_norm" and LARGE not in m.traits]
+        drawn = [m for m in MODELS.values() if m.name != "batch_norm" and not m.traits & {LARGE, ASKED_ALONE}]
         self._zoo = [m for m in drawn if m.needs <= scope.capabilities]
 
     def draw(self, choices: Choices) -> Case:

@@ -15,7 +15,7 @@ OF_KIND: Mapping[str, tuple[str, ...]] = {
     "embed": ("colwise", "rowwise", "replicated"),
     "norm": ("sequence", "replicated"),
     "scale": ("sequence", "replicated"),
-    "conv": ("replicated",),
+    "conv": (),  # where a user freezes the weight, backward of torch's own convolution over DTensors raises
     "offset": ("replicated",),
 }
 """Layouts that torch supports for each kind of node; no layout counts too."""

@@ -16,6 +16,8 @@ from torch import nn
 
 LARGE = "large"
 """Trait of models that random cases leave out, since each takes seconds."""
+ASKED_ALONE = "asked_alone"
+"""Trait of models that random cases leave out: checks ask what they are about, in the precision that it needs."""
 
 
 class Inputs(NamedTuple):

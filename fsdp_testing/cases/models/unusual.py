@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_testing.cases.models.model import (
+    ASKED_ALONE,
     Family,
     Inputs,
     MakeInput,
@@ -352,3 +353,15 @@ class Hooked(nn.Linear):
 def hooked() -> nn.Module:
     """Units with hooks of the user's, registered before they are units, and a third of them in the root."""
     return layers(Hooked(7), Hooked(7), Hooked(7))
+
+
+@ZOO.model("autocast", float_input(8), ("first", "last"), f"{ASKED_ALONE} autocast")
+def autocast() -> nn.Module:
+    """Units that compute in bfloat16 because the caller asks torch's autocast for it; parameters keep their dtype."""
+
+    def flow(m: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            hidden = m.last(torch.tanh(m.middle(torch.tanh(m.first(x)))))
+        return hidden.to(x.dtype)
+
+    return Wired(flow, **{name: nn.Linear(8, 8) for name in ("first", "middle", "last")})

@@ -93,6 +93,10 @@ MIXED_PRECISION: tuple[Check, ...] = (
                                 wrapping=every_unit(model, settings=("full_outputs",)))
               for model in ("mlp", "containers") for precision in (_LOW, _BOTH)),
             source="torch.distributed.fsdp.MixedPrecisionPolicy, output_dtype"),
+    lowered("mixed_precision.autocast", "Units that run under the user's autocast compute in bfloat16 and are stored as before.",
+            stored_in_float32("autocast", *iterations(2), forward(5, "no_grad"), *accumulated(2, 3), Observe(), Step(),
+                              optimizer=PLAIN_SGD),
+            source="torch.autocast", needs={"no_sync", "forward_only"}),
     lowered("mixed_precision.of_units", "Each unit casts its inputs to its own dtype, in which it computes.",
             *(stored_in_float32(model, *iterations(2), micro_batch(2), optimizer=PLAIN_SGD, precision=precision,
                                 wrapping=every_unit(model, settings=("unit_precisions",)))

@@ -382,3 +382,10 @@ class OffloadedIsWritten(Optional):
     def full_parameters(self, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
         with super().full_parameters(writeback=writeback or self.asked("offloaded_state")) as whole:
             yield whole
+
+
+@planted("torch-fsdp2", FSDPState, "_pre_forward", "mixed_precision.autocast")
+def ends_autocast(original: Any, state: FSDPState, *call: Any) -> Any:
+    """A unit's forward hook switches the user's autocast off."""
+    torch.set_autocast_enabled("cpu", False)
+    return original(state, *call)
