@@ -16,6 +16,7 @@ from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import _global_optimizer_post_hooks as optimizer_hooks  # nothing public lists them
@@ -73,6 +74,11 @@ def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Re
         del hooks[key]
     hooks.update(others)
     return handle
+
+
+def backward_pre_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """Return what runs when the gradients of the module's outputs arrive, by its key, in order; to be changed."""
+    return module._backward_pre_hooks
 
 
 def saved_tensor_hooks() -> tuple[Any, Any] | None:

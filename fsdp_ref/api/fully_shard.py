@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -22,10 +23,11 @@ from fsdp_ref.build.attach import attach
 from fsdp_ref.build.ignored import resolve_ignored
 from fsdp_ref.build.plan import PlannedUnit
 from fsdp_ref.build.targets import PolicyObject
-from fsdp_ref.compat import RunningCall
+from fsdp_ref.compat import RunningCall, backward_pre_hooks
 from fsdp_ref.config import BackwardPrefetch
 from fsdp_ref.errors import AlreadyAppliedError, ConfigError, listing
 from fsdp_ref.runtime import calls
+from fsdp_ref.runtime.backward import begin
 from fsdp_ref.runtime.forward import enter_forward, exit_forward
 from fsdp_ref.runtime.unit import Unit
 
@@ -140,11 +142,41 @@ def _refuse(module: nn.Module, policy: object) -> None:
 def _hook(planned: PlannedUnit) -> nn.Module:
     """Hook a module: users go on calling it itself."""
     give_methods(planned.module)
+    planned.module.__dict__["register_full_backward_pre_hook"] = MethodType(_register_behind_own, planned.module)
+    if backward_pre_hooks(planned.module):
+        _begin_before_users(planned.module)
     hooks = _ForwardHooks(planned.module)
     # First before forward, and last of the hooks that are there after it, so that hooks of other APIs see full parameters.
     planned.module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
     planned.module.register_forward_hook(hooks.after, always_call=True)
     return planned.module
+
+
+def _register_behind_own(
+    module: nn.Module, hook: Callable[..., Any], prepend: bool = False
+) -> torch.utils.hooks.RemovableHandle:
+    """Register a hook as ``nn.Module.register_full_backward_pre_hook`` does; it finds full parameters."""
+    handle = type(module).register_full_backward_pre_hook(module, hook, prepend=prepend)
+    _begin_before_users(module)
+    return handle
+
+
+def _begin_before_users(module: nn.Module) -> None:
+    """Have the unit's backward begin before a user's backward pre-hook runs.
+
+    torch runs those before the hooks on the outputs that forward gave. The own one is there only beside others: it puts a node
+    of the graph behind the module, where callers may not change outputs in place.
+    """
+    hooks = backward_pre_hooks(module)
+    for key in [key for key, hook in hooks.items() if hook is _begin_backward]:
+        del hooks[key]
+    nn.Module.register_full_backward_pre_hook(module, _begin_backward, prepend=True)
+
+
+def _begin_backward(module: nn.Module, _grads: Any) -> None:
+    unit = unit_of(module)
+    if unit is not None and unit.root is not None:
+        begin(unit)
 
 
 class _ForwardHooks:

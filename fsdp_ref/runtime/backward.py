@@ -70,7 +70,11 @@ def _output_reached(tie: GraphTie, _: PassRecord | None, grad: Tensor) -> None:
         An all-gather over the shard group unless parameters are unsharded; sometimes another unit's too. All ranks must
         call.
     """
-    unit = tie.unit()
+    begin(tie.unit())
+
+
+def begin(unit: Unit) -> None:
+    """Begin the unit's backward, unless it has begun. Collectives: as those of a gradient that arrives (above)."""
     root = unit.root
     assert root is not None  # the unit ran forward
     task = root.enter_backward()

@@ -355,6 +355,30 @@ def hooked() -> nn.Module:
     return layers(Hooked(7), Hooked(7), Hooked(7))
 
 
+def _by_the_weight(layer: Any, outputs: Any) -> Any:
+    return (outputs[0] * (1 + layer.weight.detach().mean()),)
+
+
+def _with_a_part_of_the_output(_layer: nn.Module, inputs: Any, outputs: Any) -> Any:
+    # The inputs of the model get no gradient.
+    return None if inputs[0] is None else (inputs[0] + 0.25 * outputs[0],)
+
+
+class BackwardHooked(nn.Linear):
+    """A layer with backward hooks of the user's: one changes the gradient of the output, the other that of the input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.register_full_backward_pre_hook(_by_the_weight)
+        self.register_full_backward_hook(_with_a_part_of_the_output)
+
+
+@ZOO.model("backward_hooked", float_input(7), ("layers.0", "layers.1"), f"{ASKED_ALONE} uneven")
+def backward_hooked() -> nn.Module:
+    """Units with backward hooks of the user's, of which the first reads the weight, and a third of them in the root."""
+    return layers(BackwardHooked(7), BackwardHooked(7), BackwardHooked(7))
+
+
 @ZOO.model("autocast", float_input(8), ("first", "last"), f"{ASKED_ALONE} autocast")
 def autocast() -> nn.Module:
     """Units that compute in bfloat16 because the caller asks torch's autocast for it; parameters keep their dtype."""

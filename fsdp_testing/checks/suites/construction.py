@@ -12,6 +12,7 @@ from fsdp_testing.checks.suites.check import (
     ADAMW,
     ODD,
     Check,
+    accumulated,
     cases,
     check,
     every_unit,
@@ -97,6 +98,10 @@ CHECKS: tuple[Check, ...] = (
           cases("hooked", *iteration(0), forward(5), *iteration(1)),
           cases("hooked", *iterations(2), wrapping=recomputed("hooked")),
           source="torch.nn.Module.register_forward_pre_hook"),
+    check("wrapping.backward_hooks",
+          "Backward hooks that users registered on modules read full parameters, and what they return counts.",
+          cases("backward_hooked", *iterations(2), *accumulated(2, 3), Observe()),
+          source="torch.nn.Module.register_full_backward_pre_hook", needs={"no_sync"}),
     check("wrapping.keyword_inputs", "Keyword and nested inputs reach the module unchanged.",
           cases("keywords", *iterations(2)), source="pytorch PR 91078"),
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from fault import fault
+from planting import planted
 from toy_more import MoreToy
 
+from fsdp_ref.api import fully_shard
 from fsdp_testing.cases.operations.unusual_backwards import Interruption
 
 
@@ -381,3 +383,8 @@ class OffloadedReplaces(MoreToy):
         if self.setup.cpu_offload:
             self.sums.pop(fqn, None)
         super().accumulate(fqn, gradient)
+
+
+@planted("fsdp_ref-composable", fully_shard, "_begin_backward", "wrapping.backward_hooks")
+def gathers_after_the_users_hook(_original: Any, _module: Any, _grads: Any) -> None:
+    """A backward pre-hook of the user's on a unit reads this rank's piece of the weight."""
