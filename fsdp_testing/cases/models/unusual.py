@@ -16,6 +16,7 @@ from fsdp_testing.cases.models.model import (
     Inputs,
     MakeInput,
     Wired,
+    chain,
     features,
     float_input,
     generator,
@@ -377,6 +378,13 @@ class BackwardHooked(nn.Linear):
 def backward_hooked() -> nn.Module:
     """Units with backward hooks of the user's, of which the first reads the weight, and a third of them in the root."""
     return layers(BackwardHooked(7), BackwardHooked(7), BackwardHooked(7))
+
+
+@ZOO.model("weight_norm", float_input(6), ("first", "last"), f"{ASKED_ALONE} uneven")
+def weight_norm() -> nn.Module:
+    """Units whose weights torch computes from two parameters each, by its parametrization."""
+    normed = torch.nn.utils.parametrizations.weight_norm
+    return chain("first middle last", **{name: normed(nn.Linear(6, 6)) for name in ("first", "middle", "last")})
 
 
 @ZOO.model("autocast", float_input(8), ("first", "last"), f"{ASKED_ALONE} autocast")

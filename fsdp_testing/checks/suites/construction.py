@@ -102,6 +102,9 @@ CHECKS: tuple[Check, ...] = (
           "Backward hooks that users registered on modules read full parameters, and what they return counts.",
           cases("backward_hooked", *iterations(2), *accumulated(2, 3), Observe()),
           source="torch.nn.Module.register_full_backward_pre_hook", needs={"no_sync"}),
+    check("wrapping.parametrized", "Parameters from which torch computes a module's weight train as in one process.",
+          cases("weight_norm", *iterations(2), forward(5), micro_batch(6), optimizer=ADAMW),
+          source="torch.nn.utils.parametrize"),
     check("wrapping.keyword_inputs", "Keyword and nested inputs reach the module unchanged.",
           cases("keywords", *iterations(2)), source="pytorch PR 91078"),
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from fault import fault
+from planting import planted
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 from toy import Toy
 
 from fsdp_testing.adapters.protocol import Setup
@@ -319,3 +321,13 @@ class UnitsMeetByPlace(_ByPlace):
 @fault("unused.parameters_swapped_between_ranks")
 class ParametersMeetByPlace(_ByPlace):
     """Parameters that different ranks used are reduced with one another if they are of one size."""
+
+
+@planted("fsdp_ref-composable", ParametrizationList, "forward", "wrapping.parametrized")
+def computes_a_weight_once(original: Any, parametrized: ParametrizationList) -> torch.Tensor:
+    """A weight that is computed from parameters is computed in the first forward only."""
+    kept = parametrized.__dict__.get("_kept")
+    if kept is None:
+        parametrized.__dict__["_kept"] = original(parametrized)
+        return parametrized.__dict__["_kept"]
+    return kept.detach()
