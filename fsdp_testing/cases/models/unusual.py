@@ -361,8 +361,7 @@ def _by_the_weight(layer: Any, outputs: Any) -> Any:
 
 
 def _with_a_part_of_the_output(_layer: nn.Module, inputs: Any, outputs: Any) -> Any:
-    # The inputs of the model get no gradient.
-    return None if inputs[0] is None else (inputs[0] + 0.25 * outputs[0],)
+    return (inputs[0] + 0.25 * outputs[0],)
 
 
 class BackwardHooked(nn.Linear):
@@ -376,11 +375,12 @@ class BackwardHooked(nn.Linear):
 
 @ZOO.model("backward_hooked", float_input(7), ("layers.0", "layers.1"), f"{ASKED_ALONE} uneven")
 def backward_hooked() -> nn.Module:
-    """Units with backward hooks of the user's, of which the first reads the weight, and a third of them in the root."""
-    return layers(BackwardHooked(7), BackwardHooked(7), BackwardHooked(7))
+    """A unit, and a layer of the root, with backward hooks of the user's, of which the first reads the weight."""
+    # The first layer has none: torch warns of hooks on modules whose inputs get no gradient.
+    return layers(square(7), BackwardHooked(7), BackwardHooked(7))
 
 
-@ZOO.model("weight_norm", float_input(6), ("first", "last"), f"{ASKED_ALONE} uneven")
+@ZOO.model("weight_norm", float_input(6), ("first", "last"), ASKED_ALONE)
 def weight_norm() -> nn.Module:
     """Units whose weights torch computes from two parameters each, by its parametrization."""
     normed = torch.nn.utils.parametrizations.weight_norm
