@@ -27,7 +27,7 @@ from fsdp_ref.compat import RunningCall, backward_pre_hooks
 from fsdp_ref.config import BackwardPrefetch
 from fsdp_ref.errors import AlreadyAppliedError, ConfigError, listing
 from fsdp_ref.runtime import calls
-from fsdp_ref.runtime.backward import begin
+from fsdp_ref.runtime.backward import begin_backward
 from fsdp_ref.runtime.forward import enter_forward, exit_forward
 from fsdp_ref.runtime.unit import Unit
 
@@ -176,7 +176,7 @@ def _begin_before_users(module: nn.Module) -> None:
 def _begin_backward(module: nn.Module, _grads: Any) -> None:
     unit = unit_of(module)
     if unit is not None and unit.root is not None:
-        begin(unit)
+        begin_backward(unit)
 
 
 class _ForwardHooks:

@@ -70,11 +70,15 @@ def _output_reached(tie: GraphTie, _: PassRecord | None, grad: Tensor) -> None:
         An all-gather over the shard group unless parameters are unsharded; sometimes another unit's too. All ranks must
         call.
     """
-    begin(tie.unit())
+    begin_backward(tie.unit())
 
 
-def begin(unit: Unit) -> None:
-    """Begin the unit's backward, unless it has begun. Collectives: as those of a gradient that arrives (above)."""
+def begin_backward(unit: Unit) -> None:
+    """Begin the unit's backward, unless it has begun.
+
+    Collectives:
+        Those of ``_output_reached``.
+    """
     root = unit.root
     assert root is not None  # the unit ran forward
     task = root.enter_backward()

@@ -88,8 +88,7 @@ def judge(
     )
     if refutation is None:
         return replace(_undecided(case, numbers) or _kept_model(case, records, numbers), tally=numbers.tally.tally)
-    parted = uncoordinated is not None
-    return Judgement(Verdict.FAIL, refutation, tally=numbers.tally.tally, parted=parted)
+    return Judgement(Verdict.FAIL, refutation, tally=numbers.tally.tally, parted=uncoordinated is not None)
 
 
 def lost_ranks(case: Case, outcome: WorldOutcome) -> Judgement:

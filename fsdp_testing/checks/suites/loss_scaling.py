@@ -27,8 +27,9 @@ from fsdp_testing.checks.suites.check import (
     micro_batch,
 )
 from fsdp_testing.checks.suites.programs import Remark, RemarkedObservation, review_remarks
+from fsdp_testing.errors import HarnessError
 from fsdp_testing.judging.case_runner import RunMode
-from fsdp_testing.oracle import rank_jobs
+from fsdp_testing.oracle import models, rank_jobs
 from fsdp_testing.oracle.execute import RankProgram
 from fsdp_testing.oracle.replay import Replay, ReplayPoint
 
@@ -101,9 +102,13 @@ class ScaledProgram(RankProgram):
             self._poison()
 
     def _poison(self) -> None:
-        pieces = [piece for held in self.adapter.local_pieces(self.model).values() for piece in held]
-        # On the rank that has the first element of the first parameter, or on its replicas.
-        for piece in pieces[:1]:
+        """Let the first element of the first parameter's gradient overflow, on the rank that holds it and its replicas alone."""
+        if not self.adapter.observes_gradients:
+            raise HarnessError(
+                f"{self.adapter.name}: expected gradients that can be changed, got none. Give the adapter local_pieces."
+            )
+        fqn = next(name for name, _ in models.build_model(self.case).named_parameters())
+        for piece in self.adapter.local_pieces(self.model).get(fqn, ()):
             if piece.grad is not None and piece.start == 0 < piece.stop:
                 first = piece.grad.view(-1)[:1]
                 self._poisoned.append((first, first / self.expected.of_gradients))
@@ -157,20 +162,20 @@ class ScaledReplay(Replay):
 SCALED = RunMode(rank_jobs.run_as, (ScaledProgram, {}), rank_jobs.expect_as, (ScaledReplay, {}), review=review_remarks)
 
 
-def _step(*before: Operation) -> tuple[Operation, ...]:
+def _stepped(*before: Operation) -> tuple[Operation, ...]:
     return (*before, Step(), ZeroGrad())
 
 
 CHECKS: tuple[Check, ...] = (
     check("loss_scaling.trains", "A loss scaler changes no step, whatever its scale is, in accumulations and after clipping too.",
-          cases("mlp uneven", *_step(micro_batch(0), Observe()), *iterations(2, first=1),
-                *_step(micro_batch(3), Observe(UNSCALED)), *_step(*accumulated(4, 5, 6)), *iteration(7), optimizer=ADAMW),
-          cases("mlp", *iteration(0), *_step(micro_batch(1), Observe(UNSCALED), Clip(0.01)), *iteration(2),
+          cases("mlp uneven", *_stepped(micro_batch(0), Observe()), *iterations(2, first=1),
+                *_stepped(micro_batch(3), Observe(UNSCALED)), *_stepped(*accumulated(4, 5, 6)), *iteration(7), optimizer=ADAMW),
+          cases("mlp", *iteration(0), *_stepped(micro_batch(1), Observe(UNSCALED), Clip(0.01)), *iteration(2),
                 dtype="float32"),
           source="torch.amp.GradScaler", needs={"loss_scaling", "clip_grad_norm", "no_sync"}, sizes=ODD, mode=SCALED),
     check("loss_scaling.skips_together", "If the gradient of one rank overflows, no rank steps, and all take the smaller scale.",
-          cases("mlp uneven", *iteration(0), *_step(micro_batch(1), Observe(OVERFLOW)), *iterations(3, first=2),
-                *_step(micro_batch(5), Observe(OVERFLOW), Observe(UNSCALED)), *iteration(6), optimizer=ADAMW),
+          cases("mlp uneven", *iteration(0), *_stepped(micro_batch(1), Observe(OVERFLOW)), *iterations(3, first=2),
+                *_stepped(micro_batch(5), Observe(OVERFLOW), Observe(UNSCALED)), *iteration(6), optimizer=ADAMW),
           source="torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler", needs={"loss_scaling"}, sizes=ODD,
           mode=SCALED),
 )  # fmt: skip
