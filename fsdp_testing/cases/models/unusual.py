@@ -367,17 +367,18 @@ def _with_a_part_of_the_output(_layer: nn.Module, inputs: Any, outputs: Any) -> 
 class BackwardHooked(nn.Linear):
     """A layer with backward hooks of the user's: one changes the gradient of the output, the other that of the input."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, reads_weight: bool) -> None:
         super().__init__(width, width)
-        self.register_full_backward_pre_hook(_by_the_weight)
+        if reads_weight:
+            self.register_full_backward_pre_hook(_by_the_weight)
         self.register_full_backward_hook(_with_a_part_of_the_output)
 
 
 @ZOO.model("backward_hooked", float_input(7), ("layers.0", "layers.1"), f"{ASKED_ALONE} uneven")
-def backward_hooked() -> nn.Module:
-    """A unit, and a layer of the root, with backward hooks of the user's, of which the first reads the weight."""
+def backward_hooked(reads_weight: bool = False) -> nn.Module:
+    """A unit, and a layer of the root, with backward hooks of the user's; if asked, one of them reads the weight."""
     # The first layer has none: torch warns of hooks on modules whose inputs get no gradient.
-    return layers(square(7), BackwardHooked(7), BackwardHooked(7))
+    return layers(square(7), *(BackwardHooked(7, reads_weight) for _ in range(2)))
 
 
 @ZOO.model("weight_norm", float_input(6), ("first", "last"), ASKED_ALONE)

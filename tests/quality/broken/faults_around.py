@@ -385,6 +385,6 @@ class OffloadedReplaces(MoreToy):
         super().accumulate(fqn, gradient)
 
 
-@planted("fsdp_ref-composable", fully_shard, "_begin_backward", "wrapping.backward_hooks")
+@planted("fsdp_ref-composable", fully_shard, "_begin_backward", "wrapping.backward_pre_hooks")
 def gathers_after_the_users_hook(_original: Any, _module: Any, _grads: Any) -> None:
     """A backward pre-hook of the user's on a unit reads this rank's piece of the weight."""

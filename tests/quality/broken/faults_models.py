@@ -331,3 +331,9 @@ def computes_a_weight_once(original: Any, parametrized: ParametrizationList) -> 
         parametrized.__dict__["_kept"] = original(parametrized)
         return parametrized.__dict__["_kept"]
     return kept.detach()
+
+
+@planted("fsdp_ref-composable", nn.Module, "_get_backward_hooks", "wrapping.backward_hooks")
+def passes_over_backward_hooks(_original: Any, _module: nn.Module) -> tuple[list[Any], list[Any]]:
+    """Backward hooks on modules do not run."""
+    return [], []
