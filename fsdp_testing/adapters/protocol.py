@@ -90,6 +90,7 @@ class Setup:
         mesh: The ranks of `group` as a 1-D mesh, or 2-D (replicate, shard) for the hybrid strategies; `None` without a group.
         tensor_mesh: The ranks that share one model, a 1-D mesh out of the same 2-D one; `None` without tensor parallelism.
             The harness has cut the module over it before it calls `wrap`.
+        world_mesh: The mesh of which `mesh` and `tensor_mesh` are axes; `None` without tensor parallelism.
         layouts: `(FQN, layout)` of each module that is cut (`fsdp_testing.cases.records.specs.LAYOUTS`).
         units: FQNs of the submodules to wrap besides the root, any order; "" (the root) is implied.
         policy: Wrap by policy instead; then `units` is empty.
@@ -121,6 +122,7 @@ class Setup:
     group: ProcessGroup | None = None
     mesh: DeviceMesh | None = None
     tensor_mesh: DeviceMesh | None = None
+    world_mesh: DeviceMesh | None = None
     layouts: tuple[tuple[str, str], ...] = ()
     units: tuple[str, ...] = ()
     policy: WrapPolicy | None = None

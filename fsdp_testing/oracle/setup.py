@@ -57,8 +57,9 @@ def setup_of(
 
     Collectives: none.
     """
-    parts, tensor_mesh = case.world.tensor_parallel, None
+    parts, tensor_mesh, world_mesh = case.world.tensor_parallel, None, None
     if parts > 1 and mesh is not None:
+        world_mesh = mesh
         mesh, tensor_mesh = mesh["data"] if mesh.ndim == 2 else mesh["replicate", "shard"], mesh["tensor"]
     return Setup(
         rank=rank // parts,
@@ -67,6 +68,7 @@ def setup_of(
         group=group,
         mesh=mesh,
         tensor_mesh=tensor_mesh,
+        world_mesh=world_mesh,
         policy=policy_of(case.wrapping.policy, module),
         precision=precision_of(case),
         unit_precisions=unit_precisions_of(case),

@@ -81,7 +81,7 @@ CAPABILITIES = SHARDED | {
         }.items()
         if hasattr(FSDPModule, method)
     ),
-    *(("named_axes",) if named_axes.SUPPORTED else ()),
+    *(named_axes.SETTINGS if named_axes.SUPPORTED else ()),
 }
 
 _NO_RESHARD = {"shard_grad_op", "hybrid_shard_zero2"}
@@ -113,8 +113,8 @@ def wrap(module: nn.Module, setup: Setup) -> nn.Module:
     if setup.precision.buffer_dtype is not None:
         raise InvalidImplementation("torch-fsdp2: expected no buffer_dtype, for which it has no option. Ask for none.")
     ignored = parameters_of(module, setup.ignored)
-    if "named_axes" in setup.settings:
-        setup = replace(setup, mesh=named_axes.distribute(module, setup.mesh, ignored))
+    if named_axes.SETTINGS & setup.settings:
+        setup = named_axes.distribute(module, setup, ignored)
     if "shared_streams" in setup.settings:
         parts = (name for name, part in module.named_children() if type(part).forward is not nn.Module.forward)
         setup = replace(setup, units=tuple(dict.fromkeys((*setup.units, *parts))))
@@ -191,7 +191,7 @@ def _options(setup: Setup, name: str, ignored: set[nn.Parameter]) -> dict[str, A
     """Return the arguments that the case asks for; what it leaves open is left to the defaults."""
     # The default mesh is made anew by each call, on the machine's accelerator.
     options: dict[str, Any] = {"mesh": setup.mesh}
-    if "named_axes" in setup.settings and setup.mesh is not None:
+    if named_axes.SETTINGS & setup.settings and setup.mesh is not None:
         options |= named_axes.options(setup.mesh)
     if "own_all_reduce" in setup.settings and isinstance(setup.mesh, DeviceMesh):
         options["mesh"] = setup.mesh["shard"]
@@ -374,7 +374,7 @@ IMPLEMENTATION = TorchStyle(
     name="torch-fsdp2",
     wrap=wrap,
     capabilities=CAPABILITIES,
-    not_beside_tensor_parallel=frozenset({"comm_hook", "named_axes"}),  # a hook is given the group of all ranks
+    not_beside_tensor_parallel=frozenset({"comm_hook"}),  # a hook is given the group of all ranks
     source="https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
     no_sync=no_sync,
     local_pieces=local_pieces,

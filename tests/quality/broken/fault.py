@@ -46,7 +46,7 @@ class Fault:
         return self.world_sizes or ((4,) if check.startswith("hybrid.") or check in _ON_FOUR_RANKS else (2,))
 
 
-_ON_FOUR_RANKS = ("streams.hybrid", "options.partial_reshard")
+_ON_FOUR_RANKS = ("streams.hybrid", "options.partial_reshard", "options.flattened_axes")
 
 FAULTS: dict[str, Fault] = {}
 """Every planted fault by its name."""

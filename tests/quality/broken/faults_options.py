@@ -161,6 +161,12 @@ def forgets_the_axis_of_replicas(original: Any, mesh: Any, dims: Any) -> Any:
     return original(mesh, replace(dims, replicate=None))
 
 
+@planted("torch-fsdp2", _fsdp_init, "_get_mesh_info_from_named_dims", "options.flattened_axes")
+def forgets_the_second_axis(original: Any, mesh: Any, dims: Any) -> Any:
+    """Of two axes that shard parameters only the first one is used."""
+    return original(mesh, replace(dims, shard=dims.shard_names[0]))
+
+
 @planted("fsdp_ref-composable", trees, "_run_as_forward", "options.forward_methods")
 def a_method_is_no_part_of_backward(original: Any, name: str, module: Any, *inputs: Any) -> Any:
     """What the second registered method computes is cut off from backward."""

@@ -127,7 +127,7 @@ def recorded(monkeypatch) -> dict[str, Recorder]:
     made = {name: Recorder() for name in owners}
     for name, (owner, _) in owners.items():
         monkeypatch.setattr(owner, name, made[name])
-    monkeypatch.setattr(named_axes, "distribute", lambda module, mesh, ignored: mesh)  # a mesh takes ranks
+    monkeypatch.setattr(named_axes, "distribute", lambda module, setup, ignored: setup)  # a mesh takes ranks
     return made
 
 
