@@ -48,6 +48,8 @@ class Precision:
         buffer_dtype: Dtype of floating-point buffers in forward; only with the capability `buffer_dtype`.
         output_dtype: Dtype to which the root casts floating-point outputs; only with the setting `full_outputs`.
         cast_unit_inputs: Every unit casts floating-point inputs to `param_dtype`, not the root alone.
+        cast_root_inputs: The root casts floating-point inputs to `param_dtype`; False only with the setting `uncast_inputs`.
+        low_gradients: Gradients stay in the dtype in which they are reduced; only with the setting of this name.
     """
 
     param_dtype: torch.dtype | None = None
@@ -55,6 +57,8 @@ class Precision:
     buffer_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_unit_inputs: bool = False
+    cast_root_inputs: bool = True
+    low_gradients: bool = False
 
     @property
     def on_the_wire(self) -> torch.dtype | None:

@@ -51,8 +51,13 @@ def compare_numbers(
     # In lockstep the oracle makes the same casts at the same places, from the same numbers.
     if expectation.notes.get("mode") == "free":
         expectation = _widened(expectation, case)
-    over_parts = replace(comparison, tensor_parallel=case.world.tensor_parallel)
-    tally = agreement.compare(expectation, ranks, over_parts)
+    precision = case.mixed_precision if "low_gradients" in case.wrapping.settings else None
+    of_case = replace(
+        comparison,
+        tensor_parallel=case.world.tensor_parallel,
+        gradient_dtype=None if precision is None else precision.reduce_dtype or precision.param_dtype,
+    )
+    tally = agreement.compare(expectation, ranks, of_case)
     problem = ""
     complete = bool(expectation.points) and expectation.points[-1].index == len(case.program)
     if tally.divergences and _overflows(expectation):

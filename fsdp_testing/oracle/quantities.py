@@ -139,6 +139,7 @@ class Comparison:
         ignore: Parameters (fnmatch patterns) that are not compared, such as those outside the implementation.
         tensor_parallel: How many ranks hold one model together; `compare_numbers` sets it. What several of these hold is
             reduced by each of them by itself, so that their sums over three ranks or more may differ in the last bit.
+        gradient_dtype: Dtype of every gradient, if it is not its parameter's; `compare_numbers` sets it.
     """
 
     lockstep: bool = False
@@ -149,3 +150,4 @@ class Comparison:
     outputs: bool = True
     ignore: tuple[str, ...] = ()
     tensor_parallel: int = 1
+    gradient_dtype: str | None = None

@@ -157,7 +157,7 @@ class Replay:
     ) -> models.Forwarded:
         """Run the replica of `rank` on its inputs; `penalised` and `leaves` as `models.penalised` and `models.forward` do."""
         inputs = models.make_inputs(self.case, batch, rank)
-        if self.precision.param_dtype is not None:
+        if self.precision.param_dtype is not None and self.precision.cast_root_inputs:
             inputs = models.Inputs(*models.cast_floats((inputs.args, dict(inputs.kwargs)), self.precision.param_dtype))
         run = models.penalised if penalised else partial(models.forward, leaves=leaves)
         # By versions: they show an edit without comparing numbers, even if no number changed.

@@ -119,7 +119,15 @@ def precision_of(case: Case) -> Precision:
     outputs = case.model.dtype if "full_outputs" in case.wrapping.settings else None
     names = (spec.param_dtype, spec.reduce_dtype, spec.buffer_dtype, outputs)
     param, reduce, buffer, output = (None if name is None else dtype_of(name) for name in names)
-    return Precision(param, reduce, buffer, output)
+    settings = case.wrapping.settings
+    return Precision(
+        param,
+        reduce,
+        buffer,
+        output,
+        cast_root_inputs="uncast_inputs" not in settings,
+        low_gradients="low_gradients" in settings,
+    )
 
 
 def unit_precisions_of(case: Case) -> dict[str, Precision]:

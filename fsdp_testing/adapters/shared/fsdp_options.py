@@ -122,6 +122,9 @@ class FsdpNames:
             "reduce_dtype": precision.reduce_dtype,
             "buffer_dtype": precision.buffer_dtype,
             "cast_forward_inputs": precision.cast_unit_inputs,
+            "keep_low_precision_grads": precision.low_gradients,
         }
         chosen: dict[str, Any] = {option: value for option, value in asked.items() if value not in (None, False)}
+        if not precision.cast_root_inputs:
+            chosen["cast_root_forward_inputs"] = False
         return self.api.MixedPrecision(**chosen)

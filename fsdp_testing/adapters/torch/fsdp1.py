@@ -89,6 +89,8 @@ _SHARED_CLAIMS = SHARDED | {
     "limited_gathers",
     "compressing_hook",
     "unit_precisions",
+    "uncast_inputs",
+    "low_gradients",
     "unit_strategies",
 }
 

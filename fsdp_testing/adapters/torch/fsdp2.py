@@ -46,9 +46,7 @@ CAPABILITIES = SHARDED | {
     "unused_gradient_is_none",
     "forward_edits",
     "cpu_offload",
-    "full_outputs",
-    "unit_precisions",
-    "unit_strategies",
+    *("full_outputs", "unit_precisions", "uncast_inputs", "unit_strategies"),
     "explicit_unshard",
     "error_if_nonfinite",
     "accumulation_hooks",
@@ -223,7 +221,8 @@ def _precision_policy(precision: Precision, *, inner: bool) -> MixedPrecisionPol
     """Return the policy with the dtypes that the case names, so that the meaning of those it leaves open is judged."""
     asked = {"param_dtype": precision.param_dtype, "reduce_dtype": precision.reduce_dtype}
     chosen: dict[str, Any] = {option: dtype for option, dtype in asked.items() if dtype is not None}
-    chosen |= {"cast_forward_inputs": False} if inner and not precision.cast_unit_inputs else {}
+    casts = precision.cast_unit_inputs if inner else precision.cast_root_inputs
+    chosen |= {} if casts else {"cast_forward_inputs": False}
     chosen |= {} if inner or precision.output_dtype is None else {"output_dtype": precision.output_dtype}
     return MixedPrecisionPolicy(**chosen)
 

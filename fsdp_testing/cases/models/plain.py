@@ -225,6 +225,13 @@ def precise_input() -> nn.Module:
     return Wired(flow, first=square(6), time=time, last=square(6))
 
 
+@ZOO.model("casting", float_input(6), ("wave", "last"))
+def casting() -> nn.Module:
+    """A model that computes in the dtype of its inputs before it casts them to that of its weights."""
+    wave = Wired(lambda m, x: m.inner(torch.sin(777.0 * x).to(m.inner.weight.dtype)), inner=square(6))
+    return Wired(lambda m, x: m.last(torch.tanh(m.wave(x))), wave=wave, last=square(6))
+
+
 @ZOO.model("inner_modules", float_input(8), ("body", "head", "gain"))
 def inner_modules() -> nn.Module:
     """Units of one module each, which have as many outputs as there are ranks, or one element for each."""

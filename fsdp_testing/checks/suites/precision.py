@@ -105,6 +105,20 @@ MIXED_PRECISION: tuple[Check, ...] = (
     lowered("mixed_precision.unit_inputs", "Only the root casts inputs: inner units receive what the model passes them.",
             stored_in_float32("precise_input", *iterations(2), precision=_LOW),
             source="torch.distributed.fsdp.MixedPrecision, cast_forward_inputs", needs={"nested_wrapping"}),
+    lowered("mixed_precision.uncast_inputs", "A root that does not cast its inputs hands them to the model as they are.",
+            *(stored_in_float32("casting", *iterations(2), forward(5, "eval"), optimizer=PLAIN_SGD, precision=precision,
+                                wrapping=every_unit("casting", settings=("uncast_inputs",))) for precision in (_LOW, _BOTH)),
+            source="torch.distributed.fsdp.MixedPrecision, cast_root_forward_inputs", needs={"nested_wrapping"}),
+    *(lowered(f"mixed_precision.{name}", meaning,
+              *(stored_in_float32(model, *iterations(2), *micro_batches(2), optimizer=PLAIN_SGD, precision=precision,
+                                  wrapping=every_unit(model, settings=("low_gradients",)))
+                for model in ("mlp", "uneven") for precision in precisions),
+              source="torch.distributed.fsdp.MixedPrecision, keep_low_precision_grads")
+      for name, meaning, precisions in (
+        ("low_gradients", "Gradients that stay in low precision are those that were reduced, and are stepped.", (_LOW,)),
+        ("low_gradients_as_reduced", "They have the dtype of their reduction, be it narrower or wider than that of computation.",
+         (MixedPrecisionSpec(None, "bfloat16"), _BOTH)),
+    )),
     lowered("mixed_precision.changed_in_forward", "After a forward, weights keep the digits that the compute dtype lacks.",
             stored_in_float32("self_clipping", *iterations(3), optimizer=PLAIN_SGD, precision=_LOW),
             source="torch.nn.Module: parameters are the module's own", needs={"forward_edits"}),

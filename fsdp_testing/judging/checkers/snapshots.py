@@ -134,8 +134,9 @@ class StateCheck:
         for rank, parameter in self._observed(quantity.name):
             if parameter.grad_pieces is not None:
                 by_rank.append((rank, parameter.grad_pieces))
-                if parameter.dtype and parameter.grad_dtype != parameter.dtype:
-                    sentence = f"has dtype {parameter.grad_dtype}, expected {parameter.dtype}"
+                wanted = self.comparison.gradient_dtype or parameter.dtype
+                if parameter.dtype and parameter.grad_dtype != wanted:
+                    sentence = f"has dtype {parameter.grad_dtype}, expected {wanted}"
                     self._differs(Mismatch.DTYPE, quantity, (rank,), sentence)
             elif any(piece.stop > piece.start for piece in parameter.pieces):
                 without.append(rank)

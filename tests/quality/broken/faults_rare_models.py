@@ -17,6 +17,7 @@ from fsdp_ref.fence import outside_calls
 from fsdp_ref.handle import accumulated, writeback
 from fsdp_ref.handle.accumulated import Accumulated
 from fsdp_ref.handle.gradients import Gradients
+from fsdp_ref.runtime import forward
 from fsdp_ref.storage import precision
 from fsdp_ref.storage.precision import Precision
 from fsdp_ref.training import clip
@@ -32,6 +33,27 @@ def _rounded(values: Any) -> Any:
     if not isinstance(values, torch.Tensor) or not _is_low(values.dtype):
         return values
     return values.to(torch.float8_e5m2).to(values.dtype)
+
+
+@planted(SOUND, Precision, "of", "mixed_precision.low_gradients")
+def gradients_are_always_cast_back(original: Any, cls: Any, dtype: torch.dtype, policy: Any) -> Precision:
+    """Gradients get the dtype of the stored parameters, though the user wants them as they were reduced."""
+    return replace(original(cls, dtype, policy), keep_reduced=False)
+
+
+@planted(SOUND, Precision, "of", "mixed_precision.low_gradients_as_reduced")
+def gradients_keep_the_dtype_of_computation(original: Any, cls: Any, dtype: torch.dtype, policy: Any) -> Precision:
+    """Gradients that stay in low precision are reduced in the dtype of computation."""
+    precision: Precision = original(cls, dtype, policy)
+    return replace(precision, reduce=precision.compute) if precision.keep_reduced else precision
+
+
+@planted(COMPOSABLE, forward, "_inputs", "mixed_precision.uncast_inputs")
+def the_root_casts_always(original: Any, unit: Any, frame: Any, args: Any, kwargs: Any) -> Any:
+    """A root casts its inputs though the user does not want that."""
+    args, kwargs = original(unit, frame, args, kwargs)
+    dtype = unit.config.mixed_precision.param_dtype
+    return precision.cast_floating((args, kwargs), dtype) if frame.outermost and dtype else (args, kwargs)
 
 
 @planted(SOUND, Precision, "of", "stored_low.trained")

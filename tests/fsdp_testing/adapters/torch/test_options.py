@@ -27,7 +27,7 @@ from fsdp_testing.adapters.torch import ddp, fsdp1, fsdp2, named_axes
 from fsdp_testing.cases.records.specs import SETTINGS
 from fsdp_testing.errors import InvalidImplementation
 
-MESH: Any = SimpleNamespace(ndim=1)
+MESH: Any = SimpleNamespace(ndim=1, mesh_dim_names=("shard",))
 PLAIN = Setup(0, 2, torch.device("cpu"), mesh=MESH)
 LOW = Precision(torch.bfloat16, torch.float32)
 ASKED = (
@@ -36,6 +36,7 @@ ASKED = (
     replace(PLAIN, precision=LOW),
     replace(PLAIN, precision=replace(LOW, buffer_dtype=torch.float16)),
     replace(PLAIN, precision=replace(LOW, output_dtype=torch.float32, cast_unit_inputs=True)),
+    replace(PLAIN, precision=replace(LOW, cast_root_inputs=False, low_gradients=True)),
     replace(PLAIN, units=("0",), precision=LOW),
     replace(PLAIN, cpu_offload=True),
     replace(PLAIN, group=MESH),
@@ -59,7 +60,6 @@ _ELSEWHERE = "chooses where it runs, which here is the world's device and group"
 _TUNING = "how much is sent at once, and when; the models here fit into one bucket of any size"
 _ACCELERATOR = "has no effect without an accelerator"
 _OLD_NAME = "an older name of another option"
-_CASTS = "where inputs and outputs are cast is part of the rounding that the oracle replays, as the default does it"
 _LATER = "of a torch later than the one that is judged"
 _PIPELINES = "for schedules of pipelines, which end a backward by a call of their own"
 
@@ -83,8 +83,6 @@ NOT_SET: dict[str, dict[str, str]] = {
     },
     "fully_shard": {},
     "MixedPrecision": {
-        "keep_low_precision_grads": "gradients of another dtype than their parameters, which torch's optimizers do not promise",
-        "cast_root_forward_inputs": _CASTS,
         "_module_classes_to_ignore": "private",
     },
     "MixedPrecisionPolicy": {"param_dtype_override_fn": _LATER},
