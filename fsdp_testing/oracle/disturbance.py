@@ -37,14 +37,17 @@ class Disturbance:
         displaced: Parameters lie at odd offsets, as they do inside a flat parameter: a matrix product may be blocked by
             the alignment of its operands, and its last bits with it; at every fourth element of float32 it is not. And
             gradients are added up in two steps where a unit begins or ends.
+        products: Inner products of layers that tensor parallelism cuts are moved, by a rounding for each of their summands.
+            Default: if `roundings` move anything.
 
     Attributes:
         contributions: Of the latest backward: by the identity of a parameter of a unit, the sum of the absolute gradients
             that the calls of the unit contributed. Empty unless parameters are displaced.
     """
 
-    def __init__(self, seed: int, roundings: float, *, displaced: bool = False) -> None:
+    def __init__(self, seed: int, roundings: float, *, displaced: bool = False, products: bool | None = None) -> None:
         self.roundings = roundings
+        self._moves_products = bool(roundings) if products is None else products
         self.displaced = displaced
         self._placed = 0
         self.contributions: dict[int, torch.Tensor] = {}
@@ -63,8 +66,8 @@ class Disturbance:
         return room[offset:].view(values.shape).copy_(values)
 
     def factors(self, values: torch.Tensor, summands: int) -> torch.Tensor:
-        """Return factors of inner products moved by a rounding for each of their summands; unmoved without roundings."""
-        if not (self.roundings and summands):
+        """Return factors of inner products, moved by a rounding for each of their summands if products are moved."""
+        if not (self._moves_products and summands):
             return values
         return values * (1 + self._signs(values) * summands * UNIT_ROUNDOFF[dtype_name(values.dtype)])
 

@@ -95,6 +95,13 @@ def summands_of_products(module: nn.Module, case: Case) -> dict[str, int]:
     return {f"{fqn}.weight": layer.weight.shape[-1] + ranks for fqn, layer in linear.items()}
 
 
+def compute_dtype(case: Case) -> str:
+    """Return the dtype of computation."""
+    if case.mixed_precision is not None and case.mixed_precision.param_dtype is not None:
+        return case.mixed_precision.param_dtype
+    return "bfloat16" if "autocast" in zoo_model(case).traits else case.model.dtype
+
+
 def roundings_of_cut_sums(case: Case, index: int, quantity: Quantity, size: float) -> float:
     """Return how far a quantity of operation `index` may be off where sums that are cut are added up otherwise.
 
@@ -113,9 +120,7 @@ def roundings_of_cut_sums(case: Case, index: int, quantity: Quantity, size: floa
     computed = quantity.kind in ("gradient", "buffer") or quantity.sort == "output"
     if ranks == 1 or not computed or not any(operation.batches() for operation in case.program[index : index + 1]):
         return 0.0
-    precision = case.mixed_precision or MixedPrecisionSpec()
-    autocast = "autocast" in zoo_model(case).traits
-    dtype = precision.param_dtype or ("bfloat16" if autocast else case.model.dtype)
+    precision, dtype = case.mixed_precision or MixedPrecisionSpec(), compute_dtype(case)
     cut = sum(layout != "replicated" for _, layout in case.wrapping.layouts)
     roundings = cut * (2 * ranks - 1) * UNIT_ROUNDOFF[dtype]
     if quantity.kind == "gradient":

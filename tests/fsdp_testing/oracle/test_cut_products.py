@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fsdp_testing.cases.records import Batch, Case, ForwardBackward, ModelSpec, WorldSpec, WrappingPlan
+from fsdp_testing.cases.records import (
+    Batch,
+    Case,
+    ForwardBackward,
+    MixedPrecisionSpec,
+    ModelSpec,
+    WorldSpec,
+    WrappingPlan,
+)
 from fsdp_testing.oracle import oracle
 from fsdp_testing.oracle.disturbance import Disturbance
 from fsdp_testing.oracle.quantities import Quantity
@@ -43,13 +51,16 @@ def test_weights_of_cut_layers_are_moved_by_a_rounding_for_each_summand_and_part
 @pytest.mark.parametrize(
     ("case", "disturbance"), [(WHOLE, Disturbance(0, 10, displaced=True)), (CUT, Disturbance(0, 0, displaced=True))]
 )
-def test_nothing_is_moved_where_nothing_is_cut_or_in_lockstep(case: Case, disturbance: Disturbance):
+def test_nothing_is_moved_where_nothing_is_cut_or_no_rounding_is_asked_for(case: Case, disturbance: Disturbance):
     assert not any(moved(case, disturbance).values())
 
 
-def test_an_output_may_be_off_by_what_another_kernel_does():
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_an_output_may_be_off_by_what_another_kernel_does(lockstep: bool):
     """Its inner product is the small difference of larger numbers, of which no replay with torch's own kernel knows."""
-    (point,) = [point for point in oracle.expect_free(CUT).points if not point.snapshot]
+    reduced = replace(CUT, mixed_precision=MixedPrecisionSpec(reduce_dtype="float32"))
+    expected = oracle.expect_lockstep(reduced, None, {}) if lockstep else oracle.expect_free(CUT)
+    (point,) = [point for point in expected.points if not point.snapshot]
     output = point.quantities[Quantity("result", "output.0", "", 0)]
     replay = Replay(CUT)
     weight, hidden = replay.parameters["b.weight"].detach(), []
@@ -57,3 +68,12 @@ def test_an_output_may_be_off_by_what_another_kernel_does():
     replay.forward(0, CUT.program[0].batches()[0])
     summands = float((hidden[0].detach().abs() @ weight.abs().t()).max())
     assert torch.as_tensor(output.bound).max() >= UNIT * summands
+
+
+def test_products_in_16_bits_are_not_moved_in_lockstep():
+    """They are added up in float32, of whose roundings their last bits say nothing."""
+    for low in (MixedPrecisionSpec("bfloat16"), MixedPrecisionSpec("float16", "float32")):
+        assert oracle.computes_in_16_bits(replace(CUT, mixed_precision=low))
+    assert not oracle.computes_in_16_bits(replace(CUT, mixed_precision=MixedPrecisionSpec(reduce_dtype="bfloat16")))
+    assert not any(moved(CUT, Disturbance(0, 0, displaced=True)).values())
+    assert any(moved(CUT, Disturbance(0, 0, displaced=True, products=True)).values())
