@@ -1,4 +1,4 @@
-"""FSDP2 over tensor parallelism: a backward raises on ranks whose part of a weight is empty.
+"""FSDP2 over tensor parallelism: a backward, and full state, raise on ranks whose part of a weight is empty.
 
 Run with torch alone: python fsdp2-tensor-parallel-empty-part.py
 """
@@ -26,6 +26,17 @@ def train(inputs: int, mesh: dist.DeviceMesh, *, shard: bool) -> str:
     return "trained"
 
 
+def gathered(inputs: int, mesh: dist.DeviceMesh) -> str:
+    """What the full weight is on this rank."""
+    model = nn.Linear(inputs, 4, bias=False)
+    parallelize_module(model, mesh["tp"], RowwiseParallel(input_layouts=Replicate()))
+    fully_shard(model, mesh=mesh["dp"])
+    try:
+        return f"full weight of {tuple(model.weight.full_tensor().shape)}"
+    except RuntimeError:
+        return "full weight raises"
+
+
 def main(rank: int, path: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=4)
@@ -36,6 +47,9 @@ def main(rank: int, path: str) -> None:
     expected = "trained" if mesh["tp"].get_local_rank() == 0 else "_chunk_cat expects non-empty tensor"
     assert found[:2] == ("trained", "trained")
     assert found[2] == expected, "fixed in this torch"
+    assert gathered(2, mesh) == "full weight of (4, 2)"
+    # Last: the ranks that raise leave the others waiting, until they end.
+    assert gathered(1, mesh) == "full weight raises", "fixed in this torch"
     dist.destroy_process_group()
 
 
