@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from fsdp_testing.cases.operations import (
@@ -51,6 +52,11 @@ _EVERY_REDUCED = {"accumulate_without_no_sync"}
 _NESTEROV = OptimizerSpec("sgd", {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1})
 _USED, _UNUSED = ((True, True, True),), ((False, False, False),)
 
+
+def _by_kernel(kernel: str, optimizer: OptimizerSpec) -> OptimizerSpec:
+    return replace(optimizer, arguments={**optimizer.arguments, kernel: True})
+
+
 FREED = RunMode(arguments=(True,))
 trained = partial(check, source="PyTorch FSDP, VLDB 2023, section 3.2")
 
@@ -59,6 +65,15 @@ TRAINING: tuple[Check, ...] = (
             cases("mlp deep_nest embedding", *iterations(4)), cases("mlp", *iterations(4), optimizer=_NESTEROV)),
     trained("training.adamw_weight_decay", "AdamW with weight decay trains as in one process.",
             cases("mlp deep_nest embedding", *iterations(4), optimizer=ADAMW)),
+    *(trained(f"training.{name}", f"{who} with `{kernel}=True` train as in one process, and their state loads again.",
+              *(cases(model, *iterations(2), *reloaded, *iterations(2, first=2), optimizer=_by_kernel(kernel, optimizer))
+                for optimizer in optimizers for model, reloaded in (("mlp", (Reload(),)), ("uneven", ()))),
+              needs={"optim_state"})
+      for name, who, kernel, optimizers in (
+        ("fused_adam", "Adam and AdamW", "fused", (ADAMW, replace(ADAMW, name="adam"))),
+        ("fused_sgd", "SGD optimizers", "fused", (_NESTEROV, MOMENTUM)),
+        ("foreach", "Optimizers", "foreach", (ADAMW, _NESTEROV)),
+    )),
     check("training.freed", "A model that is dropped frees its parameters.",
           cases("mlp", *iterations(2), optimizer=PLAIN_SGD), source="torch.nn.Module", mode=FREED),
     check("training.steps_by_norms", "An optimizer that steps each parameter by its norm sees whole parameters.",

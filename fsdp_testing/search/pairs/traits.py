@@ -79,8 +79,9 @@ _SETTINGS = (
     "grouped_units",
 )
 """Settings that mean the same in every case. The others are a promise of the user (`static_graph`), change numbers
-(`divide_factor`), communicate in `no_sync` (`late_all_reduce`), make groups of ranks that stay (`partial_reshard`), or say
-where something is or whose methods are called: checks cover these."""
+(`divide_factor`), communicate in `no_sync` (`late_all_reduce`), make groups of ranks that stay (`partial_reshard`,
+`flattened_axes`), need a model that casts (`uncast_inputs`) or an optimizer that takes two dtypes (`low_gradients`), or say where
+something is or whose methods are called: checks cover these."""
 _SET_ONE_IN = 8
 
 Setter = Callable[[Case, Choices], Case]

@@ -15,11 +15,11 @@ import faults_around  # noqa: F401 - registers its faults
 import faults_claims  # noqa: F401 - registers its faults
 import faults_gradients  # noqa: F401 - registers its faults
 import faults_kinds  # noqa: F401 - registers its faults
-import faults_loss_scaling  # noqa: F401 - registers its faults
 import faults_memory  # noqa: F401 - registers its faults
 import faults_missed  # noqa: F401 - registers its faults
 import faults_missed_later  # noqa: F401 - registers its faults
 import faults_models  # noqa: F401 - registers its faults
+import faults_optimizers  # noqa: F401 - registers its faults
 import faults_options  # noqa: F401 - registers its faults
 import faults_parameters  # noqa: F401 - registers its faults
 import faults_rare_models  # noqa: F401 - registers its faults

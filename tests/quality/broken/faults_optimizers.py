@@ -1,4 +1,4 @@
-"""Faults of loss scalers."""
+"""Faults of optimizers and loss scalers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from planting import planted
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
+from torch.optim import adam, sgd
 
 from fsdp_ref.sharded_grad_scaler import ShardedGradScaler
 
@@ -31,3 +32,22 @@ def clipped_gradients_are_divided_again(original: Any, scaler: GradScaler, optim
     """A step forgets that its gradients have been unscaled."""
     scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.READY
     return original(scaler, optimizer, *more)
+
+
+@planted("fsdp_ref-composable", adam, "_fused_adam", "training.fused_adam")
+def fused_adam_forgets_decay(original: Any, *arguments: Any, **options: Any) -> Any:
+    """The fused kernel of Adam leaves weight decay out."""
+    return original(*arguments, **{**options, "weight_decay": 0.0})
+
+
+@planted("fsdp_ref-composable", sgd, "_fused_sgd", "training.fused_sgd")
+def fused_sgd_forgets_decay(original: Any, *arguments: Any, **options: Any) -> Any:
+    """The fused kernel of SGD leaves weight decay out."""
+    return original(*arguments, **{**options, "weight_decay": 0.0})
+
+
+@planted("fsdp_ref-wrapper", adam, "_multi_tensor_adam", "training.foreach")
+def many_steps_count_as_one(original: Any, parameters: Any, *arguments: Any, **options: Any) -> Any:
+    """Parameters that are stepped together leave the last one out."""
+    lists = [each[:-1] if isinstance(each, list) else each for each in arguments]
+    return original(parameters[:-1], *lists, **options)
