@@ -99,10 +99,12 @@ def _read(cases: Sequence[Case], attempt: Attempt) -> _Part:
     if outcome is None:
         return _Part(list(attempt.judgements))
     died = any(rank.fate is Fate.DIED for rank in outcome.ranks)
+    stopped = _stopped_without_exception(outcome)
     read: list[Judgement] = []
     for case, judgement in zip(cases, attempt.judgements, strict=True):
-        # Exceptions of a death's survivors are its echo, whatever their text.
-        echo = died and judgement.finding is not None and judgement.finding.kind == FailureKind.ONE_RAISED
+        # Exceptions of a death's survivors are its echo, whatever their text. So are those of ranks that the pool stopped.
+        raised = judgement.finding if judgement.finding and judgement.finding.kind == FailureKind.ONE_RAISED else None
+        echo = raised is not None and (died or (bool(raised.ranks) and stopped.issuperset(raised.ranks)))
         unfinished = judgement.incomplete or echo
         if unfinished:
             if read:
@@ -120,6 +122,13 @@ def _read(cases: Sequence[Case], attempt: Attempt) -> _Part:
     if len(cases) == 1:
         read = [replace(lost_ranks(cases[0], outcome), tally=read[0].tally, account=outcome.describe())]
     return _Part(read, outcome)
+
+
+def _stopped_without_exception(outcome: WorldOutcome) -> frozenset[int]:
+    """Return the ranks that the pool stopped before any rank had raised: what they say is that their peers are gone."""
+    if any(rank.failed or rank.fate is Fate.RAISED for rank in outcome.ranks):
+        return frozenset()
+    return frozenset(rank.rank for rank in outcome.ranks if rank.fate in (Fate.HUNG, Fate.STOPPED))
 
 
 def _is_unexplained(outcome: WorldOutcome, read: Sequence[Judgement]) -> bool:

@@ -132,6 +132,18 @@ def test_what_survivors_of_a_death_raise_is_its_echo():
     assert settled(1, (world(Fate.RAISED, "rank 1 raised"), [ONE_RAISED]))[0] == ["one_raised"]
 
 
+def test_what_a_stopped_rank_raises_is_an_echo_unless_a_rank_had_raised_before():
+    """Its peers may be gone before it is stopped: gloo says that the connection was closed."""
+    waiting, returned = RankOutcome(0, Fate.STOPPED), RankOutcome(1, Fate.RETURNED)
+    apart = replace(DIVERGED, ranks=(waiting, returned))
+    assert settled(1, (apart, [ONE_RAISED]))[0] == ["uncoordinated"]
+    # A rank that raised by itself returned, and what it says counts.
+    assert settled(1, (replace(apart, ranks=(RankOutcome(0, Fate.RETURNED, failed=True), waiting)), [ONE_RAISED]))[
+        0
+    ] == ["one_raised"]
+    assert settled(1, (replace(apart, ranks=(waiting, RankOutcome(1, Fate.RAISED))), [ONE_RAISED]))[0] == ["one_raised"]
+
+
 def test_nothing_runs_on_new_ranks_once_a_case_has_failed_as_wanted():
     assert WRONG.finding is not None
     until = signature_of(WRONG.finding)
