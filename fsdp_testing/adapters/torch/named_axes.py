@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from fsdp_testing.adapters.protocol import Setup
+from fsdp_testing.errors import InvalidImplementation
 
 SUPPORTED = hasattr(torch.distributed.fsdp, "DataParallelMeshDims")
 SETTINGS = frozenset({"named_axes", "flattened_axes"})
@@ -73,7 +74,7 @@ def distribute(model: nn.Module, setup: Setup, ignored: AbstractSet[nn.Parameter
         cut = frozenset(name for name, value in own if isinstance(value, DTensor))
         for name, value in own:
             if value not in made:
-                made[value] = nn.Parameter(_on(mesh, value.detach()), requires_grad=value.requires_grad)
+                made[value] = nn.Parameter(_distributed(mesh, value.detach()), requires_grad=value.requires_grad)
             setattr(module, name, made[value])
         if own:
             bases = (LocalParameters, type(module))
@@ -81,7 +82,7 @@ def distribute(model: nn.Module, setup: Setup, ignored: AbstractSet[nn.Parameter
     return replace(setup, mesh=mesh)
 
 
-def _on(mesh: DeviceMesh, value: torch.Tensor) -> DTensor:
+def _distributed(mesh: DeviceMesh, value: torch.Tensor) -> DTensor:
     data = [Replicate()] * _data_axes(mesh)
     if isinstance(value, DTensor):
         local, placements = value.to_local(), [*data, *value.placements]
@@ -93,6 +94,10 @@ def _mesh_of(setup: Setup) -> DeviceMesh:
     assert setup.mesh is not None
     mesh = setup.mesh if setup.world_mesh is None else setup.world_mesh
     if "flattened_axes" in setup.settings:
+        if setup.strategy.startswith("hybrid"):
+            raise InvalidImplementation(
+                f"torch-fsdp2: expected flattened_axes with a strategy of one axis, got {setup.strategy!r}. Drop one."
+            )
         return _with_two_shard_axes(mesh)
     return mesh if mesh.mesh_dim_names is not None else _named(mesh.get_group(), mesh.device_type)
 

@@ -59,7 +59,7 @@ SETTINGS: dict[str, str] = {
     "unit_strategies": "every second unit frees its parameters after forward if the others do not, and keeps them if they do",
     "last_dimension": "parameters are cut along their last dimension, if the ranks divide it",
     "named_axes": "parameters are DTensors on a mesh of which the axes of data parallelism are named",
-    "flattened_axes": "as with `named_axes`, and two of these axes shard parameters, as one of all their ranks does",
+    "flattened_axes": "as with `named_axes`, and two axes together shard the parameters",
     "grouped_units": "modules side by side are sharded two by two, each pair as one unit",
     "default_device": "the implementation chooses the device",
     "default_groups": "the implementation chooses the groups of hybrid sharding",

@@ -172,7 +172,7 @@ SETTINGS: tuple[Check, ...] = (
     in_hybrid("options.named_axes_in_hybrid", "The axes that replicate parameters and that shard them are told apart by name.",
               cases("mlp", *_PROGRAM, wrapping=_set("named_axes"), optimizer=PLAIN_SGD),
               source="pytorch PR 176334"),
-    check("options.flattened_axes", "Two axes that shard parameters do so as one of all their ranks does.",
+    check("options.flattened_axes", "Parameters sharded over two axes train as over one axis of the same ranks.",
           cases("mlp", *_PROGRAM, wrapping=_set("flattened_axes"), optimizer=PLAIN_SGD),
           cases("uneven", *iteration(0), Reload("sharded"), *iteration(1), optimizer=ADAMW,
                 wrapping=every_unit("uneven", settings=("flattened_axes",))),

@@ -116,7 +116,7 @@ MIXED_PRECISION: tuple[Check, ...] = (
               source="torch.distributed.fsdp.MixedPrecision, keep_low_precision_grads")
       for name, meaning, precisions in (
         ("low_gradients", "Gradients that stay in low precision are those that were reduced, and are stepped.", (_LOW,)),
-        ("low_gradients_as_reduced", "They have the dtype of their reduction, be it narrower or wider than that of computation.",
+        ("low_gradients_as_reduced", "Gradients that are kept as reduced have that dtype, narrower or wider than computation's.",
          (MixedPrecisionSpec(None, "bfloat16"), _BOTH)),
     )),
     lowered("mixed_precision.changed_in_forward", "After a forward, weights keep the digits that the compute dtype lacks.",
