@@ -6,11 +6,12 @@ Everything in the package that is not torch's public, stable surface is imported
 from __future__ import annotations
 
 import functools
+import importlib.util
 import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import Any, Final, cast
 
@@ -141,14 +142,17 @@ class _CompilerComes(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return None, but for the rules: their spec, whose loader adds one when it has run them."""
-        spec = PathFinder.find_spec(fullname, path, target) if fullname == _TRACE_RULES else None
+        if fullname != _TRACE_RULES:
+            return None
+        sys.meta_path.remove(self)
+        # Of the other finders: another package may wait for the compiler, too.
+        spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: Any) -> None:
                 execute(module)
                 module.add(__package__)
-                sys.meta_path.remove(self)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this loader alone
         return spec

@@ -5,9 +5,12 @@ from __future__ import annotations
 import _thread
 import ctypes
 import functools
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import FrameType
 from typing import Any
 
@@ -129,6 +132,50 @@ def collective_options() -> Any:
     from torch._C import _distributed_c10d
 
     return _distributed_c10d
+
+
+_TRACE_RULES = "torch._dynamo.trace_rules"
+
+
+def keep_compiler_out(package: str) -> None:
+    """Let `torch.compile` trace no function of a package; what they call is traced. Call it once for each package.
+
+    `torch.compiler.disable` would import the compiler, which takes seconds; it is told here when it is imported later.
+    """
+    if rules := sys.modules.get(_TRACE_RULES):
+        rules.add(package)
+    else:
+        sys.meta_path.insert(0, _CompilerComes(package))
+
+
+class _CompilerComes(MetaPathFinder):
+    """Tells torch's compiler about a package when the compiler is imported, then removes itself."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Return None, but for the rules: their spec, whose loader adds one when it has run them."""
+        if fullname != _TRACE_RULES:
+            return None
+        sys.meta_path.remove(self)
+        # Of the other finders: another package may wait for the compiler, too.
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                module.add(self._package)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this loader alone
+        return spec
+
+
+def graphs_compiled() -> int:
+    """Return how many graphs `torch.compile` has made since it was reset; the public API does not count them."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    return int(counters.get("stats", {}).get("unique_graphs", 0))
 
 
 def backend_select_key() -> Any:

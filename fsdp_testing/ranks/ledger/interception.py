@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_testing.base.compat import backend_select_key
+from fsdp_testing.base.compat import backend_select_key, keep_compiler_out
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.ranks.ledger import late_delivery, messages
 from fsdp_testing.ranks.ledger.readers import (
@@ -116,6 +116,8 @@ def install() -> None:
     if _libraries:
         return
     os.register_at_fork(after_in_child=_stop_in_child)
+    # A user's compiled code ends in these methods: traced, they cost seconds, and the compiler runs collectives on fake tensors.
+    keep_compiler_out("fsdp_testing.ranks")
     for name, reader in METHODS.items():
         if name in dist.ProcessGroup.__dict__:
             setattr(dist.ProcessGroup, name, _recording(name, getattr(dist.ProcessGroup, name), reader))

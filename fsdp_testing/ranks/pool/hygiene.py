@@ -53,6 +53,8 @@ _MORE = (
 # Not `warnings`: pytest replaces its functions around each test, and while a fixture of several tests ends.
 _NAMED = 5
 _NOTHING = object()
+_COMPILED = "__compiled_fn_", "__resume_at_"
+"""How names begin that torch's compiler puts beside the code it compiled, and takes away once it is reset."""
 
 #: What a namespace holds, by name: its callables, and None for anything else, so that no tensor is kept alive.
 Content = dict[str, Any]
@@ -84,8 +86,12 @@ class _Namespace:
                 return self._content
             self._values = values
         named = list(self._names.items())
-        self._content = {name: v if self._all or issubclass(type(v), _CALLABLE) else None for name, v in named}
+        self._content = {name: v if self._all or _counts(name, v) else None for name, v in named}
         return self._content
+
+
+def _counts(name: str, value: Any) -> bool:
+    return issubclass(type(value), _CALLABLE) and not name.startswith(_COMPILED)
 
 
 class _Watched:

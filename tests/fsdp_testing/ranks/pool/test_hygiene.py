@@ -52,6 +52,10 @@ def _other_relu(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def _doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
 def _filter() -> None:
     warnings.simplefilter("ignore", UserWarning)
 
@@ -290,6 +294,18 @@ def test_what_the_compiler_replaces_for_good_is_no_dirt() -> None:
         assert torch.optim.Optimizer.zero_grad is namespace["zero_grad"]
     finally:
         torch.optim.Optimizer.zero_grad = original  # type: ignore[method-assign]  # put back by hand
+
+
+def test_what_the_compiler_takes_away_once_it_is_reset_is_no_dirt() -> None:
+    compiled = torch.compile(lambda x: _doubled(x) + 1, backend=lambda graph, _: graph.forward)
+    compiled(torch.ones(1))
+    names = [name for name in globals() if name.startswith("__compiled_fn_")]
+    snapshot = take_snapshot()
+    del compiled
+    torch.compiler.reset()
+    gc.collect()
+    assert names and not any(name in globals() for name in names)
+    assert snapshot.restore() == ()
 
 
 def test_a_failing_repair_counts_as_not_restored(tmp_path: Path) -> None:
