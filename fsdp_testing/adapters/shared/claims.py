@@ -20,6 +20,7 @@ EVERYWHERE = frozenset(
         "uneven_batches",
         "clip_grad_norm",
         "loss_scaling",
+        "compiled",
         "optimizer_pieces",
         "full_state_dict",
         "optim_state",

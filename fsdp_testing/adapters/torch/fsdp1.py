@@ -70,7 +70,7 @@ def _originals(prefix: str, flat: Any, *, by_original: bool) -> Iterator[FlatOri
         yield FlatOriginal(whole_name, tuple(shape), tuple(stride), bool(contiguous), parameter, start, *place)
 
 
-_SHARED_CLAIMS = SHARDED | {
+_SHARED_CLAIMS = (SHARDED - {"compiled"}) | {
     "no_shard",
     "policy_wrapping",
     "strided_parameters",
@@ -94,8 +94,8 @@ _SHARED_CLAIMS = SHARDED | {
     "unit_strategies",
 }
 
-#: Only with original parameters: one unit may mix frozen and trainable ones, and flags may change.
-_ORIGINAL_CLAIMS = frozenset({"frozen_mixed_unit", "thawed_parameters", "gradient_edits", "in_place_edits"})
+#: Only with original parameters: one unit may mix frozen and trainable ones, flags may change, and torch compiles it.
+_ORIGINAL_CLAIMS = frozenset({"frozen_mixed_unit", "thawed_parameters", "gradient_edits", "in_place_edits", "compiled"})
 
 #: Only with flat parameters: with original ones torch saves the local form and cannot load it again.
 _FLAT_CLAIMS = frozenset({"local_state_dict"})

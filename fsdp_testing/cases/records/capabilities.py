@@ -73,6 +73,7 @@ CAPABILITIES: dict[str, str] = {
     "loss_scaling": "a loss scaler skips a step on every rank if a gradient of one is not finite",
     "error_if_nonfinite": "on request, clipping raises on every rank if the norm is not finite",
     "cpu_offload": "sharded parameters and gradients live on the CPU",
+    "compiled": "units, and wrapped models, may be compiled by `torch.compile`",
     # access and state
     "dtype_cast": "`module.to(dtype)` between wrapping and the first forward",
     "dtype_cast_later": "`module.to(dtype)` after forwards have run",

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from fsdp_testing.checks.suites import (
     access,
+    compiled,
     construction,
     loss_scaling,
     optimizer_state,
@@ -21,7 +22,7 @@ from fsdp_testing.checks.suites import (
 from fsdp_testing.checks.suites.check import Check
 
 _STATES = (access, state, optimizer_state)
-_THEMES = (construction, training, parameters, precision, loss_scaling, *_STATES, options, user_code, schemes)
+_THEMES = (construction, training, parameters, precision, loss_scaling, *_STATES, options, compiled, user_code, schemes)
 
 CHECKS: Mapping[str, Check] = MappingProxyType({check.name: check for theme in _THEMES for check in theme.CHECKS})
 """Every check by name."""

@@ -13,6 +13,7 @@ import bugs_unsharded_state  # noqa: F401 - registers its faults
 import faults_access  # noqa: F401 - registers its faults
 import faults_around  # noqa: F401 - registers its faults
 import faults_claims  # noqa: F401 - registers its faults
+import faults_compiled  # noqa: F401 - registers its faults
 import faults_gradients  # noqa: F401 - registers its faults
 import faults_kinds  # noqa: F401 - registers its faults
 import faults_memory  # noqa: F401 - registers its faults
