@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
-from typing import Any, Final, cast
+from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import _global_optimizer_post_hooks as optimizer_hooks  # nothing public lists them
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 BatchNormBase = _BatchNorm  # no public name covers every batch norm
 
@@ -156,6 +159,27 @@ class _CompilerComes(MetaPathFinder):
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this loader alone
         return spec
+
+
+_set_compiler: Final[Callable[..., Any]] = torch._C._dynamo.eval_frame.set_eval_frame
+
+
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Run a function, and all that it calls, as it is, also where ``torch.compile`` compiled its caller.
+
+    Rules of files (:func:`keep_compiler_out`) do not reach what those call: streams of a vendor's device, written in Python, were
+    compiled, and work went to another stream. ``torch.compiler.disable`` would import the compiler.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = _set_compiler(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _set_compiler(before)
+
+    return call
 
 
 def detailed_debug() -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fsdp_ref.autograd.graph_hooks import InputsWatch, TakenInputs, with_base
-from fsdp_ref.compat import labelled, storage_key, waited
+from fsdp_ref.compat import labelled, storage_key, uncompiled, waited
 from fsdp_ref.config import BackwardPrefetch
 from fsdp_ref.errors import UnshardConflictError
 from fsdp_ref.handle.accumulated import dense
@@ -63,6 +63,7 @@ def hook_outputs(unit: Unit, output: Any, inputs: TakenInputs) -> Any:
     return map_tensors(output, hook)
 
 
+@uncompiled
 def _output_reached(tie: GraphTie, _: PassRecord | None, grad: Tensor) -> None:
     """The gradient of an output has arrived: the unit's backward begins (once, however many outputs it has).
 
@@ -73,6 +74,7 @@ def _output_reached(tie: GraphTie, _: PassRecord | None, grad: Tensor) -> None:
     begin_backward(tie.unit())
 
 
+@uncompiled
 def begin_backward(unit: Unit) -> None:
     """Begin the unit's backward, unless it has begun.
 
@@ -87,6 +89,7 @@ def begin_backward(unit: Unit) -> None:
         _enter(root, unit, task)
 
 
+@uncompiled
 def demand(unit: Unit) -> None:
     """Backward reads a sharded parameter of ``unit``: gather it, wherever backward is."""
     root = unit.root
@@ -146,6 +149,7 @@ def reshard_with_inputs(unit: Unit, inputs: Any) -> None:
         record.watch = InputsWatch(unit.graph.tie(), tensors, _frozen_done)
 
 
+@uncompiled
 def _frozen_done(unit: Unit) -> None:
     root = unit.root
     assert root is not None  # the unit ran forward
@@ -159,6 +163,7 @@ def _frozen_done(unit: Unit) -> None:
 # ---------------------------------------------------------------------- post-backward
 
 
+@uncompiled
 def on_gradients(unit: Unit, grads: tuple[Tensor | None, ...]) -> None:
     """All gradients of this graph for the parameters of ``unit`` have arrived.
 
@@ -219,6 +224,7 @@ def _nothing_new(unit: Unit) -> list[Tensor | None]:
 # ---------------------------------------------------------------------- end
 
 
+@uncompiled
 def end_backward(root: Root) -> None:
     """The outermost backward pass ended: nothing of it stays in flight, and users see its gradients."""
     with labelled("end_of_backward", root.unit.name):

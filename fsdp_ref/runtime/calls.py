@@ -15,11 +15,11 @@ import torch
 
 from fsdp_ref.autograd.graph_hooks import TakenInputs
 from fsdp_ref.autograd.graph_ties import PassRecord
+from fsdp_ref.compat import RunningCall, uncompiled
 from fsdp_ref.handle.writeback import write_back
 from fsdp_ref.states import ReshardReason, UnitState
 
 if TYPE_CHECKING:
-    from fsdp_ref.compat import RunningCall
     from fsdp_ref.runtime.root import Root
     from fsdp_ref.runtime.unit import Unit
 
@@ -102,6 +102,7 @@ def _keep_edits(unit: Unit, root: Root, record: PassRecord) -> None:
             look(unit)
 
 
+@uncompiled
 def abort(frame: Frame) -> None:
     """The unit's forward raised: put everything back.
 

@@ -21,7 +21,7 @@ from fsdp_ref import compat
 from fsdp_ref.autograd.graph_hooks import TakenInputs
 from fsdp_ref.autograd.graph_ties import PassRecord
 from fsdp_ref.autograd.tracked import TrackedParams
-from fsdp_ref.compat import RunningCall, labelled
+from fsdp_ref.compat import RunningCall, labelled, uncompiled
 from fsdp_ref.errors import UnshardConflictError
 from fsdp_ref.handle.writeback import absorb_params
 from fsdp_ref.runtime import backward, calls, prefetch
@@ -34,6 +34,7 @@ from fsdp_ref.storage.precision import cast_floating, map_tensors, move_to, tens
 from fsdp_ref.storage.views import alias
 
 
+@uncompiled
 def enter_forward(
     unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], running: RunningCall | None = None
 ) -> tuple[Frame, Any, Any]:
@@ -157,6 +158,7 @@ def _inputs(unit: Unit, frame: Frame, args: Any, kwargs: Any) -> tuple[Any, Any]
     return cast_floating(args, dtype), cast_floating(kwargs, dtype)
 
 
+@uncompiled
 def exit_forward(frame: Frame, output: Any) -> Any:
     """Finish the unit's forward; return the output to hand on."""
     unit, root = frame.unit, frame.root

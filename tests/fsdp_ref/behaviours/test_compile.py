@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import subprocess
@@ -13,6 +14,7 @@ import torch
 
 import fsdp_ref
 from fsdp_ref import ShardingStrategy
+from fsdp_ref.runtime import backward, forward
 
 
 @pytest.mark.world(2)
@@ -42,6 +44,34 @@ def test_a_compiled_model_trains_as_in_one_process(lab, path, strategy, around):
     lab.parity(path=path, policy={lab.Block}, sharding_strategy=strategy, loss=loss)
     assert inspect.getfile(lab.Block) in files
     assert not [name for name in files if name.startswith(str(Path(fsdp_ref.__file__).parent))]
+
+
+@pytest.mark.world(2)
+def test_what_the_runtime_calls_is_not_compiled(lab, path, monkeypatch):
+    """Streams of a vendor's device are Python, and outside of every package that the compiler leaves alone."""
+    torch.compiler.reset()
+    functions, called = set(), []
+
+    def backend(graph, inputs):
+        for node in graph.graph.nodes:
+            functions.update(re.findall(r", in (\w+)", node.stack_trace or ""))
+        return graph.forward
+
+    def of_a_vendor(event, unit):
+        called.append(torch.ones(2) * 3)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(forward, "labelled", of_a_vendor)
+    monkeypatch.setattr(backward, "labelled", of_a_vendor)
+
+    def loss(model, x):
+        if lab.units(model):
+            model.compile(backend=backend)
+        return lab.loss(model, x)
+
+    lab.parity(path=path, policy={lab.Block}, loss=loss)
+    assert called and any("forward" in name for name in functions)
+    assert "of_a_vendor" not in functions
 
 
 def test_wrapping_imports_no_compiler_which_is_told_when_it_comes() -> None:
