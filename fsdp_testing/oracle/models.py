@@ -259,10 +259,16 @@ def build_optimizer(case: Case, parameters: Iterable[nn.Parameter]) -> torch.opt
         "sgd": torch.optim.SGD,
         "adam": torch.optim.Adam,
         "adamw": torch.optim.AdamW,
+        "adamw_tensor_lr": adamw_tensor_lr,
         "adam_in_float32": AdamInFloat32,
         "lars": Lars,
     }
     return makers[case.optimizer.name](list(parameters), **case.optimizer.arguments)
+
+
+def adamw_tensor_lr(parameters: list[nn.Parameter], lr: float, **options: Any) -> torch.optim.AdamW:
+    """Return AdamW with its learning rate in a tensor, as users have it whose optimizer is compiled or captured in a graph."""
+    return torch.optim.AdamW(parameters, torch.tensor(lr), **options)
 
 
 class Lars(torch.optim.Optimizer):

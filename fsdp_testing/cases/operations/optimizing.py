@@ -160,7 +160,10 @@ class SetLr(Silent):
 
     def _set(self, optimizer: torch.optim.Optimizer | None) -> None:
         for group in optimizer.param_groups if optimizer is not None else ():
-            group["lr"] = self.lr
+            if isinstance(group["lr"], float):
+                group["lr"] = self.lr
+            else:  # a tensor, which schedules of torch fill
+                group["lr"].fill_(self.lr)
 
 
 @dataclass(frozen=True, slots=True)

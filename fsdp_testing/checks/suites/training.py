@@ -74,6 +74,11 @@ TRAINING: tuple[Check, ...] = (
         ("fused_sgd", "SGD optimizers", "fused", (_NESTEROV, MOMENTUM)),
         ("foreach", "Optimizers", "foreach", (ADAMW, _NESTEROV)),
     )),
+    *(check(f"training.tensor_lr{of}", f"A learning rate in a tensor is followed, and saved and loaded{where}, as a number is.",
+            cases("mlp", *iterations(2), SetLr(0.05), *iteration(2), Reload(form), *iteration(3), SetLr(0.02), *iteration(4),
+                  optimizer=replace(ADAMW, name="adamw_tensor_lr")),
+            source="torch.optim.AdamW")
+      for form, of, where in (("full", "", ""), ("sharded", "_in_shards", " in shards"))),
     check("training.freed", "A model that is dropped frees its parameters.",
           cases("mlp", *iterations(2), optimizer=PLAIN_SGD), source="torch.nn.Module", mode=FREED),
     check("training.steps_by_norms", "An optimizer that steps each parameter by its norm sees whole parameters.",

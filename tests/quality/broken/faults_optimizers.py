@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from planting import planted
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import adam, sgd
 
+from fsdp_ref.checkpoint import optim_load
 from fsdp_ref.sharded_grad_scaler import ShardedGradScaler
 
 
@@ -51,3 +53,11 @@ def many_steps_count_as_one(original: Any, parameters: Any, *arguments: Any, **o
     """Parameters that are stepped together leave the last one out."""
     lists = [each[:-1] if isinstance(each, list) else each for each in arguments]
     return original(parameters[:-1], *lists, **options)
+
+
+@planted("fsdp_ref-wrapper", optim_load._Loading, "param_groups", "training.tensor_lr training.tensor_lr_in_shards")
+def loads_no_rate_in_tensors(original: Any, self: Any) -> Any:
+    """A learning rate in a tensor is loaded as 0."""
+    return [
+        {**group, "lr": group["lr"] * 0} if isinstance(group["lr"], torch.Tensor) else group for group in original(self)
+    ]
