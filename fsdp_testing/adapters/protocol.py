@@ -221,3 +221,15 @@ class Division:
     after: float
     mean_by_backend: bool = False
     by_reciprocal: bool = False
+
+    @classmethod
+    def split(cls, world_size: int) -> Division:
+        """About the square root of the world size before the sum and the rest after it, as FSDP1 does.
+
+        So 16-bit values neither overflow nor underflow. The first factor doubles while it divides the world size and is smaller
+        than the rest.
+        """
+        before = 1
+        while world_size % before == 0 and world_size / before > before:
+            before *= 2
+        return cls(before, world_size / before)

@@ -60,7 +60,7 @@ def compare_numbers(
     tally = agreement.compare(expectation, ranks, of_case)
     problem = ""
     complete = bool(expectation.points) and expectation.points[-1].index == len(case.program)
-    if tally.divergences and _overflows(expectation):
+    if tally.divergences and _overflows(expectation, min(divergence.index for divergence in tally.divergences)):
         problem = "the oracle's own numbers overflow"
     # Only if nothing diverges and no rank raised: otherwise that is why the end is missing.
     elif not complete and not tally.divergences and all(rank.error is None for rank in ranks):
@@ -103,9 +103,12 @@ def _narrowest(case: Case) -> str | None:
     return max(dtypes, key=lambda name: UNIT_ROUNDOFF[name]) if len(dtypes) > 1 else None
 
 
-def _overflows(expectation: Expectation) -> bool:
-    """Whether a value or a bound is not finite: then nothing can be said of a difference."""
-    for point in expectation.points:
+def _overflows(expectation: Expectation, index: int) -> bool:
+    """Whether a value or a bound up to a point is not finite: then nothing can be said of a difference there.
+
+    What comes later is no excuse: in lockstep the oracle goes on from the implementation's own infinities.
+    """
+    for point in (point for point in expectation.points if point.index <= index):
         for expected in point.quantities.values():
             bound = torch.as_tensor(expected.bound)
             if not bool(torch.isfinite(bound).all()) or not math.isfinite(largest_of(expected.value)):

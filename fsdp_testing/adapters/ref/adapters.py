@@ -20,7 +20,6 @@ import fsdp_ref.wrap
 from fsdp_ref import StateDictType, comm_hooks
 from fsdp_ref.annotations import units_under
 from fsdp_ref.build.targets import choose_by_function
-from fsdp_ref.comm.division import DivideFactors
 from fsdp_ref.comm.tensor_parallel import TensorParallel
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.handle.originals import Shown
@@ -290,8 +289,7 @@ def load_sharded_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimi
 
 def division(setup: Setup) -> Division:
     """Return two factors near the square root of the number of ranks: one divides before the sum, one after it."""
-    factors = DivideFactors.for_world(setup.world_size)
-    return Division(before=factors.before, after=factors.after)
+    return Division.split(setup.world_size)
 
 
 def units(model: nn.Module) -> list[tuple[str, tuple[str, ...]]]:

@@ -230,7 +230,7 @@ def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer
 
 def division(setup: Setup) -> Division:
     """Split the factor in two around the sum, in every dtype."""
-    return saved_state.split_division(setup.world_size)
+    return Division.split(setup.world_size)
 
 
 _STATE: Mapping[str, Any] = {

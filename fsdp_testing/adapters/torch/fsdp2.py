@@ -331,7 +331,7 @@ def division(setup: Setup) -> Division:
     wire = setup.precision.on_the_wire
     if wire in (torch.float32, torch.bfloat16):
         return Division(before=1, after=setup.world_size, mean_by_backend=True)
-    return saved_state.split_division(setup.world_size)
+    return Division.split(setup.world_size)
 
 
 def unshard(model: nn.Module, unit: str) -> None:

@@ -16,8 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from fsdp_testing.adapters.protocol import Division
-
 FULL = StateDictOptions(full_state_dict=True)
 ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
 """As torch documents, other ranks then get nothing."""
@@ -71,18 +69,6 @@ def sharded_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) 
 def load_sharded_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load what torch.distributed.checkpoint put into `sharded_optimizer_state`."""
     set_optimizer_state_dict(model, optimizer, dict(state))
-
-
-def split_division(world_size: int) -> Division:
-    """About the square root of the world size before the sum and the rest after.
-
-    So 16-bit values neither overflow nor underflow. The first factor doubles while it divides the world size and is smaller
-    than the rest.
-    """
-    before = 1
-    while world_size % before == 0 and world_size / before > before:
-        before *= 2
-    return Division(before=before, after=world_size / before)
 
 
 METHODS: Mapping[str, Any] = {

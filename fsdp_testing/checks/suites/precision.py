@@ -76,6 +76,11 @@ MIXED_PRECISION: tuple[Check, ...] = (
             *(stored_in_float32("mlp", micro_batch(0, scale=2.0**-power), Observe(), Step(), optimizer=PLAIN_SGD,
                                 precision=MixedPrecisionSpec(None, "float16")) for power in (20, 21, 22)),
             source="pytorch issue 90784", sizes=ODD),
+    # The largest gradient is 42,300: the sum of two exceeds 65,504, and that of three halves does not.
+    lowered("mixed_precision.largest_numbers", "Gradients near float16's largest numbers do not overflow in their sum.",
+            stored_in_float32("deep_nest", micro_batch(0, scale=10_813.0, alike=True), Observe(), Step(), optimizer=PLAIN_SGD,
+                              precision=MixedPrecisionSpec(None, "float16")),
+            source="torch.distributed.fsdp: gradients are divided in two steps", sizes=ODD),
     lowered("mixed_precision.evaluated", "Evaluation casts as training does.",
             stored_in_float32("mlp", *iteration(0), forward(5, "eval"), forward(6, "no_grad"), *iteration(1), forward(7, "eval"),
                               precision=_LOW),

@@ -70,6 +70,21 @@ def test_of_numbers_that_overflow_nothing_is_said():
     assert not compared("mlp", 2.0).problem
 
 
+@pytest.mark.parametrize(("overflows", "decided"), [(0, False), (1, True)])
+def test_what_overflows_after_a_difference_does_not_excuse_it(overflows: int, decided: bool):
+    """In lockstep the oracle goes on from the implementation's infinities, and silently infinite gradients were unknown."""
+    infinite = float("inf")
+    values = [torch.tensor(infinite if index >= overflows else 1.0, dtype=torch.float64) for index in (0, 1)]
+    points = tuple(ExpectedPoint(index, {LOSS: Expected(value, 0.0)}) for index, value in enumerate(values))
+    case = Case(ModelSpec("mlp"), WorldSpec(1), (ForwardBackward(Batch(0)), ForwardBackward(Batch(1))))
+    seen = tuple(OperationResult(index, {"loss": torch.tensor(2.0, dtype=torch.float64)}) for index in (0, 1))
+    numbers = compare_numbers(
+        case, Expectation(points, {}, {"mode": "lockstep"}), [RankObservation(0, seen)], Comparison(lockstep=True)
+    )
+    assert numbers.tally.divergences
+    assert bool(numbers.problem) is not decided
+
+
 def test_a_bound_that_is_larger_already_stays_as_it_is():
     """Found by a planted fault: a norm over one dtype of two hid behind both bounds added up."""
     assert compared(MIXED, 1.0 + 1.002e-3, bound=1e-3).tally.divergences

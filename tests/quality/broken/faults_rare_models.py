@@ -13,6 +13,7 @@ from toy_more import MoreToy
 
 from fsdp_ref.checkpoint import model_state, optim_load, settings
 from fsdp_ref.checkpoint.shards import Spread
+from fsdp_ref.comm.division import DivideFactors
 from fsdp_ref.fence import outside_calls
 from fsdp_ref.handle import accumulated, writeback
 from fsdp_ref.handle.accumulated import Accumulated
@@ -193,3 +194,9 @@ def forgets_data_of_another_shape(original: Any, handle: Any) -> bool:
         if param.shape != view.shape:
             param.data = view
     return original(handle)
+
+
+@planted(SOUND, DivideFactors, "for_world", "mixed_precision.largest_numbers mixed_precision.smallest_numbers")
+def divides_after_the_sum(original: Any, cls: Any, world_size: int) -> DivideFactors:
+    """Gradients are divided once, after their sum."""
+    return DivideFactors(1.0, float(world_size))
