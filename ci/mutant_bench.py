@@ -2,8 +2,9 @@
 
 Before mutants are tried, the sound copy is asked everything once, with a mark before each statement that a mutant changes. A
 mutant then meets only the checks and cases that come to its statement: the others would give what they gave. What checks execute
-is kept when the harness changes, for measuring it takes long: then new checks alone are measured. So an older check that has
-come to execute more is not asked of it, and a mutant that is caught meets the check that caught it without its change, too.
+is kept beside this file when the code changes, for measuring it takes half an hour: then new checks alone are measured. So an
+older check that has come to execute more is not asked of a mutant, and one that is caught meets the check that caught it without
+its change, too. A mutant that is new meets what executes the other mutants of its function, else of its file.
 """
 
 from __future__ import annotations
@@ -19,17 +20,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from mutant_executed import KINDS, OF_CHECKS, Executed
 from mutant_subjects import ROOT, SUBJECTS, Mutant, code_of, statement_at
 
-KINDS = ("pairs", "run", "tensor")
-OF_CHECKS = KINDS[1:]
-"""Their parts have names of their own, so that what was measured holds for another harness."""
 AT_ONCE = 60
 """Checks that are measured before what they execute is kept."""
 JUDGE = Path(__file__).with_name("mutant_judge.py")
@@ -128,49 +127,6 @@ class Judge:
             self.close()
 
 
-@dataclass(slots=True)
-class Executed:
-    """Which parts of the harness execute which mutant of a sample.
-
-    Attributes:
-        mutants: Their keys; places in this list stand for them.
-        everywhere: Those outside of functions: whatever imports the file executes them.
-        parts: Name -> kind -> part -> the mutants that it executes; parts that fail without any mutant are not among them.
-        sound: Whether the sound copy passed where all cases are asked at once, and random ones (`Bench.control`).
-    """
-
-    mutants: list[str]
-    everywhere: list[int] = field(default_factory=list)
-    parts: dict[str, dict[str, dict[str, list[int]]]] = field(default_factory=dict)
-    sound: bool = False
-
-    def parts_of(self, mutant: Mutant, name: str, kind: str) -> list[str]:
-        """The parts of a kind that execute a mutant; first those that execute few others, which are about it."""
-        number, parts = self.mutants.index(mutant.key), self.parts[name][kind].items()
-        executing = [(len(mutants), part) for part, mutants in parts if number in mutants or number in self.everywhere]
-        return [part for _, part in sorted(executing)]
-
-    def asked_of(self, mutant: Mutant, names: Sequence[str], kind: str) -> dict[str, list[str]]:
-        """The parts that are asked of each implementation.
-
-        The implementations of a subject are ways to the same code: a check that one of them passes is not asked of the next.
-        Chunks of `pairs` have only their number in common, so all are asked. Fuzzing has no parts.
-        """
-        if kind == "fuzz":
-            return {name: [] for name in names}
-        asked: dict[str, list[str]] = {}
-        for name in names:
-            before = {part for parts in asked.values() for part in parts} if kind != "pairs" else set()
-            parts = [part for part in self.parts_of(mutant, name, kind) if part not in before]
-            asked |= {name: parts} if parts else {}
-        return asked
-
-    def holds(self, mutant: Mutant) -> bool:
-        """Whether any part executes it, or may: what a kind executes is measured when a stage first asks it."""
-        kinds = [(name, kind) for name, kinds in self.parts.items() for kind in kinds]
-        return len(kinds) < len(self.parts) * len(KINDS) or any(self.parts_of(mutant, *each) for each in kinds)
-
-
 @dataclass(frozen=True, slots=True)
 class Bench:
     """Where mutants of a subject are tried.
@@ -180,7 +136,8 @@ class Bench:
         tree: A copy of the repository; only this is imported, by the controller and by ranks.
         package: The copy of the package that is changed.
         state: Stands for all code and lists in the tree.
-        folder: What is kept from one run to the next for this state; what is kept for all is beside it.
+        folder: What is kept from one run to the next for this state.
+        of_checks: File of what checks execute, which is kept for all states.
         judge: Judges what lies in the tree.
         passed: Name, kind and check of what the sound copy passed here.
     """
@@ -190,6 +147,7 @@ class Bench:
     package: Path
     state: str
     folder: Path
+    of_checks: Path
     judge: Judge
     passed: set[tuple[str, str, str]] = field(default_factory=set)
 
@@ -218,16 +176,11 @@ class Bench:
             RuntimeError: It does not pass in a stage in which mutants are to be judged.
         """
         digest = hashlib.sha256("".join(mutant.key for mutant in mutants).encode()).hexdigest()[:16]
-        files = dict.fromkeys(KINDS, self.folder / f"executed-{digest}.json")
-        files |= dict.fromkeys(OF_CHECKS, self.folder.parent / f"executed-{self.subject}-{digest}.json")
-        names = SUBJECTS[self.subject].names
-        result = Executed([mutant.key for mutant in mutants], parts={name: {} for name in names})
-        for file in {*files.values()}:
+        files = {OF_CHECKS: self.of_checks, tuple(set(KINDS) - set(OF_CHECKS)): self.folder / f"executed-{digest}.json"}
+        result = Executed.of(mutants, SUBJECTS[self.subject].names)
+        for file in files.values():
             if file.is_file():
-                kept = Executed(**json.loads(file.read_text(encoding="utf-8")))
-                result.sound |= kept.sound
-                for name, of_kinds in kept.parts.items():
-                    result.parts[name] |= of_kinds
+                result.take(file.read_text(encoding="utf-8"))
         # The control before fuzzing asks the cases of `pairs`, too.
         kinds = [kind for kind in KINDS if kind in stages or (kind == "pairs" and "fuzz" in stages)]
         result.everywhere = [number for number, line in enumerate(map(line_of, mutants)) if not line]
@@ -265,14 +218,10 @@ class Bench:
         result.parts[name][kind] |= right
         print(f"{name}, {kind}: {len(right)} of {len(parts)} parts", flush=True)
 
-    def _keep(self, result: Executed, files: Mapping[str, Path]) -> None:
-        for file in {*files.values()}:
-            parts = {
-                name: {kind: on for kind, on in kinds.items() if files[kind] == file}
-                for name, kinds in result.parts.items()
-            }
-            kept = replace(result, parts=parts, sound=result.sound and file == files["pairs"])
-            file.write_text(json.dumps(asdict(kept)), encoding="utf-8")
+    def _keep(self, result: Executed, files: Mapping[tuple[str, ...], Path]) -> None:
+        for kinds, file in files.items():
+            if any(kind in of_name for of_name in result.parts.values() for kind in kinds) or kinds != OF_CHECKS:
+                file.write_text(result.text(kinds, sound=kinds != OF_CHECKS), encoding="utf-8")
 
     def passes(self, name: str, kind: str, check: str) -> bool:
         """Whether the sound copy passes a check that a mutant fails; asked once."""
@@ -370,4 +319,5 @@ def prepared(home: Path, subject: str, kept: Path) -> Bench:
     state = hashlib.sha256(versions + "".join(codes).encode()).hexdigest()[:24]
     folder = kept / f"{subject}-{state}"
     folder.mkdir(parents=True, exist_ok=True)
-    return Bench(subject, tree, package, state, folder, Judge(tree, what.package, folder))
+    of_checks = Path(__file__).with_name(f"sampled-mutants-executed-{subject}.json")
+    return Bench(subject, tree, package, state, folder, of_checks, Judge(tree, what.package, folder))

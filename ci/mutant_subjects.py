@@ -195,11 +195,29 @@ class Proposal:
         from mutmut.mutation.file_mutation import deep_replace
 
         changed = deep_replace(self.module, self.mutation.original_node, self.mutation.mutated_node)
-        source = changed.code if isinstance(changed, libcst.Module) else ""
-        lines = list(difflib.unified_diff(self.module.code.splitlines(), source.splitlines(), n=0))[2:]
+        source = _decorated(changed.code) if isinstance(changed, libcst.Module) else ""
+        lines = list(difflib.unified_diff(_decorated(self.module.code).splitlines(), source.splitlines(), n=0))[2:]
         first = int((re.findall(r"^@@ -(\d+)", "\n".join(lines), flags=re.MULTILINE) or ["0"])[0])
         diff = tuple(line for line in lines if line[0] in "+-")
         return Mutant(self.subject, self.file, self.function, source, diff, first, occurrence)
+
+
+_HIDDEN = "#~ "
+
+
+def _undecorated(source: str) -> str:
+    """Make comments of the decorators of functions: mutmut leaves decorated functions out, which ours need not be."""
+    lines = source.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            for decorator in node.decorator_list:
+                for number in range(decorator.lineno - 1, decorator.end_lineno or decorator.lineno):
+                    lines[number] = _HIDDEN + lines[number]
+    return "".join(lines)
+
+
+def _decorated(source: str) -> str:
+    return re.sub(f"^{_HIDDEN}", "", source, flags=re.MULTILINE)
 
 
 def proposals(subject: str, file: Path) -> Iterator[Proposal]:
@@ -208,7 +226,7 @@ def proposals(subject: str, file: Path) -> Iterator[Proposal]:
     from mutmut.mutation.file_mutation import create_mutations
 
     name = file.relative_to(SUBJECTS[subject].source()).as_posix()
-    module, mutations, _, _ = create_mutations(name, file.read_text(encoding="utf-8"))
+    module, mutations, _, _ = create_mutations(name, _undecorated(file.read_text(encoding="utf-8")))
     for mutation in mutations:
         function = mutation.contained_by_top_level_function
         text = (libcst.SimpleString, libcst.FormattedString, libcst.ConcatenatedString)

@@ -27,7 +27,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from mutant_bench import FUZZ_SECONDS, Bench, Executed, prepared
+from mutant_bench import FUZZ_SECONDS, Bench, prepared
+from mutant_executed import Executed
 from mutant_report import STAGES, UNEXECUTED, Fate, explanations, page, report
 from mutant_subjects import ROOT, SUBJECTS, Mutant, chosen
 

@@ -19,7 +19,8 @@ import mutant_judge
 import mutant_report
 import mutant_subjects
 import sampled_mutants
-from mutant_bench import Bench, Executed, Judge
+from mutant_bench import Bench, Judge
+from mutant_executed import Executed
 from mutant_judge import Answer, Request
 from mutant_subjects import SUBJECTS, Mutant
 
@@ -105,7 +106,7 @@ def mutant(file: str) -> Mutant:
 def bench(folder: Path, judge: Judge) -> Bench:
     (folder / "one.py").write_text("a = 1\n", encoding="utf-8")
     (folder / "two.py").write_text("a = 1\n", encoding="utf-8")
-    return Bench("fsdp_ref", folder, folder, "now", folder, judge)
+    return Bench("fsdp_ref", folder, folder, "now", folder, folder / "checks.json", judge)
 
 
 ONE, TWO = mutant("one.py"), mutant("two.py")
@@ -146,7 +147,7 @@ def test_what_nothing_executes_is_not_caught(tmp_path: Path) -> None:
 
 
 def test_what_changes_a_module_is_asked_everything() -> None:
-    executed = Executed(EXECUTED.mutants, [1], EXECUTED.parts)
+    executed = Executed(EXECUTED.mutants, everywhere=[1], parts=EXECUTED.parts)
     assert executed.parts_of(TWO, NAMES[0], "pairs") == ["1", "0"], "first what executes few mutants"
 
 
@@ -254,6 +255,26 @@ def test_only_new_checks_are_measured_after_the_harness_changed(
     executed = after.executed([ONE, TWO], ("run",))
     assert [parts for *_, parts in later.requests] == [["run"], ["run"], ["b", "c"], ["b", "c"]], "b was wrong before"
     assert executed.parts[NAMES[0]]["run"] == {"a": [0], "b": [1], "c": [0, 1]}
+
+
+def test_a_mutant_that_is_new_meets_what_executes_others_of_its_function_or_its_file() -> None:
+    f, g, h = (dataclasses.replace(ONE, function=name, diff=(f"-{name}", "+2")) for name in "fgh")
+    before = Executed.of([f, g, TWO], NAMES)
+    before.parts[NAMES[0]]["run"] = {"a": [0], "b": [1], "c": [2]}
+    later = [dataclasses.replace(f, diff=("-f", "+3")), h, TWO, mutant("three.py")]
+    after = Executed.of(later, NAMES)
+    after.take(before.text(("run",), sound=False))
+    assert after.parts[NAMES[0]]["run"] == {"a": [0, 1, 3], "b": [1, 3], "c": [2, 3]}
+
+
+def test_decorated_functions_are_changed_and_stay_decorated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = "import functools\n\n\n@functools.lru_cache(\n    maxsize=3,\n)\ndef f(a):\n    return a + 1\n"
+    (tmp_path / "one.py").write_text(source, encoding="utf-8")
+    monkeypatch.setattr(mutant_subjects.Subject, "source", lambda _: tmp_path)
+    monkeypatch.setitem(SUBJECTS, "fsdp_ref", dataclasses.replace(SUBJECTS["fsdp_ref"], files=("*.py",)))
+    mutants = mutant_subjects.chosen("fsdp_ref", 10, 0, "")
+    assert "    return a - 1" in {line for each in mutants for line in each.source.splitlines()}
+    assert all(each.source.startswith(source[:60]) and each.diff[0] == "-    return a + 1" for each in mutants)
 
 
 def test_a_mutant_is_the_same_whatever_is_written_about_the_code() -> None:
