@@ -211,7 +211,7 @@ def expect_modules(
     )
     for replay in (plain, disturbed):
         replay.run(observe_all=True)
-    units = [UNIT_ROUNDOFF[models.dtype_name(parameter.dtype)] for parameter in plain.parameters.values()]
+    units = [models.roundoff(parameter.dtype) for parameter in plain.parameters.values()]
     largest: dict[str, float] = {}
     for key, value in plain.watch.values.items():
         largest[key.what] = max(largest.get(key.what, 0.0), largest_of(value))

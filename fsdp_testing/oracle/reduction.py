@@ -166,9 +166,9 @@ def roundings(count: int, dtypes: Sequence[torch.dtype], size: torch.Tensor) -> 
     """Return the largest error of `count` roundings of numbers up to `size`, each in the coarsest of `dtypes`.
 
     Each is off by a share of the number, or by half the smallest representable number if that is more: a sum of small numbers is
-    exact, but their cast and their half are not.
+    exact, but their cast and their half are not. Whole numbers are not rounded.
     """
-    names = [dtype_name(dtype) for dtype in dtypes]
+    names = [dtype_name(dtype) for dtype in dtypes if dtype.is_floating_point] or ["float64"]
     return (size.double() * max(UNIT_ROUNDOFF[n] for n in names) + max(UNDERFLOW[n] for n in names)) * count
 
 

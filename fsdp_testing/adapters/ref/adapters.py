@@ -112,6 +112,8 @@ _NOT_CLAIMED = frozenset(
         # FSDP's API has no option for this.
         "error_if_nonfinite",
         "mixed_dtype_units",
+        # Flat parameters may train, and whole numbers cannot; users make buffers of them.
+        "integer_parameters",
         # A unit that has run alone is a root, and cannot become part of a larger tree.
         "inner_forward",
         "unit_alone",

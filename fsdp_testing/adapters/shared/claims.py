@@ -48,6 +48,7 @@ REPLICATED = EVERYWHERE | {
     "empty_parameters",
     "strided_parameters",
     "mixed_dtype_units",
+    "integer_parameters",
     "loss_bypasses_output",
     "parameter_outputs",
     "hidden_recomputation",

@@ -64,6 +64,7 @@ CAPABILITIES = SHARDED | {
     "comm_hook",
     "last_dimension",
     "grouped_units",
+    "integer_parameters",
     "forward_methods",
     "whole_parameter_steps",
     "rank_0_state",

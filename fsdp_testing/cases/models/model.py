@@ -193,7 +193,7 @@ def fill(module: nn.Module, draw: torch.Generator) -> None:
         for parameter in module.parameters():
             values = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
             fan_in = math.prod(parameter.shape[1:]) if parameter.ndim > 1 else 16
-            values = values / math.sqrt(max(fan_in, 1))
+            values = values / math.sqrt(max(fan_in, 1)) * (1.0 if parameter.is_floating_point() else 1e4)
             parameter.copy_(values + 1.0 if id(parameter) in scales else values)
 
 

@@ -162,6 +162,22 @@ def strided() -> nn.Module:
     )
 
 
+def _codes(width: int, out: int) -> nn.Module:
+    codes = nn.Parameter(torch.zeros(out, width, dtype=torch.int32), requires_grad=False)
+    # The remainder tells whole numbers from ones that were rounded to 16 bits on their way.
+    return Wired(
+        lambda m, x: nn.functional.linear(x, (m.codes % 64).to(x.dtype) * m.scale / 64),
+        codes=codes,
+        scale=nn.Parameter(torch.ones(out, 1)),
+    )
+
+
+@ZOO.model("quantized", float_input(6), ("first", "last"), "uneven", "integer_parameters frozen_parameters")
+def quantized() -> nn.Module:
+    """Weights of whole numbers, which do not train, times trained scales."""
+    return chain("first last", first=_codes(6, 5), last=_codes(5, 3))
+
+
 @ZOO.model("embedding", _token_input, ("embed", "head"), "integer_input uneven")
 def embedding() -> nn.Module:
     """An embedding with a padding row; integer inputs."""

@@ -54,6 +54,7 @@ CAPABILITIES: dict[str, str] = {
     "zero_dim_parameters": "0-dimensional parameters",
     "empty_parameters": "parameters without elements",
     "strided_parameters": "parameters that are not contiguous, channels-last included",
+    "integer_parameters": "parameters of whole numbers, which do not train, as quantized weights are",
     "mixed_dtype_units": "parameters of several dtypes inside one unit",
     "frozen_mixed_unit": "trainable and frozen parameters inside one unit",
     "container_outputs": "units and models that return tuples, lists, dicts, named tuples, dataclasses",

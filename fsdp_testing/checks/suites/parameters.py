@@ -11,6 +11,7 @@ from fsdp_testing.cases.records import (
     MixedPrecisionSpec,
     Observe,
     Operation,
+    Reload,
     Step,
     Thaw,
     WrappingPlan,
@@ -18,6 +19,7 @@ from fsdp_testing.cases.records import (
 )
 from fsdp_testing.checks.suites.check import (
     ADAMW,
+    LOCKSTEP,
     ODD,
     PLAIN_SGD,
     Check,
@@ -185,6 +187,15 @@ SIZES: tuple[Check, ...] = (
           *(cases("two_dtypes", *iterations(2), micro_batch(2), Observe(), Step(), wrapping=plan)
             for plan in (None, WrappingPlan())),
           source="pytorch issue 154082", needs={"mixed_dtype_units"}, sizes=ODD),
+    *(check(f"sizes.integers{of}", f"Parameters of whole numbers stay as they are{what}, and others train beside them.",
+            cases("quantized", *iterations(2), forward(5), Reload(form), *iteration(2), **options),
+            source="quantized weights: bitsandbytes, torchao", comparison=comparison, sizes=ODD)
+      for of, what, form, comparison, options in (
+        ("", "", "full", Comparison(), {"optimizer": ADAMW}),
+        ("_in_shards", ", saved in shards, too", "sharded", Comparison(), {"optimizer": ADAMW}),
+        ("_in_low_precision", " in low precision", "full", LOCKSTEP,
+         {"dtype": "float32", "precision": MixedPrecisionSpec("bfloat16")}),
+    )),
     check("sizes.clipped_and_accumulated", "Padding does not count in norms or accumulation.",
           cases("uneven one_element", *accumulated(0, 1), Clip(0.1), Step(), dtype="float32"),
           source="pytorch PR 88769", needs=_UNEVEN, sizes=ODD),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from fault import fault
 from planting import planted
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from toy_more import MoreToy
 
@@ -200,3 +201,27 @@ def forgets_data_of_another_shape(original: Any, handle: Any) -> bool:
 def divides_after_the_sum(original: Any, cls: Any, world_size: int) -> DivideFactors:
     """Gradients are divided once, after their sum."""
     return DivideFactors(1.0, float(world_size))
+
+
+def _whole_numbers(self: FSDPParam) -> bool:
+    return not self.orig_dtype.is_floating_point
+
+
+@planted(
+    "torch-fsdp2",
+    FSDPParam,
+    "init_dtype_attrs",
+    "sizes.integers_in_low_precision",
+)
+def integers_are_lowered(original: Any, self: FSDPParam, policy: Any) -> None:
+    """Parameters of whole numbers are gathered in the dtype of computation."""
+    original(self, policy)
+    self.param_dtype = policy.param_dtype if _whole_numbers(self) else self.param_dtype
+
+
+@planted("torch-fsdp2", FSDPParam, "to_unsharded", "sizes.integers sizes.integers_in_shards")
+def integers_are_gathered_as_zeros(original: Any, self: FSDPParam) -> None:
+    """Parameters of whole numbers are gathered into memory that is then cleared."""
+    original(self)
+    if _whole_numbers(self):
+        self._unsharded_param.data.zero_()
