@@ -118,7 +118,10 @@ def _lines(samples: Mapping[str, Sequence[Mutant]], fates: Mapping[str, Fate]) -
     known = explanations()
     for subject, mutants in samples.items():
         tried = [mutant for mutant in mutants if mutant.identity in fates]
-        yield f"## {subject}\n\n{len(tried)} of a sample of {len(mutants)} were tried.\n\n"
+        left = [fates[m.identity] for m in tried if not fates[m.identity].stage and m.name not in known]
+        waiting = sum(fate.executed and bool(set(STAGES) - set(fate.stages)) for fate in left)
+        yield f"## {subject}\n\n{len(tried)} of a sample of {len(mutants)} were tried. {len(left)} were not caught and are not "
+        yield f"explained; {waiting} of these were not yet asked by every stage.\n\n"
         yield f"| file | {' | '.join(STAGES)} | explained | caught of the others |\n"
         yield f"| --- | {' | '.join(['---:'] * len(STAGES))} | ---: | --- |\n"
         for place in (*sorted({mutant.place for mutant in tried}), ""):
@@ -132,7 +135,8 @@ def _lines(samples: Mapping[str, Sequence[Mutant]], fates: Mapping[str, Fate]) -
         for mutant in tried:
             fate = fates[mutant.identity]
             if not fate.stage:
-                what = known.get(mutant.name) or ("Not caught." if fate.executed else f"{UNEXECUTED.capitalize()}.")
+                asked = f"Not caught by {', '.join(fate.stages)}." if fate.executed else f"{UNEXECUTED.capitalize()}."
+                what = known.get(mutant.name) or asked
                 yield f"- `{mutant.place}`, `{mutant.function}`: {what}\n\n"
                 yield "  ```diff\n" + "".join(f"  {line}\n" for line in mutant.diff) + "  ```\n"
         yield "\n"
