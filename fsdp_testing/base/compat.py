@@ -173,7 +173,7 @@ class _CompilerComes(MetaPathFinder):
 
 
 def graphs_compiled() -> int:
-    """Return how many graphs `torch.compile` has made since it was reset; the public API does not count them."""
+    """Return how many graphs `torch.compile` has made in this process; the public API does not count them."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
     return int(counters.get("stats", {}).get("unique_graphs", 0))
 

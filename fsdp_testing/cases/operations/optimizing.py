@@ -160,10 +160,10 @@ class SetLr(Silent):
 
     def _set(self, optimizer: torch.optim.Optimizer | None) -> None:
         for group in optimizer.param_groups if optimizer is not None else ():
-            if isinstance(group["lr"], float):
-                group["lr"] = self.lr
-            else:  # a tensor, which schedules of torch fill
+            if hasattr(group["lr"], "fill_"):  # a tensor, as schedules of torch treat it
                 group["lr"].fill_(self.lr)
+            else:
+                group["lr"] = self.lr
 
 
 @dataclass(frozen=True, slots=True)

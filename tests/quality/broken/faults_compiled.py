@@ -14,7 +14,9 @@ from fsdp_ref.storage.precision import cast_floating
 SOUND, COMPOSABLE = "fsdp_ref-wrapper", "fsdp_ref-composable"
 
 
-@planted(COMPOSABLE, importlib.import_module("fsdp_ref.api.fully_shard"), "attach", "compile.units")
+@planted(
+    COMPOSABLE, importlib.import_module("fsdp_ref.api.fully_shard"), "attach", "compile.units compile.low_precision"
+)
 def forgets_compilation(original: Any, module: Any, *more: Any, **options: Any) -> Any:
     """Units run as they were before they were compiled."""
     units = original(module, *more, **options)
