@@ -139,15 +139,18 @@ _TRACE_RULES: Final = "torch._dynamo.trace_rules"
 
 
 class _CompilerComes(MetaPathFinder):
-    """Tells torch's compiler about this package when the compiler is imported, then removes itself."""
+    """Tells torch's compiler about this package when the compiler is imported. It stays: who looks finds no change in a test."""
+
+    def __init__(self) -> None:
+        self._has_come = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return None, but for the rules: their spec, whose loader adds one when it has run them."""
-        if fullname != _TRACE_RULES:
+        if fullname != _TRACE_RULES or self._has_come:
             return None
-        sys.meta_path.remove(self)
+        self._has_come = True
         # Of the other finders: another package may wait for the compiler, too.
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:

@@ -149,16 +149,17 @@ def keep_compiler_out(package: str) -> None:
 
 
 class _CompilerComes(MetaPathFinder):
-    """Tells torch's compiler about a package when the compiler is imported, then removes itself."""
+    """Tells torch's compiler about a package when the compiler is imported. It stays: a change of `sys.meta_path` is a leak."""
 
     def __init__(self, package: str) -> None:
         self._package = package
+        self._has_come = False
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """Return None, but for the rules: their spec, whose loader adds one when it has run them."""
-        if fullname != _TRACE_RULES:
+        if fullname != _TRACE_RULES or self._has_come:
             return None
-        sys.meta_path.remove(self)
+        self._has_come = True
         # Of the other finders: another package may wait for the compiler, too.
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
