@@ -139,7 +139,10 @@ _TRACE_RULES: Final = "torch._dynamo.trace_rules"
 
 
 class _CompilerComes(MetaPathFinder):
-    """Tells torch's compiler about this package when the compiler is imported. It stays: who looks finds no change in a test."""
+    """Tells torch's compiler about this package when the compiler is imported.
+
+    It stays in ``sys.meta_path`` afterwards: a test in which the compiler is imported must not seem to change the list.
+    """
 
     def __init__(self) -> None:
         self._has_come = False

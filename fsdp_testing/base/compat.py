@@ -149,7 +149,10 @@ def keep_compiler_out(package: str) -> None:
 
 
 class _CompilerComes(MetaPathFinder):
-    """Tells torch's compiler about a package when the compiler is imported. It stays: a change of `sys.meta_path` is a leak."""
+    """Tells torch's compiler about a package when the compiler is imported; as in `fsdp_ref.compat`, which knows nothing of us.
+
+    It stays in `sys.meta_path` afterwards: a change of the list is reported as a leak of the test that runs then.
+    """
 
     def __init__(self, package: str) -> None:
         self._package = package

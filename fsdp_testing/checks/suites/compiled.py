@@ -71,7 +71,7 @@ def _compiled(which: str) -> RunMode:
     return RunMode(rank_jobs.run_as, (CompiledProgram, {"units": which == "units"}), review=review_remarks)
 
 
-_SCHEDULE = (*iteration(0), *accumulated(1, 2), Observe(), forward(5), *iteration(3), Reload(), *iteration(4))
+_SCHEDULE = (*iteration(0), *accumulated(1, 2), Observe(), forward(5), *iterations(2, first=3))
 # Each unit is of a user's class: the compiler makes no graph of a layer of torch by itself.
 compiled = partial(
     check, source="torch.nn.Module.compile; torchtitan compiles each block, then shards it", needs={"compiled"}
@@ -80,6 +80,9 @@ compiled = partial(
 CHECKS: tuple[Check, ...] = (
     compiled("compile.units", "Units that are compiled before they are wrapped train as in one process.",
              cases("deep_nest gpt", *_SCHEDULE, optimizer=ADAMW), mode=_compiled("units")),
+    compiled("compile.reloaded", "Compiled units are saved and loaded into others, which train on.",
+             cases("deep_nest", *iteration(0), Reload(), *iteration(1), optimizer=ADAMW), mode=_compiled("units"),
+             strategies=("full_shard", "no_shard")),
     compiled("compile.low_precision", "Units that are compiled cast as others do.",
              cases("gpt", *iterations(2), dtype="float32", precision=MixedPrecisionSpec("bfloat16", "float32")),
              mode=_compiled("units"), comparison=LOCKSTEP, strategies=("full_shard", "shard_grad_op")),

@@ -86,11 +86,11 @@ class _Namespace:
                 return self._content
             self._values = values
         named = list(self._names.items())
-        self._content = {name: v if self._all or _counts(name, v) else None for name, v in named}
+        self._content = {name: v if self._all or _is_watched(name, v) else None for name, v in named}
         return self._content
 
 
-def _counts(name: str, value: Any) -> bool:
+def _is_watched(name: str, value: Any) -> bool:
     return issubclass(type(value), _CALLABLE) and not name.startswith(_COMPILED)
 
 

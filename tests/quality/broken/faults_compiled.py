@@ -12,11 +12,10 @@ from fsdp_ref.runtime import forward
 from fsdp_ref.storage.precision import cast_floating
 
 SOUND, COMPOSABLE = "fsdp_ref-wrapper", "fsdp_ref-composable"
+_FULLY_SHARD = importlib.import_module("fsdp_ref.api.fully_shard")  # its package has a function of this name
 
 
-@planted(
-    COMPOSABLE, importlib.import_module("fsdp_ref.api.fully_shard"), "attach", "compile.units compile.low_precision"
-)
+@planted(COMPOSABLE, _FULLY_SHARD, "attach", "compile.units compile.low_precision compile.reloaded")
 def forgets_compilation(original: Any, module: Any, *more: Any, **options: Any) -> Any:
     """Units run as they were before they were compiled."""
     units = original(module, *more, **options)
