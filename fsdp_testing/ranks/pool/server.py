@@ -268,8 +268,8 @@ class ForkServer:
 
     @property
     def alive(self) -> bool:
-        """True while the process runs and answers as expected."""
-        return not self._broken and self._process.poll() is None
+        """True while the process runs and answers as expected; one that ended while importing, until `fork` has said so."""
+        return not self._broken and (not self._ready or self._process.poll() is None)
 
     def close(self) -> None:
         """End the fork server, which kills every remaining rank."""

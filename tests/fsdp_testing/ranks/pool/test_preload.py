@@ -185,3 +185,15 @@ def test_a_preloaded_module_with_threads_is_an_error_that_says_so(stubs: Path) -
     with pytest.raises(PoolBroken, match="expected one thread after the preload, got 2"):
         pool.world(1)
     pool.close()
+
+
+def test_a_fork_server_that_crashed_before_its_first_use_is_reported_and_not_begun_again(stubs: Path) -> None:
+    from fsdp_testing.errors import PoolBroken
+
+    (stubs / "crashes.py").write_text("import os\nopen(__file__ + '.begun', 'a').write('x')\nos._exit(3)\n")
+    pool = Pool(preload_modules=("crashes",))
+    os.waitid(os.P_PID, pool.server().pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(PoolBroken, match=r"it ended while importing \(process ended with 3\)"):
+        pool.world(1)
+    assert (stubs / "crashes.py.begun").read_text() == "x"
+    pool.close()
