@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+import math
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -127,6 +128,18 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return part if part.layout is torch.strided else part.to_dense()
 
 
+class Row(str):  # noqa: SLOT000 - pickle copies attributes that stand in a dictionary
+    """Digest of the bits of a row, and what is near in rows that differ by roundings.
+
+    Attributes:
+        others: Digest of whatever in it is no real number.
+        sums: Over its real numbers: with fixed weights between -1 and 1, and their norm.
+    """
+
+    others: str
+    sums: tuple[float, float]
+
+
 def row_digests(tree: Any) -> tuple[str, ...]:
     """Return a digest of each row: of the first tensor with rows, and of all others with as many."""
     tensors = [local_part(tensor).cpu() for tensor in tensors_in(tree) if tensor.ndim]
@@ -134,10 +147,53 @@ def row_digests(tree: Any) -> tuple[str, ...]:
     if not rows:
         return ()
     raw = [tensor.reshape(len(tensor), -1).view(torch.uint8) if tensor.numel() else tensor for tensor in rows]
-    return tuple(
-        hashlib.blake2b(b"".join(part[row].numpy().tobytes() for part in raw), digest_size=8).hexdigest()
-        for row in range(min(len(raw[0]), _MOST_ROWS))
-    )
+    others = [part for part, tensor in zip(raw, rows) if not tensor.is_floating_point()]
+    sums = _sums([tensor for tensor in rows if tensor.is_floating_point() and tensor.numel()], len(rows[0]))
+    digests = []
+    for place in range(min(len(raw[0]), _MOST_ROWS)):
+        row = Row(_digest(raw, place))
+        row.others, row.sums = _digest(others, place), sums[place]
+        digests.append(row)
+    return tuple(digests)
+
+
+_NEAR = 1e-4
+"""Roundings of some steps move float32 numbers by less, as a part of their norm; what draws random numbers moves them by more."""
+_MOST_NEAR = 4096
+"""Rows that are compared by their sums: each is compared with each."""
+
+
+def _digest(parts: Sequence[torch.Tensor], row: int) -> str:
+    return hashlib.blake2b(b"".join(part[row].numpy().tobytes() for part in parts), digest_size=8).hexdigest()
+
+
+def _sums(tensors: Sequence[torch.Tensor], rows: int) -> list[tuple[float, float]]:
+    sums = torch.zeros(rows, 2, dtype=torch.float64)
+    for tensor in tensors:
+        flat = tensor.reshape(rows, -1).double()
+        sums[:, 0] += flat @ torch.arange(1.0, flat.shape[1] + 1, dtype=torch.float64).cos()
+        sums[:, 1] += flat.square().sum(1)
+    return [(weighted, norm) for weighted, norm in zip(sums[:, 0].tolist(), sums[:, 1].sqrt().tolist())]
+
+
+def near(one: Counter[str], other: Counter[str]) -> bool:
+    """Whether rows are equal but for roundings, as rows that are computed from a model's output are."""
+    left, right = [*(one - other).elements()], [*(other - one).elements()]
+    if len(left) != len(right) or len(left) > _MOST_NEAR:
+        return False
+    for row in left:
+        match = next((place for place, candidate in enumerate(right) if _is_near(row, candidate)), None)
+        if match is None:
+            return False
+        del right[match]
+    return True
+
+
+def _is_near(one: str, two: str) -> bool:
+    if not (isinstance(one, Row) and isinstance(two, Row)) or one.others != two.others:
+        return False
+    bound = _NEAR * max(one.sums[1], two.sums[1])
+    return math.isfinite(bound) and all(abs(a - b) <= bound for a, b in zip(one.sums, two.sums))
 
 
 def holds_a_loss(output: Any) -> bool:

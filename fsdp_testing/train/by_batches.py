@@ -1,17 +1,22 @@
-"""Judges a script on batches made from the rows of all ranks, and recognises differences due to padding or a collator alone."""
+"""Judges a script on batches made from the rows of all ranks.
+
+Differences that are due to padding, to a collator, to other rows or to more micro-batches alone are no verdict on the ranks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
+from fsdp_testing.train.batches import near
 from fsdp_testing.train.comparison import Difference
 from fsdp_testing.train.deciding import Compared, decide
-from fsdp_testing.train.feed import Source
+from fsdp_testing.train.feed import Feed, Source
 from fsdp_testing.train.loaders import of_training
 from fsdp_testing.train.on_rank import RunSettings
-from fsdp_testing.train.pair import Pair
+from fsdp_testing.train.pair import NEAR, Pair
 from fsdp_testing.train.parts import with_parts_in_place
 from fsdp_testing.train.quantities import LOSS
 from fsdp_testing.train.running import Failed, Undecided
@@ -116,3 +121,78 @@ def same_moments(one: WholeRun, run: WholeRun, *, counts: bool = True) -> bool:
 def same_count(one: WholeRun, run: WholeRun, step: int) -> bool:
     """Whether both take as many rows at a step."""
     return one.union(step).total() == run.union(step).total()
+
+
+def same_data(one: WholeRun, run: WholeRun) -> bool:
+    """Whether both see the same rows at each step; an earlier end is a separate difference."""
+    return _same_steps(one, run) == min(one.steps, run.steps)
+
+
+def _same_steps(one: WholeRun, run: WholeRun) -> int:
+    """Return for how many steps both see the same rows, but for roundings of rows that are made of a model's output."""
+    steps = min(one.steps, run.steps)
+    return next((step for step in range(steps) if not near(one.union(step), run.union(step))), steps)
+
+
+class RowsApart(Undecided):
+    """One process was given the rows of all ranks, and its forwards get others from some step on.
+
+    Attributes:
+        fed: The process that gets the same rows for longest, and what it was given.
+        steps: So many steps have the same rows.
+    """
+
+    def __init__(self, tried: Sequence[tuple[WholeRun, Feed]], run: WholeRun) -> None:
+        self.fed = max(tried, key=lambda pair: _same_steps(pair[0], run))
+        self.steps = _same_steps(self.fed[0], run)
+        here, there = (world.union(self.steps).total() for world in (self.fed[0], run))
+        if here != there:
+            how = f"it trains on {here} rows where the ranks train on {there}: the script takes a fixed number of a batch's rows"
+            advice = "Divide a batch by its length (`x.chunk(4)`), or mark the line"
+        else:
+            how = (
+                "it trains on other rows: random numbers that are drawn between that point and forward (an augmentation in the "
+                "loop) cannot be replayed"
+            )
+            advice = "Mark the line"
+        super().__init__(
+            f"one process was given the rows of all ranks ({', then '.join(str(feed) for _, feed in tried)}), but at step "
+            f"{self.steps} {how}. {advice} where the script has its batch ready: `x, y = fsdp_testing.batch(x, y)`. A model that "
+            "gets another model's output must get it unchanged: move changes of the output into a forward."
+        )
+
+
+def accounted(pair: Pair, why: Failed, apart: RowsApart | None) -> Failed | Undecided:
+    """Return what a difference from one process means: nothing from the step on at which it has other rows.
+
+    Args:
+        pair: Both worlds.
+        why: How they differ.
+        apart: Since when one process has other rows; None if it has the same.
+    """
+    if why.subject:
+        return why
+    if pair.more_passes and pair.feed.scale == 1.0:
+        return _of_micro_batches(pair, why)
+    before = why.first is not None and why.first.steps > 1 and apart is not None and why.first.step < apart.steps
+    return why if apart is None or before else apart
+
+
+def _of_micro_batches(pair: Pair, why: Failed) -> Failed | Undecided:
+    ratio = pair.loss_ratio
+    if ratio is None:
+        return why
+    if abs(ratio - 1) > NEAR and pair.times_as_many_passes:
+        return Failed(
+            f"differs from one process: each rank's losses at step 0 are {ratio:.4g} times those of one process that is given "
+            "its rows. Cause: the script multiplies them by a number that depends on the number of ranks. DDP and FSDP take "
+            "the mean over ranks already.",
+            why.table,
+            first=why.first,
+        )
+    here, there = pair.more_passes or (0, 0)
+    return Undecided(
+        f"one process was given the rows of all ranks ({pair.feed}), from which the script makes {here} backward passes where a "
+        f"rank makes {there} and divides by {there}. Mark the line where it has a micro-batch ready: "
+        "`x, y = fsdp_testing.batch(x, y)`."
+    )

@@ -15,7 +15,7 @@ import torch
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.train import causes
-from fsdp_testing.train.by_batches import decided_by_batches, same_moments
+from fsdp_testing.train.by_batches import RowsApart, accounted, decided_by_batches, same_data, same_moments
 from fsdp_testing.train.comparable import only
 from fsdp_testing.train.comparison import Difference, first_difference
 from fsdp_testing.train.conventions import BATCH_NORM, CONVENTIONS, LOSS, SCHEDULER, to_follow
@@ -180,41 +180,55 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
     wrong = strange_shares(alone, taken)
     if wrong:
         raise Failed(wrong)
-    pair, how = _pair(runner, alone, run, taken)
+    pair, how, apart = _pair(runner, alone, run, taken)
     accept = runner.start.accept
     pair = pair.as_ranks(to_follow(accept)) if to_follow(accept) else pair
     how += ", which runs the rows of each rank separately and averages" if {LOSS, BATCH_NORM} & {*accept} else ""
-    pair, start = _with_same_start(pair)
-    check_disagreements(pair)
-    compared = decided_by_batches(pair)
+    try:
+        pair, start = _with_same_start(pair)
+        pair = pair.with_scaled_losses()
+        check_disagreements(pair)
+        compared = decided_by_batches(pair)
+    except Failed as why:
+        raise accounted(pair, why, apart) from why.__cause__
+    if apart is not None:
+        raise apart
     if odd := taken_elsewhere(alone, taken) or prepared_apart(alone, taken):
         raise Undecided(f"trains as {pair.other} does, but {odd}")
+    if pair.feed.scale != 1.0 and pair.more_passes:
+        here, there = pair.more_passes
+        start += (
+            f". It makes {here} backward passes where a rank makes {there} and divides by {there}, so each of its losses was "
+            f"divided by {run.size} more"
+        )
     lines = compared.lines + unknown_shares(alone, taken) + not_stepped(run) + not_compared(run, accept)
     sentence = f"{run.steps} steps match those of one process {how}{start}"
     return Judgement(size, Verdict.PASS, sentence, lines, compared.unknown, steps=run.steps)
 
 
-def _pair(runner: Runner, alone: WholeRun, run: WholeRun, taken: WholeRun) -> tuple[Pair, str]:
-    """Return the world beside one process that sees its rows, and how that process gets them."""
+def _pair(runner: Runner, alone: WholeRun, run: WholeRun, taken: WholeRun) -> tuple[Pair, str, RowsApart | None]:
+    """Return the world beside one process that sees its rows, how that process gets them, and why not to the end."""
     try:
         reference, feed = _reference(runner, alone, taken)
-    except Undecided:
+    except Undecided as why:
         # Whatever the arguments of forward: equal gradients at each step prove equal data.
         pair = Pair(runner, alone, run, Feed())
-        if not computes_the_same(pair):
-            # All ranks began alike, so their present values of the same parameters can be compared without another world.
-            check_disagreements(Pair(runner, run, run), (Kind.PARAMETER,))
-            raise
-        return pair, "with different arguments of forward: ranks share the work on each row"
-    if feed.source is None and not _same_data(alone, taken):
-        return Pair(runner, alone, run, feed), "with the same rows on each rank, of which forward receives parts"
+        if computes_the_same(pair):
+            return pair, "with different arguments of forward: ranks share the work on each row", None
+        # All ranks began alike, so their present values of the same parameters can be compared without another world.
+        check_disagreements(Pair(runner, run, run), (Kind.PARAMETER,))
+        if isinstance(why, RowsApart) and why.steps:
+            return Pair(runner, why.fed[0], run, why.fed[1]), f"for {why.steps} steps", why
+        raise
+    if feed.source is None and not same_data(alone, taken):
+        return Pair(runner, alone, run, feed), "with the same rows on each rank, of which forward receives parts", None
     if feed.source is not None:
         how = f"given the rows of all ranks ({feed})"
     else:
         how = "with the same rows at each step"
     if taken.size < run.size:
         how += f", on which {run.size // taken.size} ranks work together"
-    return Pair(runner, reference, run, feed), how
+    return Pair(runner, reference, run, feed), how, None
 
 
 def _check_replicas(run: WholeRun) -> None:
@@ -271,27 +285,22 @@ def _reference(runner: Runner, alone: WholeRun, run: WholeRun) -> tuple[WholeRun
     """Return one process that sees the rows of all ranks, step by step, and the feed that it needed."""
     if not any(any(ranks) for ranks in run.rows):
         raise Undecided("the model's forward receives no tensor with rows, so its data is unknown.")
-    if _same_data(alone, run) or same_source(alone, run):
+    if same_data(alone, run) or same_source(alone, run):
         return alone, Feed()
     feeds = feeds_of([rank.taken for rank in run.ranks], alone.forwards(), run.forwards())
-    tried = []
+    tried: list[tuple[WholeRun, Feed]] = []
     for feed in feeds:
         fed = runner.run(1, RunSettings(feed=feed))
-        if _same_data(fed, run) or ((feed.pads or feed.blind) and same_moments(fed, run, counts=not feed.blind)):
+        if same_data(fed, run) or ((feed.pads or feed.blind) and same_moments(fed, run, counts=not feed.blind)):
             check_numbers(runner, fed)
             return fed, feed
-        tried.append(f"{feed.source}")
+        tried.append((fed, feed))
     if not tried:
         raise Undecided(
             "each rank takes its own rows, and neither a DataLoader nor the arguments of forward determine the loss. "
             "Mark the line where the script takes its batch: `x, y = fsdp_testing.batch(x, y)`."
         )
-    raise Undecided(
-        f"one process was given the rows of all ranks ({', then '.join(tried)}), but trained on different rows or in "
-        f"different steps: random numbers that are drawn between that point and forward (an augmentation in the "
-        f"loop) cannot be replayed. Mark the line where the script has its batch ready: `x, y = fsdp_testing.batch(x, y)`. A "
-        "model that gets another model's output must get it unchanged: move changes of the output into a forward."
-    )
+    raise RowsApart(tried, run)
 
 
 def same_source(alone: WholeRun, run: WholeRun) -> bool:
@@ -299,12 +308,6 @@ def same_source(alone: WholeRun, run: WholeRun) -> bool:
     sources = [rank.taken.rows for rank in (*alone.ranks, *run.ranks)]
     known = min(map(len, sources))
     return known > 0 and all(rows[:known] == sources[0][:known] for rows in sources)
-
-
-def _same_data(one: WholeRun, run: WholeRun) -> bool:
-    """Whether both see the same rows at each step; an earlier end is a separate difference."""
-    steps = min(one.steps, run.steps)
-    return all(one.union(step) == run.union(step) for step in range(steps))
 
 
 def _check_shapes(alone: WholeRun, run: WholeRun) -> None:

@@ -116,6 +116,12 @@ def control(run: WholeRun, *, measures: bool = False) -> Control:
     return Control(line=f"compared with what autograd gave in backward: the stepped gradient is {told}")
 
 
+def is_mean_of_passes(run: WholeRun) -> bool:
+    """Whether the stepped gradient is the mean of a step's backward passes, as of a script that divides gradients itself."""
+    factors = [(_wrong(step, run.size, None)[1], step.passes) for step in _steps(run)]
+    return bool(factors) and all(factor is not None and abs(factor * passes - 1) < _SAME for factor, passes in factors)
+
+
 _NO_SUM = "not compared with what backward gave: gradients are changed by hand, and are not a simple sum of it"
 _NOT_SEEN = "not compared with what backward gave: no module was seen to use its own parameters as attributes"
 

@@ -113,7 +113,12 @@ def _decide(pair: Pair) -> Compared:
         remarks.append(f"not decided: {', '.join(vanished[:3])}: its gradient is zero but for roundings")
     # A line that logs the loss of the last micro-batch takes that of other rows where there are more.
     other_passes = pair.varied is not None and pair.passes_differ
-    remarks += [] if other_passes else _judge_logged(pair, chosen)
+    if pair.feed.scale != 1.0:
+        remarks.append(
+            "not compared: numbers that the script takes out of tensors: one process adds up more micro-batches"
+        )
+    elif not other_passes:
+        remarks += _judge_logged(pair, chosen)
     remarks += _generators(pair)
     remarks += [control(run, measures=MEASURED in start.accept).line, *idle_lines(run)]
     named = [*names, *({LOSS} & {*run.quantities})]

@@ -45,6 +45,7 @@ class StepEvidence:
         roundoff: Unit roundoff of the narrowest dtype that gradients, parameters or inputs have, or autocast computes in.
         computed: Unit roundoff of the narrowest dtype that forward and backward compute in; 0 for a run that is not disturbed.
         agreed: Whether all ranks are given the same gradients of what they share, so that none of them lacks a reduction.
+        divided: Whether each loss is divided by the number of backward passes; only where the data is kept.
     """
 
     reduced: tuple[bool, ...] = ()
@@ -58,6 +59,7 @@ class StepEvidence:
     roundoff: float = 0.0
     computed: float = 0.0
     agreed: bool = False
+    divided: bool = False
 
     @property
     def backwards(self) -> int:
@@ -73,6 +75,7 @@ class Clues:
         self._local = 0
         self._roundoff = self._computed = 0.0
         self._reduced: list[int] = []
+        self._factors: list[tuple[float, ...]] = []
         self._gathered = False
 
     def see_collective(self, _group: GroupIdentity, call: Call, _site: str) -> None:
@@ -83,8 +86,10 @@ class Clues:
         # Floating numbers: DDP gathers shapes when it is made.
         self._gathered |= "gather" in str(name) and "float" in str(dtype)
 
-    def see_backward(self) -> None:
+    def see_backward(self, factors: tuple[float, ...] = ()) -> None:
+        """Note a backward pass, and the constants that its loss was multiplied with last."""
         self._reduced.append(0)
+        self._factors.append(factors)
 
     def see_results(self, results: Sequence[torch.Tensor]) -> None:
         """Note the results of an operation of a forward or a backward."""
@@ -114,7 +119,7 @@ class Clues:
             gradients = [local_part(p.grad) for p in listed if p.grad is not None]
         except Exception:  # noqa: BLE001 - a tensor of an unknown kind must not end a training that is only watched
             return StepEvidence()
-        due = max(sum(gradient.numel() for gradient in gradients), 1)
+        due, passes = max(sum(gradient.numel() for gradient in gradients), 1), len(self._factors)
         return StepEvidence(
             reduced=tuple(count >= due for count in self._reduced),
             local=self._local,
@@ -125,6 +130,7 @@ class Clues:
             gradient_norm=float(sum(float(g.double().square().sum()) for g in gradients) ** 0.5),
             gathered=self._gathered,
             computed=self._computed,
+            divided=all(any(abs(one * passes - 1) < CLOSE for one in factors) for factors in self._factors),
             roundoff=max([self._roundoff, *(roundoff(tensor.dtype) for tensor in [*parameters, *gradients])]),
         )
 
@@ -304,7 +310,7 @@ def _exactly(seen: Steps) -> str:
 def _accumulation(before: Steps, after: Steps, step: int) -> str:
     """Return the cause if the gradient grows with the number of backward passes."""
     counts = before[0].backwards, after[0].backwards
-    if counts[0] == counts[1] or not all(counts) or not _norm(before):
+    if counts[0] == counts[1] or not all(counts) or not _norm(before) or after[0].divided:
         return ""
     ratio, wanted = _norm(after) / _norm(before), counts[1] / counts[0]
     if abs(ratio - wanted) > _close(before) * wanted:

@@ -104,6 +104,7 @@ class Feed:
         loose: Whether numbers beside the rows, as their count, are those of rank 0.
         blind: Whether forward's rows are not along the first dimension, so that their digests tell nothing.
         rank: The rank whose rows are taken from items made of all ranks' rows; -1 takes all.
+        scale: Factor of each loss that is handed to backward.
     """
 
     source: Source | None = None
@@ -116,11 +117,12 @@ class Feed:
     ranks: AsRanks | None = None
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     rank: int = -1
+    scale: float = 1.0
 
     @property
     def is_plain(self) -> bool:
         """Whether a process keeps everything of its own."""
-        return self.source is None and self.ranks is None and not self.weights
+        return self.source is None and self.ranks is None and not self.weights and self.scale == 1.0
 
     def __str__(self) -> str:
         return f"{self.source}{', padded together by its collate_fn' if self.pads else ''}"

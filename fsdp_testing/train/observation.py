@@ -69,7 +69,7 @@ class Observer:
         self.calls: list[Call] = []
         self._after_step, self._before_forward, self._about_to_step = after_step, before_forward, before_step
         self._forward = forward
-        self._depth, self._in_closure, self.keep_calls = 0, False, False
+        self._depth, self._in_closure, self.keep_calls, self.loss_scale = 0, False, False, 1.0
         self.on_training: Callable[[], object] = lambda: None
         """Called before each backward pass and each step."""
         self._running: nn.Module | None = None
@@ -191,10 +191,13 @@ class Observer:
             self._meet(self._running)
             self._close()
             self.on_training()
-            self._clues.see_backward()
+            self._clues.see_backward(_factors(roots[0]) if self.keep_calls else ())
             self._clips.begin_pass()
             self.reader.watch_outside([*self._made_rates] if not self.steps else ())
             self._collector.begin_pass()
+            if self.loss_scale != 1.0:
+                with torch.enable_grad():
+                    tensors = roots = [root * self.loss_scale for root in roots]
             original(tensors, *args, **kwargs)
             self._passes += 1
             # A tensor that is given a gradient is no loss: a pipeline stage gets it from the next one.
@@ -357,3 +360,17 @@ class Observer:
         if last.strange:
             after |= named(Kind.PARAMETER, reader.in_models(whole=True))
         self.steps[-1] = replace(last, after=after)
+
+
+def _factors(loss: torch.Tensor) -> tuple[float, ...]:
+    """Return the constants that a loss was multiplied with last, as 1/4 for `loss / 4`."""
+    factors: list[float] = []
+    node = loss.grad_fn
+    while node is not None and node.name() in ("DivBackward0", "MulBackward0"):
+        constant = getattr(node, "_saved_other", None)
+        if not (isinstance(constant, torch.Tensor) and constant.numel() == 1) or node.next_functions[1][0] is not None:
+            break
+        number = float(constant)
+        factors.append(number if node.name() == "MulBackward0" else 1 / number if number else 0.0)
+        node = node.next_functions[0][0]
+    return tuple(factors)

@@ -230,7 +230,7 @@ def _observer(job: Job, run: RunSettings, feeder: Feeder, follower: Follower) ->
         return follower.forward(model, call, given, place)
 
     observer = Observer(stop, feeder.forward, stop_before, forward, job.reader())
-    observer.keep_calls = run.keep_data
+    observer.keep_calls, observer.loss_scale = run.keep_data, run.feed.scale
     if run.marks:
         observer.on_training = mark_of(run, current_world().rank).touch
     return observer

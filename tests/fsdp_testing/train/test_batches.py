@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+import pytest
 import torch
 from torch import nn
 
-from fsdp_testing.train.batches import Computed, row_digests
+from fsdp_testing.train.batches import Computed, near, row_digests
 
 ROWS, NOISE = torch.arange(12.0).reshape(4, 3), torch.arange(8.0).reshape(4, 2)
 
@@ -63,3 +66,23 @@ def test_what_is_made_of_the_output_of_a_forward_is_no_data_and_what_is_made_of_
     assert computed.row_digests([features.tanh() * 2]) == ()
     assert computed.row_digests([features.tanh(), ROWS]) == row_digests([ROWS])
     assert computed.row_digests([ROWS + shift]) == row_digests([ROWS])
+
+
+LABELS = torch.arange(4)
+
+
+@pytest.mark.parametrize(
+    ("other", "is_near"),
+    [
+        ([ROWS * (1 + 1e-6), LABELS], True),
+        ([ROWS.flip(0), LABELS.flip(0)], True),
+        ([ROWS * (1 + 1e-2), LABELS], False),
+        ([ROWS + torch.tensor([1e-6, 0.0, 1e-1]), LABELS], False),
+        ([ROWS * (1 + 1e-6), LABELS + 1], False),
+        ([ROWS[:3], LABELS[:3]], False),
+        ([ROWS * torch.nan, LABELS], False),
+        ([ROWS.bool(), LABELS], False),
+    ],
+)
+def test_rows_that_differ_by_roundings_are_near_and_others_are_not(other, is_near):
+    assert near(Counter(row_digests([ROWS, LABELS])), Counter(row_digests(other))) is is_near

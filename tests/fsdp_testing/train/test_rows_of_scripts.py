@@ -69,7 +69,7 @@ def test_wrong_twins_fail(arguments, steps, says):
     [
         (
             ("in the loop",),
-            r"\(the items of its DataLoader\), but trained on different rows .* in the loop\) cannot be replayed. Mark",
+            r"\(the items of its DataLoader\), but at step 0 it trains on other rows.* in the loop\) cannot be replayed. Mark",
         ),
         (("transposed", "--marked"), "the marked line has its rows along another dimension .* transpose after it"),
         (
@@ -89,3 +89,17 @@ def test_what_cannot_be_replayed_or_depends_on_padding_is_unknown(arguments, say
     report = judge("--rows", *arguments, steps=3)
     assert report.verdict is Verdict.UNKNOWN, str(report)
     assert re.search(says, str(report)), str(report)
+
+
+GAME = str(Path(__file__).parent / "with_games.py")
+
+
+def test_rows_that_depend_on_weights_differ_by_roundings():
+    report = examine(Launch(GAME, steps=6, isolation="warm"), (3,))
+    assert report.verdict is Verdict.PASS, str(report)
+
+
+def test_a_difference_before_rows_differ_fails():
+    report = examine(Launch(GAME, ("summed",), steps=6, isolation="warm"), (2,))
+    assert report.verdict is Verdict.FAIL, str(report)
+    assert "gradients are summed over ranks, not averaged. At step 1" in str(report)

@@ -1,0 +1,45 @@
+"""DDP on batches that the script itself cuts into micro-batches of a fixed number of rows."""
+
+import argparse
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+arguments = argparse.ArgumentParser()
+arguments.add_argument("--divide", default="loss", choices=("loss", "length", "gradients", "never"))
+arguments.add_argument("--batch", type=int, default=4)
+arguments.add_argument("--slices", action="store_true", help="takes two micro-batches, however many rows there are")
+arguments.add_argument("--mistake", default="none", choices=("none", "world size", "no_sync"))
+options = arguments.parse_args()
+PASSES, ROWS = 2, 2
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(48, 5), torch.randn(48, 1))
+model = DistributedDataParallel(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+loader = DataLoader(data, batch_size=options.batch, sampler=DistributedSampler(data))
+logged = []
+for inputs, targets in loader:
+    total = 0.0
+    for number, start in enumerate(range(0, ROWS * PASSES if options.slices else len(inputs), ROWS), 1):
+        rows = slice(start, start + ROWS)
+        early = number >= PASSES if options.mistake == "no_sync" else number % PASSES
+        with model.no_sync() if early else nullcontext():
+            loss = nn.functional.mse_loss(model(inputs[rows]), targets[rows])
+            loss = loss / {"loss": PASSES, "length": len(inputs) / ROWS}.get(options.divide, 1)
+            (loss / dist.get_world_size() if options.mistake == "world size" else loss).backward()
+        total += loss.item()
+    if options.divide == "gradients":
+        for parameter in model.parameters():
+            parameter.grad /= PASSES
+    optimizer.step()
+    optimizer.zero_grad()
+    total = torch.tensor(total)
+    dist.all_reduce(total)
+    logged.append(total.item() / dist.get_world_size())
+dist.destroy_process_group()
