@@ -316,7 +316,10 @@ def _of_all(sums: Contributions, factor: Fraction, size: int) -> str:
     if busy < size and factor == Fraction(size, busy):
         ranks = "the 1 rank that contributes" if busy == 1 else f"the {busy} ranks that contribute"
         return f"is {often}, as if divided by {ranks} instead of all {size}"
-    return f"is {often}, as if the sum over ranks were divided by {size / factor} instead of {size}"
+    divisor = size / factor
+    return f"is {often}" + (
+        f", as if the sum over ranks were divided by {divisor} instead of {size}" * (divisor.denominator == 1)
+    )
 
 
 def _times(factor: Fraction) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 
@@ -19,6 +20,8 @@ from fsdp_testing.train.whole import Disagreement, WholeRun, first_steps, initia
 
 _SAME = 1e-5
 """Relative; multiples that are nearer are one."""
+_SIMPLE = 12
+"""Denominators of numbers of ranks and micro-batches."""
 UNEVEN = 1e-3
 """Weights of ranks that differ by less, or gradients of ranks that are so nearly multiples of one another, say nothing."""
 _OWN = (
@@ -145,18 +148,34 @@ def of_own_counts(reference: WholeRun, run: WholeRun, step: int) -> str:
         return ""
     terms = [torch.cat([rank[name].double().reshape(-1) for name in names]) for rank in ranks]
     bound = floor(ranks[0][names[0]].dtype, CLEAR_ROUNDINGS) * max(float(term.abs().max()) for term in terms)
-    weights = weights_of(wanted, terms, bound)
+    busy = [rank for rank, term in enumerate(terms) if bool(term.any())]
+    weights = weights_of(wanted, [terms[rank] for rank in busy], bound)
     if weights is None or terms[0].shape != given.shape:
         return ""
     plain = bool(((torch.stack(terms).mean(0) - given).abs() <= bound).all())
     uneven = max(abs(weight - 1 / run.size) for weight in weights) > UNEVEN
-    if not (plain and uneven and min(weights) > 0 and abs(sum(weights) - 1) < UNEVEN):
+    if not (plain and uneven and min(weights) > 0 and _are_shares(weights, run.size)):
         return ""
+    rows = torch.tensor([float(len(rank)) for rank in run.rows[step]], dtype=torch.float64)
+    if len(busy) == run.size and torch.allclose(
+        rows / rows.sum(), torch.tensor(weights, dtype=torch.float64), atol=UNEVEN
+    ):
+        return ""  # an uneven batch: each counts by its rows
+    idle = "" if len(busy) == run.size else f" of rank(s) {', '.join(map(str, busy))}, the only ones that are not zero,"
     return (
         f"Cause: the loss is divided by the rank's own count (of tokens, of weights). At step {step} one process weights the "
-        f"ranks' gradients by {', '.join(str(round(weight, 4)) for weight in weights)}, and the ranks take their plain mean. "
-        "Divide by the count of all ranks, times the number of ranks where gradients are averaged."
+        f"ranks' gradients{idle} by {', '.join(str(round(weight, 4)) for weight in weights)}, and the ranks take their plain "
+        "mean. Divide by the count of all ranks, times the number of ranks where gradients are averaged."
     )
+
+
+def _are_shares(weights: Sequence[float], size: int) -> bool:
+    """Whether weights of some ranks are shares of a whole, of which ranks with a gradient of zero have the rest."""
+    if len(weights) == size:
+        return abs(sum(weights) - 1) < UNEVEN
+    # The weight of one rank alone is a share by its look only: another divisor makes it a simple fraction.
+    simple = len(weights) == 1 and abs(Fraction(weights[0]).limit_denominator(_SIMPLE) - weights[0]) < UNEVEN**2
+    return sum(weights) < 1 - UNEVEN and not simple
 
 
 def _whole_gradient(run: WholeRun, names: Sequence[str], step: int) -> torch.Tensor | None:

@@ -85,6 +85,7 @@ def sentence(found: Contributions) -> str:
             dict.fromkeys(SOUND, 2 / 3),
             "is 2/3 of the right values, as if the sum over ranks were divided by 3 instead of 2",
         ),
+        (dict.fromkeys(SOUND, 5 / 4), "is 5/4 times the right values"),
         ({}, "lacks every term"),
         (
             {**SOUND, (2, 1): 0.0, (3, 0): 2.0},

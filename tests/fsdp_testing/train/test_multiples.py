@@ -36,6 +36,11 @@ SCRIPT = str(Path(__file__).parent / "with_multiples.py")
             r"Cause: ranks scale their losses: rank 0 by 1, rank 1 by 2, expected 1, 1",
         ),
         ("rank 1 lost", r"Cause: ranks scale their losses: rank 0 by 1, rank 1 by (-?0|.*e-\d+), expected 1, 1"),
+        ("own count", r"divided by the rank's own count .*weights the ranks' gradients by 0.5\d+, 0.4\d+, and"),
+        (
+            "own count beside zeros",
+            r"divided by the rank's own count .* of rank\(s\) 0, the only ones that are not zero, by",
+        ),
         ("own norm", r"each rank's own statistic, by design or by mistake.*outside of the model's forward"),
         # By the count of all ranks, as is right, beside a statistic of its own: the weights are no cause.
         ("own norm by count", r"each rank's own statistic, by design or by mistake.*outside of the model's forward"),

@@ -31,14 +31,14 @@ def main(mistake: str) -> None:
     torch.manual_seed(0)
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = torch.randn(24, 4, dtype=torch.float64)
-    data = TensorDataset(rows, rows.sum(1, keepdim=True).sin())
+    data = TensorDataset(rows, rows.sum(1, keepdim=True).sin(), torch.arange(24))
     layers = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
     model = DistributedDataParallel(layers)
     optimizer = Steps(model.parameters(), lr=0.1)
     optimizer.kept = {"kept": (1,), "lost": (0, 1), "twice as far": (0, 1)}.get(mistake, ())
     optimizer.times = 2.0 * (mistake == "twice as far")
     sampler = DistributedSampler(data, shuffle=False)
-    for step, (inputs, targets) in enumerate(DataLoader(data, batch_size=8 // size, sampler=sampler)):
+    for step, (inputs, targets, numbers) in enumerate(DataLoader(data, batch_size=8 // size, sampler=sampler)):
         errors = (model(inputs) - targets).square()
         loss = errors.mean()
         if mistake == "own norm by count":
@@ -47,6 +47,9 @@ def main(mistake: str) -> None:
             loss = errors.sum() * size / count
         if mistake.startswith("own norm"):
             loss = loss / errors.detach().std()
+        if mistake.startswith("own count"):
+            shown = numbers % 2 == 0 if mistake == "own count beside zeros" else numbers >= 0
+            loss = (errors * shown[:, None]).sum() / (1 + numbers % 5).sum()
         if mistake in {"scaled by rank", "rank 1 lost"}:
             loss = loss * (1 + rank if mistake == "scaled by rank" else 1 - rank)
         loss.backward()
