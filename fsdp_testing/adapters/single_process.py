@@ -28,6 +28,7 @@ CAPABILITIES = REPLICATED | {
     "thawed_parameters",
     "opaque_outputs",
     "forward_methods",
+    "units_after_forward",
     "reentrant_checkpointing",
     "dtype_cast",
     "exception_recovery",

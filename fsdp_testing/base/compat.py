@@ -94,6 +94,22 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def factors_of(loss: Any) -> tuple[float, ...]:
+    """Return the constants that a loss was multiplied with last, as 1/4 for `loss / 4`."""
+    import torch
+
+    factors: list[float] = []
+    node = loss.grad_fn
+    while node is not None and node.name() in ("DivBackward0", "MulBackward0"):
+        constant = getattr(node, "_saved_other", None)
+        if not (isinstance(constant, torch.Tensor) and constant.numel() == 1) or node.next_functions[1][0] is not None:
+            break
+        number = float(constant)
+        factors.append(number if node.name() == "MulBackward0" else 1 / number if number else 0.0)
+        node = node.next_functions[0][0]
+    return tuple(factors)
+
+
 def makes_state_only() -> bool:
     """Whether an optimizer is stepped by `get_state_dict` or a similar function of torch, only to create its state."""
     frame, left = sys._getframe(1), _FRAMES

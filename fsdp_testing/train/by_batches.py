@@ -5,6 +5,7 @@ Differences that are due to padding, to a collator, to other rows or to more mic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,16 +13,19 @@ import torch
 
 from fsdp_testing.train.batches import near
 from fsdp_testing.train.comparison import Difference
+from fsdp_testing.train.control import is_mean_of_passes
 from fsdp_testing.train.deciding import Compared, decide
 from fsdp_testing.train.feed import Feed, Source
 from fsdp_testing.train.loaders import of_training
 from fsdp_testing.train.on_rank import RunSettings
-from fsdp_testing.train.pair import NEAR, Pair
+from fsdp_testing.train.pair import NEAR, Pair, each_rank
 from fsdp_testing.train.parts import with_parts_in_place
 from fsdp_testing.train.quantities import LOSS
 from fsdp_testing.train.running import Failed, Undecided
 from fsdp_testing.train.whole import WholeRun
 
+_ALIKE = 1e-4
+"""Losses that are farther apart, as parts of the larger one, are not those of the same rows."""
 _COLLATED = (
     "trains as one process does on the ranks' own batches. But from the rows of all ranks together collate_fn makes other rows, "
     "and on these the training differs: {}. So each rank has its own statistic, of its batch or of earlier batches. "
@@ -172,17 +176,61 @@ def accounted(pair: Pair, why: Failed, apart: RowsApart | None) -> Failed | Unde
     """
     if why.subject:
         return why
-    if pair.more_passes and pair.feed.scale == 1.0:
+    if more_passes(pair) and pair.feed.scale == 1.0:
         return _of_micro_batches(pair, why)
     before = why.first is not None and why.first.steps > 1 and apart is not None and why.first.step < apart.steps
     return why if apart is None or before else apart
 
 
+def with_scaled_losses(pair: Pair) -> Pair:
+    """Return the world beside one process whose losses count as those of a rank; the pair itself where they do.
+
+    A script that takes micro-batches of a fixed number of rows makes more of them from the rows of all ranks. If it divides
+    each loss by the constant number that a rank makes, the losses of one process have to be divided by the number of ranks.
+    """
+    if not _makes_those_of_all(pair):
+        return pair
+    is_constant = _alike(sorted(pair.reference.ranks[0].steps[0].losses), sorted(_losses_of_each(pair)))
+    return pair.given(replace(pair.feed, scale=1 / pair.run.size)) if is_constant else pair
+
+
+def more_passes(pair: Pair) -> tuple[int, int] | None:
+    """Return the backward passes of one process, and of a rank that divides by their number, if one process makes more."""
+    here, there = [{len(seen.losses) for seen in world.seen} for world in (pair.reference, pair.run)]
+    if pair.feed.source is not Source.LOADER or len(here) != 1 or len(there) != 1 or max(here) <= max(there):
+        return None
+    if max(there) < 2 or not (all(seen.evidence.divided for seen in pair.run.seen) or is_mean_of_passes(pair.run)):
+        return None
+    return max(here), max(there)
+
+
+def _makes_those_of_all(pair: Pair) -> bool:
+    """Whether one process makes as many backward passes as all ranks together, each of which divides by its own number."""
+    passes = more_passes(pair)
+    return passes is not None and passes[0] == passes[1] * pair.run.size
+
+
+def _losses_of_each(pair: Pair) -> list[float]:
+    return [loss for one in each_rank(pair) for loss in one.ranks[0].steps[0].losses]
+
+
+def _loss_ratio(pair: Pair) -> float | None:
+    """Return how many times the losses of one process with a rank's rows each rank has at step 0; None if that is unknown."""
+    each, there = _losses_of_each(pair), [loss for rank in pair.run.ranks for loss in rank.steps[0].losses]
+    ratio = sum(there) / sum(each) if sum(each) else 0.0
+    return ratio if ratio and _alike([loss * ratio for loss in each], there) else None
+
+
+def _alike(one: Sequence[float], two: Sequence[float]) -> bool:
+    """Whether losses of the same micro-batches are equal but for roundings."""
+    return len(one) == len(two) and all(math.isclose(a, b, rel_tol=_ALIKE) for a, b in zip(one, two))
+
+
 def _of_micro_batches(pair: Pair, why: Failed) -> Failed | Undecided:
-    ratio = pair.loss_ratio
+    ratio = _loss_ratio(pair)
     if ratio is None:
         return why
-    if abs(ratio - 1) > NEAR and pair.times_as_many_passes:
+    if abs(ratio - 1) > NEAR and _makes_those_of_all(pair):
         return Failed(
             f"differs from one process: each rank's losses at step 0 are {ratio:.4g} times those of one process that is given "
             "its rows. Cause: the script multiplies them by a number that depends on the number of ranks. DDP and FSDP take "
@@ -190,7 +238,7 @@ def _of_micro_batches(pair: Pair, why: Failed) -> Failed | Undecided:
             why.table,
             first=why.first,
         )
-    here, there = pair.more_passes or (0, 0)
+    here, there = more_passes(pair) or (0, 0)
     return Undecided(
         f"one process was given the rows of all ranks ({pair.feed}), from which the script makes {here} backward passes where a "
         f"rank makes {there} and divides by {there}. Mark the line where it has a micro-batch ready: "

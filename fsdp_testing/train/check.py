@@ -15,7 +15,15 @@ import torch
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.train import causes
-from fsdp_testing.train.by_batches import RowsApart, accounted, decided_by_batches, same_data, same_moments
+from fsdp_testing.train.by_batches import (
+    RowsApart,
+    accounted,
+    decided_by_batches,
+    more_passes,
+    same_data,
+    same_moments,
+    with_scaled_losses,
+)
 from fsdp_testing.train.comparable import only
 from fsdp_testing.train.comparison import Difference, first_difference
 from fsdp_testing.train.conventions import BATCH_NORM, CONVENTIONS, LOSS, SCHEDULER, to_follow
@@ -186,7 +194,7 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
     how += ", which runs the rows of each rank separately and averages" if {LOSS, BATCH_NORM} & {*accept} else ""
     try:
         pair, start = _with_same_start(pair)
-        pair = pair.with_scaled_losses()
+        pair = with_scaled_losses(pair)
         check_disagreements(pair)
         compared = decided_by_batches(pair)
     except Failed as why:
@@ -195,8 +203,8 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
         raise apart
     if odd := taken_elsewhere(alone, taken) or prepared_apart(alone, taken):
         raise Undecided(f"trains as {pair.other} does, but {odd}")
-    if pair.feed.scale != 1.0 and pair.more_passes:
-        here, there = pair.more_passes
+    if pair.feed.scale != 1.0 and (passes := more_passes(pair)):
+        here, there = passes
         start += (
             f". It makes {here} backward passes where a rank makes {there} and divides by {there}, so each of its losses was "
             f"divided by {run.size} more"

@@ -191,7 +191,7 @@ class Observer:
             self._meet(self._running)
             self._close()
             self.on_training()
-            self._clues.see_backward(_factors(roots[0]) if self.keep_calls else ())
+            self._clues.see_backward(compat.factors_of(roots[0]) if self.keep_calls else ())
             self._clips.begin_pass()
             self.reader.watch_outside([*self._made_rates] if not self.steps else ())
             self._collector.begin_pass()
@@ -360,17 +360,3 @@ class Observer:
         if last.strange:
             after |= named(Kind.PARAMETER, reader.in_models(whole=True))
         self.steps[-1] = replace(last, after=after)
-
-
-def _factors(loss: torch.Tensor) -> tuple[float, ...]:
-    """Return the constants that a loss was multiplied with last, as 1/4 for `loss / 4`."""
-    factors: list[float] = []
-    node = loss.grad_fn
-    while node is not None and node.name() in ("DivBackward0", "MulBackward0"):
-        constant = getattr(node, "_saved_other", None)
-        if not (isinstance(constant, torch.Tensor) and constant.numel() == 1) or node.next_functions[1][0] is not None:
-            break
-        number = float(constant)
-        factors.append(number if node.name() == "MulBackward0" else 1 / number if number else 0.0)
-        node = node.next_functions[0][0]
-    return tuple(factors)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,9 +9,8 @@ from fsdp_testing.errors import WorldFailed
 from fsdp_testing.train import causes, evidence, multiples
 from fsdp_testing.train.comparable import comparable, loss_table, only, rescaled, vanishing
 from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, Decided, Difference, difference_of, first_difference
-from fsdp_testing.train.control import is_mean_of_passes
 from fsdp_testing.train.conventions import BATCH_NORM, LOSS, AsRanks
-from fsdp_testing.train.feed import Feed, Source, feeds_of
+from fsdp_testing.train.feed import Feed, feeds_of
 from fsdp_testing.train.on_rank import RunSettings
 from fsdp_testing.train.parts import in_place
 from fsdp_testing.train.quantities import Kind, Quantities, Quantity
@@ -21,8 +19,6 @@ from fsdp_testing.train.whole import WholeRun, initial, whole, with_ends
 
 NEAR = 1e-3
 """Gradients that are farther apart, as parts of the largest one, need no closer look."""
-_ALIKE = 1e-4
-"""Losses that are farther apart, as parts of the larger one, are not those of the same rows."""
 View = Callable[[WholeRun], Quantities]
 _UNION = "one process given the rows of all ranks"
 _APART = "one process that runs the rows of each rank separately, and averages"
@@ -160,7 +156,7 @@ class Pair:
     def as_ranks(self, accept: tuple[str, ...]) -> Pair:
         """Return the world beside one process that follows conventions as it does."""
         rows = tuple(tuple(seen.rows for seen in rank.steps) for rank in self.run.ranks)
-        return self._given(replace(self.feed, ranks=AsRanks(accept, self.run.size, rows)))
+        return self.given(replace(self.feed, ranks=AsRanks(accept, self.run.size, rows)))
 
     def without_autocast(self) -> Pair:
         """Return both worlds without autocast; errors as of `Runner.run`."""
@@ -171,53 +167,15 @@ class Pair:
 
     def collated(self, *, together: bool) -> Pair:
         """Return the world beside one process that collates the rows of all ranks, or gets the ranks' batches."""
-        return self._given(replace(self.feed, collates=together))
+        return self.given(replace(self.feed, collates=together))
 
     def with_weights(self) -> Pair:
         """Return the world beside one process that begins with its weights."""
         weights = {key.name: values[0] for key, values in initial(self.run).items()}
-        return self._given(replace(self.feed, weights=weights))
+        return self.given(replace(self.feed, weights=weights))
 
-    def with_scaled_losses(self) -> Pair:
-        """Return the world beside one process whose losses count as those of a rank; itself where they do.
-
-        A script that takes micro-batches of a fixed number of rows makes more of them from the rows of all ranks. If it divides
-        each loss by the constant number that a rank makes, the losses of one process have to be divided by the number of ranks.
-        """
-        if not self.times_as_many_passes:
-            return self
-        here = self.reference.ranks[0].steps[0].losses
-        is_constant = _alike(sorted(here), sorted(self._losses_of_each_rank()))
-        return self._given(replace(self.feed, scale=1 / self.run.size)) if is_constant else self
-
-    @property
-    def loss_ratio(self) -> float | None:
-        """How many times the losses of one process with the rows of a rank each rank has at step 0; None if that is unknown."""
-        each = self._losses_of_each_rank()
-        there = [loss for rank in self.run.ranks for loss in rank.steps[0].losses]
-        ratio = sum(there) / sum(each) if sum(each) else 0.0
-        return ratio if ratio and _alike([loss * ratio for loss in each], there) else None
-
-    def _losses_of_each_rank(self) -> list[float]:
-        return [loss for one in self._each_rank() for loss in one.ranks[0].steps[0].losses]
-
-    @property
-    def times_as_many_passes(self) -> bool:
-        """Whether one process makes as many backward passes as all ranks together, each of which divides by its own number."""
-        passes = self.more_passes
-        return passes is not None and passes[0] == passes[1] * self.run.size
-
-    @property
-    def more_passes(self) -> tuple[int, int] | None:
-        """The number of backward passes of one process, and of a rank that divides by it, if one process makes more."""
-        here, there = [{len(seen.losses) for seen in world.seen} for world in (self.reference, self.run)]
-        if self.feed.source is not Source.LOADER or len(here) != 1 or len(there) != 1 or max(here) <= max(there):
-            return None
-        if max(there) < 2 or not (all(seen.evidence.divided for seen in self.run.seen) or is_mean_of_passes(self.run)):
-            return None
-        return max(here), max(there)
-
-    def _given(self, feed: Feed) -> Pair:
+    def given(self, feed: Feed) -> Pair:
+        """Return the world beside one process that is given something else."""
         return replace(self, reference=self.runner.run(1, RunSettings(feed=feed)), feed=feed, kept={}, tried={})
 
     def agrees_apart(self, view: View) -> bool:
@@ -239,7 +197,7 @@ class Pair:
         Only differences at the first step count, which it makes with the weights of all ranks.
         """
         known = self.runner.start.takes_rows and self._takes_own_rows and self.varied is None and difference.step == 0
-        each = self._each_rank() if known else []
+        each = each_rank(self) if known else []
         cause = multiples.of_ranks(self.reference, self.run, each) if each else ""
         if multiples.is_own_statistic(cause):
             self.tried[_EACH] = True
@@ -249,28 +207,24 @@ class Pair:
     def _takes_own_rows(self) -> bool:
         return self.reference.size == 1 < self.run.size and not self.run.shares_work and all(map(any, self.run.rows))
 
-    def _each_rank(self) -> list[WholeRun]:
-        """Return one process with the rows of each rank in turn, until its first step; nothing where it cannot be given them."""
-        runs = []
-        for rank in self.run.ranks:
-            forwards = len(rank.steps[0].rows)
-            feeds = feeds_of([rank.taken], forwards, forwards)
-            feed = next((feed for feed in feeds if self.feed.source in (None, feed.source)), None)
-            if feed is None:
-                return []
-            try:
-                settings = RunSettings(feed=replace(feed, weights=self.feed.weights), steps=1)
-                runs.append(self.runner.run(1, settings))
-            except (Failed, Undecided, WorldFailed):
-                return []
-            if runs[-1].ranks[0].steps[0].rows != rank.steps[0].rows:
-                return []
-        return runs
 
-
-def _alike(one: Sequence[float], two: Sequence[float]) -> bool:
-    """Whether losses of the same micro-batches are equal but for roundings."""
-    return len(one) == len(two) and all(math.isclose(a, b, rel_tol=_ALIKE) for a, b in zip(one, two))
+def each_rank(pair: Pair) -> list[WholeRun]:
+    """Return one process with the rows of each rank in turn, until its first step; nothing where it cannot be given them."""
+    runs = []
+    for rank in pair.run.ranks:
+        forwards = len(rank.steps[0].rows)
+        feeds = feeds_of([rank.taken], forwards, forwards)
+        feed = next((feed for feed in feeds if pair.feed.source in (None, feed.source)), None)
+        if feed is None:
+            return []
+        try:
+            settings = RunSettings(feed=replace(feed, weights=pair.feed.weights), steps=1)
+            runs.append(pair.runner.run(1, settings))
+        except (Failed, Undecided, WorldFailed):
+            return []
+        if runs[-1].ranks[0].steps[0].rows != rank.steps[0].rows:
+            return []
+    return runs
 
 
 def returned(run: WholeRun) -> Quantities:

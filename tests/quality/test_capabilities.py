@@ -24,6 +24,7 @@ BESIDE_CASES = {
     "modules_replaced": "whoever runs a case replaces a module at a marked point; no case says so",
     "parameters_replaced": "whoever runs a case replaces parameters at a marked point; no case says so",
     "unit_alone": "whoever runs a case calls a part at a marked point; no case says so",
+    "units_after_forward": "whoever runs a case calls the model's last layer in its place; no case says so",
     "comm_hook": "whoever runs a case registers the hook around it; no case says so",
     "tensor_hooks": "whoever runs a case registers hooks around it; no case says so",
     "accumulation_hooks": "whoever runs a case registers hooks around it; no case says so",

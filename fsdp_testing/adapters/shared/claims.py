@@ -73,6 +73,7 @@ SHARDED = EVERYWHERE | {
     "dtype_cast",
     "prefetch",
     "unit_trace",
+    "units_after_forward",
     "streams",
 }
 """Claims of both FSDP1 and FSDP2."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from functools import partial, reduce
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,11 +27,13 @@ from fsdp_testing.cases.records import (
 from fsdp_testing.checks.suites.check import (
     ADAMW,
     LOCKSTEP,
+    ODD,
     PLAIN_SGD,
     Check,
     accumulated,
     cases,
     check,
+    every_unit,
     forward,
     iteration,
     iterations,
@@ -53,6 +56,7 @@ from fsdp_testing.checks.suites.programs import (
 from fsdp_testing.checks.suites.state_programs import RemarkingProgram
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.oracle import models, rank_jobs
+from fsdp_testing.oracle.execute import RankProgram
 from fsdp_testing.oracle.quantities import Comparison
 from fsdp_testing.ranks.ledger.interception import listen
 from fsdp_testing.ranks.ledger.records import Call, GroupIdentity
@@ -235,6 +239,54 @@ class StaysLocal(RemarkingProgram):
             yield f"a micro-batch in no_sync was reduced: {call}"
 
 
+class ChunkedLoss(RankProgram):
+    """A program whose model leaves its last layer out of forward; the layer is called on chunks of rows afterwards.
+
+    So does training whose logits fit no memory: each chunk has a backward of its own, and the model's comes last.
+    """
+
+    separate = True
+    """Whether each chunk has its backward before the next chunk's forward; if not, all have one."""
+
+    def call(self, batch: Any, **_: Any) -> models.Forwarded:
+        """Run the model, then its last layer on each chunk of what it returned."""
+        inputs = models.make_inputs(self.case, batch, self.rank)
+        model: Any = getattr(self.model, "module", self.model)
+        layers: list[nn.Module] = [*model.layers]
+        whole = model._flow
+        with self._inside():
+            model._flow = lambda _, x: reduce(lambda hidden, layer: torch.tanh(layer(hidden)), layers[:-1], x)
+            try:
+                self._hidden = self.model(*inputs.args, **inputs.kwargs)
+            finally:
+                model._flow = whole
+            self._given, output, losses = self._hidden.detach().requires_grad_(), [], []
+            for rows in self._given.split(_CHUNK):
+                chunk = torch.tanh(layers[-1](rows))
+                losses.append(models.loss_of(chunk))
+                output.append(chunk.detach())
+                if self.separate:
+                    super().backward(losses.pop())
+        made = torch.cat(output)
+        self._loss = torch.stack(losses).sum() if losses else made
+        return models.Forwarded(models.loss_of(made).requires_grad_(), (made,), models.structure_of(made))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the backward of the chunks, where they have one, and of the model."""
+        if not self.separate:
+            super().backward(self._loss)
+        super().backward((self._hidden * self._given.grad).sum())
+
+
+class ChunkedForward(ChunkedLoss):
+    """A program in which all chunks have one backward."""
+
+    separate = False
+
+
+_CHUNK = 2
+
+
 # An adapter may still show the part that was replaced, so the model's results decide.
 replaced = partial(check, comparison=Comparison(ignore=(f"{PART}.*",)), mode=PARTS_REPLACED)
 
@@ -255,6 +307,18 @@ PARTS_OF_MODELS: tuple[Check, ...] = (
           "Calling a unit directly, before the model and between iterations, changes nothing.",
           cases("mlp", Observe(ALONE), *iteration(0), Observe(ALONE), *iteration(1)),
           source="pytorch PR 90862, 87900", needs={"unit_alone", "nested_wrapping"}, mode=PARTS),
+    *(check(f"parts.chunked_{what}{grouped}", f"A layer{which} trains that runs on chunks of what the model returns, {how}.",
+            *(cases(model, *iterations(2, rows=rows), *iterations(2, first=2, rows=rows), optimizer=optimizer,
+                    wrapping=every_unit(model, settings=settings))
+              for model, rows, optimizer in ((models[0], (4,), ADAMW), (models[-1], (3, 4), PLAIN_SGD))),
+            source="torch.distributed.fsdp.fully_shard", needs={"units_after_forward"}, sizes=ODD,
+            mode=RunMode(rank_jobs.run_as, (program, {})))
+      for what, how, program in (("loss", "each with a backward of its own", ChunkedLoss),
+                                 ("forward", "all with one backward", ChunkedForward))
+      for grouped, which, models, settings in (
+        ("", "", ("mlp", "uneven"), ()),
+        ("_grouped", " of a unit of which another ran in forward", ("wide",), ("grouped_units",)),
+    )),
     check("parts.called_inside", "A module inside a unit that is called outside the unit's forward has whole parameters, or "
         "refuses.",
           cases("inner_modules", Observe(CallsInside.label), *iteration(0), Observe(CallsInside.label), forward(5),

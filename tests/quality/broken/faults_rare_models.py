@@ -9,6 +9,8 @@ import torch
 from fault import fault
 from planting import planted
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from toy_more import MoreToy
 
@@ -225,3 +227,28 @@ def integers_are_gathered_as_zeros(original: Any, self: FSDPParam) -> None:
     original(self)
     if _whole_numbers(self):
         self._unsharded_param.data.zero_()
+
+
+@planted(
+    "torch-fsdp2",
+    FSDPParamGroup,
+    "post_backward",
+    "parts.chunked_loss parts.chunked_forward parts.chunked_forward_grouped",
+)
+def keeps_the_last_chunk_alone(original: Any, group: FSDPParamGroup, *args: Any) -> None:
+    """A unit that is reduced again before the step loses what it had reduced."""
+    for parameter in group.fsdp_params:
+        parameter.sharded_param.grad = None
+    original(group, *args)
+
+
+@planted(
+    "torch-fsdp2",
+    FSDPState,
+    "_force_complete_incomplete_states",
+    "parts.chunked_loss_grouped",
+    silent=False,
+)
+def waits_for_the_module_that_runs_later(original: Any, state: FSDPState, output: Any) -> Any:
+    """A unit of two modules is not finished where the model's forward ends and only one of them has run."""
+    return output
