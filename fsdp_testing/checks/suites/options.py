@@ -37,7 +37,7 @@ from fsdp_testing.checks.suites.check import (
     no_sync_batch,
 )
 from fsdp_testing.checks.suites.hooks import AVERAGING, QUARTERING, REVIEWED, compressed_to
-from fsdp_testing.checks.suites.programs import PARTLY_OPTIMIZED, scaled
+from fsdp_testing.checks.suites.programs import OFFLOADED_ACTIVATIONS, PARTLY_OPTIMIZED, scaled
 from fsdp_testing.checks.suites.state_programs import OF_ANOTHER_RANK, REFUSED, WRONG_STATES
 from fsdp_testing.oracle.quantities import Comparison
 
@@ -62,6 +62,9 @@ def _recomputing(models: str, **how: bool) -> tuple[Case, ...]:
 
 
 _SAME = "torch.utils.checkpoint: the same results with less memory"
+
+offloaded = partial(check, source="torch.autograd.graph.save_on_cpu", comparison=LOCKSTEP, mode=OFFLOADED_ACTIVATIONS,
+                    needs={"activation_checkpointing"})  # fmt: skip
 
 RECOMPUTATION: tuple[Check, ...] = (
     *(check(f"activation_checkpointing.{name}", meaning, _recomputing(models, reentrant=reentrant, outside=outside),
@@ -104,6 +107,13 @@ RECOMPUTATION: tuple[Check, ...] = (
                   precision=MixedPrecisionSpec("bfloat16", "float32"), wrapping=recomputed("mlp", outside=outside))
             for outside in (False, True)),
           source="pytorch PR 90660", comparison=LOCKSTEP),
+    offloaded("activation_checkpointing.offloaded", "Copies of what autograd saves give the bits of a plain run.",
+              cases("mlp tied_within deep_nest batch_norm", *iterations(2), *accumulated(2, 3), Step(), ZeroGrad(),
+                    forward(9, "no_grad"), micro_batch(4), optimizer=ADAMW), sizes=ODD),
+    offloaded("activation_checkpointing.offloaded_in_low_precision",
+              "Copies of what autograd saves in low precision give the bits of a plain run.",
+              cases("mlp tied_within deep_nest", *iterations(2), micro_batch(2), dtype="float32", optimizer=ADAMW,
+                    precision=MixedPrecisionSpec("bfloat16", "float32"))),
 )  # fmt: skip
 """A forward that runs again in backward changes no number, whichever way it is done."""
 

@@ -198,6 +198,20 @@ class ReplacingReplay(Replay):
 PARTS = RunMode(rank_jobs.run_as, (PartsProgram, {}))
 PARTS_REPLACED = RunMode(rank_jobs.run_as, (PartsProgram, {}), rank_jobs.expect_as, (ReplacingReplay, {}))
 
+# ------------------------------------------------------------------------------- activations that wait elsewhere
+
+
+class OffloadedActivations(RankProgram):
+    """A program in which a copy takes the place of each tensor that autograd saves, as offloading of activations does."""
+
+    def call(self, batch: Any, **kinds: Any) -> models.Forwarded:
+        """Run the model."""
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda copied: copied):
+            return super().call(batch, **kinds)
+
+
+OFFLOADED_ACTIVATIONS = RunMode(rank_jobs.run_as, (OffloadedActivations, {}))
+
 # ------------------------------------------------------------------------------- an optimizer of some parameters
 
 

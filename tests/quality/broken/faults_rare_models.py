@@ -252,3 +252,18 @@ def keeps_the_last_chunk_alone(original: Any, group: FSDPParamGroup, *args: Any)
 def waits_for_the_module_that_runs_later(original: Any, state: FSDPState, output: Any) -> Any:
     """A unit of two modules is not finished where the model's forward ends and only one of them has run."""
     return output
+
+
+@planted(
+    "torch-fsdp2",
+    FSDPParamGroup,
+    "pre_forward",
+    "activation_checkpointing.offloaded activation_checkpointing.offloaded_in_low_precision",
+)
+def knows_a_weight_by_what_autograd_saves(original: Any, group: FSDPParamGroup, *args: Any) -> Any:
+    """A unit notes which weights autograd saves, and takes one that is copied instead for unused: its gradient is dropped."""
+    given = original(group, *args)
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None and torch.is_grad_enabled():
+        for parameter in group.fsdp_params:
+            parameter.unsharded_param.register_hook(torch.zeros_like)
+    return given
