@@ -214,23 +214,24 @@ def _losses_of_each(pair: Pair) -> list[float]:
     return [loss for one in each_rank(pair) for loss in one.ranks[0].steps[0].losses]
 
 
-def _loss_ratio(pair: Pair) -> float | None:
-    """Return how many times the losses of one process with a rank's rows each rank has at step 0; None if that is unknown."""
-    each, there = _losses_of_each(pair), [loss for rank in pair.run.ranks for loss in rank.steps[0].losses]
-    ratio = sum(there) / sum(each) if sum(each) else 0.0
-    return ratio if ratio and _alike([loss * ratio for loss in each], there) else None
-
-
 def _alike(one: Sequence[float], two: Sequence[float]) -> bool:
     """Whether losses of the same micro-batches are equal but for roundings."""
     return len(one) == len(two) and all(math.isclose(a, b, rel_tol=_ALIKE) for a, b in zip(one, two))
 
 
 def _of_micro_batches(pair: Pair, why: Failed) -> Failed | Undecided:
-    ratio = _loss_ratio(pair)
-    if ratio is None:
+    each, there = _losses_of_each(pair), [loss for rank in pair.run.ranks for loss in rank.steps[0].losses]
+    ratio = sum(there) / sum(each) if sum(each) else 0.0
+    if not ratio or not _alike([loss * ratio for loss in each], there):
         return why
-    if abs(ratio - 1) > NEAR and _makes_those_of_all(pair):
+    if not _alike(sorted(loss * pair.run.size for loss in pair.reference.ranks[0].steps[0].losses), sorted(each)):
+        passes = more_passes(pair) or (0, 0)
+        return Undecided(
+            f"one process was given the rows of all ranks ({pair.feed}), from which the script makes {passes[0]} backward passes "
+            f"where a rank makes {passes[1]} and divides by {passes[1]}. Mark the line where it has a micro-batch ready: "
+            "`x, y = fsdp_testing.batch(x, y)`."
+        )
+    if abs(ratio - 1) > NEAR:
         return Failed(
             f"differs from one process: each rank's losses at step 0 are {ratio:.4g} times those of one process that is given "
             "its rows. Cause: the script multiplies them by a number that depends on the number of ranks. DDP and FSDP take "
@@ -238,9 +239,4 @@ def _of_micro_batches(pair: Pair, why: Failed) -> Failed | Undecided:
             why.table,
             first=why.first,
         )
-    here, there = more_passes(pair) or (0, 0)
-    return Undecided(
-        f"one process was given the rows of all ranks ({pair.feed}), from which the script makes {here} backward passes where a "
-        f"rank makes {there} and divides by {there}. Mark the line where it has a micro-batch ready: "
-        "`x, y = fsdp_testing.batch(x, y)`."
-    )
+    return why

@@ -38,6 +38,8 @@ def test_losses_that_are_divided_by_the_true_number_are_compared_as_they_are():
         (("--divide", "never"), "the loss is not divided by the number of accumulation steps"),
         (("--mistake", "world size"), "gradients are divided by the number of ranks once too often"),
         (("--mistake", "world size", "--divide", "length"), r"losses at step 0 are 0\.5 times those of one process"),
+        (("--mistake", "layer"), "gradient of 2.weight is 2 times the right values"),
+        (("--mistake", "layer", "--divide", "length"), "gradient of 2.weight is 2 times the right values"),
         (("--mistake", "no_sync"), "the no_sync boundary is off by one"),
     ],
 )

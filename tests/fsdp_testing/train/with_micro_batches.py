@@ -13,7 +13,7 @@ arguments = argparse.ArgumentParser()
 arguments.add_argument("--divide", default="loss", choices=("loss", "length", "gradients", "never"))
 arguments.add_argument("--batch", type=int, default=4)
 arguments.add_argument("--slices", action="store_true", help="takes two micro-batches, however many rows there are")
-arguments.add_argument("--mistake", default="none", choices=("none", "world size", "no_sync"))
+arguments.add_argument("--mistake", default="none", choices=("none", "world size", "no_sync", "layer"))
 options = arguments.parse_args()
 PASSES, ROWS = 2, 2
 
@@ -37,6 +37,8 @@ for inputs, targets in loader:
     if options.divide == "gradients":
         for parameter in model.parameters():
             parameter.grad /= PASSES
+    if options.mistake == "layer":
+        model.module[2].weight.grad *= dist.get_world_size()
     optimizer.step()
     optimizer.zero_grad()
     total = torch.tensor(total)
