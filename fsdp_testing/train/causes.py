@@ -150,7 +150,7 @@ def of_disagreement(run: WholeRun, odd: Disagreement) -> str:
         or _own_settings(run, odd.step)
         or _moved_apart(run, odd)
         or (_local_norm(run, odd.step) if reduced else "")
-        or _some_unreduced(run, odd)
+        or multiples.of_unreduced(run, odd)
         or by_evidence
         or multiples.of_updates(run, odd)
         or multiples.of_own_number(run, odd)
@@ -220,18 +220,6 @@ def _moved_apart(run: WholeRun, odd: Disagreement) -> str:
     return (
         f"Cause: after step {step - 1} ranks have the same weights, and before step {step} they are changed outside of the "
         "optimizer's step, differently on ranks. Change them on every rank in the same way."
-    )
-
-
-def _some_unreduced(run: WholeRun, odd: Disagreement) -> str:
-    """Return the cause if only some parameters have different gradients on the ranks."""
-    seen = [rank.steps[odd.step].of(Kind.GRADIENT) for rank in run.ranks]
-    own = [name for name in seen[0] if assembled([gradients.get(name, ()) for gradients in seen])[1] is not None]
-    if odd.quantity.name not in own or len(own) == len(seen[0]):
-        return ""
-    return (
-        f"Cause: the gradients of {len(own)} of {len(seen[0])} parameters are not reduced, first that of {own[0]}: each rank has "
-        "its own when the optimizer steps. Wrap or shard the module that holds them too (the root as well), or all-reduce them."
     )
 
 

@@ -139,6 +139,31 @@ def of_updates(run: WholeRun, odd: Disagreement) -> str:
     )
 
 
+def of_unreduced(run: WholeRun, odd: Disagreement) -> str:
+    """Return the cause if only some parameters have different gradients on the ranks."""
+    seen = [rank.steps[odd.step].of(Kind.GRADIENT) for rank in run.ranks]
+    own = [name for name in seen[0] if assembled([gradients.get(name, ()) for gradients in seen])[1] is not None]
+    if odd.quantity.name not in own or len(own) == len(seen[0]):
+        return ""
+    late = odd.step > 0 and not any(
+        bool(span.values.any())
+        for rank in run.ranks
+        for before in rank.steps[: odd.step]
+        for name in own
+        for span in before.of(Kind.GRADIENT).get(name, ())
+    )
+    advice = (
+        "They have none before this step: a wrapper such as DDP reduces the parameters that require gradients when it is made. "
+        "Wrap the model after it is unfrozen, or again."
+        if late
+        else "Wrap or shard the module that holds them too (the root as well), or all-reduce them."
+    )
+    return (
+        f"Cause: the gradients of {len(own)} of {len(seen[0])} parameters are not reduced, first that of {own[0]}: each rank has "
+        f"its own when the optimizer steps. {advice}"
+    )
+
+
 def of_own_counts(reference: WholeRun, run: WholeRun, step: int) -> str:
     """Return the cause where one process has a mean of the ranks' gradients by weights, and the ranks have the plain mean."""
     ranks = [summed_terms(rank.steps[step].terms.passes) for rank in run.ranks]

@@ -104,6 +104,11 @@ def test_actors_beside_a_learner_give_no_verdict():
         ("ddp", ("--mistake", "boundary"), r"parameter 0.weight differs .* no_sync boundary is off by one"),
         (
             "ddp",
+            ("--mistake", "unfrozen"),
+            r"at step 1. Cause: the gradients of 2 of 4 .*They have none before this step.* Wrap the model after it is unfrozen",
+        ),
+        (
+            "ddp",
             ("--mistake", "decayed twice"),
             r"step 1 .*changed outside of the optimizer's step, first .*decayed twice",
         ),

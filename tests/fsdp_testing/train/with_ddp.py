@@ -38,6 +38,7 @@ layers = [nn.Linear(5, 8), nn.Tanh(), nn.Dropout(options.dropout), nn.Linear(8, 
 if mistake == "batch norm":
     layers.insert(1, nn.BatchNorm1d(8))
 model = nn.Sequential(*layers).to(dtype)
+model[-1].requires_grad_(mistake != "unfrozen")
 model = DistributedDataParallel(model)
 rate = 0.05 * (size if mistake == "scaled rate" else 1)
 parameters = [*model.parameters()]
@@ -89,6 +90,7 @@ for epoch in range(2):
                 parameter.data.mul_(1 - 0.01 * size)
         schedule.step()
         model.zero_grad()
+        model.requires_grad_()
         if mistake == "early stop" and epoch == 0 and number == 1 and loss.item() > 0.5 + 10 * (rank == 0):
             raise SystemExit(0)
     if options.evaluate:
