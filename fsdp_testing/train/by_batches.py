@@ -176,7 +176,7 @@ def accounted(pair: Pair, why: Failed, apart: RowsApart | None) -> Failed | Unde
     """
     if why.subject:
         return why
-    if more_passes(pair) and pair.feed.scale == 1.0:
+    if more_micro_batches(pair) and pair.feed.scale == 1.0:
         return _of_micro_batches(pair, why)
     before = why.first is not None and why.first.steps > 1 and apart is not None and why.first.step < apart.steps
     return why if apart is None or before else apart
@@ -188,26 +188,28 @@ def with_scaled_losses(pair: Pair) -> Pair:
     A script that takes micro-batches of a fixed number of rows makes more of them from the rows of all ranks. If it divides
     each loss by the constant number that a rank makes, the losses of one process have to be divided by the number of ranks.
     """
-    if not _makes_those_of_all(pair):
+    micro_batches = more_micro_batches(pair)
+    if micro_batches is None or micro_batches[0] != micro_batches[1] * pair.run.size:
         return pair
-    is_constant = _alike(sorted(pair.reference.ranks[0].steps[0].losses), sorted(_losses_of_each(pair)))
+    is_constant = _alike([sum(pair.reference.ranks[0].steps[0].losses)], [sum(_losses_of_each(pair))])
     return pair.given(replace(pair.feed, scale=1 / pair.run.size)) if is_constant else pair
 
 
-def more_passes(pair: Pair) -> tuple[int, int] | None:
-    """Return the backward passes of one process, and of a rank that divides by their number, if one process makes more."""
-    here, there = [{len(seen.losses) for seen in world.seen} for world in (pair.reference, pair.run)]
-    if pair.feed.source is not Source.LOADER or len(here) != 1 or len(there) != 1 or max(here) <= max(there):
-        return None
-    if max(there) < 2 or not (all(seen.evidence.divided for seen in pair.run.seen) or is_mean_of_passes(pair.run)):
-        return None
-    return max(here), max(there)
+def more_micro_batches(pair: Pair) -> tuple[int, int] | None:
+    """Return how many micro-batches one process makes, and a rank that divides by their number, if one process makes more.
 
-
-def _makes_those_of_all(pair: Pair) -> bool:
-    """Whether one process makes as many backward passes as all ranks together, each of which divides by its own number."""
-    passes = more_passes(pair)
-    return passes is not None and passes[0] == passes[1] * pair.run.size
+    A micro-batch has a backward of its own, or a forward alone and one backward with the others.
+    """
+    if pair.feed.source is not Source.LOADER:
+        return None
+    worlds = (pair.reference, pair.run)
+    for counts in ([{len(seen.losses) for seen in world.seen} for world in worlds],
+                   [{len(seen.rows) for seen in world.seen} for world in worlds]):  # fmt: skip
+        here, there = map(max, counts)
+        if [len(each) for each in counts] == [1, 1] and here > there > 1:
+            divided = all(seen.evidence.divided_by(there) for seen in pair.run.seen)
+            return (here, there) if divided or is_mean_of_passes(pair.run) else None
+    return None
 
 
 def _losses_of_each(pair: Pair) -> list[float]:
@@ -224,11 +226,11 @@ def _of_micro_batches(pair: Pair, why: Failed) -> Failed | Undecided:
     ratio = sum(there) / sum(each) if sum(each) else 0.0
     if not ratio or not _alike([loss * ratio for loss in each], there):
         return why
-    if not _alike(sorted(loss * pair.run.size for loss in pair.reference.ranks[0].steps[0].losses), sorted(each)):
-        passes = more_passes(pair) or (0, 0)
+    if not _alike([sum(pair.reference.ranks[0].steps[0].losses) * pair.run.size], [sum(each)]):
+        here, own = more_micro_batches(pair) or (0, 0)
         return Undecided(
-            f"one process was given the rows of all ranks ({pair.feed}), from which the script makes {passes[0]} backward passes "
-            f"where a rank makes {passes[1]} and divides by {passes[1]}. Mark the line where it has a micro-batch ready: "
+            f"one process was given the rows of all ranks ({pair.feed}), from which the script makes {here} micro-batches "
+            f"where a rank makes {own} and divides by {own}. Mark the line where it has one ready: "
             "`x, y = fsdp_testing.batch(x, y)`."
         )
     if abs(ratio - 1) > NEAR:

@@ -19,7 +19,7 @@ from fsdp_testing.train.by_batches import (
     RowsApart,
     accounted,
     decided_by_batches,
-    more_passes,
+    more_micro_batches,
     same_data,
     same_moments,
     with_scaled_losses,
@@ -203,10 +203,10 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
         raise apart
     if odd := taken_elsewhere(alone, taken) or prepared_apart(alone, taken):
         raise Undecided(f"trains as {pair.other} does, but {odd}")
-    if pair.feed.scale != 1.0 and (passes := more_passes(pair)):
-        here, there = passes
+    if pair.feed.scale != 1.0 and (counts := more_micro_batches(pair)):
+        here, there = counts
         start += (
-            f". It makes {here} backward passes where a rank makes {there} and divides by {there}, so each of its losses was "
+            f". It makes {here} micro-batches where a rank makes {there} and divides by {there}, so each of its losses was "
             f"divided by {run.size} more"
         )
     lines = compared.lines + unknown_shares(alone, taken) + not_stepped(run) + not_compared(run, accept)

@@ -113,12 +113,7 @@ def _decide(pair: Pair) -> Compared:
         remarks.append(f"not decided: {', '.join(vanished[:3])}: its gradient is zero but for roundings")
     # A line that logs the loss of the last micro-batch takes that of other rows where there are more.
     other_passes = pair.varied is not None and pair.passes_differ
-    if pair.feed.scale != 1.0:
-        remarks.append(
-            "not compared: numbers that the script takes out of tensors: one process adds up more micro-batches"
-        )
-    elif not other_passes:
-        remarks += _judge_logged(pair, chosen)
+    remarks += [] if other_passes else _judge_logged(pair, chosen)
     remarks += _generators(pair)
     remarks += [control(run, measures=MEASURED in start.accept).line, *idle_lines(run)]
     named = [*names, *({LOSS} & {*run.quantities})]
@@ -295,6 +290,9 @@ def _judge_logged(pair: Pair, chosen: Comparable) -> list[str]:
         wrong = times is not None and (
             not readings.is_constant(other) or readings.is_summed_or_divided(one, other, pair.run.size)
         )
+        if pair.feed.source and (pair.passes_differ or pair.feed.scale != 1.0):
+            remarks.append(f"not compared: the number read at {line}: one process may add up more micro-batches")
+            continue
         if is_loss or (wrong and chosen.factor is None):
             by = "by no constant factor" if times is None else f"{times:.6g} times as large"
             fail(

@@ -45,7 +45,7 @@ class StepEvidence:
         roundoff: Unit roundoff of the narrowest dtype that gradients, parameters or inputs have, or autocast computes in.
         computed: Unit roundoff of the narrowest dtype that forward and backward compute in; 0 for a run that is not disturbed.
         agreed: Whether all ranks are given the same gradients of what they share, so that none of them lacks a reduction.
-        divided: Whether each loss is divided by the number of backward passes; only where the data is kept.
+        factors: The constants that the loss of each backward pass was multiplied with last; only where the data is kept.
     """
 
     reduced: tuple[bool, ...] = ()
@@ -59,11 +59,15 @@ class StepEvidence:
     roundoff: float = 0.0
     computed: float = 0.0
     agreed: bool = False
-    divided: bool = False
+    factors: tuple[tuple[float, ...], ...] = ()
 
     @property
     def backwards(self) -> int:
         return len(self.reduced)
+
+    def divided_by(self, count: int) -> bool:
+        """Whether each loss is divided by a number, as by that of the micro-batches."""
+        return bool(self.factors) and all(any(abs(one * count - 1) < CLOSE for one in each) for each in self.factors)
 
 
 class Clues:
@@ -119,7 +123,7 @@ class Clues:
             gradients = [local_part(p.grad) for p in listed if p.grad is not None]
         except Exception:  # noqa: BLE001 - a tensor of an unknown kind must not end a training that is only watched
             return StepEvidence()
-        due, passes = max(sum(gradient.numel() for gradient in gradients), 1), len(self._factors)
+        due = max(sum(gradient.numel() for gradient in gradients), 1)
         return StepEvidence(
             reduced=tuple(count >= due for count in self._reduced),
             local=self._local,
@@ -130,7 +134,7 @@ class Clues:
             gradient_norm=float(sum(float(g.double().square().sum()) for g in gradients) ** 0.5),
             gathered=self._gathered,
             computed=self._computed,
-            divided=all(any(abs(one * passes - 1) < CLOSE for one in factors) for factors in self._factors),
+            factors=tuple(self._factors),
             roundoff=max([self._roundoff, *(roundoff(tensor.dtype) for tensor in [*parameters, *gradients])]),
         )
 
@@ -310,7 +314,7 @@ def _exactly(seen: Steps) -> str:
 def _accumulation(before: Steps, after: Steps, step: int) -> str:
     """Return the cause if the gradient grows with the number of backward passes."""
     counts = before[0].backwards, after[0].backwards
-    if counts[0] == counts[1] or not all(counts) or not _norm(before) or after[0].divided:
+    if counts[0] == counts[1] or not all(counts) or not _norm(before) or after[0].divided_by(counts[1]):
         return ""
     ratio, wanted = _norm(after) / _norm(before), counts[1] / counts[0]
     if abs(ratio - wanted) > _close(before) * wanted:

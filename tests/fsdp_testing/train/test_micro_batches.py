@@ -21,15 +21,21 @@ def judge(*arguments, sizes=(2,)):
 def test_a_constant_number_of_micro_batches_counts_as_a_rank_makes_them(divide):
     report = judge("--divide", divide, sizes=(2, 3))
     assert report.verdict is Verdict.PASS, str(report)
-    assert "makes 4 backward passes where a rank makes 2 and divides by 2" in str(report)
-    assert "makes 6 backward passes where a rank makes 2" in str(report)
-    assert "not compared: numbers that the script takes out of tensors" in str(report)
+    assert "makes 4 micro-batches where a rank makes 2 and divides by 2" in str(report)
+    assert "makes 6 micro-batches where a rank makes 2" in str(report)
+    assert "one process may add up more micro-batches" in str(report)
+
+
+def test_micro_batches_with_one_backward_count_as_a_rank_makes_them():
+    report = judge("--one-backward")
+    assert report.verdict is Verdict.PASS, str(report)
+    assert "makes 4 micro-batches where a rank makes 2 and divides by 2" in str(report)
 
 
 def test_losses_that_are_divided_by_the_true_number_are_compared_as_they_are():
     report = judge("--divide", "length")
     assert report.verdict is Verdict.PASS, str(report)
-    assert "backward passes where" not in str(report)
+    assert "micro-batches where" not in str(report)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +45,8 @@ def test_losses_that_are_divided_by_the_true_number_are_compared_as_they_are():
         (("--mistake", "world size"), "gradients are divided by the number of ranks once too often"),
         (("--mistake", "world size", "--divide", "length"), r"losses at step 0 are 0\.5 times those of one process"),
         (("--mistake", "layer"), "gradient of 2.weight is 2 times the right values"),
+        (("--mistake", "layer", "--one-backward"), "gradient of 2.weight is 2 times the right values"),
+        (("--mistake", "world size", "--one-backward"), "gradients are divided by the number of ranks once too often"),
         (("--mistake", "layer", "--divide", "length"), "gradient of 2.weight is 2 times the right values"),
         (("--mistake", "no_sync"), "the no_sync boundary is off by one"),
     ],
@@ -52,7 +60,7 @@ def test_mistakes_fail_by_their_own_cause(arguments, says):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--batch", "3"), "makes 3 backward passes where a rank makes 2 and divides by 2. Mark the line"),
+        (("--batch", "3"), "makes 3 micro-batches where a rank makes 2 and divides by 2. Mark the line"),
         (("--slices",), "at step 0 it trains on 4 rows where the ranks train on 8: the script takes a fixed number"),
     ],
 )

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--divide", default="loss", choices=("loss", "length", "gradients", "never"))
 arguments.add_argument("--batch", type=int, default=4)
+arguments.add_argument("--one-backward", action="store_true", help="of the sum of the losses")
 arguments.add_argument("--slices", action="store_true", help="takes two micro-batches, however many rows there are")
 arguments.add_argument("--mistake", default="none", choices=("none", "world size", "no_sync", "layer"))
 options = arguments.parse_args()
@@ -25,15 +26,20 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 loader = DataLoader(data, batch_size=options.batch, sampler=DistributedSampler(data))
 logged = []
 for inputs, targets in loader:
-    total = 0.0
+    total, kept = 0.0, []
     for number, start in enumerate(range(0, ROWS * PASSES if options.slices else len(inputs), ROWS), 1):
         rows = slice(start, start + ROWS)
         early = number >= PASSES if options.mistake == "no_sync" else number % PASSES
-        with model.no_sync() if early else nullcontext():
+        with model.no_sync() if early and not options.one_backward else nullcontext():
             loss = nn.functional.mse_loss(model(inputs[rows]), targets[rows])
-            loss = loss / {"loss": PASSES, "length": len(inputs) / ROWS}.get(options.divide, 1)
-            (loss / dist.get_world_size() if options.mistake == "world size" else loss).backward()
+            loss = loss / (dist.get_world_size() if options.mistake == "world size" else 1)
+            if options.one_backward:
+                kept.append(loss)
+            else:
+                (loss / {"loss": PASSES, "length": len(inputs) / ROWS}.get(options.divide, 1)).backward()
         total += loss.item()
+    if options.one_backward:
+        (sum(kept) / PASSES).backward()
     if options.divide == "gradients":
         for parameter in model.parameters():
             parameter.grad /= PASSES
