@@ -37,6 +37,8 @@ ODD = (2, 3)
 """World sizes of checks that depend on the number of ranks: divisions, padding, norms, saved spans. Two ranks hide much: each
 has one neighbour, one order of summation and an exact division, and powers of two divide most sizes.
 """
+UP_TO_EIGHT = (*ODD, 8)
+"""World sizes of checks of how gradients are divided: of up to seven ranks, a power of two divides them as none or two does."""
 TWO_BY_TWO = (2, 4)
 """World sizes of hybrid sharding: only four ranks have groups of several ranks on both axes."""
 

@@ -35,6 +35,7 @@ from fsdp_testing.checks.suites.check import (
     MOMENTUM,
     ODD,
     PLAIN_SGD,
+    UP_TO_EIGHT,
     Check,
     accumulated,
     cases,
@@ -87,7 +88,7 @@ TRAINING: tuple[Check, ...] = (
     check("training.gradients_are_means",
           "After backward each gradient is the mean over ranks: not the sum, not a rank's own.",
           cases("mlp deep_nest uneven", micro_batch(0), Observe("gradients"), Step(), ZeroGrad(), micro_batch(1)),
-          source="pytorch PR 89915", sizes=ODD),
+          source="pytorch PR 89915", sizes=UP_TO_EIGHT),
     check("training.each_operation_exactly",
           "Replayed from the implementation's state, each operation gives the same bits (sums over ranks in any "
           "order).",

@@ -205,6 +205,12 @@ def divides_after_the_sum(original: Any, cls: Any, world_size: int) -> DivideFac
     return DivideFactors(1.0, float(world_size))
 
 
+@planted(SOUND, DivideFactors, "for_world", "mixed_precision.smallest_numbers")
+def doubles_the_first_factor_once(original: Any, cls: Any, world_size: int) -> DivideFactors:
+    """Of eight ranks the gradients are divided by two before their sum, not by four."""
+    return DivideFactors(2.0, 4.0) if world_size == 8 else original(world_size)
+
+
 def _whole_numbers(self: FSDPParam) -> bool:
     return not self.orig_dtype.is_floating_point
 
