@@ -72,7 +72,8 @@ def run_conformance(
 
     Args:
         *names: Registered names or import strings `package.module:attribute`.
-        world_sizes: Numbers of ranks; None for each check's own: 2, also 3 if the number matters, and 4 for hybrid sharding.
+        world_sizes: Numbers of ranks; None for each check's own: 2, also 3 if the number matters, 4 for hybrid sharding, and
+            8 for how gradients are divided, where the backend has as many devices.
         tensor_parallel: How many of them share one model: torch's tensor parallelism cuts modules over these, and
             implementations that claim it shard over the others. It divides every world size.
         backend: Backend of the worlds.

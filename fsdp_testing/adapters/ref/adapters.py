@@ -95,6 +95,7 @@ def flat_units(model: nn.Module) -> Iterator[FlatUnit]:
 
 _SETTINGS_OF_BOTH = frozenset(
     {"default_device", "default_groups", "mesh_for_group", "ignored_by_parameter", "own_state", "offloaded_state"}
+    | {"full_gradients"}
     | {"saved_on_rank_0", "compressing_hook", "unit_precisions", "unit_strategies", "uncast_inputs", "low_gradients"}
 )
 
@@ -223,9 +224,13 @@ def _as_composable(module: nn.Module, setup: Setup, name: str, options: dict[str
 @contextmanager
 def full_parameters(model: nn.Module, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
     """`summon_full_params` (the same for both paths). Collectives: an all-gather per unit; every rank enters."""
-    asked = {"offload_to_cpu": True} if "offloaded_state" in SETTINGS_OF.get(model, ()) else {}
-    with fsdp_ref.unshard_params(model, writeback=writeback, **asked):
-        yield {naming.original(fqn): parameter.data for fqn, parameter in model.named_parameters()}
+    settings = SETTINGS_OF.get(model, frozenset())
+    with_grads = "full_gradients" in settings
+    with fsdp_ref.unshard_params(
+        model, writeback=writeback, offload_to_cpu="offloaded_state" in settings, with_grads=with_grads
+    ):
+        named = {naming.original(fqn): parameter for fqn, parameter in model.named_parameters()}
+        yield named if with_grads else {fqn: parameter.data for fqn, parameter in named.items()}
 
 
 def _configured(model: nn.Module) -> AbstractContextManager[None]:
@@ -385,7 +390,7 @@ FLAT = _implementation(
     # One flat parameter has one gradient and one flag, and the originals do not exist between iterations.
     without=frozenset(
         {"frozen_mixed_unit", "thawed_parameters", "unused_gradient_is_none", "data_assignment"}
-        | {"gradient_edits", "in_place_edits", "parameters_replaced"}
+        | {"gradient_edits", "in_place_edits", "full_gradients", "gradient_replacement", "parameters_replaced"}
     )
     | {"tensor_hooks", "accumulation_hooks"}
     | _BY_METHODS,

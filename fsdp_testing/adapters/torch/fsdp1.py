@@ -95,7 +95,9 @@ _SHARED_CLAIMS = (SHARDED - {"compiled"}) | {
 }
 
 #: Only with original parameters: one unit may mix frozen and trainable ones, flags may change, and torch compiles it.
-_ORIGINAL_CLAIMS = frozenset({"frozen_mixed_unit", "thawed_parameters", "gradient_edits", "in_place_edits", "compiled"})
+_ORIGINAL_CLAIMS = frozenset(
+    {"frozen_mixed_unit", "thawed_parameters", "gradient_edits", "in_place_edits", "full_gradients", "compiled"}
+)
 
 #: Only with flat parameters: with original ones torch saves the local form and cannot load it again.
 _FLAT_CLAIMS = frozenset({"local_state_dict"})
@@ -123,7 +125,7 @@ def wrap(module: nn.Module, setup: Setup, *, use_orig_params: bool) -> nn.Module
         return FullyShardedDataParallel(unit, **options)
 
     setup.refuse("torch-fsdp1", "tensor_mesh")  # this adapter cannot tell which elements of a part a rank holds
-    setup.refuse_settings("torch-fsdp1", *_SHARED_CLAIMS)
+    setup.refuse_settings("torch-fsdp1", *_SHARED_CLAIMS, *(_ORIGINAL_CLAIMS if use_orig_params else ()))
     stored = next((parameter.dtype for parameter in module.parameters()), torch.float32)
     model = _FSDP.wrap(module, setup, apply)
     if setup.compressed_to is not None:
@@ -150,9 +152,12 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> torch
 @contextmanager
 def full_parameters(model: nn.Module, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
     """`summon_full_params`. Collectives: an all-gather per unit; every rank enters."""
-    asked = {"offload_to_cpu": True} if "offloaded_state" in _SETTINGS.get(model, ()) else {}
+    settings = _SETTINGS.get(model, frozenset())
+    with_grads = "full_gradients" in settings
+    asked = {"offload_to_cpu": "offloaded_state" in settings, "with_grads": with_grads}
     with FullyShardedDataParallel.summon_full_params(model, writeback=writeback, **asked):
-        yield {naming.original(fqn): parameter.data for fqn, parameter in model.named_parameters()}
+        named = {naming.original(fqn): parameter for fqn, parameter in model.named_parameters()}
+        yield named if with_grads else {fqn: parameter.data for fqn, parameter in named.items()}
 
 
 def grad_scaler(model: nn.Module, **options: Any) -> ShardedGradScaler:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fsdp_testing.cases.operations import user_code
 from fsdp_testing.cases.operations.operation import GRADIENTS_ALIKE, OfPatterns, Operation, matching
@@ -55,6 +55,11 @@ class EditGradients(OfPatterns):
         return f"{self.kind}[{self.edit}]"
 
     def run(self, program: RankProgram) -> None:
+        if "full_gradients" in program.case.wrapping.settings:
+            with program.adapter.full_parameters(program.model, writeback=True) as full:
+                gathered: Any = matching(full.items(), self.patterns)
+                user_code.edit_gradients([parameter for _, parameter in gathered], self.edit)
+            return
         chosen = matching(program.adapter.named_parameters(program.model), self.patterns)
         user_code.edit_gradients([parameter for _, parameter in chosen], self.edit)
 

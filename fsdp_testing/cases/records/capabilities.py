@@ -87,6 +87,7 @@ CAPABILITIES: dict[str, str] = {
     "summon_writeback": "full parameters can be gathered, edited and written back",
     "parameter_replacement": "a parameter of a module may be replaced while full parameters are gathered",
     "storage_replacement": "a parameter may be given new storage by `p.data = ...` while full parameters are gathered",
+    "gradient_replacement": "a gradient may be replaced by another tensor while full gradients are gathered",
     "modules_replaced": "a submodule may be replaced before the first forward",
     "parameters_replaced": "a parameter of a module may be replaced after forwards have run",
     "unit_alone": "a unit may be called directly before the model is",

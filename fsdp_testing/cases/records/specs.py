@@ -67,6 +67,7 @@ SETTINGS: dict[str, str] = {
     "ignored_by_parameter": "parameters of ignored modules are named one by one",
     "own_state": "state is saved and loaded by the implementation's own methods, with their defaults",
     "offloaded_state": "gathered parameters and saved state are moved to the CPU",
+    "full_gradients": "gathered parameters show their gathered gradients, which are written back too",
     "saved_on_rank_0": "rank 0 alone saves whole state, and all ranks load the optimizer's from there",
     "rank_0_state": "whole state is loaded from rank 0, the only one that has it",
     "assigned_state": "tensors of a state in shards take the place of parameters, instead of being copied into them",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from fsdp_testing.cases.models import MODELS
-from fsdp_testing.cases.operations import AssignData, ReplaceParameters, UnshardFirst
+from fsdp_testing.cases.operations import AssignData, EditGradients, ReplaceParameters, UnshardFirst
 from fsdp_testing.cases.records import (
     Batch,
     Clip,
@@ -24,6 +24,7 @@ from fsdp_testing.checks.suites.check import (
     accumulated,
     cases,
     check,
+    every_unit,
     forward,
     iteration,
     iterations,
@@ -92,6 +93,17 @@ SUMMON: tuple[Check, ...] = (
     check("summon.storage_replaced", "New storage of a gathered parameter becomes its value.",
           cases("mlp", _STORED, forward(8), *iteration(0, _STORED, Observe()), *iteration(1)),
           source="pytorch issue 107081"),
+    *(summoned(f"summon.gradients{replaced}", f"Gathered gradients{that_are} are kept on every rank, beside edits of parameters.",
+               *(cases(model, micro_batch(0), EditGradients((pattern,), edit), Observe(), micro_batch(1), Observe(),
+                       EditFullParameters(("*.weight",), 0.5, True), EditGradients(("*",), "halved"), Observe(), Step(),
+                       ZeroGrad(), *iteration(2), optimizer=ADAMW, wrapping=every_unit(model, settings=("full_gradients",)))
+                 for model, pattern, edit in edits), needs={"accumulate_without_no_sync", *needs})
+      for replaced, that_are, edits, needs in (
+        ("", " that change in place",
+         (("mlp", "*.weight", "halved"), ("uneven", "layers.1.*", "zeros"), ("deep_nest", "*.bias", "zeros")), ()),
+        ("_replaced", " that are replaced", (("mlp", "*.weight", "replaced"), ("uneven", "layers.1.*", "replaced")),
+         ("gradient_replacement",)),
+    )),
     summoned("summon.reading", "Gathering parameters only to read them changes nothing.",
              cases("mlp", *iteration(0), EditFullParameters((), 0.5, False), Observe(), *iteration(1))),
 )  # fmt: skip

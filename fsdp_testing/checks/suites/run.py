@@ -9,11 +9,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.base.backends import backend_named
 from fsdp_testing.cases.records import STRATEGIES, Case, CheckResult, FailureKind, Judgement, Verdict, merge
 from fsdp_testing.checks.suites.check import Check, adapt, needs_of
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.oracle.tensor_axis import over_two_axes
 
+_ALWAYS = 4
+"""Ranks that the checks need at most where no backend has more."""
 _NO_GRADIENTS = "shows no gradients (its adapter has no local_pieces), and this check judges each step by its gradients"
 
 _NO_PIECES = (
@@ -37,10 +40,11 @@ class Where:
     tensor_parallel: int = 1
 
     def sizes(self, *checks: Check) -> tuple[int, ...]:
-        """Return the numbers of ranks on which these checks run."""
+        """Return the numbers of ranks on which these checks run; of their own, those beyond four only with as many devices."""
         if self.world_sizes is not None:
             return self.world_sizes
-        return tuple(sorted({size for check in checks for size in check.sizes}))
+        own, backend = {size for check in checks for size in check.sizes}, backend_named(self.backend)
+        return tuple(sorted(size for size in own if size <= _ALWAYS or not backend.unavailable(size)))
 
     def claimed(self, adapter: Adapter) -> frozenset[str]:
         """Return what an implementation claims there."""

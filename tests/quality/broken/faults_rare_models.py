@@ -14,6 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from toy_more import MoreToy
 
+from fsdp_ref.access.summon_grads import FullGradients
 from fsdp_ref.checkpoint import model_state, optim_load, settings
 from fsdp_ref.checkpoint.shards import Spread
 from fsdp_ref.comm.division import DivideFactors
@@ -209,6 +210,11 @@ def divides_after_the_sum(original: Any, cls: Any, world_size: int) -> DivideFac
 def doubles_the_first_factor_once(original: Any, cls: Any, world_size: int) -> DivideFactors:
     """Of eight ranks the gradients are divided by two before their sum, not by four."""
     return DivideFactors(2.0, 4.0) if world_size == 8 else original(world_size)
+
+
+@planted(SOUND, FullGradients, "keep_edits", "summon.gradients summon.gradients_replaced")
+def keeps_what_was_gathered(original: Any, full: FullGradients, params: Any) -> None:
+    """Gradients that are edited where they are gathered are as before afterwards."""
 
 
 def _whole_numbers(self: FSDPParam) -> bool:

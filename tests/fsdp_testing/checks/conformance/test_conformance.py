@@ -148,8 +148,8 @@ def test_without_world_sizes_each_check_is_asked_on_its_own():
     checks = ("training.float32", "training.gradients_are_means", "hybrid.trained")
     report = run_conformance("fsdp_ref-composable", checks=checks, world_sizes=None, explain=0)
     sizes = {result.check: result.world_sizes for result in report.results}
-    assert sizes == dict(zip(checks, [(2,), (2, 3), (4,)]))
-    assert report.world_sizes == (2, 3, 4)
+    assert sizes == dict(zip(checks, [(2,), (2, 3, 8), (4,)]))
+    assert report.world_sizes == (2, 3, 4, 8)
     assert report.exit_code == 0
 
 
