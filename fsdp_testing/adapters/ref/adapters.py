@@ -1,7 +1,4 @@
-"""The reference as two implementations: `fsdp_ref-wrapper` and `fsdp_ref-composable`, one code path under both.
-
-They claim whatever the reference does.
-"""
+"""The reference by its two APIs, over one code path: `fsdp_ref-wrapper` and `fsdp_ref-composable` claim whatever it does."""
 
 from __future__ import annotations
 
@@ -95,8 +92,8 @@ def flat_units(model: nn.Module) -> Iterator[FlatUnit]:
 
 _SETTINGS_OF_BOTH = frozenset(
     {"default_device", "default_groups", "mesh_for_group", "ignored_by_parameter", "own_state", "offloaded_state"}
-    | {"full_gradients"}
-    | {"saved_on_rank_0", "compressing_hook", "unit_precisions", "unit_strategies", "uncast_inputs", "low_gradients"}
+    | {"saved_on_rank_0", "compressing_hook", "unit_precisions", "unit_strategies", "uncast_inputs"}
+    | {"low_gradients", "full_gradients"}
 )
 
 _SETTINGS_OF_METHODS = frozenset({"divide_factor", "full_outputs", "kept_after_backward", "single_units"})
@@ -225,12 +222,9 @@ def _as_composable(module: nn.Module, setup: Setup, name: str, options: dict[str
 def full_parameters(model: nn.Module, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
     """`summon_full_params` (the same for both paths). Collectives: an all-gather per unit; every rank enters."""
     settings = SETTINGS_OF.get(model, frozenset())
-    with_grads = "full_gradients" in settings
-    with fsdp_ref.unshard_params(
-        model, writeback=writeback, offload_to_cpu="offloaded_state" in settings, with_grads=with_grads
-    ):
-        named = {naming.original(fqn): parameter for fqn, parameter in model.named_parameters()}
-        yield named if with_grads else {fqn: parameter.data for fqn, parameter in named.items()}
+    asked = {"offload_to_cpu": "offloaded_state" in settings, "with_grads": "full_gradients" in settings}
+    with fsdp_ref.unshard_params(model, writeback=writeback, **asked):
+        yield {naming.original(fqn): p if asked["with_grads"] else p.data for fqn, p in model.named_parameters()}
 
 
 def _configured(model: nn.Module) -> AbstractContextManager[None]:
