@@ -95,19 +95,25 @@ def in_backward() -> bool:
 
 
 def factors_of(loss: Any) -> tuple[float, ...]:
-    """Return the constants that a loss was multiplied with last, as 1/4 for `loss / 4`."""
-    import torch
+    """Return the constants that a loss, or each summand of it, was multiplied with last, as 1/4 for `loss / 4`."""
+    return _factors(loss.grad_fn)
 
-    factors: list[float] = []
-    node = loss.grad_fn
-    while node is not None and node.name() in ("DivBackward0", "MulBackward0"):
-        constant = getattr(node, "_saved_other", None)
-        if not (isinstance(constant, torch.Tensor) and constant.numel() == 1) or node.next_functions[1][0] is not None:
-            break
-        number = float(constant)
-        factors.append(number if node.name() == "MulBackward0" else 1 / number if number else 0.0)
-        node = node.next_functions[0][0]
-    return tuple(factors)
+
+def _factors(node: Any) -> tuple[float, ...]:
+    name = node.name() if node is not None else ""
+    nodes = [function for function, _ in node.next_functions] if node is not None else []
+    if name == "AddBackward0":
+        first, *others = [_factors(summand) for summand in nodes if summand is not None] or [()]
+        return tuple(factor for factor in first if all(factor in other for other in others))
+    if name not in ("DivBackward0", "MulBackward0") or [None in nodes, len(nodes)] != [True, 2]:
+        return ()
+    place = nodes.index(None)
+    constant: Any = getattr(node, ("_saved_self", "_saved_other")[place], None)
+    if getattr(constant, "numel", int)() != 1 or (name == "DivBackward0" and place == 0):
+        return ()
+    number = float(constant)
+    factor = number if name == "MulBackward0" else 1 / number if number else 0.0
+    return (factor, *_factors(nodes[1 - place]))
 
 
 def makes_state_only() -> bool:

@@ -128,13 +128,15 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return part if part.layout is torch.strided else part.to_dense()
 
 
-class Row(str):  # noqa: SLOT000 - pickle copies attributes that stand in a dictionary
+class Row(str):
     """Digest of the bits of a row, and what is near in rows that differ by roundings.
 
     Attributes:
         others: Digest of whatever in it is no real number.
         sums: Over its real numbers: with fixed weights between -1 and 1, and their norm.
     """
+
+    __slots__ = ("others", "sums")
 
     others: str
     sums: tuple[float, float]

@@ -138,7 +138,7 @@ def _same_steps(one: WholeRun, run: WholeRun) -> int:
     return next((step for step in range(steps) if not near(one.union(step), run.union(step))), steps)
 
 
-class RowsApart(Undecided):
+class OtherRows(Undecided):
     """One process was given the rows of all ranks, and its forwards get others from some step on.
 
     Attributes:
@@ -166,20 +166,22 @@ class RowsApart(Undecided):
         )
 
 
-def accounted(pair: Pair, why: Failed, apart: RowsApart | None) -> Failed | Undecided:
+def final_verdict(pair: Pair, why: Failed, other_rows: OtherRows | None) -> Failed | Undecided:
     """Return what a difference from one process means: nothing from the step on at which it has other rows.
 
     Args:
         pair: Both worlds.
         why: How they differ.
-        apart: Since when one process has other rows; None if it has the same.
+        other_rows: Since when one process has other rows; None if it has the same.
     """
     if why.subject:
         return why
-    if more_micro_batches(pair) and pair.feed.scale == 1.0:
+    if why.first is not None and more_micro_batches(pair) and pair.feed.scale == 1.0:
         return _of_micro_batches(pair, why)
-    before = why.first is not None and why.first.steps > 1 and apart is not None and why.first.step < apart.steps
-    return why if apart is None or before else apart
+    before = (
+        why.first is not None and why.first.steps > 1 and other_rows is not None and why.first.step < other_rows.steps
+    )
+    return why if other_rows is None or before else other_rows
 
 
 def with_scaled_losses(pair: Pair) -> Pair:
@@ -192,7 +194,7 @@ def with_scaled_losses(pair: Pair) -> Pair:
     if micro_batches is None or micro_batches[0] != micro_batches[1] * pair.run.size:
         return pair
     is_constant = _alike([sum(pair.reference.ranks[0].steps[0].losses)], [sum(_losses_of_each(pair))])
-    return pair.given(replace(pair.feed, scale=1 / pair.run.size)) if is_constant else pair
+    return pair.beside(replace(pair.feed, scale=1 / pair.run.size)) if is_constant else pair
 
 
 def more_micro_batches(pair: Pair) -> tuple[int, int] | None:

@@ -16,9 +16,9 @@ from fsdp_testing.cases.records import Verdict
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.train import causes
 from fsdp_testing.train.by_batches import (
-    RowsApart,
-    accounted,
+    OtherRows,
     decided_by_batches,
+    final_verdict,
     more_micro_batches,
     same_data,
     same_moments,
@@ -188,7 +188,7 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
     wrong = strange_shares(alone, taken)
     if wrong:
         raise Failed(wrong)
-    pair, how, apart = _pair(runner, alone, run, taken)
+    pair, how, other_rows = _pair(runner, alone, run, taken)
     accept = runner.start.accept
     pair = pair.as_ranks(to_follow(accept)) if to_follow(accept) else pair
     how += ", which runs the rows of each rank separately and averages" if {LOSS, BATCH_NORM} & {*accept} else ""
@@ -198,9 +198,9 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
         check_disagreements(pair)
         compared = decided_by_batches(pair)
     except Failed as why:
-        raise accounted(pair, why, apart) from why.__cause__
-    if apart is not None:
-        raise apart
+        raise final_verdict(pair, why, other_rows) from why.__cause__
+    if other_rows is not None:
+        raise other_rows
     if odd := taken_elsewhere(alone, taken) or prepared_apart(alone, taken):
         raise Undecided(f"trains as {pair.other} does, but {odd}")
     if pair.feed.scale != 1.0 and (counts := more_micro_batches(pair)):
@@ -214,7 +214,7 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
     return Judgement(size, Verdict.PASS, sentence, lines, compared.unknown, steps=run.steps)
 
 
-def _pair(runner: Runner, alone: WholeRun, run: WholeRun, taken: WholeRun) -> tuple[Pair, str, RowsApart | None]:
+def _pair(runner: Runner, alone: WholeRun, run: WholeRun, taken: WholeRun) -> tuple[Pair, str, OtherRows | None]:
     """Return the world beside one process that sees its rows, how that process gets them, and why not to the end."""
     try:
         reference, feed = _reference(runner, alone, taken)
@@ -225,7 +225,7 @@ def _pair(runner: Runner, alone: WholeRun, run: WholeRun, taken: WholeRun) -> tu
             return pair, "with different arguments of forward: ranks share the work on each row", None
         # All ranks began alike, so their present values of the same parameters can be compared without another world.
         check_disagreements(Pair(runner, run, run), (Kind.PARAMETER,))
-        if isinstance(why, RowsApart) and why.steps:
+        if isinstance(why, OtherRows) and why.steps:
             return Pair(runner, why.fed[0], run, why.fed[1]), f"for {why.steps} steps", why
         raise
     if feed.source is None and not same_data(alone, taken):
@@ -308,7 +308,7 @@ def _reference(runner: Runner, alone: WholeRun, run: WholeRun) -> tuple[WholeRun
             "each rank takes its own rows, and neither a DataLoader nor the arguments of forward determine the loss. "
             "Mark the line where the script takes its batch: `x, y = fsdp_testing.batch(x, y)`."
         )
-    raise RowsApart(tried, run)
+    raise OtherRows(tried, run)
 
 
 def same_source(alone: WholeRun, run: WholeRun) -> bool:

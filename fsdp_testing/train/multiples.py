@@ -181,10 +181,8 @@ def of_own_counts(reference: WholeRun, run: WholeRun, step: int) -> str:
     uneven = max(abs(weight - 1 / run.size) for weight in weights) > UNEVEN
     if not (plain and uneven and min(weights) > 0 and _are_shares(weights, run.size)):
         return ""
-    rows = torch.tensor([float(len(rank)) for rank in run.rows[step]], dtype=torch.float64)
-    if len(busy) == run.size and torch.allclose(
-        rows / rows.sum(), torch.tensor(weights, dtype=torch.float64), atol=UNEVEN
-    ):
+    rows = [len(rank) for rank in run.rows[step]]
+    if len(busy) == run.size and all(abs(one / sum(rows) - weight) < UNEVEN for one, weight in zip(rows, weights)):
         return ""  # an uneven batch: each counts by its rows
     idle = "" if len(busy) == run.size else f" of rank(s) {', '.join(map(str, busy))}, the only ones that are not zero,"
     return (
@@ -268,6 +266,8 @@ def _is_mean(weights: Sequence[float]) -> bool:
 
 def weights_of(total: torch.Tensor, parts: Sequence[torch.Tensor], bound: float) -> list[float] | None:
     """Return the weights with which parts add up to a total; None if they do not, or if other weights do, too."""
+    if not parts:
+        return None
     columns = torch.stack([part.double() for part in parts], 1)
     if len(columns) != len(total) or not bool(columns.isfinite().all()) or not bool(total.isfinite().all()):
         return None

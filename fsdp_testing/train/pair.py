@@ -156,7 +156,7 @@ class Pair:
     def as_ranks(self, accept: tuple[str, ...]) -> Pair:
         """Return the world beside one process that follows conventions as it does."""
         rows = tuple(tuple(seen.rows for seen in rank.steps) for rank in self.run.ranks)
-        return self.given(replace(self.feed, ranks=AsRanks(accept, self.run.size, rows)))
+        return self.beside(replace(self.feed, ranks=AsRanks(accept, self.run.size, rows)))
 
     def without_autocast(self) -> Pair:
         """Return both worlds without autocast; errors as of `Runner.run`."""
@@ -167,15 +167,15 @@ class Pair:
 
     def collated(self, *, together: bool) -> Pair:
         """Return the world beside one process that collates the rows of all ranks, or gets the ranks' batches."""
-        return self.given(replace(self.feed, collates=together))
+        return self.beside(replace(self.feed, collates=together))
 
     def with_weights(self) -> Pair:
         """Return the world beside one process that begins with its weights."""
         weights = {key.name: values[0] for key, values in initial(self.run).items()}
-        return self.given(replace(self.feed, weights=weights))
+        return self.beside(replace(self.feed, weights=weights))
 
-    def given(self, feed: Feed) -> Pair:
-        """Return the world beside one process that is given something else."""
+    def beside(self, feed: Feed) -> Pair:
+        """Return the world beside one process that is given this."""
         return replace(self, reference=self.runner.run(1, RunSettings(feed=feed)), feed=feed, kept={}, tried={})
 
     def agrees_apart(self, view: View) -> bool:

@@ -222,9 +222,9 @@ def _as_composable(module: nn.Module, setup: Setup, name: str, options: dict[str
 def full_parameters(model: nn.Module, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
     """`summon_full_params` (the same for both paths). Collectives: an all-gather per unit; every rank enters."""
     settings = SETTINGS_OF.get(model, frozenset())
-    asked = {"offload_to_cpu": "offloaded_state" in settings, "with_grads": "full_gradients" in settings}
-    with fsdp_ref.unshard_params(model, writeback=writeback, **asked):
-        yield {naming.original(fqn): p if asked["with_grads"] else p.data for fqn, p in model.named_parameters()}
+    options = {"offload_to_cpu": "offloaded_state" in settings, "with_grads": "full_gradients" in settings}
+    with fsdp_ref.unshard_params(model, writeback=writeback, **options):
+        yield {naming.original(fqn): p if options["with_grads"] else p.data for fqn, p in model.named_parameters()}
 
 
 def _configured(model: nn.Module) -> AbstractContextManager[None]:

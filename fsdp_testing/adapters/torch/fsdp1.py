@@ -153,9 +153,9 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> torch
 def full_parameters(model: nn.Module, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
     """`summon_full_params`. Collectives: an all-gather per unit; every rank enters."""
     settings = _SETTINGS.get(model, frozenset())
-    asked = {"offload_to_cpu": "offloaded_state" in settings, "with_grads": "full_gradients" in settings}
-    with FullyShardedDataParallel.summon_full_params(model, writeback=writeback, **asked):
-        yield {naming.original(fqn): p if asked["with_grads"] else p.data for fqn, p in model.named_parameters()}
+    options = {"offload_to_cpu": "offloaded_state" in settings, "with_grads": "full_gradients" in settings}
+    with FullyShardedDataParallel.summon_full_params(model, writeback=writeback, **options):
+        yield {naming.original(fqn): p if options["with_grads"] else p.data for fqn, p in model.named_parameters()}
 
 
 def grad_scaler(model: nn.Module, **options: Any) -> ShardedGradScaler:

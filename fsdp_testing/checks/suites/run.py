@@ -15,8 +15,8 @@ from fsdp_testing.checks.suites.check import Check, adapt, needs_of
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.oracle.tensor_axis import over_two_axes
 
-_ALWAYS = 4
-"""Ranks that the checks need at most where no backend has more."""
+_LARGEST_EVERYWHERE = 4
+"""Ranks of the largest world that is asked whatever the backend has: hybrid sharding needs it."""
 _NO_GRADIENTS = "shows no gradients (its adapter has no local_pieces), and this check judges each step by its gradients"
 
 _NO_PIECES = (
@@ -44,7 +44,7 @@ class Where:
         if self.world_sizes is not None:
             return self.world_sizes
         own, backend = {size for check in checks for size in check.sizes}, backend_named(self.backend)
-        return tuple(sorted(size for size in own if size <= _ALWAYS or not backend.unavailable(size)))
+        return tuple(sorted(size for size in own if size <= _LARGEST_EVERYWHERE or not backend.unavailable(size)))
 
     def claimed(self, adapter: Adapter) -> frozenset[str]:
         """Return what an implementation claims there."""

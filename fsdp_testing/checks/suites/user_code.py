@@ -253,29 +253,29 @@ class ChunkedLoss(RankProgram):
         inputs = models.make_inputs(self.case, batch, self.rank)
         model: Any = getattr(self.model, "module", self.model)
         layers: list[nn.Module] = [*model.layers]
-        whole = model._flow
+        flow = model._flow
         with self._inside():
             model._flow = lambda _, x: reduce(lambda hidden, layer: torch.tanh(layer(hidden)), layers[:-1], x)
             try:
                 self._hidden = self.model(*inputs.args, **inputs.kwargs)
             finally:
-                model._flow = whole
-            self._given, output, losses = self._hidden.detach().requires_grad_(), [], []
-            for rows in self._given.split(_CHUNK):
+                model._flow = flow
+            self._detached, output, losses = self._hidden.detach().requires_grad_(), [], []
+            for rows in self._detached.split(_CHUNK):
                 chunk = torch.tanh(layers[-1](rows))
                 losses.append(models.loss_of(chunk))
                 output.append(chunk.detach())
                 if self.separate:
                     super().backward(losses.pop())
-        made = torch.cat(output)
-        self._loss = torch.stack(losses).sum() if losses else made
-        return models.Forwarded(models.loss_of(made).requires_grad_(), (made,), models.structure_of(made))
+        outputs = torch.cat(output)
+        self._loss = torch.stack(losses).sum() if losses else outputs
+        return models.Forwarded(models.loss_of(outputs).requires_grad_(), (outputs,), models.structure_of(outputs))
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward of the chunks, where they have one, and of the model."""
         if not self.separate:
             super().backward(self._loss)
-        super().backward((self._hidden * self._given.grad).sum())
+        super().backward((self._hidden * self._detached.grad).sum())
 
 
 class ChunkedForward(ChunkedLoss):

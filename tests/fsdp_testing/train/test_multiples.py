@@ -86,5 +86,6 @@ def test_weights_of_parts():
     parts = [torch.tensor([1.0, 0.0, 2.0]), torch.tensor([0.0, 1.0, 1.0])]
     assert weights_of(torch.tensor([2.0, 3.0, 7.0]), parts, 1e-9) == pytest.approx([2.0, 3.0])
     assert weights_of(torch.tensor([2.0, 3.0, 8.0]), parts, 1e-9) is None
+    assert weights_of(torch.tensor([2.0, 3.0, 8.0]), [], 1e-9) is None
     assert weights_of(torch.tensor([2.0, 0.0, 4.0]), [parts[0], 2 * parts[0]], 1e-9) is None
     assert weights_of(torch.tensor([2.0, 0.0, float("inf")]), parts, 1e-9) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,6 +24,7 @@ from fsdp_testing.cases.records import (
 from fsdp_testing.checks.conformance import run_case, run_check, select_checks, shared_runner
 from fsdp_testing.checks.suites import CHECKS
 from fsdp_testing.checks.suites.check import HYBRID
+from fsdp_testing.checks.suites.run import Where
 from fsdp_testing.errors import BackendUnavailable, InvalidArgument, InvalidImplementation
 from fsdp_testing.explain import root_causes
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
@@ -151,6 +153,15 @@ def test_without_world_sizes_each_check_is_asked_on_its_own():
     assert sizes == dict(zip(checks, [(2,), (2, 3, 8), (4,)]))
     assert report.world_sizes == (2, 3, 4, 8)
     assert report.exit_code == 0
+
+
+def test_worlds_beyond_four_ranks_are_left_out_where_a_backend_has_fewer_devices(monkeypatch):
+    check = CHECKS["training.gradients_are_means"]
+    assert Where(None).sizes(check) == (2, 3, 8)
+    fewer = SimpleNamespace(unavailable=lambda size: "too few devices" if size > 4 else "")
+    monkeypatch.setattr("fsdp_testing.checks.suites.run.backend_named", lambda name: fewer)
+    assert Where(None).sizes(check) == (2, 3)
+    assert Where((8,)).sizes(check) == (8,)
 
 
 def test_what_reduces_divides_pads_or_moves_is_asked_at_an_odd_size_too():
