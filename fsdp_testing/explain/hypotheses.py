@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fsdp_testing.cases.models.tree import unit_of
+from fsdp_testing.cases.operations.gradients import EditGradients
 from fsdp_testing.cases.operations.optimizing import IdleStep
 from fsdp_testing.cases.records import (
     UNIT_ROUNDOFF,
@@ -166,7 +167,10 @@ class WrongNumbers:
         wrong = {piece.quantity for piece in self._wrong}
         if point is None or not self._wrong or {piece.quantity for piece in self._pieces} != wrong:
             return None  # not only numbers differ
-        cause = self._besides(point) or self._contributions(point) or self._begun()
+        cause = self._besides(point)
+        if cause is None and free:
+            cause = self._lost_edit(point)
+        cause = cause or self._contributions(point) or self._begun()
         if cause is None and free:
             cause = self._other_program(point) or self._stale_units(point, unsharded)
         return cause or self._needless(point) or (self._norm(point) if free else None) or self._pattern(point)
@@ -222,6 +226,15 @@ class WrongNumbers:
         return max(UNIT_ROUNDOFF[stored], UNIT_ROUNDOFF[wire])
 
     # ------------------------------------------------------------------------------------------- other programs
+
+    def _lost_edit(self, point: ExpectedPoint) -> Hypothesis | None:
+        """Whether gradients that were halved are as before: of two ranks, they look like a sum in place of a mean."""
+        edit = self._case.program[point.index] if point.index < len(self._case.program) else None
+        if not isinstance(edit, EditGradients) or edit.edit in ("zeros", "none") or not point.snapshot:
+            return None
+        if not self._is_like(self._replaced(point.index, Observe()), point):
+            return None
+        return Hypothesis(point.index, self._kinds, ranks=self._affected())
 
     def _other_program(self, point: ExpectedPoint) -> Hypothesis | None:
         """Whether one process gives the same without an operation (it only observes then), or with another setting of one.

@@ -96,7 +96,15 @@ _SHARED_CLAIMS = (SHARDED - {"compiled"}) | {
 
 #: Only with original parameters: one unit may mix frozen and trainable ones, flags may change, and torch compiles it.
 _ORIGINAL_CLAIMS = frozenset(
-    {"frozen_mixed_unit", "thawed_parameters", "gradient_edits", "in_place_edits", "full_gradients", "compiled"}
+    {
+        "frozen_mixed_unit",
+        "thawed_parameters",
+        "gradient_edits",
+        "in_place_edits",
+        "full_gradients",
+        "gradient_replacement",
+        "compiled",
+    }
 )
 
 #: Only with flat parameters: with original ones torch saves the local form and cannot load it again.

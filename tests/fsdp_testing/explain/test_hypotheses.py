@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fsdp_testing.cases.operations.gradients import EditGradients
 from fsdp_testing.cases.operations.optimizing import IdleStep
 from fsdp_testing.cases.operations.reloading import Reload, TrainElsewhere
 from fsdp_testing.cases.records import (
@@ -24,6 +25,7 @@ from fsdp_testing.cases.records import (
     ZeroGrad,
 )
 from fsdp_testing.explain.hypotheses import GRADIENT_IS_NONE, Hypothesis, Sources, WrongNumbers
+from fsdp_testing.oracle.gradient_terms import ELSEWHERE, GradientTerm
 from fsdp_testing.oracle.quantities import Comparison, Expectation, Expected, ExpectedPoint, Quantity
 
 
@@ -95,3 +97,24 @@ def test_zeros_for_none_explain_only_where_they_differ(
     sources = Sources(lambda _: Expectation((point,), {"w": (2,)}), terms=lambda _case, _last: (), claimed=claimed)
     found = WrongNumbers(case, ranks, Comparison(none_is_zero=lenient), sources).hypothesis(lambda _: {})
     assert (found is not None and "gradients of zeros" in found.happened) is named
+
+
+@pytest.mark.parametrize(("edit", "named"), [("halved", True), ("replaced", True), ("given", True), ("zeros", False)])
+def test_an_edit_that_had_no_effect_is_named_before_a_sum_in_place_of_a_mean(edit: str, named: bool) -> None:
+    """What was cleared is named by what it still contains."""
+    quantity, due = Quantity("gradient", "w"), torch.full((2,), 0.5, dtype=torch.float64)
+    program = (ForwardBackward(Batch(0)), EditGradients(("*",), edit))
+
+    def oracle(other: Case) -> Expectation:
+        value = due if isinstance(other.program[1], EditGradients) else 2 * due
+        point = ExpectedPoint(1, {quantity: Expected(value, 1e-9)}, {"w": True}, {"w": "float64"}, snapshot=True)
+        return Expectation((point,), {"w": (2,)})
+
+    terms = tuple(GradientTerm(0, 0, rank, {"w": {ELSEWHERE: due}}) for rank in range(2))
+    seen = ParameterObservation("w", (2,), "float64", True, (), (ObservedPiece(0, 2, 2 * due),), "float64")
+    ranks = [RankObservation(0, (), (Snapshot(1, "", {"w": seen}, {}),))]
+    sources = Sources(oracle, terms=lambda _case, _last: terms, claimed=None)
+    found = WrongNumbers(Case(ModelSpec("mlp"), WorldSpec(2), program), ranks, Comparison(), sources)
+    cause = found.hypothesis(lambda _: {})
+    assert cause is not None
+    assert (cause.left_out == 1) is named
