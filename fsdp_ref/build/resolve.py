@@ -197,12 +197,19 @@ def _check(
     spread = {name: param for name, param in zip(names, params) if is_dtensor(param)}
     reasons = {name: why_not(param, given, device) for name, param in spread.items()}
     bad = [f"{name} {reason}" for name, reason in reasons.items() if reason is not None]
-    hooked = [name for name, param in spread.items() if is_hooked(param)]
-    bad += [f"{name} with hooks, expected none, which go with it (register them after sharding)" for name in hooked]
+    hooked = [name for name, param in zip(names, params) if is_hooked(param)]
+    bad += [
+        f"{n} with hooks, expected none, which go with it (register them after sharding)" for n in hooked if n in spread
+    ]
     if bad:
         raise FlattenError(
             f"unit {unit.fqn or 'root'!r}: expected DTensors of one tensor-parallel axis beside the unit's own, got "
             f"{listing(bad)}. Apply parallelize_module(module, mesh['tp'], plan) first, then shard over mesh['dp']."
+        )
+    if hooked and not options.use_orig_params:
+        raise FlattenError(
+            f"unit {unit.fqn or 'root'!r}: expected parameters without hooks, which never run once a flat parameter takes their "
+            f"places, got hooks on {listing(hooked)}. Pass use_orig_params=True, or register hooks after sharding."
         )
     return device
 

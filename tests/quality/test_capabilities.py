@@ -28,6 +28,7 @@ BESIDE_CASES = {
     "comm_hook": "whoever runs a case registers the hook around it; no case says so",
     "tensor_hooks": "whoever runs a case registers hooks around it; no case says so",
     "accumulation_hooks": "whoever runs a case registers hooks around it; no case says so",
+    "early_hooks": "whoever runs a case registers hooks before it wraps the model; no case says so",
     "error_if_nonfinite": "gradients that are not finite are put there around a case, since the oracle has none",
     "loss_scaling": "whoever runs a case multiplies its losses; no case says so",
     "compiled": "whoever runs a case compiles its model; no case says so",

@@ -126,6 +126,7 @@ _NOT_CLAIMED = frozenset(
 _NOT_BESIDE_TENSOR_PARALLEL = frozenset(
     {
         "meta_init",  # refused
+        "early_hooks",  # lost in `parallelize_module`, before the reference sees a parameter
         "summon_writeback",  # shows DTensors, which this adapter's `full_parameters` does not put together
     }
 )
@@ -386,7 +387,7 @@ FLAT = _implementation(
         {"frozen_mixed_unit", "thawed_parameters", "unused_gradient_is_none", "data_assignment"}
         | {"gradient_edits", "in_place_edits", "full_gradients", "gradient_replacement", "parameters_replaced"}
     )
-    | {"tensor_hooks", "accumulation_hooks"}
+    | {"tensor_hooks", "accumulation_hooks", "early_hooks"}
     | _BY_METHODS,
 )
 COMPOSABLE = _implementation(

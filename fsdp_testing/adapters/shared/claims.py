@@ -26,6 +26,7 @@ EVERYWHERE = frozenset(
         "optim_state",
         "sub_groups",
         "activation_checkpointing",
+        "early_hooks",
         "outdated_backward",
         "backward_inputs",
         "input_gradients",

@@ -102,6 +102,7 @@ CAPABILITIES: dict[str, str] = {
     "comm_hook": "a user's function reduces the gradients",
     "tensor_hooks": "a hook on a parameter receives the rank's own gradient before it is reduced, and may replace it",
     "accumulation_hooks": "a hook that runs after accumulation finds a parameter's reduced gradient",
+    "early_hooks": "hooks that users put on parameters before they are wrapped run in every backward",
     "activation_checkpointing": "units recompute their forward in backward",
     "hidden_recomputation": "modules recompute inside a unit that returns custom objects, or whose stored tensor is "
     "used",

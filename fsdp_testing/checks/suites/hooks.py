@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.adapters.adapter import Adapter, Setup
 from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case, MixedPrecisionSpec, RankObservation
 from fsdp_testing.checks.suites.programs import Remark, RemarkedObservation, review_remarks, scaled
 from fsdp_testing.judging.case_runner import RunMode
@@ -275,5 +275,37 @@ class ZeroingProgram(RankProgram):
         return model
 
 
-ZEROED = scaled(0.0, job=rank_jobs.run_as, arguments=(ZeroingProgram, {}), besides="the hooks on parameters")
+class EarlyHooksProgram(RankProgram):
+    """A program whose parameters have hooks before they are wrapped, as those have that a module's `__init__` registers."""
+
+    accumulated = False
+    """Whether hooks run after accumulation and change `.grad`; else they return another gradient."""
+
+    def _setup(self, case: Case, module: nn.Module) -> Setup:
+        for parameter in module.parameters():
+            if not parameter.requires_grad:
+                continue
+            if self.accumulated:
+                parameter.register_post_accumulate_grad_hook(_multiply_grad)
+            else:
+                parameter.register_hook(lambda gradient: gradient * FACTOR)
+        return super()._setup(case, module)
+
+
+def _multiply_grad(parameter: torch.Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.grad.mul_(FACTOR)
+
+
+EARLY, EARLY_AFTER_ACCUMULATION = (
+    scaled(
+        FACTOR,
+        job=rank_jobs.run_as,
+        arguments=(EarlyHooksProgram, {"accumulated": accumulated}),
+        besides="a hook on each parameter",
+    )
+    for accumulated in (False, True)
+)
+
+ZEROED = scaled(0.0, job=rank_jobs.run_as, arguments=(ZeroingProgram, {}), besides="a hook on each parameter")
 AFTER_ACCUMULATION = RunMode(rank_jobs.run_as, (ParameterHooksProgram, {"accumulated": True}), review=review_remarks)

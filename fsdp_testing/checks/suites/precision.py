@@ -39,7 +39,13 @@ from fsdp_testing.checks.suites.check import (
     micro_batch,
     micro_batches,
 )
-from fsdp_testing.checks.suites.hooks import AFTER_ACCUMULATION, OWN_GRADIENT, ZEROED
+from fsdp_testing.checks.suites.hooks import (
+    AFTER_ACCUMULATION,
+    EARLY,
+    EARLY_AFTER_ACCUMULATION,
+    OWN_GRADIENT,
+    ZEROED,
+)
 from fsdp_testing.checks.suites.programs import poisoned
 
 _LOW, _BOTH = MixedPrecisionSpec("bfloat16"), MixedPrecisionSpec("bfloat16", "float32")
@@ -257,6 +263,13 @@ PARAMETER_HOOKS: tuple[Check, ...] = (
           _UNSTEPPED, cases("mlp", *micro_batches(0, 1), Observe(), optimizer=PLAIN_SGD),
           source="torch.Tensor.register_post_accumulate_grad_hook; torchrec PR 4268",
           needs={"accumulation_hooks", "accumulate_without_no_sync"}, mode=AFTER_ACCUMULATION),
+    *(check(f"parameter_hooks.{name}", f"A hook that {changes}, registered before wrapping, runs in every backward.",
+            cases("mlp uneven", *iterations(2), micro_batch(2), Observe(), optimizer=ADAMW),
+            source=source, needs={"early_hooks"}, mode=mode, sizes=ODD) for name, changes, source, mode in (
+        ("before_wrapping", "returns another gradient", "torch.Tensor.register_hook", EARLY),
+        ("changes_before_wrapping", "changes `.grad`", "torch.Tensor.register_post_accumulate_grad_hook",
+         EARLY_AFTER_ACCUMULATION),
+    )),
 )  # fmt: skip
 """Hooks that users register on parameters: their arguments, when they run, and whether their result counts."""
 

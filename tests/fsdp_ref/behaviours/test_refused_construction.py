@@ -102,6 +102,16 @@ def thaw_inside(model: nn.Module) -> None:
     model.blocks[1].bare.requires_grad_(True)
 
 
+def hook(model: nn.Module) -> None:
+    model.inp.weight.register_hook(lambda grad: grad * 2)
+    model.blocks[1].bare.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(2))
+
+
+def unhook(model: nn.Module) -> None:
+    for param in model.parameters():
+        param._backward_hooks, param._post_accumulate_grad_hooks = None, None
+
+
 def mute(model: nn.Module) -> None:
     model.blocks[1].__class__ = Mute
 
@@ -168,6 +178,10 @@ CASES = {
     "half frozen unit": Case({}, "requires_grad", freeze_inside, thaw_inside, paths=("flat",)),
     "half frozen root": Case(
         {"policy": None}, "requires_grad", freeze_inside, thaw_inside, paths=("flat",), corrected={"policy": None}
+    ),
+    "hooks that would never run": Case({}, "without hooks.*got hooks on inp.weight", hook, unhook, paths=("flat",)),
+    "hooks in the root": Case(
+        {"policy": None}, r"hooks on inp\.weight, blocks\.1\.bare", hook, unhook, paths=("flat",)
     ),
     "option of one module": Case({"policy": overriding(mixed_precision=torch.float16)}, "expected a MixedPrecision"),
     "offload of one module": Case({"policy": overriding(cpu_offload=True)}, "expected a CPUOffload"),

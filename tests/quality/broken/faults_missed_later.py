@@ -29,6 +29,7 @@ from fsdp_ref.checkpoint.shards import Spread
 from fsdp_ref.handle import param_hooks, writeback
 from fsdp_ref.handle.accumulated import Accumulated
 from fsdp_ref.handle.gradients import Gradients
+from fsdp_ref.handle.originals import Originals
 from fsdp_ref.runtime import calls, forward, unit
 from fsdp_ref.storage.precision import BufferCaster
 
@@ -158,6 +159,14 @@ def each_hook_gets_the_same(original: Any, param: Any, grad: Any) -> Any:
         replaced = hook(grad)
         result = result if replaced is None else replaced
     return result
+
+
+@planted(SOUND, Originals, "take_over", "parameter_hooks.before_wrapping parameter_hooks.changes_before_wrapping")
+def takes_hooks_off(original: Any, self: Any) -> None:
+    """A parameter loses the hooks that it had before it was wrapped."""
+    for parameter in self.params:
+        parameter._backward_hooks, parameter._post_accumulate_grad_hooks = None, None
+    original(self)
 
 
 @kind(StartingAdapter, "parameter_hooks.zeros")
