@@ -32,6 +32,7 @@ BESIDE_CASES = {
     "error_if_nonfinite": "gradients that are not finite are put there around a case, since the oracle has none",
     "loss_scaling": "whoever runs a case multiplies its losses; no case says so",
     "compiled": "whoever runs a case compiles its model; no case says so",
+    "module_versions": "whoever runs a case exchanges its state with a plain model after it; no case says so",
     "strict_state": "whoever runs a case loads states that do not fit after it; no case says so",
     "reordered_optimizer": "whoever runs a case gives the parameters to later optimizers in another order; no case says so",
     "unit_trace": "whoever runs a case records its units; no case says so",

@@ -242,12 +242,12 @@ def _configured(model: nn.Module) -> AbstractContextManager[None]:
 def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """Return the model's own `state_dict`. Collectives: an all-gather per unit; every rank calls."""
     with _configured(model):
-        return dict(model.state_dict())
+        return model.state_dict()
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Call the model's own `load_state_dict`. Collectives: an all-gather per unit; every rank calls."""
-    model.load_state_dict(dict(state))
+    model.load_state_dict(state)
 
 
 def state_in(form: StateDictType, model: nn.Module) -> Mapping[str, Any]:

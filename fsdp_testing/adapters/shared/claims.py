@@ -23,6 +23,7 @@ EVERYWHERE = frozenset(
         "compiled",
         "optimizer_pieces",
         "full_state_dict",
+        "module_versions",
         "optim_state",
         "sub_groups",
         "activation_checkpointing",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,14 +17,25 @@ from fsdp_testing.errors import InvalidArgument
 def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """Return the unwrapped module's `state_dict`, by original names. Collectives: none."""
     state = naming.unwrapped(model).state_dict()
-    return {naming.original(fqn): tensor.detach().clone() for fqn, tensor in state.items()}
+    result = OrderedDict((naming.original(fqn), tensor.detach().clone()) for fqn, tensor in state.items())
+    return with_versions(result, state, naming.original)
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Call the unwrapped module's `load_state_dict`, which refuses state that does not fit. Collectives: none."""
     inside = naming.unwrapped(model)
     own = {naming.original(fqn): fqn for fqn in inside.state_dict()}
-    inside.load_state_dict({own.get(fqn, fqn): tensor for fqn, tensor in state.items()})
+    modules = {naming.original(fqn): fqn for fqn, _ in inside.named_modules()}
+    renamed = OrderedDict((own.get(fqn, fqn), tensor) for fqn, tensor in state.items())
+    inside.load_state_dict(with_versions(renamed, state, lambda fqn: modules.get(fqn, fqn)))
+
+
+def with_versions(state: OrderedDict[str, Any], source: Any, name: Callable[[str], str]) -> OrderedDict[str, Any]:
+    """Return `state` with what `source` knows of modules, as `nn.Module.state_dict` keeps it: their versions, by name."""
+    versions = getattr(source, "_metadata", None)
+    if versions is not None:
+        vars(state)["_metadata"] = OrderedDict((name(fqn), of_module) for fqn, of_module in versions.items())
+    return state
 
 
 def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:

@@ -205,14 +205,14 @@ def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
     settings = _SETTINGS.get(model, frozenset())
     if settings & _ASKED_OF_FSDP:
         with _configured(settings, model):
-            return dict(model.state_dict())
-    return dict(model.state_dict()) if "own_state" in settings else saved_state.full_state_dict(model)
+            return model.state_dict()
+    return model.state_dict() if "own_state" in settings else saved_state.full_state_dict(model)
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Load that state; every rank passes the complete tensors."""
     if "own_state" in _SETTINGS.get(model, ()):
-        model.load_state_dict(dict(state))
+        model.load_state_dict(state)
     else:
         saved_state.load_full_state_dict(model, state)
 

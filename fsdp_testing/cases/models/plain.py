@@ -97,6 +97,26 @@ def self_clipping() -> nn.Module:
     return layers(Clipped(8, 8), Clipped(8, 8), Clipped(8, 8))
 
 
+class Versioned(nn.Linear):
+    """A layer whose first version saved half of its weight, and that doubles what it loads of that version."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        key = f"{prefix}weight"
+        if (metadata.get("version") or 1) < 2 and key in state:
+            state[key] = state[key] * 2.0
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+@ZOO.model("versioned", float_input(7), ("block", "block.inner"), "uneven")
+def versioned() -> nn.Module:
+    """Layers that convert the states of their first version, as layers of libraries do."""
+    return chain(
+        "block last", block=chain("inner last", inner=Versioned(7, 7), last=Versioned(7, 7)), last=Versioned(7, 3)
+    )
+
+
 @ZOO.model("deep_nest", float_input(6), ("inner", "inner.inner", "inner.inner.inner"), "nested")
 def deep_nest(depth: int = 4) -> nn.Module:
     """Four modules inside each other, weights on every level."""

@@ -92,6 +92,7 @@ CAPABILITIES: dict[str, str] = {
     "parameters_replaced": "a parameter of a module may be replaced after forwards have run",
     "unit_alone": "a unit may be called directly before the model is",
     "units_after_forward": "units that the model's forward left out may be called after it, with backwards of their own",
+    "module_versions": "whole state names the versions of modules, and modules convert that of older versions alone",
     "full_state_dict": "the model's whole state can be saved and loaded",
     "sharded_state_dict": "the model's state can be saved and loaded in shards",
     "local_state_dict": "each rank's raw shards can be saved and loaded",

@@ -38,7 +38,7 @@ from fsdp_testing.checks.suites.check import (
 )
 from fsdp_testing.checks.suites.hooks import AVERAGING, QUARTERING, REVIEWED, compressed_to
 from fsdp_testing.checks.suites.programs import OFFLOADED_ACTIVATIONS, PARTLY_OPTIMIZED, scaled
-from fsdp_testing.checks.suites.state_programs import OF_ANOTHER_RANK, REFUSED, WRONG_STATES
+from fsdp_testing.checks.suites.state_programs import KEEPS_VERSIONS, OF_ANOTHER_RANK, REFUSED, WRONG_STATES
 from fsdp_testing.oracle.quantities import Comparison
 
 
@@ -246,6 +246,9 @@ SETTINGS: tuple[Check, ...] = (
           "Training continues from a state of model and optimizer that the implementation's own methods saved.",
           cases("mlp", *iteration(0), Reload(), *iteration(1), wrapping=_set("own_state"), optimizer=ADAMW),
           source="torch.distributed.fsdp.FullyShardedDataParallel.optim_state_dict"),
+    check("options.own_state_of_versions", "Modules convert states of an older version of theirs, and those alone.",
+          cases("versioned", *iteration(0), wrapping=every_unit("versioned", settings=("own_state",)), optimizer=PLAIN_SGD),
+          source="torch.nn.Module.load_state_dict", needs={"full_state_dict", "module_versions"}, mode=KEEPS_VERSIONS),
     # One unit, of which the optimizer has a part; it would clear the gradients of its own parameters only. With flat
     # parameters the first one is not that of the model.
     check("options.own_state_of_a_part", "An optimizer over some of the parameters can be saved and loaded.",

@@ -32,6 +32,7 @@ from fsdp_testing.checks.suites.check import (
 from fsdp_testing.checks.suites.other_worlds import judge_moved
 from fsdp_testing.checks.suites.state_programs import (
     IN_DTENSORS,
+    KEEPS_VERSIONS,
     OF_ANOTHER_MODEL,
     OF_ANOTHER_RANK,
     REFUSED,
@@ -94,6 +95,9 @@ CHECKS: tuple[Check, ...] = (
           rolled_back("full", "mlp uneven", forward(5)), source="torch.nn.Module.load_state_dict"),
     saved("full_state_dict.buffers", "Buffers are saved and loaded with the parameters, in their dtypes.",
           _model("full", "buffers"), source="pytorch issue 93391"),
+    saved("full_state_dict.module_versions", "Modules convert states of an older version of theirs, and those alone.",
+          cases("versioned", *iteration(0), optimizer=PLAIN_SGD), source="torch.nn.Module.load_state_dict",
+          needs={"full_state_dict", "module_versions"}, mode=KEEPS_VERSIONS, sizes=ODD),
     saved("full_state_dict.strict", "A state with a missing parameter, an extra one or one of another shape is "
         "refused.",
           *(cases("mlp", *iteration(0), Observe(wrong)) for wrong in WRONG_STATES),

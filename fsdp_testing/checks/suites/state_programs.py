@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fsdp_testing.cases.records import RankObservation
 from fsdp_testing.checks.suites.programs import Remark, RemarkedObservation, review_remarks
 from fsdp_testing.judging.case_runner import RunMode
-from fsdp_testing.oracle import rank_jobs
+from fsdp_testing.oracle import models, rank_jobs
 from fsdp_testing.oracle.execute import RankProgram
 from fsdp_testing.oracle.ways import refusals_as_errors, shared_directory
 from fsdp_testing.ranks.pool.world import current_world
@@ -258,6 +258,37 @@ class InDTensors(RemarkingProgram):
                 yield f"{fqn} has other values than the DTensor that was loaded, and nothing was refused"
 
 
+class KeepsVersions(RemarkingProgram):
+    """Exchanges whole states with plain models whose modules convert what an older version of theirs saved."""
+
+    def statements(self) -> Iterator[str]:
+        """Yield the values that were converted although they are new, or not although they are old."""
+        adapter, plain, other = self.adapter, self.plain_part(""), models.build_model(replace(self.case, seed=99))
+        with self._inside():
+            saved = adapter.full_state_dict(self.model)
+        own = {fqn: value.detach().clone() for fqn, value in saved.items()}
+        plain.load_state_dict(saved)
+        yield from self._odd(plain.state_dict(), own, "a plain model loads from the saved state")
+        other.load_state_dict(own)  # whose versions are unknown, hence old
+        converted = {fqn: value.clone() for fqn, value in other.state_dict().items()}
+        for what, state, due in (
+            ("the model loads from a plain model's state", plain.state_dict(), dict(plain.state_dict())),
+            ("the model loads from the state of an older version", dict(own), converted),
+        ):
+            with self._inside():
+                adapter.load_full_state_dict(self.model, state)
+                yield from self._odd(adapter.full_state_dict(self.model), due, what)
+
+    @staticmethod
+    def _odd(got: Mapping[str, Any], due: Mapping[str, Any], what: str) -> Iterator[str]:
+        for fqn, value in due.items():
+            if not same_values(got.get(fqn), value):
+                factor = next((f for f in (2.0, 0.5) if fqn in got and same_values(got[fqn], value * f)), None)
+                yield f"{fqn} has other values once {what}" + (
+                    f": they are {factor:g} times as large" if factor else ""
+                )
+
+
 def not_finite(form: str) -> RunMode:
     """Return the mode for a case whose parameters are saved in a form while they are not finite."""
     return RunMode(rank_jobs.run_as, (NotFinite, {"form": form}), review=review_remarks)
@@ -269,5 +300,6 @@ def through_directory(form: str) -> RunMode:
 
 
 SHARDS_PLACED = RunMode(rank_jobs.run_as, (ShardsPlaced, {}), review=review_remarks)
+KEEPS_VERSIONS = RunMode(rank_jobs.run_as, (KeepsVersions, {}), review=review_remarks)
 IN_DTENSORS = RunMode(rank_jobs.run_as, (InDTensors, {}), review=review_remarks)
 REFUSED = RunMode(rank_jobs.run_as, (RefusingProgram, {}), review=review_remarks)

@@ -23,7 +23,7 @@ from toy_more import MoreToy
 
 from fsdp_ref.autograd.graph_ties import GraphSide
 from fsdp_ref.build import materialize
-from fsdp_ref.checkpoint import optim_load, optim_source
+from fsdp_ref.checkpoint import model_state, optim_load, optim_source
 from fsdp_ref.checkpoint.rows import Rows
 from fsdp_ref.checkpoint.shards import Spread
 from fsdp_ref.handle import param_hooks, writeback
@@ -146,6 +146,17 @@ class EvaluationEndsThePass(Toy):
 
     def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
         return contribution if self.evaluated else super().mean(fqn, contribution)
+
+
+@planted(SOUND, model_state, "_wrap_paths", "full_state_dict.module_versions options.own_state_of_versions")
+def takes_plain_states_for_old(original: Any, metadata: Any, prefix: str) -> None:
+    """The versions of a plain model's modules are not looked for under the names of that model."""
+
+
+@planted(SOUND, model_state, "metadata_of", "full_state_dict.module_versions options.own_state_of_versions")
+def saves_versions_under_wrappers(original: Any, state: Any) -> Any:
+    """A state names the versions of modules with the names of wrappers."""
+    return {}
 
 
 # ------------------------------------------------------------------------------------------------ gradients
