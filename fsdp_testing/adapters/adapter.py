@@ -54,7 +54,7 @@ class TorchStyle:
         named_parameters: The parameters an optimizer takes, by FQN; for a flat parameter the FQN of its unit plus `.flat`.
         named_buffers: Live buffers by FQN.
         division: How the mean over ranks is formed in a setup, for comparing low precision bit by bit.
-        full_state_dict: Whole parameters and persistent buffers, on every rank. A copy in a plain `dict` has no versions of modules.
+        full_state_dict: Whole parameters and persistent buffers, on every rank. A plain `dict` has no versions of modules.
         load_full_state_dict: Load the result of any implementation's `full_state_dict`.
         sharded_state_dict: This rank's part, in any form that the implementation can load.
         load_sharded_state_dict: Load the result of `sharded_state_dict` on the same world size.

@@ -346,3 +346,12 @@ def _dictionaries_have_versions() -> bool:
     seen += [version.value, version.value]
     list(names.values())
     return len(set(seen)) == len(seen) - 1 and version.value == seen[-1]
+
+
+VERSIONS = "_metadata"
+"""The attribute of a state in which `nn.Module.state_dict` keeps the versions of modules; none of its arguments gives them."""
+
+
+def versions_of(state: object) -> Mapping[str, Any] | None:
+    """Return what a state says of each module, by name: `{"version": ...}`; None if it says nothing."""
+    return getattr(state, VERSIONS, None)

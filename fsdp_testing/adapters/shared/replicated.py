@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_testing.adapters.shared import naming
+from fsdp_testing.base.compat import VERSIONS, versions_of
 from fsdp_testing.errors import InvalidArgument
 
 
@@ -32,9 +33,9 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
 
 def with_versions(state: OrderedDict[str, Any], source: Any, name: Callable[[str], str]) -> OrderedDict[str, Any]:
     """Return `state` with what `source` knows of modules, as `nn.Module.state_dict` keeps it: their versions, by name."""
-    versions = getattr(source, "_metadata", None)
+    versions = versions_of(source)
     if versions is not None:
-        vars(state)["_metadata"] = OrderedDict((name(fqn), of_module) for fqn, of_module in versions.items())
+        vars(state)[VERSIONS] = OrderedDict((name(fqn), of_module) for fqn, of_module in versions.items())
     return state
 
 
