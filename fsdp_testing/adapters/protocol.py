@@ -49,6 +49,7 @@ class Precision:
         output_dtype: Dtype to which the root casts floating-point outputs; only with the setting `full_outputs`.
         cast_unit_inputs: Every unit casts floating-point inputs to `param_dtype`, not the root alone.
         cast_root_inputs: The root casts floating-point inputs to `param_dtype`; False only with the setting `uncast_inputs`.
+        casts_back: Floating-point outputs get the dtype that inputs came in; only with the setting `precise_norms`.
         low_gradients: Gradients stay in the dtype in which they are reduced; only with the setting of this name.
     """
 
@@ -58,6 +59,7 @@ class Precision:
     output_dtype: torch.dtype | None = None
     cast_unit_inputs: bool = False
     cast_root_inputs: bool = True
+    casts_back: bool = False
     low_gradients: bool = False
 
     @property

@@ -244,6 +244,17 @@ def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
     module.register_forward_pre_hook(lambda _, args, kwargs: cast_floats((args, kwargs), dtype), with_kwargs=True)
 
 
+def cast_outputs_back(module: nn.Module) -> None:
+    """Have the module give the dtype that its first floating-point input had before hooks that were registered earlier."""
+    came: list[torch.dtype] = []
+
+    def note(_: nn.Module, args: Any) -> None:
+        came.append(next(t.dtype for t in tensors_in(args) if t.is_floating_point()))
+
+    module.register_forward_pre_hook(note, prepend=True)
+    module.register_forward_hook(lambda _, __, output: cast_floats(output, came.pop()))
+
+
 def cast_buffers(model: nn.Module, ignored: Iterable[str], dtype: torch.dtype) -> None:
     """Cast the floating-point buffers of a model, but for those of the ignored modules."""
     left = {inner for name in ignored for inner in model.get_submodule(name).modules()}

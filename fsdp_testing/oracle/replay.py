@@ -75,9 +75,9 @@ class Replay:
         self.division = division
         self.disturbance = disturbance
         self.adopted = adopted
-        self.precision, self.unit_precisions = precision_of(case), unit_precisions_of(case)
-        self.sums = sums or self.precision.on_the_wire
         self.master = models.build_model(case)
+        self.precision, self.unit_precisions = precision_of(case), unit_precisions_of(case, self.master)
+        self.sums = sums or self.precision.on_the_wire
         self.parameters = dict(self.master.named_parameters())
         self.summands = summands_of_products(self.master, case)
         self.compute = {fqn: self._compute_parameter(fqn, p) for fqn, p in self.parameters.items()}
@@ -139,8 +139,11 @@ class Replay:
         for name, precision in self.unit_precisions.items():
             if precision.param_dtype is not None:
                 models.cast_inputs(replica.get_submodule(name), precision.param_dtype)
+            if precision.casts_back:
+                models.cast_outputs_back(replica.get_submodule(name))
         if self.precision.buffer_dtype is not None:
-            models.cast_buffers(replica, self.case.wrapping.ignored, self.precision.buffer_dtype)
+            kept = [name for name, precision in self.unit_precisions.items() if precision.buffer_dtype is None]
+            models.cast_buffers(replica, (*self.case.wrapping.ignored, *kept), self.precision.buffer_dtype)
         if self.disturbance.displaced:
             # Only in the displaced replay: its distance from the other one shows the effect of the order of such sums.
             compute_in_parts(replica, self.case)

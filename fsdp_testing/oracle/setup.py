@@ -71,7 +71,7 @@ def setup_of(
         world_mesh=world_mesh,
         policy=policy_of(case.wrapping.policy, module),
         precision=precision_of(case),
-        unit_precisions=unit_precisions_of(case),
+        unit_precisions=unit_precisions_of(case, module),
         unit_strategies=_unit_strategies_of(case),
         forward_methods=forward_methods(module),
         leaves_unused=leaves_unused(case),
@@ -130,10 +130,15 @@ def precision_of(case: Case) -> Precision:
     )
 
 
-def unit_precisions_of(case: Case) -> dict[str, Precision]:
-    """Return the precision of each unit, by FQN, where it is not that of the model."""
+def unit_precisions_of(case: Case, module: nn.Module) -> dict[str, Precision]:
+    """Return the precision of each unit of `module`, by FQN, where it is not that of the model."""
     precision, names = precision_of(case), case.wrapping.units
-    if "unit_precisions" not in case.wrapping.settings or precision.param_dtype is None:
+    if precision.param_dtype is None:
+        return {}
+    if "precise_norms" in case.wrapping.settings:
+        norms = [name for name, part in module.named_modules() if isinstance(part, nn.BatchNorm1d)]
+        return dict.fromkeys(norms, Precision(dtype_of(case.model.dtype), cast_unit_inputs=True, casts_back=True))
+    if "unit_precisions" not in case.wrapping.settings:
         return {}
     low = replace(precision, reduce_dtype=precision.on_the_wire, output_dtype=None, cast_unit_inputs=True)
     full = replace(low, param_dtype=dtype_of(case.model.dtype))

@@ -93,7 +93,7 @@ def flat_units(model: nn.Module) -> Iterator[FlatUnit]:
 _SETTINGS_OF_BOTH = frozenset(
     {"default_device", "default_groups", "mesh_for_group", "ignored_by_parameter", "own_state", "offloaded_state"}
     | {"saved_on_rank_0", "compressing_hook", "unit_precisions", "unit_strategies", "uncast_inputs"}
-    | {"low_gradients", "full_gradients"}
+    | {"low_gradients", "full_gradients", "precise_norms", "precise_evaluation"}
 )
 
 _SETTINGS_OF_METHODS = frozenset({"divide_factor", "full_outputs", "kept_after_backward", "single_units"})

@@ -17,6 +17,7 @@ from torch import nn
 
 from fsdp_testing.adapters.protocol import Precision, Setup, WrapPolicy
 from fsdp_testing.adapters.shared.checkpointing import checkpoint_modules, innermost_first, replace_module
+from fsdp_testing.base import env
 
 STRATEGIES = {
     "full_shard": "FULL_SHARD",
@@ -50,7 +51,9 @@ class FsdpNames:
         """
         checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
         ignored = [module.get_submodule(name) for name in setup.ignored]
-        with warnings.catch_warnings():
+        # Read once, when a model is wrapped.
+        precise = {"FSDP_USE_FULL_PREC_IN_EVAL": "1"} if "precise_evaluation" in setup.settings else {}
+        with warnings.catch_warnings(), env.temporary(precise):
             # Deprecated, but documented and judged: NO_SHARD over several ranks; torch's class itself since 2.13.
             warnings.simplefilter("ignore", FutureWarning)
             for name, unit in innermost_first(module, setup.units):

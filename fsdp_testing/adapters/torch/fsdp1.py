@@ -89,6 +89,7 @@ _SHARED_CLAIMS = (SHARDED - {"compiled"}) | {
     "limited_gathers",
     "compressing_hook",
     "unit_precisions",
+    *("precise_norms", "precise_evaluation"),
     "uncast_inputs",
     "low_gradients",
     "unit_strategies",

@@ -32,7 +32,7 @@ STRATEGIES: dict[str, str] = {
     "hybrid_shard_zero2": "hybrid",
 }
 """Strategy of a case -> the capability that an implementation must claim to run it."""
-TOLD_TO_ORACLE = frozenset({"full_outputs", "uncast_inputs", "unit_precisions", "saved_on_rank_0"})
+TOLD_TO_ORACLE = frozenset({"full_outputs", "uncast_inputs", "unit_precisions", "precise_norms", "saved_on_rank_0"})
 """Settings that change what the oracle expects: such a case shares no replay with one without."""
 
 SETTINGS: dict[str, str] = {
@@ -56,6 +56,8 @@ SETTINGS: dict[str, str] = {
     "uncast_inputs": "in mixed precision the root leaves its inputs as they are, and the model casts",
     "low_gradients": "gradients stay in the dtype in which they are reduced",
     "unit_precisions": "in mixed precision every unit casts its inputs, and every second one computes in the stored dtype",
+    "precise_norms": "in mixed precision a policy keeps batch norms as they are stored, and casts what comes in and goes out",
+    "precise_evaluation": "in mixed precision a model computes in full precision while it is in evaluation mode",
     "unit_strategies": "every second unit frees its parameters after forward if the others do not, and keeps them if they do",
     "last_dimension": "parameters are cut along their last dimension, if the ranks divide it",
     "named_axes": "parameters are DTensors on a mesh of which the axes of data parallelism are named",

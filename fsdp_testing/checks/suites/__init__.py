@@ -9,6 +9,7 @@ from fsdp_testing.checks.suites import (
     access,
     compiled,
     construction,
+    evaluation,
     loss_scaling,
     optimizer_state,
     options,
@@ -22,7 +23,8 @@ from fsdp_testing.checks.suites import (
 from fsdp_testing.checks.suites.check import Check
 
 _STATES = (access, state, optimizer_state)
-_THEMES = (construction, training, parameters, precision, loss_scaling, *_STATES, options, compiled, user_code, schemes)
+_NUMBERS = (precision, evaluation, loss_scaling)
+_THEMES = (construction, training, parameters, *_NUMBERS, *_STATES, options, compiled, user_code, schemes)
 
 CHECKS: Mapping[str, Check] = MappingProxyType({check.name: check for theme in _THEMES for check in theme.CHECKS})
 """Every check by name."""

@@ -16,6 +16,7 @@ from fsdp_testing.cases.records import (
     Clip,
     MixedPrecisionSpec,
     Observe,
+    PolicySpec,
     Reload,
     Step,
     Thaw,
@@ -121,6 +122,13 @@ MIXED_PRECISION: tuple[Check, ...] = (
             *(stored_in_float32("casting", *iterations(2), forward(5, "eval"), optimizer=PLAIN_SGD, precision=precision,
                                 wrapping=every_unit("casting", settings=("uncast_inputs",))) for precision in (_LOW, _BOTH)),
             source="torch.distributed.fsdp.MixedPrecision, cast_root_forward_inputs", needs={"nested_wrapping"}),
+    *(lowered(f"mixed_precision.{name}", "A policy keeps batch norms in full precision, between layers that are cast.",
+              *(stored_in_float32("batch_norm", *iterations(2), forward(5, "no_grad"), micro_batch(2), Observe(),
+                                  optimizer=PLAIN_SGD, precision=MixedPrecisionSpec("bfloat16", "float32", buffers),
+                                  wrapping=WrappingPlan(policy=policy, settings=("precise_norms",)))
+                for policy in (PolicySpec("module_class", ("Linear",)), PolicySpec("size", min_numel=30))),
+              source="torch.distributed.fsdp.MixedPrecision, _module_classes_to_ignore", sizes=ODD)
+      for name, buffers in (("batch_norms", None), ("batch_norms_beside_buffers", "bfloat16"))),
     *(lowered(f"mixed_precision.{name}", meaning,
               *(stored_in_float32(model, *iterations(2), *micro_batches(2), optimizer=PLAIN_SGD, precision=precision,
                                   wrapping=every_unit(model, settings=("low_gradients",)))

@@ -22,7 +22,7 @@ from toy import Toy
 from toy_more import MoreToy
 
 from fsdp_ref.autograd.graph_ties import GraphSide
-from fsdp_ref.build import materialize
+from fsdp_ref.build import materialize, targets
 from fsdp_ref.checkpoint import model_state, optim_load, optim_source
 from fsdp_ref.checkpoint.rows import Rows
 from fsdp_ref.checkpoint.shards import Spread
@@ -38,6 +38,24 @@ SOUND, COMPOSABLE = "fsdp_ref-wrapper", "fsdp_ref-composable"
 _nothing = lambda _: lambda _handle: None
 
 # --------------------------------------------------------------------------------------------------- dtypes
+
+_PRECISE = "mixed_precision.precise_evaluation mixed_precision.precise_evaluation_with_buffers"
+
+
+@planted(SOUND, targets, "_full_precision", "mixed_precision.batch_norms mixed_precision.batch_norms_beside_buffers")
+def lowers_batch_norms(original: Any, *_: Any) -> Any:
+    """A policy makes units of batch norms like those of other modules."""
+    return []
+
+
+@planted(SOUND, forward, "_set_precision", _PRECISE)
+def evaluates_in_low_precision(original: Any, unit: Any) -> None:
+    """Evaluation computes in the precision of training."""
+
+
+@planted(COMPOSABLE, BufferCaster, "restore", "mixed_precision.precise_evaluation_with_buffers")
+def evaluates_with_low_buffers(original: Any, self: Any) -> None:
+    """Buffers stay in the precision of training in evaluation."""
 
 
 @planted(SOUND, BufferCaster, "original_dtype", "full_state_dict.buffer_dtypes")

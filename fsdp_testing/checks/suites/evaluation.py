@@ -1,0 +1,95 @@
+"""Evaluation in full precision of models that train in mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.cases.models import tensors_in
+from fsdp_testing.cases.records import UNIT_ROUNDOFF, Batch, Case, MixedPrecisionSpec, Observe
+from fsdp_testing.checks.suites.check import (
+    LOCKSTEP,
+    PLAIN_SGD,
+    Check,
+    cases,
+    check,
+    every_unit,
+    iteration,
+    micro_batch,
+)
+from fsdp_testing.checks.suites.programs import review_remarks
+from fsdp_testing.checks.suites.state_programs import RemarkingProgram
+from fsdp_testing.judging.case_runner import RunMode
+from fsdp_testing.oracle import models, rank_jobs
+
+
+class EvaluatesPrecisely(RemarkingProgram):
+    """A program that evaluates at its marked points, and compares with the plain model of the stored values."""
+
+    quantity = "evaluation"
+    label = "the model is evaluated"
+
+    def __init__(self, case: Case, adapter: Adapter, rank: int) -> None:
+        super().__init__(case, adapter, rank)
+        self.remarks: list[str] = []
+
+    def observe(self, label: str) -> None:
+        """Evaluate after the snapshot: buffers stay in full precision until a model trains again."""
+        super().observe(label)
+        for batch in (Batch(77), Batch(78)) if label == self.label else ():
+            plain = self.plain_part("")
+            with self._inside():
+                got = self._evaluated(self.model, batch)
+                plain.load_state_dict(self.adapter.full_state_dict(self.model))
+                self.remarks += self._takes_buffers(plain)
+            self.remarks += self._odd(got, self._evaluated(plain, batch))
+
+    def _takes_buffers(self, plain: torch.nn.Module) -> Iterator[str]:
+        """Give `plain` the numbers of buffers, which keep the roundings that training gave them; yield other dtypes."""
+        for name, buffer in self.adapter.named_buffers(self.model):
+            own = plain.get_buffer(name)
+            own.copy_(buffer)
+            if own.dtype != buffer.dtype:
+                yield f"buffer {name} has dtype {buffer.dtype} in evaluation, expected {own.dtype}"
+
+    def _evaluated(self, model: torch.nn.Module, batch: Batch) -> list[torch.Tensor]:
+        inputs = models.make_inputs(self.case, batch, self.rank)
+        model.eval()
+        with torch.no_grad():
+            outputs = tensors_in(model(*inputs.args, **inputs.kwargs))
+        model.train()
+        return outputs
+
+    @staticmethod
+    def _odd(got: list[torch.Tensor], due: list[torch.Tensor]) -> Iterator[str]:
+        for one, other in zip(got, due, strict=True):
+            if one.dtype != other.dtype:
+                yield f"an output has dtype {one.dtype}, expected {other.dtype}"
+            # Sums of a few products of numbers up to one, in any order; an input in 16 bits is off by 2 ** -9 of itself.
+            elif not bool(((one - other).abs() <= 64 * UNIT_ROUNDOFF["float32"] * (1 + other.abs())).all()):
+                yield f"an output is off by {float((one - other).abs().max()):.2g} from that in full precision"
+
+    def statements(self) -> Iterator[str]:
+        """Yield what was wrong at any point."""
+        yield from dict.fromkeys(self.remarks)
+
+
+_EVALUATED = Observe(EvaluatesPrecisely.label)
+_LOW = MixedPrecisionSpec("bfloat16", "float32")
+
+CHECKS: tuple[Check, ...] = tuple(
+    check(f"mixed_precision.{name}", "Evaluation is in full precision where that is chosen, and training stays as it was.",
+          *(cases(model, *iteration(0), _EVALUATED, *iteration(1), _EVALUATED, micro_batch(2), Observe(),
+                  dtype="float32", optimizer=PLAIN_SGD, precision=precision,
+                  wrapping=every_unit(model, settings=("precise_evaluation",), forward_prefetch=prefetches))
+            for model, prefetches in (("mlp", False), ("mlp", True), ("deep_nest", False), ("buffers", False))),
+          source="torch.distributed.fsdp, FSDP_USE_FULL_PREC_IN_EVAL; pytorch PR 97645", comparison=LOCKSTEP,
+          mode=RunMode(rank_jobs.run_as, (EvaluatesPrecisely, {}), review=review_remarks))
+    for name, precision in (
+        ("precise_evaluation", _LOW),
+        ("precise_evaluation_with_buffers", MixedPrecisionSpec("bfloat16", "float32", "bfloat16")),
+    )
+)  # fmt: skip
+"""Outputs in evaluation have all digits of the stored weights."""
