@@ -223,7 +223,12 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     if isinstance(value, torch.Tensor):
         return function(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{item.name: map_tensors(function, getattr(value, item.name)) for item in fields(value)})
+        own = {item.name: map_tensors(function, getattr(value, item.name)) for item in fields(value)}
+        more = {key: item for key, item in value.items() if key not in own} if isinstance(value, dict) else {}
+        result: Any = replace(value, **own)
+        for key, item in more.items():
+            result[key] = map_tensors(function, item)
+        return result
     if isinstance(value, Mapping):
         items = {key: map_tensors(function, item) for key, item in value.items()}
         return OrderedDict(items) if isinstance(value, OrderedDict) else items

@@ -93,7 +93,7 @@ def flat_units(model: nn.Module) -> Iterator[FlatUnit]:
 _SETTINGS_OF_BOTH = frozenset(
     {"default_device", "default_groups", "mesh_for_group", "ignored_by_parameter", "own_state", "offloaded_state"}
     | {"saved_on_rank_0", "compressing_hook", "unit_precisions", "unit_strategies", "uncast_inputs"}
-    | {"low_gradients", "full_gradients", "precise_norms", "precise_evaluation"}
+    | {"low_gradients", "full_gradients", "precise_norms", "precise_evaluation", "ignored_by_units"}
 )
 
 _SETTINGS_OF_METHODS = frozenset({"divide_factor", "full_outputs", "kept_after_backward", "single_units"})
@@ -163,7 +163,8 @@ def _shared_across_units(module: nn.Module, setup: Setup) -> bool:
 def _wrap(apply: Apply, module: nn.Module, setup: Setup) -> nn.Module:
     own = _SETTINGS_OF_METHODS if apply is _as_composable else ()
     setup.refuse_settings("fsdp_ref", *_SETTINGS_OF_BOTH, *own)
-    if setup.units and setup.policy is None and _shared_across_units(module, setup):
+    shared = "ignored_by_units" not in setup.settings and _shared_across_units(module, setup)
+    if setup.units and setup.policy is None and shared:
         setup = replace(setup, units=(), policy=WrapPolicy(names=setup.units))
     stored = next((parameter.dtype for parameter in module.parameters()), torch.float32)
     model = _FSDP.wrap(module, setup, apply)
@@ -337,7 +338,6 @@ def gathered_bytes(model: nn.Module) -> dict[str, int]:
 
 _HANDLES: weakref.WeakKeyDictionary[nn.Module, list[tuple[str, weakref.ref[FlatHandle]]]] = weakref.WeakKeyDictionary()
 """Cached for each model, because the search is slow. Weakly, because handles keep the model alive."""
-
 
 _TRANSITIONS = {UnitEventKind.UNSHARD: "unshard", UnitEventKind.GATHER: "gather", UnitEventKind.RESHARD: "reshard"}
 

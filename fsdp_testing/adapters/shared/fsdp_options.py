@@ -50,7 +50,7 @@ class FsdpNames:
         Collectives: those of `apply`; every rank calls.
         """
         checkpoint_modules(module, setup.checkpointed, reentrant=setup.checkpoint_reentrant)
-        ignored = [module.get_submodule(name) for name in setup.ignored]
+        ignored, once = [module.get_submodule(name) for name in setup.ignored], "ignored_by_units" in setup.settings
         # Read once, when a model is wrapped.
         precise = {"FSDP_USE_FULL_PREC_IN_EVAL": "1"} if "precise_evaluation" in setup.settings else {}
         with warnings.catch_warnings(), env.temporary(precise):
@@ -59,6 +59,7 @@ class FsdpNames:
             for name, unit in innermost_first(module, setup.units):
                 inside = {id(inner) for inner in unit.modules()}
                 wrapped = apply(unit, setup, name, self.options(setup, name, [m for m in ignored if id(m) in inside]))
+                ignored = [m for m in ignored if not once or id(m) not in inside]
                 if wrapped is not unit:
                     replace_module(module, unit, wrapped)
             options = self.options(setup, "", ignored)

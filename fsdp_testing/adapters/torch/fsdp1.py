@@ -89,7 +89,7 @@ _SHARED_CLAIMS = (SHARDED - {"compiled"}) | {
     "limited_gathers",
     "compressing_hook",
     "unit_precisions",
-    *("precise_norms", "precise_evaluation"),
+    *("precise_norms", "precise_evaluation", "ignored_by_units"),
     "uncast_inputs",
     "low_gradients",
     "unit_strategies",

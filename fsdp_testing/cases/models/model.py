@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -233,9 +233,15 @@ def tensors_in(output: Any) -> list[torch.Tensor]:
         return [tensor for value in output.values() for tensor in tensors_in(value)]
     if isinstance(output, (list, tuple)):
         return [tensor for value in output for tensor in tensors_in(value)]
-    if hasattr(output, "__dict__"):
-        return tensors_in(vars(output))
-    return []
+    return tensors_in(_attributes(output) or {})
+
+
+def _attributes(value: Any) -> Mapping[str, Any] | None:
+    """Return the attributes of an object; None of one that has none, as numbers and texts have none."""
+    if is_dataclass(value) and not isinstance(value, type):
+        # One with slots has no dictionary.
+        return {item.name: getattr(value, item.name) for item in fields(value)} | getattr(value, "__dict__", {})
+    return getattr(value, "__dict__", None)
 
 
 def structure_of(output: Any) -> str:
@@ -245,7 +251,7 @@ def structure_of(output: Any) -> str:
     name = type(output).__qualname__
     if isinstance(output, (list, tuple)):
         return f"{name}({', '.join(map(structure_of, output))})"
-    parts = output if isinstance(output, Mapping) else getattr(output, "__dict__", None)
+    parts = output if isinstance(output, Mapping) else _attributes(output)
     if parts is None:
         return name
     return f"{name}({', '.join(f'{key}={structure_of(value)}' for key, value in parts.items())})"

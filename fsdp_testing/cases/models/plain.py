@@ -54,6 +54,20 @@ def _record_input(seed: int, rank: int, step: int, batch: int, dtype: torch.dtyp
     return Inputs((Record(one, (two, "text")),), {"fields": Fields(three, four)})
 
 
+@dataclass(slots=True)
+class Slotted:
+    """A dataclass without a dictionary."""
+
+    mean: torch.Tensor
+
+
+def _rare_record_input(seed: int, rank: int, step: int, batch: int, dtype: torch.dtype, **_options: Any) -> Inputs:
+    one, two, three, four = features(seed, rank, step, (4, batch, 6), dtype).unbind(0)
+    fields = Fields(two, three)
+    fields["more"] = four
+    return Inputs((Slotted(one),), {"fields": fields})
+
+
 def _narrow(module: nn.Module, dtype: torch.dtype) -> None:
     other = torch.float32 if dtype != torch.float32 else torch.bfloat16
     module.get_submodule("narrow").to(other)
@@ -249,6 +263,18 @@ def record_input() -> nn.Module:
     return Wired(flow, first=square(6), second=square(6))
 
 
+@ZOO.model("rare_record_input", _rare_record_input, ("first", "second"), "keyword_input")
+def rare_record_input() -> nn.Module:
+    """Inputs in a dataclass with slots, and in one that is a mapping of more than its fields."""
+
+    def flow(m: Any, record: Slotted, *, fields: Fields) -> torch.Tensor:
+        hidden: torch.Tensor = torch.tanh(m.first(record.mean))
+        # As models look for inputs that may be missing.
+        return m.second(hidden + fields["mean"] + fields["spread"] + fields.get("more", 0.0))
+
+    return Wired(flow, first=square(6), second=square(6))
+
+
 @ZOO.model("precise_input", float_input(6), ("first", "time", "last"))
 def precise_input() -> nn.Module:
     """A unit that is given single precision, from which it computes before it casts."""
@@ -350,3 +376,12 @@ def registered_twice() -> nn.Module:
     """A unit under two names."""
     layer = square(7)
     return chain("layer other alias", layer=layer, other=square(7), alias=layer)
+
+
+@ZOO.model(
+    "registered_outside", float_input(7), ("block",), "reused_module tied uneven", "shared_parameters reused_modules"
+)
+def registered_outside() -> nn.Module:
+    """A module inside a unit that the model has under another name too, outside of the unit."""
+    inner = square(7)
+    return chain("block alias", block=chain("inner last", inner=inner, last=square(7)), alias=inner)

@@ -67,6 +67,7 @@ SETTINGS: dict[str, str] = {
     "default_groups": "the implementation chooses the groups of hybrid sharding",
     "mesh_for_group": "ranks are given as a mesh in place of a group, or in hybrid sharding as two groups in place of a mesh",
     "ignored_by_parameter": "parameters of ignored modules are named one by one",
+    "ignored_by_units": "units are told what to ignore, and what is around them is not told again",
     "own_state": "state is saved and loaded by the implementation's own methods, with their defaults",
     "offloaded_state": "gathered parameters and saved state are moved to the CPU",
     "full_gradients": "gathered parameters show their gathered gradients, which are written back too",

@@ -94,6 +94,14 @@ CHECKS: tuple[Check, ...] = (
             for plan in (_IGNORING, _LINEAR, WrappingPlan()) for frozen in ((), ("layers.0.*",))),
           source="torch.distributed.fsdp.FullyShardedDataParallel, ignored_states",
           needs={"nested_wrapping", "policy_wrapping"}),
+    check("options.ignored_by_units", "What inner units ignore stays outside of what is around them, too.",
+          *(cases(model, micro_batch(0), Observe(),
+                  wrapping=every_unit(model, ignored=ignored, settings=("ignored_by_units", *by)))
+            for model, ignored in (("inner_modules", ("body.inner", "head.inner")), ("registered_outside", ("block.inner",)))
+            for by in ((), ("ignored_by_parameter",))),
+          source="torch.distributed.fsdp.FullyShardedDataParallel, ignored_states", needs=_NESTED,
+          comparison=Comparison(ignore=("body.inner.*", "head.inner.*", "block.inner.*")),
+          mode=RunMode(review=shares.review_ignored)),
     check("wrapping.module_hooks", "Hooks that users registered on modules read full parameters, and what they return counts.",
           cases("hooked", *iteration(0), forward(5), *iteration(1)),
           cases("hooked", *iterations(2), wrapping=recomputed("hooked")),

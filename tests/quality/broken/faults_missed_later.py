@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from toy_more import MoreToy
 
 from fsdp_ref.autograd.graph_ties import GraphSide
 from fsdp_ref.build import materialize, targets
+from fsdp_ref.build.ignored import Ignored
 from fsdp_ref.checkpoint import model_state, optim_load, optim_source
 from fsdp_ref.checkpoint.rows import Rows
 from fsdp_ref.checkpoint.shards import Spread
@@ -31,6 +32,7 @@ from fsdp_ref.handle.accumulated import Accumulated
 from fsdp_ref.handle.gradients import Gradients
 from fsdp_ref.handle.originals import Originals
 from fsdp_ref.runtime import calls, forward, unit
+from fsdp_ref.storage import precision
 from fsdp_ref.storage.precision import BufferCaster
 
 SOUND, COMPOSABLE = "fsdp_ref-wrapper", "fsdp_ref-composable"
@@ -46,6 +48,20 @@ _PRECISE = "mixed_precision.precise_evaluation mixed_precision.precise_evaluatio
 def lowers_batch_norms(original: Any, *_: Any) -> Any:
     """A policy makes units of batch norms like those of other modules."""
     return []
+
+
+@planted(SOUND, Ignored, "union", "options.ignored_by_units")
+def takes_what_inner_units_ignore(original: Any, self: Any, others: Any) -> Any:
+    """A unit takes the parameters that units inside it ignore."""
+    return self
+
+
+@planted(COMPOSABLE, precision, "_map_dataclass", "inputs.rare_dataclasses")
+def keeps_fields_alone(original: Any, value: Any, fn: Any) -> Any:
+    """Of a dataclass that is a mapping, fields alone are cast and kept."""
+    if not isinstance(value, dict):
+        return original(value, fn)
+    return type(value)(**{item.name: fn(getattr(value, item.name)) for item in fields(value)})
 
 
 @planted(SOUND, forward, "_set_precision", _PRECISE)
