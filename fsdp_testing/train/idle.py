@@ -77,6 +77,7 @@ def idle_lines(run: WholeRun) -> list[str]:
     """Return sentences on parts without effect, and on the dtypes of weights, gradients and the optimizer's state."""
     return [
         *filter(None, [_zero_steps(run), _loss(run), _unreached(run), _rates(run), _schedules(run), _clips(run)]),
+        *filter(None, [_hooks(run)]),
         *_dtypes(run),
     ]
 
@@ -122,6 +123,18 @@ def _schedules(run: WholeRun) -> str:
     if not idle:
         return ""
     return f"nothing: the learning rate's schedule ({', '.join(idle)}) was made and is not stepped in these {run.steps} steps"
+
+
+def _hooks(run: WholeRun) -> str:
+    """A sentence on hooks that ran on no rank; a rank without an element of a parameter may run none."""
+    of_ranks = [rank.steps[-1].idle_hooks if rank.steps else () for rank in run.ranks]
+    idle = [place for place in of_ranks[0] if all(place in places for places in of_ranks)]
+    if not idle:
+        return ""
+    return (
+        f"nothing: {len(idle)} hook(s) on parameters never ran, the first registered at {idle[0]}; wrapping may have put other "
+        "parameters in their places"
+    )
 
 
 def _clips(run: WholeRun) -> str:

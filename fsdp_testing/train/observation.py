@@ -30,6 +30,7 @@ from fsdp_testing.train.deepspeed_engine import is_engine, see_steps
 from fsdp_testing.train.disturbance import is_drawing
 from fsdp_testing.train.evidence import Clues
 from fsdp_testing.train.generators import Generators, generators_of, states
+from fsdp_testing.train.param_hooks import ParameterHooks
 from fsdp_testing.train.quantities import Kind, spans_of_kind
 from fsdp_testing.train.reading import (
     Reader,
@@ -79,6 +80,7 @@ class Observer:
         self._made_rates: WeakKeyDictionary[torch.optim.Optimizer, list[float]] = WeakKeyDictionary()
         self._generators: WeakKeyDictionary[nn.Module, Generators] = WeakKeyDictionary()
         self._schedules: WeakKeyDictionary[LRScheduler, int] = WeakKeyDictionary()
+        self._hooks = ParameterHooks()
         self._ended, self._ignoring = 0, False
         self._steps_itself = self._receives = False
         self._open = self._follows = False  # the last step may be followed by that of another optimizer
@@ -110,6 +112,7 @@ class Observer:
                     stack.enter_context(mock.patch.object(place, name, replacement))
             hook = register_module_forward_pre_hook(lambda *call: self._clues.see_forward(*call))  # noqa: PLW0108 - new each step
             stack.enter_context(self._collector.watch())
+            stack.enter_context(self._hooks.watch())
             stack.callback(hook.remove)
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._end_step).remove)
@@ -301,7 +304,7 @@ class Observer:
         step.left_out = reader.left_out
         step.settings, step.made_rates = settings_of(optimizer), tuple(self._made_rates.get(optimizer, ()))
         step.unreadable, step.batch_norm, step.share = reader.unreadable, has_batch_norm(reader.models), reader.share()
-        step.generators, step.idle_schedules = states(), self._idle_schedules()
+        step.generators, step.idle_schedules, step.idle_hooks = states(), self._idle_schedules(), self._hooks.idle()
         self.steps.append(self.steps.pop().followed_by(step) if self._follows else step)
         self._open = True
         self._start_step()

@@ -29,6 +29,7 @@ class StepSeen:
         clip_limits: The limits it was given.
         made_rates: Initial learning rate of each group of the optimizer.
         idle_schedules: Schedules of learning rates that were not stepped since they were made.
+        idle_hooks: Where hooks on parameters were registered that have not run.
         before: Parameters before the step: in a later step only those that changed since the step before; in the first step also
             the optimizer's earlier state.
         after: What this rank has of each quantity: gradients as they are without clips, and as the optimizer is given them
@@ -59,6 +60,7 @@ class StepSeen:
     clip_limits: tuple[float, ...] = ()
     made_rates: tuple[float, ...] = ()
     idle_schedules: tuple[str, ...] = ()
+    idle_hooks: tuple[str, ...] = ()
     before: QuantitySpans = field(default_factory=dict)
     after: QuantitySpans = field(default_factory=dict)
     unreduced: tuple[str, ...] = ()

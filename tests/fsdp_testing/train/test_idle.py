@@ -44,6 +44,31 @@ def test_what_does_nothing_is_told(idle, lines):
     assert len([line for line in told if line.startswith("nothing")]) == (idle not in ("none", "bfloat16")), told
 
 
+HOOKS = str(Path(__file__).parent / "with_hooks.py")
+
+
+@pytest.mark.parametrize(
+    ("way", "kind", "idle"),
+    [
+        ("ddp", "gradient", 0),
+        ("ddp", "accumulated", 0),
+        ("fsdp2", "gradient", 2),
+        ("fsdp2", "accumulated", 2),
+        ("fsdp2", "after", 0),
+        ("fsdp1", "gradient", 2),
+    ],
+)
+def test_hooks_on_parameters_that_never_run_are_told(way, kind, idle):
+    launch = Launch(HOOKS, ("--way", way, "--kind", kind), steps=2, isolation="warm")
+    (judgement,) = examine(launch, (2,)).judgements
+    assert judgement.verdict is Verdict.PASS, str(judgement)
+    told = [line for line in judgement.compared if "hook(s)" in line]
+    assert [line.partition(",")[0] for line in told] == [f"nothing: {idle} hook(s) on parameters never ran"] * bool(
+        idle
+    )
+    assert all("the first registered at with_hooks.py:" in line for line in told)
+
+
 class LosesUpdates(torch.optim.SGD):
     """Steps copies of the weights, and forgets them."""
 
