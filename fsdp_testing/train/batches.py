@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.oracle.models import map_tensors
+from fsdp_testing.train.script_objects import attributes, packed, with_attributes
 
 _MOST_ROWS = 2**17
 """Rows of a batch that have digests. In one process a batch has the rows of all ranks, so a smaller number would miss some."""
@@ -108,17 +108,19 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors of nested lists, tuples and mappings."""
+    """Return the tensors of nested lists, tuples, mappings, dataclasses and objects of a script's classes."""
     if isinstance(tree, torch.Tensor):
         return [tree]
+    if not isinstance(tree, Mapping):
+        tree = attributes(tree) or tree
     if isinstance(tree, Mapping):
         tree = list(tree.values())
     return [tensor for part in tree for tensor in tensors_in(part)] if isinstance(tree, (list, tuple)) else []
 
 
 def on_cpu(tree: Any) -> Any:
-    """Return a copy of nested lists, tuples and mappings with detached tensors on the CPU."""
-    return map_tensors(lambda tensor: local_part(tensor).cpu().clone(), tree)
+    """Return a copy of nested lists, tuples and mappings with detached tensors on the CPU, which can be sent (`packed`)."""
+    return packed(tree, lambda tensor: local_part(tensor).cpu().clone())
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -224,7 +226,9 @@ def joined(parts: Sequence[Any]) -> Any:
             ) from error
     if isinstance(first, dict):
         return {key: joined([part[key] for part in parts]) for key in first}
+    own = [attributes(part) for part in parts]
+    if own[0]:
+        return with_attributes(first, {name: joined([(each or {}).get(name) for each in own]) for name in own[0]})
     if isinstance(first, (list, tuple)):
-        together = [joined(column) for column in zip(*parts)]
-        return type(first)(*together) if hasattr(first, "_fields") else type(first)(together)
+        return type(first)([joined(column) for column in zip(*parts)])
     return first

@@ -23,6 +23,7 @@ from fsdp_testing.train.batches import Call, joined, on_cpu, row_digests, tensor
 from fsdp_testing.train.collators import Uncollated, copied, has_numbers, is_alike, with_numbers
 from fsdp_testing.train.conventions import AsRanks
 from fsdp_testing.train.loaders import LoaderSeen, LoaderWatch, Pass, of_training
+from fsdp_testing.train.script_objects import unpacked
 
 _Groups = Callable[[Sequence[Sequence[Any]]], list[tuple[Any, ...]]]
 
@@ -171,14 +172,14 @@ class Feeder:
             loader_pass.trained += 1
         self._out.clear()
         call = next(self._waiting, None) if self._feed.source is Source.FORWARD else None
-        return (args, kwargs) if call is None else call
+        return (args, kwargs) if call is None else unpacked(call, (args, kwargs))
 
     def mark(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the result for a marked line."""
         self.taken.marked.append(on_cpu(values))
         self.taken.marks.append(row_digests(values))
         given = next(self._waiting, None) if self._feed.source is Source.MARK else None
-        return values if given is None else tuple(given)
+        return values if given is None else unpacked(tuple(given), values)
 
     def end_step(self) -> None:
         """Note how much has been taken until a step begins."""
@@ -219,13 +220,13 @@ class Feeder:
 
     def _given(self, loader: Any, items: Sequence[Any], own: Iterator[Any]) -> Iterator[Any]:
         for item in items:
-            next(own, None)  # so that its own sampler draws what it draws
-            yield self._collated(loader.collate_fn, item) if isinstance(item, Uncollated) else item
+            made = next(own, None)  # so that its own sampler draws what it draws
+            yield self._collated(loader.collate_fn, item) if isinstance(item, Uncollated) else unpacked(item, made)
 
     def _collated(self, collate: Any, rows: Uncollated) -> Any:
-        made = collate(copied(rows.samples))
+        made = collate(copied(unpacked(rows.samples)))
         if rows.item is not None:
-            item = with_numbers(rows.item, made)
+            item = with_numbers(unpacked(rows.item, made), made)
             alike = is_alike(made, item)
             self.taken.apart += not alike
             made = item if alike or not self._feed.collates else made

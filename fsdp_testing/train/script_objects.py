@@ -1,0 +1,138 @@
+"""Batches that hold objects of classes that a script defines, on their way to processes that do not have these classes."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.oracle.models import map_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptObject:
+    """An object that only a process that runs the script can make: where its class is defined, and its attributes.
+
+    Attributes:
+        module: Module of the class, or of a function.
+        name: Qualified name in it.
+        parts: Attributes by name, without copies of tensors' graphs; None of what has no attributes of interest: functions,
+            modules, members of an enumeration.
+    """
+
+    module: str
+    name: str
+    parts: dict[str, Any] | None = None
+
+
+def packed(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return nested containers with `function` of each tensor, and `ScriptObject` in place of what cannot be sent."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    of_script = _is_of_script(tree)
+    if of_script and (isinstance(tree, (nn.Module, Enum)) or callable(tree)):
+        name = f"{type(tree).__qualname__}.{tree.name}" if isinstance(tree, Enum) else _class_of(tree).__qualname__
+        return ScriptObject(_class_of(tree).__module__, name)
+    parts = attributes(tree)
+    if of_script and parts is not None:
+        sent = {name: packed(part, function) for name, part in parts.items()}
+        return ScriptObject(type(tree).__module__, type(tree).__qualname__, sent)
+    if isinstance(tree, Mapping) and not is_dataclass(tree):
+        items = {key: packed(part, function) for key, part in tree.items()}
+        return map_tensors(lambda tensor: tensor, type(tree)(items) if type(tree) is dict else items)
+    if isinstance(tree, (list, tuple)) and type(tree) in (list, tuple):
+        return type(tree)(packed(part, function) for part in tree)
+    return map_tensors(function, tree)
+
+
+def unpacked(tree: Any, own: Any = None) -> Any:
+    """Return nested containers with the objects of the script again; `own`: what the script has made at this place itself.
+
+    Raises:
+        InvalidArgument: A class or function is not found, and the script has made nothing of it at this place.
+    """
+    if isinstance(tree, ScriptObject):
+        return _made(tree, own)
+    if type(tree) is dict:
+        return {key: unpacked(part, _at(own, key)) for key, part in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(unpacked(part, _at(own, place)) for place, part in enumerate(tree))
+    return tree
+
+
+def attributes(tree: Any) -> dict[str, Any] | None:
+    """Return the attributes of a dataclass, a named tuple, a `ScriptObject` or an object of a script's class; else None."""
+    if isinstance(tree, ScriptObject):
+        return tree.parts
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return {item.name: getattr(tree, item.name) for item in fields(tree)}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return dict(zip(tree._fields, tree))
+    if not _is_plain_object(tree):
+        return None
+    # Not what is of the same kind: an object may name the one that holds it.
+    return {name: part for name, part in vars(tree).items() if not _is_plain_object(part)}
+
+
+def _is_plain_object(tree: Any) -> bool:
+    has_name = isinstance(tree, (type, Enum, nn.Module, tuple)) or callable(tree) or is_dataclass(tree)
+    return not has_name and hasattr(tree, "__dict__") and _is_of_script(tree)
+
+
+def with_attributes(tree: Any, parts: Mapping[str, Any]) -> Any:
+    """Return a copy of such an object with other attributes."""
+    if isinstance(tree, ScriptObject):
+        return replace(tree, parts={**parts})
+    if isinstance(tree, tuple):
+        return type(tree)(*parts.values())
+    made = copy.copy(tree)
+    for name, part in parts.items():
+        object.__setattr__(made, name, part)
+    return made
+
+
+def _class_of(tree: Any) -> Any:
+    return tree if callable(tree) and hasattr(tree, "__qualname__") else type(tree)
+
+
+def _is_of_script(tree: Any) -> bool:
+    """Whether an object is of a class, or is a function, that other processes cannot import."""
+    made = _class_of(tree)
+    module, name = str(getattr(made, "__module__", "")), str(getattr(made, "__qualname__", ""))
+    return module == "__main__" or "<" in name
+
+
+def _at(own: Any, key: Any) -> Any:
+    try:
+        return own[key]
+    except (TypeError, LookupError):
+        return None
+
+
+def _made(tree: ScriptObject, own: Any) -> Any:
+    kind: Any = sys.modules.get(tree.module)
+    for name in tree.name.split("."):
+        kind = getattr(kind, name, None)
+    alike = own is not None and _class_of(own).__qualname__ == tree.name
+    if kind is None and not alike:
+        raise InvalidArgument(
+            f"data: expected batches of plain data and tensors, got {tree.name} of {tree.module}, which one process cannot make "
+            "for the rows of all ranks. Define it at the top level of the script."
+        )
+    if tree.parts is None:
+        return own if alike else kind
+    before = attributes(own) if alike else None
+    parts = {name: unpacked(part, (before or {}).get(name)) for name, part in tree.parts.items()}
+    if issubclass(kind or type(own), tuple):
+        return (kind or type(own))(*parts.values())
+    empty = copy.copy(own) if alike else object.__new__(kind)
+    for name, part in parts.items():
+        object.__setattr__(empty, name, part)
+    return empty

@@ -1,0 +1,92 @@
+"""DDP whose batches are objects of the script's classes: --batch says which, --data who makes them, --wrong sums over ranks."""
+
+import argparse
+import enum
+from collections import namedtuple
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import fsdp_testing
+
+arguments = argparse.ArgumentParser()
+arguments.add_argument("--batch", default="dataclass")
+arguments.add_argument("--data", default="loader")
+arguments.add_argument("--wrong", action="store_true")
+options = arguments.parse_args()
+
+
+@dataclass
+class Record:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class Slotted:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Plain:
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+
+Named = namedtuple("Named", ("x", "y"))
+KINDS = {"dataclass": Record, "slotted": Slotted, "named": Named, "plain": Plain}
+
+
+class Mode(enum.Enum):
+    TRAINING = 1.0
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 36
+
+    def __getitem__(self, index):
+        numbers = torch.randn(5, generator=torch.Generator().manual_seed(index))
+        return KINDS[options.batch](numbers[:4], numbers[4:])
+
+
+def collate(rows):
+    return KINDS[options.batch](torch.stack([row.x for row in rows]), torch.stack([row.y for row in rows]))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, batch, mode=Mode.TRAINING, activation=None):
+        output = self.layers(batch.x)
+        output = output if activation is None else activation(output)
+        return (output - batch.y).square().mean() * mode.value
+
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(Model())
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+size, rows = dist.get_world_size(), Rows()
+if options.data == "loader":
+    sampler = DistributedSampler(rows, shuffle=False)
+    batches = DataLoader(rows, batch_size=12 // size, sampler=sampler, collate_fn=collate)
+else:
+    own = [[rows[place] for place in range(begin + dist.get_rank(), begin + 12, size)] for begin in (0, 12, 24)]
+    batches = [collate(each) for each in own]
+for batch in batches:
+    if options.data == "marked":
+        batch = fsdp_testing.batch(batch)
+    optimizer.zero_grad()
+    loss = model(batch, Mode.TRAINING, activation=lambda output: output * 0.5)
+    if options.wrong:
+        loss = loss * size
+    loss.backward()
+    optimizer.step()
+dist.destroy_process_group()
