@@ -18,7 +18,7 @@ from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.ranks.faults.fault import Fault, check_together
 from fsdp_testing.ranks.pool import Pool, RankOutcome, WorldOutcome, default_pool
 from fsdp_testing.ranks.pool.cause import EndedBadly
-from fsdp_testing.ranks.pool.outcome import Fate, rank_names
+from fsdp_testing.ranks.pool.outcome import UNSENT, Fate, rank_names
 from fsdp_testing.train import relations
 from fsdp_testing.train.check import judged, run_alone
 from fsdp_testing.train.conventions import check_names
@@ -316,6 +316,8 @@ def _ending(outcome: WorldOutcome, *, works: bool = False) -> Exception:
         )
     if first.error is not None and first.error.type_name == "InvalidArgument":
         return Undecided(first.error.message, output)
+    if first.error is not None and UNSENT in first.error.message:
+        return Undecided(f"cannot be compared: {first.error.message}", output)
     if first.error is not None and any(words in first.error.message for words in _NO_CUDA):
         return Undecided(
             f"asks for a CUDA device, and this machine has none ({first.error.headline()}).{_places([first])} Let it use the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -23,13 +24,14 @@ class ScriptObject:
     Attributes:
         module: Module of the class, or of a function.
         name: Qualified name in it.
-        parts: Attributes by name, without copies of tensors' graphs; None of what has no attributes of interest: functions,
-            modules, members of an enumeration.
+        parts: Attributes by name; None of what is not taken apart: functions, modules, members of an enumeration.
+        is_named: Whether the name is that of the object itself, as of a function; else that of its class.
     """
 
     module: str
     name: str
     parts: dict[str, Any] | None = None
+    is_named: bool = False
 
 
 def packed(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -37,9 +39,10 @@ def packed(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(tree, torch.Tensor):
         return function(tree)
     of_script = _is_of_script(tree)
-    if of_script and (isinstance(tree, (nn.Module, Enum)) or callable(tree)):
-        name = f"{type(tree).__qualname__}.{tree.name}" if isinstance(tree, Enum) else _class_of(tree).__qualname__
-        return ScriptObject(_class_of(tree).__module__, name)
+    if of_script and isinstance(tree, Enum):
+        return ScriptObject(type(tree).__module__, f"{type(tree).__qualname__}.{tree.name}", is_named=True)
+    if of_script and (isinstance(tree, nn.Module) or callable(tree)):
+        return _left_whole(tree)
     parts = attributes(tree)
     if of_script and parts is not None:
         sent = {name: packed(part, function) for name, part in parts.items()}
@@ -49,7 +52,24 @@ def packed(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return map_tensors(lambda tensor: tensor, type(tree)(items) if type(tree) is dict else items)
     if isinstance(tree, (list, tuple)) and type(tree) in (list, tuple):
         return type(tree)(packed(part, function) for part in tree)
-    return map_tensors(function, tree)
+    made = map_tensors(function, tree)
+    return made if isinstance(made, _PLAIN) or _can_be_sent(made) else _left_whole(tree)
+
+
+_PLAIN = (torch.Tensor, bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def _can_be_sent(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:  # noqa: BLE001 - a user's own reduction may raise anything
+        return False
+    return True
+
+
+def _left_whole(tree: Any) -> ScriptObject:
+    made = _class_of(tree)
+    return ScriptObject(made.__module__, made.__qualname__, is_named=made is tree)
 
 
 def unpacked(tree: Any, own: Any = None) -> Any:
@@ -78,12 +98,14 @@ def attributes(tree: Any) -> dict[str, Any] | None:
     if not _is_plain_object(tree):
         return None
     # Not what is of the same kind: an object may name the one that holds it.
-    return {name: part for name, part in vars(tree).items() if not _is_plain_object(part)}
+    slots = (name for kind in type(tree).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(tree, name))
+    parts = {name: getattr(tree, name) for name in slots} | getattr(tree, "__dict__", {})
+    return {name: part for name, part in parts.items() if not _is_plain_object(part)}
 
 
 def _is_plain_object(tree: Any) -> bool:
     has_name = isinstance(tree, (type, Enum, nn.Module, tuple)) or callable(tree) or is_dataclass(tree)
-    return not has_name and hasattr(tree, "__dict__") and _is_of_script(tree)
+    return not has_name and _is_of_script(tree)
 
 
 def with_attributes(tree: Any, parts: Mapping[str, Any]) -> Any:
@@ -121,10 +143,10 @@ def _made(tree: ScriptObject, own: Any) -> Any:
     for name in tree.name.split("."):
         kind = getattr(kind, name, None)
     alike = own is not None and _class_of(own).__qualname__ == tree.name
-    if kind is None and not alike:
+    if not alike and (kind is None or (tree.parts is None and not tree.is_named)):
         raise InvalidArgument(
             f"data: expected batches of plain data and tensors, got {tree.name} of {tree.module}, which one process cannot make "
-            "for the rows of all ranks. Define it at the top level of the script."
+            "for the rows of all ranks. Define it at the top level of the script, or give tensors instead."
         )
     if tree.parts is None:
         return own if alike else kind

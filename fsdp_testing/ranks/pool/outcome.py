@@ -28,6 +28,10 @@ _MACHINERY = (
 )
 
 
+UNSENT = "cannot be sent to the controller"
+"""What the error of a call says whose result cannot be pickled."""
+
+
 class Fate(StrEnum):
     """How one rank ended a job."""
 

@@ -26,7 +26,7 @@ from fsdp_testing.ranks.pool import world as world_place
 from fsdp_testing.ranks.pool.channel import Channel, dumps, loads
 from fsdp_testing.ranks.pool.hygiene_leftovers import thread_count
 from fsdp_testing.ranks.pool.jobs import Bootstrap, Failed, Job, Report, StandInRank
-from fsdp_testing.ranks.pool.outcome import Dirt, ErrorRecord
+from fsdp_testing.ranks.pool.outcome import UNSENT, Dirt, ErrorRecord
 from fsdp_testing.ranks.pool.targets import resolve
 
 _flush_c = ctypes.CDLL(None).fflush
@@ -292,7 +292,7 @@ def _call(job: Job) -> tuple[bytes, bool, ErrorRecord | None]:
         return dumps(value.value if isinstance(value, Failed) else value), failed, None
     except Exception as error:  # the value's own reduction may raise anything
         note = TypeError(
-            f"{job.target} returned a {type(value).__name__} that cannot be sent to the controller "
+            f"{job.target} returned a {type(value).__name__} that {UNSENT} "
             f"({type(error).__name__}: {_text_of(error)}). Return plain data and tensors."
         )
         return b"", True, _record_of(note)

@@ -20,7 +20,7 @@ SCRIPT = str(Path(__file__).parent / "with_objects.py")
 
 
 @pytest.mark.parametrize("data", ["loader", "forward", "marked"])
-@pytest.mark.parametrize("batch", ["dataclass", "slotted", "named", "plain"])
+@pytest.mark.parametrize("batch", ["dataclass", "slotted", "named", "plain", "slots"])
 def test_batches_of_a_scripts_own_classes_are_compared(batch, data):
     launch = Launch(SCRIPT, ("--batch", batch, "--data", data), isolation="warm")
     judgements = examine(launch, (2, 3)).judgements
@@ -77,6 +77,21 @@ def test_an_object_of_a_local_class_is_sent_and_made_again_from_what_is_there():
     assert isinstance(made, local)
     assert made.x.tolist() == [[1.0] * 3] * 2
     assert own["batch"][0].x.tolist() == [[0.0] * 3]
+
+
+class Closed:
+    """Refuses to be pickled."""
+
+    def __reduce__(self):
+        raise TypeError("stays here")
+
+
+def test_an_object_that_cannot_be_pickled_is_that_of_the_receiver():
+    sent = pickle.loads(pickle.dumps(on_cpu((torch.ones(2), Closed()))))
+    own = Closed()
+    assert unpacked(sent, (torch.zeros(1), own))[1] is own
+    with pytest.raises(InvalidArgument, match="got Closed of .*test_script_objects"):
+        unpacked(sent)
 
 
 def test_tensors_of_other_objects_are_not_rows():

@@ -37,8 +37,15 @@ class Plain:
         self.x, self.y = x, y
 
 
+class Slots:
+    __slots__ = ("x", "y")
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+
 Named = namedtuple("Named", ("x", "y"))
-KINDS = {"dataclass": Record, "slotted": Slotted, "named": Named, "plain": Plain}
+KINDS = {"dataclass": Record, "slotted": Slotted, "named": Named, "plain": Plain, "slots": Slots}
 
 
 class Mode(enum.Enum):
