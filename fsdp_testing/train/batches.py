@@ -13,6 +13,7 @@ import torch
 
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.train.script_objects import attributes, packed, with_attributes
+from fsdp_testing.train.spans import plain
 
 _MOST_ROWS = 2**17
 """Rows of a batch that have digests. In one process a batch has the rows of all ranks, so a smaller number would miss some."""
@@ -126,7 +127,7 @@ def on_cpu(tree: Any) -> Any:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor, dense; a DTensor names its part itself."""
     shard = getattr(tensor, "to_local", None)
-    part = (shard() if callable(shard) else tensor).detach()
+    part = plain(shard() if callable(shard) else tensor)
     return part if part.layout is torch.strided else part.to_dense()
 
 

@@ -63,6 +63,14 @@ def block_of(numbers: int) -> int:
     return 1 << (-(-numbers // MOST_WHOLE) - 1).bit_length()
 
 
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor without its graph, and without a class of the script's, which other processes do not have."""
+    values = tensor.detach()
+    # One that takes part in each operation may have no memory of its own.
+    own = type(values) is not torch.Tensor and type(values).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return values.as_subclass(torch.Tensor) if own else values
+
+
 def span_of(piece: Piece, tensor: torch.Tensor, block: int = 1) -> Span:
     """Return the kept values of a tensor in the place of a piece.
 
@@ -73,7 +81,7 @@ def span_of(piece: Piece, tensor: torch.Tensor, block: int = 1) -> Span:
     """
     shape = tuple(piece.shape)
     if block == 1 or torch.Size(shape).numel() <= _SMALL:
-        values = tensor.detach().cpu().reshape(-1).clone()
+        values = plain(tensor).cpu().reshape(-1).clone()
         return Span(shape, piece.start, piece.stop, values, dtype=values.dtype)
     flat = tensor.detach().reshape(-1)
     sums = _signed_sums(flat, piece.start, piece.stop, block)

@@ -12,7 +12,9 @@ import torch
 
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.ranks.pool.outcome import ErrorRecord, Fate, RankOutcome, WorldOutcome
 from fsdp_testing.train.batches import joined, on_cpu, row_digests, tensors_in
+from fsdp_testing.train.running import Undecided
 from fsdp_testing.train.script import Launch, examine
 from fsdp_testing.train.script_objects import ScriptObject, unpacked
 
@@ -28,6 +30,13 @@ def test_batches_of_a_scripts_own_classes_are_compared(batch, data):
     assert all("36 rows of data" in " ".join(each.compared) for each in judgements)
 
 
+@pytest.mark.parametrize("data", ["loader", "forward"])
+def test_tensors_of_a_scripts_own_class_are_compared(data):
+    launch = Launch(SCRIPT, ("--tagged", "--data", data), isolation="warm")
+    (judgement,) = examine(launch, (2,)).judgements
+    assert judgement.verdict is Verdict.PASS, judgement
+
+
 @pytest.mark.parametrize("data", ["loader", "forward", "marked"])
 @pytest.mark.parametrize("batch", ["slotted", "plain"])
 def test_a_mistake_beside_such_batches_is_found(batch, data):
@@ -35,6 +44,14 @@ def test_a_mistake_beside_such_batches_is_found(batch, data):
     (judgement,) = examine(launch, (2,)).judgements
     assert judgement.verdict is Verdict.FAIL, judgement
     assert "sum over ranks" in str(judgement) or "2 times" in str(judgement)
+
+
+def test_a_report_that_cannot_be_sent_is_unknown_and_no_failure():
+    error = ErrorRecord("TypeError", "run_here returned a RankReport that cannot be sent to the controller (...)", "")
+    ranks = tuple(RankOutcome(rank, Fate.RAISED, error=error) for rank in (0, 1))
+    ending = Launch(SCRIPT).ending(WorldOutcome("a script", 2, "gloo", ranks, None))
+    assert isinstance(ending, Undecided), ending
+    assert "cannot be compared: run_here returned" in str(ending)
 
 
 Named = namedtuple("Named", ("x", "label"))

@@ -16,6 +16,7 @@ import fsdp_testing
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--batch", default="dataclass")
 arguments.add_argument("--data", default="loader")
+arguments.add_argument("--tagged", action="store_true")
 arguments.add_argument("--wrong", action="store_true")
 options = arguments.parse_args()
 
@@ -48,6 +49,10 @@ Named = namedtuple("Named", ("x", "y"))
 KINDS = {"dataclass": Record, "slotted": Slotted, "named": Named, "plain": Plain, "slots": Slots}
 
 
+class Tagged(torch.Tensor):
+    """A tensor of the script's own class."""
+
+
 class Mode(enum.Enum):
     TRAINING = 1.0
 
@@ -62,7 +67,8 @@ class Rows(Dataset):
 
 
 def collate(rows):
-    return KINDS[options.batch](torch.stack([row.x for row in rows]), torch.stack([row.y for row in rows]))
+    x, y = torch.stack([row.x for row in rows]), torch.stack([row.y for row in rows])
+    return KINDS[options.batch](x.as_subclass(Tagged) if options.tagged else x, y)
 
 
 class Model(nn.Module):
@@ -78,7 +84,11 @@ class Model(nn.Module):
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-model = DistributedDataParallel(Model())
+plain = Model()
+if options.tagged:
+    for layer in (plain.layers[0], plain.layers[2]):
+        layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Tagged))
+model = DistributedDataParallel(plain)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 size, rows = dist.get_world_size(), Rows()
 if options.data == "loader":
