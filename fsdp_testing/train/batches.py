@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.train.sample_lists import are_samples_apart, columns, is_of_samples, samples_in
 from fsdp_testing.train.script_objects import attributes, packed, with_attributes
 from fsdp_testing.train.spans import plain
 
@@ -69,6 +70,8 @@ class Computed:
     def row_digests(self, tree: Any) -> tuple[str, ...]:
         """Return a digest of each row of inputs that are no output of a forward."""
         known = {_memory(tensor) for tensor, _ in (*self._before, *self._now)}
+        if samples_in(tree) and not any(_memory(tensor) in known for tensor in tensors_in(tree)):
+            return row_digests(tree)
         tensors = [t for t in tensors_in(tree) if not known or not (_memory(t) in known or _depends_on_parameters(t))]
         plain = row_digests(tensors)
         columns = [self._traced(tensor) for tensor in tensors if tensor.ndim and len(tensor) == len(plain)]
@@ -146,7 +149,14 @@ class Row(str):
 
 
 def row_digests(tree: Any) -> tuple[str, ...]:
-    """Return a digest of each row: of the first tensor with rows, and of all others with as many."""
+    """Return a digest of each row: of the first tensor with rows, and of all others with as many; or of each listed sample."""
+    count = samples_in(tree)
+    if count:
+        samples = [[on_cpu(tensors_in(part)) for part in column] for column in columns(tree, count)]
+        return tuple(
+            _digest_of([tensor for column in samples for tensor in column[place]])
+            for place in range(min(count, _MOST_ROWS))
+        )
     tensors = [local_part(tensor).cpu() for tensor in tensors_in(tree) if tensor.ndim]
     rows = [tensor.contiguous() for tensor in tensors if len(tensor) == len(tensors[0])]
     if not rows:
@@ -170,6 +180,15 @@ _MOST_NEAR = 4096
 
 def _digest(parts: Sequence[torch.Tensor], row: int) -> str:
     return hashlib.blake2b(b"".join(part[row].numpy().tobytes() for part in parts), digest_size=8).hexdigest()
+
+
+def _digest_of(tensors: Sequence[torch.Tensor]) -> str:
+    parts = (part for tensor in tensors for part in (str(tuple(tensor.shape)).encode(), _bytes(tensor)))
+    return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 def _sums(tensors: Sequence[torch.Tensor], rows: int) -> list[tuple[float, float]]:
@@ -207,13 +226,25 @@ def holds_a_loss(output: Any) -> bool:
     return any(isinstance(value, torch.Tensor) and value.ndim == 0 and value.requires_grad for value in values)
 
 
-def joined(parts: Sequence[Any]) -> Any:
-    """Return the batches of all ranks as one: tensors with rows are concatenated, everything else is rank 0's.
+def joined(parts: Sequence[Any], depth: int = 0, counts: Sequence[int] = ()) -> Any:
+    """Return the batches of all ranks as one: tensors with rows and lists of samples are joined, everything else is rank 0's.
+
+    Args:
+        parts: A batch of each rank.
+        depth: How far inside a batch they are; negative around it.
+        counts: How many samples each rank's lists hold, if they are of samples.
 
     Raises:
         InvalidArgument: Tensors of the ranks have rows of different shapes.
     """
     first = parts[0]
+    if depth == 0 and not counts:
+        found = [samples_in(part) for part in parts]
+        # A rank whose samples happen to be of one length has as many as it has elements.
+        counts = [count or -1 for count in found] if any(found) else ()
+    of_samples = any(is_of_samples(part, count) for part, count in zip(parts, counts)) or are_samples_apart(parts)
+    if depth > 0 and of_samples:
+        return type(first)([sample for part in parts for sample in part])
     if isinstance(first, torch.Tensor):
         if not first.ndim:
             return first
@@ -226,10 +257,11 @@ def joined(parts: Sequence[Any]) -> Any:
                 f"because one process gets all of them at once."
             ) from error
     if isinstance(first, dict):
-        return {key: joined([part[key] for part in parts]) for key in first}
+        return {key: joined([part[key] for part in parts], depth + 1, counts) for key in first}
     own = [attributes(part) for part in parts]
     if own[0]:
-        return with_attributes(first, {name: joined([(each or {}).get(name) for each in own]) for name in own[0]})
+        of_all = {name: [(each or {}).get(name) for each in own] for name in own[0]}
+        return with_attributes(first, {name: joined(each, depth + 1, counts) for name, each in of_all.items()})
     if isinstance(first, (list, tuple)):
-        return type(first)([joined(column) for column in zip(*parts)])
+        return type(first)([joined(column, depth + 1, counts) for column in zip(*parts)])
     return first

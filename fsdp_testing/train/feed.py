@@ -298,7 +298,7 @@ def feeds_of(ranks: Sequence[Taken], forwards_alone: int, forwards_here: int) ->
     if ranks[0].calls and (one_by_one or not blind) and all(call.determines_loss for call in ranks[0].calls):
         calls = [[(call.args, call.kwargs) for call in rank.calls] for rank in ranks]
         if one_by_one or all(_fits(moment, alike=False) for moment in zip(*calls)):
-            yield Feed(Source.FORWARD, batches=_together(groups(calls)))
+            yield Feed(Source.FORWARD, batches=_together(groups(calls), depth=-1))
 
 
 _ROWS_FIRST = (
@@ -323,8 +323,8 @@ def _rows_first(rank: Taken) -> bool:
     return first and all(_is_long([*call.args, *call.kwargs.values()], _sizes(rank)) for call in rank.calls[:1])
 
 
-def _together(groups: Sequence[tuple[Any, ...]]) -> list[Any]:
-    return [joined(group) if len(group) > 1 else group[0] for group in groups]
+def _together(groups: Sequence[tuple[Any, ...]], depth: int = 0) -> list[Any]:
+    return [joined(group, depth) if len(group) > 1 else group[0] for group in groups]
 
 
 def _loader_feeds(ranks: Sequence[Taken], groups: _Groups, one_by_one: bool) -> Iterator[Feed]:
