@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -41,7 +43,8 @@ def packed(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     of_script = _is_of_script(tree)
     if of_script and isinstance(tree, Enum):
         return ScriptObject(type(tree).__module__, f"{type(tree).__qualname__}.{tree.name}", is_named=True)
-    if of_script and (isinstance(tree, nn.Module) or callable(tree)):
+    # A model or an optimizer that comes along is no data, and large.
+    if isinstance(tree, (nn.Module, torch.optim.Optimizer)) or (of_script and callable(tree)):
         return _left_whole(tree)
     parts = attributes(tree)
     if of_script and parts is not None:
@@ -59,9 +62,18 @@ def packed(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 _PLAIN = (torch.Tensor, bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
+class _OutsideTheScript(pickle.Pickler):
+    """Pickles as it is done after the script, whose classes and functions are not found then."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (type, FunctionType)) and _is_of_script(value):
+            raise pickle.PicklingError(value.__qualname__)
+        return NotImplemented
+
+
 def _can_be_sent(value: Any) -> bool:
     try:
-        pickle.dumps(value)
+        _OutsideTheScript(io.BytesIO()).dump(value)
     except Exception:  # noqa: BLE001 - a user's own reduction may raise anything
         return False
     return True

@@ -71,12 +71,18 @@ def collate(rows):
     return KINDS[options.batch](x.as_subclass(Tagged) if options.tagged else x, y)
 
 
+class Trainer:
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer, self.steps, self.history = model, optimizer, 0, {"losses": [lambda: 0]}
+
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
-    def forward(self, batch, mode=Mode.TRAINING, activation=None):
+    def forward(self, batch, mode=Mode.TRAINING, activation=None, trainer=None):
+        assert trainer is None or trainer.model.module is self
         output = self.layers(batch.x)
         output = output if activation is None else activation(output)
         return (output - batch.y).square().mean() * mode.value
@@ -90,6 +96,7 @@ if options.tagged:
         layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Tagged))
 model = DistributedDataParallel(plain)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+trainer = Trainer(model, optimizer)
 size, rows = dist.get_world_size(), Rows()
 if options.data == "loader":
     sampler = DistributedSampler(rows, shuffle=False)
@@ -101,7 +108,7 @@ for batch in batches:
     if options.data == "marked":
         batch = fsdp_testing.batch(batch)
     optimizer.zero_grad()
-    loss = model(batch, Mode.TRAINING, activation=lambda output: output * 0.5)
+    loss = model(batch, Mode.TRAINING, activation=lambda output: output * 0.5, trainer=trainer)
     if options.wrong:
         loss = loss * size
     loss.backward()
