@@ -39,8 +39,8 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
-_SCRIPTS = "fsdp_testing/docs/findings/scripts/"
-_ARCHIVE = "fsdp_testing/docs/findings/scripts.tar.xz"  # fsdp_testing/base/documentation.py reads it
+_FINDINGS = "fsdp_testing/docs/findings/"
+_ARCHIVE = "fsdp_testing/docs/findings.tar.xz"  # fsdp_testing/base/documentation.py reads it
 
 
 def build_wheel(wheel_directory: str, *arguments: Any, **options: Any) -> str:
@@ -56,8 +56,8 @@ def _pack_again(wheel: Path) -> None:
     packed = wheel.with_suffix(".packed")
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new:
         contents = {_in_package(entry.filename): (entry, old.read(entry)) for entry in old.infolist()}
-        scripts = {name: contents.pop(name)[1] for name in sorted(contents) if name.startswith(_SCRIPTS)}
-        archive = _archived(scripts)
+        findings = {name: contents.pop(name)[1] for name in sorted(contents) if name.startswith(_FINDINGS)}
+        archive = _archived(findings)
         for name, (entry, content) in contents.items():
             if name.endswith(".dist-info/RECORD"):
                 content = _record(content.decode(), {_ARCHIVE: archive}).encode()
@@ -70,11 +70,11 @@ def _pack_again(wheel: Path) -> None:
 
 
 def _archived(scripts: Mapping[str, bytes]) -> bytes:
-    """Return one archive of many small files, which are alike: a third of what they take one by one."""
+    """Return one archive of many small files, which are alike: less than half of what they take one by one."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:xz", preset=9) as archive:
         for name, content in scripts.items():
-            entry = tarfile.TarInfo(name.removeprefix("fsdp_testing/docs/findings/"))
+            entry = tarfile.TarInfo(name.removeprefix("fsdp_testing/docs/"))
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
     return buffer.getvalue()
@@ -82,7 +82,7 @@ def _archived(scripts: Mapping[str, bytes]) -> bytes:
 
 def _record(lines: str, added: Mapping[str, bytes]) -> str:
     """Return the list of a wheel's files (PEP 376), with the archive in place of what it holds."""
-    kept = [line for line in _in_package(lines).splitlines() if not line.startswith(_SCRIPTS)]
+    kept = [line for line in _in_package(lines).splitlines() if not line.startswith(_FINDINGS)]
     for name, content in added.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
         kept.append(f"{name},sha256={digest},{len(content)}")

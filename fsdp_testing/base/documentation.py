@@ -3,33 +3,65 @@
 from __future__ import annotations
 
 import functools
+import os
 import tarfile
+from contextlib import suppress
 from pathlib import Path
+
+from fsdp_testing.base import env
+
+ARCHIVE = "docs/findings.tar.xz"
+"""Where a wheel has the pages of findings and their scripts, which are many and alike."""
 
 
 def page(name: str) -> str:
-    """Return the path of a page such as `docs/adapters.md`; `name` itself in a checkout, or if there is no such page."""
+    """Return the path of a page such as `docs/adapters.md`; `name` itself in a checkout, or if there is no such page.
+
+    A page from the archive of a wheel is written into the user's cache, so that its path can be opened.
+    """
     place, here = folder(), Path.cwd()
     in_checkout = (here / "fsdp_testing" / "base" / "documentation.py").is_file() and (here / name).is_file()
-    if place is None or in_checkout or not name.startswith("docs/") or not (place / name).is_file():
+    if place is None or in_checkout or not name.startswith("docs/"):
         return name
-    return str(place / name)
+    if (place / name).is_file():
+        return str(place / name)
+    text = text_of(name)
+    return name if text is None else _cached(name, text)
 
 
 def text_of(name: str) -> str | None:
     """Return the text of a page such as `docs/adapters.md`, or of a script that a page names; None if there is none."""
     place = folder()
-    path = place / name if place is not None and name.startswith("docs/") and ".." not in name else None
-    if path is not None and not path.is_file() and path.parent.with_suffix(".tar.xz").is_file():
-        return _text_in(path.parent.with_suffix(".tar.xz"), f"{path.parent.name}/{path.name}")
-    return path.read_text(encoding="utf-8") if path is not None and path.is_file() else None
+    if place is None or not name.startswith("docs/") or ".." in name:
+        return None
+    if (place / name).is_file():
+        return (place / name).read_text(encoding="utf-8")
+    return _texts(place / ARCHIVE).get(name)
 
 
-def _text_in(archive: Path, name: str) -> str | None:
-    """Read a file of an archive: a wheel has its many small scripts in one."""
+@functools.cache
+def _texts(archive: Path) -> dict[str, str]:
+    """Return the text of each file of a wheel's archive by its name in a checkout."""
+    if not archive.is_file():
+        return {}
     with tarfile.open(archive) as files:
-        content = files.extractfile(name) if name in files.getnames() else None
-        return None if content is None else content.read().decode()
+        contents = ((member.name, files.extractfile(member)) for member in files.getmembers())
+        return {f"docs/{name}": content.read().decode() for name, content in contents if content is not None}
+
+
+def _cached(name: str, text: str) -> str:
+    """Return the path of a copy of a page in the user's cache; its name, where no copy can be written."""
+    path = Path(env.get("XDG_CACHE_HOME") or "~/.cache", "fsdp-testing", name)
+    with suppress(OSError, RuntimeError):
+        path = path.expanduser()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Beside it and then in its place: another process may read it now.
+            draft = path.with_name(f".{path.name}.{os.getpid()}")
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(path)
+        return str(path)
+    return name
 
 
 @functools.cache

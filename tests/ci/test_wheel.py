@@ -33,12 +33,12 @@ def test_the_wheel_holds_the_packages_and_the_pages_that_messages_name(
     for name in ("fsdp_testing/cli/names.json", "fsdp_testing/report/page/page.html", "fsdp_testing/py.typed"):
         assert name in sizes
     pages = {name.removeprefix("fsdp_testing/") for name in sizes}
-    assert {"docs/exit-codes.md", "docs/findings/fsdp1-frozen-units.md"} <= pages
-    assert not any(name.startswith("docs/findings/scripts/") for name in pages)
+    assert {"docs/exit-codes.md", "docs/findings.tar.xz"} <= pages
+    assert not any(name.startswith("docs/findings/") for name in pages)
     with zipfile.ZipFile(wheel) as files:
-        with tarfile.open(fileobj=io.BytesIO(files.read("fsdp_testing/docs/findings/scripts.tar.xz"))) as archive:
-            scripts = archive.getnames()
+        with tarfile.open(fileobj=io.BytesIO(files.read("fsdp_testing/docs/findings.tar.xz"))) as archive:
+            findings = archive.getnames()
         record = files.read(next(name for name in sizes if name.endswith("/RECORD"))).decode()
-    assert "scripts/fsdp1-frozen-units.py" in scripts
+    assert {"findings/fsdp1-frozen-units.md", "findings/scripts/fsdp1-frozen-units.py"} <= {*findings}
     assert sorted(line.split(",")[0] for line in record.splitlines()) == sorted(sizes)
     assert not any(name.startswith(("docs/tutorials", "docs/certificates", "docs/pictures")) for name in pages)

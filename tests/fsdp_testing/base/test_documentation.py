@@ -52,19 +52,32 @@ def test_a_wheel_has_it_in_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert documentation.page("docs/exit-codes.md") == "docs/exit-codes.md"  # tox runs an installed wheel in a checkout
 
 
-def test_a_wheel_has_the_scripts_of_pages_in_one_archive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    package = tmp_path / "fsdp_testing"
+def test_a_wheel_has_the_pages_of_findings_in_one_archive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package, cache = tmp_path / "fsdp_testing", tmp_path / "cache"
     monkeypatch.setattr(documentation, "__file__", str(package / "base" / "documentation.py"))
-    findings = package / "docs" / "findings"
-    findings.mkdir(parents=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    (package / "docs").mkdir(parents=True)
     (package / "docs" / "exit-codes.md").write_text("# Exit codes\n")
-    script = ROOT / "docs" / "findings" / "scripts" / "fsdp1-frozen-units.py"
-    with tarfile.open(findings / "scripts.tar.xz", "w:xz") as archive:
-        archive.add(script, "scripts/fsdp1-frozen-units.py")
+    names = ("findings/fsdp1-frozen-units.md", "findings/scripts/fsdp1-frozen-units.py")
+    with tarfile.open(package / documentation.ARCHIVE, "w:xz") as archive:
+        for name in names:
+            archive.add(ROOT / "docs" / name, name)
     documentation.folder.cache_clear()
-    assert documentation.text_of("docs/findings/scripts/fsdp1-frozen-units.py") == script.read_text(encoding="utf-8")
+    for name in names:
+        assert documentation.text_of(f"docs/{name}") == (ROOT / "docs" / name).read_text(encoding="utf-8")
     assert documentation.text_of("docs/findings/scripts/absent.py") is None
-    assert documentation.text_of("docs/findings/absent.md") is None
+    assert documentation.page("docs/findings/absent.md") == "docs/findings/absent.md"
+    page = cache / "fsdp-testing" / "docs" / names[0]
+    for before in (None, "of another version\n"):
+        if before is not None:
+            page.write_text(before)
+        assert documentation.page(f"docs/{names[0]}") == str(page)
+        assert page.read_text(encoding="utf-8") == (ROOT / "docs" / names[0]).read_text(encoding="utf-8")
+    assert [path.name for path in page.parent.iterdir()] == [page.name]
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    assert documentation.page(f"docs/{names[0]}") == f"docs/{names[0]}"
 
 
 def test_each_page_that_messages_and_reports_name_is_in_the_wheel() -> None:
