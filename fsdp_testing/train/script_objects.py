@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
@@ -52,11 +53,12 @@ def packed(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return ScriptObject(type(tree).__module__, type(tree).__qualname__, sent)
     if isinstance(tree, Mapping) and not is_dataclass(tree):
         items = {key: packed(part, function) for key, part in tree.items()}
-        return map_tensors(lambda tensor: tensor, type(tree)(items) if type(tree) is dict else items)
-    if isinstance(tree, (list, tuple)) and type(tree) in (list, tuple):
-        return type(tree)(packed(part, function) for part in tree)
+        return OrderedDict(items) if isinstance(tree, OrderedDict) else items
+    if isinstance(tree, (list, tuple)) and (of_script or type(tree) in (list, tuple)):
+        return (list if isinstance(tree, list) else tuple)(packed(part, function) for part in tree)
     made = map_tensors(function, tree)
-    return made if isinstance(made, _PLAIN) or _can_be_sent(made) else _left_whole(tree)
+    whole = made if parts is None else [part for part in parts.values() if not isinstance(part, torch.Tensor)]
+    return made if isinstance(made, _PLAIN) or _can_be_sent(whole) else _left_whole(tree)
 
 
 _PLAIN = (torch.Tensor, bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
@@ -92,8 +94,8 @@ def unpacked(tree: Any, own: Any = None) -> Any:
     """
     if isinstance(tree, ScriptObject):
         return _made(tree, own)
-    if type(tree) is dict:
-        return {key: unpacked(part, _at(own, key)) for key, part in tree.items()}
+    if type(tree) in (dict, OrderedDict):
+        return type(tree)((key, unpacked(part, _at(own, key))) for key, part in tree.items())
     if type(tree) in (list, tuple):
         return type(tree)(unpacked(part, _at(own, place)) for place, part in enumerate(tree))
     return tree
@@ -116,8 +118,8 @@ def attributes(tree: Any) -> dict[str, Any] | None:
 
 
 def _is_plain_object(tree: Any) -> bool:
-    has_name = isinstance(tree, (type, Enum, nn.Module, tuple)) or callable(tree) or is_dataclass(tree)
-    return not has_name and _is_of_script(tree)
+    is_more = isinstance(tree, (type, Enum, nn.Module, Mapping, list, tuple)) or callable(tree) or is_dataclass(tree)
+    return not is_more and _is_of_script(tree)
 
 
 def with_attributes(tree: Any, parts: Mapping[str, Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ SCRIPT = str(Path(__file__).parent / "with_objects.py")
 
 
 @pytest.mark.parametrize("data", ["loader", "forward", "marked"])
-@pytest.mark.parametrize("batch", ["dataclass", "slotted", "named", "plain", "slots"])
+@pytest.mark.parametrize("batch", ["dataclass", "slotted", "named", "plain", "slots", "items"])
 def test_batches_of_a_scripts_own_classes_are_compared(batch, data):
     launch = Launch(SCRIPT, ("--batch", batch, "--data", data), isolation="warm")
     judgements = examine(launch, (2, 3)).judgements
@@ -109,6 +109,20 @@ def test_an_object_that_cannot_be_pickled_is_that_of_the_receiver():
     assert unpacked(sent, (torch.zeros(1), own))[1] is own
     with pytest.raises(InvalidArgument, match="got Closed of .*test_script_objects"):
         unpacked(sent)
+
+
+def test_containers_keep_their_types_and_what_is_in_them_is_made_again():
+    local = local_class()
+
+    class Rows(list):
+        pass
+
+    sent = pickle.loads(pickle.dumps(on_cpu(OrderedDict(batch=local(torch.ones(2, 3)), rows=Rows([torch.ones(2)])))))
+    own = OrderedDict(batch=local(torch.zeros(1, 3)), rows=Rows())
+    made = unpacked(sent, own)
+    assert type(made) is OrderedDict
+    assert isinstance(made["batch"], local)
+    assert [row.tolist() for row in made["rows"]] == [[1.0, 1.0]]
 
 
 def test_tensors_of_other_objects_are_not_rows():

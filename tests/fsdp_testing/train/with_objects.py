@@ -45,8 +45,18 @@ class Slots:
         self.x, self.y = x, y
 
 
+class Items(dict):
+    """A dictionary whose items are attributes too, as libraries of models have them."""
+
+    def __init__(self, x, y):
+        super().__init__(x=x, y=y)
+
+    x = property(lambda self: self["x"])
+    y = property(lambda self: self["y"])
+
+
 Named = namedtuple("Named", ("x", "y"))
-KINDS = {"dataclass": Record, "slotted": Slotted, "named": Named, "plain": Plain, "slots": Slots}
+KINDS = {"dataclass": Record, "slotted": Slotted, "named": Named, "plain": Plain, "slots": Slots, "items": Items}
 
 
 class Tagged(torch.Tensor):
@@ -83,6 +93,7 @@ class Model(nn.Module):
 
     def forward(self, batch, mode=Mode.TRAINING, activation=None, trainer=None):
         assert trainer is None or trainer.model.module is self
+        batch = Record(**batch) if isinstance(batch, dict) else batch
         output = self.layers(batch.x)
         output = output if activation is None else activation(output)
         return (output - batch.y).square().mean() * mode.value
