@@ -14,7 +14,7 @@ FINDINGS = Path(__file__).resolve().parents[2] / "docs" / "findings"
 SCRIPTS = sorted((FINDINGS / "scripts").glob("*.py"))
 WITHOUT_SCRIPT = {"campaigns.md", "known-defects.md", "limits.md"}
 PAGES = sorted(page for page in FINDINGS.glob("*.md") if page.name not in {"README.md", *WITHOUT_SCRIPT})
-ALLOWED = {"torch", "copy", "tempfile", "pathlib", "gc", "weakref"}
+ALLOWED = {"torch", "collections", "copy", "dataclasses", "tempfile", "pathlib", "gc", "weakref"}
 MOST_LINES = 80
 
 
