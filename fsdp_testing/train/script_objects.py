@@ -41,6 +41,8 @@ def packed(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return nested containers with `function` of each tensor, and `ScriptObject` in place of what cannot be sent."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
+    if type(tree) in _PLAIN:
+        return tree
     of_script = _is_of_script(tree)
     if of_script and isinstance(tree, Enum):
         return ScriptObject(type(tree).__module__, f"{type(tree).__qualname__}.{tree.name}", is_named=True)
@@ -58,10 +60,11 @@ def packed(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return (list if isinstance(tree, list) else tuple)(packed(part, function) for part in tree)
     made = map_tensors(function, tree)
     whole = made if parts is None else [part for part in parts.values() if not isinstance(part, torch.Tensor)]
-    return made if isinstance(made, _PLAIN) or _can_be_sent(whole) else _left_whole(tree)
+    return made if _can_be_sent(whole) else _left_whole(tree)
 
 
-_PLAIN = (torch.Tensor, bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+_PLAIN = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device})
+"""Types of which a batch may have many values; not those derived from them, as an enumeration of numbers is."""
 
 
 class _OutsideTheScript(pickle.Pickler):
@@ -103,6 +106,8 @@ def unpacked(tree: Any, own: Any = None) -> Any:
 
 def attributes(tree: Any) -> dict[str, Any] | None:
     """Return the attributes of a dataclass, a named tuple, a `ScriptObject` or an object of a script's class; else None."""
+    if type(tree) in _PLAIN:
+        return None
     if isinstance(tree, ScriptObject):
         return tree.parts
     if is_dataclass(tree) and not isinstance(tree, type):

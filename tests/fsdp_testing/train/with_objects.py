@@ -63,7 +63,7 @@ class Tagged(torch.Tensor):
     """A tensor of the script's own class."""
 
 
-class Mode(enum.Enum):
+class Mode(float, enum.Enum):
     TRAINING = 1.0
 
 
