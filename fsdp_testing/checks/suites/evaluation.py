@@ -60,7 +60,7 @@ class EvaluatesPrecisely(RemarkingProgram):
         with torch.no_grad():
             outputs = tensors_in(model(*inputs.args, **inputs.kwargs))
         model.train()
-        return outputs
+        return [output.cpu() for output in outputs]
 
     @staticmethod
     def _odd(got: list[torch.Tensor], due: list[torch.Tensor]) -> Iterator[str]:

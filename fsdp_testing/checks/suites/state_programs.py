@@ -266,7 +266,7 @@ class KeepsVersions(RemarkingProgram):
         adapter, plain, other = self.adapter, self.plain_part(""), models.build_model(replace(self.case, seed=99))
         with self._inside():
             saved = adapter.full_state_dict(self.model)
-        own = {fqn: value.detach().clone() for fqn, value in saved.items()}
+        own = {fqn: value.detach().cpu().clone() for fqn, value in saved.items()}
         plain.load_state_dict(saved)
         yield from self._odd(plain.state_dict(), own, "a plain model loads from the saved state")
         other.load_state_dict(own)  # whose versions are unknown, hence old
@@ -277,7 +277,8 @@ class KeepsVersions(RemarkingProgram):
         ):
             with self._inside():
                 adapter.load_full_state_dict(self.model, state)
-                yield from self._odd(adapter.full_state_dict(self.model), due, what)
+                loaded = {fqn: value.detach().cpu() for fqn, value in adapter.full_state_dict(self.model).items()}
+            yield from self._odd(loaded, due, what)
 
     @staticmethod
     def _odd(got: Mapping[str, Any], due: Mapping[str, Any], what: str) -> Iterator[str]:
