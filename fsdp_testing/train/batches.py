@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.train.sample_lists import are_samples_apart, columns, is_of_samples, samples_in
+from fsdp_testing.train.sample_lists import are_samples_apart, columns, is_of_samples, parts_of, samples_in
 from fsdp_testing.train.script_objects import attributes, packed, with_attributes
 from fsdp_testing.train.spans import plain
 
@@ -73,11 +73,11 @@ class Computed:
         if samples_in(tree) and not any(_memory(tensor) in known for tensor in tensors_in(tree)):
             return row_digests(tree)
         tensors = [t for t in tensors_in(tree) if not known or not (_memory(t) in known or _depends_on_parameters(t))]
-        plain = row_digests(tensors)
-        columns = [self._traced(tensor) for tensor in tensors if tensor.ndim and len(tensor) == len(plain)]
+        digests = row_digests(tensors)
+        traced = [self._traced(tensor) for tensor in tensors if tensor.ndim and len(tensor) == len(digests)]
         return tuple(
             "+".join(row) if any(part.startswith(_OF) for part in row) else digest
-            for digest, *row in zip(plain, *columns)
+            for digest, *row in zip(digests, *traced)
         )
 
     def _traced(self, tensor: torch.Tensor) -> tuple[str, ...]:
@@ -111,15 +111,17 @@ def _memory(tensor: torch.Tensor) -> int:
         return 0
 
 
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors of nested lists, tuples, mappings, dataclasses and objects of a script's classes."""
+def tensors_in(tree: Any, around: tuple[int, ...] = ()) -> list[torch.Tensor]:
+    """Return the tensors of nested lists, tuples, mappings, dataclasses and objects of a script's classes.
+
+    `around` are the identities of what holds it: an object may name the one that holds it.
+    """
     if isinstance(tree, torch.Tensor):
         return [tree]
-    if not isinstance(tree, Mapping):
-        tree = attributes(tree) or tree
-    if isinstance(tree, Mapping):
-        tree = list(tree.values())
-    return [tensor for part in tree for tensor in tensors_in(part)] if isinstance(tree, (list, tuple)) else []
+    if id(tree) in around:
+        return []
+    around = (*around, id(tree))
+    return [tensor for part in parts_of(tree) for tensor in tensors_in(part, around)]
 
 
 def on_cpu(tree: Any) -> Any:

@@ -14,18 +14,19 @@ import torch
 from fsdp_testing.train.script_objects import attributes
 
 
-def samples_in(tree: Any, depth: int = 0) -> int:
+def samples_in(tree: Any, around: tuple[int, ...] = ()) -> int:
     """Return how many samples the lists inside a batch hold; 0 if it has no list of samples.
 
     Args:
         tree: The batch.
-        depth: How far inside; lists count from 1 on.
+        around: Identities of what holds it: an object may name the one that holds it.
     """
-    if isinstance(tree, torch.Tensor):
+    if isinstance(tree, torch.Tensor) or id(tree) in around:
         return 0
-    if depth > 0 and _is_list_of_samples(tree):
+    if around and _is_list_of_samples(tree):
         return len(tree)
-    return next((count for part in _parts(tree) if (count := samples_in(part, depth + 1))), 0)
+    around = (*around, id(tree))
+    return next((count for part in parts_of(tree) if (count := samples_in(part, around))), 0)
 
 
 def is_of_samples(tree: Any, count: int) -> bool:
@@ -40,19 +41,20 @@ def is_of_samples(tree: Any, count: int) -> bool:
     return not any(isinstance(part, (torch.Tensor, list, tuple)) for part in tree)
 
 
-def columns(tree: Any, count: int, depth: int = 0) -> Iterator[Sequence[Any] | torch.Tensor]:
+def columns(tree: Any, count: int, around: tuple[int, ...] = ()) -> Iterator[Sequence[Any] | torch.Tensor]:
     """Yield what has one element for each of so many samples: lists, and tensors of as many rows."""
     if isinstance(tree, torch.Tensor):
         if tree.ndim and len(tree) == count:
             yield tree
-    elif depth > 0 and is_of_samples(tree, count):
+    elif around and is_of_samples(tree, count):
         yield tree
-    else:
-        for part in _parts(tree):
-            yield from columns(part, count, depth + 1)
+    elif id(tree) not in around:
+        for part in parts_of(tree):
+            yield from columns(part, count, (*around, id(tree)))
 
 
-def _parts(tree: Any) -> list[Any]:
+def parts_of(tree: Any) -> list[Any]:
+    """Return what a container or an object of a script's class holds; nothing of anything else."""
     if isinstance(tree, Mapping):
         return [*tree.values()]
     if isinstance(tree, (list, tuple)):

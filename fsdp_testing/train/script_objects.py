@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.oracle.models import map_tensors
@@ -37,8 +38,11 @@ class ScriptObject:
     is_named: bool = False
 
 
-def packed(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return nested containers with `function` of each tensor, and `ScriptObject` in place of what cannot be sent."""
+def packed(tree: Any, function: Callable[[torch.Tensor], torch.Tensor], around: tuple[int, ...] = ()) -> Any:
+    """Return nested containers with `function` of each tensor, and `ScriptObject` in place of what cannot be sent.
+
+    `around` are the identities of what holds it: an object may name the one that holds it.
+    """
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if type(tree) in _PLAIN:
@@ -46,18 +50,17 @@ def packed(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     of_script = _is_of_script(tree)
     if of_script and isinstance(tree, Enum):
         return ScriptObject(type(tree).__module__, f"{type(tree).__qualname__}.{tree.name}", is_named=True)
-    # A model or an optimizer that comes along is no data, and large.
-    if isinstance(tree, (nn.Module, torch.optim.Optimizer)) or (of_script and callable(tree)):
+    if isinstance(tree, _MACHINERY) or (of_script and callable(tree)) or id(tree) in around:
         return _left_whole(tree)
-    parts = attributes(tree)
+    parts, around = attributes(tree), (*around, id(tree))
     if of_script and parts is not None:
-        sent = {name: packed(part, function) for name, part in parts.items()}
+        sent = {name: packed(part, function, around) for name, part in parts.items()}
         return ScriptObject(type(tree).__module__, type(tree).__qualname__, sent)
     if isinstance(tree, Mapping) and not is_dataclass(tree):
-        items = {key: packed(part, function) for key, part in tree.items()}
+        items = {key: packed(part, function, around) for key, part in tree.items()}
         return OrderedDict(items) if isinstance(tree, OrderedDict) else items
     if isinstance(tree, (list, tuple)) and (of_script or type(tree) in (list, tuple)):
-        return (list if isinstance(tree, list) else tuple)(packed(part, function) for part in tree)
+        return (list if isinstance(tree, list) else tuple)(packed(part, function, around) for part in tree)
     made = map_tensors(function, tree)
     whole = made if parts is None else [part for part in parts.values() if not isinstance(part, torch.Tensor)]
     return made if _can_be_sent(whole) else _left_whole(tree)
@@ -65,6 +68,10 @@ def packed(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 _PLAIN = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device})
 """Types of which a batch may have many values; not those derived from them, as an enumeration of numbers is."""
+
+
+_MACHINERY = (nn.Module, torch.optim.Optimizer, Dataset, DataLoader)
+"""What comes along with a batch and is no data, and is large; an object that holds one of these is no data either."""
 
 
 class _OutsideTheScript(pickle.Pickler):
@@ -116,15 +123,14 @@ def attributes(tree: Any) -> dict[str, Any] | None:
         return dict(zip(tree._fields, tree))
     if not _is_plain_object(tree):
         return None
-    # Not what is of the same kind: an object may name the one that holds it.
     slots = (name for kind in type(tree).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(tree, name))
     parts = {name: getattr(tree, name) for name in slots} | getattr(tree, "__dict__", {})
-    return {name: part for name, part in parts.items() if not _is_plain_object(part)}
+    return None if any(isinstance(part, _MACHINERY) for part in parts.values()) else parts
 
 
 def _is_plain_object(tree: Any) -> bool:
-    is_more = isinstance(tree, (type, Enum, nn.Module, Mapping, list, tuple)) or callable(tree) or is_dataclass(tree)
-    return not is_more and _is_of_script(tree)
+    other = isinstance(tree, (type, Enum, *_MACHINERY, Mapping, list, tuple)) or callable(tree) or is_dataclass(tree)
+    return not other and _is_of_script(tree)
 
 
 def with_attributes(tree: Any, parts: Mapping[str, Any]) -> Any:

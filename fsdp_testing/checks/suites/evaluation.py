@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.cases.models import tensors_in
-from fsdp_testing.cases.records import UNIT_ROUNDOFF, Batch, Case, MixedPrecisionSpec, Observe
+from fsdp_testing.cases.records import UNIT_ROUNDOFF, Batch, MixedPrecisionSpec, Observe
 from fsdp_testing.checks.suites.check import (
     LOCKSTEP,
     PLAIN_SGD,
@@ -20,20 +19,16 @@ from fsdp_testing.checks.suites.check import (
     micro_batch,
 )
 from fsdp_testing.checks.suites.programs import review_remarks
-from fsdp_testing.checks.suites.state_programs import RemarkingProgram
+from fsdp_testing.checks.suites.state_programs import ProgramWithMarks
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.oracle import models, rank_jobs
 
 
-class EvaluatesPrecisely(RemarkingProgram):
+class EvaluatesPrecisely(ProgramWithMarks):
     """A program that evaluates at its marked points, and compares with the plain model of the stored values."""
 
     quantity = "evaluation"
     label = "the model is evaluated"
-
-    def __init__(self, case: Case, adapter: Adapter, rank: int) -> None:
-        super().__init__(case, adapter, rank)
-        self.remarks: list[str] = []
 
     def observe(self, label: str) -> None:
         """Evaluate after the snapshot: buffers stay in full precision until a model trains again."""
@@ -70,10 +65,6 @@ class EvaluatesPrecisely(RemarkingProgram):
             # Sums of a few products of numbers up to one, in any order; an input in 16 bits is off by 2 ** -9 of itself.
             elif not bool(((one - other).abs() <= 64 * UNIT_ROUNDOFF["float32"] * (1 + other.abs())).all()):
                 yield f"an output is off by {float((one - other).abs().max()):.2g} from that in full precision"
-
-    def statements(self) -> Iterator[str]:
-        """Yield what was wrong at any point."""
-        yield from dict.fromkeys(self.remarks)
 
 
 _EVALUATED = Observe(EvaluatesPrecisely.label)

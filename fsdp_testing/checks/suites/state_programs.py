@@ -15,7 +15,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp_testing.cases.records import RankObservation
+from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.cases.records import Case, RankObservation
 from fsdp_testing.checks.suites.programs import Remark, RemarkedObservation, review_remarks
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.oracle import models, rank_jobs
@@ -82,6 +83,21 @@ class RemarkingProgram(RankProgram):
     def statements(self) -> Iterator[str]:
         """Yield what is wrong."""
         raise NotImplementedError
+
+
+class ProgramWithMarks(RemarkingProgram):
+    """A program that reports what is wrong at its marked points, each once."""
+
+    label = ""
+    """The label of the observations that mark them."""
+
+    def __init__(self, case: Case, adapter: Adapter, rank: int) -> None:
+        super().__init__(case, adapter, rank)
+        self.remarks: list[str] = []
+
+    def statements(self) -> Iterator[str]:
+        """Yield what was wrong at any point."""
+        yield from dict.fromkeys(self.remarks)
 
 
 class LabelledProgram(RemarkingProgram):

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.cases.models import tensors_in
 from fsdp_testing.cases.operations import user_code
 from fsdp_testing.cases.records import (
@@ -53,7 +52,7 @@ from fsdp_testing.checks.suites.programs import (
     PARTS_REPLACED,
     review_remarks,
 )
-from fsdp_testing.checks.suites.state_programs import RemarkingProgram
+from fsdp_testing.checks.suites.state_programs import ProgramWithMarks, RemarkingProgram
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.oracle import models, rank_jobs
 from fsdp_testing.oracle.execute import RankProgram
@@ -147,15 +146,11 @@ class LendsInputs(RemarkingProgram):
             yield "inputs that the user passed are not what they were before forward and backward"
 
 
-class CallsInside(RemarkingProgram):
+class CallsInside(ProgramWithMarks):
     """A program that calls modules inside units at its marked points: they compute with whole parameters, or refuse."""
 
     quantity = "a module that is called outside its unit's forward"
     label = "modules inside units are called"
-
-    def __init__(self, case: Case, adapter: Adapter, rank: int) -> None:
-        super().__init__(case, adapter, rank)
-        self.remarks: list[str] = []
 
     def observe(self, label: str) -> None:
         """Call each module that is inside a unit and has no parts, before the snapshot."""
@@ -183,10 +178,6 @@ class CallsInside(RemarkingProgram):
         except Exception:  # noqa: BLE001 - whatever it raises, it refuses
             return None
         return result
-
-    def statements(self) -> Iterator[str]:
-        """Yield what was wrong at any point."""
-        yield from dict.fromkeys(self.remarks)
 
 
 class AssignsOtherShapes(RemarkingProgram):

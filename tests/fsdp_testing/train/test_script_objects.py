@@ -30,6 +30,14 @@ def test_batches_of_a_scripts_own_classes_are_compared(batch, data):
     assert all("36 rows of data" in " ".join(each.compared) for each in judgements)
 
 
+@pytest.mark.parametrize("data", ["forward", "marked"])
+def test_objects_in_objects_are_compared(data):
+    launch = Launch(SCRIPT, ("--batch", "nested", "--data", data), isolation="warm")
+    judgements = examine(launch, (2, 3)).judgements
+    assert [each.verdict for each in judgements] == [Verdict.PASS] * 2, "\n".join(map(str, judgements))
+    assert all("36 rows of data" in " ".join(each.compared) for each in judgements)
+
+
 @pytest.mark.parametrize("data", ["loader", "forward"])
 def test_tensors_of_a_scripts_own_class_are_compared(data):
     launch = Launch(SCRIPT, ("--tagged", "--data", data), isolation="warm")
@@ -123,6 +131,18 @@ def test_containers_keep_their_types_and_what_is_in_them_is_made_again():
     assert type(made) is OrderedDict
     assert isinstance(made["batch"], local)
     assert [row.tolist() for row in made["rows"]] == [[1.0, 1.0]]
+
+
+def test_an_object_that_holds_a_model_is_no_data():
+    class Trainer:
+        def __init__(self):
+            self.model, self.mean = torch.nn.Linear(2, 2), torch.ones(3)
+
+    trainer = Trainer()
+    sent = on_cpu([torch.ones(4, 2), trainer])
+    assert sent[1] == ScriptObject(Trainer.__module__, Trainer.__qualname__)
+    assert unpacked(sent, [torch.zeros(1), trainer])[1] is trainer
+    assert [tuple(tensor.shape) for tensor in tensors_in([torch.ones(4, 2), trainer])] == [(4, 2)]
 
 
 def test_tensors_of_other_objects_are_not_rows():

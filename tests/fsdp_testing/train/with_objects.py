@@ -55,8 +55,27 @@ class Items(dict):
     y = property(lambda self: self["y"])
 
 
+class Nested:
+    """Its inner object names it."""
+
+    def __init__(self, x, y):
+        self.inner = Plain(x, y)
+        self.inner.outer = self
+
+    x = property(lambda self: self.inner.x)
+    y = property(lambda self: self.inner.y)
+
+
 Named = namedtuple("Named", ("x", "y"))
-KINDS = {"dataclass": Record, "slotted": Slotted, "named": Named, "plain": Plain, "slots": Slots, "items": Items}
+KINDS = {
+    "dataclass": Record,
+    "slotted": Slotted,
+    "named": Named,
+    "plain": Plain,
+    "slots": Slots,
+    "items": Items,
+    "nested": Nested,
+}
 
 
 class Tagged(torch.Tensor):
