@@ -10,6 +10,9 @@ import torch
 from torch import nn
 
 from fsdp_testing.cases.models import MODELS, Inputs, ZooModel, tensors_in
+from fsdp_testing.cases.models.model import structure_of
+from fsdp_testing.cases.models.plain import Fields, Slotted
+from fsdp_testing.oracle.models import cast_floats
 
 EVERY = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 BATCH = 3
@@ -173,3 +176,19 @@ def test_the_zoo_does_not_know_that_sharding_exists():
     )
     done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_dataclass_with_slots_has_tensors():
+    output = Slotted(torch.ones(2))
+    assert [tensor.tolist() for tensor in tensors_in(output)] == [[1.0, 1.0]]
+    assert structure_of(output) == "Slotted(mean=tensor)"
+
+
+def test_a_cast_keeps_the_items_of_a_mapping_that_are_no_fields():
+    fields = Fields(torch.ones(1), torch.ones(2))
+    fields["more"] = torch.ones(3)
+    cast = cast_floats(fields, torch.bfloat16)
+    assert {name: value.dtype for name, value in cast.items()} == dict.fromkeys(
+        ("mean", "spread", "more"), torch.bfloat16
+    )
+    assert fields["more"].dtype == torch.float32
