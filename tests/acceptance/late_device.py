@@ -151,3 +151,10 @@ value = torch.ones(4, device="sim")
 with sim.stream(side):
     value.mul_(3)
 assert (value + 0).tolist() == [3.0] * 4
+
+# The threads of backward end with the process's own code: one that outlives the interpreter may abort the process.
+fresh().requires_grad_().sum().backward()
+assert simdevice._backward_threads() > 0
+simdevice._end_backward_threads()
+assert simdevice._backward_threads() == 0
+simdevice._end_backward_threads()  # as at exit, once more

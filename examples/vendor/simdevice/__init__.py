@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import sys
+import time
 from datetime import timedelta
+from pathlib import Path
 
 NAME = "sim"
 DEVICES = 8  # as in device.cpp
@@ -34,6 +38,32 @@ def register() -> None:
     sys.modules[made.__name__] = made
     torch.utils.generate_methods_for_privateuse1_backend()
     dist.Backend.register_backend(NAME, _create, devices=[NAME])
+    atexit.register(_end_backward_threads)
+
+
+def _end_backward_threads() -> None:
+    """Let the threads of backward end before the interpreter does.
+
+    Each device has such a thread, which drops a backward's Python objects after the backward has returned. If it asks for
+    Python's lock while the interpreter ends, CPython unwinds it through a destructor, and the process aborts: "terminate
+    called without an active exception". `Engine::stop` returns before the threads have asked for that lock a last time.
+    """
+    import torch
+
+    if not _backward_threads():  # no backward yet, or a forked process, which has none and would wait for its parent's
+        return
+    torch.ops.simdevice.end_backward_threads()
+    deadline = time.monotonic() + 10
+    while _backward_threads() and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def _backward_threads() -> int:
+    names = []
+    for name in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it ends meanwhile
+            names.append(name.read_text())
+    return sum(name.startswith("pt_autograd_") for name in names)
 
 
 def _create(store: object, rank: int, size: int, timeout: timedelta) -> object:

@@ -21,6 +21,7 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/library.h>
 
@@ -912,8 +913,11 @@ void make_waits_errors(bool errors) { waits_are_errors = errors; }
 void forget_peak(int64_t device) { memory().peak[device] = live_bytes(device, false); }
 }  // namespace
 
+void end_backward_threads() { torch::autograd::Engine::get_default_engine().stop(); }
+
 TORCH_LIBRARY(simdevice, library) {
   library.def("start() -> ()", &start);
+  library.def("end_backward_threads() -> ()", &end_backward_threads);
   library.def("set_late(bool default_late, bool others_late) -> ()", &set_late);
   library.def("live_bytes(int device, bool peak) -> int", &live_bytes);
   library.def("make_waits_errors(bool errors) -> ()", &make_waits_errors);

@@ -134,6 +134,8 @@ def test_saving_and_loading_stay_inside_the_units_groups(lab, path, strategy):
         assert len(seen) == 3 * len([unit for unit in lab.units(model) if unit.handle])
         lab.assert_same(state, reference.state_dict(), rtol=0.0, atol=0.0)
         lab.assert_same(again, changed, rtol=0.0, atol=0.0)
+    # `new_group` returns before its peers have connected: whoever destroys the group first would break their connections.
+    lab.world.barrier()
     for made in (*pairs, *columns):
         if lab.world.rank in dist.get_process_group_ranks(made):
             dist.destroy_process_group(made)
