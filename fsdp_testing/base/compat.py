@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import ctypes
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -92,6 +93,38 @@ def in_backward() -> bool:
     import torch
 
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+@contextlib.contextmanager
+def no_transforms() -> Iterator[None]:
+    """Operators do what they do outside of `torch.func`'s transforms while the context lasts."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack():
+        yield
+
+
+def is_transformed(tensor: Any) -> bool:
+    """Whether a tensor belongs to a transform of `torch.func`, in which it has neither memory nor numbers of its own."""
+    import torch
+
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def outside_of_transforms(tensor: Any) -> Any:
+    """Return a tensor as it is outside of `torch.func`'s transforms: what `vmap` maps over is joined with the tensor's rows."""
+    import torch
+
+    functorch = torch._C._functorch
+    is_row, mapped = tensor.ndim < 2, []
+    while is_transformed(tensor):
+        mapped.append(functorch.maybe_get_bdim(tensor))  # -1: not by `vmap`
+        tensor = functorch.get_unwrapped(tensor)
+    places = [place for place in reversed(mapped) if place >= 0]
+    for count, place in enumerate(places):
+        tensor = tensor.movedim(count + place, count)
+    last = len(places) - is_row
+    return tensor.flatten(0, last) if last > 0 else tensor
 
 
 def factors_of(loss: Any) -> tuple[float, ...]:

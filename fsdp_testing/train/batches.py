@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fsdp_testing.base import compat
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.train.sample_lists import are_samples_apart, columns, is_of_samples, parts_of, samples_in
 from fsdp_testing.train.script_objects import attributes, packed, with_attributes
@@ -90,6 +91,32 @@ class Computed:
         return tuple(_OF + origins[row] if row in origins else row for row in row_digests([tensor]))
 
 
+class Backpropagated:
+    """Which forwards of a step a gradient comes back to. One that acts in a game, or warms up, takes no rows of data."""
+
+    def __init__(self) -> None:
+        self._without = set[int]()
+
+    def watch(self, forward: int, output: Any) -> None:
+        """Wait for the gradient of what a forward returned; it counts as backpropagated if none can come, as for no tensor."""
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if not tensors or any(tensor.is_leaf or compat.is_transformed(tensor) for tensor in tensors):
+            return
+        without = self._without
+        without.add(forward)
+        for tensor in tensors:
+            tensor.register_hook(lambda _: without.discard(forward))
+
+    def rows(self, forwards: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+        """Return the rows of forwards, none of those without a gradient; all if nothing came back to any."""
+        trained = tuple(() if number in self._without else rows for number, rows in enumerate(forwards))
+        return trained if any(trained) else forwards
+
+    def end_step(self) -> None:
+        """Forget the forwards of a step."""
+        self._without = set()
+
+
 def _depends_on_parameters(tensor: torch.Tensor) -> bool:
     """Whether a tensor would send a gradient to a parameter, for example because it was made from a forward's output."""
     waiting, known = [tensor.grad_fn], set()
@@ -124,13 +151,15 @@ def tensors_in(tree: Any, around: tuple[int, ...] = ()) -> list[torch.Tensor]:
     return [tensor for part in parts_of(tree) for tensor in tensors_in(part, around)]
 
 
+@compat.no_transforms()
 def on_cpu(tree: Any) -> Any:
     """Return a copy of nested lists, tuples and mappings with detached tensors on the CPU, which can be sent (`packed`)."""
     return packed(tree, lambda tensor: local_part(tensor).cpu().clone())
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, dense; a DTensor names its part itself."""
+    """Return this rank's part of a tensor, dense; a DTensor names its part itself. Inside `vmap` it has the rows of all calls."""
+    tensor = compat.outside_of_transforms(tensor)
     shard = getattr(tensor, "to_local", None)
     part = plain(shard() if callable(shard) else tensor)
     return part if part.layout is torch.strided else part.to_dense()
@@ -150,6 +179,7 @@ class Row(str):
     sums: tuple[float, float]
 
 
+@compat.no_transforms()
 def row_digests(tree: Any) -> tuple[str, ...]:
     """Return a digest of each row: of the first tensor with rows, and of all others with as many; or of each listed sample."""
     count = samples_in(tree)

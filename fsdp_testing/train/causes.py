@@ -14,11 +14,12 @@ import torch
 from fsdp_testing.judging.checkers.divergence import DECISIVE
 from fsdp_testing.train import evidence, multiples
 from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, Difference, suggestion
-from fsdp_testing.train.control import control, wrong_term
+from fsdp_testing.train.control import control
 from fsdp_testing.train.conventions import BATCH_NORM, MEASURED, SCHEDULER, flag
 from fsdp_testing.train.idle import stands_still, still_though_stepped
 from fsdp_testing.train.quantities import RATE, Kind, Quantity, spans_of_kind
 from fsdp_testing.train.spans import assembled
+from fsdp_testing.train.terms_of_worlds import of_backward, wrong_term
 from fsdp_testing.train.whole import Disagreement, WholeRun, first_steps
 
 
@@ -277,8 +278,15 @@ def of_difference(reference: WholeRun, run: WholeRun, difference: Difference) ->
         or (step >= 0 and multiples.of_gradients(reference, run, step))
         or multiples.of_change(reference, run, difference)
         or _loss(difference)
+        or _of_backward(reference, run, difference)
         or suggestion(difference, run.size)
     )
+
+
+def _of_backward(reference: WholeRun, run: WholeRun, difference: Difference) -> str:
+    if difference.quantity.kind not in (Kind.GRADIENT, Kind.UNCLIPPED) or run.shares_work:
+        return ""
+    return of_backward(reference, run, difference.quantity, difference.step, CLEAR_ROUNDINGS)
 
 
 def _of_step(reference: WholeRun, run: WholeRun, step: int) -> str:

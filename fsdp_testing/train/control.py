@@ -19,7 +19,6 @@ from fsdp_testing.explain.contributions import Contributions, contributions, sen
 from fsdp_testing.oracle.gradient_terms import ELSEWHERE, GradientTerm
 from fsdp_testing.oracle.models import roundoff
 from fsdp_testing.oracle.quantities import Expected
-from fsdp_testing.train.comparison import floor
 from fsdp_testing.train.conventions import MEASURED, flag
 from fsdp_testing.train.quantities import Kind, Quantity
 from fsdp_testing.train.terms import Terms
@@ -308,46 +307,3 @@ def backward_pass(_step: int, number: int | None) -> str:
 def _observation(name: str, gradient: torch.Tensor) -> ParameterObservation:
     piece = ObservedPiece(0, gradient.numel(), gradient.double())
     return ParameterObservation(name, (gradient.numel(),), "float64", True, (piece,), (piece,), "float64")
-
-
-def wrong_term(reference: WholeRun, run: WholeRun, roundings: float) -> str:
-    """Return, in words, the terms of the first gradient that differs from the reference world; empty if not certain.
-
-    Args:
-        reference: The reference world; its gradient is the mean of the other world's terms.
-        run: The other world.
-        roundings: Admissible difference, in units of roundoff times the largest number of a gradient.
-    """
-    for step in range(min(reference.steps, run.steps)):
-        got, due, bounds = {}, {}, {}
-        for key in reference.names(Kind.GRADIENT):
-            values, there = reference.quantities[key], run.quantities.get(key, [])
-            if step >= min(len(values), len(there)):
-                continue
-            bound = floor(values[step].dtype, roundings) * float(
-                values[step].abs().max() if values[step].numel() else 0
-            )
-            one, two = values[step].double().reshape(-1), there[step].double().reshape(-1)
-            if one.shape != two.shape or not bool((two - one).abs().le(bound).all()):
-                got[key.name], due[key.name], bounds[key.name] = two, one, bound
-        if got:
-            ranks = [rank.steps[step].terms.passes for rank in run.ranks]
-            terms = [one for passes in ranks for one in passes]
-            if not terms or not all(
-                _is_mean(due[name], [one.get(name) for one in terms], bounds[name]) for name in got
-            ):
-                return ""
-            shares = taken_apart(got, due, ranks, bounds)
-            return f"Cause: {sentence(shares, run.size, backward_pass)}, at step {step}." if shares is not None else ""
-    return ""
-
-
-def _is_mean(due: torch.Tensor, terms: Sequence[torch.Tensor | None], bound: float) -> bool:
-    """Whether every term has the same share in the right values: else nothing follows from the shares in the actual values."""
-    known = [term.double() for term in terms if term is not None]
-    if len(known) < len(terms) or any(term.shape != due.shape for term in known):
-        return False
-    total = torch.stack(known).sum(dim=0)
-    square = float(total.square().sum())
-    share = float((total * due).sum()) / square if square else 0.0
-    return share > 0 and bool((share * total - due).abs().le(bound).all())

@@ -146,6 +146,7 @@ def _digest(tensors: list[torch.Tensor]) -> str:
     return digest.hexdigest()[:12]
 
 
+@compat.no_transforms()
 def _generator_digest() -> str:
     return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:12]
 

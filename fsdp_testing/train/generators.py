@@ -14,10 +14,13 @@ from typing import Any
 
 import torch
 
+from fsdp_testing.base import compat
+
 _DEPTH, _MOST_PARTS = 4, 64
 _MAKERS = {"default_rng", "RandomState", "Random", "seed"}
 
 
+@compat.no_transforms()
 def states(held: Sequence[Any] = ()) -> dict[str, str]:
     """Return a digest of the state of each default generator, by the package it belongs to, and of those that are held."""
     numpy = sys.modules.get("numpy")

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fsdp_testing.base import compat
 from fsdp_testing.ranks.ledger.recorder import Call as Collective
 from fsdp_testing.ranks.ledger.recorder import GroupIdentity
-from fsdp_testing.train.batches import Call, Computed, holds_a_loss, on_cpu
+from fsdp_testing.train.batches import Backpropagated, Call, Computed, holds_a_loss, on_cpu
 from fsdp_testing.train.clips import Clips
 from fsdp_testing.train.deepspeed_engine import is_engine, see_steps
 from fsdp_testing.train.disturbance import is_drawing
@@ -75,7 +75,7 @@ class Observer:
         """Called before each backward pass and each step."""
         self._running: nn.Module | None = None
         self._stepping = 0  # an optimizer may consist of others, whose steps are parts of its own
-        self._computed = Computed()
+        self._computed, self._backpropagated = Computed(), Backpropagated()
         self._collector, self._clips = TermCollector(self.reader), Clips(self.reader)
         self._made_rates: WeakKeyDictionary[torch.optim.Optimizer, list[float]] = WeakKeyDictionary()
         self._generators: WeakKeyDictionary[nn.Module, Generators] = WeakKeyDictionary()
@@ -87,7 +87,7 @@ class Observer:
         self._start_step()
 
     def _start_step(self) -> None:
-        for part in (self._computed, self._collector, self._clips):
+        for part in (self._computed, self._backpropagated, self._collector, self._clips):
             part.end_step()
         self._step, self._clues, self._passes = StepSeen(), Clues(), 0
 
@@ -158,6 +158,7 @@ class Observer:
                 observer._running = None
             observer._step.drew |= bool(noted)
             observer._computed.add(output, rows)
+            observer._backpropagated.watch(place[1], output)
             observer._meet(module)
             if observer.keep_calls:
                 observer.calls.append(Call(on_cpu(args), on_cpu(kwargs), holds_a_loss(output)))
@@ -300,6 +301,7 @@ class Observer:
         reader, step, held = self.reader, self._step, self.reader.held(optimizer, gradients=False)
         step.after |= named(Kind.PARAMETER, reader.kept(held, "value"))
         step.after |= reader.moments(optimizer) | named(Kind.BUFFER, reader.buffers())
+        step.rows = self._backpropagated.rows(step.rows)
         step.strange, step.stepped = reader.counts(optimizer)
         step.left_out = reader.left_out
         step.settings, step.made_rates = settings_of(optimizer), tuple(self._made_rates.get(optimizer, ()))

@@ -29,7 +29,6 @@ from fsdp_testing.train.check import (
 )
 from fsdp_testing.train.collators import Uncollated
 from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, Difference
-from fsdp_testing.train.control import wrong_term
 from fsdp_testing.train.conventions import rows_of
 from fsdp_testing.train.deciding import decide
 from fsdp_testing.train.feed import FedLoader, Feed, Source, feeds_of
@@ -40,6 +39,7 @@ from fsdp_testing.train.parts import with_parts_in_place
 from fsdp_testing.train.quantities import Kind, rank_count
 from fsdp_testing.train.report import Judgement
 from fsdp_testing.train.running import Failed, Runner, Undecided
+from fsdp_testing.train.terms_of_worlds import wrong_term
 from fsdp_testing.train.whole import WholeRun, initial
 
 ORDER, PADDING = "order", "padding"

@@ -22,7 +22,7 @@ class StepSeen:
     Attributes:
         losses: The loss of each backward pass (its sum, if it was no scalar).
         loss_dtype: Their dtype.
-        rows: Digest of each row that the outermost forwards were given, by forward.
+        rows: Digest of each row that the outermost forwards were given, by forward; none if no gradient came back to it.
         settings: Each number by which the optimizer is set ("lr", "weight_decay", ...), of every group of parameters.
         norms: Norms that `clip_grad_norm_` returned.
         norm_dtype: Their dtype.

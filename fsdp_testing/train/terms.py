@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_testing.adapters.shared import pieces
+from fsdp_testing.base import compat
 from fsdp_testing.oracle.models import roundoff
 from fsdp_testing.train.deepspeed_engine import is_engine
 from fsdp_testing.train.holdings import Held, Site, block_in, sites_in, spans_of
@@ -106,7 +107,7 @@ class TermCollector:
             return
         for part in module.modules():
             for name, tensor in (*part._parameters.items(), *vars(part).items()):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not compat.is_transformed(tensor):
                     self._hook(tensor, (id(part), name))
 
     def _hook(self, tensor: torch.Tensor, site: Site) -> None:
