@@ -92,10 +92,14 @@ class Computed:
 
 
 class Backpropagated:
-    """Which forwards of a step a gradient comes back to. One that acts in a game, or warms up, takes no rows of data."""
+    """Which forwards of a step a gradient comes back to, or to another that is given what they return.
+
+    One that acts in a game, or warms up, takes no rows of data.
+    """
 
     def __init__(self) -> None:
         self._without = set[int]()
+        self._outputs: list[tuple[torch.Tensor, int]] = []
 
     def watch(self, forward: int, output: Any) -> None:
         """Wait for the gradient of what a forward returned; it counts as backpropagated if none can come, as for no tensor."""
@@ -104,8 +108,14 @@ class Backpropagated:
             return
         without = self._without
         without.add(forward)
+        self._outputs += [(tensor.detach(), forward) for tensor in tensors if _memory(tensor)]
         for tensor in tensors:
             tensor.register_hook(lambda _: without.discard(forward))
+
+    def see_given(self, given: Any) -> None:
+        """Note what another forward is given, such as what a generator made, detached, for the judge."""
+        memories = {_memory(tensor) for tensor in tensors_in(given)} if self._outputs else set()
+        self._without -= {forward for tensor, forward in self._outputs if _memory(tensor) in memories}
 
     def rows(self, forwards: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
         """Return the rows of forwards, none of those without a gradient; all if nothing came back to any."""
@@ -114,7 +124,7 @@ class Backpropagated:
 
     def end_step(self) -> None:
         """Forget the forwards of a step."""
-        self._without = set()
+        self._without, self._outputs = set(), []
 
 
 def _depends_on_parameters(tensor: torch.Tensor) -> bool:

@@ -144,6 +144,7 @@ class Observer:
                 return observer._computed.silently(partial(original, module, *args, **kwargs), [args, kwargs])
             args, kwargs = observer._before_forward(args, kwargs)
             rows = observer._computed.row_digests([*args, *kwargs.values()])
+            observer._backpropagated.see_given([args, kwargs])
             observer._step.rows += (rows,)
             observer._depth += 1
             observer._running = module

@@ -68,13 +68,12 @@ class Reader:
             its adapter reads more than the generic way.
 
     Attributes:
-        models: In the order of their first forward.
         block: Number of elements per sum, for larger tensors; 1 if all elements are kept; 0 before a step.
         unreadable: Why parameters could not be read at the current step; empty if they were.
     """
 
     def __init__(self, held_by: Callable[..., Held] = held_by) -> None:
-        self.models: list[nn.Module] = []
+        self._met: list[nn.Module] = []
         self._held_by = held_by
         self.block = 0
         self.unreadable = ""
@@ -85,10 +84,15 @@ class Reader:
 
     def add(self, model: nn.Module) -> bool:
         """Note a model; return whether it is new."""
-        new = not any(model is known for known in self.models)
+        new = not any(model is known for known in self._met)
         if new:
-            self.models.append(model)
+            self._met.append(model)
         return new
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """In the order of their first forward. One on the meta device is called with weights held elsewhere, and is left out."""
+        return [model for model in self._met if not any(parameter.is_meta for parameter in model.parameters())]
 
     def held(self, optimizer: torch.optim.Optimizer, *, gradients: bool = True) -> Held:
         """Return this rank's part of each parameter, or of its copy if the optimizer steps a copy."""

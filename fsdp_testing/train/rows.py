@@ -30,8 +30,11 @@ _UNKNOWN = (
 
 
 def strange_shares(alone: WholeRun, run: WholeRun) -> str:
-    """Return how the ranks' shares of a step's or a pass's rows differ from the rows of one process; empty if right."""
-    return _of_steps(alone, run) or _of_passes(alone, run)
+    """Return how the ranks' shares of a step's or a pass's rows differ from the rows of one process; empty if right.
+
+    What forwards are given counts, if it is known: a rank may load the batch of all ranks and take its slice.
+    """
+    return "" if _are_those_of_one_process(alone, run) else _of_steps(alone, run) or _of_passes(alone, run)
 
 
 def unknown_shares(alone: WholeRun, run: WholeRun) -> tuple[str, ...]:
@@ -109,6 +112,19 @@ def _by_step(rows: Sequence[Sequence[Sequence[str]]], rank: int) -> Counter[str]
     return Counter(row for step in rows for row in {*step[rank]})
 
 
+def _are_those_of_one_process(alone: WholeRun, run: WholeRun) -> bool:
+    steps = [(alone.union(step), run.union(step)) for step in range(min(alone.steps, run.steps))]
+    return bool(steps) and all(here and here == there for here, there in steps)
+
+
+def _are_sliced(alone: WholeRun, run: WholeRun, own: LoaderSeen, ranks: Sequence[LoaderSeen]) -> bool:
+    """Whether each rank loads what one process does, and its forwards get fewer rows: all ranks together as many."""
+    if any(loader.batch != own.batch for loader in ranks):
+        return False
+    counts = [(alone.union(step).total(), run.union(step).total()) for step in range(min(alone.steps, run.steps))]
+    return bool(counts) and all(0 < here == there for here, there in counts)
+
+
 def _of_steps(alone: WholeRun, run: WholeRun) -> str:
     """At each step the ranks take rows of the same step of one process only, and not all of them once."""
     sentences = []
@@ -126,7 +142,7 @@ def _of_steps(alone: WholeRun, run: WholeRun) -> str:
 
 def _of_passes(alone: WholeRun, run: WholeRun) -> str:
     for own, ranks in _loaders(alone, run):
-        if own.replaces:
+        if own.replaces or _are_sliced(alone, run, own, ranks):
             continue
         indexed = _is_one_dataset(own, ranks)
         for turn, (expected, *shares) in enumerate(

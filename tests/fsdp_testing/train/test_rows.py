@@ -57,6 +57,18 @@ def test_shares_of_a_pass_that_overlap_or_leave_rows_out_are_found(ranks, comple
     assert message in strange_shares(run("abcdefgh"), run(*ranks, complete=complete))
 
 
+def test_a_rank_may_load_the_batch_of_all_ranks_and_take_its_slice():
+    alone, both = run("abcdefgh", steps=("abcd", "efgh")), ("abcdefgh", "abcdefgh")
+    assert strange_shares(alone, run(*both, steps=("abcd", "efgh"))) == ""
+    assert strange_shares(alone, run(*both, steps=("ijkl", "mnop"))) == "", "rows that it changes before forward"
+    overlap = "8 of the rows that the ranks take were taken before"
+    assert overlap in strange_shares(alone, run(*both, steps=("ijklijkl", "mnopmnop"))), "it takes all of them"
+    smaller = run(*both, steps=("ijkl", "mnop"))
+    for rank in smaller.ranks:
+        rank.taken.loaders[0].batch = 1
+    assert overlap in strange_shares(alone, smaller), "it loads the share of a rank, of no sampler"
+
+
 def stepwise(*ranks):
     """Return a run whose ranks take a row at each step."""
     return SimpleNamespace(size=len(ranks), rows=[[[row] for row in step] for step in zip(*ranks)])

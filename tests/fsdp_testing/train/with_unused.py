@@ -1,11 +1,12 @@
-"""Forwards that nothing is trained on, and gradients of each sample by torch.func. Each rank takes its slice of one batch."""
+"""What ordinary loops do beside a plain forward and backward; each rank takes its slice of one batch. `--way` chooses."""
 
 import argparse
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.utils.data import DataLoader, TensorDataset
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--way", default="plays")
@@ -17,7 +18,14 @@ rank, size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 rows, targets = torch.randn(60, 5).double(), torch.randn(60, 1).double()
 model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+trained = [*model.parameters()]
+if options.way == "ensemble":
+    stacked, _ = stack_module_state([model, nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()])
+    trained = [*stacked.values()]
+    model = model.to("meta")
+optimizer = torch.optim.SGD(trained, lr=0.1)
+batches = iter(DataLoader(TensorDataset(rows, targets), 12, shuffle=True, generator=torch.Generator().manual_seed(1)))
+noise = torch.Generator().manual_seed(3 + rank)
 
 
 def loss_of_one(parameters, row, target):
@@ -42,9 +50,22 @@ for step in range(5):
             dist.all_reduce(total)
             parameter.grad = total / (12 if options.mistake != "divided by own" else 12 // size)
     else:
-        (model(rows[mine]) - targets[mine]).square().mean().backward()
-        for parameter in model.parameters():
+        if options.way.startswith("slices"):  # of a batch that every rank loads
+            inputs, wanted = (
+                part if options.mistake == "no slice" else part.chunk(size)[rank] for part in next(batches)
+            )
+            if options.way == "slices with noise":
+                inputs = inputs + 0.1 * torch.randn(inputs.shape, generator=noise)
+            outputs = model(inputs)
+            model(rows[:30])  # an evaluation that forgets `no_grad`
+        elif options.way == "ensemble":
+            outputs = vmap(lambda weights, x: functional_call(model, weights, (x,)), (0, None))(stacked, rows[mine])
+            wanted = targets[mine]
+        else:
+            outputs, wanted = model(rows[mine]), targets[mine]
+        (outputs - wanted).square().mean().backward()
+        for parameter in trained:
             dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
-            parameter.grad /= size
+            parameter.grad /= 1 if options.mistake == "summed" else size
     optimizer.step()
     optimizer.zero_grad()
