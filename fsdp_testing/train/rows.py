@@ -30,11 +30,8 @@ _UNKNOWN = (
 
 
 def strange_shares(alone: WholeRun, run: WholeRun) -> str:
-    """Return how the ranks' shares of a step's or a pass's rows differ from the rows of one process; empty if right.
-
-    What forwards are given counts, if it is known: a rank may load the batch of all ranks and take its slice.
-    """
-    return "" if _are_those_of_one_process(alone, run) else _of_steps(alone, run) or _of_passes(alone, run)
+    """Return how the ranks' shares of a step's or a pass's rows differ from the rows of one process; empty if right."""
+    return _of_steps(alone, run) or _of_passes(alone, run)
 
 
 def unknown_shares(alone: WholeRun, run: WholeRun) -> tuple[str, ...]:
@@ -110,11 +107,6 @@ def _is_shifted(due: torch.Tensor, got: torch.Tensor) -> bool:
 def _by_step(rows: Sequence[Sequence[Sequence[str]]], rank: int) -> Counter[str]:
     """Return in how many steps a rank takes each row."""
     return Counter(row for step in rows for row in {*step[rank]})
-
-
-def _are_those_of_one_process(alone: WholeRun, run: WholeRun) -> bool:
-    steps = [(alone.union(step), run.union(step)) for step in range(min(alone.steps, run.steps))]
-    return bool(steps) and all(here and here == there for here, there in steps)
 
 
 def _are_sliced(alone: WholeRun, run: WholeRun, own: LoaderSeen, ranks: Sequence[LoaderSeen]) -> bool:
