@@ -68,11 +68,13 @@ class Reader:
             its adapter reads more than the generic way.
 
     Attributes:
+        models: In the order of their first forward.
         block: Number of elements per sum, for larger tensors; 1 if all elements are kept; 0 before a step.
         unreadable: Why parameters could not be read at the current step; empty if they were.
     """
 
     def __init__(self, held_by: Callable[..., Held] = held_by) -> None:
+        self.models: list[nn.Module] = []
         self._met: list[nn.Module] = []
         self._held_by = held_by
         self.block = 0
@@ -87,17 +89,13 @@ class Reader:
         new = not any(model is known for known in self._met)
         if new:
             self._met.append(model)
+            self.models.append(model)
         return new
-
-    @property
-    def models(self) -> list[nn.Module]:
-        """In the order of their first forward. One on the meta device is called with weights held elsewhere, and is left out."""
-        return [model for model in self._met if not any(parameter.is_meta for parameter in model.parameters())]
 
     def held(self, optimizer: torch.optim.Optimizer, *, gradients: bool = True) -> Held:
         """Return this rank's part of each parameter, or of its copy if the optimizer steps a copy."""
+        held = dict(self._of_models(partial(self._held_by, gradients=gradients)))
         if self.models:
-            held = dict(self._of_models(partial(self._held_by, gradients=gradients)))
             self._find_copies(optimizer, held)
             return held | self._held_copies()
         listed = [(place, at, p) for place, g in enumerate(optimizer.param_groups) for at, p in enumerate(g["params"])]
@@ -210,6 +208,8 @@ class Reader:
 
     def _of_models(self, read: Callable[[nn.Module], Mapping[str, _T]], what: str = "") -> dict[str, _T]:
         """Return what is read of each model, by name; names of a second model begin with its number."""
+        # One on the meta device was called with weights that are held elsewhere (`torch.func.functional_call`).
+        self.models = [model for model in self.models if not any(parameter.is_meta for parameter in model.parameters())]
         named = [(f"model {number}: " if number else "", model) for number, model in enumerate(self.models)]
         return self._read(
             lambda: {prefix + name: value for prefix, m in named for name, value in read(m).items()}, what
