@@ -94,7 +94,7 @@ class Computed:
 class Backpropagated:
     """Which forwards of a step a gradient comes back to, or to another that is given what they return.
 
-    One that acts in a game, or warms up, takes no rows of data.
+    One that acts in a game, or warms up, trains on no rows.
     """
 
     def __init__(self) -> None:
@@ -117,10 +117,9 @@ class Backpropagated:
         memories = {_memory(tensor) for tensor in tensors_in(given)} if self._outputs else set()
         self._without -= {forward for tensor, forward in self._outputs if _memory(tensor) in memories}
 
-    def rows(self, forwards: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
-        """Return the rows of forwards, none of those without a gradient; all if nothing came back to any."""
-        trained = tuple(() if number in self._without else rows for number, rows in enumerate(forwards))
-        return trained if any(trained) else forwards
+    def idle(self) -> frozenset[int]:
+        """Return the forwards of the step to which nothing came back so far."""
+        return frozenset(self._without)
 
     def end_step(self) -> None:
         """Forget the forwards of a step."""

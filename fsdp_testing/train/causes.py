@@ -364,7 +364,7 @@ def _move(run: WholeRun, step: int, key: Quantity) -> torch.Tensor:
 
 def _counts(run: WholeRun, step: int) -> str:
     counts = [len(rank) for rank in run.rows[step]]
-    if len(set(counts)) == 1:
+    if len(set(counts)) == 1 or run.shares_work:
         return ""
     return (
         f"Cause: an uneven batch. At step {step} the ranks have {_listed(counts)} rows, and the mean of their means is not "

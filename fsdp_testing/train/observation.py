@@ -302,7 +302,7 @@ class Observer:
         reader, step, held = self.reader, self._step, self.reader.held(optimizer, gradients=False)
         step.after |= named(Kind.PARAMETER, reader.kept(held, "value"))
         step.after |= reader.moments(optimizer) | named(Kind.BUFFER, reader.buffers())
-        step.rows = self._backpropagated.rows(step.rows)
+        step.idle = self._backpropagated.idle()
         step.strange, step.stepped = reader.counts(optimizer)
         step.left_out = reader.left_out
         step.settings, step.made_rates = settings_of(optimizer), tuple(self._made_rates.get(optimizer, ()))

@@ -22,7 +22,8 @@ class StepSeen:
     Attributes:
         losses: The loss of each backward pass (its sum, if it was no scalar).
         loss_dtype: Their dtype.
-        rows: Digest of each row that the outermost forwards were given, by forward; none if no gradient came back to it.
+        rows: Digest of each row that the outermost forwards were given, by forward.
+        idle: The forwards to which no gradient came back.
         settings: Each number by which the optimizer is set ("lr", "weight_decay", ...), of every group of parameters.
         norms: Norms that `clip_grad_norm_` returned.
         norm_dtype: Their dtype.
@@ -54,6 +55,7 @@ class StepSeen:
     losses: tuple[float, ...] = ()
     loss_dtype: torch.dtype = torch.float64
     rows: tuple[tuple[str, ...], ...] = ()
+    idle: frozenset[int] = frozenset()
     settings: dict[str, tuple[float, ...]] = field(default_factory=dict)
     norms: tuple[float, ...] = ()
     norm_dtype: torch.dtype = torch.float64

@@ -182,11 +182,15 @@ def whole(size: int, ranks: Sequence[RankReport], own: Collection[str] = ()) -> 
             tensor = assembled([rank.copies.get(copy, {}).get(name, ()) for rank in ranks])[0]
             if not bool(tensor.isnan().any()):
                 quantities[Quantity(Kind.COPY, name, copy)] = [tensor]
-    rows = tuple(
-        tuple(tuple(row for forward in rank.steps[step].rows for row in forward) for rank in ranks)
-        for step in range(min(len(rank.steps) for rank in ranks))
-    )
+    rows = tuple(map(trained_rows, zip(*(rank.steps for rank in ranks))))
     return WholeRun(size, quantities, rows, tuple(disagreements), tuple(ranks), own=tuple(own))
+
+
+def trained_rows(ranks: Sequence[StepSeen]) -> tuple[tuple[str, ...], ...]:
+    """Return each rank's rows of a step, without those of idle forwards; all if a rank had none left."""
+    trained = [[() if n in seen.idle else rows for n, rows in enumerate(seen.rows)] for seen in ranks]
+    forwards = trained if all(map(any, trained)) else [seen.rows for seen in ranks]
+    return tuple(tuple(row for rows in each for row in rows) for each in forwards)
 
 
 def together(ranks: Sequence[Sequence[StepSeen]], own: Collection[str] = ()) -> tuple[Quantities, list[Disagreement]]:

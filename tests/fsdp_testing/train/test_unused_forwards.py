@@ -18,6 +18,8 @@ from fsdp_testing.train.batches import Backpropagated
 from fsdp_testing.train.check import judged
 from fsdp_testing.train.running import Runner
 from fsdp_testing.train.script import Launch
+from fsdp_testing.train.steps import StepSeen
+from fsdp_testing.train.whole import trained_rows
 
 SCRIPT = str(Path(__file__).parent / "with_unused.py")
 
@@ -57,20 +59,28 @@ def test_slices_that_a_rank_changes_before_forward_are_unknown():
     assert "mark the line where the script has its batch ready" in judgement.sentence
 
 
-def test_forwards_without_a_gradient_have_no_rows():
-    weight, rows = torch.ones(3, requires_grad=True), (("a",), ("b",), ("c",))
-    seen = Backpropagated()
+def test_a_forward_is_idle_until_a_gradient_comes_back_or_another_is_given_its_output():
+    weight, seen = torch.ones(3, requires_grad=True), Backpropagated()
     outputs = [weight * number for number in (1, 2, 3)]
     for number, output in enumerate(outputs[:2]):
         seen.watch(number, {"out": output})
     seen.watch(2, outputs[2].detach())  # what made it may have stepped already
-    assert seen.rows(rows) == ((), (), ("c",))
-    assert seen.rows(rows[:2]) == rows[:2], "nothing came back to any"
+    assert seen.idle() == {0, 1}
     outputs[1].sum().backward()
-    assert seen.rows(rows) == ((), ("b",), ("c",))
+    assert seen.idle() == {0}
     seen.see_given([outputs[0].detach()])
-    assert seen.rows(rows) == rows, "the first gave its output to another"
-    seen.end_step()
+    assert seen.idle() == frozenset()
     seen.watch(0, outputs[0])
     seen.end_step()
-    assert seen.rows(rows) == rows
+    assert seen.idle() == frozenset()
+
+
+def test_rows_of_idle_forwards_do_not_count_unless_a_rank_had_none_left():
+    def step(*idle):
+        return StepSeen(rows=(("a",), ("b",), ("c",)), idle=frozenset(idle))
+
+    assert trained_rows([step(0, 1), step(0, 1)]) == (("c",), ("c",))
+    assert trained_rows([step(0, 1), step(1)]) == (("c",), ("a", "c")), (
+        "a stage of a pipeline may have tried its backward"
+    )
+    assert trained_rows([step(0), step(0, 1, 2)]) == (("a", "b", "c"),) * 2
