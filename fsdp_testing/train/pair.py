@@ -75,8 +75,10 @@ class Pair:
     @property
     def passes_differ(self) -> bool:
         """Whether backward is called another number of times before a step."""
-        passes = [[len(seen.losses) for seen in world.seen] for world in (self.reference, self.run)]
-        return passes[0] != passes[1]
+        due, *others = (
+            [len(seen.losses) for seen in rank.steps] for rank in (self.reference.ranks[0], *self.run.ranks)
+        )
+        return any(one != other for passes in others for one, other in zip(due, passes))
 
     @property
     def table(self) -> tuple[str, ...]:

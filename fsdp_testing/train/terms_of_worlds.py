@@ -7,11 +7,14 @@ from functools import partial
 
 import torch
 
+from fsdp_testing.cases.records.specs import UNIT_ROUNDOFF
 from fsdp_testing.explain.contributions import sentence
 from fsdp_testing.train.comparison import floor, part
 from fsdp_testing.train.control import backward_pass, taken_apart
 from fsdp_testing.train.quantities import LOSS, Kind, Quantity
 from fsdp_testing.train.whole import WholeRun
+
+_FEW = 8
 
 
 def wrong_term(reference: WholeRun, run: WholeRun, roundings: float) -> str:
@@ -71,7 +74,9 @@ def of_backward(reference: WholeRun, run: WholeRun, key: Quantity, step: int, ro
     reduced = key.name in got and step < len(stepped) and near(stepped[step].double().reshape(-1), got[key.name])
     if not reduced or any(step >= len(values) or not values[step].numel() for values in losses):
         return ""
-    if not near(losses[1][step].double().reshape(-1), losses[0][step].double().reshape(-1)):
+    # To a few roundings: what one process computes the loss with, and a rank does not, may show in it no more than that.
+    few = part(unit, _FEW) if unit <= UNIT_ROUNDOFF["float32"] else 0.0
+    if not _near(losses[1][step].double().reshape(-1), losses[0][step].double().reshape(-1), share=few):
         return ""
     return (
         "It begins to differ in backward: losses are those of one process, and gradients are the mean over ranks of what "

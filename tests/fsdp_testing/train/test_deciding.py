@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.ranks.pool import default_pool
 from fsdp_testing.train.check import judged
+from fsdp_testing.train.pair import Pair
 from fsdp_testing.train.running import Runner
 from fsdp_testing.train.script import Launch
 
@@ -114,3 +116,16 @@ def test_a_number_that_one_process_does_not_have_is_named_with_that_of_one_proce
         r"not compared: the number read at with_extras.py:\d+ is the same on all ranks but differs from one process: "
     )
     assert any(re.match(remark + r"got \d\.\d+, expected \d\.\d+$", line) for line in judgement.compared), judgement
+
+
+@pytest.mark.parametrize(
+    ("passes", "differ"), [(((1, 2), (1, 2)), False), (((1, 2), (1, 3)), True), (((1,), (1,)), False)]
+)
+def test_backward_passes_are_counted_rank_by_rank(passes, differ):
+    """Not all ranks' together: then their numbers always differ, and a log that is reduced wrongly was not judged."""
+
+    def world(*ranks):
+        steps = [[SimpleNamespace(losses=(0.0,) * count) for count in counts] for counts in ranks]
+        return SimpleNamespace(ranks=[SimpleNamespace(steps=each) for each in steps])
+
+    assert Pair(None, world((1, 2)), world(*passes)).passes_differ is differ
