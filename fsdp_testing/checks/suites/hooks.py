@@ -265,6 +265,58 @@ OWN_GRADIENT = scaled(
 )
 
 
+class AddingHooksProgram(ParameterHooksProgram):
+    """A program whose hook on each parameter adds one, in the first backward, to the parameter whose hook ran before it.
+
+    What is added runs after what was there, from the next backward on.
+    """
+
+    def __init__(self, case: Case, adapter: Adapter, rank: int) -> None:
+        super().__init__(case, adapter, rank)
+        self.order: dict[str, list[tuple[int, str]]] = {}
+        self.added: dict[str, torch.Tensor] = {}
+        self.last: dict[str, torch.Tensor] = {}
+
+    def _model_of(self, case: Case, flags: Mapping[str, bool]) -> nn.Module:
+        model = RankProgram._model_of(self, case, flags)
+        for fqn, parameter in self.adapter.named_parameters(model):
+            parameter.register_hook(partial(self._first, fqn, parameter))
+        return model
+
+    def _first(self, fqn: str, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        if fqn not in self.order:
+            for other, earlier in self.last.items():
+                earlier.register_hook(partial(self._second, other))
+            self.added |= self.last
+            self.last = {fqn: parameter}
+        self.order.setdefault(fqn, []).append((self.index, "first"))
+        return gradient * FACTOR
+
+    def _second(self, fqn: str, _gradient: torch.Tensor) -> None:
+        self.order[fqn].append((self.index, "second"))
+
+    def _not_the_own(self) -> Iterator[tuple[int, str]]:
+        backwards = [index for index, operation in enumerate(self.case.program) if operation.runs_backward]
+        due = [(backwards[0], "first"), *((index, name) for index in backwards[1:] for name in ("first", "second"))]
+        if not self.added:
+            yield backwards[0], "each parameter was not called"
+        for fqn in self.added:
+            if self.order[fqn] != due:
+                yield (
+                    due[-1][0],
+                    f"{fqn}, and what was added, were called in the order {self.order[fqn]}, expected {due}",
+                )
+
+
+ADDED_IN_BACKWARD = scaled(
+    FACTOR,
+    job=rank_jobs.run_as,
+    arguments=(AddingHooksProgram, {}),
+    review=review_remarks,
+    besides="what the hooks on parameters return",
+)
+
+
 class ZeroingProgram(RankProgram):
     """A program whose hooks make every gradient zero, of either sign, as multiplication by a mask of zeros does."""
 

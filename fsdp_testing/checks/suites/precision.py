@@ -41,6 +41,7 @@ from fsdp_testing.checks.suites.check import (
     micro_batches,
 )
 from fsdp_testing.checks.suites.hooks import (
+    ADDED_IN_BACKWARD,
     AFTER_ACCUMULATION,
     EARLY,
     EARLY_AFTER_ACCUMULATION,
@@ -264,6 +265,9 @@ PARAMETER_HOOKS: tuple[Check, ...] = (
           "A hook on a parameter receives this rank's own gradient before it is reduced, and the next is given its "
           "result.",
           _UNSTEPPED, source="torch.Tensor.register_hook", needs={"tensor_hooks"}, mode=OWN_GRADIENT),
+    check("parameter_hooks.added_in_backward",
+          "A hook that is added in backward runs after what was there, from the next backward on.",
+          _UNSTEPPED, source="torch.Tensor.register_hook", needs={"tensor_hooks"}, mode=ADDED_IN_BACKWARD),
     check("parameter_hooks.zeros", "A gradient that a hook makes zero is zero, not None.",
           _UNSTEPPED, source="torch.Tensor.register_hook", needs={"tensor_hooks"}, mode=ZEROED),
     check("parameter_hooks.after_accumulation",

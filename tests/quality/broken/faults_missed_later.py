@@ -32,6 +32,7 @@ from fsdp_ref.handle.accumulated import Accumulated
 from fsdp_ref.handle.gradients import Gradients
 from fsdp_ref.handle.originals import Originals
 from fsdp_ref.runtime import calls, forward, unit
+from fsdp_ref.runtime.root import Root
 from fsdp_ref.storage import precision
 from fsdp_ref.storage.precision import BufferCaster
 
@@ -204,6 +205,15 @@ def each_hook_gets_the_same(original: Any, param: Any, grad: Any) -> Any:
         replaced = hook(grad)
         result = result if replaced is None else replaced
     return result
+
+
+@planted(SOUND, Root, "_put_hooks_back", "parameter_hooks.added_in_backward")
+def newer_hooks_run_first(original: Any, self: Any) -> None:
+    """Hooks that are added in backward come before those that were put aside."""
+    for each in self.units:
+        for hooks, taken in each.handle.originals.hooks_aside:
+            hooks.update(taken)
+        each.handle.originals.hooks_aside.clear()
 
 
 @planted(SOUND, Originals, "take_over", "parameter_hooks.before_wrapping parameter_hooks.changes_before_wrapping")
