@@ -169,8 +169,7 @@ def test_units_gathered_one_by_one_keep_the_order():
     assert result.verdict is Verdict.PASS, result.explanation
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_unbroken_toy_passes_everything(world_size):
     report = run_conformance(UNBROKEN, world_sizes=(world_size,))
     wrong = [(r.check, r.verdict, r.explanation) for r in report.results if not r.verdict.holds]

@@ -132,7 +132,7 @@ CHECKS: tuple[Check, ...] = (
             needs={f"{form}_state_dict", "full_state_dict"}, mode=not_finite(form)) for form in ("full", "sharded", "local")),
     saved("full_state_dict.in_dtensors", "A full state whose values are DTensors is loaded as it is, or refused.",
           cases("mlp", *iteration(0), optimizer=PLAIN_SGD), source="torch.nn.Module.load_state_dict", mode=IN_DTENSORS,
-          sizes=ODD),
+          needs={"full_state_dict"}, sizes=ODD),
     saved("full_state_dict.dtypes", "Saved values have the storage dtype of parameters, not the compute dtype.",
           *(cases("mlp uneven", *iteration(0), Save(), micro_batch(1), Save(), dtype="float32", optimizer=PLAIN_SGD,
                   precision=precision) for precision in LOW),

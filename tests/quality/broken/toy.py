@@ -30,7 +30,7 @@ NOT_CLAIMED = {
     "backward_inputs", "tensor_hooks", "accumulation_hooks", "error_if_nonfinite", "dtype_cast_later", "deep_copies",
     "storage_replacement", "modules_replaced", "parameters_replaced", "unit_alone",
     "units_after_forward", "gradient_replacement", "early_hooks", "module_versions",
-    "strict_state", "reordered_optimizer", "tensor_parallel", "sub_groups",
+    "strict_state", "reordered_optimizer", "tensor_parallel", "sub_groups", "compiled", "loss_scaling",
     "whole_parameter_steps", *SETTINGS,
 }  # fmt: skip
 
