@@ -75,10 +75,11 @@ class Pair:
     @property
     def passes_differ(self) -> bool:
         """Whether backward is called another number of times before a step."""
-        due, *others = (
-            [len(seen.losses) for seen in rank.steps] for rank in (self.reference.ranks[0], *self.run.ranks)
+        due, ranks = self.reference.ranks, self.run.ranks
+        pairs = zip(due if len(due) == len(ranks) else (due[0],) * len(ranks), ranks)
+        return any(
+            len(one.losses) != len(other.losses) for pair in pairs for one, other in zip(*(rank.steps for rank in pair))
         )
-        return any(one != other for passes in others for one, other in zip(due, passes))
 
     @property
     def table(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from fsdp_testing.train.quantities import LOSS, Kind, Quantity
 from fsdp_testing.train.whole import WholeRun
 
 _FEW = 8
+"""Roundings by which the losses of both worlds may differ if they are the same loss."""
 
 
 def wrong_term(reference: WholeRun, run: WholeRun, roundings: float) -> str:
@@ -74,7 +75,7 @@ def of_backward(reference: WholeRun, run: WholeRun, key: Quantity, step: int, ro
     reduced = key.name in got and step < len(stepped) and near(stepped[step].double().reshape(-1), got[key.name])
     if not reduced or any(step >= len(values) or not values[step].numel() for values in losses):
         return ""
-    # To a few roundings: what one process computes the loss with, and a rank does not, may show in it no more than that.
+    # A statistic that a rank computes alone may hardly show in the loss: losses that agree only roughly prove nothing.
     few = part(unit, _FEW) if unit <= UNIT_ROUNDOFF["float32"] else 0.0
     if not _near(losses[1][step].double().reshape(-1), losses[0][step].double().reshape(-1), share=few):
         return ""

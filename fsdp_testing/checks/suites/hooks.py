@@ -299,7 +299,7 @@ class AddingHooksProgram(ParameterHooksProgram):
         backwards = [index for index, operation in enumerate(self.case.program) if operation.runs_backward]
         due = [(backwards[0], "first"), *((index, name) for index in backwards[1:] for name in ("first", "second"))]
         if not self.added:
-            yield backwards[0], "each parameter was not called"
+            yield backwards[0], "every parameter was not called"
         for fqn in self.added:
             if self.order[fqn] != due:
                 yield (

@@ -129,3 +129,4 @@ def test_backward_passes_are_counted_rank_by_rank(passes, differ):
         return SimpleNamespace(ranks=[SimpleNamespace(steps=each) for each in steps])
 
     assert Pair(None, world((1, 2)), world(*passes)).passes_differ is differ
+    assert not Pair(None, world(*passes), world(*passes)).passes_differ, "each rank beside itself, in as many"
