@@ -36,5 +36,18 @@ def test_of_nested_maps_the_outer_comes_first(inner):
     assert torch.equal(seen[0], rows.reshape(6, 5))
 
 
+def test_what_is_mapped_over_may_stand_anywhere():
+    seen: list[torch.Tensor] = []
+    rows = torch.arange(30.0).reshape(2, 3, 5)
+
+    def see(row):
+        seen.append(outside_of_transforms(row).clone())
+        return row.sum()
+
+    vmap(vmap(see, in_dims=1), in_dims=2)(rows.permute(2, 1, 0))
+    vmap(vmap(see, in_dims=1), in_dims=0)(rows.transpose(1, 2))
+    assert [each.tolist() for each in seen] == [rows.reshape(6, 5).tolist()] * 2
+
+
 def test_a_plain_tensor_is_returned_as_it_is():
     assert outside_of_transforms(ROWS) is ROWS

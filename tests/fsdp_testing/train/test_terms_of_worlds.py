@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.ranks.pool import default_pool
 from fsdp_testing.train.check import judged
+from fsdp_testing.train.quantities import LOSS, Kind, Quantity
 from fsdp_testing.train.running import Runner
 from fsdp_testing.train.script import Launch
+from fsdp_testing.train.terms import Terms
+from fsdp_testing.train.terms_of_worlds import of_backward
 
 SCRIPT = str(Path(__file__).parent / "with_backward.py")
 
@@ -38,3 +43,16 @@ def test_where_a_gradient_begins_to_differ(mistake, message):
     judgement = of(mistake)
     assert judgement.verdict is Verdict.FAIL, judgement
     assert re.search(message, judgement.sentence, re.DOTALL), judgement.sentence
+
+
+@pytest.mark.parametrize(("loss", "placed"), [(2.0, True), (2.0 + 2e-7, True), (2.0 + 2e-5, False)])
+def test_losses_that_agree_only_roughly_are_not_called_those_of_one_process(loss, placed):
+    key = Quantity(Kind.GRADIENT, "weight")
+
+    def world(size, gradient, loss):
+        steps = [SimpleNamespace(terms=Terms(passes=({"weight": torch.tensor(gradient)},), roundoff=2**-24))]
+        quantities = {key: [torch.tensor(gradient)], LOSS: [torch.tensor([loss])]}
+        return SimpleNamespace(size=size, ranks=[SimpleNamespace(steps=steps)] * size, quantities=quantities)
+
+    sentence = of_backward(world(1, [1.0, 2.0], 2.0), world(2, [1.0, 3.0], loss), key, 0, 64)
+    assert ("begins to differ in backward" in sentence) is placed
