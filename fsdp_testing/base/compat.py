@@ -190,13 +190,17 @@ def collective_options() -> Any:
 
 
 _TRACE_RULES = "torch._dynamo.trace_rules"
+_kept_out: set[str] = set()
 
 
 def keep_compiler_out(package: str) -> None:
-    """Let `torch.compile` trace no function of a package; what they call is traced. Call it once for each package.
+    """Let `torch.compile` trace no function of a package; what they call is traced.
 
     `torch.compiler.disable` would import the compiler, which takes seconds; it is told here when it is imported later.
     """
+    if package in _kept_out:
+        return
+    _kept_out.add(package)
     if rules := sys.modules.get(_TRACE_RULES):
         rules.add(package)
     else:

@@ -141,9 +141,13 @@ def of_updates(run: WholeRun, odd: Disagreement) -> str:
 
 def of_unreduced(run: WholeRun, odd: Disagreement) -> str:
     """Return the cause if only some parameters have different gradients on the ranks."""
-    seen = [rank.steps[odd.step].of(Kind.GRADIENT) for rank in run.ranks]
+    steps = [rank.steps[odd.step] for rank in run.ranks]
+    # A clip by the norm of all scales each gradient by what one of them alone may change.
+    kind = Kind.UNCLIPPED if all(step.of(Kind.UNCLIPPED) for step in steps) else Kind.GRADIENT
+    seen = [step.of(kind) for step in steps]
     own = [name for name in seen[0] if assembled([gradients.get(name, ()) for gradients in seen])[1] is not None]
-    if odd.quantity.name not in own or len(own) == len(seen[0]):
+    concerns = own if kind is Kind.UNCLIPPED else odd.quantity.name in own
+    if not concerns or len(own) == len(seen[0]):
         return ""
     late = odd.step > 0 and not any(
         bool(span.values.any())

@@ -93,12 +93,15 @@ class Observer:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
+        # A compiled loss function calls models: what stands around a call here is run, and the model inside it is traced.
+        compat.keep_compiler_out("fsdp_testing.train")
         with ExitStack() as stack:
             for owner, name, replacement in (
                 (nn.Module, "__call__", self._seeing_calls(nn.Module.__call__)),
                 (torch.autograd, "backward", self._seeing_losses(torch.autograd.backward)),
                 (torch.optim.Optimizer, "add_param_group", self._seeing_groups(torch.optim.Optimizer.add_param_group)),
                 (LRScheduler, "__init__", self._seeing_schedules(LRScheduler.__init__)),
+                (torch, "compile", _compiling_parts(torch.compile)),
             ):
                 stack.enter_context(mock.patch.object(owner, name, replacement))
             for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
@@ -366,3 +369,12 @@ class Observer:
         if last.strange:
             after |= named(Kind.PARAMETER, reader.in_models(whole=True))
         self.steps[-1] = replace(last, after=after)
+
+
+def _compiling_parts(original: Any) -> Any:
+    """Return `torch.compile` that never asks for one whole graph: the observer of a call inside it breaks the graph."""
+
+    def compile(*args: Any, **kwargs: Any) -> Any:  # noqa: A001 - takes its place
+        return original(*args, **{**kwargs, "fullgraph": False})
+
+    return compile

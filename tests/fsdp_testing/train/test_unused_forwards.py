@@ -1,7 +1,7 @@
 """fsdp-verify train: ordinary loops that do more than forward and backward on a rank's own rows.
 
 Forwards that no gradient comes back to take no rows of data; torch.func's transforms are looked into; each rank may load the
-batch of all ranks and take its slice.
+batch of all ranks and take its slice; models are called in compiled functions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def of(*arguments: str):
     return judged(runner, {1: runner.run(1)}, 3)
 
 
-@pytest.mark.parametrize("way", ["plays", "warms up", "by sample", "slices", "ensemble"])
+@pytest.mark.parametrize("way", ["plays", "warms up", "by sample", "slices", "ensemble", "compiled", "compiled whole"])
 def test_a_right_script_passes(way):
     judgement = of("--way", way)
     assert judgement.verdict is Verdict.PASS, judgement
@@ -45,6 +45,9 @@ def test_a_right_script_passes(way):
         ("slices", "no slice", "every rank trains on the same rows"),
         ("slices with noise", "no slice", "120 of the rows that the ranks take were taken before"),
         ("ensemble", "summed", "exactly 3 times"),
+        ("compiled", "summed", "exactly 3 times"),
+        ("compiled whole", "one kept", "gradients of 1 of 4 parameters are not reduced, first that of 2.bias"),
+        ("warms up", "one kept, clipped", "gradients of 1 of 4 parameters are not reduced, first that of 2.bias"),
     ],
 )
 def test_a_mistake_beside_them_is_named(way, mistake, message):

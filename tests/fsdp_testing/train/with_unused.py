@@ -32,6 +32,11 @@ def loss_of_one(parameters, row, target):
     return (functional_call(model, parameters, (row[None],))[0] - target).square().mean()
 
 
+@torch.compile(backend="aot_eager", fullgraph=options.way == "compiled whole")
+def compiled_loss(row, target):
+    return (model(row) - target).square().mean()
+
+
 if options.way == "warms up":
     model(rows[:6])
 state = torch.ones(5).double()
@@ -63,9 +68,14 @@ for step in range(5):
             wanted = targets[mine]
         else:
             outputs, wanted = model(rows[mine]), targets[mine]
-        (outputs - wanted).square().mean().backward()
-        for parameter in trained:
+        if options.way.startswith("compiled"):
+            compiled_loss(rows[mine], targets[mine]).backward()
+        else:
+            (outputs - wanted).square().mean().backward()
+        for parameter in trained[: -1 if options.mistake.startswith("one kept") else None]:
             dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
             parameter.grad /= 1 if options.mistake == "summed" else size
+    if options.mistake.endswith("clipped"):
+        nn.utils.clip_grad_norm_(trained, 0.01)
     optimizer.step()
     optimizer.zero_grad()
