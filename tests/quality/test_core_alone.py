@@ -32,8 +32,10 @@ def test_the_core_alone_trains(zygote: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow  # more of what the test above asks with every push
 def test_the_core_alone_passes_every_check(zygote: Any, tmp_path: Path) -> None:
-    verdicts = verify(zygote, tmp_path, "core_alone:COMPOSABLE")
-    assert set(verdicts.values()) <= {"pass", "not_claimed"}
+    expected = ("--expected-failures", str(HERE / "core_alone.toml"))
+    verdicts = verify(zygote, tmp_path, "core_alone:COMPOSABLE", *expected)
+    refused_by_the_fence = [name for name, verdict in verdicts.items() if verdict not in {"pass", "not_claimed"}]
+    assert refused_by_the_fence == ["core_alone:COMPOSABLE parts.called_inside"]
     assert sum(verdict == "pass" for verdict in verdicts.values()) > 200
     verdicts = verify(zygote, tmp_path, "core_alone:WRAPPER", "--check", "training", "--check", "accumulation")
     assert set(verdicts.values()) <= {"pass", "not_claimed"}
