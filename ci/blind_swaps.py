@@ -75,6 +75,11 @@ REASONS = (
         "accumulation.cleared_then_unused", "micro-batch", "*: 1 and 0",
         "cleared before any reduction: it is to count for nothing",
     ),
+    Reason("mixed_precision.largest_numbers", "rank", "*", "ranks have equal inputs, so that it is known how large their sum is"),
+    Reason(
+        "mixed_precision.largest_numbers", "* shards", "deep_nest: before.*",
+        "inputs near 10,000 saturate the first tanh: no gradient comes before it, and no bias counts there"
+    ),
     *(
         Reason(check, "rank", "*", "ranks have equal inputs, for nobody reduces what is ignored")
         for check in ("clipping.ignored_trained", "wrapping.ignored_stepped", "options.ignored_by_parameter")
