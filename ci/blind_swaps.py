@@ -59,22 +59,15 @@ REASONS = (
     Reason(
         "*", "gradient shards", "batch_norm: first.bias", "a bias before batch normalisation has no gradient but roundings"
     ),
-    Reason("*.rolled_back*", "micro-batch", "*", "what was trained since saving is undone before it is compared: the claim"),
-    Reason(
-        "optim_state.partly_stepped", "micro-batch", "conditional: 1 and 0",
-        "what was trained since saving is undone before it is compared: the claim",
+    *(
+        Reason(check, "micro-batch", what, "what was trained since saving is undone before it is compared: the claim")
+        for check, what in (("*.rolled_back*", "*"), ("optim_state.partly_stepped", "conditional: 1 and 0"))
     ),
     Reason("backward.twice", "micro-batch", "*", "two backwards of one graph give the same gradient: the claim"),
     Reason("training.same_batch_twice", "micro-batch", "*", "the same batch twice is what the check asks about"),
     Reason("zero_grad.then_step", "micro-batch", "*", "the reduced gradient is cleared before anything is compared: the claim"),
-    Reason(
-        "accumulation.cleared", "micro-batch", "*: 2 and 1",
-        "cleared to zeros before any reduction: it is to count for nothing",
-    ),
-    Reason(
-        "accumulation.cleared_then_unused", "micro-batch", "*: 1 and 0",
-        "cleared before any reduction: it is to count for nothing",
-    ),
+    Reason("accumulation.cleared", "micro-batch", "*: 2 and 1", "cleared to zeros before any reduction: it counts for nothing"),
+    Reason("accumulation.cleared_then_unused", "micro-batch", "*: 1 and 0", "cleared before reductions: it counts for nothing"),
     Reason("mixed_precision.largest_numbers", "rank", "*", "ranks have equal inputs, so that it is known how large their sum is"),
     Reason(
         "mixed_precision.largest_numbers", "* shards", "deep_nest: before.*",

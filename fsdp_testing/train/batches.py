@@ -180,10 +180,12 @@ class Row(str):
     Attributes:
         others: Digest of whatever in it is no real number.
         sums: Over its real numbers: with fixed weights between -1 and 1, and their norm.
+        numel: Its elements.
     """
 
-    __slots__ = ("others", "sums")
+    __slots__ = ("numel", "others", "sums")
 
+    numel: int
     others: str
     sums: tuple[float, float]
 
@@ -209,6 +211,7 @@ def row_digests(tree: Any) -> tuple[str, ...]:
     for place in range(min(len(raw[0]), _MOST_ROWS)):
         row = Row(_digest(raw, place))
         row.others, row.sums = _digest(others, place), sums[place]
+        row.numel = sum(tensor[place].numel() for tensor in rows)
         digests.append(row)
     return tuple(digests)
 

@@ -110,11 +110,20 @@ def _by_step(rows: Sequence[Sequence[Sequence[str]]], rank: int) -> Counter[str]
 
 
 def _are_sliced(alone: WholeRun, run: WholeRun, own: LoaderSeen, ranks: Sequence[LoaderSeen]) -> bool:
-    """Whether each rank loads what one process does, and its forwards get fewer rows: all ranks together as many."""
+    """Whether each rank loads what one process does, and its forwards get a part of it.
+
+    All ranks together get as many rows; or as many elements, where each has its part of every row (of a sequence).
+    """
     if any(loader.batch != own.batch for loader in ranks):
         return False
-    counts = [(alone.union(step).total(), run.union(step).total()) for step in range(min(alone.steps, run.steps))]
-    return bool(counts) and all(0 < here == there for here, there in counts)
+    steps = [(alone.union(step), run.union(step)) for step in range(min(alone.steps, run.steps))]
+    return bool(steps) and any(
+        all(0 < count(here) == count(there) for here, there in steps) for count in (Counter[str].total, _elements)
+    )
+
+
+def _elements(rows: Counter[str]) -> int:
+    return sum(count * getattr(row, "numel", 0) for row, count in rows.items())
 
 
 def _of_steps(alone: WholeRun, run: WholeRun) -> str:

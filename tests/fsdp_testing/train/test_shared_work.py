@@ -31,6 +31,7 @@ def said(report, verdict):
         ("dtensor", 2, (), "with the same rows at each step, on which 2 ranks work together"),
         ("stages", 2, (), "with the same rows at each step, on which 2 ranks work together"),
         ("sequence", 2, ("--mark",), "with the same rows on each rank, of which forward receives parts"),
+        ("sequence", 2, ("--loader",), "with the same rows on each rank, of which forward receives parts"),
         ("sequence", 2, (), "with different arguments of forward: ranks share the work on each row"),
     ],
 )

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, TensorDataset
 
 import fsdp_testing
 
@@ -14,6 +15,7 @@ arguments = argparse.ArgumentParser()
 arguments.add_argument("--kind", choices=["tensor", "dtensor", "stages", "sequence"])
 arguments.add_argument("--mistake", default="none")
 arguments.add_argument("--mark", action="store_true")
+arguments.add_argument("--loader", action="store_true")
 options = arguments.parse_args()
 mistake = options.mistake
 dist.init_process_group("gloo")
@@ -100,8 +102,10 @@ def train(model, steps=3):
     rate = 0.1 * (1 + rank if mistake == "rate of the rank" else 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     draw = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        inputs, targets = torch.randn(4, 8, 6, generator=draw), torch.randn(4, 8, 6, generator=draw)
+    data = TensorDataset(torch.randn(4 * steps, 8, 6, generator=draw), torch.randn(4 * steps, 8, 6, generator=draw))
+    # Without a loader nobody sees where rows are taken.
+    batches = DataLoader(data, 4) if options.loader else zip(*(rows.split(4) for rows in data.tensors))
+    for inputs, targets in batches:
         if options.mark:
             inputs, targets = fsdp_testing.batch(inputs, targets)
         if options.kind == "sequence":
