@@ -40,7 +40,7 @@ def decide(pair: Pair) -> Compared:
     """Compare everything observed, and return what was compared, what was not and why.
 
     Raises:
-        Failed: The world differs, under autocast or without.
+        Failed: The world differs, in low precision or in full.
         Undecided: There is no verdict.
     """
     try:
@@ -52,7 +52,7 @@ def decide(pair: Pair) -> Compared:
 
 
 def _without_autocast(pair: Pair) -> list[str]:
-    """Compare what a training under autocast computes without it, where roundings hide little; return the result.
+    """Compare what a training in low precision computes without it, where roundings hide little; return the result.
 
     Raises:
         Failed: The world differs.
@@ -64,15 +64,15 @@ def _without_autocast(pair: Pair) -> list[str]:
     try:
         exact = pair.without_autocast()
     except (Failed, Undecided, WorldFailed) as why:
-        return [f"not compared without autocast, where roundings hide less: {why}"]
+        return [f"not compared without autocast and mixed precision, where roundings hide less: {why}"]
     try:
         _decide(exact)
     except Failed as why:
-        sentence = f"{why} This shows without autocast; under it, roundings hide it."
+        sentence = f"{why} This shows without autocast and mixed precision; under them, roundings hide it."
         raise Failed(sentence, why.table, why.output, why.subject, why.first) from why
     except Undecided as why:
-        return [f"not decided without autocast: {why}"]
-    return ["compared without autocast, too, where roundings hide little"]
+        return [f"not decided without autocast and mixed precision: {why}"]
+    return ["compared without autocast and mixed precision, too, where roundings hide little"]
 
 
 def _decide(pair: Pair) -> Compared:

@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +71,8 @@ def disturbed(seed: int, see: Callable[[str, list[Any]], None] = _unseen) -> Ite
         seed: Different for each run and rank. The program's own generators are left alone.
         see: Is given the name and the results of each operation.
     """
-    generator = torch.Generator().manual_seed(seed)
+    at_random = partial(_random_steps, torch.Generator().manual_seed(seed))
+    by_value = partial(_steps_by_value, seed)
 
     def move(name: str, inputs: list[Any], results: list[Any]) -> None:
         see(name, results)
@@ -80,7 +82,8 @@ def disturbed(seed: int, see: Callable[[str, list[Any]], None] = _unseen) -> Ite
         rounded = _rounded(operation, inputs, results)
         with torch.no_grad():
             for tensor in rounded:
-                _disturb(tensor, generator)
+                # A cast rounds equal numbers equally, and programs rely on it: a shard that is cast twice is one shard.
+                _disturb(tensor, by_value if operation == "_to_copy" else at_random)
 
     with each_operation(move):
         yield
@@ -99,13 +102,25 @@ def _rounded(operation: str, inputs: Sequence[torch.Tensor], results: Sequence[t
     return [tensor for tensor in results if tensor.untyped_storage().data_ptr() not in sources]
 
 
-def _disturb(tensor: torch.Tensor, generator: torch.Generator) -> None:
+def _disturb(tensor: torch.Tensor, steps_for: Callable[[torch.Tensor], torch.Tensor]) -> None:
     unit = UNIT_ROUNDOFF.get(str(tensor.dtype).removeprefix("torch."))
     overlapping = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape))
     if unit is None or not tensor.numel() or overlapping or tensor.device.type == "meta":
         return
-    steps = torch.randint(-1, 2, tensor.shape, generator=generator)
+    steps = steps_for(tensor)
     tensor.mul_((1 + 2 * unit * steps.double()).to(tensor.dtype).to(tensor.device))
+
+
+def _random_steps(generator: torch.Generator, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.randint(-1, 2, tensor.shape, generator=generator)
+
+
+def _steps_by_value(seed: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Return -1, 0 or 1 for each element: the same for the same number."""
+    bits = tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    mixed = (bits.long() + (seed << 20)) * -0x61C8864680B583EB  # wraps around, as Knuth's multiplicative hash
+    mixed = (mixed ^ (mixed >> 32)) * -0x4B47D0C5A1B9D1C3
+    return ((mixed >> 33) & 0xFFFF) % 3 - 1
 
 
 def room(spread: torch.Tensor, numbers: int, runs: int) -> torch.Tensor:
