@@ -327,6 +327,11 @@ def each_operation(see: Callable[[str, list[Any], list[Any]], None]) -> Any:
     return operators_run_by(run)
 
 
+def numbers_of(tensor: Any) -> Any:
+    """Return a dense tensor, or the one that holds a sparse tensor's numbers; the public method needs a coalesced one."""
+    return tensor._values() if tensor.is_sparse else tensor
+
+
 def storage_key(storage: Any) -> int:
     """Return the identity of a storage's memory while it is referenced; the address of an empty storage is 0."""
     return int(storage._cdata)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from fsdp_testing.base.compat import each_operation
+from fsdp_testing.base import compat
 from fsdp_testing.cases.records.specs import UNIT_ROUNDOFF
 
 STAGES = {1: (2 / math.pi) ** 0.5, 2: 1.0, 4: 3.0, 8: 105.0}
@@ -79,13 +79,14 @@ def disturbed(seed: int, see: Callable[[str, list[Any]], None] = _unseen) -> Ite
         space, operation = name.split(".")[:2]
         if space != "aten" or operation in _EXACT:
             return
-        rounded = _rounded(operation, inputs, results)
+        # A sparse tensor has no storage: its numbers are a tensor of their own.
+        rounded = _rounded(operation, *([compat.numbers_of(tensor) for tensor in side] for side in (inputs, results)))
         with torch.no_grad():
             for tensor in rounded:
                 # A cast rounds equal numbers equally, and programs rely on it: a shard that is cast twice is one shard.
                 _disturb(tensor, by_value if operation == "_to_copy" else at_random)
 
-    with each_operation(move):
+    with compat.each_operation(move):
         yield
 
 

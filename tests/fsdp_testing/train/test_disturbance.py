@@ -276,3 +276,19 @@ def test_a_cast_is_disturbed_by_value_so_that_casting_twice_gives_the_same():
     assert all(0.2 < (signs == sign).double().mean() < 0.47 for sign in (-1, 0, 1))
     assert not torch.equal(whole, other)
     assert (whole != other).double().mean() > 0.5
+
+
+def test_numbers_of_sparse_gradients_are_disturbed():
+    table = torch.ones(5, 3, requires_grad=True)
+
+    def gradient():
+        table.grad = None
+        nn.functional.embedding(torch.tensor([1, 1, 4]), table, sparse=True).mul(0.1).sum().backward()
+        dense = table.grad.coalesce().to_dense()
+        return dense.add(table.grad)
+
+    exact = gradient()
+    with disturbed(1):
+        moved = gradient()
+    assert not torch.equal(exact, moved)
+    torch.testing.assert_close(exact, moved, rtol=1e-6, atol=0)
