@@ -146,8 +146,8 @@ def of_unreduced(run: WholeRun, odd: Disagreement) -> str:
     kind = Kind.UNCLIPPED if all(step.of(Kind.UNCLIPPED) for step in steps) else Kind.GRADIENT
     seen = [step.of(kind) for step in steps]
     own = [name for name in seen[0] if assembled([gradients.get(name, ()) for gradients in seen])[1] is not None]
-    concerns = own if kind is Kind.UNCLIPPED else odd.quantity.name in own
-    if not concerns or len(own) == len(seen[0]):
+    explains = bool(own) if kind is Kind.UNCLIPPED else odd.quantity.name in own
+    if not explains or len(own) == len(seen[0]):
         return ""
     late = odd.step > 0 and not any(
         bool(span.values.any())

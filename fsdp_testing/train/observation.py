@@ -374,7 +374,7 @@ class Observer:
 def _compiling_parts(original: Any) -> Any:
     """Return `torch.compile` that never asks for one whole graph: the observer of a call inside it breaks the graph."""
 
-    def compile(*args: Any, **kwargs: Any) -> Any:  # noqa: A001 - takes its place
+    def compile_parts(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **{**kwargs, "fullgraph": False})
 
-    return compile
+    return compile_parts
