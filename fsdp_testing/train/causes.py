@@ -20,7 +20,7 @@ from fsdp_testing.train.idle import stands_still, still_though_stepped
 from fsdp_testing.train.quantities import RATE, Kind, Quantity, spans_of_kind
 from fsdp_testing.train.spans import assembled
 from fsdp_testing.train.terms_of_worlds import of_backward, wrong_term
-from fsdp_testing.train.whole import Disagreement, WholeRun, first_steps
+from fsdp_testing.train.whole import Disagreement, WholeRun, first_steps, initial
 
 
 def wrong_in_itself(run: WholeRun, accept: Sequence[str]) -> str:
@@ -99,8 +99,7 @@ def of_start(run: WholeRun) -> str:
         if odd is not None and any(any(seen.terms.moved) for seen in first_steps(run)):
             return (
                 f"ranks 0 and {odd} hold different weights when the optimizer first steps, first {name}. Cause: weights are "
-                "changed between the backward passes of a step, with numbers that differ between ranks. Reduce them "
-                "first."
+                "changed between the backward passes of a step, with numbers that differ between ranks. Reduce them first."
             )
         if odd is not None:
             return (
@@ -110,8 +109,13 @@ def of_start(run: WholeRun) -> str:
     return ""
 
 
-def of_other_start(reference: WholeRun, run: WholeRun) -> str:
+def of_other_start(reference: WholeRun, run: WholeRun, difference: Difference) -> str:
     """Return why a world begins with different weights from one process, and how to make it comparable."""
+    if difference.quantity not in initial(run, 1):
+        return (
+            "The model is made during the training, and all steps before agree. Either its weights are drawn with a seed that "
+            "depends on the number of ranks, or the ranks compute them wrongly from what they trained."
+        )
     seeds = {seen.evidence.seed for world in (reference, run) for seen in first_steps(world)}
     if len(seeds) > 1:
         return "The seed depends on the number of ranks: make the model from one that does not."

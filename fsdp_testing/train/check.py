@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch
-
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.train import causes
@@ -25,18 +23,25 @@ from fsdp_testing.train.by_batches import (
     with_scaled_losses,
 )
 from fsdp_testing.train.comparable import only
-from fsdp_testing.train.comparison import Difference, first_difference
+from fsdp_testing.train.comparison import first_difference
 from fsdp_testing.train.conventions import BATCH_NORM, CONVENTIONS, LOSS, SCHEDULER, to_follow
 from fsdp_testing.train.deciding import decide
 from fsdp_testing.train.feed import Feed, feeds_of
+from fsdp_testing.train.nan import check_numbers, check_waits, returned
 from fsdp_testing.train.on_rank import RunSettings
-from fsdp_testing.train.pair import Pair, check_repeats, check_until, computes_the_same, may_be_given_weights
+from fsdp_testing.train.pair import (
+    Pair,
+    check_repeats,
+    check_until,
+    computes_the_same,
+    may_be_given_weights,
+    other_start,
+)
 from fsdp_testing.train.parts import doubled, shares_rows, takers, with_parts_in_place
-from fsdp_testing.train.quantities import Kind, Quantities, Quantity
+from fsdp_testing.train.quantities import Kind
 from fsdp_testing.train.report import Judgement
 from fsdp_testing.train.rows import prepared_apart, strange_shares, taken_elsewhere, unknown_shares
 from fsdp_testing.train.running import Failed, Runner, Undecided
-from fsdp_testing.train.spans import SUMMED_ROUNDINGS
 from fsdp_testing.train.whole import WholeRun, first_steps, initial, own_parts, whole
 
 
@@ -97,6 +102,7 @@ def _judge(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
     """Judge a training that takes the same rows on every world."""
     alone, start = next(iter(runs.values())), runner.start
     run = runner.run(size)
+    check_waits(runner, run)
     # In this project's own training of a model all ranks begin alike, so differences are not parts of the model.
     run = with_parts_in_place(alone, run) if start.returns and alone.size == 1 else run
     own = own_parts(run.ranks, alone) if start.returns and not run.parts else ()
@@ -119,42 +125,12 @@ def check_ranks(runner: Runner, run: WholeRun, reference: WholeRun) -> None:
     """
     first = run.ranks[0].returned
     for rank, report in enumerate(run.ranks[1:], start=1):
-        difference = first_difference(_named(first), _named(report.returned), 0.0)
+        difference = first_difference(returned(first), returned(report.returned), 0.0)
         if difference is not None:
             cause = causes.of_returned(run, reference, difference)
             raise Failed(f"differs from rank 0: {difference}. {cause}", subject=f"rank {rank}")
     if run is reference:
         check_disagreements(Pair(runner, reference, run))
-
-
-def _named(returned: dict[str, list[torch.Tensor]]) -> Quantities:
-    return {Quantity(Kind.RETURNED, name): values for name, values in returned.items()}
-
-
-def check_numbers(runner: Runner, run: WholeRun) -> None:
-    """NaN equals nothing, and all NaN look alike: no verdict could be trusted."""
-    for rank, report in enumerate(run.ranks):
-        places = _nan(_named(report.returned))
-        if places:
-            raise Failed(
-                f"returns NaN, first in {places[0]} ({len(places)} in all), so nothing can be compared. The loop diverges, "
-                "returns uninitialised memory, or reads a collective's result before its wait (until then the result is NaN).",
-                subject=f"rank {rank}",
-            )
-    places = _nan(run.quantities)
-    if places:
-        raise Undecided(
-            f"computes NaN, first in {places[0]}, so nothing can be compared. Check it with fewer steps, or other weights."
-        )
-
-
-def _nan(quantities: Quantities) -> list[str]:
-    return [
-        f"{key} at step {step}" if len(values) > 1 else str(key)
-        for key, values in quantities.items()
-        for step, value in enumerate(values)
-        if bool(value.isnan().any())
-    ]
 
 
 def check_disagreements(pair: Pair, kinds: Sequence[Kind] = tuple(Kind)) -> None:
@@ -177,6 +153,7 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
     """Judge a script, whose ranks choose their own rows."""
     alone = runs[1]
     run = runs[size] = with_parts_in_place(alone, runner.run(size, RunSettings(keep_data=True)))
+    check_waits(runner, run)
     wrong = causes.wrong_in_itself(run, runner.start.accept)
     times = doubled(run)
     if wrong or times > 1:
@@ -342,21 +319,13 @@ def _with_same_start(pair: Pair) -> tuple[Pair, str]:
             f"makes {run.steps} steps of the optimizer where one process makes {reference.steps}. Cause: the number of steps "
             "depends on the number of ranks (an early stop, or the length of a rank's data)."
         )
-    difference = other_start(reference, run)
+    difference = other_start(pair)
     if difference is None:
         return pair, ""
-    other = f"starts from different weights than one process: {difference}. {causes.of_other_start(reference, run)}"
+    other = f"starts from different weights than one process: {difference}. {causes.of_other_start(reference, run, difference)}"
     if not may_be_given_weights(run):
         raise Undecided(other)
     given = pair.with_weights()
-    if given.reference.steps != run.steps or other_start(given.reference, run) is not None:
+    if given.reference.steps != run.steps or other_start(given) is not None:
         raise Undecided(other)
     return given, ". It got the weights with which the ranks begin, which differ from those that it draws"
-
-
-def other_start(reference: WholeRun, run: WholeRun) -> Difference | None:
-    """Return the first difference between the initial weights of a world and the reference."""
-    sums = any(span.block > 1 for spans in first_steps(run)[0].before.values() for span in spans)
-    # A script that edits weights between backward passes and undoes it before the step restores them up to rounding.
-    edited = any(any(seen.terms.moved) for seen in first_steps(run))
-    return first_difference(initial(reference), initial(run), SUMMED_ROUNDINGS if sums or edited else 0.0)

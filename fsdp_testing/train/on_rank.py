@@ -48,6 +48,8 @@ class RunSettings:
         streams: Whether its streams are recorded; then nothing else is.
         faults: Injected faults.
         autocast: Whether autocast stays on where the training asks for it.
+        late: Whether asynchronous collectives deliver as late as allowed.
+        garbage: Whether fresh memory holds garbage.
     """
 
     steps: int = 0
@@ -61,6 +63,8 @@ class RunSettings:
     streams: bool = False
     faults: tuple[Fault, ...] = ()
     autocast: bool = True
+    late: bool = True
+    garbage: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +154,9 @@ def run_here(job: Job, run: RunSettings) -> RankReport:
             observer.watch(),
             feeder.watch(),
             follower.watch(),
-            # Rule out lucky passes: results arrive as late as allowed, fresh memory holds garbage.
-            deliver_late(),
-            filled_with_garbage(),
+            # These two rule out lucky passes.
+            deliver_late() if run.late else nullcontext(),
+            filled_with_garbage() if run.garbage else nullcontext(),
             disturbed(run.seed * world.size + world.rank, observer.see_operation) if run.seed else nullcontext(),
         ):
             stack.enter_context(context)
@@ -225,7 +229,9 @@ def _observer(job: Job, run: RunSettings, feeder: Feeder, follower: Follower) ->
             raise EnoughSteps
 
     def forward(model: torch.nn.Module, call: Any, given: Any, place: Any) -> Any:
-        if run.feed.weights and not any(model is known for known in observer.reader.models):
+        # The weights of a model that is made later may depend on the training.
+        early = not observer.steps
+        if run.feed.weights and early and not any(model is known for known in observer.reader.models):
             begin_with(run.feed.weights, model, len(observer.reader.models))
         return follower.forward(model, call, given, place)
 

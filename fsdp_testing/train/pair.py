@@ -15,7 +15,8 @@ from fsdp_testing.train.on_rank import RunSettings
 from fsdp_testing.train.parts import in_place
 from fsdp_testing.train.quantities import Kind, Quantities, Quantity
 from fsdp_testing.train.running import Failed, Runner, Undecided
-from fsdp_testing.train.whole import WholeRun, initial, whole, with_ends
+from fsdp_testing.train.spans import SUMMED_ROUNDINGS
+from fsdp_testing.train.whole import WholeRun, first_steps, initial, whole, with_ends
 
 NEAR = 1e-3
 """Gradients that are farther apart, as parts of the largest one, need no closer look."""
@@ -268,10 +269,33 @@ def may_be_given_weights(run: WholeRun) -> bool:
     return all(span.block == 1 for span in begun) and not copied
 
 
+def other_start(pair: Pair) -> Difference | None:
+    """Return the first difference between the initial weights of a world and the reference.
+
+    Roundings may move those of a model that is made during the training, such as one that is loaded from its checkpoint.
+
+    Raises:
+        Failed: A step before such a model differs.
+    """
+    run, both = pair.run, (pair.reference, pair.run)
+    sums = any(span.block > 1 for spans in first_steps(run)[0].before.values() for span in spans)
+    # A script that edits weights between backward passes and undoes it before the step restores them up to rounding.
+    edited = any(any(seen.terms.moved) for seen in first_steps(run))
+    due, given = (initial(world, 1) for world in both)
+    difference = first_difference(due, given, SUMMED_ROUNDINGS if sums or edited else 0.0)
+    later, later_given = (only(initial(world), {*initial(world)} - {*due}) for world in both)
+    if difference is not None or first_difference(later, later_given, 0.0) is None:
+        return difference
+    difference = pair.difference(lambda world: only(initial(world), later), Decided())
+    if difference is not None:
+        check_until(pair, next(n for n, seen in enumerate(run.ranks[0].steps) if difference.quantity in seen.before))
+    return difference
+
+
 def computes_the_same(pair: Pair) -> bool:
     """Whether gradients and parameters of both are the same at each step but for roundings, and there are any."""
     reference, run = pair.reference, pair.run
-    if reference.steps != run.steps or first_difference(initial(reference), initial(run), 0.0) is not None:
+    if reference.steps != run.steps or first_difference(initial(reference, 1), initial(run, 1), 0.0) is not None:
         return False
     due, given = ({key: world.quantities[key][0] for key in world.names(Kind.GRADIENT)} for world in (reference, run))
     largest = max((float(value.abs().max()) for value in due.values() if value.numel()), default=0.0)

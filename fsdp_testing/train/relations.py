@@ -25,7 +25,6 @@ from fsdp_testing.train.check import (
     guarded,
     not_compared,
     not_stepped,
-    other_start,
 )
 from fsdp_testing.train.collators import Uncollated
 from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, Difference
@@ -34,7 +33,7 @@ from fsdp_testing.train.deciding import decide
 from fsdp_testing.train.feed import FedLoader, Feed, Source, feeds_of
 from fsdp_testing.train.loaders import of_training
 from fsdp_testing.train.on_rank import RunSettings
-from fsdp_testing.train.pair import Pair, Varied, computes_the_same
+from fsdp_testing.train.pair import Pair, Varied, computes_the_same, other_start
 from fsdp_testing.train.parts import with_parts_in_place
 from fsdp_testing.train.quantities import Kind, rank_count
 from fsdp_testing.train.report import Judgement
@@ -228,7 +227,7 @@ def _check_start(pair: Pair) -> str:
     odd = [key for key in {**shapes[0], **shapes[1]} if shapes[0].get(key) != shapes[1].get(key)]
     if odd:
         raise Undecided(f"has other parameters than {pair.other}, first {odd[0]}: it is another model.")
-    begun = other_start(base, run)
+    begun = other_start(pair)
     if begun is not None:
         raise Undecided(
             f"begins with different weights than {pair.other}: {begun}. Draw them from one seed before anything is "

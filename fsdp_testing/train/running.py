@@ -300,5 +300,7 @@ def _named(size: int, run: RunSettings, variation: str) -> str:
     how += ["given the rows of all ranks"] if run.feed.source is not None else []
     how += ["streams recorded"] if run.streams else []
     how += [] if run.autocast else ["without autocast"]
+    how += [] if run.late else ["results delivered at once"]
+    how += [] if run.garbage else ["fresh memory not filled"]
     how += [f"how far roundings move it ({run.seed})"] if run.seed else []
     return ", ".join([who, *how])

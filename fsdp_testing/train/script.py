@@ -24,6 +24,7 @@ from fsdp_testing.train.check import judged, run_alone
 from fsdp_testing.train.conventions import check_names
 from fsdp_testing.train.elsewhere import Elsewhere, elsewhere, execute_elsewhere
 from fsdp_testing.train.faulted import judge_faults
+from fsdp_testing.train.nan import ReadTooEarly
 from fsdp_testing.train.on_rank import RankReport, RunSettings
 from fsdp_testing.train.report import Judgement, TrainingDiffers, TrainingUndecided, TrainReport
 from fsdp_testing.train.resuming import judge_resumed
@@ -222,7 +223,8 @@ def _examined(
         if runner.unsteady:
             raise Undecided(" ".join(runner.unsteady))
     except (Failed, Undecided) as why:
-        return TrainReport(launch.name, (Judgement(1, Verdict.UNKNOWN, f"one process {why}", output=why.output),))
+        verdict = Verdict.FAIL if isinstance(why, ReadTooEarly) else Verdict.UNKNOWN
+        return TrainReport(launch.name, (Judgement(1, verdict, f"one process {why}", output=why.output),))
     runs = {1: alone}
     remarks = _touched(alone, again)
     judgements = [judged(runner, runs, size) for size in sizes if size > 1]

@@ -246,10 +246,10 @@ def _tensors(
                 yield key, *assembled([spans.get(key, ()) for spans in ranks])
 
 
-def initial(run: WholeRun) -> Quantities:
-    """Return the parameters before the first step that has them; those of the end began so, too."""
+def initial(run: WholeRun, steps: int | None = None) -> Quantities:
+    """Return the parameters before the first step that has them, of the first so many steps."""
     start: Quantities = {}
-    for seen in zip(*(rank.steps for rank in run.ranks)):
+    for seen in zip(*(rank.steps[:steps] for rank in run.ranks)):
         for key, tensor, _ in _tensors([rank.before for rank in seen], (Kind.PARAMETER,)):
             start.setdefault(key, [tensor])
     return start
