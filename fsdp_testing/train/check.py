@@ -25,7 +25,7 @@ from fsdp_testing.train.by_batches import (
 from fsdp_testing.train.comparable import only
 from fsdp_testing.train.comparison import first_difference
 from fsdp_testing.train.conventions import BATCH_NORM, CONVENTIONS, LOSS, SCHEDULER, to_follow
-from fsdp_testing.train.deciding import decide
+from fsdp_testing.train.deciding import Compared, decide
 from fsdp_testing.train.feed import Feed, feeds_of
 from fsdp_testing.train.nan import check_numbers, check_waits, returned
 from fsdp_testing.train.on_rank import RunSettings
@@ -170,12 +170,13 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
     pair = pair.as_ranks(to_follow(accept)) if to_follow(accept) else pair
     how += ", which runs the rows of each rank separately and averages" if {LOSS, BATCH_NORM} & {*accept} else ""
     try:
-        pair, start = _with_same_start(pair)
-        pair = with_scaled_losses(pair)
-        check_disagreements(pair)
-        compared = decided_by_batches(pair)
+        pair, start, compared = _compared(pair)
     except Failed as why:
-        raise final_verdict(pair, why, other_rows) from why.__cause__
+        itself = Pair(runner, alone, run, Feed())
+        if pair.feed.source is None or to_follow(accept) or not computes_the_same(itself):
+            raise final_verdict(pair, why, other_rows) from why.__cause__
+        # The script marked parts of rows, or a forward that joins ranks got their rows as if they were its own.
+        (pair, start, compared), how, other_rows = _compared(itself), _SHARED, None
     if other_rows is not None:
         raise other_rows
     if odd := taken_elsewhere(alone, taken) or prepared_apart(alone, taken):
@@ -186,9 +187,26 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
             f". It makes {here} micro-batches where a rank makes {there} and divides by {there}, so each of its losses was "
             f"divided by {run.size} more"
         )
-    lines = compared.lines + unknown_shares(alone, taken) + not_stepped(run) + not_compared(run, accept)
+    shares = () if how == _SHARED else unknown_shares(alone, taken)
+    lines = compared.lines + shares + not_stepped(run) + not_compared(run, accept)
     sentence = f"{run.steps} steps match those of one process {how}{start}"
     return Judgement(size, Verdict.PASS, sentence, lines, compared.unknown, steps=run.steps)
+
+
+def _compared(pair: Pair) -> tuple[Pair, str, Compared]:
+    """Return the pair as it was compared, a note on its start, and what was compared.
+
+    Raises:
+        Failed, Undecided: It differs, or cannot be compared.
+    """
+    pair, start = _with_same_start(pair)
+    pair = with_scaled_losses(pair)
+    check_disagreements(pair)
+    return pair, start, decided_by_batches(pair)
+
+
+_SHARED = "with different arguments of forward: ranks share the work on each row"
+"""Equal gradients at each step prove equal data, whatever the rows seem to be."""
 
 
 def _pair(runner: Runner, alone: WholeRun, run: WholeRun, taken: WholeRun) -> tuple[Pair, str, OtherRows | None]:
@@ -196,10 +214,9 @@ def _pair(runner: Runner, alone: WholeRun, run: WholeRun, taken: WholeRun) -> tu
     try:
         reference, feed = _reference(runner, alone, taken)
     except Undecided as why:
-        # Whatever the arguments of forward: equal gradients at each step prove equal data.
         pair = Pair(runner, alone, run, Feed())
         if computes_the_same(pair):
-            return pair, "with different arguments of forward: ranks share the work on each row", None
+            return pair, _SHARED, None
         # All ranks began alike, so their present values of the same parameters can be compared without another world.
         check_disagreements(Pair(runner, run, run), (Kind.PARAMETER,))
         if isinstance(why, OtherRows) and why.steps:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -11,11 +12,57 @@ from fsdp_testing.cases.records.specs import UNIT_ROUNDOFF
 from fsdp_testing.explain.contributions import sentence
 from fsdp_testing.train.comparison import floor, part
 from fsdp_testing.train.control import backward_pass, taken_apart
+from fsdp_testing.train.multiples import UNEVEN, weights_of
 from fsdp_testing.train.quantities import LOSS, Kind, Quantity
+from fsdp_testing.train.terms import summed_terms
 from fsdp_testing.train.whole import WholeRun
 
 _FEW = 8
 """Roundings by which the losses of both worlds may differ if they are the same loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrong:
+    """The first gradients that differ from the reference world.
+
+    Attributes:
+        step: Their step.
+        got, due: Of both worlds, by parameter, each in one row.
+        bounds: How far each may be off.
+        ranks: What backward added, by rank and pass.
+    """
+
+    step: int
+    got: dict[str, torch.Tensor]
+    due: dict[str, torch.Tensor]
+    bounds: dict[str, float]
+    ranks: list[Sequence[Mapping[str, torch.Tensor]]]
+
+    @property
+    def terms_are_right(self) -> bool:
+        """Whether what backward added is right: the gradients of the reference world are its mean."""
+        terms = [one for passes in self.ranks for one in passes]
+        return bool(terms) and all(
+            _is_mean(due, [one.get(name) for one in terms], self.bounds[name]) for name, due in self.due.items()
+        )
+
+
+def _first_wrong(reference: WholeRun, run: WholeRun, roundings: float) -> _Wrong | None:
+    for step in range(min(reference.steps, run.steps)):
+        wrong = _Wrong(step, {}, {}, {}, [rank.steps[step].terms.passes for rank in run.ranks])
+        for key in reference.names(Kind.GRADIENT):
+            values, there = reference.quantities[key], run.quantities.get(key, [])
+            if step >= min(len(values), len(there)):
+                continue
+            bound = floor(values[step].dtype, roundings) * float(
+                values[step].abs().max() if values[step].numel() else 0
+            )
+            one, two = values[step].double().reshape(-1), there[step].double().reshape(-1)
+            if one.shape != two.shape or not bool((two - one).abs().le(bound).all()):
+                wrong.got[key.name], wrong.due[key.name], wrong.bounds[key.name] = two, one, bound
+        if wrong.got:
+            return wrong
+    return None
 
 
 def wrong_term(reference: WholeRun, run: WholeRun, roundings: float) -> str:
@@ -26,28 +73,34 @@ def wrong_term(reference: WholeRun, run: WholeRun, roundings: float) -> str:
         run: The other world.
         roundings: Admissible difference, in units of roundoff times the largest number of a gradient.
     """
-    for step in range(min(reference.steps, run.steps)):
-        got, due, bounds = {}, {}, {}
-        for key in reference.names(Kind.GRADIENT):
-            values, there = reference.quantities[key], run.quantities.get(key, [])
-            if step >= min(len(values), len(there)):
-                continue
-            bound = floor(values[step].dtype, roundings) * float(
-                values[step].abs().max() if values[step].numel() else 0
-            )
-            one, two = values[step].double().reshape(-1), there[step].double().reshape(-1)
-            if one.shape != two.shape or not bool((two - one).abs().le(bound).all()):
-                got[key.name], due[key.name], bounds[key.name] = two, one, bound
-        if got:
-            ranks = [rank.steps[step].terms.passes for rank in run.ranks]
-            terms = [one for passes in ranks for one in passes]
-            if not terms or not all(
-                _is_mean(due[name], [one.get(name) for one in terms], bounds[name]) for name in got
-            ):
-                return ""
-            shares = taken_apart(got, due, ranks, bounds)
-            return f"Cause: {sentence(shares, run.size, backward_pass)}, at step {step}." if shares is not None else ""
-    return ""
+    wrong = _first_wrong(reference, run, roundings)
+    if wrong is None or not wrong.terms_are_right:
+        return ""
+    shares = taken_apart(wrong.got, wrong.due, wrong.ranks, wrong.bounds)
+    if shares is not None:
+        return f"Cause: {sentence(shares, run.size, backward_pass)}, at step {wrong.step}."
+    return _of_weights(wrong, run.size)
+
+
+def _of_weights(wrong: _Wrong, size: int) -> str:
+    """Return the cause where the first wrong gradient adds up the ranks' gradients with unequal weights; else empty."""
+    name, got = next(iter(wrong.got.items()))
+    rows = [row.double() for passes in wrong.ranks if (row := summed_terms(passes).get(name)) is not None]
+    alone = [rank for rank, row in enumerate(rows) if bool((row - got).abs().le(wrong.bounds[name]).all())]
+    if len(alone) == 1:
+        return (
+            f"Cause: at step {wrong.step} the gradient of {name} is that of rank {alone[0]} alone, not the mean over ranks. "
+            "All-reduce it; a broadcast or a reduction to one rank drops the others."
+        )
+    weights = weights_of(got, rows, wrong.bounds[name]) if got.numel() > size else None
+    if weights is None or max(weights) - min(weights) < UNEVEN:
+        return ""
+    ranks = " + ".join(f"{weight:.4g} x rank {rank}'s" for rank, weight in enumerate(weights))
+    return (
+        f"Cause: at step {wrong.step} the gradient of {name} is {ranks}, expected equal weights: what backward gives is "
+        "right, and each rank scales its own before the reduction. Look for a clip by the norm of a rank's own gradient, or a "
+        "count of its own, in a hook or between backward and the step."
+    )
 
 
 def of_backward(reference: WholeRun, run: WholeRun, key: Quantity, step: int, roundings: float) -> str:

@@ -33,6 +33,13 @@ def said(report, verdict):
         ("sequence", 2, ("--mark",), "with the same rows on each rank, of which forward receives parts"),
         ("sequence", 2, ("--loader",), "with the same rows on each rank, of which forward receives parts"),
         ("sequence", 2, (), "with different arguments of forward: ranks share the work on each row"),
+        ("sequence", 2, ("--mark-parts",), "with different arguments of forward: ranks share the work on each row"),
+        (
+            "sequence",
+            2,
+            ("--mark-parts", "--loader"),
+            "with different arguments of forward: ranks share the work on each row",
+        ),
     ],
 )
 def test_ranks_that_share_the_work_on_the_same_rows_pass(kind, size, more, how):
@@ -49,12 +56,16 @@ def test_ranks_that_share_the_work_on_the_same_rows_pass(kind, size, more, how):
         ("dtensor", "summed", r"gradient of 0.weight at step 0"),
         ("stages", "divided", r"gradient of 0.0.weight at step 0"),
         ("stages", "rate of the rank", r"parameter 2.0.weight at step 0"),
-        ("sequence", "norm not reduced", r"parameter 0.norm.weight differs between ranks 0 and 1 at step 0"),
+        ("sequence --mark", "norm not reduced", r"parameter 0.norm.weight differs between ranks 0 and 1 at step 0"),
+        (
+            "sequence --mark-parts",
+            "norm not reduced",
+            r"parameter 0.norm.weight differs between ranks 0 and 1 at step 0",
+        ),
     ],
 )
 def test_a_mistake_of_ranks_that_share_the_work_fails_at_its_place(kind, mistake, place):
-    mark = ("--mark",) if kind == "sequence" else ()
-    text = said(judge("parts", "--kind", kind, "--mistake", mistake, *mark), Verdict.FAIL)
+    text = said(judge("parts", "--kind", *kind.split(), "--mistake", mistake), Verdict.FAIL)
     assert re.search(place, text, re.S), text
     assert "data are not divided" not in text
 

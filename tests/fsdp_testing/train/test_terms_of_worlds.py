@@ -21,8 +21,11 @@ from fsdp_testing.train.terms_of_worlds import of_backward
 SCRIPT = str(Path(__file__).parent / "with_backward.py")
 
 
-def of(mistake: str):
-    runner = Runner(Launch(SCRIPT, ("--mistake", mistake), steps=2, isolation="warm"), default_pool())
+REDUCTIONS = str(Path(__file__).parent / "with_reductions.py")
+
+
+def of(mistake: str, script: str = SCRIPT):
+    runner = Runner(Launch(script, ("--mistake", mistake), steps=2, isolation="warm"), default_pool())
     return judged(runner, {1: runner.run(1)}, 3)
 
 
@@ -43,6 +46,23 @@ def test_where_a_gradient_begins_to_differ(mistake, message):
     judgement = of(mistake)
     assert judgement.verdict is Verdict.FAIL, judgement
     assert re.search(message, judgement.sentence, re.DOTALL), judgement.sentence
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("clip before", r"Cause: at step 0 the gradient of \S+ is \S+ x rank 0's \+ \S+ x rank 1's \+ .*equal weights"),
+        ("broadcast", "Cause: at step 0 the gradient of scale is that of rank 0 alone"),
+    ],
+)
+def test_a_reduction_that_weights_ranks_is_named(mistake, message):
+    judgement = of(mistake, REDUCTIONS)
+    assert judgement.verdict is Verdict.FAIL, judgement
+    assert re.search(message, judgement.sentence), judgement.sentence
+
+
+def test_gradients_that_are_clipped_after_the_reduction_pass():
+    assert of("", REDUCTIONS).verdict is Verdict.PASS
 
 
 @pytest.mark.parametrize(("loss", "placed"), [(2.0, True), (2.0 + 2e-7, True), (2.0 + 2e-5, False)])

@@ -15,6 +15,7 @@ arguments = argparse.ArgumentParser()
 arguments.add_argument("--kind", choices=["tensor", "dtensor", "stages", "sequence"])
 arguments.add_argument("--mistake", default="none")
 arguments.add_argument("--mark", action="store_true")
+arguments.add_argument("--mark-parts", action="store_true")
 arguments.add_argument("--loader", action="store_true")
 options = arguments.parse_args()
 mistake = options.mistake
@@ -110,6 +111,8 @@ def train(model, steps=3):
             inputs, targets = fsdp_testing.batch(inputs, targets)
         if options.kind == "sequence":
             inputs, targets = (whole.chunk(size, dim=1)[rank] for whole in (inputs, targets))
+        if options.mark_parts:
+            inputs, targets = fsdp_testing.batch(inputs, targets)
         backward(model, inputs, targets)
         if options.kind == "sequence":
             for name, parameter in model.named_parameters():
