@@ -169,14 +169,17 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
     accept = runner.start.accept
     pair = pair.as_ranks(to_follow(accept)) if to_follow(accept) else pair
     how += ", which runs the rows of each rank separately and averages" if {LOSS, BATCH_NORM} & {*accept} else ""
+    start = ""
     try:
-        pair, start, compared = _compared(pair)
+        pair, start = _with_same_start(pair)
+        pair = with_scaled_losses(pair)
+        compared = _compared(pair)
     except Failed as why:
         itself = Pair(runner, alone, run, Feed())
         if pair.feed.source is None or to_follow(accept) or not computes_the_same(itself):
             raise final_verdict(pair, why, other_rows) from why.__cause__
         # The script marked parts of rows, or a forward that joins ranks got their rows as if they were its own.
-        (pair, start, compared), how, other_rows = _compared(itself), _SHARED, None
+        pair, how, other_rows, compared = itself, _SHARED, None, _compared(itself)
     if other_rows is not None:
         raise other_rows
     if odd := taken_elsewhere(alone, taken) or prepared_apart(alone, taken):
@@ -193,16 +196,9 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
     return Judgement(size, Verdict.PASS, sentence, lines, compared.unknown, steps=run.steps)
 
 
-def _compared(pair: Pair) -> tuple[Pair, str, Compared]:
-    """Return the pair as it was compared, a note on its start, and what was compared.
-
-    Raises:
-        Failed, Undecided: It differs, or cannot be compared.
-    """
-    pair, start = _with_same_start(pair)
-    pair = with_scaled_losses(pair)
+def _compared(pair: Pair) -> Compared:
     check_disagreements(pair)
-    return pair, start, decided_by_batches(pair)
+    return decided_by_batches(pair)
 
 
 _SHARED = "with different arguments of forward: ranks share the work on each row"

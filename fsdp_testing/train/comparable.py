@@ -36,7 +36,7 @@ class Comparable:
 
     def left_out(self, *, losses: bool = True) -> list[str]:
         """Return sentences on what is not compared; on losses only if they are not judged elsewhere."""
-        sentences = [f"{key}, which only one of them has at each step" for key in self.missing]
+        sentences = [f"{what}, which only one of both worlds has at each step" for what in _by_quantity(self.missing)]
         if self.factor is not None:
             sentences.append(
                 f"gradients are {1 / self.factor:.6g} times, and learning rates {self.factor:.6g} times, those of the reference: "
@@ -47,6 +47,16 @@ class Comparable:
             words = ["norm" if kind is Kind.NORM else kind.value.strip() for kind in kinds]
             sentences.append("ignored because parameters agree: " + ", ".join(words))
         return sentences
+
+
+def _by_quantity(keys: Sequence[Quantity]) -> list[str]:
+    """Name these quantities, of many parameters at once."""
+    together: dict[tuple[Kind, str], list[Quantity]] = {}
+    for key in keys:
+        together.setdefault((key.kind, key.part), []).append(key)
+    return [
+        str(alike[0]) if len(alike) == 1 else f"{alike[0]} and {len(alike) - 1} more" for alike in together.values()
+    ]
 
 
 def only(quantities: Quantities, names: Collection[Quantity]) -> Quantities:

@@ -117,7 +117,7 @@ def _decide(pair: Pair) -> Compared:
     remarks += _generators(pair)
     remarks += [control(run, measures=MEASURED in start.accept).line, *idle_lines(run)]
     named = [*names, *({LOSS} & {*run.quantities})]
-    return Compared(compared_lines(run, named, left, remarks), (*unknown, *_not_compared(pair, decided)))
+    return Compared(compared_lines((reference, run), named, left, remarks), (*unknown, *_not_compared(pair, decided)))
 
 
 def _seen(run: WholeRun) -> Quantities:

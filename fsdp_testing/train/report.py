@@ -187,9 +187,10 @@ def training_sheet(
 
 
 def compared_lines(
-    run: WholeRun, names: Sequence[Quantity], left_out: Sequence[str], remarks: Sequence[str]
+    worlds: tuple[WholeRun, WholeRun], names: Sequence[Quantity], left_out: Sequence[str], remarks: Sequence[str]
 ) -> tuple[str, ...]:
-    """Return what was compared at each step, and what was not and why."""
+    """Return what was compared at each step of two worlds, and what was not and why."""
+    reference, run = worlds
     chosen = set(names)
     order = [key for key in run.quantities if key in chosen]
     listed = [str(key) for key in order if key.kind not in (*KINDS, Kind.SETTING, Kind.COPY, Kind.END)]
@@ -199,7 +200,8 @@ def compared_lines(
         tensors = [max(run.quantities[key], key=torch.Tensor.numel) for key in run.names(kind) if key in chosen]
         if tensors:
             listed.append(f"{words} ({len(tensors)} tensors, {sum(t.numel() for t in tensors):,} numbers)")
-    rows = sum(sum(run.union(step).values()) for step in range(run.steps))
+    # Ranks that work together on a row take it several times.
+    rows = sum(reference.union(step).total() for step in range(reference.steps))
     steps = "1 step" if run.steps == 1 else f"each of {run.steps} steps"
     lines = [f"compared at {steps}: {', '.join(listed)}; {rows} rows of data"]
     copies = sorted({f"{Kind.COPY.value}{key.part!r}" for key in names if key.kind is Kind.COPY})

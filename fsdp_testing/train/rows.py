@@ -112,13 +112,17 @@ def _by_step(rows: Sequence[Sequence[Sequence[str]]], rank: int) -> Counter[str]
 def _are_sliced(alone: WholeRun, run: WholeRun, own: LoaderSeen, ranks: Sequence[LoaderSeen]) -> bool:
     """Whether each rank loads what one process does, and its forwards get a part of it.
 
-    All ranks together get as many rows; or as many elements, where each has its part of every row (of a sequence).
+    All ranks together get as many rows, but for fewer than there are ranks where slices are uneven; or as many elements, where
+    each has its part of every row (of a sequence).
     """
     if any(loader.batch != own.batch for loader in ranks):
         return False
     steps = [(alone.union(step), run.union(step)) for step in range(min(alone.steps, run.steps))]
-    return bool(steps) and any(
-        all(0 < count(here) == count(there) for here, there in steps) for count in (Counter[str].total, _elements)
+    rows = [(here.total(), there.total()) for here, there in steps]
+    elements = [(_elements(here), _elements(there)) for here, there in steps]
+    return bool(steps) and (
+        all(min(pair) > 0 and abs(pair[0] - pair[1]) < run.size for pair in rows)
+        or all(0 < here == there for here, there in elements)
     )
 
 

@@ -46,3 +46,12 @@ def test_everything_is_compared_where_parameters_differ():
     names, left = compared(quantities(), {LOSS: quantities()[LOSS]})
     assert names == ["loss"]
     assert len(left) == 3
+
+
+def test_quantities_of_one_kind_that_only_one_world_has_are_told_together():
+    moments = {Quantity(Kind.MOMENT, name, part): [torch.ones(1)] for part in ("m", "v") for name in ("a", "b", "c")}
+    _, left = compared(quantities() | moments, quantities())
+    assert left == [
+        "optimizer state m of a and 2 more, which only one of both worlds has at each step",
+        "optimizer state v of a and 2 more, which only one of both worlds has at each step",
+    ]

@@ -61,6 +61,9 @@ def test_a_rank_may_load_the_batch_of_all_ranks_and_take_its_slice():
     alone, both = run("abcdefgh", steps=("abcd", "efgh")), ("abcdefgh", "abcdefgh")
     assert strange_shares(alone, run(*both, steps=("abcd", "efgh"))) == ""
     assert strange_shares(alone, run(*both, steps=("ijkl", "mnop"))) == "", "rows that it changes before forward"
+    assert strange_shares(alone, run(*both, steps=("abc", "efg"))) == "", (
+        "uneven slices: their rows are counted elsewhere"
+    )
     overlap = "8 of the rows that the ranks take were taken before"
     assert overlap in strange_shares(alone, run(*both, steps=("ijklijkl", "mnopmnop"))), "it takes all of them"
     smaller = run(*both, steps=("ijkl", "mnop"))

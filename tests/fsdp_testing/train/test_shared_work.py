@@ -45,7 +45,7 @@ def said(report, verdict):
 def test_ranks_that_share_the_work_on_the_same_rows_pass(kind, size, more, how):
     text = said(judge("parts", "--kind", kind, *more, size=size), Verdict.PASS)
     assert how in text
-    assert re.search(r"compared at each of 2 steps: .*gradients as .*parameters after", text), text
+    assert re.search(r"compared at each of 2 steps: .*gradients as .*parameters after .*; 8 rows of data", text), text
 
 
 @pytest.mark.parametrize(
