@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from fsdp_testing.cases.records.specs import UNIT_ROUNDOFF
 from fsdp_testing.errors import WorldFailed
 from fsdp_testing.train import causes, multiples, readings
 from fsdp_testing.train.comparable import Comparable, comparable, only, vanishing
@@ -46,33 +47,52 @@ def decide(pair: Pair) -> Compared:
     try:
         compared = _decide(pair)
     except Undecided:
-        _without_autocast(pair)  # where the world may turn out to differ
+        _in_single_precision(pair, _HIDDEN)  # where the world may turn out to differ
         raise
-    return replace(compared, lines=(*compared.lines, *_without_autocast(pair)))
+    except Failed as why:
+        # Roundings may hide the first steps that differ, and so the cause.
+        lines = _in_single_precision(pair, _BOTH) if why.first is not None else []
+        if _AGREES not in lines:
+            raise
+        raise Failed(f"{why} {_ONLY_LOW}", why.table, why.output, why.subject, why.first) from why
+    return replace(compared, lines=(*compared.lines, *_in_single_precision(pair, _HIDDEN)))
 
 
-def _without_autocast(pair: Pair) -> list[str]:
-    """Compare what a training in low precision computes without it, where roundings hide little; return the result.
+_AGREES = (
+    "compared in float32, too, where roundings hide little: without autocast, mixed precision and casts to 16 bits"
+)
+_HIDDEN = "This shows in float32; roundings of low precision hide it."
+_BOTH = "These numbers are of a run in float32; the training in its own precision differs, too."
+_ONLY_LOW = "In float32 both compute the same: look at what is cast, or rounded, differently."
+
+
+def _in_single_precision(pair: Pair, remark: str) -> list[str]:
+    """Compare what a training in low precision computes in float32, where roundings hide little; return the result.
 
     Raises:
-        Failed: The world differs.
+        Failed: The world differs; the remark ends the sentence.
     """
-    if not (
-        pair.runner.autocast and any(rank.autocast for world in (pair.reference, pair.run) for rank in world.ranks)
-    ):
+    if not pair.runner.low_precision or not _is_low(pair):
         return []
     try:
-        exact = pair.without_autocast()
+        exact = pair.in_single_precision()
     except (Failed, Undecided, WorldFailed) as why:
-        return [f"not compared without autocast and mixed precision, where roundings hide less: {why}"]
+        return [f"not compared in float32, where roundings hide less: {why}"]
     try:
         _decide(exact)
     except Failed as why:
-        sentence = f"{why} This shows without autocast and mixed precision; under them, roundings hide it."
-        raise Failed(sentence, why.table, why.output, why.subject, why.first) from why
+        raise Failed(f"{why} {remark}", why.table, why.output, why.subject, why.first) from why
     except Undecided as why:
-        return [f"not decided without autocast and mixed precision: {why}"]
-    return ["compared without autocast and mixed precision, too, where roundings hide little"]
+        return [f"not decided in float32: {why}"]
+    return [_AGREES]
+
+
+def _is_low(pair: Pair) -> bool:
+    """Whether a training computes anything in less than single precision, as far as this was seen."""
+    worlds = (pair.reference, pair.run, *pair.disturbed)
+    units = [max(seen.evidence.roundoff, seen.evidence.computed) for world in worlds for seen in world.seen]
+    asked = any(rank.low_precision for world in worlds for rank in world.ranks)
+    return asked or max(units, default=0.0) > UNIT_ROUNDOFF["float32"]
 
 
 def _decide(pair: Pair) -> Compared:

@@ -21,11 +21,11 @@ from fsdp_testing.ranks.ledger.late_delivery import deliver_late
 from fsdp_testing.ranks.pool.world import current_world
 from fsdp_testing.ranks.streams.observation import observe
 from fsdp_testing.ranks.streams.races import StreamAccount
-from fsdp_testing.train.autocast import watched
 from fsdp_testing.train.conventions import Follower
 from fsdp_testing.train.disturbance import disturbed
 from fsdp_testing.train.feed import Feed, Feeder, Taken
 from fsdp_testing.train.holdings import Spans, begin_with
+from fsdp_testing.train.low_precision import watched
 from fsdp_testing.train.observation import Observer
 from fsdp_testing.train.reading import Reader
 from fsdp_testing.train.steps import StepSeen
@@ -47,7 +47,7 @@ class RunSettings:
         feed: The data that replaces its own.
         streams: Whether its streams are recorded; then nothing else is.
         faults: Injected faults.
-        autocast: Whether autocast stays on where the training asks for it.
+        low_precision: Whether low precision stays where the training asks for it.
         late: Whether asynchronous collectives deliver as late as allowed.
         garbage: Whether fresh memory holds garbage.
     """
@@ -62,7 +62,7 @@ class RunSettings:
     feed: Feed = field(default_factory=Feed)
     streams: bool = False
     faults: tuple[Fault, ...] = ()
-    autocast: bool = True
+    low_precision: bool = True
     late: bool = True
     garbage: bool = True
 
@@ -87,7 +87,7 @@ class RankReport:
         dropout: Whether it would have been active.
         conventions: Names of conventions that it followed.
         account: The work on its streams, if they were recorded.
-        autocast: Whether it asked for autocast.
+        low_precision: Whether it asked for autocast or mixed precision.
     """
 
     steps: tuple[StepSeen, ...]
@@ -105,7 +105,7 @@ class RankReport:
     dropout: bool = False
     conventions: tuple[str, ...] = ()
     account: StreamAccount | None = None
-    autocast: bool = False
+    low_precision: bool = False
 
 
 Watch = AbstractContextManager[Callable[[], dict[str, Any]]]
@@ -145,7 +145,7 @@ def run_here(job: Job, run: RunSettings) -> RankReport:
     observer = _observer(job, run, feeder, follower)
     with ExitStack() as stack:
         facts = stack.enter_context(job.watch(run))
-        autocast = stack.enter_context(watched(is_on=run.autocast))
+        low_precision = stack.enter_context(watched(is_on=run.low_precision))
         for context in (
             as_torchrun_starts(world),
             interception.listen(observer.see_collective),
@@ -176,7 +176,7 @@ def run_here(job: Job, run: RunSettings) -> RankReport:
         conventions=conventions,
         idle_passes=idle_passes,
         trains=observer.trains(),
-        autocast=bool(autocast),
+        low_precision=bool(low_precision),
         **facts(),
         **ending,
     )

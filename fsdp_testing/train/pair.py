@@ -162,10 +162,10 @@ class Pair:
         rows = tuple(tuple(seen.rows for seen in rank.steps) for rank in self.run.ranks)
         return self.beside(replace(self.feed, ranks=AsRanks(accept, self.run.size, rows)))
 
-    def without_autocast(self) -> Pair:
-        """Return both worlds without autocast; errors as of `Runner.run`."""
-        runner = self.runner.without_autocast()
-        varied = self.varied and replace(self.varied, runner=self.varied.runner.without_autocast())
+    def in_single_precision(self) -> Pair:
+        """Return both worlds in float32 where they compute in low precision; errors as of `Runner.run`."""
+        runner = self.runner.in_single_precision()
+        varied = self.varied and replace(self.varied, runner=self.varied.runner.in_single_precision())
         pair = replace(self, runner=runner, varied=varied, kept={}, tried={})
         return replace(pair, reference=pair._reference_again(0), run=pair._again(0))
 

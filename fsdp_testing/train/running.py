@@ -162,7 +162,7 @@ class Runner:
         kept: Disturbed runs by size and seed, of worlds that take their own data.
         unsteady: Sentences on worlds that hung once and not again.
         seconds: What each run of one process took that came to its end.
-        autocast: Whether it computes under autocast where the training asks for it.
+        low_precision: Whether it computes in low precision where the training asks for it.
         idle: Ranks of the last run that ran no backward pass and made no step.
     """
 
@@ -172,16 +172,16 @@ class Runner:
     kept: dict[tuple[int, int], WholeRun] = field(default_factory=dict)
     unsteady: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    autocast: bool = True
+    low_precision: bool = True
     idle: list[int] = field(default_factory=list)
 
     def beside(self, start: Start) -> Runner:
         """Return a runner of the same training, started differently."""
         return replace(self, start=start, kept={}, unsteady=[], idle=[])
 
-    def without_autocast(self) -> Runner:
-        """Return a runner of the same training without autocast."""
-        return replace(self, autocast=False, kept={}, unsteady=[], idle=[])
+    def in_single_precision(self) -> Runner:
+        """Return a runner of the same training in float32 where it computes in low precision."""
+        return replace(self, low_precision=False, kept={}, unsteady=[], idle=[])
 
     def timeout(self, size: int) -> float:
         """Return the seconds until a rank counts as hung: many ranks on few processors are no hang."""
@@ -211,7 +211,7 @@ class Runner:
     def reports(self, size: int, settings: RunSettings) -> Sequence[RankReport]:
         """Return what each rank reports; arguments and errors as of `run`."""
         steps = settings.steps or self.start.steps
-        settings = replace(settings, steps=steps, faults=self.start.faults, autocast=self.autocast)
+        settings = replace(settings, steps=steps, faults=self.start.faults, low_precision=self.low_precision)
         outcome = self.execute(size, settings)
         hung = any(rank.fate is Fate.HUNG for rank in outcome.ranks)
         if hung and not settings.folder and unequal_ends(outcome) is None:
@@ -299,7 +299,7 @@ def _named(size: int, run: RunSettings, variation: str) -> str:
     how += [f"with {fault}" for fault in run.faults]
     how += ["given the rows of all ranks"] if run.feed.source is not None else []
     how += ["streams recorded"] if run.streams else []
-    how += [] if run.autocast else ["without autocast"]
+    how += [] if run.low_precision else ["in float32"]
     how += [] if run.late else ["results delivered at once"]
     how += [] if run.garbage else ["fresh memory not filled"]
     how += [f"how far roundings move it ({run.seed})"] if run.seed else []
