@@ -21,7 +21,7 @@ from fsdp_testing.train.pair import Pair, fail
 from fsdp_testing.train.quantities import LOSS, Kind, Quantities, Quantity
 from fsdp_testing.train.report import compared_lines
 from fsdp_testing.train.running import Failed, Undecided
-from fsdp_testing.train.whole import WholeRun, copies_left_out, initial, is_mean_of_weights, with_ends
+from fsdp_testing.train.whole import WholeRun, copies_left_out, initial, means_of_weights, with_ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,8 @@ def _decide(pair: Pair) -> Compared:
     left += [f"{kind.value.strip()}: each rank has its own, though parameters agree" for kind in apart]
     left += copies_left_out(reference, run)
     # A variable may hold gradients by the same names, each rank's own.
-    names = [key for key in chosen.names if key.kind is not Kind.COPY or is_mean_of_weights(reference, key)]
+    means = means_of_weights(reference)
+    names = [key for key in chosen.names if key.kind is not Kind.COPY or key in means]
     returned = [key for world in (reference, run) for key in world.names(Kind.RETURNED)]
     names = [*dict.fromkeys(returned), *(key for key in names if key.kind not in apart)]
     trained = [key for key in names if key != LOSS or start.losses_are_equal]

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.distributed.algorithms.join import Join
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_testing.oracle.execute import filled_with_garbage
@@ -88,6 +89,7 @@ class RankReport:
         conventions: Names of conventions that it followed.
         account: The work on its streams, if they were recorded.
         low_precision: Whether it asked for autocast or mixed precision.
+        joins: Whether it entered `torch.distributed.algorithms.Join`, where ranks may make different numbers of steps.
     """
 
     steps: tuple[StepSeen, ...]
@@ -106,6 +108,7 @@ class RankReport:
     conventions: tuple[str, ...] = ()
     account: StreamAccount | None = None
     low_precision: bool = False
+    joins: bool = False
 
 
 Watch = AbstractContextManager[Callable[[], dict[str, Any]]]
@@ -146,6 +149,7 @@ def run_here(job: Job, run: RunSettings) -> RankReport:
     with ExitStack() as stack:
         facts = stack.enter_context(job.watch(run))
         low_precision = stack.enter_context(watched(is_on=run.low_precision))
+        joins = stack.enter_context(_joins())
         for context in (
             as_torchrun_starts(world),
             interception.listen(observer.see_collective),
@@ -177,6 +181,7 @@ def run_here(job: Job, run: RunSettings) -> RankReport:
         idle_passes=idle_passes,
         trains=observer.trains(),
         low_precision=bool(low_precision),
+        joins=bool(joins),
         **facts(),
         **ending,
     )
@@ -212,6 +217,20 @@ def _faulty(faults: tuple[Fault, ...], rank: int) -> Iterator[None]:
             yield
         finally:
             injection.end()
+
+
+@contextmanager
+def _joins() -> Iterator[list[Join]]:
+    """Yield the contexts of `Join` that are entered."""
+    enter: Callable[[Join], None] = Join.__enter__
+    entered: list[Join] = []
+
+    def enter_seen(context: Join) -> None:
+        entered.append(context)
+        enter(context)
+
+    with mock.patch.object(Join, "__enter__", enter_seen):
+        yield entered
 
 
 def _observer(job: Job, run: RunSettings, feeder: Feeder, follower: Follower) -> Observer:

@@ -7,6 +7,7 @@ more rows in a step than one process does. None of these is a mistake.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -53,18 +54,28 @@ def taken_elsewhere(alone: WholeRun, run: WholeRun) -> str:
     """Return how many rows several ranks take where none takes one twice, so that they are not drawn with replacement.
 
     With replacement a row is taken twice as often by one rank as by two. If no rank repeats any of many rows, that is no chance.
+    Nor is it that two ranks take the same batch, row by row.
     """
     ranks = [_by_step(run.rows, rank) for rank in range(run.size)]
     if any(count > 1 for rows in (_by_step(alone.rows, 0), *ranks) for count in rows.values()):
         return ""
     shared = sum(count > 1 for count in sum((Counter(rows.keys()) for rows in ranks), Counter[str]()).values())
-    if (1 - 1 / run.size) ** shared > _CHANCE:
+    if (1 - 1 / run.size) ** shared > _CHANCE and not _same_batch(run):
         return ""
     return (
         f"{shared} of the rows that the ranks take are taken by several of them, though no rank takes a row twice: shares that "
         "overlap, as of an order that each rank shuffles by its own seed. Take rows[rank::size] of one order. If this is "
         "intended, give it more rows than it trains on in the steps that are compared."
     )
+
+
+def _same_batch(run: WholeRun) -> bool:
+    """Whether ranks take the same batches, row by row, which rows that are drawn do not do by chance."""
+    own = [{tuple(step[rank]) for step in run.rows if step[rank]} for rank in range(run.size)]
+    batches = Counter(batch for taken in own for batch in taken)
+    shared = [len(batch) for batch, ranks in batches.items() if ranks > 1]
+    rows, pairs = len({row for batch in batches for row in batch}), (len(run.rows) * run.size) ** 2
+    return bool(shared) and math.prod(pairs * max(rows, 2) ** -float(length) for length in shared) < _CHANCE
 
 
 def prepared_apart(alone: WholeRun, run: WholeRun) -> str:

@@ -258,6 +258,8 @@ class Runner:
             trained = {count for count, rank in zip(counts, ranks) if rank.trains}
             if len(trained) == 1:
                 raise _actors(idle, size, f"make {trained.pop()}")
+        if len(set(counts)) > 1 and any(rank.joins for rank in ranks):
+            raise Undecided(_JOINS.format(f": {', '.join(map(str, counts))}", min(counts) - 1))
         if len(set(counts)) > 1:
             raise Failed(
                 f"make different numbers of optimizer steps: {', '.join(map(str, counts))}. Cause: a rank decides by "
@@ -269,6 +271,12 @@ class Runner:
         return whole(size, ranks)
 
 
+_JOINS = (
+    "ranks make different numbers of optimizer steps{}, which torch's Join allows. Compare steps in which all have rows: "
+    "--steps {} at most."
+)
+
+
 def _actors(idle: Sequence[int], size: int, others: str) -> Undecided:
     return Undecided(
         f"give no verdict: rank(s) {', '.join(map(str, idle))} of {size} run no backward pass and make no step, while the "
@@ -277,11 +285,14 @@ def _actors(idle: Sequence[int], size: int, others: str) -> Undecided:
     )
 
 
-def unequal_ends(outcome: WorldOutcome) -> Failed | None:
-    """Return the failure if some ranks made all steps and were ended while others wait for them; otherwise None."""
+def unequal_ends(outcome: WorldOutcome) -> Failed | Undecided | None:
+    """Return what is wrong if some ranks made all steps and were ended while others wait for them; otherwise None."""
     ended = [rank for rank in outcome.ranks if isinstance(rank.value, RankReport) and not rank.value.ended]
     if not ended or len(ended) == outcome.size:
         return None
+    if any(rank.value.joins for rank in ended):
+        steps = len(ended[0].value.steps) - 1
+        return Undecided(_JOINS.format(", as some have no more rows", steps))
     waiting = next(rank.rank for rank in outcome.ranks if rank not in ended)
     return Failed(
         f"make different numbers of optimizer steps: rank {ended[0].rank} has made {len(ended[0].value.steps)}, "

@@ -271,8 +271,19 @@ def first_steps(run: WholeRun) -> list[StepSeen]:
     return [rank.steps[0] for rank in run.ranks if rank.steps]
 
 
-def is_mean_of_weights(run: WholeRun, key: Quantity) -> bool:
-    """Whether a copy of a parameter lies, number by number, between values that the parameter had: a mean of weights does."""
+def means_of_weights(run: WholeRun) -> set[Quantity]:
+    """Return the copies of parameters that lie, number by number, between values that the parameter had: means of weights do.
+
+    Of a variable whose numbers are mostly none, such as one that keeps gradients, none counts: a single number may be by chance.
+    """
+    copies, means = run.names(Kind.COPY), {key for key in run.names(Kind.COPY) if _is_mean_of_weights(run, key)}
+    share = dict.fromkeys((key.part for key in copies), 0)
+    for key in copies:
+        share[key.part] += run.quantities[key][0].numel() * (1 if key in means else -1)
+    return {key for key in means if share[key.part] >= 0}
+
+
+def _is_mean_of_weights(run: WholeRun, key: Quantity) -> bool:
     copy, parameter = run.quantities[key][0], Quantity(Kind.PARAMETER, key.name)
     values = torch.stack([*initial(run).get(parameter, []), *run.quantities[parameter]])
     room = floor(copy.dtype, CLEAR_ROUNDINGS) * values.abs().max()
@@ -281,10 +292,10 @@ def is_mean_of_weights(run: WholeRun, key: Quantity) -> bool:
 
 def copies_left_out(reference: WholeRun, run: WholeRun) -> list[str]:
     """Return sentences on the copies of weights, or parts of them, that are not compared."""
-    sentences = []
+    sentences, means = [], means_of_weights(reference)
     for name, spans in run.ranks[0].copies.items():
         keys = [Quantity(Kind.COPY, part, name) for part in spans]
-        odd = [key for key in keys if key in reference.quantities and not is_mean_of_weights(reference, key)]
+        odd = [key for key in keys if key in reference.quantities and key not in means]
         lacking = [key for key in keys if key not in run.quantities]
         if odd:
             what = "which have the shapes of weights and are no means of them"

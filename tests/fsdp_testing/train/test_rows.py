@@ -87,6 +87,16 @@ def test_rows_that_several_ranks_take_though_none_takes_one_twice_are_no_chance(
     assert taken_elsewhere(stepwise("abcdefghijka"), stepwise("abcdefghijkl", "lbcdefghijka")) == ""  # a short pass
 
 
+def test_a_batch_that_two_ranks_take_is_no_chance():
+    def batches(*ranks):
+        return SimpleNamespace(size=len(ranks), rows=[[[*batch] for batch in step] for step in zip(*ranks)])
+
+    alone = batches(["abcdefgh", "ijklmnop"])
+    assert "4 of the rows that the ranks take" in taken_elsewhere(alone, batches(["abcd", "efgh"], ["efgh", "ijkl"]))
+    assert taken_elsewhere(alone, batches(["abcd", "efgh"], ["fehg", "ijkl"])) == ""  # in another order, by chance
+    assert taken_elsewhere(alone, batches("ab", "bc")) == ""  # batches of one row
+
+
 def test_rows_that_no_loader_gives_are_told_where_they_are_not_those_of_one_process():
     alone = run("", steps=("abcd", "efgh"))
     assert unknown_shares(alone, run("", "", steps=("abcd", "efgh"))) == ()
