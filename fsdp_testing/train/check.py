@@ -324,6 +324,12 @@ def _check_shapes(alone: WholeRun, run: WholeRun) -> None:
         )
 
 
+_OF_FIRST_ROWS = (
+    "Cause: weights are set after the first forward began, without random numbers, as an initialisation by the first rows does, "
+    "and from other numbers than one process has: reduce what a rank computes of its own rows before the weights are made of it."
+)
+
+
 def _with_same_start(pair: Pair) -> tuple[Pair, str]:
     """Return the world beside one process that begins with its weights, and a note if the process was given them."""
     reference, run = pair.reference, pair.run
@@ -339,6 +345,12 @@ def _with_same_start(pair: Pair) -> tuple[Pair, str]:
     if not may_be_given_weights(run):
         raise Undecided(other)
     given = pair.with_weights()
-    if given.reference.steps != run.steps or other_start(given) is not None:
+    if given.reference.steps != run.steps:
+        raise Undecided(other)
+    still = other_start(given)
+    drew = any(seen.evidence.drew for world in (run, given.reference) for seen in first_steps(world))
+    if still is not None and still.quantity in initial(run, 1) and not drew:
+        raise Failed(f"holds other weights than one process when the optimizer first steps: {still}. {_OF_FIRST_ROWS}")
+    if still is not None:
         raise Undecided(other)
     return given, ". It got the weights with which the ranks begin, which differ from those that it draws"

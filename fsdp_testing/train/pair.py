@@ -15,8 +15,7 @@ from fsdp_testing.train.on_rank import RunSettings
 from fsdp_testing.train.parts import in_place
 from fsdp_testing.train.quantities import Kind, Quantities, Quantity
 from fsdp_testing.train.running import Failed, Runner, Undecided
-from fsdp_testing.train.spans import SUMMED_ROUNDINGS
-from fsdp_testing.train.whole import WholeRun, first_steps, initial, whole, with_ends
+from fsdp_testing.train.whole import WholeRun, initial, whole, with_ends
 
 NEAR = 1e-3
 """Gradients that are farther apart, as parts of the largest one, need no closer look."""
@@ -270,24 +269,20 @@ def may_be_given_weights(run: WholeRun) -> bool:
 
 
 def other_start(pair: Pair) -> Difference | None:
-    """Return the first difference between the initial weights of a world and the reference.
+    """Return the first difference between the initial weights of a world and the reference that roundings do not explain.
 
-    Roundings may move those of a model that is made during the training, such as one that is loaded from its checkpoint.
+    Roundings move weights that a model makes of its first rows, those of a model that is loaded from its own checkpoint during
+    the training, and those that are edited between backward passes and restored before the step.
 
     Raises:
-        Failed: A step before such a model differs.
+        Failed: A step before a model that is made during the training differs.
     """
-    run, both = pair.run, (pair.reference, pair.run)
-    sums = any(span.block > 1 for spans in first_steps(run)[0].before.values() for span in spans)
-    # A script that edits weights between backward passes and undoes it before the step restores them up to rounding.
-    edited = any(any(seen.terms.moved) for seen in first_steps(run))
-    due, given = (initial(world, 1) for world in both)
-    difference = first_difference(due, given, SUMMED_ROUNDINGS if sums or edited else 0.0)
-    later, later_given = (only(initial(world), {*initial(world)} - {*due}) for world in both)
-    if difference is not None or first_difference(later, later_given, 0.0) is None:
-        return difference
-    difference = pair.difference(lambda world: only(initial(world), later), Decided())
-    if difference is not None:
+    reference, run = pair.reference, pair.run
+    if first_difference(initial(reference), initial(run), 0.0) is None:
+        return None
+    first = initial(reference, 1)
+    difference = first_difference(first, initial(run, 1), CLEAR_ROUNDINGS) or pair.difference(initial, Decided())
+    if difference is not None and difference.quantity not in first:
         check_until(pair, next(n for n, seen in enumerate(run.ranks[0].steps) if difference.quantity in seen.before))
     return difference
 

@@ -85,8 +85,8 @@ class Reader:
         self._outside: dict[int, torch.Tensor] = {}
 
     def add(self, model: nn.Module) -> bool:
-        """Note a model; return whether it is new."""
-        new = not any(model is known for known in self._met)
+        """Note a model; return whether it is new. A part of a known one, such as the module that DDP wraps, is not."""
+        new = not any(model is part for known in self._met for part in known.modules())
         if new:
             self._met.append(model)
             self.models.append(model)
