@@ -37,7 +37,7 @@ from fsdp_testing.train.pair import (
     may_be_given_weights,
     other_start,
 )
-from fsdp_testing.train.parts import doubled, shares_rows, takers, with_parts_in_place
+from fsdp_testing.train.parts import doubled, loading, shares_rows, takers, with_parts_in_place
 from fsdp_testing.train.quantities import Kind
 from fsdp_testing.train.report import Judgement
 from fsdp_testing.train.rows import prepared_apart, strange_shares, taken_elsewhere, unknown_shares
@@ -161,11 +161,12 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
     _check_shapes(alone, run)
     _check_replicas(run)
     # Rows on which several ranks share the work count once.
-    taken = run.of(takers(alone, run)) if shares_rows(run) else run
-    wrong = strange_shares(alone, taken)
+    taking = takers(alone, run) if shares_rows(run) else tuple(range(run.size))
+    taken, loaded = (run.of(ranks) if len(ranks) < run.size else run for ranks in (taking, loading(run, taking)))
+    wrong = strange_shares(alone, taken, loaded)
     if wrong:
         raise Failed(wrong)
-    pair, how, other_rows = _pair(runner, alone, run, taken)
+    pair, how, other_rows = _pair(runner, (alone, run), taken, loaded)
     accept = runner.start.accept
     pair = pair.as_ranks(to_follow(accept)) if to_follow(accept) else pair
     how += ", which runs the rows of each rank separately and averages" if {LOSS, BATCH_NORM} & {*accept} else ""
@@ -182,7 +183,7 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
         pair, how, other_rows, compared = itself, _SHARED, None, _compared(itself)
     if other_rows is not None:
         raise other_rows
-    if odd := taken_elsewhere(alone, taken) or prepared_apart(alone, taken):
+    if odd := taken_elsewhere(alone, taken) or prepared_apart(alone, loaded):
         raise Undecided(f"trains as {pair.other} does, but {odd}")
     if pair.feed.scale != 1.0 and (counts := more_micro_batches(pair)):
         here, there = counts
@@ -190,7 +191,7 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
             f". It makes {here} micro-batches where a rank makes {there} and divides by {there}, so each of its losses was "
             f"divided by {run.size} more"
         )
-    shares = () if how == _SHARED else unknown_shares(alone, taken)
+    shares = () if how == _SHARED else unknown_shares(alone, loaded)
     lines = compared.lines + shares + not_stepped(run) + not_compared(run, accept)
     sentence = f"{run.steps} steps match those of one process {how}{start}"
     return Judgement(size, Verdict.PASS, sentence, lines, compared.unknown, steps=run.steps)
@@ -205,10 +206,13 @@ _SHARED = "with different arguments of forward: ranks share the work on each row
 """Equal gradients at each step prove equal data, whatever the rows seem to be."""
 
 
-def _pair(runner: Runner, alone: WholeRun, run: WholeRun, taken: WholeRun) -> tuple[Pair, str, OtherRows | None]:
+def _pair(
+    runner: Runner, worlds: tuple[WholeRun, WholeRun], taken: WholeRun, loaded: WholeRun
+) -> tuple[Pair, str, OtherRows | None]:
     """Return the world beside one process that sees its rows, how that process gets them, and why not to the end."""
+    alone, run = worlds
     try:
-        reference, feed = _reference(runner, alone, taken)
+        reference, feed = _reference(runner, alone, taken, loaded)
     except Undecided as why:
         pair = Pair(runner, alone, run, Feed())
         if computes_the_same(pair):
@@ -279,13 +283,13 @@ def not_compared(run: WholeRun, accept: Sequence[str]) -> tuple[str, ...]:
     return tuple(sentences)
 
 
-def _reference(runner: Runner, alone: WholeRun, run: WholeRun) -> tuple[WholeRun, Feed]:
-    """Return one process that sees the rows of all ranks, step by step, and the feed that it needed."""
+def _reference(runner: Runner, alone: WholeRun, run: WholeRun, loaded: WholeRun) -> tuple[WholeRun, Feed]:
+    """Return one process that sees the rows of all ranks, step by step, and the feed that it needed, of what is `loaded`."""
     if not any(any(ranks) for ranks in run.rows):
         raise Undecided("the model's forward receives no tensor with rows, so its data is unknown.")
     if same_data(alone, run) or same_source(alone, run):
         return alone, Feed()
-    feeds = feeds_of([rank.taken for rank in run.ranks], alone.forwards(), run.forwards())
+    feeds = feeds_of([rank.taken for rank in loaded.ranks], alone.forwards(), run.forwards())
     tried: list[tuple[WholeRun, Feed]] = []
     for feed in feeds:
         fed = runner.run(1, RunSettings(feed=feed))
@@ -320,7 +324,8 @@ def _check_shapes(alone: WholeRun, run: WholeRun) -> None:
         raise Undecided(
             f"has other parameters than one process has, first {odd[0]}. A script whose model depends on the number "
             "of ranks cannot be compared; choose the model by an argument. If each rank has a part of the model, "
-            "draw the whole from one seed on every rank, then take the rank's part."
+            "draw the whole from one seed on every rank, then take the rank's part, and call it as a module: parts of tensors "
+            "outside of the modules that are called are not recognised."
         )
 
 

@@ -222,6 +222,19 @@ def takers(alone: WholeRun, run: WholeRun) -> tuple[int, ...]:
     return tuple(first.values()) or tuple(range(run.size))
 
 
+def loading(run: WholeRun, taking: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the ranks whose DataLoaders count: one of each that load the same rows, of more ranks than those `taking` some.
+
+    Ranks may load rows of their own, and send these to one another before a part of the model takes all of them (a table of
+    embeddings).
+    """
+    first: dict[tuple[tuple[str, ...], ...], int] = {}
+    for rank, report in enumerate(run.ranks):
+        loaded = tuple(tuple(one.rows) for loader in report.taken.loaders for one in loader.passes)
+        first.setdefault(loaded, rank)
+    return tuple(first.values()) if len(first) > len(taking) else taking
+
+
 def doubled(run: WholeRun) -> int:
     """Return how many ranks do the work of one: the same part of it on the same rows; 1 where each does its own."""
     shares = [

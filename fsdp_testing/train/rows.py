@@ -30,9 +30,15 @@ _UNKNOWN = (
 )
 
 
-def strange_shares(alone: WholeRun, run: WholeRun) -> str:
-    """Return how the ranks' shares of a step's or a pass's rows differ from the rows of one process; empty if right."""
-    return _of_steps(alone, run) or _of_passes(alone, run)
+def strange_shares(alone: WholeRun, run: WholeRun, loaded: WholeRun | None = None) -> str:
+    """Return how the ranks' shares of a step's or a pass's rows differ from the rows of one process; empty if right.
+
+    Args:
+        alone: One process.
+        run: The ranks that take rows.
+        loaded: The ranks that load rows, if these are others.
+    """
+    return _of_steps(alone, run) or _of_passes(alone, loaded or run)
 
 
 def unknown_shares(alone: WholeRun, run: WholeRun) -> tuple[str, ...]:

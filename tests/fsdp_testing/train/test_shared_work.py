@@ -70,6 +70,16 @@ def test_a_mistake_of_ranks_that_share_the_work_fails_at_its_place(kind, mistake
     assert "data are not divided" not in text
 
 
+def test_ranks_may_load_rows_of_their_own_for_a_part_that_takes_those_of_all():
+    assert "on which 3 ranks work together" in said(judge("tables", size=3), Verdict.PASS)
+    text = said(judge("tables", "--mistake", "not divided"), Verdict.FAIL)
+    assert "gradients of 1 of 3 parameters, first weight, are 2 times those of one process" in text
+
+
+def test_a_part_that_is_no_module_is_not_recognised():
+    assert "call it as a module" in said(judge("tables", "--bare"), Verdict.UNKNOWN)
+
+
 @pytest.mark.parametrize("kind", ["tensor", "stages"])
 def test_parts_that_are_drawn_by_the_rank_cannot_be_compared(kind):
     text = said(judge("parts", "--kind", kind, "--mistake", "seed of the rank"), Verdict.UNKNOWN)
