@@ -12,7 +12,7 @@ from itertools import zip_longest
 import torch
 
 from fsdp_testing.judging.checkers.divergence import DECISIVE
-from fsdp_testing.train import evidence, multiples
+from fsdp_testing.train import averages, evidence, multiples
 from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, Difference, suggestion
 from fsdp_testing.train.control import control
 from fsdp_testing.train.conventions import BATCH_NORM, MEASURED, SCHEDULER, flag
@@ -150,7 +150,8 @@ def of_disagreement(run: WholeRun, odd: Disagreement) -> str:
     by_evidence = evidence.between_ranks(run.evidence)
     reduced = all(all(rank.steps[odd.step].evidence.reduced[-1:]) for rank in run.ranks)
     return (
-        _not_sent(run, odd)
+        averages.of_disagreement(run.ranks, odd.step, odd.quantity)
+        or _not_sent(run, odd)
         or _skipped(run, odd)
         or _own_settings(run, odd.step)
         or _moved_apart(run, odd)
@@ -273,7 +274,8 @@ def of_difference(reference: WholeRun, run: WholeRun, difference: Difference) ->
     step = min(difference.step, run.steps - 1)  # returned quantities may count other steps than the optimizer's
     of_evidence = "" if run.shares_work else evidence.between_sizes(reference.evidence, run.evidence, run.size)
     return (
-        _by_design(run, difference)
+        (averages.OF_EACH_STEP if run.averaged else "")
+        or _by_design(run, difference)
         or evidence.of_rate(difference, run.size, begins=_begins(reference, difference))
         or _kept(reference, run, difference)
         or (step >= 0 and _of_step(reference, run, step))
@@ -324,10 +326,7 @@ def _kept(reference: WholeRun, run: WholeRun, difference: Difference) -> str:
     """Return the cause if only values other than weights and gradients differ: in a step those two come first."""
     kind, name = difference.quantity.kind, difference.quantity.name
     if kind is Kind.COPIED:
-        return (
-            "Cause: the optimizer steps copies of the parameters, and the values that are written back are not "
-            "those that it stepped."
-        )
+        return "Cause: the optimizer steps copies of the parameters, and writes back other values than those that it stepped."
     if kind is Kind.SETTING:
         return f"Cause: the optimizer's {name} depends on the number of ranks."
     if kind is Kind.COPY:
@@ -381,8 +380,7 @@ def _batch_norm(run: WholeRun, step: int) -> str:
         return ""
     return (
         "Cause: BatchNorm normalises the rows of each rank alone: each rank's own statistic, by design or by mistake. Use "
-        "SyncBatchNorm, or another normalisation; otherwise N "
-        f"ranks are not one process. {flag(BATCH_NORM)}"
+        f"SyncBatchNorm, or another normalisation; otherwise N ranks are not one process. {flag(BATCH_NORM)}"
     )
 
 

@@ -31,7 +31,7 @@ from fsdp_testing.train.disturbance import is_drawing
 from fsdp_testing.train.evidence import Clues
 from fsdp_testing.train.generators import Generators, generators_of, states
 from fsdp_testing.train.param_hooks import ParameterHooks
-from fsdp_testing.train.quantities import Kind, spans_of_kind
+from fsdp_testing.train.quantities import Kind, QuantitySpans, spans_of_kind
 from fsdp_testing.train.reading import (
     Reader,
     Receiver,
@@ -355,6 +355,13 @@ class Observer:
     def idle_passes(self) -> int:
         """Return how many backward passes a training made if no optimizer steps and no weight moves."""
         return self._passes if not self.steps and self._collector.stands_still() else 0
+
+    def settled(self) -> QuantitySpans:
+        """Return the parameters that changed since the last step, as where weights are averaged after it."""
+        if not self.steps:
+            return {}
+        held = self.reader.held(self._receiver(), gradients=False)
+        return named(Kind.PARAMETER, self.reader.changed(held, self.steps[-1].of(Kind.PARAMETER)))
 
     def finish(self) -> None:
         """Read the models after the last step."""

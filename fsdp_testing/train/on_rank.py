@@ -28,6 +28,7 @@ from fsdp_testing.train.feed import Feed, Feeder, Taken
 from fsdp_testing.train.holdings import Spans, begin_with
 from fsdp_testing.train.low_precision import watched
 from fsdp_testing.train.observation import Observer
+from fsdp_testing.train.quantities import QuantitySpans
 from fsdp_testing.train.reading import Reader
 from fsdp_testing.train.steps import StepSeen
 from fsdp_testing.train.surroundings import Log, as_torchrun_starts
@@ -89,6 +90,7 @@ class RankReport:
         conventions: Names of conventions that it followed.
         account: The work on its streams, if they were recorded.
         low_precision: Whether it asked for autocast or mixed precision.
+        settled: Parameters that changed since the last step.
         joins: Whether it entered `torch.distributed.algorithms.Join`, where ranks may make different numbers of steps.
     """
 
@@ -108,6 +110,7 @@ class RankReport:
     conventions: tuple[str, ...] = ()
     account: StreamAccount | None = None
     low_precision: bool = False
+    settled: QuantitySpans = field(default_factory=dict)
     joins: bool = False
 
 
@@ -181,6 +184,7 @@ def run_here(job: Job, run: RunSettings) -> RankReport:
         idle_passes=idle_passes,
         trains=observer.trains(),
         low_precision=bool(low_precision),
+        settled=observer.settled() if world.size > 1 else {},
         joins=bool(joins),
         **facts(),
         **ending,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fsdp_testing.train.averages import with_averages
 from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, floor
 from fsdp_testing.train.evidence import StepEvidence
 from fsdp_testing.train.holdings import Spans
@@ -91,6 +92,7 @@ class WholeRun:
         parts: For each rank the place in one process of each parameter that it has of its own; empty where all have the same, or
             shards of it.
         own: Parameters that each rank has of its own by one name, and that have no known place: these are left out.
+        averaged: Whether ranks average their weights after each step: values after it are those of the next forward.
     """
 
     size: int
@@ -100,6 +102,7 @@ class WholeRun:
     ranks: tuple[RankReport, ...]
     parts: tuple[Mapping[str, Place], ...] = ()
     own: tuple[str, ...] = ()
+    averaged: bool = False
 
     @property
     def shares_work(self) -> bool:
@@ -167,7 +170,13 @@ def whole(size: int, ranks: Sequence[RankReport], own: Collection[str] = ()) -> 
         own: Parameters that each rank has of its own: these are left out.
     """
     quantities: Quantities = {Quantity(Kind.RETURNED, name): values for name, values in ranks[0].returned.items()}
+    averaged = False
     steps, disagreements = together([rank.steps for rank in ranks], own)
+    if any(odd.kind is Kind.PARAMETER for odd in disagreements):
+        settled = with_averages(ranks)
+        if settled is not None:
+            averaged, ranks = True, settled
+            steps, disagreements = together([rank.steps for rank in settled], own)
     quantities |= steps
     for name in {name: None for rank in ranks for name in rank.weights}:
         tensor, odd = assembled([rank.weights.get(name, ()) for rank in ranks])
@@ -183,7 +192,7 @@ def whole(size: int, ranks: Sequence[RankReport], own: Collection[str] = ()) -> 
             if not bool(tensor.isnan().any()):
                 quantities[Quantity(Kind.COPY, name, copy)] = [tensor]
     rows = tuple(map(trained_rows, zip(*(rank.steps for rank in ranks))))
-    return WholeRun(size, quantities, rows, tuple(disagreements), tuple(ranks), own=tuple(own))
+    return WholeRun(size, quantities, rows, tuple(disagreements), tuple(ranks), own=tuple(own), averaged=averaged)
 
 
 def trained_rows(ranks: Sequence[StepSeen]) -> tuple[tuple[str, ...], ...]:

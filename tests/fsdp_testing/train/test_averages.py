@@ -1,0 +1,43 @@
+"""fsdp-verify train: ranks that step their own gradients and average their weights afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_testing.cases.records import Verdict
+from fsdp_testing.train.averages import OF_EACH_STEP, REMARK
+from fsdp_testing.train.script import Launch, examine
+
+SCRIPT = str(Path(__file__).parent / "with_averaged_weights.py")
+
+
+def of(*arguments: str):
+    return examine(Launch(SCRIPT, arguments, steps=3, isolation="warm"), (3,)).judgements[-1]
+
+
+def test_weights_averaged_after_each_step_of_sgd_are_those_of_one_process():
+    judgement = of()
+    assert judgement.verdict is Verdict.PASS, judgement
+    assert REMARK in judgement.compared
+
+
+@pytest.mark.parametrize(
+    ("arguments", "place"),
+    [
+        (("--optimizer", "Adam"), "loss at step 1 is off by"),
+        (("--period", "2"), "parameter 0.weight differs between ranks 0 and 1 at step 0"),
+    ],
+)
+def test_other_averages_differ_by_design(arguments, place):
+    judgement = of(*arguments)
+    assert judgement.verdict is Verdict.FAIL, judgement
+    assert place in judgement.sentence
+    assert OF_EACH_STEP in judgement.sentence
+
+
+def test_weights_of_one_rank_are_no_average():
+    judgement = of("--mistake", "broadcast")
+    assert judgement.verdict is Verdict.FAIL, judgement
+    assert "averaged" not in judgement.sentence
