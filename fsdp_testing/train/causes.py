@@ -16,7 +16,7 @@ from fsdp_testing.train import averages, evidence, multiples
 from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, Difference, suggestion
 from fsdp_testing.train.control import control
 from fsdp_testing.train.conventions import BATCH_NORM, MEASURED, SCHEDULER, flag
-from fsdp_testing.train.idle import stands_still, still_though_stepped
+from fsdp_testing.train.idle import stands_still, still_computes_with_old, still_though_stepped
 from fsdp_testing.train.quantities import RATE, Kind, Quantity, spans_of_kind
 from fsdp_testing.train.spans import assembled
 from fsdp_testing.train.terms_of_worlds import of_backward, wrong_term
@@ -31,6 +31,7 @@ def wrong_in_itself(run: WholeRun, accept: Sequence[str]) -> str:
     return (
         _strange_optimizer(run)
         or _no_gradient(run)
+        or still_computes_with_old(run)
         or _unreduced(run)
         or _order(run)
         or still_though_stepped(run)

@@ -23,6 +23,7 @@ from fsdp_testing.adapters.protocol import Piece, StateEntry
 from fsdp_testing.adapters.shared import flat_pieces, naming, pieces
 from fsdp_testing.adapters.shared.flat_pieces import FlatUnit
 from fsdp_testing.base import compat
+from fsdp_testing.oracle.models import roundoff
 from fsdp_testing.train import deepspeed_engine
 from fsdp_testing.train.spans import Span, block_of, span_of
 
@@ -169,6 +170,30 @@ def unreduced_in(model: nn.Module) -> tuple[str, ...]:
     from fsdp_testing.adapters.torch import unit_trace
 
     return unit_trace.fsdp2_unreduced(model)
+
+
+def is_rounded(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether `one` is `other` in its own dtype; nothing is cast to it here, since each cast may be made to round otherwise."""
+    one, other = one.reshape(-1), other.reshape(-1)
+    if one.dtype == other.dtype:
+        return torch.equal(one, other)
+    wide = one.double()
+    return bool(((wide - other.double()).abs() <= 1.001 * roundoff(one.dtype) * wide.abs()).all())
+
+
+def stale_in(model: nn.Module) -> tuple[str, ...]:
+    """Return the parameters that FSDP2 keeps unsharded with other values than the shards have: the next forward uses them."""
+    torch_fsdp = sys.modules.get("torch.distributed.fsdp")
+    if torch_fsdp is None or not any(isinstance(m, torch_fsdp.FSDPModule) for m in model.modules()):
+        return ()
+    from fsdp_testing.adapters.torch import unit_trace
+
+    return tuple(
+        name
+        for name, shard, full in unit_trace.fsdp2_unsharded(model)
+        for piece in pieces.of_tensor(shard)
+        if piece.value is not None and not is_rounded(full.detach().reshape(-1)[piece.start : piece.stop], piece.value)
+    )
 
 
 def shares_in(model: nn.Module) -> dict[str, None]:

@@ -51,6 +51,19 @@ def stands_still(run: WholeRun, steps: Sequence[int]) -> bool:
     return bool(run.names(Kind.PARAMETER, Kind.COPIED))
 
 
+def still_computes_with_old(run: WholeRun) -> str:
+    """Return a sentence if a model goes on with weights that were replaced by a step; otherwise empty."""
+    for step, seen in enumerate(run.ranks[0].steps):
+        if seen.stale:
+            return (
+                f"after step {step} the model goes on with old values of {len(seen.stale)} parameters, first {seen.stale[0]}. "
+                "Cause: they were unsharded when the optimizer stepped their shards, and FSDP2 gathers no parameter that is "
+                "unsharded. A forward without a backward (an evaluation) before the step leaves the root so: evaluate after the "
+                "step, or call model.reshard() before it."
+            )
+    return ""
+
+
 def still_though_stepped(run: WholeRun) -> str:
     """Return a sentence if no weight moves although updates are large enough to move it in any rounding; otherwise empty."""
     if RATE not in run.quantities or not stands_still(run, range(run.steps)):

@@ -343,7 +343,7 @@ class Observer:
             self._end_last(may_end=may_end)
 
     def _end_last(self, *, may_end: bool = True) -> None:
-        self.finish()
+        self.finish(goes_on=True)
         if may_end and self._ended < len(self.steps):
             self._ended = len(self.steps)
             self._after_step(self._ended)
@@ -363,8 +363,8 @@ class Observer:
         held = self.reader.held(self._receiver(), gradients=False)
         return named(Kind.PARAMETER, self.reader.changed(held, self.steps[-1].of(Kind.PARAMETER)))
 
-    def finish(self) -> None:
-        """Read the models after the last step."""
+    def finish(self, *, goes_on: bool = False) -> None:
+        """Read the models after the last step, where the training goes on or has ended."""
         if self._receives:
             self._receive()
         if not self._open:
@@ -375,7 +375,7 @@ class Observer:
         # Tensors that are neither parameters nor copies have no known model: the models' count.
         if last.strange:
             after |= named(Kind.PARAMETER, reader.in_models(whole=True))
-        self.steps[-1] = replace(last, after=after)
+        self.steps[-1] = replace(last, after=after, stale=reader.stale() if goes_on else ())
 
 
 def _compiling_parts(original: Any) -> Any:

@@ -17,7 +17,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_testing.adapters.protocol import Piece
 from fsdp_testing.adapters.shared import pieces
-from fsdp_testing.oracle.models import roundoff
 from fsdp_testing.train.conventions import is_batch_norm
 from fsdp_testing.train.deepspeed_engine import is_engine, unread
 from fsdp_testing.train.holdings import (
@@ -26,11 +25,13 @@ from fsdp_testing.train.holdings import (
     block_in,
     buffers_of,
     held_by,
+    is_rounded,
     moments_of,
     moments_of_tensors,
     named_ids,
     shares_in,
     spans_of,
+    stale_in,
     unreduced_in,
 )
 from fsdp_testing.train.quantities import Kind, Quantity
@@ -183,6 +184,10 @@ class Reader:
         apart = [name for name, parts in held.items() if any(not part.reduced for part in parts) and not self.share()]
         return (*apart, *self.waiting())
 
+    def stale(self) -> tuple[str, ...]:
+        """Return the parameters whose old values the next forward uses, since they stayed unsharded through a step."""
+        return tuple(self._of_models(lambda model: dict.fromkeys(stale_in(model)), "what stays unsharded"))
+
     def share(self) -> str:
         """Return this rank's place along mesh axes by which parameters are sharded and that no FSDP gathers; empty without."""
         shares: dict[str, None] = {}
@@ -241,16 +246,7 @@ def _same_values(held: Sequence[Piece], tensor: torch.Tensor) -> bool:
         return False
     pairs = [(one.value, two.value) for one, two in zip(held, own)]
     placed = [(p.start, p.stop, p.shape) for p in held] == [(p.start, p.stop, p.shape) for p in own]
-    return placed and all(one is not None and two is not None and _is_rounded(one, two) for one, two in pairs)
-
-
-def _is_rounded(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether `one` is `other` in its own dtype; nothing is cast to it here, since each cast may be made to round otherwise."""
-    one, other = one.reshape(-1), other.reshape(-1)
-    if one.dtype == other.dtype:
-        return torch.equal(one, other)
-    wide = one.double()
-    return bool(((wide - other.double()).abs() <= 1.001 * roundoff(one.dtype) * wide.abs()).all())
+    return placed and all(one is not None and two is not None and is_rounded(one, two) for one, two in pairs)
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, ...]]:

@@ -37,6 +37,7 @@ class StepSeen:
             (None counts as zeros); after the step parameters, the optimizer's state and the buffers that a checkpoint holds;
             and what the models hold, when the next forward begins, of parameters that the optimizer steps as copies.
         unreduced: Parameters whose sharded gradient had not been reduced.
+        stale: Parameters whose old values the next forward uses.
         given: How many parameters have a gradient on this rank.
         strange: How many tensors the optimizer steps that belong to no model that was seen.
         stepped: How many it steps.
@@ -66,6 +67,7 @@ class StepSeen:
     before: QuantitySpans = field(default_factory=dict)
     after: QuantitySpans = field(default_factory=dict)
     unreduced: tuple[str, ...] = ()
+    stale: tuple[str, ...] = ()
     given: int = 0
     strange: int = 0
     stepped: int = 0

@@ -178,6 +178,16 @@ def fsdp2_unreduced(model: nn.Module) -> tuple[str, ...]:
     )
 
 
+def fsdp2_unsharded(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, shard and whole value of each parameter that is unsharded; without those with a gather of their own."""
+    names = {id(parameter): naming.original(fqn) for fqn, parameter in model.named_parameters()}
+    for _, group in _groups(model):
+        for p in group.fsdp_params if group._sharded_state.name == "UNSHARDED" else ():
+            own = hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather")
+            if not own:
+                yield names.get(id(p._unsharded_param), "?"), p.sharded_param, p._unsharded_param
+
+
 @contextmanager
 def fsdp2_trace(model: nn.Module, emit: Emit) -> Iterator[None]:
     """Report to `emit` FSDP2's transitions, from the parameter groups' own methods."""

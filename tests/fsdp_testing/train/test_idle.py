@@ -69,6 +69,18 @@ def test_hooks_on_parameters_that_never_run_are_told(way, kind, idle):
     assert all("the first registered at with_hooks.py:" in line for line in told)
 
 
+EVALUATIONS = str(Path(__file__).parent / "with_evaluations.py")
+
+
+@pytest.mark.parametrize("more", [(), ("--low",)])
+def test_weights_that_stay_unsharded_through_a_step_are_old(more):
+    (judgement,) = examine(Launch(EVALUATIONS, more, steps=3, isolation="warm"), (2,)).judgements
+    assert judgement.verdict is Verdict.FAIL, str(judgement)
+    assert "after step 0 the model goes on with old values of 2 parameters, first 2.weight" in judgement.sentence
+    (judgement,) = examine(Launch(EVALUATIONS, ("--reshards", *more), steps=3, isolation="warm"), (2,)).judgements
+    assert judgement.verdict is Verdict.PASS, str(judgement)
+
+
 class LosesUpdates(torch.optim.SGD):
     """Steps copies of the weights, and forgets them."""
 
