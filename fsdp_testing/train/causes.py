@@ -302,6 +302,7 @@ def _of_step(reference: WholeRun, run: WholeRun, step: int) -> str:
         or ("" if run.shares_work else _own_settings(run, step))
         or _local_norm(run, step)
         or _clip_limit(reference, run, step)
+        or multiples.other_groups(reference, run, step)
         or multiples.of_own_counts(reference, run, step)
         or _counts(run, step)
         or _batch_norm(run, step)

@@ -22,6 +22,8 @@ _SAME = 1e-5
 """Relative; multiples that are nearer are one."""
 _SIMPLE = 12
 """Denominators of numbers of ranks and micro-batches."""
+_PADDED = 1 / 16
+"""Parts of all elements; padding of shards may change a group's share by as much in a small model."""
 UNEVEN = 1e-3
 """Weights of ranks that differ by less, or gradients of ranks that are so nearly multiples of one another, say nothing."""
 _OWN = (
@@ -116,6 +118,29 @@ def of_change(reference: WholeRun, run: WholeRun, difference: Difference) -> str
         "Look for an update that one rank makes and the others do not get (a broadcast from the wrong rank, a missing gather), "
         "or for a rate or a state that differs on some rank."
     )
+
+
+def other_groups(reference: WholeRun, run: WholeRun, step: int) -> str:
+    """Return the cause if groups that an optimizer steps differently have other shares of all elements than in one process."""
+    sizes = [[rank.steps[step].group_sizes for rank in world.ranks] for world in (reference, run)]
+    shares = [_group_shares(of_world) for of_world in sizes]
+    alike = len({len(of_rank) for of_world in sizes for of_rank in of_world}) == 1
+    seen = run.ranks[0].steps[step]
+    varied = any(len({*values}) > 1 for values in seen.settings.values() if len(values) == len(seen.group_sizes))
+    if not alike or not varied or all(abs(one - other) < _PADDED for one, other in zip(*shares)):
+        return ""
+    due, got = ([f"{100 * share:.3g}" for share in of_world] for of_world in shares)
+    return (
+        f"Cause: the optimizer's groups hold other parameters than in one process: {', '.join(got)} % of all elements, expected "
+        f"{', '.join(due)} %. A group that is chosen by the shape of parameters (those of two dimensions decay) must be chosen "
+        "before the model is sharded, or by name: FSDP1 makes each parameter one-dimensional."
+    )
+
+
+def _group_shares(sizes: Sequence[Sequence[int]]) -> list[float]:
+    """Return the share of each group in the elements of all ranks."""
+    groups = [sum(group) for group in zip(*sizes)]
+    return [group / max(sum(groups), 1) for group in groups]
 
 
 def of_updates(run: WholeRun, odd: Disagreement) -> str:

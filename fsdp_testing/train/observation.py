@@ -36,6 +36,7 @@ from fsdp_testing.train.reading import (
     Reader,
     Receiver,
     closure_in,
+    group_sizes_of,
     has_batch_norm,
     once_gradients_are_there,
     settings_of,
@@ -308,6 +309,7 @@ class Observer:
         step.idle = self._backpropagated.idle()
         step.strange, step.stepped = reader.counts(optimizer)
         step.left_out = reader.left_out
+        step.group_sizes = group_sizes_of(optimizer)
         step.settings, step.made_rates = settings_of(optimizer), tuple(self._made_rates.get(optimizer, ()))
         step.unreadable, step.batch_norm, step.share = reader.unreadable, has_batch_norm(reader.models), reader.share()
         step.generators, step.idle_schedules, step.idle_hooks = states(), self._idle_schedules(), self._hooks.idle()

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_testing.adapters.protocol import Piece
 from fsdp_testing.adapters.shared import pieces
+from fsdp_testing.train.batches import local_part
 from fsdp_testing.train.conventions import is_batch_norm
 from fsdp_testing.train.deepspeed_engine import is_engine, unread
 from fsdp_testing.train.holdings import (
@@ -259,6 +260,11 @@ def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, ...]
             if name != "params" and single:
                 settings[name] = settings.get(name, ()) + tuple(float(number) for number in numbers)
     return settings
+
+
+def group_sizes_of(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    """Return how many elements each group of parameters has on this rank."""
+    return tuple(sum(local_part(p).numel() for p in group["params"]) for group in optimizer.param_groups)
 
 
 def is_changed(held: Sequence[Piece], known: Sequence[Span] | None) -> bool:

@@ -25,6 +25,7 @@ class StepSeen:
         rows: Digest of each row that the outermost forwards were given, by forward.
         idle: The forwards to which no gradient came back.
         settings: Each number by which the optimizer is set ("lr", "weight_decay", ...), of every group of parameters.
+        group_sizes: This rank's elements of each group of parameters.
         norms: Norms that `clip_grad_norm_` returned.
         norm_dtype: Their dtype.
         clip_limits: The limits it was given.
@@ -58,6 +59,7 @@ class StepSeen:
     rows: tuple[tuple[str, ...], ...] = ()
     idle: frozenset[int] = frozenset()
     settings: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    group_sizes: tuple[int, ...] = ()
     norms: tuple[float, ...] = ()
     norm_dtype: torch.dtype = torch.float64
     clip_limits: tuple[float, ...] = ()
@@ -95,6 +97,7 @@ class StepSeen:
         return replace(
             self,
             settings=settings,
+            group_sizes=self.group_sizes + later.group_sizes,
             norms=self.norms + later.norms,
             before=later.before | self.before,
             after=earlier | later.after | named(Kind.UNCLIPPED, self.of(Kind.UNCLIPPED)),

@@ -89,3 +89,17 @@ def test_weights_of_parts():
     assert weights_of(torch.tensor([2.0, 3.0, 8.0]), [], 1e-9) is None
     assert weights_of(torch.tensor([2.0, 0.0, 4.0]), [parts[0], 2 * parts[0]], 1e-9) is None
     assert weights_of(torch.tensor([2.0, 0.0, float("inf")]), parts, 1e-9) is None
+
+
+GROUPS = str(Path(__file__).parent / "with_groups.py")
+
+
+def test_groups_chosen_by_the_shape_of_shards_are_named():
+    def of(*arguments):
+        runner = Runner(Launch(GROUPS, arguments, steps=2, isolation="warm"), default_pool())
+        return judged(runner, {1: runner.run(1)}, 2)
+
+    assert of().verdict is Verdict.PASS
+    judgement = of("--late")
+    assert judgement.verdict is Verdict.FAIL, judgement
+    assert "the optimizer's groups hold other parameters than in one process: 0, 100 % of all" in judgement.sentence
