@@ -156,7 +156,7 @@ class OtherRows(Undecided):
         else:
             how = (
                 "it trains on other rows: random numbers that are drawn between that point and forward (an augmentation in the "
-                "loop) cannot be replayed"
+                "loop) cannot be replayed, nor can what a rank makes of its own rows there (a statistic, a state that it carries)"
             )
             advice = "Mark the line"
         super().__init__(

@@ -11,13 +11,12 @@ from itertools import zip_longest
 
 import torch
 
-from fsdp_testing.judging.checkers.divergence import DECISIVE
-from fsdp_testing.train import averages, evidence, multiples
+from fsdp_testing.train import between_steps, evidence, multiples
 from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, Difference, suggestion
 from fsdp_testing.train.control import control
 from fsdp_testing.train.conventions import BATCH_NORM, MEASURED, SCHEDULER, flag
 from fsdp_testing.train.idle import stands_still, still_computes_with_old, still_though_stepped
-from fsdp_testing.train.quantities import RATE, Kind, Quantity, spans_of_kind
+from fsdp_testing.train.quantities import RATE, Kind, spans_of_kind
 from fsdp_testing.train.spans import assembled
 from fsdp_testing.train.terms_of_worlds import of_backward, wrong_term
 from fsdp_testing.train.whole import Disagreement, WholeRun, first_steps, initial
@@ -151,7 +150,7 @@ def of_disagreement(run: WholeRun, odd: Disagreement) -> str:
     by_evidence = evidence.between_ranks(run.evidence)
     reduced = all(all(rank.steps[odd.step].evidence.reduced[-1:]) for rank in run.ranks)
     return (
-        averages.of_disagreement(run.ranks, odd.step, odd.quantity)
+        between_steps.of_disagreement(run.ranks, odd.step, odd.quantity)
         or _not_sent(run, odd)
         or _skipped(run, odd)
         or _own_settings(run, odd.step)
@@ -273,14 +272,15 @@ def _clip_limit(reference: WholeRun, run: WholeRun, step: int) -> str:
 def of_difference(reference: WholeRun, run: WholeRun, difference: Difference) -> str:
     """Return why a world differs from the reference world."""
     step = min(difference.step, run.steps - 1)  # returned quantities may count other steps than the optimizer's
-    of_evidence = "" if run.shares_work else evidence.between_sizes(reference.evidence, run.evidence, run.size)
+    apart = {odd.kind for odd in run.disagreements}
+    in_step = between_steps.of_own_gradients(apart)
     return (
-        (averages.OF_EACH_STEP if run.averaged else "")
+        (between_steps.OF_EACH_STEP if run.averaged else "")
         or _by_design(run, difference)
         or evidence.of_rate(difference, run.size, begins=_begins(reference, difference))
         or _kept(reference, run, difference)
         or (step >= 0 and _of_step(reference, run, step))
-        or of_evidence
+        or ("" if run.shares_work else evidence.between_sizes(reference.evidence, run.evidence, run.size, in_step))
         or wrong_term(reference, run, CLEAR_ROUNDINGS)
         or (step >= 0 and multiples.of_gradients(reference, run, step))
         or multiples.of_change(reference, run, difference)
@@ -298,7 +298,7 @@ def _of_backward(reference: WholeRun, run: WholeRun, difference: Difference) -> 
 
 def _of_step(reference: WholeRun, run: WholeRun, step: int) -> str:
     return (
-        _moved(reference, run, step)
+        between_steps.of_moves(reference.ranks, run.ranks, step)
         or ("" if run.shares_work else _own_settings(run, step))
         or _local_norm(run, step)
         or _clip_limit(reference, run, step)
@@ -339,32 +339,6 @@ def _kept(reference: WholeRun, run: WholeRun, difference: Difference) -> str:
     if kind is Kind.MOMENT and multiples.has_due_gradient(reference, run, name, difference.step):
         return "Cause: gradients and weights agree so far: the optimizer's state is changed outside of its step."
     return ""
-
-
-def _moved(reference: WholeRun, run: WholeRun, step: int) -> str:
-    """Return the cause if weights changed since the step before, and differ from those of one process."""
-    if not step:
-        return ""
-    ranks = (*run.ranks, *reference.ranks)
-    for key in {key: None for rank in ranks for key in rank.steps[step].before}:
-        if any(key not in rank.steps[step - 1].after for rank in ranks):
-            continue  # of a model that is new in this step
-        here, there = (_move(world, step, key) for world in (run, reference))
-        largest = max(float(move.abs().max()) if move.numel() else 0.0 for move in (here, there))
-        if here.shape != there.shape or bool(((here - there).abs() > DECISIVE * largest).any()):
-            return (
-                f"Cause: after step {step - 1} weights agree, and before step {step} they are changed outside of the optimizer's "
-                f"step, first {key.name}, differently from one process: weights that are decayed twice, clamped or "
-                "averaged by numbers that depend on the number of ranks."
-            )
-    return ""
-
-
-def _move(run: WholeRun, step: int, key: Quantity) -> torch.Tensor:
-    """Return, in float64, how a parameter changed between the end of the step before and a step."""
-    after = [rank.steps[step - 1].after[key] for rank in run.ranks]
-    before = [rank.steps[step].before.get(key, spans) for rank, spans in zip(run.ranks, after)]
-    return assembled(before)[0].double() - assembled(after)[0].double()
 
 
 def _counts(run: WholeRun, step: int) -> str:

@@ -11,7 +11,7 @@ from functools import partial
 
 from fsdp_testing.cases.records.specs import UNIT_ROUNDOFF
 from fsdp_testing.errors import WorldFailed
-from fsdp_testing.train import averages, causes, multiples, readings
+from fsdp_testing.train import between_steps, causes, multiples, readings
 from fsdp_testing.train.comparable import Comparable, comparable, only, vanishing
 from fsdp_testing.train.comparison import Decided, Difference
 from fsdp_testing.train.control import control
@@ -135,7 +135,7 @@ def _decide(pair: Pair) -> Compared:
     # A line that logs the loss of the last micro-batch takes that of other rows where there are more.
     other_passes = pair.varied is not None and pair.passes_differ
     remarks += [] if other_passes else _judge_logged(pair, chosen)
-    remarks += [*_generators(pair), *([averages.REMARK] if run.averaged else [])]
+    remarks += [*_generators(pair), *([between_steps.REMARK] if run.averaged else [])]
     remarks += [control(run, measures=MEASURED in start.accept).line, *idle_lines(run)]
     named = [*names, *({LOSS} & {*run.quantities})]
     return Compared(compared_lines((reference, run), named, left, remarks), (*unknown, *_not_compared(pair, decided)))

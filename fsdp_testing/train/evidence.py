@@ -174,10 +174,18 @@ def between_ranks(ranks: Sequence[Steps], name: str = "", reduced: str = "") -> 
     return _metric(ranks, name, reduced) if name else ""
 
 
-def between_sizes(reference: Sequence[Steps], other: Sequence[Steps], size: int) -> str:
-    """Return why a world of `size` gives a different result from the reference world."""
+def between_sizes(reference: Sequence[Steps], other: Sequence[Steps], size: int, in_step: str = "") -> str:
+    """Return why a world of `size` gives a different result from the reference world.
+
+    Args:
+        reference: What ranks of the reference world saw.
+        other: What ranks of the world saw.
+        size: Its size.
+        in_step: The cause if gradients that are not reduced before the step are reduced inside it.
+    """
     for step, (before, after) in enumerate(zip(zip(*reference), zip(*other))):
-        cause = _not_reduced(after, step) or _accumulation(before, after, step) or _scaled(before, after, step, size)
+        own = _not_reduced(after, step)
+        cause = (own and (in_step or own)) or _accumulation(before, after, step) or _scaled(before, after, step, size)
         if cause:
             return cause
         random = _random(after, step)

@@ -264,7 +264,10 @@ def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, ...]
 
 def group_sizes_of(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
     """Return how many elements each group of parameters has on this rank."""
-    return tuple(sum(local_part(p).numel() for p in group["params"]) for group in optimizer.param_groups)
+    return tuple(
+        sum(local_part(p).numel() for p in group["params"] if isinstance(p, torch.Tensor))
+        for group in optimizer.param_groups
+    )
 
 
 def is_changed(held: Sequence[Piece], known: Sequence[Span] | None) -> bool:

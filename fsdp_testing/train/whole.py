@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fsdp_testing.train.averages import with_averages
+from fsdp_testing.train.between_steps import with_averages
 from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, floor
 from fsdp_testing.train.evidence import StepEvidence
 from fsdp_testing.train.holdings import Spans

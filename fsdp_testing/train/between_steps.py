@@ -1,12 +1,13 @@
-"""Weights that ranks step apart and average afterwards, as local SGD does: they agree when the next forward begins. Pure."""
+"""Weights between the steps: changed outside of the optimizer, or stepped apart and averaged, as local SGD does. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
 
+from fsdp_testing.judging.checkers.divergence import DECISIVE
 from fsdp_testing.train.on_rank import RankReport
 from fsdp_testing.train.quantities import Kind, Quantity, QuantitySpans
 from fsdp_testing.train.spans import assembled
@@ -78,3 +79,43 @@ def _settled(seen: StepSeen, later: QuantitySpans) -> StepSeen:
         if key.kind is not Kind.MOMENT
     }
     return replace(seen, after=after)
+
+
+def of_own_gradients(apart: Collection[Kind]) -> str:
+    """Return the cause if ranks have gradients of their own before each step, and the same weights after it.
+
+    Args:
+        apart: The kinds of quantities that differ between ranks.
+    """
+    if Kind.GRADIENT not in apart or Kind.PARAMETER in apart:
+        return ""
+    return (
+        "Cause: ranks have gradients of their own before the optimizer's step and the same weights after it, so the optimizer "
+        "reduces in its step. Look there for what it makes of a rank's own gradient (a second moment, a norm, a sign)."
+    )
+
+
+def of_moves(reference: Sequence[RankReport], run: Sequence[RankReport], step: int) -> str:
+    """Return the cause if weights changed since the step before, and differ from those of one process."""
+    if not step:
+        return ""
+    ranks = (*run, *reference)
+    for key in {key: None for rank in ranks for key in rank.steps[step].before}:
+        if any(key not in rank.steps[step - 1].after for rank in ranks):
+            continue  # of a model that is new in this step
+        here, there = (_move(world, step, key) for world in (run, reference))
+        largest = max(float(move.abs().max()) if move.numel() else 0.0 for move in (here, there))
+        if here.shape != there.shape or bool(((here - there).abs() > DECISIVE * largest).any()):
+            return (
+                f"Cause: after step {step - 1} weights agree, and before step {step} they are changed outside of the optimizer's "
+                f"step, first {key.name}, differently from one process: weights that are decayed twice, clamped or "
+                "averaged by numbers that depend on the number of ranks."
+            )
+    return ""
+
+
+def _move(ranks: Sequence[RankReport], step: int, key: Quantity) -> torch.Tensor:
+    """Return, in float64, how a parameter changed between the end of the step before and a step."""
+    after = [rank.steps[step - 1].after[key] for rank in ranks]
+    before = [rank.steps[step].before.get(key, spans) for rank, spans in zip(ranks, after)]
+    return assembled(before)[0].double() - assembled(after)[0].double()

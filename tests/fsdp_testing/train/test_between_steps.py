@@ -1,4 +1,4 @@
-"""fsdp-verify train: ranks that step their own gradients and average their weights afterwards."""
+"""fsdp-verify train: ranks that step their own gradients, and average weights afterwards or reduce inside the step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_testing.cases.records import Verdict
-from fsdp_testing.train.averages import OF_EACH_STEP, REMARK
+from fsdp_testing.train.between_steps import OF_EACH_STEP, REMARK, of_own_gradients
+from fsdp_testing.train.quantities import Kind
 from fsdp_testing.train.script import Launch, examine
 
 SCRIPT = str(Path(__file__).parent / "with_averaged_weights.py")
@@ -41,3 +42,12 @@ def test_weights_of_one_rank_are_no_average():
     judgement = of("--mistake", "broadcast")
     assert judgement.verdict is Verdict.FAIL, judgement
     assert "averaged" not in judgement.sentence
+
+
+def test_ranks_with_gradients_of_their_own_and_equal_weights_reduce_inside_the_step():
+    judgement = of("--optimizer", "ByHand")
+    assert judgement.verdict is Verdict.PASS, judgement
+    judgement = of("--optimizer", "ByHand", "--mistake", "own moments")
+    assert judgement.verdict is Verdict.FAIL, judgement
+    assert of_own_gradients({Kind.GRADIENT}) in judgement.sentence
+    assert of_own_gradients({Kind.GRADIENT, Kind.PARAMETER}) == of_own_gradients(set()) == ""
