@@ -30,6 +30,7 @@ from fsdp_testing.train.deepspeed_engine import is_engine, see_steps
 from fsdp_testing.train.disturbance import is_drawing
 from fsdp_testing.train.evidence import Clues
 from fsdp_testing.train.generators import Generators, generators_of, states
+from fsdp_testing.train.holdings import stale_in
 from fsdp_testing.train.param_hooks import ParameterHooks
 from fsdp_testing.train.quantities import Kind, QuantitySpans, spans_of_kind
 from fsdp_testing.train.reading import (
@@ -377,7 +378,8 @@ class Observer:
         # Tensors that are neither parameters nor copies have no known model: the models' count.
         if last.strange:
             after |= named(Kind.PARAMETER, reader.in_models(whole=True))
-        self.steps[-1] = replace(last, after=after, stale=reader.stale() if goes_on else ())
+        stale = [name for model in reader.models for name in stale_in(model)] if goes_on else []
+        self.steps[-1] = replace(last, after=after, stale=tuple(stale))
 
 
 def _compiling_parts(original: Any) -> Any:

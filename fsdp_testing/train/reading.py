@@ -32,7 +32,6 @@ from fsdp_testing.train.holdings import (
     named_ids,
     shares_in,
     spans_of,
-    stale_in,
     unreduced_in,
 )
 from fsdp_testing.train.quantities import Kind, Quantity
@@ -184,10 +183,6 @@ class Reader:
         # Tensor parallelism may lay a gradient out otherwise than its parameter.
         apart = [name for name, parts in held.items() if any(not part.reduced for part in parts) and not self.share()]
         return (*apart, *self.waiting())
-
-    def stale(self) -> tuple[str, ...]:
-        """Return the parameters whose old values the next forward uses, since they stayed unsharded through a step."""
-        return tuple(self._of_models(lambda model: dict.fromkeys(stale_in(model)), "what stays unsharded"))
 
     def share(self) -> str:
         """Return this rank's place along mesh axes by which parameters are sharded and that no FSDP gathers; empty without."""

@@ -111,6 +111,15 @@ def self_clipping() -> nn.Module:
     return layers(Clipped(8, 8), Clipped(8, 8), Clipped(8, 8))
 
 
+@ZOO.model("strided_clipping", float_input(8), ("layers.0", "layers.1"), needs="forward_edits strided_parameters")
+def strided_clipping() -> nn.Module:
+    """As `self_clipping`, with transposed weights."""
+    made = [Clipped(8, 8), Clipped(8, 8)]
+    for layer in made:
+        layer.weight = nn.Parameter(layer.weight.detach().t())
+    return layers(*made)
+
+
 class Versioned(nn.Linear):
     """A layer whose first version saved half of its weight, and that doubles what it loads of that version."""
 

@@ -101,7 +101,10 @@ SUMMON: tuple[Check, ...] = (
       for replaced, that_are, edits, needs in (
         ("", " that change in place",
          (("mlp", "*.weight", "halved"), ("uneven", "layers.1.*", "zeros"), ("deep_nest", "*.bias", "zeros")), ()),
+        ("_dropped", " that are dropped", (("mlp", "*.bias", "none"), ("uneven", "layers.1.*", "none")), ()),
         ("_replaced", " that are replaced", (("mlp", "*.weight", "replaced"), ("uneven", "layers.1.*", "replaced")),
+         ("gradient_replacement",)),
+        ("_given", " that are given to parameters without one", (("partly_used", "second.sometimes.*", "given"),),
          ("gradient_replacement",)),
     )),
     summoned("summon.reading", "Gathering parameters only to read them changes nothing.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 
 from fsdp_testing.cases.models import tensors_in
 from fsdp_testing.cases.records import UNIT_ROUNDOFF, Batch, MixedPrecisionSpec, Observe
@@ -61,26 +62,64 @@ class EvaluatesPrecisely(ProgramWithMarks):
     def _odd(got: list[torch.Tensor], due: list[torch.Tensor]) -> Iterator[str]:
         for one, other in zip(got, due, strict=True):
             if one.dtype != other.dtype:
-                yield f"an output has dtype {one.dtype}, expected {other.dtype}"
+                yield f"a tensor has dtype {one.dtype}, expected {other.dtype}"
             # Sums of a few products of numbers up to one, in any order; an input in 16 bits is off by 2 ** -9 of itself.
             elif not bool(((one - other).abs() <= 64 * UNIT_ROUNDOFF["float32"] * (1 + other.abs())).all()):
-                yield f"an output is off by {float((one - other).abs().max()):.2g} from that in full precision"
+                yield f"a tensor is off by {float((one - other).abs().max()):.2g} from that in full precision"
 
 
-_EVALUATED = Observe(EvaluatesPrecisely.label)
+class TrainsInEvaluation(EvaluatesPrecisely):
+    """A program that runs backward in evaluation mode at its marked points, and compares with the plain model."""
+
+    quantity = "gradient in evaluation mode"
+    label = "backward runs in evaluation mode"
+
+    def observe(self, label: str) -> None:
+        """Run backward after the evaluation, and clear the gradients again."""
+        super().observe(label)
+        if label != self.label:
+            return
+        plain = self.plain_part("")
+        with self._inside():
+            plain.load_state_dict(self.adapter.full_state_dict(self.model))
+            for model in (self.model, plain):
+                self._backward(model)
+            due = {name: self._mean(parameter) for name, parameter in plain.named_parameters()}
+            for name, pieces in self.adapter.local_pieces(self.model).items():
+                for piece in pieces:
+                    if piece.grad is not None:
+                        mine = due[name].reshape(-1)[piece.start : piece.stop]
+                        self.remarks += self._odd([piece.grad.reshape(-1).cpu()], [mine])
+        self.model.zero_grad(set_to_none=True)
+
+    def _backward(self, model: torch.nn.Module) -> None:
+        inputs = models.make_inputs(self.case, Batch(79), self.rank)
+        model.eval()
+        torch.stack([output.mean() for output in tensors_in(model(*inputs.args, **inputs.kwargs))]).sum().backward()
+        model.train()
+
+    @staticmethod
+    def _mean(parameter: torch.nn.Parameter) -> torch.Tensor:
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(gradient)
+        return gradient / dist.get_world_size()
+
+
 _LOW = MixedPrecisionSpec("bfloat16", "float32")
 
 CHECKS: tuple[Check, ...] = tuple(
-    check(f"mixed_precision.{name}", "Evaluation is in full precision where that is chosen, and training stays as it was.",
-          *(cases(model, *iteration(0), _EVALUATED, *iteration(1), _EVALUATED, micro_batch(2), Observe(),
+    check(f"mixed_precision.{name}", f"{what} in full precision where that is chosen, and training stays as it was.",
+          *(cases(model, *iteration(0), Observe(program.label), *iteration(1), Observe(program.label), micro_batch(2), Observe(),
                   dtype="float32", optimizer=PLAIN_SGD, precision=precision,
                   wrapping=every_unit(model, settings=("precise_evaluation",), forward_prefetch=prefetches))
             for model, prefetches in (("mlp", False), ("mlp", True), ("deep_nest", False), ("buffers", False))),
           source="torch.distributed.fsdp, FSDP_USE_FULL_PREC_IN_EVAL; pytorch PR 97645", comparison=LOCKSTEP,
-          mode=RunMode(rank_jobs.run_as, (EvaluatesPrecisely, {}), review=review_remarks))
-    for name, precision in (
-        ("precise_evaluation", _LOW),
-        ("precise_evaluation_with_buffers", MixedPrecisionSpec("bfloat16", "float32", "bfloat16")),
+          mode=RunMode(rank_jobs.run_as, (program, {}), review=review_remarks))
+    for name, what, program, precision in (
+        ("precise_evaluation", "Evaluation is", EvaluatesPrecisely, _LOW),
+        ("precise_evaluation_with_buffers", "Evaluation is", EvaluatesPrecisely,
+         MixedPrecisionSpec("bfloat16", "float32", "bfloat16")),
+        ("precise_backward", "Gradients of a backward in evaluation are", TrainsInEvaluation, MixedPrecisionSpec("bfloat16")),
     )
 )  # fmt: skip
-"""Outputs in evaluation have all digits of the stored weights."""
+"""Outputs in evaluation, and gradients, have all digits of the stored weights."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -98,6 +99,32 @@ class ProgramWithMarks(RemarkingProgram):
     def statements(self) -> Iterator[str]:
         """Yield what was wrong at any point."""
         yield from dict.fromkeys(self.remarks)
+
+
+class SavesItsCopy(ProgramWithMarks):
+    """A program that copies its model at its marked points, and compares the copy's whole state; a copy may be refused."""
+
+    quantity = "state of a deep copy"
+    label = "the model is copied, and the copy saved"
+
+    def observe(self, label: str) -> None:
+        """Copy after the snapshot. Collectives: those of saving, twice; every rank saves."""
+        super().observe(label)
+        if label != self.label:
+            return
+        try:
+            twin = copy.deepcopy(self.model)
+        except Exception:  # noqa: BLE001 - a refusal, which another check asks about
+            return
+        with self._inside():
+            own, copied = (dict(self.adapter.full_state_dict(model)) for model in (self.model, twin))
+        self.remarks += [f"lacks {name}" for name in own if name not in copied]
+        for name in [name for name in own if name in copied]:
+            one, other = own[name], copied[name]
+            if one.dtype != other.dtype or not torch.equal(one, other):
+                self.remarks.append(
+                    f"has {name} in {other.dtype}, or other numbers in it, expected those of the model, {one.dtype}"
+                )
 
 
 class LabelledProgram(RemarkingProgram):

@@ -100,6 +100,9 @@ TRAINING: tuple[Check, ...] = (
           *(cases("self_clipping", *iterations(3), forward(7, "no_grad"), *iteration(4), optimizer=optimizer)
             for optimizer in (MOMENTUM, ADAMW)),
           source="torch.nn.Module: parameters are the module's own", needs={"forward_edits"}),
+    check("training.strided_changed_in_forward", "Modules that clip transposed weights of theirs train as in one process.",
+          cases("strided_clipping", *iterations(3), optimizer=MOMENTUM),
+          source="torch.nn.Module: parameters are the module's own", needs={"forward_edits"}),
     trained("training.learning_rate_changes", "A learning rate set between iterations takes effect, zero included.",
             cases("mlp", *iterations(2), SetLr(0.2), *iterations(2, first=2), SetLr(0.0), *iteration(4))),
     trained("training.late_optimizer", "An optimizer built after some iterations, or rebuilt, trains as in one "
@@ -295,6 +298,10 @@ ZERO_GRAD: tuple[Check, ...] = (
     cleared("zero_grad.some_parameters",
             "Setting some gradients to zeros or None does not change the others, nor later sums.",
             _edited(_edit("zeros"), _edit("none"), EditGradients(("layers.1.weight",), "none")), needs=_EVERY_REDUCED),
+    cleared("zero_grad.dropped_then_unused", "A gradient that is dropped stays None while its parameter is not used.",
+            cases("partly_used", micro_batch(0, usage=((True, True),)), EditGradients(("second.sometimes.*",), "none"),
+                  micro_batch(1, usage=((True, False),)), Observe(), Step(), ZeroGrad(), *iteration(2, usage=((True, True),)),
+                  optimizer=ADAMW), needs=_EVERY_REDUCED),
     cleared("zero_grad.replaced_gradients", "A gradient that a user puts in the place of another is summed and stepped on.",
             _edited(EditGradients(("*",), "replaced"), _edit("replaced"), _edit("given")),
             cases("mlp", EditGradients(("*",), "given"), Observe(), Step(), ZeroGrad(), *iteration(0), _edit("given"), Observe(),

@@ -52,7 +52,7 @@ from fsdp_testing.checks.suites.programs import (
     PARTS_REPLACED,
     review_remarks,
 )
-from fsdp_testing.checks.suites.state_programs import ProgramWithMarks, RemarkingProgram
+from fsdp_testing.checks.suites.state_programs import ProgramWithMarks, RemarkingProgram, SavesItsCopy
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.oracle import models, rank_jobs
 from fsdp_testing.oracle.execute import RankProgram
@@ -123,6 +123,11 @@ CONVERSION: tuple[Check, ...] = (
           "A deep copy made inside no_sync reduces its gradients outside of it, or is refused on every rank.",
           cases("mlp", *iteration(0), Observe(COPY_IN_NO_SYNC), micro_batch(1), Observe(), Step(), optimizer=PLAIN_SGD),
           source="copy.deepcopy", mode=MAY_REFUSE, needs={"no_sync"}),
+    check("conversion.copied_state", "A deep copy saves what the model saves, buffers in their own dtype too.",
+          *(cases(model, *iteration(0), Observe(SavesItsCopy.label), *iteration(1), dtype="float32", optimizer=PLAIN_SGD,
+                  precision=MixedPrecisionSpec("bfloat16", None, "bfloat16")) for model in ("buffers", "mlp")),
+          source="copy.deepcopy; B077", needs={"full_state_dict"}, comparison=LOCKSTEP,
+          mode=RunMode(rank_jobs.run_as, (SavesItsCopy, {}), review=review_remarks)),
     check("conversion.copied", "A deep copy can be made, and trains independently of the original.",
           cases("mlp", *iteration(0), Observe(COPY), micro_batch(1), Observe(), Step(), optimizer=PLAIN_SGD),
           source="copy.deepcopy; B077", needs={"deep_copies"}, mode=MUST_COPY),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from fault import fault
@@ -22,9 +23,10 @@ from fsdp_ref.fence import outside_calls
 from fsdp_ref.handle import accumulated, writeback
 from fsdp_ref.handle.accumulated import Accumulated
 from fsdp_ref.handle.gradients import Gradients
-from fsdp_ref.runtime import forward
+from fsdp_ref.runtime import calls, forward
+from fsdp_ref.runtime.grad_sync import GradSync
 from fsdp_ref.storage import precision
-from fsdp_ref.storage.precision import Precision
+from fsdp_ref.storage.precision import BufferCaster, Precision
 from fsdp_ref.training import clip
 
 SOUND, COMPOSABLE = "fsdp_ref-wrapper", "fsdp_ref-composable"
@@ -212,7 +214,50 @@ def doubles_the_first_factor_once(original: Any, cls: Any, world_size: int) -> D
     return DivideFactors(2.0, 4.0) if world_size == 8 else original(world_size)
 
 
-@planted(SOUND, FullGradients, "keep_edits", "summon.gradients summon.gradients_replaced")
+@planted(SOUND, BufferCaster, "__deepcopy__", "conversion.copied_state")
+def forgets_dtypes_of_buffers(original: Any, caster: BufferCaster, memo: Any) -> BufferCaster:
+    """A deep copy does not know in which dtype its buffers are stored."""
+    copied: BufferCaster = original(caster, memo)
+    copied._originals = dict(caster._originals)
+    return copied
+
+
+@planted(SOUND, GradSync, "_built_in", "mixed_precision.precise_backward")
+def reduces_in_low_precision(original: Any, sync: GradSync, unit: Any, handle: Any, grads: Any) -> None:
+    """Gradients of a backward in evaluation mode are reduced in the dtype of training."""
+    with mock.patch.object(handle, "full_precision", False):
+        original(sync, unit, handle, grads)
+
+
+@planted(SOUND, calls, "write_back", "training.strided_changed_in_forward")
+def keeps_edits_by_shape(original: Any, handle: Any, indices: Any) -> None:
+    """What a module changes in forward is cut for the shard as if each parameter were contiguous."""
+    indices = list(indices)
+    original(handle, indices)
+    if handle.needs_buffer and handle.sharded:
+        start = handle.shard_map.shard_span(handle.shard_rank).start
+        targets, sources = handle.originals.shard_views(), handle.compute_views()
+        for index in indices:
+            offset, numel = handle.originals.pieces.get(index, (0, 0))
+            first = start + offset - handle.layout.starts[index]
+            targets[index].copy_(sources[index].reshape(-1)[first : first + numel])
+
+
+@planted(SOUND, Gradients, "_absorb", "zero_grad.dropped_then_unused")
+def counts_dropped_gradients_as_used(original: Any, grads: Gradients, params: Any, changed: list[int]) -> None:
+    """A gradient that is set to None is one of zeros after the next backward."""
+    used = list(grads.sum.used)
+    original(grads, params, changed)
+    for index in changed:
+        grads.sum.used[index] = used[index] or grads.sum.used[index]
+
+
+@planted(
+    SOUND,
+    FullGradients,
+    "keep_edits",
+    "summon.gradients summon.gradients_replaced summon.gradients_dropped summon.gradients_given",
+)
 def keeps_what_was_gathered(original: Any, full: FullGradients, params: Any) -> None:
     """Gradients that are edited where they are gathered are as before afterwards."""
 
