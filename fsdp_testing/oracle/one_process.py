@@ -7,6 +7,7 @@ torch's own, so that a state shows that one process cannot load, or trains diffe
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_testing.base import compat
 from fsdp_testing.cases.records import Batch, Case
 from fsdp_testing.oracle import models
 
@@ -48,7 +50,7 @@ def train_on(case: Case, batch: Batch, saved: Saved, trainable: Mapping[str, boo
     module = models.build_model(replace(case, seed=case.seed + 2))
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(trainable.get(name, parameter.requires_grad))
-    module.load_state_dict(dict(saved.model))
+    module.load_state_dict(_with_versions(saved.model, module))
     optimizer = models.build_optimizer(case, module.parameters()) if steps else None
     if optimizer is not None and saved.optimizer is not None:
         _load(optimizer, module, saved.optimizer)
@@ -58,12 +60,19 @@ def train_on(case: Case, batch: Batch, saved: Saved, trainable: Mapping[str, boo
     if optimizer is not None:
         optimizer.step()
     state = module.state_dict()
-    model = {name: state[name].detach().clone() for name in saved.model}
+    model = _with_versions({name: state[name].detach().clone() for name in saved.model}, module)
     if optimizer is None or saved.optimizer is None:
         return Saved(model, None)
     own = {name: dict(optimizer.state[p]) for name, p in module.named_parameters() if p in optimizer.state}
     groups = copy.deepcopy(saved.optimizer["param_groups"])
     return Saved(model, {"state": {**saved.optimizer["state"], **copy.deepcopy(own)}, "param_groups": groups})
+
+
+def _with_versions(values: Mapping[str, torch.Tensor], module: nn.Module) -> OrderedDict[str, torch.Tensor]:
+    """Return a state with the versions of this module's own, which a plain dict has lost: without them, it is converted."""
+    state = OrderedDict(values)
+    setattr(state, compat.VERSIONS, getattr(module.state_dict(), compat.VERSIONS, None))
+    return state
 
 
 def _load(optimizer: torch.optim.Optimizer, module: nn.Module, saved: Mapping[str, Any]) -> None:

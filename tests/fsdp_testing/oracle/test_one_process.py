@@ -65,6 +65,15 @@ class TestTrainOn:
                 assert torch.equal(got.optimizer["state"][name][key], value)
         assert got.optimizer["param_groups"] == saved["param_groups"]
 
+    def test_modules_do_not_convert_what_has_lost_their_version(self):
+        one = case(MICRO, model="versioned")
+        module = models.build_model(one)
+        got = one_process.train_on(one, Batch(2), one_process.Saved(dict(module.state_dict()), None), {}, steps=False)
+        assert all(torch.equal(got.model[name], value) for name, value in module.state_dict().items())
+        again = models.build_model(replace(one, seed=5))
+        again.load_state_dict(got.model)
+        assert all(torch.equal(value, again.state_dict()[name]) for name, value in module.state_dict().items())
+
     def test_a_fresh_optimizer_steps_where_none_was_saved(self):
         one = case(MICRO)
         module, _, _ = trained(one)
