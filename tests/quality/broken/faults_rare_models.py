@@ -252,6 +252,14 @@ def counts_dropped_gradients_as_used(original: Any, grads: Gradients, params: An
         grads.sum.used[index] = used[index] or grads.sum.used[index]
 
 
+@planted(SOUND, Gradients, "_absorb", "zero_grad.given_to_unused")
+def counts_given_gradients_as_unused(original: Any, grads: Gradients, params: Any, changed: list[int]) -> None:
+    """A gradient that a user gives to a parameter without one is gone after the next backward."""
+    used = list(grads.sum.used)
+    original(grads, params, changed)
+    grads.sum.used = [now and was for now, was in zip(grads.sum.used, used, strict=True)]
+
+
 @planted(
     SOUND,
     FullGradients,
