@@ -296,7 +296,8 @@ def suggestion(difference: Difference, size: int) -> str:
     if difference.steps > 1 and difference.step > 0:
         return (
             f"Step {difference.step - 1} still agrees: look at what step {difference.step} does for the first time "
-            "(a no_sync boundary, a micro-batch that is not reduced, a schedule that counts ranks)."
+            "(a no_sync boundary, a micro-batch that is not reduced, a schedule that counts ranks), and at what its rows "
+            "decide (a threshold, a choice of rows, a mask that a rank makes of its own)."
         )
     return "Look for data that is not split evenly, a random number drawn per rank, or a gradient that is not reduced."
 

@@ -361,7 +361,8 @@ class Observer:
 
     def settled(self) -> QuantitySpans:
         """Return the parameters that changed since the last step, as where weights are averaged after it."""
-        if not self.steps:
+        # What an engine holds is read by collectives, and a rank may be the only one to end.
+        if not self.steps or any(map(is_engine, self.reader.models)):
             return {}
         held = self.reader.held(self._receiver(), gradients=False)
         return named(Kind.PARAMETER, self.reader.changed(held, self.steps[-1].of(Kind.PARAMETER)))
