@@ -126,7 +126,7 @@ CONVERSION: tuple[Check, ...] = (
     check("conversion.copied_state", "A deep copy saves what the model saves, buffers in their own dtype too.",
           *(cases(model, *iteration(0), Observe(SavesItsCopy.label), *iteration(1), dtype="float32", optimizer=PLAIN_SGD,
                   precision=MixedPrecisionSpec("bfloat16", None, "bfloat16")) for model in ("buffers", "mlp")),
-          source="copy.deepcopy; B077", needs={"full_state_dict"}, comparison=LOCKSTEP,
+          source="copy.deepcopy; B077", needs={"full_state_dict", "deep_copies"}, comparison=LOCKSTEP,
           mode=RunMode(rank_jobs.run_as, (SavesItsCopy, {}), review=review_remarks)),
     check("conversion.copied", "A deep copy can be made, and trains independently of the original.",
           cases("mlp", *iteration(0), Observe(COPY), micro_batch(1), Observe(), Step(), optimizer=PLAIN_SGD),

@@ -260,6 +260,16 @@ def counts_given_gradients_as_unused(original: Any, grads: Gradients, params: An
     grads.sum.used = [now and was for now, was in zip(grads.sum.used, used, strict=True)]
 
 
+@planted(SOUND, FullGradients, "keep_edits", "summon.gradients_dropped summon.gradients_given")
+def keeps_who_had_gradients(original: Any, full: FullGradients, params: Any) -> None:
+    """Which parameters have a gradient is as it was when gradients were gathered."""
+    used = list(full._used)
+    original(full, params)
+    grads = full._handle.grads
+    if used and grads.local_F is None:
+        grads.sum.used = used
+
+
 @planted(
     SOUND,
     FullGradients,
