@@ -27,16 +27,18 @@ _NEAR = 1e-5
 """Relative to the largest number; a mean has a few roundings."""
 
 
-def with_averages(ranks: Sequence[RankReport]) -> list[RankReport] | None:
-    """Return the reports with weights as they are when the next forward begins, and without each rank's own optimizer state.
-
-    None where weights that differ are not replaced by their mean after each step.
-    """
+def are_averaged(ranks: Sequence[RankReport]) -> bool:
+    """Whether weights that differ between ranks are replaced by their mean after each step."""
     for at, seen in enumerate(zip(*(rank.steps for rank in ranks))):
         later = [_following(rank)[at] for rank in ranks]
         for key in [key for key in seen[0].after if key.kind is Kind.PARAMETER]:
             if _apart(key, [one.after for one in seen]) and not _is_mean(key, [one.after for one in seen], later):
-                return None
+                return False
+    return True
+
+
+def with_averages(ranks: Sequence[RankReport]) -> list[RankReport]:
+    """Return the reports with weights as they are when the next forward begins, and without each rank's own optimizer state."""
     return [
         replace(rank, steps=tuple(_settled(seen, later) for seen, later in zip(rank.steps, _following(rank))))
         for rank in ranks

@@ -153,7 +153,8 @@ class Pair:
     def _again(self, seed: int) -> WholeRun:
         runner = self.varied.runner if self.varied else self.runner
         again = runner.run(self.run.size, RunSettings(feed=self.own, seed=seed))
-        again = whole(again.size, again.ranks, self.run.own) if self.run.own else again
+        if self.run.own or self.run.averaged:
+            again = whole(again.size, again.ranks, self.run.own, disturbs_averages=self.run.averaged)
         return in_place(again, self.run.parts)
 
     def as_ranks(self, accept: tuple[str, ...]) -> Pair:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fsdp_testing.train.between_steps import with_averages
+from fsdp_testing.train.between_steps import are_averaged, with_averages
 from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, floor
 from fsdp_testing.train.evidence import StepEvidence
 from fsdp_testing.train.holdings import Spans
@@ -161,22 +161,24 @@ def _evidence(rank: RankReport, seen: StepSeen, agreed: bool) -> StepEvidence:
     return replace(evidence, local=evidence.backwards) if kept else evidence
 
 
-def whole(size: int, ranks: Sequence[RankReport], own: Collection[str] = ()) -> WholeRun:
+def whole(
+    size: int, ranks: Sequence[RankReport], own: Collection[str] = (), *, disturbs_averages: bool = False
+) -> WholeRun:
     """Combine the reports of all ranks; all made as many steps.
 
     Args:
         size: Number of ranks.
         ranks: The ranks' reports.
         own: Parameters that each rank has of its own: these are left out.
+        disturbs_averages: Whether they average their weights, each rank with roundings of its own.
     """
     quantities: Quantities = {Quantity(Kind.RETURNED, name): values for name, values in ranks[0].returned.items()}
-    averaged = False
     steps, disagreements = together([rank.steps for rank in ranks], own)
-    if any(odd.kind is Kind.PARAMETER for odd in disagreements):
-        settled = with_averages(ranks)
-        if settled is not None:
-            averaged, ranks = True, settled
-            steps, disagreements = together([rank.steps for rank in settled], own)
+    apart = any(odd.kind is Kind.PARAMETER for odd in disagreements)
+    averaged = apart and (disturbs_averages or are_averaged(ranks))
+    if averaged:
+        ranks = with_averages(ranks)
+        steps, disagreements = together([rank.steps for rank in ranks], own)
     quantities |= steps
     for name in {name: None for rank in ranks for name in rank.weights}:
         tensor, odd = assembled([rank.weights.get(name, ()) for rank in ranks])

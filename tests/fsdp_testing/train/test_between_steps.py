@@ -27,7 +27,7 @@ def test_weights_averaged_after_each_step_of_sgd_are_those_of_one_process():
 @pytest.mark.parametrize(
     ("arguments", "place"),
     [
-        (("--optimizer", "Adam"), "loss at step 1 is off by"),
+        (("--optimizer", "Adam"), "parameter 0.weight at step 0"),
         (("--period", "2"), "parameter 0.weight differs between ranks 0 and 1 at step 0"),
     ],
 )
@@ -38,8 +38,15 @@ def test_other_averages_differ_by_design(arguments, place):
     assert OF_EACH_STEP in judgement.sentence
 
 
-def test_weights_of_one_rank_are_no_average():
-    judgement = of("--mistake", "broadcast")
+def test_how_far_ranks_are_apart_before_the_average_hides_nothing():
+    judgement = of("--mistake", "slightly")
+    assert judgement.verdict is Verdict.FAIL, judgement
+    assert "parameter 0.weight at step 0" in judgement.sentence
+
+
+@pytest.mark.parametrize("mistake", ["broadcast", "summed"])
+def test_weights_of_one_rank_and_sums_are_no_average(mistake):
+    judgement = of("--mistake", mistake)
     assert judgement.verdict is Verdict.FAIL, judgement
     assert "averaged" not in judgement.sentence
 

@@ -44,6 +44,8 @@ sampler = DistributedSampler(data, shuffle=False)
 for step, (inputs, targets) in enumerate(DataLoader(data, batch_size=12 // dist.get_world_size(), sampler=sampler)):
     optimizer.zero_grad()
     nn.functional.mse_loss(model(inputs), targets).backward()
+    if options.mistake == "slightly" and dist.get_world_size() > 1:
+        model[0].weight.grad *= 1.01
     optimizer.step()
     averaged = options.optimizer != "ByHand" and (step + 1) % options.period == 0
     for parameter in model.parameters() if averaged else ():
@@ -51,5 +53,5 @@ for step, (inputs, targets) in enumerate(DataLoader(data, batch_size=12 // dist.
             dist.broadcast(parameter.data, 0)
         else:
             dist.all_reduce(parameter.data)
-            parameter.data /= dist.get_world_size()
+            parameter.data /= dist.get_world_size() if options.mistake != "summed" else 1
 dist.destroy_process_group()

@@ -39,6 +39,8 @@ for step, (inputs, targets) in enumerate(loader):
         if mistake == "summed":
             for parameter in model.parameters():
                 dist.all_reduce(parameter.data)
+        # No copy of the weights is left, so that one process could be given them.
+        del weights, state
     optimizer.zero_grad()
     loss = torch.nn.functional.mse_loss(model(inputs), targets)
     if mistake == "one step earlier" and step == 1:
