@@ -54,9 +54,11 @@ class Executed:
 
     @staticmethod
     def _like(key: str, keys: list[str], places: list[str], place: str) -> int:
-        """The bits of a mutant among those that were kept: its own, or those of its function, or of its file, or all."""
+        """The bits of a mutant among those that were kept: its own, or those of its file, or all.
+
+        Those of its function would miss parts: what executes one line of it may not execute another.
+        """
         same = [number for number, other in enumerate(keys) if other == key]
-        same = same or [number for number, other in enumerate(places) if other == place]
         same = same or [number for number, other in enumerate(places) if other.split()[0] == place.split(maxsplit=1)[0]]
         return sum(1 << number for number in same or range(len(keys)))
 
