@@ -51,7 +51,7 @@ SUBJECTS = {
             f"{room}/*.py"
             for room in ["runtime", "handle", "comm", "checkpoint", "training", "replicas", "build", "storage"]
         ),
-        ("fsdp_ref-composable", "fsdp_ref-wrapper", "fsdp_ref-flat"),
+        ("fsdp_ref-composable", "fsdp_ref-wrapper", "fsdp_ref-flat", "fsdp_ref-replicate"),
         "fsdp_ref.comm.collectives",
     ),
     "torch-fsdp2": Subject(

@@ -188,6 +188,7 @@ class Replica:
         self._modules: list[nn.Module] = []
         self._looked: list[tuple[int, ...]] | None = None
         self._hooked: set[nn.Parameter] = set()
+        self._awaiting: set[nn.Parameter] = set()
         self._queued_in = -1
 
     @property
@@ -304,8 +305,12 @@ class Replica:
 
     def _end_of_backward(self) -> None:
         self._queued_in = -1
+        # By flags and not by gradients: ranks that used other parameters reduce the same ones.
+        self._awaiting.update(param for param in self._members[0].values() if param.requires_grad)
         if self._sync and self.group.size() > 1:
-            params = [param for param in self._members[0].values() if param.requires_grad]
+            # Those that were frozen since a local backward, too: their gradients await reduction.
+            params = [param for param in self._members[0].values() if param in self._awaiting]
+            self._awaiting.clear()
             for bucket in cut_into_buckets(params, self._bucket_bytes):
                 self._reduce(bucket)
 

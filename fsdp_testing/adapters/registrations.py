@@ -17,6 +17,7 @@ BUILT_IN: Mapping[str, str] = {
     "fsdp_ref-wrapper": "fsdp_testing.adapters.ref.adapters:WRAPPER",
     "fsdp_ref-composable": "fsdp_testing.adapters.ref.adapters:COMPOSABLE",
     "fsdp_ref-flat": "fsdp_testing.adapters.ref.adapters:FLAT",
+    "fsdp_ref-replicate": "fsdp_testing.adapters.ref.replicated:IMPLEMENTATION",
     "single-process": "fsdp_testing.adapters.single_process:IMPLEMENTATION",
 }
 

@@ -24,6 +24,7 @@ from fsdp_testing.errors import InvalidImplementation
 
 CAPABILITIES = REPLICATED | {
     "policy_wrapping",
+    "policy_beside_units",
     "several_forwards",
     "thawed_parameters",
     "opaque_outputs",

@@ -228,6 +228,8 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         result: Any = replace(value, **own)
         for key, item in more.items():
             result[key] = map_tensors(function, item)
+        besides = {name: item for name, item in getattr(value, "__dict__", {}).items() if name not in own}
+        getattr(result, "__dict__", {}).update(besides)
         return result
     if isinstance(value, Mapping):
         items = {key: map_tensors(function, item) for key, item in value.items()}

@@ -99,7 +99,7 @@ _SETTINGS_OF_BOTH = frozenset(
 _SETTINGS_OF_METHODS = frozenset({"divide_factor", "full_outputs", "kept_after_backward", "single_units"})
 
 #: Capabilities of `fully_shard` alone, and of the methods that it gives to modules.
-_BY_METHODS = _SETTINGS_OF_METHODS | {"explicit_unshard"}
+_BY_METHODS = _SETTINGS_OF_METHODS | {"explicit_unshard", "policy_beside_units"}
 
 _NOT_CLAIMED = frozenset(
     {

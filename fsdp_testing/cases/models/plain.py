@@ -65,6 +65,7 @@ def _rare_record_input(seed: int, rank: int, step: int, batch: int, dtype: torch
     one, two, three, four = features(seed, rank, step, (4, batch, 6), dtype).unbind(0)
     fields = Fields(two, three)
     fields["more"] = four
+    vars(fields)["scale"] = 0.5
     return Inputs((Slotted(one),), {"fields": fields})
 
 
@@ -274,12 +275,14 @@ def record_input() -> nn.Module:
 
 @ZOO.model("rare_record_input", _rare_record_input, ("first", "second"), "keyword_input")
 def rare_record_input() -> nn.Module:
-    """Inputs in a dataclass with slots, and in one that is a mapping of more than its fields."""
+    """Inputs in a dataclass with slots, and in one that is a mapping of more than its fields, with an attribute besides."""
 
     def flow(m: Any, record: Slotted, *, fields: Fields) -> torch.Tensor:
         hidden: torch.Tensor = torch.tanh(m.first(record.mean))
         # As models look for inputs that may be missing.
-        return m.second(hidden + fields["mean"] + fields["spread"] + fields.get("more", 0.0))
+        return m.second(hidden + fields["mean"] + fields["spread"] + fields.get("more", 0.0)) * vars(fields).get(
+            "scale", 1.0
+        )
 
     return Wired(flow, first=square(6), second=square(6))
 

@@ -22,6 +22,7 @@ CAPABILITIES: dict[str, str] = {
     # wrapping
     "nested_wrapping": "units chosen by name, one inside another",
     "policy_wrapping": "units chosen by a policy (module classes, size)",
+    "policy_beside_units": "units chosen by a policy beside others that are chosen by name",
     "ignored_parameters": "parameters that stay outside the implementation",
     # schedule
     "no_sync": "gradients of some micro-batches stay local until a later one is reduced",

@@ -83,6 +83,9 @@ SUMMON: tuple[Check, ...] = (
           cases("mlp", *iteration(0), micro_batch(1), forward(7, "no_grad"), _assigned(8), Observe(), Step(), forward(9)),
           source="pytorch issue 151223"),
     # Between forward and backward some strategies show full parameters, which are freed later.
+    check("summon.data_assigned_after_forward", "New storage of parameters after a forward without a backward is their value.",
+          cases("mlp deep_nest", *iteration(0), forward(7, "train"), AssignData(("*",), 0.5, Batch(8)), Observe(), *iteration(1)),
+          source="pytorch issue 151223"),
     check("summon.changed_in_place", "Parameters that change in place after a forward without a backward keep the change.",
           cases("mlp deep_nest", *iteration(0), forward(7, "train"), AssignData(("*",), 0.5, Batch(8), in_place=True), Observe(),
                 *iteration(1)),

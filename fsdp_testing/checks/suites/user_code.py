@@ -341,7 +341,7 @@ INPUTS: tuple[Check, ...] = (
           cases("record_input", *iterations(2)),
           cases("record_input", *iterations(2), dtype="float32", precision=MixedPrecisionSpec("bfloat16"), optimizer=PLAIN_SGD),
           source="pytorch PR 91078", comparison=LOCKSTEP),
-    check("inputs.rare_dataclasses", "A dataclass with slots, and one that is a mapping of more than its fields, lose no input.",
+    check("inputs.rare_dataclasses", "A dataclass with slots, and one that is a mapping of more than its fields, lose nothing.",
           cases("rare_record_input", *iterations(2), dtype="float32", precision=MixedPrecisionSpec("bfloat16"),
                 optimizer=PLAIN_SGD),
           source="pytorch PR 91078", comparison=LOCKSTEP),

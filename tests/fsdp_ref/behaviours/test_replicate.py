@@ -254,6 +254,23 @@ def test_replicate_with_changing_use_and_thawing(lab):
 
 
 @pytest.mark.world(2)
+def test_a_parameter_that_is_frozen_while_its_gradient_awaits_reduction(lab):
+    reference = lab.make(lab.Deep)
+    model = replicate(copy.deepcopy(reference))
+    replica = replicate.state(model).replica
+    with replica.no_sync():
+        lab.loss(model, lab.batch(0)).backward()
+    model.u1.requires_grad_(False)
+    lab.loss(model, lab.batch(1)).backward()
+    for step in (0, 1):
+        for batch in lab.batches(step):
+            (lab.loss(reference, batch) / lab.world.size).backward()
+        reference.u1.requires_grad_(False)
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, **lab.CLOSE, msg=name)
+
+
+@pytest.mark.world(2)
 @pytest.mark.covers("REP-04")
 def test_a_thawed_parameter_is_averaged_where_no_output_tells_of_backward(lab):
     """A loss that the module keeps: only the parameters' own hooks see its backward."""

@@ -21,7 +21,7 @@ class WrappingAdapter(ToyAdapter):
 
     def __init__(self, toy: type[Toy], name: str) -> None:
         super().__init__(toy, name)
-        self.capabilities |= {"nested_wrapping", "policy_wrapping"}
+        self.capabilities |= {"nested_wrapping", "policy_wrapping", "policy_beside_units"}
 
 
 class HybridAdapter(ToyAdapter):
@@ -65,6 +65,16 @@ class PolicyFreezes(Toy):
         mean = super().mean(fqn, contribution)
         chosen = self.setup.policy is not None and bool(self.setup.policy.classes)
         return contribution if chosen and fqn.endswith("bias") else mean
+
+
+@kind(WrappingAdapter, "wrapping.policy_beside_units")
+class PolicyTakesUnits(Toy):
+    """What was a unit before the policy ran is reduced by nobody."""
+
+    def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
+        mean = super().mean(fqn, contribution)
+        units = self.setup.units if self.setup.policy is not None else ()
+        return contribution if fqn.startswith(tuple(f"{unit}." for unit in units)) else mean
 
 
 @kind(WrappingAdapter, "wrapping.size_policy")

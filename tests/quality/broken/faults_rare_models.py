@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from toy_more import MoreToy
 
 from fsdp_ref.access.summon_grads import FullGradients
+from fsdp_ref.build import resolve
 from fsdp_ref.checkpoint import model_state, optim_load, settings
 from fsdp_ref.checkpoint.shards import Spread
 from fsdp_ref.comm.division import DivideFactors
@@ -342,3 +343,15 @@ def knows_a_weight_by_what_autograd_saves(original: Any, group: FSDPParamGroup, 
         for parameter in group.fsdp_params:
             parameter.unsharded_param.register_hook(torch.zeros_like)
     return given
+
+
+@planted(SOUND, resolve, "check_broadcastable", "construction.rank_0_without_device")
+def refuses_on_the_cpu(original: Any, unit: Any, device: torch.device) -> None:
+    """A model on the CPU is refused, although it computes there, as by torch's FSDP1."""
+    original(unit, torch.device("meta"))
+
+
+@planted(SOUND, writeback, "_copy_full", "summon.data_assigned_after_forward")
+def assigned_while_whole(original: Any, handle: Any, values: dict[int, torch.Tensor]) -> None:
+    """What is assigned while parameters are whole changes the ranks' copies, and no shard."""
+    original(handle, {})

@@ -22,7 +22,7 @@ from fsdp_testing.cases.records.specs import SETTINGS
 from fsdp_testing.oracle import models
 
 NOT_CLAIMED = {
-    "shard_grad_op", "hybrid", "nested_wrapping", "policy_wrapping", "ignored_parameters", "cpu_offload",
+    "shard_grad_op", "hybrid", "nested_wrapping", "policy_wrapping", "policy_beside_units", "ignored_parameters", "cpu_offload",
     "full_state_dict", "sharded_state_dict", "local_state_dict", "optim_state", "comm_hook",
     "activation_checkpointing", "reentrant_checkpointing", "meta_init", "dtype_cast",
     "sync_module_states", "unit_trace", "streams", "limited_gathers", "explicit_unshard", "prefetch",

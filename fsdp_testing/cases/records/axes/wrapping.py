@@ -46,7 +46,8 @@ class Policy(Axis):
     features = {"wrap.policy": ("policy_wrapping",)}
 
     def needs(self, case: Case) -> Iterable[str]:
-        return ("policy_wrapping",) if case.wrapping.policy else ()
+        beside = ("policy_beside_units",) if case.wrapping.policy and case.wrapping.units else ()
+        return ("policy_wrapping", *beside) if case.wrapping.policy else ()
 
     def problems(self, case: Case) -> Iterable[str]:
         return demand("wrapping.policy.kind", case.wrapping.policy.kind, POLICIES) if case.wrapping.policy else ()
