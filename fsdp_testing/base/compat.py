@@ -26,59 +26,15 @@ def fake_store() -> Any:
     return FakeStore()
 
 
-def global_module_hooks() -> tuple[dict[int, Any], ...]:
-    """Return the hooks that `torch.nn.modules.module.register_module_*` installed: the public API can add but not list them."""
-    from torch.nn.modules import module
-
-    names = (
-        "_global_forward_pre_hooks",
-        "_global_forward_hooks",
-        "_global_forward_hooks_always_called",
-        "_global_forward_hooks_with_kwargs",
-        "_global_backward_hooks",
-        "_global_backward_pre_hooks",
-        "_global_buffer_registration_hooks",
-        "_global_module_registration_hooks",
-        "_global_parameter_registration_hooks",
-    )
-    return tuple(getattr(module, name) for name in names if hasattr(module, name))
+def tracker_pipe() -> int | None:
+    """Return the descriptor on which Python tells its resource tracker what to free; its public name would start the tracker."""
+    tracker = sys.modules.get("multiprocessing.resource_tracker")
+    return None if tracker is None else tracker._resource_tracker._fd
 
 
 def saved_buffers(module: Any) -> list[str]:
     """Return the names of a module's own persistent buffers; the public API can make a buffer non-persistent but not ask."""
     return [name for name, _ in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set]
-
-
-def mode_depths() -> tuple[int, int]:
-    """Return the depths of the dispatch and of the function mode stack, for which torch has no public name."""
-    import torch
-
-    return torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
-
-
-def process_groups() -> dict[Any, Any]:
-    """Return every process group of this process, with torch's record of it; the public API lists only the default group."""
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._world.pg_map
-
-
-def process_group_count() -> int:
-    """Return how many groups this process has ever made: the number names the next group, so ranks must agree on it."""
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._world.group_count
-
-
-def forget_dtensor_layouts() -> None:
-    """Clear DTensor's cached layouts. They hold meshes, and a new mesh of the same ranks equals the old one.
-
-    No public name clears them; without this a warm world's next job communicates over destroyed groups.
-    """
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import debug
-
-        debug._clear_sharding_prop_cache()
 
 
 def after_backward(callback: Callable[[], None]) -> None:

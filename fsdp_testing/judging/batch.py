@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fsdp_testing.adapters.adapter import Adapter
-from fsdp_testing.base.compat import process_groups
+from fsdp_testing.base.torch_state import process_groups
 from fsdp_testing.cases.records import OUTLIVES, Case, CaseRecord, RaisedError, RankObservation
 from fsdp_testing.judging import record_stream
 from fsdp_testing.oracle import kept_groups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -80,18 +81,11 @@ class HygieneReport:
 
     def _warn(self, item: pytest.Item, outcome: WorldOutcome) -> None:
         """Pass on warnings of ranks, each once."""
-        by_rank: dict[WarningRecord, list[int]] = {}
-        for rank in outcome.ranks:
-            for record in rank.value.warnings if isinstance(rank.value, RankResult) else ():
-                ranks = by_rank.setdefault(record, [])
-                if rank.rank not in ranks:
-                    ranks.append(rank.rank)
-        for record, ranks in by_rank.items():
-            where = "" if len(ranks) == outcome.size else f" [{rank_names(ranks)}]"
-            category = _category(record)
-            message = warnings.WarningMessage(
-                UserWarning(printable(record.message) + where), category, record.filename, record.lineno
-            )
+        told = (
+            (rank.rank, rank.value.warnings if isinstance(rank.value, RankResult) else ()) for rank in outcome.ranks
+        )
+        for record, text in each_once(told, outcome.size):
+            message = warnings.WarningMessage(UserWarning(text), category_of(record), record.filename, record.lineno)
             item.ihook.pytest_warning_recorded.call_historic(
                 kwargs={"warning_message": message, "when": record.when, "nodeid": item.nodeid, "location": None}
             )
@@ -136,7 +130,19 @@ def _fail(item: pytest.Item, merged: list[Phase], lines: list[str]) -> None:
     target.fail(build([text_element(lines)], f"{lines[0]}: {lines[1]}", None, location_of(item)))
 
 
-def _category(record: WarningRecord) -> type[Warning]:
+def each_once(told: Iterable[tuple[int, Iterable[WarningRecord]]], size: int) -> Iterator[tuple[WarningRecord, str]]:
+    """Yield each warning of ranks once, with a text that names them unless all gave it."""
+    by_rank: dict[WarningRecord, list[int]] = {}
+    for rank, records in told:
+        for record in records:
+            ranks = by_rank.setdefault(record, [])
+            if rank not in ranks:
+                ranks.append(rank)
+    for record, ranks in by_rank.items():
+        yield record, printable(record.message) + ("" if len(ranks) == size else f" [{rank_names(ranks)}]")
+
+
+def category_of(record: WarningRecord) -> type[Warning]:
     """Return the warning's class, when this process can import it."""
     try:
         found: Any = importlib.import_module(record.module)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from fsdp_testing.base import env
 from fsdp_testing.errors import PoolBroken
 from fsdp_testing.plugin import pytest_compat, rank_debugger, rank_side, rank_template
 from fsdp_testing.plugin.rank_side import RankPlugin, RankTemporaryPaths, group_count
-from fsdp_testing.plugin.records import ItemTask, RankResult
+from fsdp_testing.plugin.records import ItemTask, RankResult, WarningRecord
 from fsdp_testing.plugin.selection import shared_length
 from fsdp_testing.ranks.pool import hygiene_leftovers
 from fsdp_testing.ranks.pool.channel import dumps, loads
@@ -213,7 +214,7 @@ def finish() -> str:
 
 def call_function(
     spec: bytes | None, directory: str, test_file: str, target: Target, arguments: bytes
-) -> tuple[bytes, tuple[Dirt, ...]]:
+) -> tuple[bytes, tuple[Dirt, ...], tuple[WarningRecord, ...]]:
     """Call a function with its module imported as pytest imports it; serves the fixture `worlds`.
 
     Args:
@@ -224,12 +225,12 @@ def call_function(
         arguments: Serialised args and kwargs: read once the module that defines their classes is imported.
 
     Returns:
-        The serialised result (read in the test, where its classes are known) and what the call leaked.
+        The serialised result (read in the test, where its classes are known), what the call leaked, and its warnings.
     """
     session = _started(spec, directory)
     if test_file and target.module not in sys.modules:
         session.item(ItemTask("", test_file, 0))
-    with session.filters():
+    with session.filters(), warnings.catch_warnings(record=True) as recorded:
         function = resolve(target)
         args, kwargs = loads(arguments)
         snapshot = take_snapshot()
@@ -237,4 +238,4 @@ def call_function(
             payload = dumps(function(*args, **kwargs))
         finally:
             dirt = snapshot.restore()
-    return payload, dirt
+    return payload, dirt, tuple(map(WarningRecord.of, recorded))

@@ -126,10 +126,18 @@ def merge(outcome: WorldOutcome, location: tuple[str, int]) -> list[Phase]:
         return _plain(accounts)
     if len(verdicts) == 1 and verdicts <= _WITHOUT_FAILURE and ok:
         return _alike(accounts)
-    if verdicts == {"xfailed", "xpassed"} and ok:
-        # The mark promised a failure of the test, and the test failed on some ranks.
+    if "xfailed" in verdicts and _is_expected(outcome, accounts, verdicts, ok=ok):
         return _partly_expected(accounts)
     return _failure(outcome, accounts, location)
+
+
+def _is_expected(outcome: WorldOutcome, accounts: Sequence[Account], verdicts: set[str], *, ok: bool) -> bool:
+    """Whether a test that is marked to fail did so on some ranks, and the others passed, or waited for those until the end."""
+    waited = [account for account in accounts if account.verdict == Fate.STOPPED]
+    if not waited:
+        return ok and "xpassed" in verdicts and len(verdicts) == 2
+    joined = all(account.outcome.collectives for account in waited)
+    return joined and outcome.diagnosis is not None and verdicts <= {"xfailed", "xpassed", Fate.STOPPED}
 
 
 def _same_groups(accounts: Sequence[Account]) -> bool:
@@ -202,11 +210,13 @@ def _alike(accounts: Sequence[Account]) -> list[Phase]:
 
 def _partly_expected(accounts: Sequence[Account]) -> list[Phase]:
     failed = [account for account in accounts if account.verdict == "xfailed"]
-    passed = rank_names(account.rank for account in accounts if account.verdict == "xpassed")
+    passed = [account.rank for account in accounts if account.verdict == "xpassed"]
+    waited = [account.rank for account in accounts if account.result is None]
+    others = [f"{how} {rank_names(ranks)}" for how, ranks in (("passed on", passed), ("awaited by", waited)) if ranks]
     merged = _alike(failed)
     for report in merged:
-        if report.wasxfail is not None and report.subtest is None:
-            where = f"failed on {rank_names(account.rank for account in failed)}, passed on {passed}"
+        if report.wasxfail is not None and report.subtest is None and others:
+            where = ", ".join([f"failed on {rank_names(account.rank for account in failed)}", *others])
             report.wasxfail = f"{report.wasxfail} ({where})" if report.wasxfail else where
     return merged
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_testing.base import compat
+from fsdp_testing.base import torch_state
 from fsdp_testing.base.backends import backend_named
 from fsdp_testing.errors import CollectiveMismatch, HarnessError
 from fsdp_testing.plugin.records import STRICT_XPASS, Phase, WarningRecord
@@ -123,17 +123,7 @@ class RankPlugin:
         """Keep a warning; those of configuration and collection are the controller's own already."""
         del nodeid
         if when == "runtest":
-            category = warning_message.category
-            self._warnings.append(
-                WarningRecord(
-                    category.__module__,
-                    category.__qualname__,
-                    str(warning_message.message),
-                    str(warning_message.filename),
-                    int(warning_message.lineno),
-                    when,
-                )
-            )
+            self._warnings.append(WarningRecord.of(warning_message, when))
 
     # First in both processes: the order of parameters is the order in the id, and plugins are registered differently.
     @pytest.hookimpl(tryfirst=True)
@@ -291,4 +281,4 @@ def _without_torchs_log(section: tuple[str, str]) -> tuple[str, str]:
 
 def group_count() -> int:
     """Return how many process groups this rank has ever made."""
-    return compat.process_group_count()
+    return torch_state.process_group_count()

@@ -108,6 +108,12 @@ class WarningRecord:
     lineno: int
     when: str
 
+    @classmethod
+    def of(cls, warning: Any, when: str = "runtest") -> WarningRecord:
+        """Return the record of a `warnings.WarningMessage`."""
+        category, file = warning.category, str(warning.filename)
+        return cls(category.__module__, category.__qualname__, str(warning.message), file, int(warning.lineno), when)
+
 
 class RankResult(NamedTuple):
     """The result of an item from one rank's pytest.

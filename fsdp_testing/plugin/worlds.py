@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 
 from fsdp_testing.base.backends import registered_backends
 from fsdp_testing.errors import InvalidArgument, WorldFailed
-from fsdp_testing.plugin.hygiene_report import WorldHygieneWarning
+from fsdp_testing.plugin.hygiene_report import WorldHygieneWarning, category_of, each_once
 from fsdp_testing.plugin.leases import IN_RANK, Leases
 from fsdp_testing.plugin.marker import WorldRequest, read_marker
+from fsdp_testing.plugin.records import WarningRecord
 from fsdp_testing.plugin.selection import defaults_of
 from fsdp_testing.ranks.pool import WorldOutcome
 from fsdp_testing.ranks.pool.channel import dumps, loads
@@ -69,6 +71,8 @@ class BoundWorld:
 
         Raises:
             RanksFailed: A rank raised, died, hung or disagreed.
+            Skipped: Every rank called `pytest.skip`; the test skips.
+            Warning: One of the function's warnings, which are given again here, where the test's filters make it an error.
             UnsendableFunction: The function has no name that a rank could import.
         """
         __tracebackhide__ = True
@@ -86,22 +90,45 @@ class BoundWorld:
                 name=str(target),
                 lasting=None,
             )
-            if outcome.ok and any(dirt for _, dirt in outcome.values):
+            if outcome.ok and any(dirt for _, dirt, _ in outcome.values):
                 world.distrust()
         finally:
             self._worlds.leases.give_back(world)
         if not outcome.ok:
+            if skipped := _reason_to_skip(outcome):
+                pytest.skip(skipped)
             raise RanksFailed(outcome.describe(), outcome)
         self._report_dirt(outcome)
-        return [loads(payload) for payload, _ in outcome.values]
+        for record, text in each_once(
+            ((rank, warned) for rank, (_, _, warned) in enumerate(outcome.values)), outcome.size
+        ):
+            _warn_again(record, text)
+        return [loads(payload) for payload, *_ in outcome.values]
 
     def _report_dirt(self, outcome: WorldOutcome) -> None:
-        text = "; ".join(left_behind((rank, dirt) for rank, (_, dirt) in enumerate(outcome.values)))
+        text = "; ".join(left_behind((rank, dirt) for rank, (_, dirt, _) in enumerate(outcome.values)))
         if not text:
             return
         if self._worlds.session.config.option.strict_hygiene:
             raise RanksFailed(f"the function leaked state (--strict-hygiene): {text}", outcome)
         self._worlds.running().warn(WorldHygieneWarning(text))
+
+
+def _reason_to_skip(outcome: WorldOutcome) -> str:
+    """Return why all ranks skip; empty if some do not."""
+    errors = [rank.error for rank in outcome.ranks if rank.fate is Fate.RAISED]
+    reasons = [error.message or "ranks skip" for error in errors if error is not None and error.type_name == "Skipped"]
+    return reasons[0] if len(reasons) == outcome.size else ""
+
+
+def _warn_again(record: WarningRecord, text: str) -> None:
+    """Give a rank's warning in this process, under the filters of the test."""
+    __tracebackhide__ = True
+    category = category_of(record)
+    try:
+        warnings.warn_explicit(text, category, record.filename, record.lineno)
+    except TypeError:  # its class is not made from a text
+        warnings.warn_explicit(text, UserWarning, record.filename, record.lineno)
 
 
 def was_lost(error: BaseException) -> bool:

@@ -23,7 +23,7 @@ from fsdp_testing.train.batches import local_part, on_cpu, row_digests, tensors_
 from fsdp_testing.train.collators import Collated, Keeping, copied, draws, is_own
 
 _MOST_INDICES = 2**18
-_FIRST_ROWS, _MOST_NUMBERS = 24, 64
+_EDGE_ROWS, _MOST_NUMBERS = 64, 64
 _PURE = frozenset({"torch", "accelerate", "transformers", "lightning", "builtins"})
 """Packages whose samplers may be run to the end of a pass: they only count and draw."""
 
@@ -78,7 +78,8 @@ class LoaderSeen:
         due: Items of a pass; None where the loader has no length.
         replaces: Whether its sampler draws rows that it has drawn already.
         dataset: Length and digests of a few rows of the dataset that is indexed; empty where it has none or is a stream.
-        first_rows: The numbers of its first rows, no more than `_MOST_NUMBERS` of each.
+        first_rows: The numbers of its first rows, no more than `_MOST_NUMBERS` of each; empty if they are drawn each time.
+        last_rows: Of its last rows, the last one first.
         collates: Whether it has a `collate_fn` that is none of torch's.
         draws: Whether its `collate_fn` draws random numbers, as far as that was tried.
         rows_first: Whether more rows make the tensors of an item longer along their first dimension, as far as that was tried.
@@ -91,6 +92,7 @@ class LoaderSeen:
     replaces: bool = False
     dataset: tuple[str, ...] = ()
     first_rows: list[torch.Tensor] = field(default_factory=list)
+    last_rows: list[torch.Tensor] = field(default_factory=list)
     collates: bool = False
     draws: bool = False
     rows_first: bool = True
@@ -224,8 +226,9 @@ class LoaderWatch:
                 if len(rows) <= _MOST_INDICES:
                     loader_pass.indices, loader_pass.planned = [index(row) for row in rows], True
         if self._drawn is not None:
-            seen.dataset = _fingerprint(_base(loader)[0])
-            seen.first_rows = _first_rows(_base(loader)[0])
+            dataset = _base(loader)[0]
+            seen.dataset = _fingerprint(dataset)
+            seen.first_rows, seen.last_rows = _edge_rows(dataset, range), _edge_rows(dataset, _backwards)
         kept = [
             (samples, item)
             for loader_pass in seen.passes
@@ -318,25 +321,36 @@ def _fingerprint(dataset: Any) -> tuple[str, ...]:
         length = len(dataset)
         rows = []
         for place in sorted({0, length // 2, length - 1}):
-            with _seeded():
-                rows.append(_digest(dataset[place]))
+            rows.append(_digest(_read(dataset, place)))
         return (str(length), *rows)
     except Exception:  # noqa: BLE001 - a dataset of any kind may refuse to be indexed like this
         return ()
 
 
-def _first_rows(dataset: Any) -> list[torch.Tensor]:
-    with suppress(Exception), _seeded():
-        return [_numbers(dataset[place])[:_MOST_NUMBERS] for place in range(min(len(dataset), _FIRST_ROWS))]
+def _backwards(length: int) -> range:
+    return range(length - 1, -1, -1)
+
+
+def _edge_rows(dataset: Any, order: Callable[[int], range]) -> list[torch.Tensor]:
+    """Return the numbers of the rows that come first in an order; empty if reading them again gives others."""
+    with suppress(Exception):
+        places = order(len(dataset))[:_EDGE_ROWS]
+        rows, again = ([_numbers(_read(dataset, place))[:_MOST_NUMBERS] for place in places] for _ in range(2))
+        return rows if all(map(torch.equal, rows, again)) else []
     return []
 
 
+def _read(dataset: Any, place: int) -> Any:
+    with _seeded():  # for each row: what it draws depends on no other
+        return dataset[place]
+
+
 def _numbers(row: Any) -> torch.Tensor:
-    """Return the floating numbers of a row: of its tensors, arrays and numbers."""
-    if isinstance(row, float) or type(row).__module__ == "numpy":
+    """Return the numbers of a row: of its tensors, arrays and numbers."""
+    if isinstance(row, (int, float)) or type(row).__module__ == "numpy":
         row = torch.as_tensor(row)
     if isinstance(row, torch.Tensor):
-        return row.detach().double().cpu().reshape(-1) if row.is_floating_point() else torch.empty(0).double()
+        return torch.empty(0).double() if row.is_complex() else row.detach().double().cpu().reshape(-1)
     parts = row.values() if isinstance(row, Mapping) else row if isinstance(row, (list, tuple)) else ()
     return torch.cat([torch.empty(0).double(), *map(_numbers, parts)])
 

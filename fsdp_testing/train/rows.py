@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from itertools import product, zip_longest
 
 import torch
 
 from fsdp_testing.train.loaders import LoaderSeen, Pass, of_training
 from fsdp_testing.train.whole import WholeRun
 
-_CHANCE = 2**-10
+_CHANCE, _COINCIDENCE = 2**-10, 2**-14
 _ENOUGH, _ON_LINE = 4, 1e-5
 """Rows that are compared at least, and by what part of its largest number one may be off a line (they may be float32)."""
 _OWN_ROWS = (
@@ -85,32 +85,82 @@ def _same_batch(run: WholeRun) -> bool:
 
 
 def prepared_apart(alone: WholeRun, run: WholeRun) -> str:
-    """Return a sentence if a rank's dataset has rows of one process, shifted and scaled by numbers of its own; otherwise empty.
+    """Return a sentence if a rank's dataset has rows of one process with other numbers in them; otherwise empty.
 
-    Rank 0 is asked: whether its share is a block or each n-th row, its first rows are among the first of one process.
+    Whether shares are blocks or each n-th row, or all ranks hold all rows, rank 0's first rows are among the first of one
+    process, and the last rank's last rows among its last.
     """
     if any(rank.taken.marks for rank in run.ranks):
         return ""
     for own, ranks in _loaders(alone, run):
-        first = () if _is_one_dataset(own, ranks) else ranks[0].first_rows
-        for step in (1, run.size):
-            due = own.first_rows[::step][: len(first)]
-            if _are_rows([*due, *first]) and _is_shifted(torch.stack(due), torch.stack([*first][: len(due)])):
+        edges = (0, own.first_rows, ranks[0].first_rows), (run.size - 1, own.last_rows, ranks[-1].last_rows)
+        for (rank, here, there), step in product(edges, (1, run.size)):
+            if how := _changed(here[::step], there):
                 return (
-                    "rank 0's dataset has the rows of one process, shifted or scaled by other numbers: each rank's own "
-                    "statistic, such as the mean and deviation of its share. Compute it over the rows of all ranks before they "
-                    "are divided. If it is intended, mark the batches: `x, y = fsdp_testing.batch(x, y)`."
+                    f"rank {rank}'s dataset has the rows of one process, {how}: each rank's own statistic, such as the mean and "
+                    "deviation, the bucket edges, the vocabulary or the projection of its share, or random numbers of its own. "
+                    "Compute it over the rows of all ranks before they are divided. If it is intended, mark the batches: "
+                    "`x, y = fsdp_testing.batch(x, y)`."
                 )
     return ""
 
 
-def _are_rows(rows: Sequence[torch.Tensor]) -> bool:
-    return len(rows) >= 2 * _ENOUGH and len({row.shape for row in rows}) == 1 and len(rows[0]) > 0
+def _changed(here: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> str:
+    """Return how rows became others, if they are the same rows and no longer have the same numbers; otherwise empty."""
+    pairs = [*zip(here, there)]
+    if len(pairs) < _ENOUGH or any(due.shape != got.shape for due, got in pairs) or not len(pairs[0][0]):
+        return ""
+    if len({due.shape for due, _ in pairs}) == 1:
+        due, got = (torch.stack(rows) for rows in zip(*pairs))
+        if len(pairs) >= 2 * _ENOUGH and _is_shifted(due, got):
+            return "shifted or scaled by other numbers"
+        if _agree_in_part(due, got):
+            return "of which some numbers are others"
+    return "with other whole numbers in place of each" if _is_renamed(*map(torch.cat, zip(*pairs))) else ""
+
+
+def _agree_in_part(due: torch.Tensor, got: torch.Tensor) -> bool:
+    """Whether a column agrees more often than by chance, which says that the rows are the same, and another does not."""
+    others = (got - due).abs().amax(0) > _ON_LINE * due.abs().amax(0)
+    agrees = [_agreement(*columns) > math.log(len(others) / _COINCIDENCE) for columns in zip(due.T, got.T)]
+    return bool(others.any()) and any(agrees)
+
+
+def _agreement(due: torch.Tensor, got: torch.Tensor) -> float:
+    """Return minus the logarithm of the chance that two columns of one distribution agree in so many rows."""
+    chance = float((due.unique(return_counts=True)[1] / len(due)).square().sum())
+    share = float((due == got).double().mean())
+    if share <= chance or _is_regular(due):
+        return 0.0
+    missing = (1 - share) * math.log((1 - share) / (1 - chance)) if share < 1 else 0.0
+    return len(due) * (share * math.log(share / chance) + missing)
+
+
+def _is_renamed(due: torch.Tensor, got: torch.Tensor) -> bool:
+    """Whether whole numbers were replaced, each by one other; a number that occurs again confirms it."""
+    if (
+        torch.equal(due, got)
+        or not torch.equal(due, due.round())
+        or not torch.equal(got, got.round())
+        or _is_regular(due)
+    ):
+        return False
+    pairs = {*zip(due.tolist(), got.tolist())}
+    is_one_to_one = len({old for old, _ in pairs}) == len({new for _, new in pairs}) == len(pairs)
+    return is_one_to_one and len(pairs) > 1 and len(due) - len(pairs) > -math.log2(_COINCIDENCE)
+
+
+def _is_regular(column: torch.Tensor) -> bool:
+    """Whether numbers follow from their places, as counts, sorted labels and repeating ones do: all data may have these."""
+    steps = column.diff()
+    runs = int(steps.count_nonzero()) < len(column) / 8
+    repeats = any(torch.equal(column[period:], column[:-period]) for period in range(1, len(column) // 2 + 1))
+    return runs or repeats or bool((steps == steps[0]).all())
 
 
 def _is_shifted(due: torch.Tensor, got: torch.Tensor) -> bool:
     """Whether each column is a linear function of the other rows' column; three points form no line by chance."""
-    if len(due) < _ENOUGH or torch.equal(due, got):
+    if torch.equal(due, got):
         return False
     centred, moved = due - due.mean(0), got - got.mean(0)
     slope = (centred * moved).sum(0) / centred.square().sum(0).clamp_min(torch.finfo(torch.float64).tiny)

@@ -191,3 +191,37 @@ def test_announced(lasting):
     )
     assert "left half done" in done.text
     assert (done.passed, done.code) == (1, 1)
+
+
+def test_a_test_marked_to_fail_may_leave_other_ranks_waiting(run: Runner) -> None:
+    done = run(
+        """
+@pytest.mark.world(2)
+@pytest.mark.xfail(raises=ValueError, reason="issue 7", strict=True)
+def test_known(world):
+    if world.rank == 1:
+        raise ValueError("known")
+    dist.barrier()
+
+@pytest.mark.world(2)
+@pytest.mark.xfail(raises=ValueError, reason="issue 7")
+def test_another(world):
+    if world.rank == 1:
+        raise KeyError("new")
+    dist.barrier()
+
+@pytest.mark.world(2)
+@pytest.mark.xfail(reason="issue 7")
+def test_lost(world):
+    if world.rank == 1:
+        raise ValueError("known")
+    os.abort()
+
+@pytest.mark.world(2)
+def test_after(world):
+    dist.barrier()
+""",
+        "-rx",
+    )
+    assert (done.counts(), done.xfailed) == ((1, 2, 0), 1), done.text
+    assert "issue 7 (failed on rank 1, awaited by rank 0)" in done.text

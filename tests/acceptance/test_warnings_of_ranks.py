@@ -62,3 +62,51 @@ def test_a_function_that_is_part_of_a_test(worlds):
     )
     assert verdict.counts() == (5, 0, 1), verdict.text
     assert "UserWarning: left late" in verdict.text
+
+
+def test_warnings_of_functions_that_worlds_runs_are_the_tests_own(run: Runner) -> None:
+    verdict = run(
+        """
+import warnings
+from fsdp_testing import current_world
+
+def warns():
+    warnings.warn("everywhere")
+    if current_world().rank == 1:
+        warnings.warn("here", FutureWarning)
+
+def test_shown(worlds):
+    worlds(size=2).run(warns)
+
+def test_expected(worlds):
+    with pytest.warns(FutureWarning, match=r"here \\[rank 1\\]"), pytest.warns(UserWarning, match="everywhere"):
+        worlds(size=2).run(warns)
+
+@pytest.mark.filterwarnings("error")
+def test_an_error(worlds):
+    worlds(size=2).run(warns)
+"""
+    )
+    assert verdict.counts() == (2, 1, 0), verdict.text
+    assert "FAILED" in verdict.text and "test_an_error - UserWarning: everywhere" in verdict.text
+    assert verdict.warnings == 2, verdict.text
+
+
+def test_a_function_that_skips_on_every_rank_skips_its_test(run: Runner) -> None:
+    verdict = run(
+        """
+from fsdp_testing import current_world
+
+def skips(ranks):
+    if current_world().rank in ranks:
+        pytest.skip("no such library")
+
+def test_all(worlds):
+    worlds(size=2).run(skips, [0, 1])
+
+def test_one(worlds):
+    worlds(size=2).run(skips, [1])
+"""
+    )
+    assert verdict.counts() == (0, 1, 0), verdict.text
+    assert verdict.skipped == 1, verdict.text

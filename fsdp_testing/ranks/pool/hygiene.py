@@ -25,10 +25,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_testing.base import compat
+from fsdp_testing.base import compat, torch_state
 from fsdp_testing.ranks.pool import targets
 from fsdp_testing.ranks.pool.hygiene_leftovers import LEFTOVER_PROBES, LIMITS, Probe
-from fsdp_testing.ranks.pool.hygiene_settings import INSTALLED, PYTHON_PROBES, TORCH_PROBES
+from fsdp_testing.ranks.pool.hygiene_settings import INSTALLED, PYTHON_PROBES
+from fsdp_testing.ranks.pool.hygiene_torch import TORCH_PROBES
 from fsdp_testing.ranks.pool.outcome import Dirt
 
 _CALLABLE = (types.FunctionType, types.BuiltinFunctionType, type, property, staticmethod, classmethod)
@@ -314,7 +315,7 @@ class Snapshot:
             elif value != self._values[i]:
                 dirt.extend(_clean(PROBES[i], self._values[i], value))
         if any(PROBES[i].kind == "process group" for i in suspects):
-            compat.forget_dtensor_layouts()
+            torch_state.forget_dtensor_layouts()
             # A group holds its connections open, even for a while after its destruction; the group itself is reported.
             dirt = [entry for entry in dirt if not (entry.kind == "open file" and entry.what.endswith("]"))]
         return dirt

@@ -22,6 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fsdp_testing.base.compat import tracker_pipe
+
 Reader = Callable[[], Any]
 Describe = Callable[[Any, Any], Iterator[str]]
 Putting = Callable[[Any, Any], None]
@@ -274,7 +276,7 @@ def _descriptor(number: str) -> str:
         name = str(Path(f"/proc/self/fd/{number}").readlink())
     except OSError:
         return ""
-    lasting = name.startswith(("/dev/", "/proc/", "/sys/", "anon_inode:", "/memfd:"))
+    lasting = name.startswith(("/dev/", "/proc/", "/sys/", "anon_inode:", "/memfd:")) or int(number) == tracker_pipe()
     return "" if lasting or stat.S_ISCHR(kind) else f"descriptor {number} is open on {name}"
 
 

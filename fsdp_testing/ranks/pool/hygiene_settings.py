@@ -1,4 +1,4 @@
-"""Compares the settings of Python and torch that a job may leave changed, from the environment to hooks on modules."""
+"""Compares the settings of Python that a job may leave changed, from the environment to warnings filters."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from fsdp_testing.base import compat, env
-from fsdp_testing.ranks.ledger import messages
+from fsdp_testing.base import env
 from fsdp_testing.ranks.pool.hygiene_leftovers import (
     Probe,
     Setting,
@@ -242,6 +240,17 @@ def _set_numpy_errors(handling: Any) -> None:
         numpy.seterrcall(handling[1])
 
 
+def _numpy_printing() -> Any:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.get_printoptions()
+
+
+def _set_numpy_printing(options: Any) -> None:
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and options is not None:
+        numpy.set_printoptions(**options)
+
+
 def _start_method() -> str:
     # An unset value and one that was only read are the same.
     return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
@@ -252,6 +261,7 @@ LIBRARY = settings_probe(
     [
         Setting("decimal context", _decimal, _set_decimal),
         Setting("numpy.seterr", _numpy_errors, _set_numpy_errors),
+        Setting("numpy.set_printoptions", _numpy_printing, _set_numpy_printing),
         Setting("socket default timeout", socket.getdefaulttimeout, socket.setdefaulttimeout),
         Setting(
             "multiprocessing start method",
@@ -284,117 +294,4 @@ PYTHON_PROBES: tuple[Probe, ...] = (
     ),
     settings_probe("import path", [list_attribute(sys, name) for name in ("path", "meta_path", "path_hooks", "argv")]),
     Probe("warnings filters", lambda: list(warnings.filters), _put_filters, _tell_filters),
-)
-
-_DEVICES = ("cpu", "cuda")
-_TINIEST = 5e-324
-
-
-def _autocast(device: str) -> list[Setting]:
-    def set_enabled(value: bool) -> None:
-        torch.set_autocast_enabled(device, value)
-        torch.clear_autocast_cache()
-
-    return [
-        Setting(f"autocast of {device}", lambda: torch.is_autocast_enabled(device), set_enabled),
-        Setting(
-            f"autocast dtype of {device}",
-            lambda: torch.get_autocast_dtype(device),
-            lambda value: torch.set_autocast_dtype(device, value),
-        ),
-    ]
-
-
-DEFAULTS = settings_probe(
-    "torch default",
-    [
-        Setting("default dtype", torch.get_default_dtype, torch.set_default_dtype),
-        Setting(
-            "default device",
-            torch.get_default_device,
-            # `None` removes the mode that any other value would leave on the stack.
-            lambda device: torch.set_default_device(None if device.type == "cpu" else device),
-        ),
-        Setting("intra-op threads", torch.get_num_threads, torch.set_num_threads),
-        Setting("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
-        Setting("inference mode", torch.is_inference_mode_enabled),
-        Setting(
-            "anomaly mode",
-            lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-            lambda value: torch.autograd.set_detect_anomaly(*value),
-        ),
-        *(setting for device in _DEVICES for setting in _autocast(device)),
-        Setting("autocast cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-        Setting(
-            "deterministic algorithms",
-            lambda: (
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-            ),
-            lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
-        ),
-        attribute(torch.utils.deterministic, "fill_uninitialized_memory", "fill_uninitialized_memory"),
-        Setting("float32 matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        *(attribute(torch.backends.cudnn, name, f"cudnn.{name}") for name in ("enabled", "benchmark", "deterministic")),
-        Setting("flush denormals", lambda: _TINIEST + 0.0 == 0.0, torch.set_flush_denormal),
-        Setting("tensor sharing strategy", torch.multiprocessing.get_sharing_strategy, None),
-        Setting("warn_always", torch.is_warn_always_enabled, torch.set_warn_always),
-    ],
-)
-
-
-def _hooks() -> list[tuple[int, int]]:
-    return [(i, key) for i, hooks in enumerate(compat.global_module_hooks()) for key in hooks]
-
-
-def _groups() -> tuple[Any, list[Any], int]:
-    if not dist.is_available() or not dist.is_initialized():
-        return None, [], 0
-    # The count also differs when a group was made and destroyed again, which is no leak but explains open sockets.
-    return dist.group.WORLD, list(compat.process_groups()), compat.process_group_count()
-
-
-def _tell_groups(before: tuple[Any, list[Any], int], now: tuple[Any, list[Any], int]) -> Iterator[str]:
-    if before[0] is not now[0]:
-        yield "the default process group was destroyed" if now[0] is None else "the default process group was replaced"
-        return
-    for group in now[1]:
-        if group not in before[1]:
-            ranks = dist.get_process_group_ranks(group)
-            name = getattr(group, "group_desc", "") or getattr(group, "group_name", "")
-            yield f"process group {name!r} of ranks {ranks} was not destroyed"
-    for group in before[1]:
-        if group not in now[1]:
-            yield "a process group that the job did not make was destroyed"
-
-
-def _cuda_memory() -> int:
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
-        return 0
-    return torch.cuda.memory_allocated()
-
-
-TORCH_PROBES: tuple[Probe, ...] = (
-    DEFAULTS,
-    Probe("torch mode", compat.mode_depths),
-    leftovers_probe(
-        "module hook",
-        _hooks,
-        lambda hook: f"{compat.global_module_hooks()[hook[0]][hook[1]]!r} on every module was added",
-        lambda hook: compat.global_module_hooks()[hook[0]].pop(hook[1]),
-        lost="a hook on every module was removed",
-    ),
-    Probe("process group", _groups, None, _tell_groups),
-    leftovers_probe(
-        "message",
-        messages.pending,
-        lambda message: f"{message[1]} was never waited for: a later call may receive it",
-    ),
-    Probe(
-        "CUDA memory",
-        _cuda_memory,
-        None,
-        lambda before, now: iter([f"{now - before} bytes of CUDA memory are still allocated"] if now > before else []),
-        collect_first=True,
-    ),
 )

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from fsdp_testing.errors import HarnessError
+from fsdp_testing.errors import HarnessError, InvalidArgument
 
 if TYPE_CHECKING:
     import torch
@@ -117,9 +117,15 @@ class World:
 
         Raises:
             AssertionError: Names the ranks that differ from rank 0, the first difference and its size.
+            InvalidArgument: It is no tensor.
         """
         import torch
 
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidArgument(
+                f"assert_equal_across_ranks: expected a tensor, got {type(tensor).__name__}. Compare other values with "
+                "`all_gather_object`."
+            )
         plain = tensor.detach().cpu().contiguous()
         copies = self.all_gather_object(plain)
         problems = []

@@ -220,4 +220,76 @@ def test_a_share_that_is_scaled_by_its_own_statistic_is_known_however_it_is_divi
         )
         for other in (*others, share[:3] * 2, []):
             assert prepared_apart(prepared(rows, "a"), prepared(other, "b")) == ""
-    assert prepared_apart(prepared(rows, "a"), prepared(rows * 2, "a")) == ""  # seen to be one dataset
+
+
+def edges(first, last=()):
+    """Return a run of two ranks, or one, of which rank 0's dataset begins and rank 1's ends with these rows."""
+    ranks = [
+        SimpleNamespace(taken=SimpleNamespace(loaders=[LoaderSeen(first_rows=[*first], last_rows=[*last])], marks=[]))
+        for _ in range(2)
+    ]
+    return SimpleNamespace(size=2, ranks=ranks)
+
+
+def fitted():
+    """Return rows of floats, those with bucket numbers, projected ones and words, each with labels: of all rows and of shares."""
+    generator = torch.Generator().manual_seed(1)
+    raw = torch.randn(128, 3, generator=generator).exp().double()
+    labels = (raw.sum(1, keepdim=True) > 4).double()
+    words = torch.randint(0, 15, (128, 5), generator=generator)
+
+    def buckets(rows, share):
+        bounds = [torch.quantile(share[:, j], torch.linspace(0, 1, 9).double()[1:-1]) for j in range(3)]
+        columns = [torch.bucketize(rows[:, j].contiguous(), bounds[j]).double() for j in range(3)]
+        return torch.stack(columns, 1)
+
+    def projected(rows, share):
+        return (rows - share.mean(0)) @ torch.linalg.svd(share - share.mean(0), full_matrices=False)[2].T
+
+    def numbered(rows, share):
+        known = {}
+        for word in share.reshape(-1).tolist():
+            known.setdefault(word, len(known))
+        return torch.tensor([[known[word] for word in row] for row in rows.tolist()]).double()
+
+    for shares in ((raw[:64], raw[64:]), (raw[::2], raw[1::2]), (raw, raw[64:])):
+        for fit in (buckets, projected):
+            whole = torch.cat([fit(raw, raw), labels], 1)
+            where = [next(at for at in (0, 1, 64) if torch.equal(raw[at], share[0])) for share in shares]
+            step = 2 if 1 in where else 1
+            of = [labels[at::step][: len(share)] for at, share in zip(where, shares)]
+            yield whole, *(torch.cat([fit(share, share), of[i]], 1) for i, share in enumerate(shares))
+    for shares in ((words[:64], words[64:]), (words[::2], words[1::2])):
+        yield numbered(words, words), *(numbered(share, share) for share in shares)
+
+
+def test_what_is_fitted_on_a_share_is_known_by_what_stays_of_its_rows():
+    for whole, first, last in fitted():
+        alone = edges(whole[:64], whole.flip(0)[:64])
+        assert "each rank's own statistic" in prepared_apart(alone, edges(first[:64], last.flip(0)[:64]))
+        step = 1 if len(first) == len(whole) or torch.equal(whole[1, -1:], first[1, -1:]) else 2
+        same = edges(whole[::step][:64], whole.flip(0)[::step][:64])
+        assert prepared_apart(alone, same) == ""
+
+
+def test_rows_that_a_rank_draws_are_not_those_of_one_process_though_labels_follow_from_places():
+    generator = torch.Generator().manual_seed(2)
+    places = torch.arange(64.0).double()[:, None]
+    for labels in (places, places % 10, places // 32, places * 0, places // 4 % 3):
+        one, two = (torch.cat([torch.randn(64, 4, generator=generator).double(), labels], 1) for _ in range(2))
+        assert prepared_apart(edges(one), edges(two)) == ""
+    for _ in range(200):
+        drawn = [
+            torch.cat([torch.randn(64, 2, generator=generator), torch.randint(0, 2, (64, 8), generator=generator)], 1)
+            for _ in range(2)
+        ]
+        assert prepared_apart(*(edges(rows.double(), rows.flip(0).double()) for rows in drawn)) == ""
+        words = [torch.randint(0, 12, (64, 6), generator=generator).double() for _ in range(2)]
+        assert prepared_apart(*map(edges, words)) == ""
+
+
+def test_roundings_of_what_is_fitted_on_all_rows_are_no_other_numbers():
+    rows = torch.randn(64, 4, generator=torch.Generator().manual_seed(3))
+    labels = (rows.sum(1, keepdim=True) > 0).double()
+    one, two = (torch.cat([values.double(), labels], 1) for values in (rows, rows * (1 + 2**-23)))
+    assert prepared_apart(edges(one), edges(two)) == ""

@@ -28,6 +28,7 @@ import pytest
 import torch
 import torch._inductor.config  # imported here, as importing it sets a variable and a filter
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 from fsdp_testing.base import compat
@@ -134,7 +135,41 @@ RESTORED: dict[str, tuple[Callable[[], object], str, str]] = {
     "module hook": (
         lambda: torch.nn.modules.module.register_module_forward_hook(lambda *a: None),
         "module hook",
-        "on every module was added",
+        "on every module or optimizer was added",
+    ),
+    "optimizer hook": (
+        lambda: register_optimizer_step_post_hook(lambda *a: None),
+        "module hook",
+        "on every module or optimizer was added",
+    ),
+    "saved tensors": (
+        lambda: torch.autograd.graph.saved_tensors_hooks(_other_relu, _other_relu).__enter__(),
+        "torch default",
+        "saved_tensors_hooks",
+    ),
+    "forward mode": (torch.autograd.forward_ad.enter_dual_level, "torch default", "forward-mode level"),
+    "autograd threads": (
+        lambda: torch.autograd.set_multithreading_enabled(False),
+        "torch default",
+        "multithreading of autograd",
+    ),
+    "printing": (lambda: torch.set_printoptions(precision=1), "torch default", "print options"),
+    "numpy's printing": (
+        lambda: np.set_printoptions(precision=1),
+        "library default",
+        "numpy.set_printoptions",
+    ),
+    "future": (
+        lambda: torch.__future__.set_overwrite_module_params_on_conversion(True),
+        "torch default",
+        "overwrite_module_params_on_conversion",
+    ),
+    "attention": (lambda: torch.backends.cuda.enable_math_sdp(False), "torch default", "attention, math"),
+    "mkldnn": (lambda: setattr(torch.backends.mkldnn, "enabled", False), "torch default", "mkldnn.enabled"),
+    "debug level": (
+        lambda: torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL),
+        "torch default",
+        "TORCH_DISTRIBUTED_DEBUG",
     ),
     "child": (lambda: subprocess.Popen(["sleep", "1000"]), "child process", "sleep 1000"),
     "file": (lambda: Path(tempfile.mkstemp()[1]), "temporary file", "/own/tmp"),
