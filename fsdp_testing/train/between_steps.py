@@ -93,7 +93,8 @@ def of_own_gradients(apart: Collection[Kind]) -> str:
         return ""
     return (
         "Cause: ranks have gradients of their own before the optimizer's step and the same weights after it, so the optimizer "
-        "reduces in its step. Look there for what it makes of a rank's own gradient (a second moment, a norm, a sign)."
+        "reduces in its step. Look there for what it makes of a rank's own gradient (a second moment, a norm, a sign), and for "
+        "elements that no rank steps."
     )
 
 

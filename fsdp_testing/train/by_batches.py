@@ -149,6 +149,10 @@ class OtherRows(Undecided):
     def __init__(self, tried: Sequence[tuple[WholeRun, Feed]], run: WholeRun) -> None:
         self.fed = max(tried, key=lambda pair: _same_steps(pair[0], run))
         self.steps = _same_steps(self.fed[0], run)
+        given = f"one process was given the rows of all ranks ({', then '.join(str(feed) for _, feed in tried)})"
+        if uneven := _taken_unevenly(run, self.steps):
+            super().__init__(f"{given}, but {uneven}")
+            return
         here, there = (world.union(self.steps).total() for world in (self.fed[0], run))
         if here != there:
             how = f"it trains on {here} rows where the ranks train on {there}: the script takes a fixed number of a batch's rows"
@@ -160,10 +164,22 @@ class OtherRows(Undecided):
             )
             advice = "Mark the line"
         super().__init__(
-            f"one process was given the rows of all ranks ({', then '.join(str(feed) for _, feed in tried)}), but at step "
-            f"{self.steps} {how}. {advice} where the script has its batch ready: `x, y = fsdp_testing.batch(x, y)`. A model that "
-            "gets another model's output must get it unchanged: move changes of the output into a forward."
+            f"{given}, but at step {self.steps} {how}. {advice} where the script has its batch ready: "
+            "`x, y = fsdp_testing.batch(x, y)`. A model that gets another model's output must get it unchanged: move changes of "
+            "the output into a forward."
         )
+
+
+def _taken_unevenly(run: WholeRun, step: int) -> str:
+    """Return a sentence if ranks have taken other numbers of batches by a step, since one skips some or waits for more."""
+    taken = [rank.taken.items[step] for rank in run.ranks if step < len(rank.taken.items)]
+    if len({*taken}) < 2:
+        return ""
+    return (
+        f"by step {step} ranks have taken different numbers of batches ({', '.join(map(str, taken))}, in the order of ranks): "
+        "one skips a batch, or gathers more of them, by a decision of its own, such as a loss of its own that is not finite. "
+        "Then which rows make a step depends on the number of ranks. Decide together: all-reduce what the decision depends on."
+    )
 
 
 def final_verdict(pair: Pair, why: Failed, other_rows: OtherRows | None) -> Failed | Undecided:

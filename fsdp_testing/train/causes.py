@@ -281,6 +281,8 @@ def of_difference(reference: WholeRun, run: WholeRun, difference: Difference) ->
         or _kept(reference, run, difference)
         or (step >= 0 and _of_step(reference, run, step))
         or ("" if run.shares_work else evidence.between_sizes(reference.evidence, run.evidence, run.size, in_step))
+        # What such an optimizer is given are no gradients of the world.
+        or (in_step if difference.quantity.kind in (Kind.PARAMETER, Kind.MOMENT) else "")
         or wrong_term(reference, run, CLEAR_ROUNDINGS)
         or (step >= 0 and multiples.of_gradients(reference, run, step))
         or multiples.of_change(reference, run, difference)

@@ -58,3 +58,25 @@ def test_ranks_with_gradients_of_their_own_and_equal_weights_reduce_inside_the_s
     assert judgement.verdict is Verdict.FAIL, judgement
     assert of_own_gradients({Kind.GRADIENT}) in judgement.sentence
     assert of_own_gradients({Kind.GRADIENT, Kind.PARAMETER}) == of_own_gradients(set()) == ""
+
+
+def test_elements_that_no_rank_steps_are_no_fault_of_the_reduction():
+    script = str(Path(__file__).parent / "with_flat_shards.py")
+    right, wrong = (
+        examine(Launch(script, arguments, steps=3, isolation="warm"), (3,)).judgements[-1]
+        for arguments in ((), ("--without-rest",))
+    )
+    assert right.verdict is Verdict.PASS, right
+    assert wrong.verdict is Verdict.FAIL, wrong
+    assert "parameter 2.weight at step 0" in wrong.sentence and "element 6" in wrong.sentence
+    assert of_own_gradients({Kind.GRADIENT}) in wrong.sentence
+
+
+@pytest.mark.parametrize("marked", [(), ("--marked",)])
+def test_a_batch_that_one_rank_skips_is_named(marked):
+    script = str(Path(__file__).parent / "with_skipped_batches.py")
+    judgement = examine(Launch(script, marked, steps=2, isolation="warm"), (2,)).judgements[-1]
+    assert judgement.verdict is Verdict.UNKNOWN, judgement
+    assert "by step 0 ranks have taken different numbers of batches (1, 2, in the order of ranks)" in judgement.sentence
+    together = examine(Launch(script, (*marked, "--together"), steps=2, isolation="warm"), (2,)).judgements[-1]
+    assert together.verdict is Verdict.PASS, together
