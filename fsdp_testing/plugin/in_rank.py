@@ -121,7 +121,10 @@ class RankSession:
             with self.filters():
                 pytest_compat.end_fixtures(self._last, nextitem)
         except Exception as error:
-            return "".join(pytest.ExceptionInfo.from_exception(error).exconly())
+            info = pytest.ExceptionInfo.from_exception(error)
+            info.traceback = info.traceback.filter(lambda entry: not _OF_PYTEST & {*Path(entry.path).parts[-2:-1]})
+            size, last = current_world().size, self._last.nodeid
+            return f"{info.exconly()} (fixtures of {size} ranks, used last by {last})\n{info.getrepr(style='short')}"
         return ""
 
     def kept(self) -> int:
@@ -141,6 +144,7 @@ class RankSession:
         return problem
 
 
+_OF_PYTEST = {"_pytest", "pluggy", Path(__file__).parent.name}
 _session: RankSession | None = None
 
 

@@ -225,3 +225,30 @@ def test_after(world):
     )
     assert (done.counts(), done.xfailed) == ((1, 2, 0), 1), done.text
     assert "issue 7 (failed on rank 1, awaited by rank 0)" in done.text
+
+
+def test_a_fixture_that_ends_badly_in_ranks_is_named_with_its_test(run: Runner) -> None:
+    done = run(
+        """
+@pytest.fixture(scope="module")
+def server(world):
+    yield
+    if world.rank == 1:
+        raise ExceptionGroup("not ended", [RuntimeError("the server did not stop"), OSError("its port is open")])
+
+@pytest.mark.world(3)
+def test_served(server):
+    pass
+
+@pytest.mark.world(2)
+def test_other(world):
+    pass
+
+def test_here():
+    pass
+"""
+    )
+    assert done.counts() == (3, 0, 1), done.text
+    assert "ERROR at teardown of test_here" in done.text  # as in one process: the last test of the fixture's module
+    assert "(fixtures of 3 ranks, used last by test_ranks.py::test_served)" in done.text
+    assert all(text in done.text for text in ("RuntimeError: the server did not stop", "OSError: its port is open"))
