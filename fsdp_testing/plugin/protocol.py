@@ -23,6 +23,7 @@ from fsdp_testing.plugin.records import Debugging, ItemTask, Phase, RankResult
 from fsdp_testing.plugin.selection import collected_id, location_of, shared_length
 from fsdp_testing.plugin.worlds import failed_if_lost
 from fsdp_testing.ranks.pool import WorldOutcome
+from fsdp_testing.ranks.pool.outcome import Fate
 
 _REQUEST = pytest.StashKey[WorldRequest]()
 
@@ -83,6 +84,7 @@ class Protocol:
     ) -> list[pytest.TestReport]:
         began, clock = time.time(), time.perf_counter()
         properties: tuple[tuple[str, Any], ...] = ()
+        all_reported = True
         reason = self._reason_not_to_run(request)
         if reason is not None:
             merged = self._not_run(item, request, reason)
@@ -98,11 +100,14 @@ class Protocol:
                 merged = _failed_setup(item, text)
             else:
                 merged = merge(outcome, location_of(item))
+                all_reported = all(rank.fate is Fate.RETURNED for rank in outcome.ranks)
                 self._hygiene.add(item, outcome, merged)
                 properties = _properties(outcome)
         self._tear_down_here(item, nextitem, merged)
-        # Lending a world, sending and merging belong to setup, so that durations add up to the time spent.
-        merged[0].duration += max(0.0, time.perf_counter() - clock - sum(report.duration for report in merged))
+        # Lending a world, sending and merging belong to setup, so that durations add up to the time spent. Without a report of
+        # each rank, the failed phase took the time.
+        longest = next((part for part in merged if part.outcome == "failed" and not all_reported), merged[0])
+        longest.duration += max(0.0, time.perf_counter() - clock - sum(report.duration for report in merged))
         return [self._report(item, part, began, properties) for part in merged]
 
     def _execute(self, item: pytest.Item, request: WorldRequest, nextitem: pytest.Item | None) -> WorldOutcome:

@@ -299,7 +299,10 @@ def suggestion(difference: Difference, size: int) -> str:
             "(a no_sync boundary, a micro-batch that is not reduced, a schedule that counts ranks), and at what its rows "
             "decide (a threshold, a choice of rows, a mask that a rank makes of its own)."
         )
-    return "Look for data that is not split evenly, a random number drawn per rank, or a gradient that is not reduced."
+    return (
+        "Look for data that is not split evenly, a random number drawn per rank, a gradient that is not reduced, or a term of "
+        "the loss (a penalty, a weight of a class, masked or lost targets) that ranks do not have alike."
+    )
 
 
 def side_by_side(

@@ -92,6 +92,20 @@ def test_only_what_failed_last_and_how_to_debug_it(first: Any, folder: Path, run
     assert "Run it again with --rank-pdb 1 to debug rank 1." in again.text
 
 
+def test_the_time_until_a_rank_is_given_up_is_that_of_the_call(run: Runner) -> None:
+    verdict = run(
+        """
+@pytest.mark.world(2, timeout=2)
+def test_hangs(world):
+    if world.rank:
+        threading.Event().wait()
+""",
+        "--durations=1",
+    )
+    slowest = re.search(r"([\d.]+)s call +test_ranks.py::test_hangs", verdict.text)
+    assert slowest is not None and float(slowest[1]) >= 2, verdict.text
+
+
 def test_durations_are_those_of_the_slowest_rank(first: Any) -> None:
     late = re.search(r"([\d.]+)s call +test_ranks.py::test_late", first.text)
     assert late is not None, first.text
