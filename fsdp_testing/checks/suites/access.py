@@ -67,6 +67,8 @@ SUMMON: tuple[Check, ...] = (
     summoned("summon.edits_are_kept", "Edits of full parameters persist on every rank.",
              cases("mlp uneven", *iteration(0), _EDIT, Observe(), forward(9),
                    *iteration(1), EditFullParameters(("*.weight",), 0.5, True), Observe(), optimizer=ADAMW)),
+    summoned("summon.frozen_edits", "Edits of frozen parameters persist, beside those of trained ones.",
+             cases("mlp", *iteration(0), _EDIT, Observe(), *iteration(1), optimizer=ADAMW, freeze=("layers.1.*",))),
     check("summon.before_first_forward", "Editing before the first forward.",
           cases("mlp", _EDIT, forward(9), *iterations(2)), source="pytorch PR 90862"),
     summoned("summon.between_backward_and_step", "Editing keeps gradients that wait for a step.",
