@@ -114,7 +114,7 @@ def _completed(target: str, where: str, registered_name: str | None) -> Adapter:
     if not hasattr(found, "wrap") and callable(found):
         try:
             found = found()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise InvalidImplementation(
                 f"{where}: expected {target} to return an implementation, got {_text_of(error)}. Correct the adapter."
             ) from error
@@ -136,7 +136,7 @@ def _resolve(target: str, where: str, hops: int) -> Any:
         found: Any = importlib.import_module(module_name)
         for part in path.split("."):
             found = getattr(found, part)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # an exit code is this command's own verdict
         raise InvalidImplementation(
             f"{where}: expected {target} to be importable, got {_text_of(error)}. "
             "Correct the adapter or install what it needs."

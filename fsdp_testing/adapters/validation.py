@@ -94,7 +94,9 @@ def check_claims(adapter: Adapter) -> None:
     if not claimed & set(STRATEGIES.values()):
         problems.append(f"claims no strategy; claim one of {', '.join(sorted(set(STRATEGIES.values())))}")
     for tag in sorted(claimed & set(METHODS_OF_CAPABILITY)):
-        missing = [m for m in METHODS_OF_CAPABILITY[tag] if m in adapter.missing and m in OPTIONAL_WITHOUT_DEFAULT]
+        # By default nothing is traced, of which all rules hold.
+        needed = {*OPTIONAL_WITHOUT_DEFAULT, *(("trace_units",) if tag == "unit_trace" else ())}
+        missing = [m for m in METHODS_OF_CAPABILITY[tag] if m in adapter.missing and m in needed]
         if missing:
             problems.append(f"claims {tag!r} without the method{'s' * (len(missing) > 1)} {', '.join(missing)}")
     if problems:

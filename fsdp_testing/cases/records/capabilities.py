@@ -7,6 +7,7 @@ code.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 
 from fsdp_testing.cases.records.axes import AXES, Option
@@ -134,7 +135,12 @@ def check_capabilities(claimed: Iterable[str], where: str) -> frozenset[str]:
     unknown = sorted(tags - set(CAPABILITIES))
     if unknown:
         raise InvalidImplementation(
-            f"{where}: expected tags out of {', '.join(sorted(CAPABILITIES))}, got {unknown}. "
+            f"{where}: expected known tags, got {', '.join(map(_with_nearest, unknown))}. "
             "Correct the spelling; `fsdp-verify list capabilities` shows every tag with its meaning."
         )
     return tags
+
+
+def _with_nearest(tag: str) -> str:
+    near = difflib.get_close_matches(tag, CAPABILITIES, 1)
+    return f"{tag!r} (did you mean {near[0]!r}?)" if near else repr(tag)

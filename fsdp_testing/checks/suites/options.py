@@ -39,6 +39,7 @@ from fsdp_testing.checks.suites.check import (
 from fsdp_testing.checks.suites.hooks import AVERAGING, QUARTERING, REVIEWED, compressed_to
 from fsdp_testing.checks.suites.programs import OFFLOADED_ACTIVATIONS, PARTLY_OPTIMIZED, scaled
 from fsdp_testing.checks.suites.state_programs import KEEPS_VERSIONS, OF_ANOTHER_RANK, REFUSED, WRONG_STATES
+from fsdp_testing.checks.suites.user_code import RECOMPUTES
 from fsdp_testing.oracle.quantities import Comparison
 
 
@@ -82,6 +83,9 @@ RECOMPUTATION: tuple[Check, ...] = (
           *(cases("deep_nest", *iterations(2), wrapping=plan) for plan in (
               recomputed("deep_nest"), WrappingPlan(("inner",), checkpointed=("inner.inner",)))),
           source=_SAME, needs={"nested_wrapping"}),
+    check("activation_checkpointing.recomputed", "What is to be recomputed runs again in backward.",
+          *(cases("mlp", *iteration(0), wrapping=recomputed("mlp", outside=outside)) for outside in (False, True)),
+          source="torch.utils.checkpoint", mode=RECOMPUTES),
     check("activation_checkpointing.accumulated", "Recomputed micro-batches inside and outside no_sync add up, each once.",
           *(cases("mlp", *accumulated(0, 1, 2), Observe(), Step(), ZeroGrad(), *iteration(3),
                   wrapping=recomputed("mlp", outside=outside), optimizer=PLAIN_SGD) for outside in (False, True)),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import nn
 
+from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.adapters.protocol import Setup
 from fsdp_testing.cases.models import tensors_in
 from fsdp_testing.cases.operations import user_code
 from fsdp_testing.cases.records import (
@@ -227,12 +231,45 @@ class StaysLocal(RemarkingProgram):
 
         batch = Batch(11)
         inputs = models.make_inputs(self.case, batch, self.rank)
-        with self._inside(), self.adapter.no_sync(self.model):
-            loss = models.forward(self.model, self.case, batch, self.rank, inputs).loss
-            with listen(note):  # forward may gather by sums
-                self.backward(loss)
-        for call in sorted(sent):
-            yield f"a micro-batch in no_sync was reduced: {call}"
+        for where in ("in no_sync", "after an inner no_sync ended, in the outer one"):
+            sent.clear()
+            with self._inside(), self.adapter.no_sync(self.model):
+                with nullcontext() if where == "in no_sync" else self.adapter.no_sync(self.model):
+                    pass
+                loss = models.forward(self.model, self.case, batch, self.rank, inputs).loss
+                with listen(note):  # forward may gather by sums
+                    self.backward(loss)
+            for call in sorted(sent):
+                yield f"a micro-batch {where} was reduced: {call}"
+
+
+class Recomputes(RemarkingProgram):
+    """A program after which a micro-batch runs while forwards of the modules that are to be recomputed are counted."""
+
+    quantity = "recomputation"
+
+    def __init__(self, case: Case, adapter: Adapter, rank: int) -> None:
+        super().__init__(case, adapter, rank)
+        self.ran: Counter[str] = Counter()
+
+    def _setup(self, case: Case, module: nn.Module) -> Setup:
+        # By a user's hooks, put on before the model is wrapped.
+        for name in case.wrapping.checkpointed:
+            module.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: self.ran.update([name]))
+        return super()._setup(case, module)
+
+    def statements(self) -> Iterator[str]:
+        """Yield what ran once; numbers are those of a model that is computed once."""
+        self.ran.clear()
+        batch = Batch(11)
+        with self._inside():
+            inputs = models.make_inputs(self.case, batch, self.rank)
+            self.backward(models.forward(self.model, self.case, batch, self.rank, inputs).loss)
+        for name in sorted(name for name, times in self.ran.items() if times == 1):
+            yield f"{name} is to be computed again in backward, and ran once in a forward and its backward"
+
+
+RECOMPUTES = RunMode(rank_jobs.run_as, (Recomputes, {}), review=review_remarks)
 
 
 class ChunkedLoss(RankProgram):

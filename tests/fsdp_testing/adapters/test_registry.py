@@ -20,6 +20,7 @@ mine = make()
 as_string = "{module}:mine"
 endless = "{module}:endless"
 raising = lambda: 1 / 0
+leaving = lambda: exit("bye")
 number = 7
 class holder:
     inner = mine
@@ -32,6 +33,7 @@ def adapters(tmp_path, monkeypatch):
     module = f"adapters_of_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{module}.py").write_text(ADAPTER.replace("{module}", module))
     (tmp_path / f"{module}_broken.py").write_text("import nothing_of_that_name\n")
+    (tmp_path / f"{module}_leaving.py").write_text("import sys\nsys.exit('bye')\n")
     monkeypatch.syspath_prepend(tmp_path)
     return module
 
@@ -82,6 +84,8 @@ def test_what_is_no_name_is_refused(name):
         ("{m}_broken:x", "ModuleNotFoundError: No module named 'nothing_of_that_name'"),
         ("{m}:nothing", "AttributeError"),
         ("{m}:endless", "import strings that lead to one another"),
+        ("{m}_leaving:x", "SystemExit: bye"),
+        ("{m}:leaving", "SystemExit: bye"),
         ("{m}:raising", "ZeroDivisionError"),
         ("{m}:number", "expected `name`, `capabilities` and `wrap`"),
         ("{m}:", "expected `package.module:attribute`"),

@@ -168,14 +168,17 @@ def claims(*tags: str, **more) -> Adapter:
 
 
 def test_unknown_tags_are_listed():
-    with pytest.raises(InvalidImplementation, match=r"\['fast', 'no_shrad'\]"):
+    with pytest.raises(
+        InvalidImplementation, match=r"known tags, got 'fast', 'no_shrad' \(did you mean 'no_shard'\?\)"
+    ):
         validation.check_claims(claims("no_shard", "no_shrad", "fast"))
 
 
 def test_a_claim_without_its_methods_is_named_with_them():
     with pytest.raises(InvalidImplementation) as caught:
-        validation.check_claims(claims("no_shard", "full_state_dict", "comm_hook"))
+        validation.check_claims(claims("no_shard", "full_state_dict", "comm_hook", "unit_trace"))
     assert "claims 'comm_hook' without the method register_comm_hook" in str(caught.value)
+    assert "claims 'unit_trace' without the method trace_units" in str(caught.value)
     assert "claims 'full_state_dict' without the methods full_state_dict, load_full_state_dict" in str(caught.value)
 
 

@@ -31,6 +31,7 @@ from fsdp_ref.runtime.grad_sync import GradSync
 from fsdp_ref.storage import precision
 from fsdp_ref.storage.precision import BufferCaster, Precision
 from fsdp_ref.training import clip
+from fsdp_testing.adapters.shared import fsdp_options
 
 SOUND, COMPOSABLE = "fsdp_ref-wrapper", "fsdp_ref-composable"
 
@@ -401,3 +402,9 @@ def one_count_for_all(original: Any, loading: Any) -> dict[Any, dict[str, Any]]:
     for entries in state.values():
         entries |= {"step": first} if "step" in entries else {}
     return state
+
+
+@planted(SOUND, fsdp_options, "checkpoint_modules", "activation_checkpointing.recomputed")
+def keeps_activations(original: Any, module: Any, names: Any, *, reentrant: bool) -> None:
+    """What is to be recomputed keeps its activations."""
+    original(module, (), reentrant=reentrant)
