@@ -206,13 +206,19 @@ def _over(case: Any, order: int, parameters: Any) -> torch.optim.Optimizer:
     return models.build_optimizer(case, list(parameters)[::order])
 
 
+_OTHER_SETTINGS: dict[str, dict[str, Any]] = {
+    "sgd": {"lr": 0.7, "weight_decay": 0.3, "nesterov": True, "maximize": True},
+    "adamw": {"lr": 0.7, "weight_decay": 0.3, "betas": (0.5, 0.6), "eps": 0.5, "maximize": True},
+}
+
+
 class GroupedProgram(RankProgram):
     """Its first optimizer decays weights alone; each later one is built with other settings, which loading must replace."""
 
     builds = 0
 
     def build_optimizer(self) -> None:
-        fresh = {"lr": 0.7, "weight_decay": 0.3} if self.builds else {}
+        fresh = _OTHER_SETTINGS[self.case.optimizer.name] if self.builds else {}
         self.builds += 1
         with self._inside():
             names = {id(parameter): fqn for fqn, parameter in self.adapter.named_parameters(self.model)}
@@ -229,7 +235,7 @@ class GroupedReplay(Replay):
 
 
 def _grouped(
-    case: Case, names: Mapping[int, str], fresh: Mapping[str, float], parameters: Iterable[nn.Parameter]
+    case: Case, names: Mapping[int, str], fresh: Mapping[str, Any], parameters: Iterable[nn.Parameter]
 ) -> torch.optim.Optimizer:
     """Build the case's optimizer with biases in a group of their own, which is not decayed and has half the rate."""
     groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
