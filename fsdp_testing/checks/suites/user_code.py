@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_testing.adapters.adapter import Adapter
-from fsdp_testing.adapters.protocol import Setup
 from fsdp_testing.cases.models import tensors_in
 from fsdp_testing.cases.operations import user_code
 from fsdp_testing.cases.records import (
@@ -41,8 +37,8 @@ from fsdp_testing.checks.suites.check import (
     iteration,
     iterations,
     micro_batch,
-    no_sync_batch,
 )
+from fsdp_testing.checks.suites.one_pass import OF_ONE_PASS
 from fsdp_testing.checks.suites.programs import (
     ALONE,
     COPY,
@@ -61,8 +57,6 @@ from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.oracle import models, rank_jobs
 from fsdp_testing.oracle.execute import RankProgram
 from fsdp_testing.oracle.quantities import Comparison
-from fsdp_testing.ranks.ledger.interception import listen
-from fsdp_testing.ranks.ledger.records import Call, GroupIdentity
 
 
 def _raised(seed: int, module: int, *, backward: bool = False, where: str = "step") -> Interrupt:
@@ -215,63 +209,6 @@ def _equal(result: torch.Tensor, expected: torch.Tensor) -> bool:
     return result.shape == expected.shape and bool(((result - expected).abs() <= 64 * UNIT_ROUNDOFF["float64"]).all())
 
 
-class StaysLocal(RemarkingProgram):
-    """A program after which a micro-batch runs in no_sync, while its collectives are counted."""
-
-    quantity = "no_sync"
-
-    def statements(self) -> Iterator[str]:
-        """Yield what it sent; wholly right numbers may hide it, since sums of means are means of sums."""
-        sent: set[str] = set()
-        one_model = self.case.world.of_one_model(self.rank)
-
-        def note(group: GroupIdentity, call: Call, _site: object) -> None:
-            if group.members != one_model and "reduce" in call.what[0] and set(call.what) & set(UNIT_ROUNDOFF):
-                sent.add(call.text)
-
-        batch = Batch(11)
-        inputs = models.make_inputs(self.case, batch, self.rank)
-        for where in ("in no_sync", "after an inner no_sync ended, in the outer one"):
-            sent.clear()
-            with self._inside(), self.adapter.no_sync(self.model):
-                with nullcontext() if where == "in no_sync" else self.adapter.no_sync(self.model):
-                    pass
-                loss = models.forward(self.model, self.case, batch, self.rank, inputs).loss
-                with listen(note):  # forward may gather by sums
-                    self.backward(loss)
-            for call in sorted(sent):
-                yield f"a micro-batch {where} was reduced: {call}"
-
-
-class Recomputes(RemarkingProgram):
-    """A program after which a micro-batch runs while forwards of the modules that are to be recomputed are counted."""
-
-    quantity = "recomputation"
-
-    def __init__(self, case: Case, adapter: Adapter, rank: int) -> None:
-        super().__init__(case, adapter, rank)
-        self.ran: Counter[str] = Counter()
-
-    def _setup(self, case: Case, module: nn.Module) -> Setup:
-        # By a user's hooks, put on before the model is wrapped.
-        for name in case.wrapping.checkpointed:
-            module.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: self.ran.update([name]))
-        return super()._setup(case, module)
-
-    def statements(self) -> Iterator[str]:
-        """Yield what ran once; numbers are those of a model that is computed once."""
-        self.ran.clear()
-        batch = Batch(11)
-        with self._inside():
-            inputs = models.make_inputs(self.case, batch, self.rank)
-            self.backward(models.forward(self.model, self.case, batch, self.rank, inputs).loss)
-        for name in sorted(name for name, times in self.ran.items() if times == 1):
-            yield f"{name} is to be computed again in backward, and ran once in a forward and its backward"
-
-
-RECOMPUTES = RunMode(rank_jobs.run_as, (Recomputes, {}), review=review_remarks)
-
-
 class ChunkedLoss(RankProgram):
     """A program whose model leaves its last layer out of forward; the layer is called on chunks of rows afterwards.
 
@@ -385,10 +322,4 @@ INPUTS: tuple[Check, ...] = (
 )  # fmt: skip
 """Tensors that users pass to a model stay unchanged."""
 
-IN_NO_SYNC = (
-    check("accumulation.stays_local", "In no_sync nothing is reduced.", cases("mlp", no_sync_batch(0), optimizer=PLAIN_SGD),
-          source="torch.nn.parallel.DistributedDataParallel.no_sync",
-          mode=RunMode(rank_jobs.run_as, (StaysLocal, {}), review=review_remarks)),
-)  # fmt: skip
-
-CHECKS = (*IN_NO_SYNC, *INPUTS, *EXCEPTIONS, *CONVERSION, *PARTS_OF_MODELS)
+CHECKS = (*OF_ONE_PASS, *INPUTS, *EXCEPTIONS, *CONVERSION, *PARTS_OF_MODELS)

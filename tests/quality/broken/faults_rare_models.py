@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -14,7 +13,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
-from toy import Toy
 from toy_more import MoreToy
 
 from fsdp_ref.access.summon_grads import FullGradients
@@ -31,7 +29,6 @@ from fsdp_ref.runtime.grad_sync import GradSync
 from fsdp_ref.storage import precision
 from fsdp_ref.storage.precision import BufferCaster, Precision
 from fsdp_ref.training import clip
-from fsdp_testing.adapters.shared import fsdp_options
 
 SOUND, COMPOSABLE = "fsdp_ref-wrapper", "fsdp_ref-composable"
 
@@ -358,53 +355,3 @@ def refuses_on_the_cpu(original: Any, unit: Any, device: torch.device) -> None:
 def assigned_while_whole(original: Any, handle: Any, values: dict[int, torch.Tensor]) -> None:
     """What is assigned while parameters are whole changes the ranks' copies, and no shard."""
     original(handle, {})
-
-
-@fault("training.many_iterations")
-class FailsLate(Toy):
-    """The seventh reduction and later ones sum in place of averaging."""
-
-    reductions = 0
-
-    def finish_backward(self) -> None:
-        self.reductions += 1
-        super().finish_backward()
-
-    def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
-        mean = super().mean(fqn, contribution)
-        return mean * self.size if self.reductions > 6 else mean
-
-
-@fault("summon.frozen_edits")
-class FrozenNotWritten(MoreToy):
-    """Writing back leaves frozen parameters as they were."""
-
-    def write_back(self, whole: Mapping[str, torch.Tensor]) -> None:
-        trained = {fqn: value for fqn, value in whole.items() if self.shards[fqn].requires_grad}
-        super().write_back(trained)
-
-
-@planted(COMPOSABLE, optim_load._Loading, "state", "optim_state.further_entries")
-def moments_only(original: Any, loading: Any) -> dict[Any, dict[str, Any]]:
-    """What an optimizer keeps besides Adam's moments is loaded as zeros."""
-    state: dict[Any, dict[str, Any]] = original(loading)
-    for entries in state.values():
-        for name in entries.keys() - {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}:
-            entries[name] = torch.zeros_like(entries[name])
-    return state
-
-
-@planted(COMPOSABLE, optim_load._Loading, "state", "optim_state.steps_apart")
-def one_count_for_all(original: Any, loading: Any) -> dict[Any, dict[str, Any]]:
-    """All parameters get the number of steps of the first one."""
-    state: dict[Any, dict[str, Any]] = original(loading)
-    first = next((entries["step"] for entries in state.values() if "step" in entries), None)
-    for entries in state.values():
-        entries |= {"step": first} if "step" in entries else {}
-    return state
-
-
-@planted(SOUND, fsdp_options, "checkpoint_modules", "activation_checkpointing.recomputed")
-def keeps_activations(original: Any, module: Any, names: Any, *, reentrant: bool) -> None:
-    """What is to be recomputed keeps its activations."""
-    original(module, (), reentrant=reentrant)
